@@ -80,7 +80,7 @@ def per_layer(n: int, rank: int, hidden: int, intermediate: int) -> list[dict[st
     from actmat.methods import get_method
 
     rule = get_method("actmat")
-    assert rule.merge_lowrank is not None
+    assert rule.lowrank is not None
     rows = []
     for o, i in sorted(set(layers_of(hidden, intermediate).values())):
         rng = torch.Generator().manual_seed(0)
@@ -88,7 +88,7 @@ def per_layer(n: int, rank: int, hidden: int, intermediate: int) -> list[dict[st
             LowRank(torch.randn(o, rank, generator=rng) * 0.01, torch.randn(rank, i, generator=rng) / i**0.5)
             for _ in range(n)
         ]
-        factored = min(once(lambda d=deltas: rule.merge_lowrank(d)) for _ in range(3))  # type: ignore[misc]
+        factored = min(once(lambda d=deltas: rule.lowrank.merge(d)) for _ in range(3))  # type: ignore[misc]
         dense = once(lambda d=deltas: rule.merge([x.dense() for x in d]))
         rows.append({"shape": f"{o}x{i}", "factored_s": factored, "dense_s": dense, "ratio": dense / factored})
     return rows
@@ -238,7 +238,7 @@ def real(folder: Path, dense: Sequence[str] = DENSE) -> list[dict[str, Any]]:
     from actmat.errors import MergeError
     from actmat.methods import METHODS
 
-    low_rank = [m.name for m in METHODS if m.merge_lowrank is not None and not m.needs_statistics]
+    low_rank = [m.name for m in METHODS if m.lowrank is not None and not m.needs_statistics]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for group in sorted(p for p in folder.iterdir() if p.is_dir()):

@@ -4,7 +4,7 @@
     python -m benchmarks.basis_size --size 1024 --shares 0.04 0.125
 
 Diagonal matrices with the eigenvalues of `spectrum` (the start is random, so that a rotation changes nothing). For each
-share of leading pairs: the basis that `linalg.basis_size` expects after the first look and the one that the block
+share of leading pairs: the basis that `linalg.krylov.basis_for` expects after the first look and the one that the block
 iteration took, as shares of the side, the latter on a grid of two blocks. `ratio` is taken over expected; both are
 empty where more than `--largest` of the side was not enough. `look_s` is the first look with its prediction, `full_s` a
 whole decomposition: processor seconds of one thread.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg import krylov
-from actmat.linalg.basis_size import basis_for, quantile
+from actmat.linalg.krylov import basis_for, quantile
 from actmat.linalg.lapack import eigh
 from benchmarks.common import markdown, torch_threads, write_result
 

@@ -90,13 +90,13 @@ def _escaped(cell: str) -> str:
 
 def methods(_: str) -> str:
     """What every method needs, does and costs."""
-    rows = [[f"[`{m.name}`]({m.name}.md)", m.summary, *_facts(m)] for m in METHODS]
+    rows = [[f"[`{m.name}`]({m.name}.md)", m.about.summary, *_facts(m)] for m in METHODS]
     return table(["method", "idea", "data", "LoRA", "weights", "random", "acts on", "FLOPs"], rows)
 
 
 def _facts(m: MergeMethod) -> list[str]:
     acts = {"matrix": "matrices", "tensor": "tensors", "elementwise": "entries"}[m.acts_on]
-    return [_data(m), _lowrank(m), "yes" if m.is_weighted else "", "yes" if m.is_random else "", acts, m.flops]
+    return [_data(m), _lowrank(m), "yes" if m.is_weighted else "", "yes" if m.is_random else "", acts, m.cost.flops]
 
 
 def _data(m: MergeMethod) -> str:
@@ -104,7 +104,7 @@ def _data(m: MergeMethod) -> str:
 
 
 def _lowrank(m: MergeMethod) -> str:
-    return "exact" if m.merge_lowrank else ""
+    return "exact" if m.lowrank else ""
 
 
 def method(name: str) -> str:
@@ -117,7 +117,7 @@ def method(name: str) -> str:
     }[m.acts_on]
     needs = [f"statistics ({', '.join(m.needs_statistics)})"] if m.needs_statistics else []
     needs += ["the base weights"] if m.needs_base else []
-    passes = "one expert at a time" if m.one_pass else "all experts of a tensor together"
+    passes = "one expert at a time" if m.access.one_pass else "all experts of a tensor together"
     if m.survey is not None:
         passes += "; some options want a first pass over the whole model"
     facts = [
@@ -125,16 +125,16 @@ def method(name: str) -> str:
         ["needs beside the deltas", ", ".join(needs) or "nothing"],
         ["weights of experts", "yes" if m.is_weighted else "no"],
         ["random", "yes, seeded by the tensor's name" if m.is_random else "no"],
-        ["low-rank deltas", "exact, in factored form" if m.merge_lowrank else "as dense matrices"],
-        ["FLOPs, `T` deltas of `N x N`", f"{m.flops}, leading term"],
+        ["low-rank deltas", "exact, in factored form" if m.lowrank else "as dense matrices"],
+        ["FLOPs, `T` deltas of `N x N`", f"{m.cost.flops}, leading term"],
         ["holds", passes],
         ["working memory", _memory(m)],
         ["laws (tested)", ", ".join(law.replace("_", " ") for law in sorted(m.laws)) or "none"],
     ]
     if m.max_experts is not None:
         facts.insert(2, ["experts", f"at most {m.max_experts}"])
-    if m.preset_of:
-        facts.append(["preset of", f"[`{m.preset_of}`]({m.preset_of}.md)"])
+    if m.about.preset_of:
+        facts.append(["preset of", f"[`{m.about.preset_of}`]({m.about.preset_of}.md)"])
     text = table([f"`{m.name}`", ""], facts)
     if not m.options:
         return text + "\nIt has no options.\n"
@@ -175,7 +175,7 @@ def _memory(m: MergeMethod) -> str:
     """Workspace of a rule in units of the layer, from the declaration that the planner uses."""
     options = m.resolve_options({})
     experts = min(EXPERTS, m.max_experts or EXPERTS)
-    elements = SIDE * SIDE if m.workspace is None else m.workspace((SIDE, SIDE), experts, options)
+    elements = m.cost.workspace((SIDE, SIDE), experts, options)
     words = "expert" if experts == 1 else "experts"
     return f"{elements / SIDE**2:.3g} times a {SIDE} x {SIDE} layer for {experts} {words}, result included"
 

@@ -70,14 +70,12 @@ def test_libraries_are_repeated_in_one_sentence(place: Path, tmp_path: Path) -> 
 
 
 def test_a_merge_of_adapters_says_its_size_once(place: Path, tmp_path: Path) -> None:
-    """The plan says that the rule can meet every expert; the merge says how long it came out."""
+    """The merge says how long it came out; a plan does not know."""
     inputs = ["-e", str(place / "adapters" / "math"), "-e", str(place / "adapters" / "code")]
     planned = " ".join(actmat(["plan", *inputs]).out.split())
-    assert "the ranks add up to no more than the inputs" in planned
     assert "at the length of the plain sum" not in planned
     merged = " ".join(actmat(["merge", *inputs, "--out", str(tmp_path / "out")]).out.split())
     assert "x the experts' sum" in merged
-    assert "ranks add up" not in merged
 
 
 def test_several_experts_after_one_flag_are_explained(place: Path) -> None:

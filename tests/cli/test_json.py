@@ -155,29 +155,6 @@ def test_quiet_prints_nothing(place: Path, command: str) -> None:
     assert (done.code, done.out) == (0, "")
 
 
-def test_experts_are_added_and_removed(place: Path) -> None:
-    """By the command line: with sums and without, in place and elsewhere."""
-    out, other = place / "team", place / "team2"
-    inputs = ("-b", place / "base", "-e", place / "experts/math")
-    assert actmat(list(map(str, ["merge", *inputs, "-m", "average", "--keep-sums", "--out", out, "-q"]))).code == 0
-    added = pinned(said("add", out, "-e", f"code={place / 'experts/code'}", "-w", "2", "--out", other, "--json"), "add")
-    assert (added["from_sums"], added["experts"], added["out"]) == (True, ["math", "code"], str(other))
-    assert set(added["size"]) == PINNED["merge size"]
-    again = actmat(["add", str(other), "-e", str(place / "experts/code")])
-    assert again.code == 1
-    assert "already holds an expert 'code'" in again.err
-    removed = pinned(said("remove", other, "math", "--json"), "remove")
-    assert (removed["from_sums"], removed["experts"], removed["out"]) == (False, ["code"], str(other))
-    assert said("verify", other, "--json")["ok"]
-    nothing = actmat(["remove", str(other), "code", "-q"])
-    assert (nothing.code, nothing.out) == (1, "")
-    assert "not all" in nothing.err
-    words = actmat(["add", str(out), "-e", str(place / "experts/code")]).out
-    assert "the earlier experts were not read: their sums were continued" in " ".join(words.split())
-    missing = actmat(["add", str(place / "nowhere"), "-e", "x"])
-    assert (missing.code, "finished merge, found none" in " ".join(missing.err.split())) == (1, True)
-
-
 def test_average_export_extract_and_serve_command(place: Path) -> None:
     merged, model = place / "averaged", place / "experts/math"
     data = pinned(said("average", model, place / "experts/code", "--out", merged, "--json"), "average")

@@ -133,7 +133,7 @@ def test_energy_in_the_kept_space_in_every_form(solver: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_factored_measures_are_the_dense_ones(shape: tuple[int, int]) -> None:
     deltas = [factored(*shape, rank, seed) for seed, rank in enumerate([1, 3, 4])]
-    merged = ACTMAT.merge_lowrank(deltas)  # type: ignore[misc]
+    merged = ACTMAT.lowrank.merge(deltas)
     kept = Kept(int(merged.stats["rank"]), float(merged.stats["cutoff"]))
     expected = naive([d.dense() for d in deltas], merged.value.dense(), kept.rank)
     del expected["sign_conflict"]
@@ -253,5 +253,5 @@ def test_identities_of_the_residual() -> None:
     delta = spectral(12, 16, 0.3, 0)
     assert measure_dense([delta], merged_by_actmat([delta])[0])["residual"][0] < F64_IDENTITY
     low = [factored(20, 16, 3, seed) for seed in range(3)]
-    merged = ACTMAT.merge_lowrank(low)  # type: ignore[misc]
+    merged = ACTMAT.lowrank.merge(low)
     assert max(measure_lowrank(low, merged.value)["residual"]) < 1e-7  # the float64 Gram's square root

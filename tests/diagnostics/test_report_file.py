@@ -88,14 +88,6 @@ def test_agreement_is_optional_and_comes_back() -> None:
     assert Diagnosis.from_json(changed("agreement", KeyError)).agreement is None
 
 
-def test_what_earlier_versions_wrote_as_null_is_read_and_nothing_else_of_it() -> None:
-    data = changed("forecast", None)
-    data["totals"]["stages"] |= dict.fromkeys(("read", "rule", "write"))
-    assert Diagnosis.from_json(data) == Diagnosis.from_json(json.dumps(data)) == a_diagnosis()
-    with pytest.raises(CheckpointError, match="forecast"):
-        Diagnosis.from_json(data | {"forecast": {}})
-
-
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
 def test_numbers_are_finite(number: str, tmp_path: Path) -> None:
     text = json.dumps(a_diagnosis(measures=(a_measure(merged_norm=123.5),)).to_json())

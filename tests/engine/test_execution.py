@@ -30,7 +30,7 @@ from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.tensor import TensorMerge
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import CheckpointError, NumericalError, RecipeError
-from actmat.methods import METHODS, Merged, MergeMethod, Survey, get_method
+from actmat.methods import METHODS, Access, Merged, MergeMethod, Survey, get_method
 from actmat.planning import regions as regions_module
 from actmat.recipe import make_recipe
 from actmat.run.open import open_inputs
@@ -82,7 +82,11 @@ def test_the_caps_hold_for_every_kind_of_rule(family: Family, monkeypatch: pytes
     monkeypatch.setattr(regions_module, "CHUNK", 16)  # an elementwise rule would otherwise be capped piece by piece
     seen = set()
     for method in METHODS:
-        if method.needs_statistics or method.max_experts == 1 or (method.acts_on in seen and not method.one_pass):
+        if (
+            method.needs_statistics
+            or method.max_experts == 1
+            or (method.acts_on in seen and not method.access.one_pass)
+        ):
             continue
         seen.add(method.acts_on)
         merged, _ = merge(family, method=method.name, scope="all", postprocess={"norm_cap": 0.5})
@@ -95,7 +99,7 @@ def test_the_caps_hold_for_every_kind_of_rule(family: Family, monkeypatch: pytes
 
 def test_a_capped_norm_is_that_of_the_whole_tensor(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regions_module, "CHUNK", 16)
-    method = next(m.name for m in METHODS if m.acts_on == "elementwise" and m.one_pass)
+    method = next(m.name for m in METHODS if m.acts_on == "elementwise" and m.access.one_pass)
     family.change(family.experts[0], lambda t: t[EMBEDDING][0].add_(100))
     plain, _ = merge(family, method=method, scope="all")
     capped, _ = merge(family, method=method, scope="all", postprocess={"norm_cap": 0.01})
@@ -159,7 +163,7 @@ def test_a_rule_is_given_what_it_declares(family: Family, monkeypatch: pytest.Mo
         )
         return Merged(deltas[0].clone(), {"note": 1.5})
 
-    use(monkeypatch, rule(probe, acts_on="matrix", one_pass=False))
+    use(monkeypatch, rule(probe, acts_on="matrix", access=Access()))
     settings: dict[str, Any] = {"method": "probe", "keep": ["*lm_head*", "*.mlp.*"], "weights": [2, 1]}
     _, rows = merge(family, options={"strength": 0.25}, **settings)
     assert seen["weights"] == (2.0, 1.0)

@@ -158,7 +158,6 @@ def run_page(name: str, page: str, directory: Path) -> Run:
     call = "import sys; sys.argv[0] = 'actmat'; from actmat.cli.main import main; sys.exit(main())"
     _tool(tools / "actmat", f'exec "{sys.executable}" -c "{call}" "$@"')
     environment = {
-        "XDG_STATE_HOME": os.devnull,  # notes that are shown once are shown on every page
         "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(map(str, SOURCES)),
         "HF_HUB_OFFLINE": "1",

@@ -34,8 +34,6 @@ PINNED: dict[str, set[str]] = {
         "actmat_tune", "version", "out", "recipe", "score", "compared", "chosen", "final", "front", "refused", "notes",
         "seconds", "memory", "left_out",
     },
-    "add": MERGE | {"from_sums", "why_read"},
-    "remove": MERGE | {"from_sums", "why_read"},
     "finish": {"out", "tensors", "parts", "was_finished", "nonfinite", "size", "seconds", "notes"},
     "plan": {"plans"},
     "plan plans": {

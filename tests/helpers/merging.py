@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,10 +117,9 @@ def actmat(argv: Sequence[str]) -> Outcome:
     from actmat.cli.main import main
 
     out, err, code = io.StringIO(), io.StringIO(), 0
-    state = os.environ.get("XDG_STATE_HOME", os.devnull)  # nothing is remembered between tests, or in a real home
     with (
         mock.patch.object(sys, "argv", ["actmat", *argv]),
-        mock.patch.dict("os.environ", {"COLUMNS": "80", "TERM": "dumb", "XDG_STATE_HOME": state}),
+        mock.patch.dict("os.environ", {"COLUMNS": "80", "TERM": "dumb"}),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):

@@ -30,7 +30,7 @@ def test_the_table_over_folders_has_every_group_and_rule(tmp_path: Path, capsys:
     for place in ("lists/a/one.pt", "lists/two.pt"):
         torch.save([torch.randn(12, 2), torch.randn(2, 9), torch.randn(8, 2), torch.randn(2, 8)], tmp_path / place)
     found = real(tmp_path, ["ties"])
-    low_rank = {m.name for m in METHODS if m.merge_lowrank is not None and not m.needs_statistics}
+    low_rank = {m.name for m in METHODS if m.lowrank is not None and not m.needs_statistics}
     for group in ("group", "lists"):
         rows = {r["method"]: r for r in found if r["group"] == group}
         assert set(rows) == low_rank | {"ties"}

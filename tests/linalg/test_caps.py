@@ -1,4 +1,4 @@
-"""Caps lower what is above them, to them, and leave the rest alone."""
+"""Caps lower larger values to the cap and keep the rest unchanged."""
 
 from __future__ import annotations
 

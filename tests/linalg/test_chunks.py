@@ -121,7 +121,7 @@ def test_rules_that_stream_ask_for_chunks_only(name: str, options: dict[str, Any
 
 
 def test_every_rule_that_streams_is_among_the_calls() -> None:
-    streaming = {m.name for m in METHODS if m.streams_when is not None}
+    streaming = {m.name for m in METHODS if m.access.streams}
     assert streaming == {name for name, _ in CALLS}
 
 

@@ -13,8 +13,7 @@ from tests.tolerances import F64_IDENTITY, F64_ORACLE, relative_error
 from torch import Tensor
 
 from actmat.linalg import krylov, panels
-from actmat.linalg.inertia import none_above
-from actmat.linalg.krylov import Above, Largest, Leading, leading
+from actmat.linalg.krylov import Above, Largest, Leading, leading, none_above
 
 N = 600
 BASIS_ROWS = orthogonal(N, 5)
@@ -136,7 +135,7 @@ def test_what_is_not_worth_it_is_refused_after_the_first_look(
     ritz = krylov._Basis.ritz
     monkeypatch.setattr(krylov._Basis, "ritz", lambda basis: (looks.append(basis.size), ritz(basis))[1])
     assert leading(symmetric(values), Above(CUT), torch.float32) == reason
-    blocks = [krylov.GLANCE] if reason == ALL_KEPT else [krylov.GLANCE, krylov.FIRST_LOOK]
+    blocks = [krylov.EARLY_CHECK] if reason == ALL_KEPT else [krylov.EARLY_CHECK, krylov.FIRST_LOOK]
     assert looks == [count * krylov.BLOCK for count in blocks]
 
 
@@ -190,7 +189,7 @@ def test_flat_spectra_are_refused_after_the_first_look(
     ritz = krylov._Basis.ritz
     monkeypatch.setattr(krylov._Basis, "ritz", lambda basis: (looks.append(basis.size), ritz(basis))[1])
     assert isinstance(leading(symmetric(values), Largest(count, 1e-12), torch.float32), str)
-    assert looks == [krylov.GLANCE * krylov.BLOCK, krylov.FIRST_LOOK * krylov.BLOCK]
+    assert looks == [krylov.EARLY_CHECK * krylov.BLOCK, krylov.FIRST_LOOK * krylov.BLOCK]
 
 
 def test_what_no_proof_tells_from_rounding_is_refused_after_the_first_look() -> None:

@@ -155,4 +155,4 @@ def test_lowrank_batches_and_zero_adapters():
 def test_the_old_meaning_of_the_name_is_told():
     with pytest.raises(RecipeError, match="now called 'centred'"):
         ACE.resolve_options({"rtol": 1e-6})
-    assert "zero delta" in ACE.plan_note
+    assert "zero delta" in ACE.about.plan_note

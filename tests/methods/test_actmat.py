@@ -14,7 +14,7 @@ from actmat.linalg.lowrank import LowRank
 from actmat.methods.actmat import ACTMAT
 
 merge = ACTMAT.merge
-merge_lowrank = ACTMAT.merge_lowrank
+merge_lowrank = ACTMAT.lowrank.merge
 
 
 def paper(deltas):
@@ -130,7 +130,7 @@ def test_weight_form_is_refused_where_it_has_no_meaning():
     pair = LowRank(*random_deltas(1, 4, 2), *random_deltas(1, 2, 5))
     with pytest.raises(ValueError, match="form='weight'"):
         merge_lowrank([pair], form="weight")
-    with pytest.raises(ValueError, match="needs the base"):
+    with pytest.raises(RecipeError, match="needs the base"):
         merge([pair.dense()], form="weight")
     for wrong in ({"null": "mean"}, {"filter": "tikhonov"}, {"filter": "exponential"}):
         with pytest.raises(RecipeError, match="form='weight' takes"):

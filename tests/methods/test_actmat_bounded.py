@@ -11,12 +11,14 @@ from tests.tolerances import F64_IDENTITY, relative_error
 from actmat.linalg.caps import cap_delta
 from actmat.linalg.interference.rule import Rule
 from actmat.linalg.lowrank import LowRank
+from actmat.methods import get_method
 from actmat.methods.actmat import ACTMAT
-from actmat.methods.actmat_bounded import ACTMAT_BOUNDED
+
+ACTMAT_BOUNDED = get_method("actmat_bounded")
 
 merge_actmat = ACTMAT.merge
 merge = ACTMAT_BOUNDED.merge
-merge_lowrank = ACTMAT_BOUNDED.merge_lowrank
+merge_lowrank = ACTMAT_BOUNDED.lowrank.merge
 
 
 def transcription(deltas, ridge, weights=None):

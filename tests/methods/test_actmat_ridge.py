@@ -6,8 +6,10 @@ from tests.helpers.interference import EPS32, self_grams
 from tests.helpers.spectra import random_deltas, shared_rows
 from tests.tolerances import relative_error
 
+from actmat.methods import get_method
 from actmat.methods.actmat import ACTMAT
-from actmat.methods.actmat_ridge import ACTMAT_RIDGE
+
+ACTMAT_RIDGE = get_method("actmat_ridge")
 
 merge_actmat = ACTMAT.merge
 merge = ACTMAT_RIDGE.merge

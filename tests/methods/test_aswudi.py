@@ -10,7 +10,10 @@ from tests.helpers.interference import naive, self_grams
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.methods.aswudi import ASWUDI
+from actmat.methods import get_method
+
+ASWUDI = get_method("aswudi")
+
 
 merge = ASWUDI.merge
 

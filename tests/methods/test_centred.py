@@ -6,7 +6,10 @@ from tests.helpers.interference import naive
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.methods.centred import CENTRED
+from actmat.methods import get_method
+
+CENTRED = get_method("centred")
+
 
 merge = CENTRED.merge
 

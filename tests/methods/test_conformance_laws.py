@@ -12,7 +12,7 @@ from tests.helpers.spectra import orthogonal
 from tests.tolerances import F32_ELEMENTWISE, relative_error
 
 from actmat.methods import METHODS, MergeMethod
-from actmat.methods.contract import Law
+from actmat.methods.facets import Law
 
 LAW_TOLERANCE = 1e-12
 N_OUT, N_IN = 9, 12

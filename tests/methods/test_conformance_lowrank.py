@@ -19,7 +19,7 @@ from actmat.errors import RecipeError
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import METHODS, MergedLowRank, MergeMethod
 
-FACTORED = [m for m in METHODS if m.merge_lowrank is not None]
+FACTORED = [m for m in METHODS if m.lowrank is not None]
 each_factored = pytest.mark.parametrize("method", FACTORED, ids=lambda m: m.name)
 
 
@@ -50,11 +50,11 @@ def merge_lowrank(method: MergeMethod, deltas: list[LowRank]) -> MergedLowRank:
 
 def ready_lowrank(method: MergeMethod, deltas: list[LowRank]) -> Callable[[], MergedLowRank]:
     """The call with every need made beforehand."""
-    assert method.merge_lowrank is not None
+    assert method.lowrank is not None
     given = needs_for(deltas[0].shape, len(deltas))
-    taken = inspect.signature(method.merge_lowrank).parameters
+    taken = inspect.signature(method.lowrank.merge).parameters
     needs = {n: v for n, v in given.items() if n in taken}
-    return functools.partial(method.merge_lowrank, deltas, **needs, **method.resolve_options({}))
+    return functools.partial(method.lowrank.merge, deltas, **needs, **method.resolve_options({}))
 
 
 def merge_dense(method: MergeMethod, deltas: list[Tensor]) -> Tensor:
@@ -148,13 +148,13 @@ def raised(call: Callable[[], Any]) -> Exception | None:
 )
 def test_it_is_declared_when_the_low_rank_form_applies(method: MergeMethod, weights: list[float] | None) -> None:
     """`why_dense` gives the first sentence of the error that the form raises, and nothing where it merges."""
-    assert method.merge_lowrank is not None
+    assert method.lowrank is not None
     deltas = factors((6, 9), [2, 1])
     given = needs_for((6, 9), 2) | {"weights": weights}
-    taken = inspect.signature(method.merge_lowrank).parameters
+    taken = inspect.signature(method.lowrank.merge).parameters
     needs = {n: v for n, v in given.items() if n in taken}
     for options in all_options(method):
-        error = raised(functools.partial(method.merge_lowrank, deltas, **needs, **options))
+        error = raised(functools.partial(method.lowrank.merge, deltas, **needs, **options))
         if isinstance(error, RecipeError):  # weights that no form takes
             with pytest.raises(RecipeError) as caught:
                 method.why_dense(options, 2, weights)
@@ -168,21 +168,21 @@ def test_options_that_take_the_low_rank_form_away_are_all_known() -> None:
     """The comparison above meets every kind of reason; methods without the form give theirs."""
     found = {m.name for m in FACTORED for options in all_options(m) if m.why_dense(options, 2) is not None}
     assert found == {"linear", "actmat", "wudi", "regmean", "tsv", "iso_c"}
-    reasons = {m.name: m.why_dense(m.resolve_options({}), 2) for m in METHODS if m.merge_lowrank is None}
+    reasons = {m.name: m.why_dense(m.resolve_options({}), 2) for m in METHODS if m.lowrank is None}
     assert reasons["tact"] == "tact has no low-rank form"
     assert reasons["ties"] == "ties acts on single entries"
 
 
 def off_the_rows(method: MergeMethod) -> float:
     """The largest share of a merged delta outside the joint row space of the experts, over all options."""
-    assert method.merge_lowrank is not None
+    assert method.lowrank is not None
     deltas, shares = factors((12, 16), [2, 3]), []
     q_IQ = torch.linalg.qr(torch.cat([d.a_RI.mT for d in deltas], dim=-1)).Q
-    taken = inspect.signature(method.merge_lowrank).parameters
+    taken = inspect.signature(method.lowrank.merge).parameters
     for options in all_options(method):
         if method.why_dense(options, 2) is None:
             needs = {n: v for n, v in needs_for((12, 16), 2).items() if n in taken}
-            out = method.merge_lowrank(deltas, **needs, **options).value.dense()
+            out = method.lowrank.merge(deltas, **needs, **options).value.dense()
             shares.append(float((out - out @ q_IQ @ q_IQ.mT).norm() / out.norm()) if out.any() else 0.0)
     return max(shares)
 
@@ -197,8 +197,8 @@ def test_methods_that_meet_every_expert_are_near_them_on_their_rows(method: Merg
     """`D* D_t^T = c D_t D_t^T` for all experts, as the ridge vanishes; `c = 1` unless the norm is bounded."""
     deltas = factors((12, 40), [2, 2])
     options = method.resolve_options({"ridge": 1e-9} if "ridge" in method.options else {})
-    assert method.merge_lowrank is not None
-    merged = method.merge_lowrank(deltas, **options).value.dense()
+    assert method.lowrank is not None
+    merged = method.lowrank.merge(deltas, **options).value.dense()
     on_rows = [(merged @ d.dense().mT, d.dense() @ d.dense().mT) for d in deltas]
     found, own = on_rows[0]
     scale = float((found * own).sum() / own.square().sum())

@@ -1,4 +1,4 @@
-"""The contract itself: how options are read from a signature, and what a wrong one is told."""
+"""The contract: options read from a signature, and errors for values that do not fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.methods import METHODS, Bounds, Merged, MergeMethod, get_method
+from actmat.methods import METHODS, About, Bounds, LowRankForm, Merged, MergeMethod, get_method
 from actmat.methods.contract import Option
 
 
@@ -42,7 +42,7 @@ def rule(  # noqa: PLR0913 - one option of each type
     return Merged(deltas[0].clone())
 
 
-RULE = MergeMethod("rule", rule, "matrix", "s", "e", "r")
+RULE = MergeMethod("rule", rule, "matrix", About("s"))
 
 
 def test_options_come_from_the_signature_without_the_needs() -> None:
@@ -63,7 +63,7 @@ def test_documentation_and_bounds_may_stand_in_the_annotation() -> None:
     ) -> Merged:
         return Merged(deltas[0].clone())
 
-    option = MergeMethod("annotated", annotated, "matrix", "s", "e", "r").options["density"]
+    option = MergeMethod("annotated", annotated, "matrix", About("s")).options["density"]
     assert (option.type, option.bounds, option.doc) == (float, Bounds(0, 1), "fraction of entries.")
 
 
@@ -74,9 +74,9 @@ def test_the_low_rank_form_applies_as_declared() -> None:
     def reason(options: Any, n_experts: int, weights: Sequence[float] | None) -> str | None:
         return f"{n_experts} are too many" if n_experts > 2 else None
 
-    plain = dataclasses.replace(RULE, merge_lowrank=merge_lowrank)
+    plain = dataclasses.replace(RULE, lowrank=LowRankForm(merge_lowrank))
     assert plain.why_dense({}, 3) is None
-    limited = dataclasses.replace(plain, lowrank_when=reason)
+    limited = dataclasses.replace(RULE, lowrank=LowRankForm(merge_lowrank, why_not=reason))
     assert limited.why_dense({}, 2) is None
     assert limited.why_dense({}, 3) == "3 are too many"
     assert RULE.why_dense({}, 1) == "rule has no low-rank form"
@@ -164,9 +164,32 @@ def test_a_merge_function_with_kwargs_or_an_option_without_default_is_refused() 
         return Merged(deltas[0])
 
     with pytest.raises(TypeError, match="kwargs"):
-        _ = MergeMethod("swallows", swallows, "matrix", "s", "e", "r").parameters
+        MergeMethod("swallows", swallows, "matrix", About("s"))
     with pytest.raises(TypeError, match="'density' has no default"):
-        _ = MergeMethod("lacks", lacks, "matrix", "s", "e", "r").options
+        MergeMethod("lacks", lacks, "matrix", About("s"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("acts_on", "matrices", "expects 'matrix', 'tensor', 'elementwise', got 'matrices'"),
+        ("about", "the idea", "'about' expects About, got 'the idea'"),
+        ("laws", frozenset({"linear"}), "expects 'permutation', .* got 'linear'"),
+        ("lowrank", rule, "'lowrank' expects LowRankForm | None, got <function"),
+        ("merge", "rule", "'merge' expects a function, got 'rule'"),
+    ],
+)
+def test_a_declaration_with_a_value_of_another_type_is_refused(field: str, value: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said.replace("|", r"\|")):
+        dataclasses.replace(RULE, **{field: value})
+
+
+def test_a_formula_is_declared_in_ten_lines() -> None:
+    declared = [f for f in dataclasses.fields(MergeMethod) if f.name != "finish_sum"]
+    assert len(declared) <= 18
+    plain = MergeMethod("plain", lambda deltas: Merged(sum(deltas)), "elementwise", About("The sum."))
+    assert plain.cost.workspace((2, 3), 4, {}) == 6
+    assert not any((plain.streams({}), plain.is_baseless({}, 2), plain.uses_base({}), plain.moves_base({})))
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])

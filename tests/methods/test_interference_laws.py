@@ -14,7 +14,7 @@ from tests.tolerances import relative_error
 from torch import Tensor
 
 from actmat.linalg.lowrank import LowRank
-from actmat.methods import MergeMethod, get_method
+from actmat.methods import About, MergeMethod, get_method
 
 NAMES = "actmat actmat_ridge actmat_bounded tact centred wudi swudi aswudi regmean lot"
 FAMILY = [get_method(name) for name in NAMES.split()]
@@ -124,16 +124,14 @@ def test_declared_law(method, law, shape):
     ],
 )
 def test_laws_that_are_not_declared_do_not_hold(name, law):
-    """The declarations are complete: what they leave out fails by far."""
+    """The declarations are complete: other laws fail by far."""
     method = get_method(name)
     if name == "swudi":  # at time 300 the flow has all but arrived
         method = MergeMethod(
             name="early",
             merge=lambda deltas: get_method(name).merge(deltas, time=1.0),
             acts_on="matrix",
-            summary="",
-            equation="",
-            reference="",
+            about=About(""),
         )
     assert law not in get_method(name).laws
     assert LAWS[law](method, (2, 3, 12)) > 1e-3
@@ -178,24 +176,24 @@ def test_members_share_the_sums_too():
     assert get_method("regmean").stages.key({}) != plain.stages.key({})
 
 
-@pytest.mark.parametrize("method", [m for m in FAMILY if m.merge_lowrank], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", [m for m in FAMILY if m.lowrank], ids=lambda m: m.name)
 def test_low_rank_equals_dense(method):
     pairs = zip(random_deltas(3, 14, 2), random_deltas(3, 2, 18, seed=9), strict=True)
     deltas = [LowRank(b, a) for b, a in pairs]
     given = needs(method, 3, 18)
-    found = method.merge_lowrank(deltas, **given)
+    found = method.lowrank.merge(deltas, **given)
     expected = method.merge([d.dense() for d in deltas], **given)
     assert relative_error(found.value.dense(), expected.value) < TOLERANCE
     assert found.value.rank <= 6
     assert found.stats.get("rank", 0) == expected.stats.get("rank", 0)
 
 
-@pytest.mark.parametrize("method", [m for m in FAMILY if m.merge_lowrank], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", [m for m in FAMILY if m.lowrank], ids=lambda m: m.name)
 def test_low_rank_form_takes_the_same_options_with_the_same_defaults(method):
     def taken(function: Callable[..., Any]) -> dict[str, Any]:
         return {n: p.default for n, p in inspect.signature(function).parameters.items() if n != "deltas"}
 
-    assert taken(method.merge_lowrank) == taken(method.merge)
+    assert taken(method.lowrank.merge) == taken(method.merge)
 
 
 @pytest.mark.parametrize("method", FAMILY, ids=lambda m: m.name)
@@ -204,7 +202,7 @@ def test_one_pass_dtype_shape_and_documented_options(method):
     given = {"statistics": {"gram": [torch.eye(2)] * 3}} if method.needs_statistics else {}
     deltas = [d.transpose(0, 1) for d in deltas]  # (5, 7, 2), not contiguous
     merged = method.merge(OnePass(deltas), **given)
-    assert method.one_pass
+    assert method.access.one_pass
     assert merged.value.dtype == torch.float32
     assert merged.value.shape == (5, 7, 2)
     assert all(o.doc for o in method.options.values()), "every option has a line in the docstring"
@@ -214,10 +212,10 @@ def test_one_pass_dtype_shape_and_documented_options(method):
 @pytest.mark.parametrize("method", FAMILY, ids=lambda m: m.name)
 def test_workspace_grows_with_what_it_holds(method):
     options = method.resolve_options({})
-    small, tall = method.workspace((64, 64), 4, options), method.workspace((256, 64), 4, options)
+    small, tall = method.cost.workspace((64, 64), 4, options), method.cost.workspace((256, 64), 4, options)
     assert small >= 2 * 64 * 64
     assert tall - small >= 192 * 64
-    assert method.workspace((3, 64, 64), 4, options) > 2 * 64 * 64 + small
+    assert method.cost.workspace((3, 64, 64), 4, options) > 2 * 64 * 64 + small
 
 
 @pytest.mark.parametrize("method", FAMILY, ids=lambda m: m.name)

@@ -7,10 +7,12 @@ from tests.tolerances import relative_error
 
 from actmat.errors import StatisticsError
 from actmat.linalg.lowrank import LowRank
-from actmat.methods.lot import LOT
+from actmat.methods import get_method
+
+LOT = get_method("lot")
 
 merge = LOT.merge
-merge_lowrank = LOT.merge_lowrank
+merge_lowrank = LOT.lowrank.merge
 
 
 def test_it_minimises_the_drift_of_the_features():

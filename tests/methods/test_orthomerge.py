@@ -9,7 +9,7 @@ from tests.helpers.spectra import orthogonal, random_deltas
 from tests.tolerances import F32_ELEMENTWISE, F64_ORACLE, relative_error
 from torch import Tensor
 
-from actmat.errors import NumericalError
+from actmat.errors import NumericalError, RecipeError
 from actmat.methods import tsv
 from actmat.methods.orthomerge import generator_of, merge, nearest_rotation
 
@@ -166,7 +166,7 @@ def test_a_plane_turned_around_is_an_error():
 def test_the_base_is_needed():
     with pytest.raises(TypeError):
         merge(random_deltas(2, 4, 4))
-    with pytest.raises((ValueError, AttributeError)):
+    with pytest.raises(RecipeError, match="needs the base"):
         merge(random_deltas(2, 4, 4), base=None)
 
 

@@ -5,12 +5,12 @@ import torch
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.errors import StatisticsError
+from actmat.errors import RecipeError, StatisticsError
 from actmat.linalg.lowrank import LowRank
 from actmat.methods.regmean import REGMEAN
 
 merge = REGMEAN.merge
-merge_lowrank = REGMEAN.merge_lowrank
+merge_lowrank = REGMEAN.lowrank.merge
 
 
 def inputs(n_experts, samples, width):
@@ -54,7 +54,7 @@ def test_weight_form(samples):
 
 
 def test_weight_form_without_a_base_is_refused():
-    with pytest.raises(ValueError, match="needs the base"):
+    with pytest.raises(RecipeError, match="needs the base"):
         merge(random_deltas(1, 4, 5), statistics=given(inputs(1, 9, 5)), form="weight")
 
 

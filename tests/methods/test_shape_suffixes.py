@@ -42,18 +42,18 @@ def test_suffixes_of_every_method(method: MergeMethod, shape: tuple[int, ...], d
     assert not problems
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m.merge_lowrank], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", [m for m in METHODS if m.lowrank], ids=lambda m: m.name)
 def test_suffixes_of_every_low_rank_form(method: MergeMethod) -> None:
     experts = Experts.random(3, (7, 11))
     deltas = [LowRank(d[:, : t + 1], d[: t + 1]) for t, d in enumerate(experts.deltas)]
     given: dict[str, Any] = {"statistics": experts.statistics, "generator": torch.Generator().manual_seed(0)}
-    assert method.merge_lowrank is not None
-    taken = inspect.signature(method.merge_lowrank).parameters
+    assert method.lowrank is not None
+    taken = inspect.signature(method.lowrank.merge).parameters
     with checked_suffixes() as problems:
         for variant in variants(method):
             options = method.resolve_options(variant)
             if method.why_dense(options, 3) is None:
-                method.merge_lowrank(deltas, **{n: v for n, v in given.items() if n in taken}, **options)
+                method.lowrank.merge(deltas, **{n: v for n, v in given.items() if n in taken}, **options)
     assert not problems
 
 

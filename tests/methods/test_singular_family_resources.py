@@ -1,4 +1,4 @@
-"""What the singular-vector rules declare about memory and passes, measured."""
+"""Declared memory and passes of the singular-vector methods, measured."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ def test_the_declared_workspace_bounds_the_measured_peak(method: MergeMethod, op
     deltas = random_deltas(4, *shape, dtype=dtype)
     given = {"generator": torch.Generator()} if method.is_random else {}
     peak = peak_bytes(lambda: method.merge(deltas, **given, **options)) / dtype.itemsize
-    assert method.workspace is not None
-    declared = method.workspace(shape, 4, method.resolve_options(options))
+    declared = method.cost.workspace(shape, 4, method.resolve_options(options))
     assert peak <= declared
     assert declared <= 6 * peak
 
 
-@pytest.mark.parametrize(("method", "options"), [c for c in CASES if c[0].one_pass])
+@pytest.mark.parametrize(("method", "options"), [c for c in CASES if c[0].access.one_pass])
 def test_one_pass_rules_read_every_delta_once(method: MergeMethod, options):
     deltas = random_deltas(3, 9, 12)
     assert torch.equal(method.merge(OnePass(deltas), **options).value, method.merge(deltas, **options).value)

@@ -7,8 +7,11 @@ from tests.helpers.interference import naive, self_grams
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.methods.swudi import SWUDI
-from actmat.methods.wudi import WUDI
+from actmat.methods import get_method
+
+SWUDI = get_method("swudi")
+WUDI = get_method("wudi")
+
 
 merge = SWUDI.merge
 merge_wudi = WUDI.merge

@@ -6,8 +6,10 @@ from tests.helpers.interference import naive, self_grams
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
+from actmat.methods import get_method
 from actmat.methods.actmat import ACTMAT
-from actmat.methods.tact import TACT
+
+TACT = get_method("tact")
 
 merge_actmat = ACTMAT.merge
 merge = TACT.merge
@@ -42,4 +44,4 @@ def test_without_trimming_is_actmat():
 
 
 def test_has_no_low_rank_form():
-    assert TACT.merge_lowrank is None
+    assert TACT.lowrank is None

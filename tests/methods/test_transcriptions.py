@@ -20,15 +20,17 @@ from tests.helpers.spectra import random_deltas
 from tests.tolerances import F32_PRODUCT, F32_SOLVE, F64_IDENTITY, F64_ORACLE, relative_error
 from torch import Tensor
 
-from actmat.methods.actmat_bounded import ACTMAT_BOUNDED
-from actmat.methods.actmat_ridge import ACTMAT_RIDGE
+from actmat.methods import get_method
 from actmat.methods.adamerging import ADAMERGING, AdamState, adam_step, coefficient_gradient, entropy
 from actmat.methods.cat import CAT
-from actmat.methods.centred import CENTRED
 from actmat.methods.contract import MergeMethod
 from actmat.methods.dare import DARE
 from actmat.methods.della import DELLA
-from actmat.methods.lot import LOT
+
+ACTMAT_BOUNDED = get_method("actmat_bounded")
+ACTMAT_RIDGE = get_method("actmat_ridge")
+CENTRED = get_method("centred")
+LOT = get_method("lot")
 
 EPS32 = 2.0**-23
 Matrix = list[list[float]]

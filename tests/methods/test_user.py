@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from tests.helpers.open_merges import merge_tensors, output
+from typer.testing import CliRunner
 
 import actmat
+from actmat.cli.main import app
 from actmat.errors import RecipeError
-from actmat.methods import get_method
+from actmat.methods import all_methods, get_method, user
 
 RULE = """
-from actmat.methods import Merged, MergeMethod
+from actmat.methods import About, Merged, MergeMethod
 
 
 def merge(deltas, *, factor: float = 2.0):
     return Merged(deltas[0] * factor)
 
 
-FIRST = MergeMethod("first", merge, "elementwise", "the first expert", "D* = a D_1", "none")
+FIRST = MergeMethod("first", merge, "elementwise", About("the first expert"))
 """
 
 
@@ -61,6 +65,11 @@ def test_an_edited_rule_is_another_merge(rule: Path, tmp_path: Path) -> None:
         ("", "FIRTS", "Did you mean 'FIRST'"),
         ("1 / 0", "FIRST", "cannot be imported: ZeroDivisionError"),
         (None, "FIRST", "there is none"),
+        (
+            "from actmat.methods import MergeMethod\nMergeMethod('x', 1, 'matrices', None)",
+            "FIRST",
+            "'about' expects About",
+        ),
     ],
 )
 def test_what_is_wrong_is_told(rule: Path, edit: str | None, attribute: str, says: str) -> None:
@@ -70,3 +79,59 @@ def test_what_is_wrong_is_told(rule: Path, edit: str | None, attribute: str, say
         rule.write_text(edit + RULE)
     with pytest.raises(RecipeError, match=says):
         get_method(f"{rule}:{attribute}")
+
+
+def test_a_declaration_takes_the_place_of_a_name() -> None:
+    average = get_method("average")
+    assert get_method(average) is average
+    assert actmat.merge_matrices(average, [torch.ones(2, 2)]).equal(torch.ones(2, 2))
+    with pytest.raises(RecipeError, match=r"given by its name, .* got 3"):
+        get_method(3)  # type: ignore[arg-type]
+
+
+def test_the_command_shows_a_users_rule(rule: Path) -> None:
+    shown = CliRunner().invoke(app, ["methods", f"{rule}:FIRST"])
+    assert shown.exit_code == 0
+    assert "the first expert" in shown.output
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A distribution outside the repository with two methods, one of which cannot be imported."""
+    (tmp_path / "halves.py").write_text(RULE.replace('"first"', '"halved"').replace("2.0", "0.5"))
+    about = tmp_path / "halves-1.2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: halves\nVersion: 1.2\n")
+    (about / "entry_points.txt").write_text("[actmat.methods]\nhalved = halves:FIRST\nlost = halves_lost:RULE\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for cached in (user.installed_methods, user.load_installed_method):
+        cached.cache_clear()
+    yield about
+    for cached in (user.installed_methods, user.load_installed_method):
+        cached.cache_clear()
+    sys.modules.pop("halves", None)
+
+
+def test_a_distribution_adds_a_method_by_its_entry_point(installed: Path, tmp_path: Path) -> None:
+    assert actmat.merge_matrices("halved", [torch.ones(2, 2)]).equal(torch.full((2, 2), 0.5))
+    report = merge_tensors(tensors(0), [tensors(1)], tmp_path / "m", method="halved")
+    assert report.manifest["versions"]["halved"] == "halves 1.2"
+    with pytest.raises(RecipeError, match="Did you mean 'halved'"):
+        get_method("halve")
+
+
+def test_a_broken_entry_point_is_an_error_that_names_the_distribution(installed: Path) -> None:
+    with pytest.raises(RecipeError, match=r"'lost' of the distribution halves 1\.2 .* cannot be imported: Mod"):
+        get_method("lost")
+    with pytest.raises(RecipeError, match=r"distribution halves 1\.2"):
+        all_methods()
+    assert CliRunner().invoke(app, ["methods", "average"]).exit_code == 0
+    (installed / "entry_points.txt").write_text("[actmat.methods]\nhalved = halves:FIRST\n")
+    user.installed_methods.cache_clear()
+    assert [m.name for m in all_methods()][-1] == "halved"
+    listed = CliRunner().invoke(app, ["methods", "--json"])
+    assert '"halved"' in listed.output
+    (installed / "entry_points.txt").write_text("[actmat.methods]\nhalf = halves:FIRST\n")
+    user.installed_methods.cache_clear()
+    with pytest.raises(RecipeError, match="expected a MergeMethod called 'half', got <MergeMethod halved"):
+        get_method("half")

@@ -8,10 +8,12 @@ from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
 from actmat.linalg.lowrank import LowRank
-from actmat.methods.wudi import WUDI
+from actmat.methods import get_method
+
+WUDI = get_method("wudi")
 
 merge = WUDI.merge
-merge_lowrank = WUDI.merge_lowrank
+merge_lowrank = WUDI.lowrank.merge
 
 
 def objective(merged, deltas, weights=None):
@@ -93,7 +95,7 @@ def test_adam_variants_share_one_accumulation():
 
 def test_adam_workspace_counts_its_moments():
     options = WUDI.resolve_options({"optimiser": "adam"})
-    assert WUDI.workspace((64, 64), 3, options) >= 8 * 64 * 64
+    assert WUDI.cost.workspace((64, 64), 3, options) >= 8 * 64 * 64
 
 
 def test_adam_has_no_low_rank_form():

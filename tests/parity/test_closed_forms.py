@@ -115,7 +115,7 @@ def test_numbers_agree(case: Case, dtype: torch.dtype) -> None:
 
 
 def _factored(case: Case) -> bool:
-    return {"a_t", "b_t"} <= case.tensors().keys() and get_method(ORACLES[case.method][0]).merge_lowrank is not None
+    return {"a_t", "b_t"} <= case.tensors().keys() and get_method(ORACLES[case.method][0]).lowrank is not None
 
 
 @DTYPES
@@ -123,9 +123,9 @@ def _factored(case: Case) -> bool:
 def test_the_low_rank_form_agrees_too(case: Case, dtype: torch.dtype) -> None:
     name, options = ORACLES[case.method]
     method, stored = get_method(name), case.tensors()
-    assert method.merge_lowrank is not None
+    assert method.lowrank is not None
     factors = [LowRank(b, a) for b, a in zip(stored["b_t"].to(dtype), stored["a_t"].to(dtype), strict=True)]
-    out = method.merge_lowrank(factors, **method.resolve_options(options)).value.dense()
+    out = method.lowrank.merge(factors, **method.resolve_options(options)).value.dense()
     want, tolerance = expected(case, dtype)
     assert relative_error(out, want) <= tolerance
 

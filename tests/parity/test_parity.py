@@ -117,7 +117,7 @@ def test_without_the_float32_cut_off_float64_keeps_every_direction(case: Case) -
 
 def _has_low_rank_form(case: Case) -> bool:
     factored = all({"a_t", "b_t"} <= t.keys() for t in case.tensors().values())
-    return factored and get_method(ORACLE_METHODS[case.method][0]).merge_lowrank is not None
+    return factored and get_method(ORACLE_METHODS[case.method][0]).lowrank is not None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
@@ -126,8 +126,8 @@ def test_the_low_rank_form_agrees_too(case: Case, dtype: torch.dtype) -> None:
     name, table = ORACLE_METHODS[case.method]
     method, stored = get_method(name), case.tensors()
     options = method.resolve_options(table)
-    assert method.merge_lowrank is not None
-    taken = inspect.signature(method.merge_lowrank).parameters
+    assert method.lowrank is not None
+    taken = inspect.signature(method.lowrank.merge).parameters
     factors = {
         n: [LowRank(b, a) for b, a in zip(t["b_t"].to(dtype), t["a_t"].to(dtype), strict=True)]
         for n, t in stored.items()
@@ -135,7 +135,7 @@ def test_the_low_rank_form_agrees_too(case: Case, dtype: torch.dtype) -> None:
     # A threshold is one of the coordinates, so the survey must see the form that is merged, to the last bit.
     survey = run_survey(method, factors, options)
     needs = {"survey": survey} if "survey" in taken else {}
-    out = {n: method.merge_lowrank(f, **needs, **options).value.dense() for n, f in factors.items()}
+    out = {n: method.lowrank.merge(f, **needs, **options).value.dense() for n, f in factors.items()}
     expected, tolerance = _expected(case, dtype)
     assert error(case, out, expected) <= tolerance
 

@@ -39,10 +39,10 @@ def test_options_that_are_infinite_are_kept(plan: MergePlan, tmp_path: Path) -> 
     assert MergePlan.read(tmp_path / "plan.json") == other
 
 
-@pytest.mark.parametrize("text", ["", '{"actmat_plan":1,"a":1}', '{"actmat_plan":2,"unknown":1}', '{"actmat_plan":2,'])
+@pytest.mark.parametrize("text", ["", '{"actmat_plan":1,"a":1}', '{"actmat_plan":3,"unknown":1}', '{"actmat_plan":3,'])
 def test_a_file_that_is_no_plan(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(RecipeError, match=r"expected a plan of layout 2|the plan is damaged"):
+    with pytest.raises(RecipeError, match=r"expected a plan of layout 3|the plan is damaged"):
         MergePlan.read(tmp_path / "plan.json")
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from actmat.layout.types import Block, Role, TensorLayout
 from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.methods import METHODS, get_method
-from actmat.methods.contract import ActsOn, MergeMethod
+from actmat.methods.contract import MergeMethod
+from actmat.methods.facets import ActsOn
 from actmat.planning import regions as regions_module
 from actmat.planning.cost import MATRIX_BYTES, CallShape, region_peak_bytes, tensor_peak_bytes
 from actmat.planning.regions import CHUNK, HELD_BYTES, cut, granularity, streams
@@ -128,7 +129,7 @@ def test_more_of_anything_costs_no_less(method: MergeMethod) -> None:
 
 
 def test_a_one_pass_rule_pays_for_one_delta_and_a_streamed_one_for_a_piece() -> None:
-    assert get_method("actmat").one_pass
+    assert get_method("actmat").access.one_pass
     assert peak("actmat", (1024, 1024), experts=12) == peak("actmat", (1024, 1024), experts=2)
     assert peak("actmat", (1024, 1024), 12, caps=NORM_CAP) > peak("actmat", (1024, 1024), 2, caps=NORM_CAP)
     assert peak("average", (8192, 8192)) == peak("average", (4096, 4096))
@@ -178,6 +179,5 @@ def test_the_peak_holds_deltas_and_workspace() -> None:
     """actmat on 8 x 8, float32, one delta alive: base in bfloat16, one piece of an expert, delta, workspace."""
     method = get_method("actmat")
     call = CallShape(method, method.resolve_options({}), 3, 2, "float32")
-    assert method.workspace is not None
-    expected = MATRIX_BYTES + 64 * 2 + CHUNK * 8 + 4 * (64 + method.workspace((8, 8), 3, call.options))
+    expected = MATRIX_BYTES + 64 * 2 + CHUNK * 8 + 4 * (64 + method.cost.workspace((8, 8), 3, call.options))
     assert region_peak_bytes(cut((8, 8), LINEAR, "matrix")[0], call) == expected

@@ -43,6 +43,13 @@ def test_a_minimal_recipe_has_the_documented_defaults(tmp_path: Path) -> None:
     assert recipe.weights == (1.0, 1.0)
 
 
+def test_a_former_field_is_read_where_it_asked_for_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "keep_sums: false\n")
+    assert load_recipe(path) == load_recipe(write(tmp_path, MINIMAL))
+    (problem,) = problems(write(tmp_path, MINIMAL + "keep_sums: true\n"))
+    assert "merge again with all experts" in problem
+
+
 def test_every_mistake_with_its_line(tmp_path: Path) -> None:
     path = write(
         tmp_path,

@@ -18,9 +18,6 @@ from tests.helpers.merging import Family, actmat
 from tests.helpers.repository import SOURCES
 
 from actmat import system
-from actmat.checkpoints.writing import lock
-from actmat.checkpoints.writing.lock import OutputLock
-from actmat.errors import OutputError
 
 BLOCKED = """
 import builtins, os, signal, sys
@@ -75,40 +72,6 @@ def test_a_merge_without_the_calls_of_linux_has_the_same_bytes(family: Family, t
     again = blocked(argv)
     assert again.returncode == 0, again.stderr
     assert actmat(["verify", str(ours)]).code == 0
-
-
-def test_without_any_locks_the_file_itself_is_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "_FCNTL", None)
-    monkeypatch.setattr(lock, "_LOCKS", False)
-    first, second = (OutputLock(tmp_path / "out", tmp_path / ".lock") for _ in range(2))
-    first.take()
-    with pytest.raises(OutputError, match="If none runs, remove that file"):
-        second.take()
-    first.release()
-    second.take()
-    assert second.is_held
-    second.release()
-    assert not (tmp_path / ".lock").exists()
-
-
-def test_the_locks_of_windows_are_used_where_there_are_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held: set[int] = set()
-
-    def locking(handle: int, mode: int, nbytes: int) -> None:
-        inode = os.fstat(handle).st_ino
-        if inode in held:
-            raise PermissionError(13, "held")
-        held.add(inode)
-
-    monkeypatch.setattr(lock, "_FCNTL", None)
-    monkeypatch.setattr(lock, "_MSVCRT", SimpleNamespace(locking=locking, LK_NBLCK=2))
-    first, second = (OutputLock(tmp_path / "out", tmp_path / ".lock") for _ in range(2))
-    first.take()
-    with pytest.raises(OutputError, match="Another actmat is writing"):
-        second.take()
-    first.release()
 
 
 @pytest.mark.parametrize("gone", [(), ("preadv",), ("preadv", "pread", "pwrite")])

@@ -29,7 +29,6 @@ from actmat.extras.pages.html.scales import (
     residual_level,
     residual_sign,
     residual_text,
-    sequential,
     tick_indices,
 )
 from actmat.foreign import terminal
@@ -95,9 +94,8 @@ def test_percents(share: float | None, text: str) -> None:
 def test_residuals_have_ten_levels_to_one_and_two_beyond() -> None:
     levels = [residual_level(v) for v in (0.0, 0.05, 0.1, 0.95, 0.9999, 1.0, 1.2499, 1.25, 7.0)]
     assert levels == ["q0", "q0", "q1", "q9", "q9", "h0", "h0", "h1", "h1"]
-    assert residual_level(None) == sequential(None) == diverging(None) == "none"
+    assert residual_level(None) == diverging(None) == "none"
     assert [residual_text(v) for v in (None, 0.0, 0.001, 0.005, 0.314)] == ["–", "0.00", "< 0.01", "0.01", "0.31"]
-    assert [sequential(v) for v in (-0.1, 0, 0.55, 1)] == ["q0", "q0", "q5", "q9"]
     assert [diverging(v) for v in (0.0, 0.1, -0.1, -1, 0.4)] == ["p0", "p1", "m1", "m4", "p3"]
 
 

@@ -1,8 +1,7 @@
-"""The licence of a merged model: from cards and licence files, with conflicts named; relations to the inputs."""
+"""The licence of a merged model: from cards, with conflicts named; relations to the inputs."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ from tests.helpers.hub import HubStandIn, hub_stand_in
 from tests.helpers.merging import Family
 
 import actmat
-from actmat.report.licences import PERMISSIVE, TITLES, Origin, combine, read_card, title_of_licence
-
-APACHE = "\n                                 Apache License\n                           Version 2.0, January 2004\n"
+from actmat.report.licences import Origin, combine, read_card
 
 
 def origin(label: str, *licences: str) -> Origin:
@@ -75,34 +72,11 @@ def test_cards_are_read_whatever_they_hold(text: str, licences: tuple[str, ...])
     assert read_card(text).licences == licences
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        (APACHE, "apache-2.0"),
-        ("MIT License\n\nCopyright (c) 2026", "mit"),
-        ("LLAMA 3.1 COMMUNITY LICENSE AGREEMENT", "llama3.1"),
-        ("META LLAMA 3 COMMUNITY LICENSE AGREEMENT", "llama3"),
-        ("                    GNU AFFERO GENERAL PUBLIC LICENSE\n                       Version 3", "agpl-3.0"),
-        ("Creative Commons\nAttribution-NonCommercial 4.0 International", "cc-by-nc-4.0"),
-        ("Attribution 4.0 International", "cc-by-4.0"),
-        ("All rights reserved", ""),
-    ],
-)
-def test_licence_files_are_known_by_their_titles(text: str, name: str) -> None:
-    assert title_of_licence(text) == name
-
-
-def test_every_title_is_a_pattern_with_one_identifier() -> None:
-    assert all(re.compile(pattern) for pattern, _ in TITLES)
-    assert {name for _, name in TITLES} & PERMISSIVE == {"apache-2.0", "mit", "cc-by-4.0", "cc0-1.0", "bsd-3-clause"}
-
-
 def test_a_merge_takes_licences_from_folders(tmp_path: Path) -> None:
     family = Family.make(tmp_path, layers=1)
-    (family.base / "LICENSE").write_text(APACHE)
+    (family.base / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     for expert in family.experts:
         (expert / "README.md").write_text("---\nlicense: llama3.1\n---\n")
-    (family.experts[0] / "LICENSE").write_text("MIT License")  # the card counts
     actmat.merge(family.base, family.experts, out=family.out, durable=False)
     head, body = card(family.out)
     assert head["license"] == "llama3.1"

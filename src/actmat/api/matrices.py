@@ -21,7 +21,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def merge_matrices(
-    method: str,
+    method: str | MergeMethod,
     deltas: Sequence[Tensor] | Sequence[Pair],
     *,
     base: Tensor | None = None,
@@ -35,7 +35,7 @@ def merge_matrices(
     """Merge the deltas of one layer.
 
     Args:
-        method: name of the method.
+        method: name of the method, or its declaration.
         deltas: one `*batch O I` tensor per expert, `D_t = W_t - W_0` (any shape for elementwise methods); floating
             point, one dtype, one device. bfloat16 and float16 are computed in float32. In another space than the full
             one, a pair `(b, a)` of `O x R` and `R x I` per expert, computed in float64.
@@ -79,7 +79,7 @@ def merge_matrices(
         if half and needs.get("base") is not None:
             needs["base"] = needs["base"].float()
         merged = apply_steps(_merge(chosen, inputs, needs, resolved), inputs, steps).value
-        return _checked(merged.to(dense[0].dtype), method, dense)
+        return _checked(merged.to(dense[0].dtype), chosen.name, dense)
 
 
 def _needs(

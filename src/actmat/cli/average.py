@@ -25,7 +25,7 @@ def average(
     checkpoints: Annotated[list[str], typer.Argument(metavar="CHECKPOINT", help="Directories, files, hub ids, URLs.")],
     weights: Annotated[
         str,
-        typer.Option("--weights", help="uniform, linear, ema:DECAY, wsd[:linear|cosine], or a number per checkpoint."),
+        typer.Option("--weights", help="uniform, linear, ema:DECAY, wsd, or a number per checkpoint."),
     ] = "uniform",
     as_given: Annotated[bool, typer.Option("--as-given", help="Keep this order; default: by step numbers.")] = False,
     given: Annotated[RecipeFlags, Fields(only=_OF_RECIPE)],

@@ -27,16 +27,16 @@ def describe(m: MergeMethod) -> dict[str, Any]:
     """A declaration as plain data."""
     return {
         "name": m.name,
-        "summary": m.summary,
-        "equation": m.equation,
+        "summary": m.about.summary,
+        "equation": m.about.equation,
         "acts_on": m.acts_on,
         "needs": {"data": list(m.needs_statistics), "base": m.needs_base}
         | {"takes_weights": m.is_weighted, "random": m.is_random},
-        "low_rank": m.merge_lowrank is not None,
-        "preset_of": m.preset_of,
-        "flops": m.flops,
+        "low_rank": m.lowrank is not None,
+        "preset_of": m.about.preset_of,
+        "flops": m.cost.flops,
         "laws": sorted(m.laws),
-        "reference": m.reference,
+        "reference": m.about.reference,
         "options": [
             {"name": o.name, "type": o.type_name, "default": o.default}
             | {"bounds": str(o.bounds) if o.bounds else None, "description": o.doc}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["diagnose"]
 
-OF_OUTPUT = ("dtype", "files_from", "max_shard_size", "quantise", "rank", "ranks", "keep_sums", "out")
+OF_OUTPUT = ("dtype", "files_from", "max_shard_size", "quantise", "rank", "ranks", "out")
 """Fields of a recipe that only matter to what is written."""
 MEASURING = ("device", "device_memory", "max_memory", "threads", "exact", "executor")
 """Settings of a run that writes nothing."""

@@ -17,7 +17,6 @@ COMMON: Mapping[int, str] = {
 _INPUTS = "the inputs, the recipe or the output place are wrong; all problems are listed"
 
 EXITS: Mapping[str, Mapping[int, str]] = {
-    "add": {0: "added", 1: f"no finished merge, or an expert of that name is in it; {_INPUTS}"},
     "analyze": {0: "measured and saved", 1: f"there are results already; {_INPUTS}"},
     "average": {0: "averaged, or found complete and intact", 1: _INPUTS},
     "compare": {0: "compared, whether they differ or not", 1: "no two merges of the same base and experts"},
@@ -43,7 +42,6 @@ EXITS: Mapping[str, Mapping[int, str]] = {
     "methods": {0: "listed", 1: "there is no such method"},
     "plan": {0: "the merge can be done", 1: _INPUTS},
     "push": {0: "sent, or listed with `--dry-run`", 1: "no finished merge, or the hub refuses it"},
-    "remove": {0: "removed", 1: f"no finished merge, or no such expert in it; {_INPUTS}"},
     "report": {0: "the page is written", 1: "no report that this version reads, or no place to write"},
     "serve-command": {0: "printed", 1: "no finished merge; with `--quiet`, vLLM cannot serve it"},
     "statistics": {0: "measured, added up or shown", 1: "the model, the data or the statistics are wrong"},

@@ -33,8 +33,6 @@ COMMANDS = {
     "plan": "plan",
     "diagnose": "diagnose",
     "finish": "finish",
-    "add": "add",
-    "remove": "remove",
     "extract": "extract",
     "push": "push",
     "serve-command": "serve_command",
@@ -46,10 +44,10 @@ COMMANDS = {
 """Name of a command -> its module in `actmat.cli`, which has a function or a `typer.Typer` of the module's name; in the
 order of `actmat --help`."""
 
-FROM_RECIPES = frozenset({"merge", "average", "plan", "diagnose", "try", "tune", "extract", "add", "remove"})
+FROM_RECIPES = frozenset({"merge", "average", "plan", "diagnose", "try", "tune", "extract"})
 """Commands whose flags come from the recipe's schema, which takes long to import: enough for their own help."""
 
-LONG = frozenset({"merge", "average", "try", "tune", "export", "extract", "add", "remove"})
+LONG = frozenset({"merge", "average", "try", "tune", "export", "extract"})
 """Commands that begin with importing torch, and say so."""
 
 

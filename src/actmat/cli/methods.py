@@ -22,11 +22,9 @@ def methods(
     from actmat.cli.results import print_result
 
     known = read_catalogue()
-    if name is not None and name not in known:
-        from actmat.methods import get_method
-
-        get_method(name)  # raises, with a near name
-    chosen = list(known.values()) if name is None else [known[name]]
+    chosen = [known[name]] if name in known else _others(name)
+    if name is None:
+        chosen = [*known.values(), *chosen]
     if json:
         short = ("name", "summary", "needs", "low_rank", "flops")
         rows = chosen if full or name is not None else [{key: m[key] for key in short} for m in chosen]
@@ -37,6 +35,18 @@ def methods(
         _table(chosen)
     else:
         _show(chosen[0])
+
+
+def _others(name: str | None) -> list[dict[str, Any]]:
+    """Method `name`, or all, of those that the catalogue does not list: in a user's file or another distribution."""
+    from importlib.metadata import entry_points
+
+    if name is None and not entry_points(group="actmat.methods"):
+        return []  # without an import of torch
+    from actmat.cli.catalogue import describe
+    from actmat.methods import METHODS, all_methods, get_method
+
+    return list(map(describe, all_methods()[len(METHODS) :] if name is None else [get_method(name)]))
 
 
 def _table(chosen: list[dict[str, Any]]) -> None:

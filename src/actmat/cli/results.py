@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["SCHEMAS", "merge_data", "print_result", "size_data"]
 
 SCHEMAS: Mapping[str, int] = {
-    "add": 1,
     "analyze": 1,
     "average": 1,
     "compare": 1,
@@ -34,7 +33,6 @@ SCHEMAS: Mapping[str, int] = {
     "methods": 1,
     "plan": 1,
     "push": 1,
-    "remove": 1,
     "report": 1,
     "serve-command": 1,
     "statistics": 1,

@@ -30,9 +30,7 @@ MOST_PATTERNS = 4
 
 def print_plan(plan: MergePlan, *, full: bool) -> None:
     """Groups of outputs with what happens to them and why; `full`: one line per output."""
-    from actmat.cli.once import is_first_time
     from actmat.cli.screen import console, escape
-    from actmat.planning.adapter.notes import INDEPENDENT
     from actmat.report.words import action_counts, plan_time, plan_traffic, plural
     from actmat.system import usable_cores
 
@@ -49,8 +47,7 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
     console.print(plan_traffic(plan))
     console.print(plan_time(plan, usable_cores()) if plan.device == "cpu" else _devices(plan))
     for note in plan.notes:
-        if INDEPENDENT not in note or is_first_time("ranks"):
-            console.print(f"note: {escape(note)}")
+        console.print(f"note: {escape(note)}")
 
 
 def print_part(plan: MergePlan, share: PartPlan, *, full: bool) -> None:
@@ -125,7 +122,6 @@ def print_summary(report: MergeReport) -> None:
     """Result of a merge: what was done, norms of an adapter, traffic, notes, findings if it was diagnosed."""
     from actmat.cli.screen import console, escape
     from actmat.errors import format_size
-    from actmat.planning.adapter.notes import INDEPENDENT
     from actmat.report.words import plural
 
     plan = report.plan
@@ -153,8 +149,7 @@ def print_summary(report: MergeReport) -> None:
         "all hashes in actmat_manifest.json"
     )
     for note in plan.notes:
-        if INDEPENDENT not in note:  # the size is said above
-            console.print(f"  note: {escape(note)}")
+        console.print(f"  note: {escape(note)}")
     if not from_adapters and report.totals.nonfinite:
         console.print(f"  note: {report.totals.nonfinite} NaN or Inf entries of experts were treated as unchanged")
     _print_findings(report)

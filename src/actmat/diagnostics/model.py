@@ -6,6 +6,7 @@ Numbers are finite; what does not apply is None, never NaN.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -58,12 +59,8 @@ class ExpertRow(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class Stages(_Strict):
-    """Seconds of all workers together in a stage that is timed apart: measuring; None where nothing was measured.
+    """Seconds of all workers together in a stage that is timed apart: measuring; None where nothing was measured."""
 
-    Earlier versions wrote other stages, always as null, which are not read.
-    """
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {**_Strict.__pydantic_config__, "extra": "ignore"}
     measure: float | None = None
 
 
@@ -278,7 +275,8 @@ class Diagnosis(_Strict):
         from pydantic import ValidationError
 
         try:
-            text = _without_retired(data if isinstance(data, str | bytes) else json.dumps(data))
+            text = data if isinstance(data, str | bytes) else json.dumps(data)
+            _check_numbers(text)
             found = _report_type().validate_json(text)
         except ValidationError as error:
             problems = [f"{where}: {'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
@@ -295,20 +293,14 @@ class Diagnosis(_Strict):
         )
 
 
-def _without_retired(text: str | bytes) -> str | bytes:
-    """JSON text without `forecast`, which earlier versions wrote, always as null; other text as it is.
+def _check_numbers(text: str | bytes) -> None:
+    """Refuse large numbers of a JSON text; text that is no JSON has none.
 
     Raises:
         _TooLargeError: a number whose square no float holds, or a count of nothing that exists.
     """
-    try:
-        fields = json.loads(text, parse_float=_held, parse_int=_counted)
-    except (ValueError, RecursionError):
-        return text
-    if isinstance(fields, dict) and fields.get("forecast", "") is None:
-        del fields["forecast"]
-        return json.dumps(fields)
-    return text
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(text, parse_float=_held, parse_int=_counted)
 
 
 class _TooLargeError(Exception):

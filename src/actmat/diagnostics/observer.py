@@ -57,7 +57,7 @@ class Observers:
         streams = method.streams(item.call.options)
         whole = 3 * item.numel if streams else 0  # base, base converted and result, of which a plan may count chunks
         if not item.layout.role.is_matrix:  # nothing is measured, but deltas that the plan counts one by one are held
-            once = method.acts_on == "tensor" and (method.one_pass or streams)
+            once = method.acts_on == "tensor" and (method.access.one_pass or streams)
             return itemsize * (experts * item.numel + whole) if once else 0
         largest = max(cut(item.shape, item.layout, "matrix"), key=lambda p: p.numel)
         rows, columns = max(largest.layout.matrix_shapes(largest.shape), key=math.prod)[-2:]

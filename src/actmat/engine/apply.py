@@ -76,8 +76,8 @@ def merge_factors(task: Task, region: Region, k: int, deltas: Sequence[LowRank],
         merged = merge_in_space(call.space, method, deltas, needs, call.options, call.matrix_steps)
         task.note(label, merged.stats)
         return limit_factors(task, merged.value, deltas, region.layout, label)
-    assert method.merge_lowrank is not None, "the plan chose the factored form"
-    merged = method.merge_lowrank(deltas, **needs, **call.options)
+    assert method.lowrank is not None, "the plan chose the factored form"
+    merged = method.lowrank.merge(deltas, **needs, **call.options)
     task.note(label, merged.stats)
     return finish_factors(task, merged.value, deltas, region.layout, label)
 

@@ -133,7 +133,7 @@ class Deltas(LazySequence):
         if self._given[t] == self._times:
             raise RuntimeError(
                 f"a method declared one_pass asked for a delta more than {self._times} times; declare one_pass=False, "
-                "or reads_again_when for a second pass"
+                "or reads_again for a second pass"
             )
         self._given[t] += 1
         if self._shared is None and self._region.numel > CHUNK:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.experts.base import Expert
-from actmat.experts.remembered import KeptSums
 from actmat.planning.model import Item
 from actmat.planning.statistics import ExpertStatistics
 
@@ -23,14 +22,12 @@ class Inputs:
         base: None where adapters are merged into an adapter.
         experts: in the order of the recipe.
         statistics: of the experts, for methods that need them.
-        kept: sums over the first experts, which are not read again.
     """
 
     labels: tuple[str, ...]
     base: Checkpoint | None
     experts: Sequence[Expert]
     statistics: ExpertStatistics
-    kept: KeptSums | None = None
 
     @property
     def buffer_bytes(self) -> int:
@@ -47,7 +44,6 @@ class Inputs:
         """Ask the system to read ahead what the item needs."""
         if self.base is not None:
             self.base.prefetch([item.name])
-        known = 0 if self.kept is None else self.kept.known(item.name)
-        for expert, source in list(zip(self.experts, item.sources, strict=False))[known:]:
+        for expert, source in zip(self.experts, item.sources, strict=False):
             if source is not None:
                 expert.prefetch([source.name])

@@ -95,4 +95,4 @@ def _fisher(task: Task, t: int, around: Surroundings) -> Tensor:
 def _kept(method: MergeMethod, count: int, read: Callable[[int], Tensor]) -> Sequence[Tensor]:
     """One at a time for a method that takes one pass over the experts; any other may ask again, so they are kept."""
     lazy = LazySequence(count, read)
-    return lazy if method.one_pass else list(lazy)
+    return lazy if method.access.one_pass else list(lazy)

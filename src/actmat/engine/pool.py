@@ -49,7 +49,7 @@ def merge_pool(
     first, inputs = variants[0][0], readers[0].inputs
     again = first.method.reads_again(whole.shape, len(inputs.experts), first.call.options)
     members = [Deltas(r, p, b, times=2 if again else 1) for r, p, b in zip(readers, regions, base_raw, strict=True)]
-    once = len(variants) == 1 and first.method.one_pass and not first.looks_again and first.observer is None
+    once = len(variants) == 1 and first.method.access.one_pass and not first.looks_again and first.observer is None
     once = once and not (again and inputs.are_costly)
     with readers[0].computing():
         deltas: Sequence[Tensor] = stacked(members) if once else list(stacked(members))

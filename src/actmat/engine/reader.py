@@ -67,11 +67,9 @@ class TensorReader:
         self._base_chunk: tuple[int, int] | None = None
         self._checked = [0 for _ in inputs.experts]  # entries that were checked, from the first on; once is enough
         self._finite = [True for _ in inputs.experts]  # those that were
-        self.kept = None if inputs.kept is None else inputs.kept.rows.get(item.name)
-        self.known = 0 if inputs.kept is None else inputs.kept.known(item.name)
         self.sample: InputSample | None = None  # of a tensor that a method merges
         if item.call is not None and item.numel:
-            self.sample = InputSample(item, self._sources, inputs.experts, self.known)
+            self.sample = InputSample(item, self._sources, inputs.experts)
 
     def read_base(self, region: Region) -> Tensor:
         """Entries of the region as stored, flat; reading the next region overwrites all that was read of this one."""
@@ -260,8 +258,8 @@ class TensorReader:
 
         Entries that the method did not ask for are read now.
         """
-        found = list(self.kept.expert_hashes) if self.kept is not None else []
-        for t, source in list(enumerate(self._sources))[self.known :]:
+        found = []
+        for t, source in enumerate(self._sources):
             if source.kind != "stored":
                 found.append(self.inputs.experts[t].content(source.name))
                 continue

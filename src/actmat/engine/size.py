@@ -108,25 +108,24 @@ class InputSample:
         item: the tensor.
         sources: of the experts.
         experts: those whose deltas are formed are asked for them.
-        first: the experts before it are not read: their sum is known.
 
     Attributes:
         total: sum over the experts, complete after `finish`.
-        squares: squared norms of the sampled deltas of the experts from `first` on.
+        squares: squared norms of the experts' sampled deltas.
     """
 
-    def __init__(self, item: Item, sources: Sequence[Source], experts: Sequence[Expert], first: int = 0) -> None:
-        self._sources, self._experts, self._first = sources, experts, first
+    def __init__(self, item: Item, sources: Sequence[Source], experts: Sequence[Expert]) -> None:
+        self._sources, self._experts = sources, experts
         self._dtypes = [torch_dtype(item.base_dtype), *(torch_dtype(s.dtype) for s in sources)]
         self._base = Sample(item.numel)
         self._runs = [Runs(item.numel) for _ in sources]
         self._parts: list[Tensor | None] = [None] * len(sources)  # of runs that are not complete
         self._each = sample_runs(item.numel)
-        self._added = [first] * len(self._each)  # by run: number of experts in the sum
+        self._added = [0] * len(self._each)  # by run: number of experts in the sum
         self._waiting: dict[tuple[int, int], Tensor] = {}  # (run, expert) -> entries, until those before are there
         self._lock = threading.Lock()  # a device's staging reads ahead in a thread of its own
         self.total = torch.zeros(sum(b - a for a, b in self._each), dtype=torch.float64)
-        self.squares = [0.0] * (len(sources) - first)
+        self.squares = [0.0] * len(sources)
 
     def take(self, k: int, offset: int, data: memoryview) -> None:
         """Look at bytes of the base (`k = 0`) or of expert `k - 1` from byte `offset` on, given in order."""
@@ -180,18 +179,17 @@ class InputSample:
                 break
             delta = delta.nan_to_num_(0.0, 0.0, 0.0)
             self.total[here] += delta
-            self.squares[t - self._first] += float(delta @ delta)
+            self.squares[t] += float(delta @ delta)
             self._added[run] += 1
 
 
-def size_of(item: Item, sample: InputSample, merged: Tensor | None, norms: Sequence[float] = ()) -> dict[str, Any]:
+def size_of(item: Item, sample: InputSample, merged: Tensor | None) -> dict[str, Any]:
     """Frobenius norms of the merged delta, of each expert's and of their sum, estimated from a sample.
 
     Args:
         item: the tensor.
         sample: of the deltas; finished.
         merged: sampled, with its scale; None: nothing was changed.
-        norms: of the experts before those of the sample.
     """
     sampled = sample.total.numel()
 
@@ -201,6 +199,6 @@ def size_of(item: Item, sample: InputSample, merged: Tensor | None, norms: Seque
     return {
         "norm": norm(float(merged @ merged)) if merged is not None else 0.0,
         "sum_norm": norm(float(sample.total @ sample.total)),
-        "expert_norms": [*norms, *map(norm, sample.squares)],
+        "expert_norms": [norm(square) for square in sample.squares],
         "sampled": sampled,
     }

@@ -167,7 +167,6 @@ class Record:
         seconds: time it took; an item's share where several variants shared the reading.
         observed: what the observer measured.
         size: of the merged delta and of the experts', see `engine.size`; of tensors of models that a method merged.
-        unmoved: regions (their positions) that no expert changed, where sums are kept; there the base's bits stay.
     """
 
     name: str
@@ -181,7 +180,6 @@ class Record:
     seconds: float = 0.0
     observed: Mapping[str, Any] | None = None
     size: Mapping[str, Any] | None = None
-    unmoved: tuple[int, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for the journal."""
@@ -189,7 +187,6 @@ class Record:
         out |= {"hashes": dict(self.hashes), "expert_hashes": list(self.expert_hashes), "stats": dict(self.stats)}
         out["seconds"] = round(self.seconds, 6)
         out |= {} if self.size is None else {"size": dict(self.size)}
-        out |= {} if self.unmoved is None else {"unmoved": list(self.unmoved)}
         return out if self.observed is None else out | {OBSERVED: dict(self.observed)}
 
     @classmethod
@@ -206,10 +203,10 @@ class Record:
         if observed is not None and not isinstance(observed, dict):
             return None
         fields = {n: data[n] for n in names} | {"expert_hashes": tuple(data["expert_hashes"])}
-        return cls(**fields, observed=observed, size=_size(data.get("size")), unmoved=_unmoved(data.get("unmoved")))
+        return cls(**fields, observed=observed, size=_size(data.get("size")))
 
 
-OPTIONAL = {"observed", "size", "unmoved"}
+OPTIONAL = {"observed", "size"}
 """Fields of a record that it may lack."""
 
 
@@ -219,11 +216,6 @@ def _size(found: Any) -> Mapping[str, Any] | None:
         return None
     numbers = [found.get("norm"), found.get("sum_norm"), found.get("sampled"), *found["expert_norms"]]
     return found if all(_is_a(n, float) for n in numbers) else None
-
-
-def _unmoved(found: Any) -> tuple[int, ...] | None:
-    """Positions of regions from a journal's line; None where they are none."""
-    return tuple(found) if isinstance(found, list) and all(_is_a(n, int) for n in found) else None
 
 
 _TYPES: Mapping[str, type] = {

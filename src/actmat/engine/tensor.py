@@ -27,7 +27,6 @@ from actmat.engine.needs import Surroundings
 from actmat.engine.observer import Merged
 from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.engine.size import size_of
-from actmat.engine.sums import RunningSum
 from actmat.engine.task import Record, Task
 from actmat.engine.writing import write_region
 from actmat.planning.model import Item
@@ -72,7 +71,6 @@ class TensorMerge:
         for task in self._merging:
             self._by_regions.setdefault(task.regions, []).append(task)
         self._changed = False
-        self._sums = {id(t): RunningSum(t, self.reader) for t in self._merging if t.item.sums}
 
     def run(self) -> list[Record]:
         """Records in the order of the tasks; none where the inputs cannot be merged."""
@@ -90,10 +88,7 @@ class TensorMerge:
         if self._is_futile:
             return []
         share = (time.perf_counter() - began) / len(self.tasks)
-        return [
-            record_of(t, self.reader, self.findings, share, changed=self._changed, running=self._sums.get(id(t)))
-            for t in self.tasks
-        ]
+        return [record_of(t, self.reader, self.findings, share, changed=self._changed) for t in self.tasks]
 
     def room_bytes(self) -> int:
         """Bytes of the buffers as large as a region: the base as stored and as a method wants it, a result, deltas."""
@@ -146,8 +141,7 @@ class TensorMerge:
         lazily = self._is_futile or how.strategy == "combine"
         deltas = Deltas(self.reader, region, base_raw, "each" if lazily else how.strategy, how.times)
         if self._is_futile:  # read on to find the other bad values
-            unread = (deltas[t] for t in range(self.reader.known, len(deltas)))
-            for _ in unread if how.base_held else deltas.walk():
+            for _ in deltas if how.base_held else deltas.walk():
                 pass
             return
         if len(self._merging) == 1 and self._merging[0].item.form == "factored":
@@ -173,7 +167,7 @@ class TensorMerge:
             factors = self.reader.factors(own) if task.item.form == "factored" else None
             if factors is None:
                 with self.reader.computing():
-                    value = self._applied(task, own, given, around)
+                    value = apply_method(task, own, given, around)
             else:
                 exact = Surroundings(around.statistics, torch.float64)
                 value = apply_to_factors(task, own, factors, exact)
@@ -186,43 +180,25 @@ class TensorMerge:
 
                 task.observer.region(Merged(own, shown, factors, base_raw, value, stage, task.stats))
             changed = any(bool(d.any()) for d in given) if narrow else deltas.changed
-            if (running := self._sums.get(id(task))) is not None:
-                changed = deltas.changed = running.note_change(changed=changed)
             changed = changed or task.method.moves_base(task.call.options)
             write_region(task, own, base_raw, value if changed else None, self.reader)
 
-    def _applied(self, task: Task, region: Region, deltas: Sequence[Tensor], around: Surroundings) -> Tensor:
-        """Merged delta of a region, by way of its running sum where that is kept."""
-        running = self._sums.get(id(task))
-        return apply_method(task, region, deltas, around) if running is None else running.merge(region, deltas, around)
 
-
-def record_of(
-    task: Task,
-    reader: TensorReader,
-    findings: Findings,
-    seconds: float,
-    *,
-    changed: bool,
-    running: RunningSum | None = None,
-) -> Record:
-    """The record of a task whose bytes are all written; `running`: its running sum, where that is kept."""
+def record_of(task: Task, reader: TensorReader, findings: Findings, seconds: float, *, changed: bool) -> Record:
+    """The record of a task whose bytes are all written."""
     began = time.perf_counter()
     if task.factors is not None:
         task.factors.finish()
     base_hash, expert_hashes = reader.hashes()
     digest = hash_names(task.hashes.items()) if task.factors is not None else task.sink.digest
-    size = kept = None
-    if running is not None:
-        kept = running.finish(base_hash)
-        size = kept.size
-    elif task.item.action == "merge" and reader.sample is not None:
+    size = None
+    if task.item.action == "merge" and reader.sample is not None:
         reader.sample.finish()
         size = size_of(task.item, reader.sample, task.merged_sample.entries)
     return Record(
         name=task.item.name,
         hash=digest,
-        hashes=task.hashes if kept is None else {**task.hashes, **kept.hashes},
+        hashes=task.hashes,
         base_hash=base_hash,
         expert_hashes=expert_hashes if task.merges else (),
         stats=task.written_stats,
@@ -231,5 +207,4 @@ def record_of(
         seconds=seconds + time.perf_counter() - began,
         observed=task.observer.finish() if task.observer is not None else None,
         size=size,
-        unmoved=None if kept is None else kept.unmoved,
     )

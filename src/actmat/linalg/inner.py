@@ -174,14 +174,9 @@ def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros((), dtype=dtype, device=device)
 
 
-def one_pass_sum(deltas: Iterable[Tensor], weights: Sequence[float], before: Tensor | None = None) -> Tensor:
-    """`sum_t w_t D_t` in a new tensor; each delta is read once and one is alive at a time.
-
-    Args:
-        before: the sum over experts before these, which is overwritten with the result: the same bits as one sum over
-            all.
-    """
-    out = before
+def one_pass_sum(deltas: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+    """`sum_t w_t D_t` in a new tensor; each delta is read once and one is alive at a time."""
+    out: Tensor | None = None
     for delta, weight in zip(deltas, weights, strict=True):
         if out is None:
             out = delta * weight

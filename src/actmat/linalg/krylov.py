@@ -9,15 +9,23 @@ all before it, so that residuals are those of exact arithmetic.
 **Few or many** is estimated from the first blocks: the squared components of the Ritz vectors in `X` are the weights of
 a Gauss quadrature of the spectral density, so `N / BLOCK` times their sum over the values above a bound estimates how
 many eigenvalues lie there, however few of them have been found; and where a number of pairs is wanted, the density
-tells how large a basis they will take (`linalg.basis_size`). Nothing depends on time or on the number of threads.
+tells how large a basis they will take. Nothing depends on time or on the number of threads.
+
+**Size of the basis.** A block of `B` random vectors meets `N` eigenvalues as one vector meets `N / B` of them: which
+directions are exact depends on the shape of the spectrum and on the share of `N` that the basis has. So Lanczos'
+iteration with a single vector, on `N / B` quantiles of the estimated spectrum, tells after which share the wanted pairs
+are exact, for a ten-thousandth of the price (`basis_for`).
 
 **None missed.** A Krylov space holds no more than `BLOCK` copies of a multiple eigenvalue. `none_above` proves that
 nothing was missed; where it cannot, there is no answer.
 
 Sources: G. Golub, C. Van Loan, "Matrix Computations", 4th ed., sections 10.1 to 10.3 (block Lanczos); G. Golub, G.
-Meurant, "Matrices, Moments and Quadrature with Applications", 2010, chapters 4 and 11 (weights).
+Meurant, "Matrices, Moments and Quadrature with Applications", 2010, chapters 4 and 11 (weights); A. Kuijlaars,
+"Convergence analysis of Krylov subspace iterations with methods from potential theory", SIAM Review 48, 2006 (which
+pairs are exact at which share).
 
-Shapes: `N` side of the matrix, `J` size of the basis, `B` vectors of a block, `K` wanted pairs. Vectors are rows.
+Shapes: `N` side of the matrix, `J` size of the basis, `B` vectors of a block, `K` wanted pairs, `M = N / B` values that
+stand for all, `D` steps. Vectors are rows.
 """
 
 from __future__ import annotations
@@ -28,12 +36,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actmat.linalg.basis_size import basis_for, quantile
-from actmat.linalg.inertia import none_above, provable_level
 from actmat.linalg.lapack import eigh
-from actmat.linalg.panels import multiply, row_panels, run_panels
+from actmat.linalg.panels import add_gram, multiply, row_panels, run_panels
 
-__all__ = ["SMALLEST", "Above", "Largest", "Leading", "leading", "planned_basis"]
+__all__ = [
+    "SMALLEST",
+    "Above",
+    "Largest",
+    "Leading",
+    "basis_for",
+    "leading",
+    "none_above",
+    "planned_basis",
+    "quantile",
+]
 
 SMALLEST = 2048
 """Side below which callers decompose all: there the first look is more than 3 % of a full decomposition."""
@@ -45,7 +61,7 @@ FIRST_LOOK = 7
 """Blocks after which the number of wanted eigenvalues is estimated: 3 % of a full decomposition at the smallest side,
 less in larger ones, which is lost where many are wanted."""
 
-GLANCE = 5
+EARLY_CHECK = 5
 """Blocks after which the attempt ends if no Ritz value lies at or below the bound yet. Where few are wanted, one does
 after three or four: the smallest is below a third of the bound then, on power laws of which a fifth is wanted."""
 
@@ -53,7 +69,7 @@ BASIS_PER_PAIR = 2.2
 """Size of the basis per wanted pair, on top of the blocks of the first look: measured on power laws. Other spectra take
 more."""
 
-EAGER = 0.9
+SECOND_LOOK = 0.9
 """Share of the expected basis at which the second look is taken: an eighth more was seen, and as much less."""
 
 WORTH = 0.5
@@ -76,6 +92,15 @@ COPIES = 1.5
 
 SEPARATED = 1e-6
 """Smallest gap, relative to the bound, in which the spectrum is cut for the proof, whose margin is some 1e-8."""
+
+MARGIN = 4
+"""Factor on the bounds of rounding."""
+
+BLOCKS_MORE = 1.15
+"""Need of a block above that of a single vector, for the same share, about (`benchmarks/basis_size.py`)."""
+
+SMALLEST_VALUE = 1e-18
+"""Relative size below which eigenvalues are rounding; they take part as this."""
 
 INDEPENDENT = 1e-4
 """Length of a new vector, relative to the largest entry of its block before, below which it is orthogonalised again."""
@@ -153,7 +178,7 @@ class Largest:
         if above < count:
             count, bound = above, lowest
         expected = basis_for(ritz.values_J, ritz.counts_J, count, _tolerance(ritz, bound, dtype), BLOCK, limit)
-        return expected, EAGER * expected
+        return expected, SECOND_LOOK * expected
 
     def _lowest(self, values_J: Tensor) -> float:
         return max(self.floor, self.share * float(values_J[0]))
@@ -244,7 +269,7 @@ def leading(sym_NN: Tensor, wanted: Above | Largest, dtype: torch.dtype) -> Lead
     if _expected(wanted.known) > WORTH * size:
         return f"at least {wanted.known} directions are kept"
     basis = _Basis(sym_NN, int(LIMIT * size) // BLOCK * BLOCK)
-    basis.grow(GLANCE * BLOCK)
+    basis.grow(EARLY_CHECK * BLOCK)
     if wanted.hopeless(basis.ritz()):
         return "all directions of a first look are kept"
     look, before = FIRST_LOOK * BLOCK, None
@@ -320,3 +345,105 @@ def _needed(before: tuple[int, float], now: tuple[int, float]) -> float:
     """Size at which the logarithm of the largest residual is zero, by the line through two sizes."""
     slope = (before[1] - now[1]) / (now[0] - before[0])
     return now[0] + now[1] / slope if slope > 0 else math.inf
+
+
+def provable_level(count: int, trace: float) -> float:
+    """Level below which `none_above` proves nothing, whatever the matrix: the rounding of `K` pairs of this trace."""
+    return MARGIN * torch.finfo(torch.float64).eps * (count + 2) * 2 * trace
+
+
+def none_above(sym_NN: Tensor, values_K: Tensor, vectors_KN: Tensor, level: float) -> bool:
+    """True if it is proven that at most `K` eigenvalues of `sym` are at or above `level`; False proves nothing.
+
+    `M = sym - V^T diag(l) V`, with `l >= 0`, differs from `sym` by a positive semidefinite matrix of rank `K`, so that
+    the eigenvalue `K + 1` of `sym` is at most the largest of `M` (Weyl), whatever the vectors are. By Sylvester's law
+    of inertia, a Cholesky factorisation of `(level - margin) I - M` that succeeds proves that all of these are below
+    the level. The margin covers the backward error of the factorisation, `(N + 2) eps tr(level I - M)`, and the
+    rounding of the products, `(K + 2) eps (tr(sym) + tr(V^T diag(l) V))` (N. Higham, "Accuracy and Stability of
+    Numerical Algorithms", 2002, theorem 10.3 and section 3.5).
+
+    Args:
+        sym_NN: float64, positive semidefinite up to rounding.
+        vectors_KN: rows.
+
+    >>> sym = torch.diag(torch.tensor([4.0, 2.0, 1.0], dtype=torch.float64))
+    >>> largest, its_vector = torch.tensor([4.0]).double(), torch.eye(3, dtype=torch.float64)[:1]
+    >>> none_above(sym, largest, its_vector, 2.1), none_above(sym, largest, its_vector, 1.9)
+    (True, False)
+    """
+    size, eps = sym_NN.shape[-1], torch.finfo(torch.float64).eps
+    kept_K = values_K.clamp_min(0)
+    left_NN = sym_NN.neg()
+    add_gram(left_NN, vectors_KN * kept_K.sqrt().unsqueeze(-1))
+    summed = float(sym_NN.diagonal().sum()) + float((vectors_KN.square().sum(-1) * kept_K).sum())
+    trace = size * level + float(left_NN.diagonal().sum().clamp_min(0))
+    margin = MARGIN * eps * ((size + 2) * trace + (len(kept_K) + 2) * summed)
+    left_NN.diagonal().add_(level - margin)
+    return int(torch.linalg.cholesky_ex(left_NN, upper=True).info) == 0
+
+
+def basis_for(values_J: Tensor, counts_J: Tensor, wanted: float, tolerance: float, block: int, limit: float) -> float:
+    """Vectors after which the `wanted` leading pairs have residuals below `tolerance`; infinity if above `limit`.
+
+    Args:
+        values_J: Ritz values, descending.
+        counts_J: number of eigenvalues that each stands for; their sum is the side of the matrix.
+
+    >>> falling, side = torch.logspace(0, -8, 60, dtype=torch.float64), 600.0
+    >>> alike = torch.full((60,), 10.0, dtype=torch.float64)
+    >>> 120 < basis_for(falling, alike, 60, 1e-6, 10, side) < 240
+    True
+    """
+    size = float(counts_J.sum())
+    if wanted <= 0 or float(values_J[0]) <= 0:
+        return 0.0
+    values_M = _quantiles(values_J, counts_J, max(1, round(size / block)))
+    first = math.ceil(wanted / block)
+    last = min(len(values_M), math.floor(limit / (BLOCKS_MORE * block)))
+    if first > last:
+        return math.inf
+    t_DD = _lanczos(values_M, last)
+    for steps in range(first, last + 1):
+        _, vectors = torch.linalg.eigh(t_DD[:steps, :steps])
+        residuals = t_DD[steps, steps - 1].abs() * vectors[-1, -first:].abs()
+        if float(residuals.max()) <= tolerance:
+            return BLOCKS_MORE * steps * block
+    return math.inf
+
+
+def quantile(values_J: Tensor, counts_J: Tensor, rank: float) -> float:
+    """Estimate of the eigenvalue of this rank, counted from the largest."""
+    return float(_at(values_J, counts_J, torch.tensor([rank], dtype=torch.float64)))
+
+
+def _quantiles(values_J: Tensor, counts_J: Tensor, count: int) -> Tensor:
+    """So many values that stand for equal shares of the spectrum."""
+    return _at(values_J, counts_J, (torch.arange(count, dtype=torch.float64) + 0.5) * (float(counts_J.sum()) / count))
+
+
+def _at(values_J: Tensor, counts_J: Tensor, at_M: Tensor) -> Tensor:
+    """Eigenvalues at these ranks, by interpolation of the logarithms."""
+    values_J, counts_J = values_J.cpu(), counts_J.cpu()
+    middles_J = counts_J.cumsum(0) - counts_J / 2
+    after_M = torch.searchsorted(middles_J, at_M).clamp(1, max(1, len(middles_J) - 1))
+    share_M = ((at_M - middles_J[after_M - 1]) / (middles_J[after_M] - middles_J[after_M - 1])).clamp(0, 1)
+    logs_J = values_J.clamp_min(SMALLEST_VALUE * float(values_J[0])).log()
+    return torch.lerp(logs_J[after_M - 1], logs_J[after_M], share_M).exp()
+
+
+def _lanczos(values_M: Tensor, steps: int) -> Tensor:
+    """The tridiagonal matrix, `steps + 1` on a side, of the diagonal matrix of these and a vector of ones."""
+    size = len(values_M)
+    t_DD = values_M.new_zeros(steps + 1, steps + 1)
+    basis_DM = values_M.new_zeros(steps + 1, size)
+    basis_DM[0] = 1 / math.sqrt(size)
+    for step in range(steps):
+        new_M = values_M * basis_DM[step]
+        t_DD[step, step] = new_M @ basis_DM[step]
+        for _ in range(2):  # twice is enough to be orthogonal to rounding
+            new_M = new_M - (basis_DM[: step + 1] @ new_M) @ basis_DM[: step + 1]
+        length = torch.linalg.vector_norm(new_M)
+        t_DD[step, step + 1] = t_DD[step + 1, step] = length
+        if float(length) > 0:
+            basis_DM[step + 1] = new_M / length
+    return t_DD

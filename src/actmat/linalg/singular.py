@@ -123,7 +123,7 @@ def orthogonalised_sum(
 
 
 Mean = Literal["all", "rank", "rms"]
-"""Which mean of the singular values an isotropic matrix takes, see `isotropic`."""
+"""Mean of the singular values in an isotropic matrix, see `isotropic`."""
 
 
 def isotropic(

@@ -34,9 +34,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from actmat.linalg.gram import add_gram, mirror
 from actmat.linalg.krylov import SMALLEST, Largest, leading
 from actmat.linalg.lapack import Retries, economy_svd, eigh
+from actmat.linalg.panels import add_gram, mirror
 
 __all__ = [
     "RANK_RTOL",
@@ -95,7 +95,7 @@ class ThinSVD:
 
 
 def part_stats(ways: Iterable[Way]) -> dict[str, float | int | str | bool]:
-    """For the record: how many matrices were decomposed in part, the largest basis, and why others were not."""
+    """For the record: number of matrices decomposed in part, the largest basis, and reasons for full decompositions."""
     ways = list(ways)
     sizes = [basis for basis, _ in ways if basis]
     reasons = sorted({refused for _, refused in ways if refused})

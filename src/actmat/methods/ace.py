@@ -28,7 +28,8 @@ from actmat.linalg.operations import Operation, cholesky, cholesky_solve, entrie
 from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
-from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod
+from actmat.methods.contract import Bounds, Fraction, MergeMethod
+from actmat.methods.facets import About, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["ACE", "heterogeneity", "merge", "merge_lowrank"]
 
@@ -61,7 +62,7 @@ def merge(
     `A_t` is `D_t` less its mean row; `S_t = A_t^T A_t`, divided by its trace `r_t` where the gate is open;
     `R_t = S_t + e_t I`, `e_t = eps` (`eps / r_t` where it is open); `c = 1^T sum_t S_t / I`, divided by the mean
     `||D_t||^2` where it is open. `U, s, V` are those of `D_0 + sum_t D_t (S_t - sum_u R_u / T)`,
-    `K = int(leading min(O, I))`. Directions that this matrix does not have are left alone.
+    `K = int(leading min(O, I))`. Directions that this matrix does not have stay unchanged.
 
     Args:
         eps: ridge, in units of the squared entries of the deltas: not invariant to their size.
@@ -225,20 +226,20 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
 
 
 ACE = MergeMethod(
-    name="ace",
-    merge=merge,
-    merge_lowrank=merge_lowrank,
-    acts_on="matrix",
-    summary="ACTMat on centred estimates with a ridge; where experts differ in size, normalised and refined.",
-    equation="D_0 = (sum_t A_t R_t) (sum_t R_t + 1 c)^-1, R_t = A_t^T A_t + e_t I, A_t = D_t - mean row",
-    reference="Xu et al., ACE-Merging: Data-Free Model Merging with Adaptive Covariance Estimation, arXiv:2603.02945",
-    laws=frozenset({"permutation", "odd", "zero_expert", "zeros"}),
-    workspace=_workspace,
-    operations=_operations,
-    flops="(2T + 2) N^3",
-    plan_note=(
-        "an expert without a spread over its rows (a zero delta) is left out of that tensor, and the answer depends on "
-        "the unit of the deltas: a common factor of all experts can open or close the gate"
+    "ace",
+    merge,
+    "matrix",
+    About(
+        "ACTMat on centred estimates with a ridge; where experts differ in size, normalised and refined.",
+        "D_0 = (sum_t A_t R_t) (sum_t R_t + 1 c)^-1, R_t = A_t^T A_t + e_t I, A_t = D_t - mean row",
+        "Xu et al., ACE-Merging: Data-Free Model Merging with Adaptive Covariance Estimation, arXiv:2603.02945",
+        plan_note=(
+            "an expert without a spread over its rows (a zero delta) is left out of that tensor, and the answer "
+            "depends on the unit of the deltas: a common factor of all experts can open or close the gate"
+        ),
+        formerly="Before, 'ace' was the centring step alone; that method is now called 'centred'",
     ),
-    formerly="Before, 'ace' was the centring step alone; that method is now called 'centred'",
+    laws=frozenset({"permutation", "odd", "zero_expert", "zeros"}),
+    lowrank=LowRankForm(merge_lowrank),
+    cost=Cost("(2T + 2) N^3", workspace=_workspace, operations=_operations),
 )

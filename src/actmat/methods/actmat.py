@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from actmat.errors import RecipeError
-from actmat.linalg.interference.rule import Estimator, Fill, Filter, FilterKind, Normaliser, Rule, Solver
+from actmat.linalg.interference.rule import Estimator, Fill, Filter, FilterKind, Normalizer, Rule, Solver
 from actmat.methods._shared.interference import SHARED_LAWS, FillOption, member
 from actmat.methods.contract import Bounds
+from actmat.methods.facets import About
 
 __all__ = ["ACTMAT", "rule"]
 
@@ -26,7 +27,7 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     ridge: Annotated[float, Bounds(0, open_low=True)] = 0.1,
     time: Annotated[float, Bounds(0, open_low=True)] = 10.0,
     null: FillOption = "zero",
-    normalise: Normaliser = "none",
+    normalise: Normalizer = "none",
     trim: Annotated[float | None, Bounds(0, 1, open_low=True)] = None,
     centre: bool = False,
     power: Annotated[float, Bounds(0, 2, open_low=True)] = 1.0,
@@ -69,7 +70,7 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     [[1.0, 2.0]]
     """
     return Rule(
-        estimator=Estimator(trim=trim, centre=centre, power=power, normalise=normalise),
+        estimator=Estimator(trim=trim, centre=centre, power=power, normalize=normalise),
         spectral=Filter(filter, rtol=rtol, ridge=ridge, time=time),
         null=null if form == "delta" else _minus_base(null, filter),
         solver=solver,
@@ -92,14 +93,15 @@ def _minus_base(null: FillOption, filter: FilterKind) -> Fill:
 
 
 ACTMAT = member(
+    "actmat",
     rule,
-    name="actmat",
-    summary="Least interference between experts, with each delta's own Gram matrix in place of its input statistics.",
-    equation="D* = (sum_t D_t D_t^T D_t) (sum_t D_t^T D_t)^+",
-    reference="Abdel Hameed et al., Model Merging via Data-Free Covariance Estimation, 2026, arXiv:2604.01329",
+    About(
+        "Least interference between experts, with each delta's own Gram matrix in place of its input statistics.",
+        "D* = (sum_t D_t D_t^T D_t) (sum_t D_t^T D_t)^+",
+        "Abdel Hameed et al., Model Merging via Data-Free Covariance Estimation, 2026, arXiv:2604.01329",
+    ),
     laws=SHARED_LAWS
     | {"single", "identical", "left_orthogonal", "right_orthogonal", "orthogonal_rows_sum", "zero_expert"},
-    flops="(2T + 3) N^3",
-    base_when=lambda options: options["form"] == "weight",
+    base=lambda options: options["form"] == "weight",
     meets_every_expert=True,
 )

@@ -16,7 +16,6 @@ Shapes: `T` experts, `N` samples, `C` classes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +23,8 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.inner import inner_products, one_pass_sum
-from actmat.methods.contract import Merged, MergeMethod
+from actmat.methods.contract import MergeMethod
+from actmat.methods.facets import SUM_LAWS, About, Access, Cost, Merged
 
 __all__ = ["ADAMERGING", "AdamState", "adam_step", "coefficient_gradient", "entropy", "merge"]
 
@@ -100,16 +100,15 @@ def adam_step(
 
 
 ADAMERGING = MergeMethod(
-    name="adamerging",
-    merge=merge,
-    acts_on="tensor",
-    summary="Sum of the deltas with coefficients learned, without labels, to make predictions certain.",
-    equation="D* = sum_t c_t D_t, c = argmin of the entropy of the predictions",
-    reference="Yang et al., AdaMerging, ICLR 2024, arXiv:2310.02575",
-    laws=frozenset(
-        {"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zero_expert", "zeros"}
+    "adamerging",
+    merge,
+    "tensor",
+    About(
+        "Sum of the deltas with coefficients learned, without labels, to make predictions certain.",
+        "D* = sum_t c_t D_t, c = argmin of the entropy of the predictions",
+        "Yang et al., AdaMerging, ICLR 2024, arXiv:2310.02575",
     ),
-    one_pass=True,
-    workspace=lambda shape, n_experts, options: math.prod(shape),
-    flops="T N^2",
+    laws=SUM_LAWS,
+    access=Access(one_pass=True),
+    cost=Cost("T N^2"),
 )

@@ -6,7 +6,6 @@ increasing inference time", ICML 2022.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,8 @@ from torch import Tensor
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods._shared.per_expert import weights_and_sum
-from actmat.methods.contract import Merged, MergedLowRank, MergeMethod, Weights
+from actmat.methods.contract import MergeMethod, Weights
+from actmat.methods.facets import MEAN_LAWS, About, Access, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["AVERAGE", "finish_sum", "merge", "merge_lowrank"]
 
@@ -54,20 +54,17 @@ def _lowrank_problem(options: Mapping[str, Any], n_experts: int, weights: Weight
 
 
 AVERAGE = MergeMethod(
-    name="average",
-    merge=merge,
-    merge_lowrank=merge_lowrank,
-    lowrank_when=_lowrank_problem,
-    acts_on="elementwise",
-    summary="Mean of the experts' deltas.",
-    equation="D* = sum_t w_t D_t / sum_t w_t",
-    reference="Wortsman et al., Model soups, ICML 2022",
-    laws=frozenset(
-        {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
+    "average",
+    merge,
+    "elementwise",
+    About(
+        "Mean of the experts' deltas.",
+        "D* = sum_t w_t D_t / sum_t w_t",
+        "Wortsman et al., Model soups, ICML 2022",
     ),
-    one_pass=True,
+    laws=MEAN_LAWS,
+    lowrank=LowRankForm(merge_lowrank, why_not=_lowrank_problem),
+    access=Access(one_pass=True, baseless=True),
+    cost=Cost("T N^2"),
     finish_sum=finish_sum,
-    baseless_when=lambda options, n_experts: True,
-    workspace=lambda shape, n_experts, options: math.prod(shape),
-    flops="T N^2",
 )

@@ -12,10 +12,11 @@ from typing import Literal
 from torch import Tensor
 
 from actmat.linalg.chunks import shape_and_dtype
-from actmat.linalg.masks.election import elect, election_workspace, masked_sum
+from actmat.linalg.masks.election import elect, masked_sum
 from actmat.linalg.masks.mask import Band, top_trims_each
-from actmat.methods._shared.per_expert import per_expert
-from actmat.methods.contract import Fractions, Merged, MergeMethod, Weights
+from actmat.methods._shared.per_expert import per_expert, workspace_of_election
+from actmat.methods.contract import Fractions, MergeMethod, Weights
+from actmat.methods.facets import About, Access, Cost, Merged
 
 __all__ = ["BREADCRUMBS", "bands", "merge"]
 
@@ -68,15 +69,15 @@ def bands(deltas: Sequence[Tensor], densities: Sequence[float], gammas: Sequence
 
 
 BREADCRUMBS = MergeMethod(
-    name="breadcrumbs",
-    merge=merge,
-    acts_on="tensor",
-    summary="Drop the smallest entries and the largest outliers of each delta, then sum.",
-    equation="D* = lambda sum_t w_t band(D_t)",
-    reference="Davari and Belilovsky, Model breadcrumbs, ECCV 2024",
+    "breadcrumbs",
+    merge,
+    "tensor",
+    About(
+        "Drop the smallest entries and the largest outliers of each delta, then sum.",
+        "D* = lambda sum_t w_t band(D_t)",
+        "Davari and Belilovsky, Model breadcrumbs, ECCV 2024",
+    ),
     laws=frozenset({"permutation", "homogeneous", "odd", "zero_expert", "zeros"}),
-    workspace=lambda shape, n_experts, options: math.prod(shape) + election_workspace(math.prod(shape), n_experts),
-    flops="T N^2",
-    streams_when=lambda options: True,
-    walks_again=True,
+    access=Access(streams=True, walks_again=True),
+    cost=Cost("T N^2", workspace=workspace_of_election),
 )

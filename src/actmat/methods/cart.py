@@ -21,7 +21,8 @@ from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.operations import Operation, entries, product, repeated
 from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
-from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod
+from actmat.methods.contract import Bounds, Fraction, MergeMethod
+from actmat.methods.facets import MEAN_LAWS, About, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["CART", "kept_directions", "merge", "merge_lowrank"]
 
@@ -41,7 +42,7 @@ def merge(
 
     Args:
         rank: share of the directions that is kept of each expert's distance from the average.
-        scaling: of the sum (not the mean) of what is kept.
+        scaling: of the sum (not the mean) of the kept directions.
         rounding: "down" as in the code of the authors' group; "up" (without the least of one) as in Core Space's.
         rtol: directions at or below `rtol ||D_t||` count as zero.
     """
@@ -109,17 +110,15 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
 
 
 CART = MergeMethod(
-    name="cart",
-    merge=merge,
-    merge_lowrank=merge_lowrank,
-    acts_on="matrix",
-    summary="Average plus the leading directions in which each expert differs from it.",
-    equation="D* = N + a sum_t SVD_K(D_t - N), N = sum_t D_t / T",
-    reference="Choi et al., Revisiting Weight Averaging for Model Merging, arXiv:2412.12153",
-    laws=frozenset(
-        {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
+    "cart",
+    merge,
+    "matrix",
+    About(
+        "Average plus the leading directions in which each expert differs from it.",
+        "D* = N + a sum_t SVD_K(D_t - N), N = sum_t D_t / T",
+        "Choi et al., Revisiting Weight Averaging for Model Merging, arXiv:2412.12153",
     ),
-    workspace=_workspace,
-    operations=_operations,
-    flops="T N^3",
+    laws=MEAN_LAWS,
+    lowrank=LowRankForm(merge_lowrank),
+    cost=Cost("T N^3", workspace=_workspace, operations=_operations),
 )

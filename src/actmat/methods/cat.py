@@ -18,7 +18,8 @@ from actmat.linalg.lapack import Retries, economy_svd, eigh, retry_stats
 from actmat.linalg.operations import Operation, entries, product, repeated, svd
 from actmat.linalg.operations import eigh as eigh_operations
 from actmat.linalg.scaling import exponent_of, largest_entry, scaled
-from actmat.methods.contract import Bounds, Merged, MergeMethod
+from actmat.methods.contract import Bounds, MergeMethod
+from actmat.methods.facets import About, Cost, Merged
 
 __all__ = ["CAT", "merge", "removal_basis"]
 
@@ -39,7 +40,7 @@ def merge(
     """`D* = sum_i (I - P_i) D_i`, `P_i` the projector on the outputs in which `D_i` harms the other tasks.
 
     `B_k` holds the `rank` leading eigenvectors (with a positive eigenvalue) of
-    `sum_{i != k} D_i (G_k - tradeoff G_i) D_i^T`: what the other deltas do to the inputs of task k, less what they
+    `sum_{i != k} D_i (G_k - tradeoff G_i) D_i^T`: effect of the other deltas on the inputs of task k, less what they
     do to their own. `P_i` projects on the span of all `B_k`, `k != i`, at once, so that the order of the experts
     does not matter (composing the projections one by one agrees where the bases are orthogonal, as for `T = 2`).
 
@@ -113,15 +114,15 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
 
 
 CAT = MergeMethod(
-    name="cat",
-    merge=merge,
-    acts_on="matrix",
-    summary="Sum of the deltas, each without the output directions in which it disturbs the other tasks' inputs.",
-    equation="D* = sum_i (I - P_i) D_i, B_k = top eigenvectors of sum_{i != k} D_i (G_k - lambda G_i) D_i^T",
-    reference="Sun, Li, Geng, Li, CAT Merging, ICML 2025, arXiv:2505.06977",
+    "cat",
+    merge,
+    "matrix",
+    About(
+        "Sum of the deltas, each without the output directions in which it disturbs the other tasks' inputs.",
+        "D* = sum_i (I - P_i) D_i, B_k = top eigenvectors of sum_{i != k} D_i (G_k - lambda G_i) D_i^T",
+        "Sun, Li, Geng, Li, CAT Merging, ICML 2025, arXiv:2505.06977",
+    ),
     laws=frozenset({"single", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
+    cost=Cost("2 T^2 N^3", workspace=_workspace, operations=_operations),
     needs_statistics=("gram",),
-    workspace=_workspace,
-    operations=_operations,
-    flops="2 T^2 N^3",
 )

@@ -1,7 +1,8 @@
-"""The contract of a merge method: one pure function and one declaration, `MergeMethod`.
+"""The contract of a merge method: one pure function and one declaration in facets, `MergeMethod`.
 
 The planner, the engine, the command line, the tables of the documentation and the conformance tests read the
-declaration; there is no second list of what a method needs or can do, and nothing is learnt by calling it.
+declaration. A method that is a formula needs a name, its function, `acts_on` and `about`; the other facets say which
+faster forms it has (`LowRankForm`, `Stages`, `combine`), how it reads (`Access`) and its cost (`Cost`).
 
 A merge function has the form
 
@@ -9,7 +10,7 @@ A merge function has the form
 
 * `deltas[t]` is `D_t = W_t - W_0` in the compute dtype. The sequence may read lazily: an item that is requested
   twice may be read twice, so a method declared `one_pass` iterates over it once, with one delta alive at a time
-  (twice where `reads_again_when` says so).
+  (twice where `Access.reads_again` says so).
 * Needs are the keyword-only parameters named in `NEEDS`; every other keyword-only parameter is an option. Names,
   defaults, types and bounds of options are read from the signature (`Annotated[float, Bounds(0, 1)]`), and their
   documentation from the annotation (`Annotated[float, "what it does"]`) or from `Args:` in the docstring.
@@ -19,37 +20,40 @@ A merge function has the form
 
 from __future__ import annotations
 
+import contextlib
 import html
 import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Annotated, Any, Literal
 
-from torch import Tensor
-
 from actmat.errors import RecipeError, did_you_mean
-from actmat.linalg.lowrank import LowRank
-from actmat.linalg.operations import Operation
 from actmat.linalg.scaling import FLOAT32_MAX
+from actmat.methods.facets import (
+    About,
+    Access,
+    ActsOn,
+    Combination,
+    Cost,
+    Law,
+    LowRankForm,
+    Merged,
+    Stages,
+    Survey,
+    holds,
+)
 
 __all__ = [
     "NEEDS",
-    "ActsOn",
     "Bounds",
-    "Combination",
     "Fraction",
     "Fractions",
-    "Law",
     "MergeMethod",
-    "Merged",
-    "MergedLowRank",
     "Option",
-    "Stages",
-    "Survey",
     "Weights",
     "declared_options",
     "resolved_options",
@@ -64,23 +68,6 @@ statistics  Mapping[str, Sequence[Tensor]]: kind ("gram", "fisher") -> one tenso
 generator   torch.Generator on the CPU, seeded from the recipe's seed and the tensor's name
 survey      the value of `Survey.finish`, or None when the survey does not apply to these options
 """
-
-ActsOn = Literal["matrix", "tensor", "elementwise"]
-"""matrix: `*batch O I`, a logical linear map; tensor: a whole tensor of any shape; elementwise: every entry of the
-result depends only on the same entry of the inputs, so that the engine may pass flat chunks of any size."""
-
-Law = Literal[
-    "permutation",  # f(D_p(1), ..., D_p(T)) = f(D_1, ..., D_T)
-    "single",  # f(D) = D
-    "identical",  # f(D, ..., D) = D
-    "homogeneous",  # f(a D) = a f(D), a > 0
-    "odd",  # f(-D) = -f(D)
-    "left_orthogonal",  # f(Q D) = Q f(D)
-    "right_orthogonal",  # f(D Q) = f(D) Q
-    "orthogonal_rows_sum",  # mutually orthogonal row spaces -> sum of the deltas
-    "zero_expert",  # an expert with a zero delta leaves the result as it is without that expert
-    "zeros",  # all deltas zero -> exactly zero
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,66 +97,6 @@ Fractions = Annotated[float | list[float], Bounds(0, 1)]
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
-    """A merged delta and its record (rank kept, cut-off, residual, ...)."""
-
-    value: Tensor
-    stats: Mapping[str, float | int | str | bool] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class MergedLowRank:
-    """A merged delta in factored form, and the record that the dense merge would give."""
-
-    value: LowRank
-    stats: Mapping[str, float | int | str | bool] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Combination:
-    """A merged delta as a sum: coefficients of the tensors of its basis, and its record."""
-
-    coefficients: Sequence[float]
-    stats: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Stages:
-    """A method in two stages, `merge = finish(prepare(deltas, **opts), **opts)`, so that variants share the first.
-
-    `prepare` depends on the options only through `key(options)`: variants with equal keys share one `prepare`.
-    `finish` must not change the state. Both take all needs and options of the method. A state may keep the sequence of
-    deltas, though none of them, for a method that reads again.
-    """
-
-    key: Callable[[Mapping[str, Any]], Hashable]
-    prepare: Callable[..., Any]
-    finish: Callable[..., Merged]
-
-
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """Passes over all tensors of a merge before the first is merged (thresholds over the whole model).
-
-    `applies(options)` is True for options that need it. `start(n_experts, options)` makes the state;
-    `observe(state, deltas, options)` adds one tensor; `advance(state)` ends a round and returns True when another
-    round is needed; `finish(state)` returns the value that every merge call then receives as `survey=`.
-
-    Several workers share a round: `fork(state)` gives each an empty state of the same round, and `join(state, other)`
-    adds what a fork observed, which is not used afterwards. States pickle, and one thread at a time uses a state.
-    Observations must be commutative (integer counts), so that neither the order nor the shares change the result.
-    """
-
-    applies: Callable[[Mapping[str, Any]], bool]
-    start: Callable[[int, Mapping[str, Any]], Any]
-    observe: Callable[[Any, Sequence[Tensor], Mapping[str, Any]], None]
-    fork: Callable[[Any], Any]
-    join: Callable[[Any, Any], None]
-    advance: Callable[[Any], bool]
-    finish: Callable[[Any], Any]
-
-
-@dataclass(frozen=True, slots=True)
 class Option:
     """One hyper-parameter of a method, as read from its signature."""
 
@@ -188,12 +115,14 @@ class Option:
         """Error message for a `value` that does not fit; None for one that does."""
         if not _fits(value, self.type):
             return f"option '{self.name}' expects {self.type_name}, got {value!r}"
-        if (far := _beyond_float32(value)) is not None:
-            return f"option '{self.name}' must be at most {FLOAT32_MAX:g} in magnitude, got {str(far)[:40]}"
-        if self.bounds and isinstance(value, int | float) and not self.bounds.holds(value):
-            return f"option '{self.name}' must lie in {self.bounds}, got {value!r}"
-        if value != self.default and (odd := _not_finite(value)) is not None:
-            return f"option '{self.name}' must be finite, got {odd}"
+        numbers = [n for n in (value if isinstance(value, list | tuple) else [value]) if isinstance(n, int | float)]
+        for number in numbers:
+            if FLOAT32_MAX < abs(number) < math.inf:  # infinity is a limit that some options have
+                return f"option '{self.name}' must be at most {FLOAT32_MAX:g} in magnitude, got {str(number)[:40]}"
+        if self.bounds and (outside := [n for n in numbers if not self.bounds.holds(n)]):
+            return f"option '{self.name}' must lie in {self.bounds}, got {outside if numbers[1:] else outside[0]!r}"
+        if value != self.default and not all(map(math.isfinite, numbers)):
+            return f"option '{self.name}' must be finite, got {value!r}"
         return None
 
 
@@ -202,83 +131,58 @@ class MergeMethod:
     """Declaration of one merge method.
 
     Args:
+        name: in recipes and on the command line.
+        merge: of dense deltas.
         laws: properties that hold for any input (default options, float64); the conformance tests check each.
-        merge_lowrank: the same merge of `linalg.LowRank` deltas, exact, without forming an `O x I` matrix; or None.
-        lowrank_when: `(options, n_experts, weights) -> reason`: why `merge_lowrank` does not apply, in one sentence
-            without a full stop, or None where it does apply; `merge_lowrank` raises ValueError exactly where a reason
-            is given. May raise RecipeError for weights that no form takes. None: it applies under all options.
-        keeps_row_space: every row of the low-rank result lies in the span of the rows of all deltas, so that maps
-            which are packed into one tensor and merged separately still share their rows.
-        meets_every_expert: where the row spaces of the deltas are independent, the result equals each `D_t` on the
-            rows of `D_t` and is thus near the plain sum; plans for adapters then say so.
-        one_pass: iterates over the deltas once, one at a time, and keeps no reference to a delta when it requests the
-            next: an engine reads each delta into the memory of the one before it.
-        reads_again_when: `(shape, n_experts, options) -> bool`: deltas `*batch O I` over which a method declared
-            `one_pass` iterates a second time, in the same way; from memory, or where that costs little, from storage.
-            None: none.
-        workspace: `(shape, n_experts, options) -> number of elements` of the compute dtype that a call holds at its
-            peak, on top of the given deltas and including its result. `shape` ends in `O, I` for matrices.
-        operations: `(shape, n_experts, options, double) -> operations` of a call by class, from which times are
-            predicted; `double`: the deltas are float64. None: what `flops` says, in products or in entries.
-        sums_own_grams_when: `options -> bool`: options under which the state of `stages` is a
-            `linalg.interference.solver.State` of `S = sum_t w_t D_t^T D_t`; None: under none.
-        base_when: `options -> bool`: options under which the base is read; None: under all, if `merge` takes it.
-        moves_base_when: `options -> bool`: options under which deltas that are all zero do not leave the base as it is;
-            None: under none.
-        baseless_when: `(options as given, n_experts) -> bool`: cases in which `W* = W_0 + D*` is the same for any
-            `W_0`, so that experts merge without a base; None: none.
-        streams_when: `options -> bool`: options under which the deltas are read by `linalg.chunks.walk` only, as often
-            as needed, so that the engine reads them chunk by chunk and holds none; None: under none.
-        walks_again: of a method that streams: it walks more than once, so that small deltas are better held.
+        needs_statistics: kinds without which it cannot merge.
+        max_experts: for which the method is defined; None: any number.
         combine: `(gram, *, <weights>, <options>) -> Combination`, where the result is a sum over `D_1 .. D_T` (with
             `W_0` before them, if it takes the base) whose coefficients depend only on their inner products `gram`; or
             None. Where the method streams, the engine then adds up and writes chunk by chunk and holds no whole delta.
         finish_sum: `(total, n_experts, *, <needs>, <options>) -> Merged`, where the result depends on the deltas only
             through `total = sum_t w_t D_t` (`linalg.inner.one_pass_sum`; all weights 1 unless given), which it may
             overwrite; or None. The sum can then be kept, and continued with further experts.
+
+    Raises:
+        TypeError: a field of another type, or a merge function whose options cannot be read from its signature.
     """
 
-    name: str  # in recipes and on the command line
-    merge: Callable[..., Merged]  # of dense deltas
+    name: str
+    merge: Callable[..., Merged]
     acts_on: ActsOn
-    summary: str  # the idea in one sentence
-    equation: str  # the merged delta, in plain text
-    reference: str
+    about: About
     laws: frozenset[Law] = frozenset()
-    merge_lowrank: Callable[..., MergedLowRank] | None = None
-    lowrank_when: Callable[[Mapping[str, Any], int, Sequence[float] | None], str | None] | None = None
-    keeps_row_space: bool = True
-    meets_every_expert: bool = False
-    one_pass: bool = False
-    reads_again_when: Callable[[Sequence[int], int, Mapping[str, Any]], bool] | None = None
-    needs_statistics: tuple[str, ...] = ()  # kinds without which it cannot merge
-    workspace: Callable[[Sequence[int], int, Mapping[str, Any]], int] | None = None
-    operations: Callable[[Sequence[int], int, Mapping[str, Any], bool], Sequence[Operation]] | None = None
-    flops: str = ""  # leading term for `T` square `N x N` deltas, as in the paper's cost table
-    preset_of: str | None = None  # name of the method of which this is a preset, for the docs
+    lowrank: LowRankForm | None = None
+    access: Access = field(default_factory=Access)
+    cost: Cost = field(default_factory=Cost)
+    needs_statistics: tuple[str, ...] = ()
+    max_experts: int | None = None
     stages: Stages | None = None
-    sums_own_grams_when: Callable[[Mapping[str, Any]], bool] | None = None
     survey: Survey | None = None
-    max_experts: int | None = None  # for which the method is defined
-    base_when: Callable[[Mapping[str, Any]], bool] | None = None
-    moves_base_when: Callable[[Mapping[str, Any]], bool] | None = None
-    baseless_when: Callable[[Mapping[str, Any], int], bool] | None = None
-    streams_when: Callable[[Mapping[str, Any]], bool] | None = None
-    walks_again: bool = False
     combine: Callable[..., Combination] | None = None
     finish_sum: Callable[..., Merged] | None = None
-    plan_note: str = ""
-    formerly: str = ""
+
+    def __post_init__(self) -> None:
+        for name, kind in _FACETS.items():
+            if not isinstance(found := getattr(self, name), kind):
+                raise TypeError(f"MergeMethod {self.name!r}: '{name}' expects {_type_name(kind)}, got {found!r}")
+        for name, values, kind in (("acts_on", [self.acts_on], ActsOn), ("laws", self.laws, Law)):
+            if wrong := [v for v in values if v not in typing.get_args(kind)]:
+                known = ", ".join(map(repr, typing.get_args(kind)))
+                raise TypeError(f"MergeMethod {self.name!r}: '{name}' expects {known}, got {wrong[0]!r}")
+        if not callable(self.merge):
+            raise TypeError(f"MergeMethod {self.name!r}: 'merge' expects a function, got {self.merge!r}")
+        _ = self.parameters, self.options
 
     def __repr__(self) -> str:
-        return f"<MergeMethod {self.name}: {self.summary}>"
+        return f"<MergeMethod {self.name}: {self.about.summary}>"
 
     def _repr_html_(self) -> str:
         rows = [(o.name, o.type_name, repr(o.default), o.doc) for o in self.options.values()]
         cells = ["".join(f"<td>{html.escape(text)}</td>" for text in row) for row in rows]
         head = "".join(f"<th>{text}</th>" for text in ("option", "type", "default", "meaning"))
         table = "".join(f"<tr>{row}</tr>" for row in (head, *cells)) if cells else ""
-        return f"<p><b>{html.escape(f'{self.name}: {self.equation}')}</b></p><table>{table}</table>"
+        return f"<p><b>{html.escape(f'{self.name}: {self.about.equation}')}</b></p><table>{table}</table>"
 
     @cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -287,6 +191,11 @@ class MergeMethod:
         if any(p.kind is p.VAR_KEYWORD for p in found.values()):
             raise TypeError(f"{self.name}: a merge function takes no **kwargs; a misspelt option must be an error")
         return {n: p for n, p in found.items() if p.kind is p.KEYWORD_ONLY}
+
+    @cached_property
+    def options(self) -> Mapping[str, Option]:
+        """Mapping[str, Any] by name, in the order of the signature."""
+        return declared_options(self.name, self.merge)
 
     @cached_property
     def needs(self) -> frozenset[str]:
@@ -298,39 +207,6 @@ class MergeMethod:
         """True if the method reads the base weights, under some options at least."""
         return "base" in self.needs
 
-    def uses_base(self, options: Mapping[str, Any]) -> bool:
-        """True if a call with these options reads the base and so must be given it."""
-        return self.needs_base and (self.base_when is None or self.base_when(options))
-
-    def reads_again(self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> bool:
-        """True if a call iterates twice over deltas of this shape."""
-        return self.reads_again_when is not None and self.reads_again_when(shape, n_experts, options)
-
-    def moves_base(self, options: Mapping[str, Any]) -> bool:
-        """True if a call with these options may change the base although all deltas are zero."""
-        return self.moves_base_when is not None and self.moves_base_when(options)
-
-    def is_baseless(self, options: Mapping[str, Any], n_experts: int) -> bool:
-        """True if the merged weights do not depend on the base, so that none is needed."""
-        return self.baseless_when is not None and self.baseless_when(options, n_experts)
-
-    def streams(self, options: Mapping[str, Any]) -> bool:
-        """True if a call with these options reads the deltas chunk by chunk and holds none."""
-        return self.streams_when is not None and self.streams_when(options)
-
-    def why_dense(
-        self, options: Mapping[str, Any], n_experts: int, weights: Sequence[float] | None = None
-    ) -> str | None:
-        """Why low-rank deltas cannot be merged in factored form; None where they can. RecipeError as `lowrank_when`."""
-        if self.merge_lowrank is None:
-            kind = "acts on single entries" if self.acts_on != "matrix" else "has no low-rank form"
-            return f"{self.name} {kind}"
-        return None if self.lowrank_when is None else self.lowrank_when(options, n_experts, weights)
-
-    def sums_own_grams(self, options: Mapping[str, Any]) -> bool:
-        """True if the state of `stages` holds the sum of the deltas' own Gram matrices, weighted by the weights."""
-        return self.sums_own_grams_when is not None and self.sums_own_grams_when(options)
-
     @property
     def is_random(self) -> bool:
         """True if the method draws random numbers (from the given generator)."""
@@ -341,10 +217,48 @@ class MergeMethod:
         """True if experts may have weights."""
         return "weights" in self.needs
 
-    @cached_property
-    def options(self) -> Mapping[str, Option]:
-        """Options by name, in the order of the signature."""
-        return declared_options(self.name, self.merge)
+    def uses_base(self, options: Mapping[str, Any]) -> bool:
+        """True if a call with these options reads the base and so must be given it."""
+        return self.needs_base and holds(self.access.base, options)
+
+    def reads_again(self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> bool:
+        """True if a call iterates twice over deltas of this shape."""
+        return holds(self.access.reads_again, shape, n_experts, options)
+
+    def moves_base(self, options: Mapping[str, Any]) -> bool:
+        """True if a call with these options may change the base although all deltas are zero."""
+        return holds(self.access.moves_base, options)
+
+    def is_baseless(self, options: Mapping[str, Any], n_experts: int) -> bool:
+        """True if the merged weights do not depend on the base, so that none is needed."""
+        return holds(self.access.baseless, options, n_experts)
+
+    def streams(self, options: Mapping[str, Any]) -> bool:
+        """True if a call with these options reads the deltas chunk by chunk and holds none."""
+        return holds(self.access.streams, options)
+
+    def sums_own_grams(self, options: Mapping[str, Any]) -> bool:
+        """True if the state of `stages` holds the sum of the deltas' own Gram matrices, weighted by the weights."""
+        return self.stages is not None and holds(self.stages.sums_own_grams, options)
+
+    @property
+    def keeps_row_space(self) -> bool:
+        """True if merges of several row blocks of one tensor share their rows; see `LowRankForm`."""
+        return self.lowrank is None or self.lowrank.keeps_row_space
+
+    @property
+    def meets_every_expert(self) -> bool:
+        """True if experts with independent row spaces are all met; see `LowRankForm`."""
+        return self.lowrank is not None and self.lowrank.meets_every_expert
+
+    def why_dense(
+        self, options: Mapping[str, Any], n_experts: int, weights: Sequence[float] | None = None
+    ) -> str | None:
+        """Why low-rank deltas cannot be merged in factored form; None where they can. Errors as `LowRankForm`."""
+        if self.lowrank is None:
+            kind = "acts on single entries" if self.acts_on != "matrix" else "has no low-rank form"
+            return f"{self.name} {kind}"
+        return None if self.lowrank.why_not is None else self.lowrank.why_not(options, n_experts, weights)
 
     def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Defaults overlaid with `given`.
@@ -352,11 +266,19 @@ class MergeMethod:
         Raises:
             RecipeError: unknown options or values that do not fit; carries all problems.
         """
-        return resolved_options(f"method '{self.name}'", self.options, given, formerly=self.formerly)
+        return resolved_options(f"method '{self.name}'", self.options, given, formerly=self.about.formerly)
+
+
+_FACETS: Mapping[str, Any] = {"name": str, "about": About, "access": Access, "cost": Cost, "laws": frozenset} | {
+    "lowrank": LowRankForm | None,
+    "stages": Stages | None,
+    "survey": Survey | None,
+    "needs_statistics": tuple,
+}
 
 
 def declared_options(name: str, function: Callable[..., Any]) -> dict[str, Option]:
-    """Options of `function`: its keyword-only parameters other than `NEEDS`; `name` is for errors."""
+    """Mapping[str, Any] of `function`: its keyword-only parameters other than `NEEDS`; `name` is for errors."""
     docs = _argument_docs(function.__doc__ or "")
     out: dict[str, Option] = {}
     for key, parameter in inspect.signature(function, eval_str=True).parameters.items():
@@ -378,7 +300,7 @@ def resolved_options(
     """Defaults of `options` overlaid with `given`; `what` has them, such as "method 'ties'".
 
     Args:
-        formerly: what else had the name, for errors about unknown options.
+        formerly: another method that had the name, for errors about unknown options.
 
     Raises:
         RecipeError: unknown options or values that do not fit; carries all problems.
@@ -402,37 +324,25 @@ _NORMALIZE = (
     "delta is made smaller with --scale."
 )
 ELSEWHERE: Mapping[str, str] = {"normalize": _NORMALIZE, "normalise": _NORMALIZE}
-"""Options that no such method has, and what does the same for every method."""
+"""Mapping[str, Any] that no such method has, and the recipe fields that do the same for every method."""
 
 
-def _not_finite(value: Any) -> float | None:
-    """A number in the value that is NaN or infinite; only a method that has one as its default takes it."""
-    numbers = value if isinstance(value, list | tuple) else [value]
-    return next((n for n in numbers if isinstance(n, float) and not math.isfinite(n)), None)
+@cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter  # imported late: listing methods needs none
 
-
-def _beyond_float32(value: Any) -> int | float | None:
-    """A number in the value that float32 does not hold; infinity is a limit that some options have."""
-    for number in value if isinstance(value, list | tuple) else [value]:
-        if isinstance(number, int | float) and FLOAT32_MAX < abs(number) < math.inf:
-            return number
-    return None
+    return TypeAdapter(kind, config={"strict": True, "arbitrary_types_allowed": True})
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    origin = typing.get_origin(kind)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, k) for k in typing.get_args(kind))
-    if origin is Literal:
-        return any(value == v and type(value) is type(v) for v in typing.get_args(kind))
-    if origin in (list, tuple, Sequence) or kind in (list, tuple):
-        inner = [a for a in typing.get_args(kind) if a is not Ellipsis]
-        return isinstance(value, list | tuple) and all(_fits(v, inner[0]) for v in value if inner)
-    if kind in (int, float) and isinstance(value, bool):
-        return False
-    if kind is float:
-        return isinstance(value, int | float)
-    return kind is Any or isinstance(value, type(None) if kind is None else kind)
+    """True if the value is of this type; a number may be an int for a float, and a tuple may stand for a list."""
+    from pydantic import ValidationError
+
+    for form in (list(value), tuple(value)) if isinstance(value, list | tuple) else (value,):
+        with contextlib.suppress(ValidationError):
+            _adapter(kind).validate_python(form)
+            return True
+    return False
 
 
 def _type_name(kind: Any) -> str:

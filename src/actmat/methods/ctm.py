@@ -27,7 +27,8 @@ from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.svd import Way, accuracy_of, svd_workspace, thin_svd
 from actmat.methods import ties
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
-from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod
+from actmat.methods.contract import Bounds, Fraction, MergeMethod
+from actmat.methods.facets import LINEAR_LAWS, About, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["CTM", "merge", "merge_lowrank", "shared_subspaces"]
 
@@ -183,15 +184,15 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
 
 
 CTM = MergeMethod(
-    name="ctm",
-    merge=merge,
-    merge_lowrank=merge_lowrank,
-    acts_on="matrix",
-    summary="Coordinates of all experts in one pair of subspaces of fixed rank, merged there: a low-rank result.",
-    equation="D* = U rule(U^T D_1 V, .., U^T D_T V) V^T, U, V: Tucker-2 subspaces of the rescaled deltas",
-    reference="He et al., Compress then Merge, ICML 2026, arXiv:2606.03723",
-    laws=frozenset({"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
-    workspace=_workspace,
-    operations=_operations,
-    flops="T N^3",
+    "ctm",
+    merge,
+    "matrix",
+    About(
+        "Coordinates of all experts in one pair of subspaces of fixed rank, merged there: a low-rank result.",
+        "D* = U rule(U^T D_1 V, .., U^T D_T V) V^T, U, V: Tucker-2 subspaces of the rescaled deltas",
+        "He et al., Compress then Merge, ICML 2026, arXiv:2606.03723",
+    ),
+    laws=LINEAR_LAWS,
+    lowrank=LowRankForm(merge_lowrank),
+    cost=Cost("T N^3", workspace=_workspace, operations=_operations),
 )

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.linalg.masks.election import elect, election_workspace, masked_sum
+from actmat.linalg.masks.election import elect, masked_sum
 from actmat.linalg.masks.mask import l1_factors
 from actmat.linalg.masks.random import Drop
-from actmat.methods._shared.per_expert import per_expert
-from actmat.methods.contract import Fractions, Merged, MergeMethod, Weights
+from actmat.methods._shared.per_expert import per_expert, workspace_of_election
+from actmat.methods.contract import Fractions, MergeMethod, Weights
+from actmat.methods.facets import About, Access, Cost, Merged
 
 __all__ = ["DARE", "drops", "merge"]
 
@@ -77,14 +78,15 @@ def drops(densities: Sequence[float], generator: torch.Generator) -> list[Drop]:
 
 
 DARE = MergeMethod(
-    name="dare",
-    merge=merge,
-    acts_on="tensor",
-    summary="Drop entries of each delta at random, rescale the rest, then merge by a second rule.",
-    equation="D* = rule(m_t D_t / d), m_t ~ Bernoulli(d)",
-    reference="Yu et al., Language models are super mario, ICML 2024",
+    "dare",
+    merge,
+    "tensor",
+    About(
+        "Drop entries of each delta at random, rescale the rest, then merge by a second rule.",
+        "D* = rule(m_t D_t / d), m_t ~ Bernoulli(d)",
+        "Yu et al., Language models are super mario, ICML 2024",
+    ),
     laws=frozenset({"homogeneous", "odd", "zeros"}),
-    workspace=lambda shape, n_experts, options: math.prod(shape) + election_workspace(math.prod(shape), n_experts),
-    flops="T N^2",
-    streams_when=lambda options: options["rescale"] != "l1",  # which reads the deltas before it adds them up
+    access=Access(streams=lambda options: options["rescale"] != "l1"),  # which reads the deltas before it adds them
+    cost=Cost("T N^2", workspace=workspace_of_election),
 )

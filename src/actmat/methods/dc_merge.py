@@ -27,7 +27,8 @@ from actmat.linalg.singular import join, slots_per_expert
 from actmat.linalg.singular import polar_factor as polar
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
-from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod
+from actmat.methods.contract import Bounds, Fraction, MergeMethod
+from actmat.methods.facets import LINEAR_LAWS, About, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["DC_MERGE", "merge", "merge_lowrank", "smoothed"]
 
@@ -181,19 +182,19 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
 
 
 DC_MERGE = MergeMethod(
-    name="dc_merge",
-    merge=merge,
-    merge_lowrank=merge_lowrank,
-    acts_on="matrix",
-    summary="Sparse cores in one basis of all leading directions, merged by sign, a block per expert.",
-    equation="D* = U (ties(top(U^T D_t^(K) V)) o blocks) V^T, U = polar([U_t]), V = polar([V_t])",
-    reference="DC-Merge, CVPR 2026",
-    laws=frozenset({"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
-    workspace=_workspace,
-    operations=_operations,
-    flops="T N^3",
-    plan_note=(
-        "one expert alone is not returned unchanged: 'density' of min(O, I)^2 entries is fewer than its singular "
-        "values in small layers ('entries_kept' in the records)"
+    "dc_merge",
+    merge,
+    "matrix",
+    About(
+        "Sparse cores in one basis of all leading directions, merged by sign, a block per expert.",
+        "D* = U (ties(top(U^T D_t^(K) V)) o blocks) V^T, U = polar([U_t]), V = polar([V_t])",
+        "DC-Merge, CVPR 2026",
+        plan_note=(
+            "one expert alone is not returned unchanged: 'density' of min(O, I)^2 entries is fewer than its "
+            "singular values in small layers ('entries_kept' in the records)"
+        ),
     ),
+    laws=LINEAR_LAWS,
+    lowrank=LowRankForm(merge_lowrank),
+    cost=Cost("T N^3", workspace=_workspace, operations=_operations),
 )

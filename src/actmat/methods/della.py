@@ -17,7 +17,8 @@ from actmat.linalg.masks.election import elect, election_workspace, masked_sum
 from actmat.linalg.masks.mask import Keep
 from actmat.linalg.masks.random import magnitude_sampled
 from actmat.methods._shared.per_expert import per_expert
-from actmat.methods.contract import Bounds, Fractions, Merged, MergeMethod, Weights
+from actmat.methods.contract import Bounds, Fractions, MergeMethod, Weights
+from actmat.methods.facets import About, Access, Cost, Merged
 
 __all__ = ["DELLA", "merge"]
 
@@ -70,16 +71,20 @@ def merge(
 
 
 DELLA = MergeMethod(
-    name="della",
-    merge=merge,
-    acts_on="tensor",
-    summary="Drop entries at random, small ones more often, rescale, elect signs, average what agrees.",
-    equation="m_ti ~ Bernoulli(d - e + 2 e rank_i); D* = mean of the w_t m_ti D_ti / p_ti with the elected sign",
-    reference="Deep et al., DELLA-Merging, 2024",
-    laws=frozenset({"homogeneous", "odd", "zeros"}),
-    one_pass=True,
-    workspace=lambda shape, n_experts, options: (
-        (n_experts + 1) * math.prod(shape) + election_workspace(math.prod(shape), n_experts)
+    "della",
+    merge,
+    "tensor",
+    About(
+        "Drop entries at random, small ones more often, rescale, elect signs, average what agrees.",
+        "m_ti ~ Bernoulli(d - e + 2 e rank_i); D* = mean of the w_t m_ti D_ti / p_ti with the elected sign",
+        "Deep et al., DELLA-Merging, 2024",
     ),
-    flops="T N^2 log N",
+    laws=frozenset({"homogeneous", "odd", "zeros"}),
+    access=Access(one_pass=True),
+    cost=Cost(
+        "T N^2 log N",
+        workspace=lambda shape, n_experts, options: (
+            (n_experts + 1) * math.prod(shape) + election_workspace(math.prod(shape), n_experts)
+        ),
+    ),
 )

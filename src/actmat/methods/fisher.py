@@ -12,12 +12,13 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from actmat.methods.contract import Bounds, Merged, MergeMethod, Weights
+from actmat.methods.contract import Bounds, MergeMethod, Weights
+from actmat.methods.facets import About, Access, Cost, Merged
 
 __all__ = ["FISHER", "merge"]
 
 _NOWHERE = 1e-30
-"""Added to every Fisher entry, far below any real one: where no expert has any, all count alike (the mean)."""
+"""Added to every Fisher entry, far below any real one: entries without Fisher information get the mean."""
 
 
 def merge(
@@ -71,15 +72,16 @@ def merge(
 
 
 FISHER = MergeMethod(
-    name="fisher",
-    merge=merge,
-    acts_on="tensor",
-    summary="Average of the experts with their diagonal Fisher information as weights.",
-    equation="D* = sum_t F_t D_t / sum_t F_t",
-    reference="Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022",
+    "fisher",
+    merge,
+    "tensor",
+    About(
+        "Average of the experts with their diagonal Fisher information as weights.",
+        "D* = sum_t F_t D_t / sum_t F_t",
+        "Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022",
+    ),
     laws=frozenset({"single", "identical", "homogeneous", "odd", "zeros"}),
-    one_pass=True,
+    access=Access(one_pass=True),
+    cost=Cost("T N^2", workspace=lambda shape, n_experts, options: 5 * math.prod(shape)),
     needs_statistics=("fisher",),
-    workspace=lambda shape, n_experts, options: 5 * math.prod(shape),
-    flops="T N^2",
 )

@@ -29,7 +29,8 @@ from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.operations import Operation, entries, polar_factor, repeated
 from actmat.linalg.singular import Mean, Polar, isotropic
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
-from actmat.methods.contract import Fraction, Merged, MergedLowRank, MergeMethod, Weights
+from actmat.methods.contract import Fraction, MergeMethod, Weights
+from actmat.methods.facets import SUM_LAWS, About, Access, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["ISO_C", "merge", "merge_lowrank"]
 
@@ -54,7 +55,7 @@ def merge(
     Args:
         mean: "all" divides the sum of the singular values by `min(O, I)`, as published; "rank" by the numerical rank;
             "rms" takes the root of their mean square over `min(O, I)`, so that at full rank the norm of the sum stays.
-        null: "zero" leaves the null directions of a rank-deficient sum alone; "fill" gives them the mean singular
+        null: "zero" keeps the null directions of a rank-deficient sum at zero; "fill" gives them the mean singular
             value along the singular vectors that LAPACK returns, which the input does not determine.
         rtol: singular values at or below `rtol` times the largest one count as zero.
     """
@@ -100,19 +101,18 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
 
 
 ISO_C = MergeMethod(
-    name="iso_c",
-    merge=merge,
-    merge_lowrank=merge_lowrank,
-    lowrank_when=lambda options, n_experts, weights: _FULL_RANK if options["null"] == "fill" else None,
-    acts_on="matrix",
-    summary="Sum of the deltas, all its singular values replaced by their mean.",
-    equation="D* = mean(s) U V^T, sum_t w_t D_t = U diag(s) V^T",
-    reference="Marczak et al., No Task Left Behind: Isotropic Model Merging, ICML 2025",
-    laws=frozenset(
-        {"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zero_expert", "zeros"}
+    "iso_c",
+    merge,
+    "matrix",
+    About(
+        "Sum of the deltas, all its singular values replaced by their mean.",
+        "D* = mean(s) U V^T, sum_t w_t D_t = U diag(s) V^T",
+        "Marczak et al., No Task Left Behind: Isotropic Model Merging, ICML 2025",
     ),
-    one_pass=True,
-    workspace=_workspace,
-    operations=_operations,
-    flops="N^3",
+    laws=SUM_LAWS,
+    lowrank=LowRankForm(
+        merge_lowrank, why_not=lambda options, n_experts, weights: _FULL_RANK if options["null"] == "fill" else None
+    ),
+    access=Access(one_pass=True),
+    cost=Cost("N^3", workspace=_workspace, operations=_operations),
 )

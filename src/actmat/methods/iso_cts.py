@@ -27,7 +27,8 @@ from actmat.linalg.operations import Operation, entries, polar_factor, product, 
 from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.singular import join, orthogonalised_sum
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, part_stats, svd_workspace, thin_svd
-from actmat.methods.contract import Fraction, Merged, MergedLowRank, MergeMethod, Weights
+from actmat.methods.contract import Fraction, MergeMethod, Weights
+from actmat.methods.facets import LINEAR_LAWS, About, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["ISO_CTS", "merge", "merge_lowrank", "split_directions"]
 
@@ -132,15 +133,15 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
 
 
 ISO_CTS = MergeMethod(
-    name="iso_cts",
-    merge=merge,
-    merge_lowrank=merge_lowrank,
-    acts_on="matrix",
-    summary="Iso-C on a common subspace plus the leading directions of what each expert has outside it.",
-    equation="D* = mean(s) polar([U_t, U_c]) polar([V_t, V_c])^T, U_c of sum_t D_t, U_t of (I - U_c U_c^T) D_t",
-    reference="Marczak et al., No Task Left Behind: Isotropic Model Merging, ICML 2025",
-    laws=frozenset({"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
-    workspace=_workspace,
-    operations=_operations,
-    flops="T N^3",
+    "iso_cts",
+    merge,
+    "matrix",
+    About(
+        "Iso-C on a common subspace plus the leading directions of what each expert has outside it.",
+        "D* = mean(s) polar([U_t, U_c]) polar([V_t, V_c])^T, U_c of sum_t D_t, U_t of (I - U_c U_c^T) D_t",
+        "Marczak et al., No Task Left Behind: Isotropic Model Merging, ICML 2025",
+    ),
+    laws=LINEAR_LAWS,
+    lowrank=LowRankForm(merge_lowrank),
+    cost=Cost("T N^3", workspace=_workspace, operations=_operations),
 )

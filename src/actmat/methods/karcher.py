@@ -18,7 +18,9 @@ from torch import Tensor
 
 from actmat.linalg.chunks import empty_result, prepend
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
-from actmat.methods.contract import Bounds, Combination, Merged, MergeMethod, Weights
+from actmat.methods._shared.per_expert import given_base
+from actmat.methods.contract import Bounds, MergeMethod, Weights
+from actmat.methods.facets import About, Access, Combination, Cost, Merged
 
 __all__ = ["KARCHER", "merge", "sphere_mean"]
 
@@ -38,9 +40,9 @@ def merge(
         weights: one per expert, `a` before it is normalised to sum 1 (the base's own weight is their mean).
         max_iter: most steps of the fixed-point iteration.
         tol: length of a step, in radians, at which it stops; tensors with a smaller norm have no direction.
-        include_base: whether the base is one of the points.
+        include_base: make the base one of the points.
     """
-    basis = prepend(base, deltas)
+    basis = prepend(given_base("karcher", base), deltas)
     gram_BB = inner_products(basis)
     found = combine(gram_BB, weights=weights, max_iter=max_iter, tol=tol, include_base=include_base)
     return Merged(weighted_sum(basis, found.coefficients, empty_result(deltas)), found.stats)
@@ -110,17 +112,18 @@ def _length(cosine_KK: Tensor, vector_K: Tensor) -> float:
 
 
 KARCHER = MergeMethod(
-    name="karcher",
-    merge=merge,
-    acts_on="tensor",
-    summary="Centre of mass of the experts' weights on the sphere, at their mean norm.",
-    equation="W* = (sum_t a_t |W_t|) argmin_u sum_t a_t angle(u, W_t)^2",
-    reference="Karcher, Riemannian center of mass and mollifier smoothing, CPAM 1977",
+    "karcher",
+    merge,
+    "tensor",
+    About(
+        "Centre of mass of the experts' weights on the sphere, at their mean norm.",
+        "W* = (sum_t a_t |W_t|) argmin_u sum_t a_t angle(u, W_t)^2",
+        "Karcher, Riemannian center of mass and mollifier smoothing, CPAM 1977",
+    ),
     laws=frozenset({"permutation", "single", "identical", "left_orthogonal", "right_orthogonal", "zeros"}),
-    workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),  # and the base
-    flops="T^2 N^2",
-    baseless_when=lambda options, n_experts: not options.get("include_base", False),
-    streams_when=lambda options: True,
-    walks_again=True,
+    access=Access(
+        streams=True, walks_again=True, baseless=lambda options, n_experts: not options.get("include_base", False)
+    ),
+    cost=Cost("T^2 N^2", workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1)),
     combine=combine,
 )

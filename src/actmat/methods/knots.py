@@ -38,8 +38,9 @@ from actmat.linalg.operations import Operation, eigh, entries, gram, polar_facto
 from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.singular import JointBasis, Mean, isotropic, join, joint_basis, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
-from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod, Survey
+from actmat.methods.contract import Bounds, Fraction, MergeMethod
 from actmat.methods.dare import drops
+from actmat.methods.facets import About, Cost, LowRankForm, Merged, MergedLowRank, Survey
 from actmat.methods.ties import kept_entries
 
 __all__ = ["KNOTS", "merge", "merge_lowrank"]
@@ -69,7 +70,7 @@ def merge(  # noqa: PLR0913 - options of a method are parameters of its function
         survey: each expert's threshold over the whole model; without it, these deltas are the model.
         rule: `ties`, mean of the trimmed coordinates that agree in sign; `task_arithmetic`, sum; `dare`, sum of
             randomly dropped and rescaled coordinates; `tsv`, TSV-M; `iso_c`, Iso-C (mean over `min(O, I)` values).
-        order: whether the coordinates carry the singular values (`official`) or not (`actmat`).
+        order: the coordinates carry the singular values (`official`) or do not (`actmat`).
         density: fraction of coordinates that `ties` (default 0.2) or `dare` (default 0.1) keeps.
         trim: rank coordinates over the whole model or within each tensor.
         atol: singular values `<= atol` are dropped; 1e-5 in the official order and 0 in the other unless given. The
@@ -205,6 +206,10 @@ _SurveyState = tuple[StreamedCut, ...]
 """One selection per expert."""
 
 
+def _is_surveyed(options: Mapping[str, Any]) -> bool:
+    return bool(options["rule"] == "ties" and options["trim"] == "global")
+
+
 def _start(n_experts: int, options: Mapping[str, Any]) -> _SurveyState:
     rank = partial(_kept, _density(options["rule"], options["density"]))
     return tuple(StreamedCut(rank) for _ in range(n_experts))
@@ -279,25 +284,16 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
 
 
 KNOTS = MergeMethod(
-    name="knots",
-    merge=merge,
-    merge_lowrank=merge_lowrank,
-    keeps_row_space=False,  # `ties` and `dare` select single coordinates over the inputs
-    acts_on="matrix",
-    summary="Merge coordinates of the experts in one joint singular basis (KnOTS), by TIES or another rule.",
-    equation="[D_1 .. D_T] = U diag(s) [V_1^T .. V_T^T]; D* = U rule(diag(s) V_1^T, .., diag(s) V_T^T)",
-    reference="Stoica et al., Model merging with SVD to tie the KnOTS, ICLR 2025",
-    laws=frozenset({"permutation", "odd", "left_orthogonal", "zero_expert", "zeros"}),
-    workspace=_workspace,
-    operations=_operations,
-    flops="T N^3",
-    survey=Survey(
-        applies=lambda options: options["rule"] == "ties" and options["trim"] == "global",
-        start=_start,
-        observe=_observe,
-        fork=_fork,
-        join=_join,
-        advance=_advance,
-        finish=_finish,
+    "knots",
+    merge,
+    "matrix",
+    About(
+        "Merge coordinates of the experts in one joint singular basis (KnOTS), by TIES or another rule.",
+        "[D_1 .. D_T] = U diag(s) [V_1^T .. V_T^T]; D* = U rule(diag(s) V_1^T, .., diag(s) V_T^T)",
+        "Stoica et al., Model merging with SVD to tie the KnOTS, ICLR 2025",
     ),
+    laws=frozenset({"permutation", "odd", "left_orthogonal", "zero_expert", "zeros"}),
+    lowrank=LowRankForm(merge_lowrank, keeps_row_space=False),  # `ties` and `dare` select single coordinates
+    cost=Cost("T N^3", workspace=_workspace, operations=_operations),
+    survey=Survey(_is_surveyed, _start, _observe, _fork, _join, _advance, _finish),
 )

@@ -5,7 +5,6 @@ mergekit's `linear`; C. Goddard et al., "Arcee's MergeKit: a toolkit for merging
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,8 @@ from actmat.errors import RecipeError
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods._shared.per_expert import weights_and_sum
-from actmat.methods.contract import Merged, MergedLowRank, MergeMethod, Weights
+from actmat.methods.contract import MergeMethod, Weights
+from actmat.methods.facets import MEAN_LAWS, About, Access, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["LINEAR", "finish_sum", "merge", "merge_lowrank"]
 
@@ -75,22 +75,22 @@ def _shares(n_experts: int, weights: Weights, normalize: bool) -> tuple[list[flo
 
 
 LINEAR = MergeMethod(
-    name="linear",
-    merge=merge,
-    merge_lowrank=merge_lowrank,
-    lowrank_when=_lowrank_problem,
-    acts_on="elementwise",
-    summary="Weighted mean of the experts; without normalisation, weighted sum of their weights.",
-    equation="W* = sum_t w_t W_t / sum_t w_t",
-    reference="Goddard et al., Arcee's MergeKit, EMNLP 2024 (linear)",
-    laws=frozenset(
-        {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
+    "linear",
+    merge,
+    "elementwise",
+    About(
+        "Weighted mean of the experts; without normalisation, weighted sum of their weights.",
+        "W* = sum_t w_t W_t / sum_t w_t",
+        "Goddard et al., Arcee's MergeKit, EMNLP 2024 (linear)",
     ),
-    one_pass=True,
+    laws=MEAN_LAWS,
+    lowrank=LowRankForm(merge_lowrank, why_not=_lowrank_problem),
+    access=Access(
+        one_pass=True,
+        base=lambda options: not options["normalize"],
+        moves_base=lambda options: not options["normalize"],
+        baseless=True,
+    ),
+    cost=Cost("T N^2"),
     finish_sum=finish_sum,
-    baseless_when=lambda options, n_experts: True,
-    base_when=lambda options: not options["normalize"],
-    moves_base_when=lambda options: not options["normalize"],
-    workspace=lambda shape, n_experts, options: math.prod(shape),
-    flops="T N^2",
 )

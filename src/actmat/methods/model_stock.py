@@ -15,7 +15,8 @@ from torch import Tensor
 
 from actmat.linalg.chunks import SHORT_CHUNK, empty_result, shape_and_dtype
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
-from actmat.methods.contract import Combination, Merged, MergeMethod
+from actmat.methods.contract import MergeMethod
+from actmat.methods.facets import MEAN_LAWS, About, Access, Combination, Cost, Merged
 
 __all__ = ["MODEL_STOCK", "merge"]
 
@@ -90,18 +91,16 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
 
 
 MODEL_STOCK = MergeMethod(
-    name="model_stock",
-    merge=merge,
-    acts_on="tensor",
-    summary="Mean delta, shrunk towards the base the more the experts disagree in direction.",
-    equation="D* = t mean_t(D_t), t = T c / (1 + (T-1) c), c = mean cosine over pairs of experts",
-    reference="Jang, Yun, Han, Model Stock, ECCV 2024, arXiv:2403.19522",
-    laws=frozenset(
-        {"permutation", "single", "identical", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}
+    "model_stock",
+    merge,
+    "tensor",
+    About(
+        "Mean delta, shrunk towards the base the more the experts disagree in direction.",
+        "D* = t mean_t(D_t), t = T c / (1 + (T-1) c), c = mean cosine over pairs of experts",
+        "Jang, Yun, Han, Model Stock, ECCV 2024, arXiv:2403.19522",
     ),
-    workspace=_workspace,
-    flops="T^2 N^2",
-    streams_when=lambda options: not options["filter_wise"],  # chunks do not end where filters do
-    walks_again=True,
+    laws=MEAN_LAWS,
+    access=Access(streams=lambda options: not options["filter_wise"], walks_again=True),  # chunks end within filters
+    cost=Cost("T^2 N^2", workspace=_workspace),
     combine=combine,
 )

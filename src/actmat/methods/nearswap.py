@@ -5,13 +5,13 @@ alchemonaut, QuartetAnemoi-70B-t0.0001 (model card), 2024.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Annotated
 
 from torch import Tensor
 
-from actmat.methods.contract import Bounds, Merged, MergeMethod
+from actmat.methods.contract import Bounds, MergeMethod
+from actmat.methods.facets import About, Access, Cost, Merged
 
 __all__ = ["NEARSWAP", "merge"]
 
@@ -28,15 +28,16 @@ def merge(deltas: Sequence[Tensor], *, t: Annotated[float, Bounds(0, open_low=Tr
 
 
 NEARSWAP = MergeMethod(
-    name="nearswap",
-    merge=merge,
-    acts_on="elementwise",
-    summary="One expert's delta, each entry clipped to a fixed size.",
-    equation="D* = min(t / |D|, 1) D",
-    reference="alchemonaut, QuartetAnemoi-70B-t0.0001, 2024",
+    "nearswap",
+    merge,
+    "elementwise",
+    About(
+        "One expert's delta, each entry clipped to a fixed size.",
+        "D* = min(t / |D|, 1) D",
+        "alchemonaut, QuartetAnemoi-70B-t0.0001, 2024",
+    ),
     laws=frozenset({"odd", "zeros"}),
-    one_pass=True,
-    workspace=lambda shape, n_experts, options: math.prod(shape),
-    flops="N^2",
+    access=Access(one_pass=True),
+    cost=Cost("N^2"),
     max_experts=1,
 )

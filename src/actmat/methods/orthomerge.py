@@ -26,8 +26,10 @@ from actmat.errors import NumericalError
 from actmat.linalg.lapack import Retries, economy_svd
 from actmat.linalg.operations import Operation, entries, product, repeated, svd
 from actmat.methods import tsv
+from actmat.methods._shared.per_expert import given_base
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
-from actmat.methods.contract import Bounds, Fraction, Merged, MergeMethod
+from actmat.methods.contract import Bounds, Fraction, MergeMethod
+from actmat.methods.facets import About, Cost, Merged
 
 __all__ = ["ORTHOMERGE", "generator_of", "merge", "nearest_rotation"]
 
@@ -119,9 +121,7 @@ def _merge(
     scaling: float,
     density: float,
 ) -> OneMatrix:
-    if base_OI is None:
-        raise ValueError("orthomerge rotates the base weights and needs the base; none was given")
-    base_OI = base_OI.double()
+    base_OI = given_base("orthomerge", base_OI).double()
     wide = [delta_OI.double() for delta_OI in deltas]
     mean_OI = torch.stack(wide).mean(0)
     total_II = base_OI.new_zeros((base_OI.shape[-1],) * 2)
@@ -178,8 +178,7 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     each = 2 * (3 * n_experts + 5) * rows * columns + 2 * 14 * columns * columns
     if options["rule"] == "tsv":
         method = tsv.TSV
-        assert method.workspace is not None
-        each += 2 * method.workspace((rows, columns), n_experts, method.resolve_options({}))
+        each += 2 * method.cost.workspace((rows, columns), n_experts, method.resolve_options({}))
     return each + 2 * math.prod(batch) * rows * columns
 
 
@@ -194,20 +193,20 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
     found.append(entries(8 * n_experts * rows * columns))
     if options["rule"] == "tsv":
         method = tsv.TSV
-        assert method.operations is not None
-        found += method.operations((rows, columns), n_experts, method.resolve_options({}), True)
+        assert method.cost.operations is not None
+        found += method.cost.operations((rows, columns), n_experts, method.resolve_options({}), True)
     return repeated(found, math.prod(batch))
 
 
 ORTHOMERGE = MergeMethod(
-    name="orthomerge",
-    merge=merge,
-    acts_on="matrix",
-    summary="Averages the experts' rotations of the base weights and merges the rest by another rule.",
-    equation="W = W_0 R + a rule(W_t - W_0 R_t), R from A = mean ||A_t|| sum A_t / ||sum A_t||, R_t of W_0 to W_t",
-    reference="OrthoMerge, arXiv:2602.05943",
+    "orthomerge",
+    merge,
+    "matrix",
+    About(
+        "Averages the experts' rotations of the base weights and merges the rest by another rule.",
+        "W = W_0 R + a rule(W_t - W_0 R_t), R from A = mean ||A_t|| sum A_t / ||sum A_t||, R_t of W_0 to W_t",
+        "OrthoMerge, arXiv:2602.05943",
+    ),
     laws=frozenset({"permutation", "left_orthogonal", "right_orthogonal", "zeros"}),
-    workspace=_workspace,
-    operations=_operations,
-    flops="4 T N^3",
+    cost=Cost("4 T N^3", workspace=_workspace, operations=_operations),
 )

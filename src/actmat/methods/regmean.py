@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from actmat.linalg.interference.rule import Fill, Filter, Rule
 from actmat.methods._shared.interference import SHARED_LAWS, member
 from actmat.methods.contract import Bounds, Fraction
+from actmat.methods.facets import About
 
 __all__ = ["REGMEAN", "rule"]
 
@@ -46,13 +47,15 @@ def rule(
 
 
 REGMEAN = member(
+    "regmean",
     rule,
-    has_grams=True,
-    name="regmean",
-    summary="Least squares on every layer's outputs, from the Gram matrices of its inputs.",
-    equation="D* = (sum_t D_t G_t) (sum_t G_t)^+",
-    reference="Jin et al., Dataless Knowledge Fusion by Merging Weights of Language Models, ICLR 2023",
+    About(
+        "Least squares on every layer's outputs, from the Gram matrices of its inputs.",
+        "D* = (sum_t D_t G_t) (sum_t G_t)^+",
+        "Jin et al., Dataless Knowledge Fusion by Merging Weights of Language Models, ICLR 2023",
+    ),
     laws=SHARED_LAWS | {"left_orthogonal"},
     flops="(T + 3) N^3",
-    base_when=lambda options: options["form"] == "weight",
+    base=lambda options: options["form"] == "weight",
+    has_grams=True,
 )

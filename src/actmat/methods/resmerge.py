@@ -26,7 +26,8 @@ from actmat.linalg.operations import Operation, entries, product, repeated
 from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
-from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod
+from actmat.methods.contract import Bounds, Fraction, MergeMethod
+from actmat.methods.facets import LINEAR_LAWS, About, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["RESMERGE", "merge", "merge_lowrank"]
 
@@ -209,19 +210,19 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
 
 
 RESMERGE = MergeMethod(
-    name="resmerge",
-    merge=merge,
-    merge_lowrank=merge_lowrank,
-    acts_on="matrix",
-    summary="Residuals without their leading direction merged on the sphere, plus the mean of the leading directions.",
-    equation="D* = A + 0.2 S_H ||A|| H / ||H||, A = c^b mean ||R_t|| q, q = sum_t R_t / ||R_t|| normalised",
-    reference="ResMerge, arXiv:2606.02252",
-    laws=frozenset({"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
-    workspace=_workspace,
-    operations=_operations,
-    flops="T N^3",
-    plan_note=(
-        "one expert alone is not returned unchanged: its leading direction is shrunk; and experts of rank 1 have no "
-        "residual, so that nothing of them is merged ('no_residual' in the records counts them)"
+    "resmerge",
+    merge,
+    "matrix",
+    About(
+        "Residuals without their leading direction merged on the sphere, plus the mean of the leading directions.",
+        "D* = A + 0.2 S_H ||A|| H / ||H||, A = c^b mean ||R_t|| q, q = sum_t R_t / ||R_t|| normalised",
+        "ResMerge, arXiv:2606.02252",
+        plan_note=(
+            "one expert alone is not returned unchanged: its leading direction is shrunk; and experts of rank 1 "
+            "have no residual, so that nothing of them is merged ('no_residual' in the records counts them)"
+        ),
     ),
+    laws=LINEAR_LAWS,
+    lowrank=LowRankForm(merge_lowrank),
+    cost=Cost("T N^3", workspace=_workspace, operations=_operations),
 )

@@ -18,7 +18,8 @@ from actmat.linalg.chunks import chunks_of
 from actmat.linalg.masks.election import elect, election_workspace
 from actmat.linalg.masks.mask import Keep, Mask, Trim, Where, top_trims
 from actmat.linalg.scaling import exponent_of, largest_entry, scaled
-from actmat.methods.contract import Fraction, Merged, MergeMethod
+from actmat.methods.contract import Fraction, MergeMethod
+from actmat.methods.facets import About, Cost, Merged
 
 __all__ = ["SCE", "merge"]
 
@@ -75,16 +76,21 @@ def _energy(delta: Tensor, mask: Mask) -> float:
 
 
 SCE = MergeMethod(
-    name="sce",
-    merge=merge,
-    acts_on="tensor",
-    summary="Keep the entries of largest variance over experts, weight experts by energy, erase minority signs.",
-    equation="D* = sum_{t in A} e_t D_t / sum_{t in A} e_t, e_t = ||D_t||_F^2, A: sign(D_t) = sign(sum_t D_t)",
-    reference="Wan et al., FuseChat, 2024",
-    laws=frozenset({"permutation", "single", "identical", "homogeneous", "zero_expert", "zeros"}),
-    workspace=lambda shape, n_experts, options: (
-        (1 + n_experts + (options["select_topk"] < 1)) * math.prod(shape)  # deltas that are brought near 1 are copied
-        + election_workspace(math.prod(shape), n_experts)
+    "sce",
+    merge,
+    "tensor",
+    About(
+        "Keep the entries of largest variance over experts, weight experts by energy, erase minority signs.",
+        "D* = sum_{t in A} e_t D_t / sum_{t in A} e_t, e_t = ||D_t||_F^2, A: sign(D_t) = sign(sum_t D_t)",
+        "Wan et al., FuseChat, 2024",
     ),
-    flops="T N^2",
+    laws=frozenset({"permutation", "single", "identical", "homogeneous", "zero_expert", "zeros"}),
+    cost=Cost(
+        "T N^2",
+        workspace=lambda shape, n_experts, options: (
+            # deltas that are brought near 1 are copied
+            (1 + n_experts + (options["select_topk"] < 1)) * math.prod(shape)
+            + election_workspace(math.prod(shape), n_experts)
+        ),
+    ),
 )

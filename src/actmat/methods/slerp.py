@@ -15,7 +15,9 @@ from torch import Tensor
 
 from actmat.linalg.chunks import empty_result, prepend
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
-from actmat.methods.contract import Combination, Fraction, Merged, MergeMethod
+from actmat.methods._shared.per_expert import given_base
+from actmat.methods.contract import Fraction, MergeMethod
+from actmat.methods.facets import About, Access, Combination, Cost, Merged
 
 __all__ = ["SLERP", "merge"]
 
@@ -30,7 +32,7 @@ def merge(deltas: Sequence[Tensor], *, base: Tensor, t: Fraction = 0.5, linear_a
         t: position between the ends, 0 = first, 1 = second.
         linear_above: |cosine| above which the ends count as parallel.
     """
-    basis = prepend(base, deltas)
+    basis = prepend(given_base("slerp", base), deltas)
     found = combine(inner_products(basis), t=t, linear_above=linear_above)
     return Merged(weighted_sum(basis, found.coefficients, empty_result(deltas)), found.stats)
 
@@ -56,18 +58,18 @@ def combine(gram_BB: Tensor, *, t: float, linear_above: float) -> Combination:
 
 
 SLERP = MergeMethod(
-    name="slerp",
-    merge=merge,
-    acts_on="tensor",
-    summary="Point on the great circle from the base to one expert, or from one expert to another.",
-    equation="W* = [sin((1-t) a) X + sin(t a) Y] / sin(a), cos a = <X, Y> / (|X| |Y|)",
-    reference="Shoemake, Animating rotation with quaternion curves, SIGGRAPH 1985",
+    "slerp",
+    merge,
+    "tensor",
+    About(
+        "Point on the great circle from the base to one expert, or from one expert to another.",
+        "W* = [sin((1-t) a) X + sin(t a) Y] / sin(a), cos a = <X, Y> / (|X| |Y|)",
+        "Shoemake, Animating rotation with quaternion curves, SIGGRAPH 1985",
+    ),
     laws=frozenset({"left_orthogonal", "right_orthogonal", "zeros"}),
-    workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),  # and the base
-    flops="N^2",
+    # with one expert, the base is the other end
+    access=Access(streams=True, walks_again=True, baseless=lambda options, n_experts: n_experts == 2),
+    cost=Cost("N^2", workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1)),
     max_experts=2,
-    baseless_when=lambda options, n_experts: n_experts == 2,  # with one expert, the base is the other end
-    streams_when=lambda options: True,
-    walks_again=True,
     combine=combine,
 )

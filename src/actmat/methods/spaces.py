@@ -21,7 +21,8 @@ import torch
 from actmat.errors import RecipeError
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, core_bases
-from actmat.methods.contract import MergedLowRank, MergeMethod
+from actmat.methods.contract import MergeMethod
+from actmat.methods.facets import MergedLowRank
 from actmat.methods.post.contract import Step, apply_steps, apply_steps_lowrank
 
 __all__ = [
@@ -70,8 +71,8 @@ def merge_in_core(
 ) -> MergedLowRank:
     """`D* = U method(M_1 .. M_T) V^T` with `M_t = U^T b_t a_t V`, which loses nothing of any delta.
 
-    Singular vectors of a repeated singular value are not determined by the inputs, nor is what a method that looks at
-    single entries makes of them. A change of their signs changes no method that treats plus and minus alike.
+    The inputs do not determine the singular vectors of a repeated singular value, nor the result of a method that looks
+    at single entries in their basis. A change of their signs changes no method that treats plus and minus alike.
     """
     bases, retries = core_bases(deltas)
     cores = list(bases.cores_PQ)
@@ -136,10 +137,10 @@ def space_words(space: Space, method: MergeMethod, options: Mapping[str, Any]) -
         return ""
     if space == "factors":
         return " of A and of B apart (not the rule on deltas: their product mixes experts)"
-    sums = method.combine is not None or (method.merge_lowrank is not None and method.acts_on == "elementwise")
+    sums = method.combine is not None or (method.lowrank is not None and method.acts_on == "elementwise")
     if sums and not method.uses_base(options):
         return " in the core space (equal to the full space)"
-    if method.merge_lowrank is not None and method.laws >= ROTATIONS:
+    if method.lowrank is not None and method.laws >= ROTATIONS:
         return " in the core space (equal to the full space but for counts of its sides)"
     return " in the core space (another result than in the full space: the rule depends on the basis)"
 

@@ -5,14 +5,14 @@ G. Ilharco et al., "Editing models with task arithmetic", ICLR 2023.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
-from actmat.methods.contract import Merged, MergedLowRank, MergeMethod, Weights
+from actmat.methods.contract import MergeMethod, Weights
+from actmat.methods.facets import SUM_LAWS, About, Access, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["TASK_ARITHMETIC", "finish_sum", "merge", "merge_lowrank"]
 
@@ -39,18 +39,17 @@ def merge_lowrank(deltas: Sequence[LowRank], *, weights: Weights = None, scaling
 
 
 TASK_ARITHMETIC = MergeMethod(
-    name="task_arithmetic",
-    merge=merge,
-    merge_lowrank=merge_lowrank,
-    acts_on="elementwise",
-    summary="Scaled sum of the experts' deltas.",
-    equation="D* = lambda sum_t w_t D_t",
-    reference="Ilharco et al., Editing models with task arithmetic, ICLR 2023",
-    laws=frozenset(
-        {"permutation", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zero_expert", "zeros"}
+    "task_arithmetic",
+    merge,
+    "elementwise",
+    About(
+        "Scaled sum of the experts' deltas.",
+        "D* = lambda sum_t w_t D_t",
+        "Ilharco et al., Editing models with task arithmetic, ICLR 2023",
     ),
-    one_pass=True,
+    laws=SUM_LAWS,
+    lowrank=LowRankForm(merge_lowrank),
+    access=Access(one_pass=True),
+    cost=Cost("T N^2"),
     finish_sum=finish_sum,
-    workspace=lambda shape, n_experts, options: math.prod(shape),
-    flops="T N^2",
 )

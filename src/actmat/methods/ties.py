@@ -10,9 +10,9 @@ Public implementations differ in three details, which `variant` fixes together (
 | mergekit | `int(d N)`, 1 at least   | exactly that many      | plus                          |
 | actmat   | `round(d N)`             | exactly that many      | entry becomes 0               |
 
-They also disagree on what is trimmed: the original ranks the entries of the whole model together (`trim="global"`,
-so that layers that moved little lose nearly everything), most tools rank within each tensor (`trim="tensor"`, the
-default here: the result of a tensor does not depend on which others are merged, and the model is read once).
+They also disagree on the scope of trimming: the original ranks the entries of the whole model together
+(`trim="global"`, so that layers that moved little lose nearly everything), most tools rank within each tensor
+(`trim="tensor"`, the default here: the result of a tensor does not depend on others, and the model is read once).
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from torch import Tensor
 
 from actmat.errors import RecipeError
 from actmat.linalg.chunks import shape_and_dtype
-from actmat.linalg.masks.election import ZeroSign, elect, election_workspace, sign_balance
+from actmat.linalg.masks.election import ZeroSign, elect, sign_balance
 from actmat.linalg.masks.mask import Trim, l1_factors, top_trims_each
 from actmat.linalg.masks.threshold import Cut, StreamedCut
-from actmat.methods._shared.per_expert import per_expert
-from actmat.methods.contract import Fractions, Merged, MergeMethod, Survey, Weights
+from actmat.methods._shared.per_expert import per_expert, workspace_of_election
+from actmat.methods.contract import Fractions, MergeMethod, Weights
+from actmat.methods.facets import About, Access, Cost, Merged, Survey
 
 __all__ = ["TIES", "GlobalTrim", "kept_entries", "merge"]
 
@@ -179,25 +180,20 @@ def _finish(state: _SurveyState) -> GlobalTrim:
 
 
 TIES = MergeMethod(
-    name="ties",
-    merge=merge,
-    acts_on="tensor",
-    summary="Keep the largest entries of each delta, elect a sign per entry, average what agrees with it.",
-    equation="y_t = w_t top_d(D_t); s = sign(sum_t y_t); D* = mean of the y_t with sign s",
-    reference="Yadav et al., TIES-Merging, NeurIPS 2023",
-    laws=frozenset({"permutation", "homogeneous", "odd", "zero_expert", "zeros"}),
-    workspace=lambda shape, n_experts, options: math.prod(shape) + election_workspace(math.prod(shape), n_experts),
-    flops="T N^2",
-    # the survey of a whole model holds whole deltas; the norms of `rescale` are taken before the deltas are added up
-    streams_when=lambda options: options["trim"] == "tensor" and options["rescale"] == "none",
-    walks_again=True,
-    survey=Survey(
-        applies=lambda options: options["trim"] == "global",
-        start=_start,
-        observe=_observe,
-        fork=_fork,
-        join=_join,
-        advance=_advance,
-        finish=_finish,
+    "ties",
+    merge,
+    "tensor",
+    About(
+        "Keep the largest entries of each delta, elect a sign per entry, average what agrees with it.",
+        "y_t = w_t top_d(D_t); s = sign(sum_t y_t); D* = mean of the y_t with sign s",
+        "Yadav et al., TIES-Merging, NeurIPS 2023",
     ),
+    laws=frozenset({"permutation", "homogeneous", "odd", "zero_expert", "zeros"}),
+    access=Access(
+        # the survey of a whole model holds whole deltas; the norms of `rescale` are taken before the deltas are added
+        streams=lambda options: options["trim"] == "tensor" and options["rescale"] == "none",
+        walks_again=True,
+    ),
+    cost=Cost("T N^2", workspace=workspace_of_election),
+    survey=Survey(lambda options: options["trim"] == "global", _start, _observe, _fork, _join, _advance, _finish),
 )

@@ -23,7 +23,8 @@ from actmat.linalg.operations import polar_factor as polar_factor_operations
 from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.singular import join, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, orthogonal_svd, part_stats, svd_workspace, thin_svd
-from actmat.methods.contract import Bounds, Fraction, Merged, MergedLowRank, MergeMethod, Weights
+from actmat.methods.contract import Bounds, Fraction, MergeMethod, Weights
+from actmat.methods.facets import About, Access, Cost, LowRankForm, Merged, MergedLowRank
 
 __all__ = ["TSV", "merge", "merge_lowrank"]
 
@@ -135,17 +136,18 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
 
 
 TSV = MergeMethod(
-    name="tsv",
-    merge=merge,
-    merge_lowrank=merge_lowrank,
-    lowrank_when=lambda options, n_experts, weights: None if options["rank_aware"] else _NEEDS_NULL_SPACE,
-    acts_on="matrix",
-    summary="Top singular vectors of every expert, orthogonalised across experts (TSV-M).",
-    equation="D* = polar([U_t]) diag([s_t]) polar([V_t])^T, K = floor(min(O, I) / T) triplets of each D_t",
-    reference="Gargiulo et al., Task Singular Vectors, CVPR 2025",
+    "tsv",
+    merge,
+    "matrix",
+    About(
+        "Top singular vectors of every expert, orthogonalised across experts (TSV-M).",
+        "D* = polar([U_t]) diag([s_t]) polar([V_t])^T, K = floor(min(O, I) / T) triplets of each D_t",
+        "Gargiulo et al., Task Singular Vectors, CVPR 2025",
+    ),
     laws=frozenset({"permutation", "single", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
-    one_pass=True,
-    workspace=_workspace,
-    operations=_operations,
-    flops="T N^3",
+    lowrank=LowRankForm(
+        merge_lowrank, why_not=lambda options, n_experts, weights: None if options["rank_aware"] else _NEEDS_NULL_SPACE
+    ),
+    access=Access(one_pass=True),
+    cost=Cost("T N^3", workspace=_workspace, operations=_operations),
 )

@@ -1,6 +1,8 @@
-"""Methods from a user's own file: `--method ./my_rule.py:RULE`.
+"""Methods from elsewhere: a user's own file, `--method ./my_rule.py:RULE`, and other installed distributions.
 
-The file is run as Python. Its content is part of a plan's fingerprint.
+A file is run as Python. A distribution offers a `MergeMethod` by an entry point of the group `actmat.methods`, named as
+the method; entry points are looked up for names that are not methods of this package, and to list all. The
+`method_version` is part of a plan's fingerprint.
 """
 
 from __future__ import annotations
@@ -10,12 +12,22 @@ import functools
 import hashlib
 import importlib.util
 import os
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from actmat.errors import RecipeError, did_you_mean
 from actmat.methods.contract import MergeMethod
 
-__all__ = ["is_user_method", "load_user_method", "user_method_hash"]
+__all__ = [
+    "installed_methods",
+    "is_user_method",
+    "load_installed_method",
+    "load_user_method",
+    "method_version",
+]
+
+GROUP = "actmat.methods"
 
 
 def is_user_method(name: str) -> bool:
@@ -24,14 +36,46 @@ def is_user_method(name: str) -> bool:
     return bool(colon) and path.endswith(".py")
 
 
-def user_method_hash(name: str) -> str:
-    """SHA-256 of the file that holds the method."""
-    return hashlib.sha256(_file(name).read_bytes()).hexdigest()
+@functools.cache
+def installed_methods() -> Mapping[str, EntryPoint]:
+    """Entry points of other distributions by the name of the method, in the order of the names."""
+    return {e.name: e for e in sorted(entry_points(group=GROUP), key=lambda e: e.name)}
+
+
+@functools.cache
+def load_installed_method(name: str) -> MergeMethod | None:
+    """The method of another distribution; None where no entry point has this name.
+
+    Raises:
+        RecipeError: it cannot be imported, or is no `MergeMethod` of this name; the message names the distribution.
+    """
+    if (entry := installed_methods().get(name)) is None:
+        return None
+    origin = f"method '{name}' of the distribution {_distribution(entry)} ({entry.value})"
+    try:
+        found = entry.load()
+    except Exception as error:  # foreign code may raise anything
+        raise RecipeError(f"{origin} cannot be imported: {type(error).__name__}: {error}") from error
+    if not isinstance(found, MergeMethod) or found.name != name:
+        raise RecipeError(f"{origin}: expected a MergeMethod called '{name}', got {found!r}")
+    return found
+
+
+def method_version(name: str) -> str | None:
+    """SHA-256 of a user's file, or the distribution of an installed method; None for a method of this package."""
+    if is_user_method(name):
+        return hashlib.sha256(_file(name).read_bytes()).hexdigest()
+    entry = installed_methods().get(name)
+    return None if entry is None else _distribution(entry)
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return "unknown" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
 
 
 def load_user_method(name: str) -> MergeMethod:
     """The `MergeMethod` called NAME in the file of `PATH.py:NAME`; its name becomes that text, as recipes write it."""
-    return _load(name, user_method_hash(name))
+    return _load(name, method_version(name) or "")
 
 
 @functools.cache

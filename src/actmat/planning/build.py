@@ -13,8 +13,8 @@ from actmat.checkpoints.resolve import commit_of, pinned_stack
 from actmat.errors import AlignmentError, CheckpointError
 from actmat.experts.base import Expert
 from actmat.experts.lora.adapter import Adapter
-from actmat.methods import get_method
-from actmat.methods.user import is_user_method, user_method_hash
+from actmat.methods import METHODS, get_method
+from actmat.methods.user import method_version
 from actmat.planning.adapter.extraction import plan_extraction
 from actmat.planning.adapter.modules import plan_modules
 from actmat.planning.left_out import files_left_out, left_out_note
@@ -113,7 +113,7 @@ def _input_notes(labels: Sequence[str], base: Checkpoint | None, experts: Sequen
 def _method_notes(items: Sequence[Item]) -> list[str]:
     """Notes on the step over layers, and those that the methods of a plan declare, each once."""
     used = {i.call.method: get_method(i.call.method) for i in items if i.call is not None}
-    declared = [f"{name}: {method.plan_note}" for name, method in used.items() if method.plan_note]
+    declared = [f"{name}: {method.about.plan_note}" for name, method in used.items() if method.about.plan_note]
     return [*layer_notes(items), *declared]
 
 
@@ -123,10 +123,10 @@ def _place_notes(base: Checkpoint | None, room: DeviceRoom) -> list[str]:
 
 
 def versions_of(items: Sequence[Item]) -> dict[str, str]:
-    """Versions of the software here that computes the answer; a user's own method is told by the hash of its file."""
-    own = {i.call.method for i in items if i.call is not None and is_user_method(i.call.method)}
+    """Versions of the software here that computes the answer, and of methods from elsewhere."""
+    others = {i.call.method for i in items if i.call is not None} - {m.name for m in METHODS}
     versions = {"actmat": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    return versions | {name: user_method_hash(name) for name in sorted(own)}
+    return versions | {name: found for name in sorted(others) if (found := method_version(name)) is not None}
 
 
 def _expert_summaries(

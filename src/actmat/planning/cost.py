@@ -111,7 +111,7 @@ def region_peak_bytes(region: Region, call: CallShape) -> int:
     access = Access(chunkable=call.chunkable, costly=call.costly, observed=call.observed)
     how = reading_of(method, call.options, region, n_experts, width, access)
     entries = how.whole_deltas(n_experts) * region.numel or n_experts * min(region.numel, CHUNK_ENTRIES)
-    workspace = max(_workspace(method, shape, n_experts, call.options) for shape in matrices)
+    workspace = max(method.cost.workspace(shape, n_experts, call.options) for shape in matrices)
     if how.strategy == "combine":
         workspace -= region.numel
     elif method.uses_base(call.options):
@@ -162,7 +162,7 @@ def _step_workspace(shape: Sequence[int]) -> int:
 
 def statistics_bytes(method: MergeMethod, matrices: Sequence[Sequence[int]], n_experts: int, width: int) -> int:
     """Bytes of the statistics in memory during a call, and of one as it is stored (float64 at most)."""
-    alive = 1 if method.one_pass else n_experts
+    alive = 1 if method.access.one_pass else n_experts
     if "gram" in method.needs_statistics:
         return max(shape[-1] ** 2 * (alive * width + 8) for shape in matrices)
     if "fisher" in method.needs_statistics:
@@ -183,10 +183,6 @@ def factored_bytes(shape: tuple[int, ...], total_rank: int) -> int:
     """Memory of a factored merge: all factors, two bases, their products and the result, in float64."""
     *batch, rows, columns = shape
     return 8 * math.prod(batch) * (6 * (rows + columns) * total_rank + 12 * total_rank * total_rank)
-
-
-def _workspace(method: MergeMethod, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
-    return math.prod(shape) if method.workspace is None else method.workspace(shape, n_experts, options)
 
 
 _TERM = re.compile(r"(?:\((?P<sum>[^)]*)\)|(?P<factor>[\dT^ ]*?))\s*N\^(?P<power>[23])(?P<log> log N)?")
@@ -215,9 +211,9 @@ def method_operations(
     """
     found: list[Operation] = []
     for shape, count in Counter(tuple(s) for s in matrices).items():
-        if method.operations is not None:
-            found += repeated(method.operations(shape, n_experts, options, double), count)
-        elif (term := _TERM.match(method.flops)) is not None:
+        if method.cost.operations is not None:
+            found += repeated(method.cost.operations(shape, n_experts, options, double), count)
+        elif (term := _TERM.match(method.cost.flops)) is not None:
             factor = sum(_term(t, n_experts) for t in (term["sum"] or term["factor"] or "1").split("+"))
             factor *= count * max(1, (shape[-1] - 1).bit_length()) if term["log"] else count
             if term["power"] == "2":

@@ -27,7 +27,6 @@ from actmat.planning.method_call import MethodCall, PostCall
 from actmat.recipe import Recipe
 
 __all__ = [
-    "SUMS",
     "Action",
     "Cost",
     "Extraction",
@@ -48,15 +47,12 @@ copy: the base's bytes; tie: the bytes of the tensor it is tied to."""
 Form = Literal["dense", "factored"]
 """Input of the method: whole deltas, or the factors of low-rank ones."""
 
-FORMAT = 2
+FORMAT = 3
 """Version of a plan's JSON; see docs/formats/plan.md."""
 
 MAX_FILE_BYTES = 4_000_000_000
 """Largest plan that is read from a file: one of 100,000 tensors takes 100 MB."""
 
-
-SUMS = "actmat_sums/"
-"""Folder of what is kept beside an output, and prefix of its tensors' names."""
 
 SHOWN_GROUPS = 25
 """Groups of items with one reason that a notebook shows of a plan."""
@@ -101,8 +97,6 @@ class Item(Plain):
         cost: traffic, operations and memory.
         encoding: layout of codes in which the tensor is written, in words; empty: as floats.
         extraction: of an adapter that is extracted, the form in which it holds the tensor.
-        sums: what is kept of the experts' deltas beside the output: their weighted sum, and the sum of the sampled
-            entries (`engine.size`); empty: nothing.
     """
 
     name: str
@@ -121,7 +115,6 @@ class Item(Plain):
     factors: FactorPlan | None = None
     cost: Cost = Cost()
     encoding: str = ""
-    sums: tuple[TensorSpec, ...] = ()
     extraction: Extraction | None = None
 
     @property
@@ -259,19 +252,6 @@ class MergePlan(Plain):
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
         """The files to write."""
-        return self._model_shards + (
-            plan_shards(self.sum_specs, self.max_shard_bytes, stem=f"{SUMS}model", prefix=SUMS)
-            if self.sum_specs
-            else ()
-        )
-
-    @functools.cached_property
-    def sum_specs(self) -> tuple[TensorSpec, ...]:
-        """Tensors that are kept beside the output, see `Item.sums`."""
-        return tuple(spec for item in self.items for spec in item.sums)
-
-    @property
-    def _model_shards(self) -> tuple[Shard, ...]:
         if not self.stems:
             return plan_shards(self.specs, self.max_shard_bytes, stem=self.stem)
         groups = {prefix: [s for s in self.specs if s.name.startswith(prefix)] for prefix in self.stems}

@@ -68,7 +68,7 @@ def reading_of(
     if access.observed or not access.chunkable or not method.streams(options):
         shapes = region.layout.matrix_shapes(region.shape) if method.acts_on == "matrix" else [region.shape]
         times = 2 if method.reads_again(shapes[0], n_experts, options) else 1
-        each = method.one_pass and len(shapes) == 1 and not access.observed and not (times > 1 and access.costly)
+        each = method.access.one_pass and len(shapes) == 1 and not access.observed and not (times > 1 and access.costly)
         return Reading("each", times=times) if each else Reading("held")
     if method.combine is not None:  # small regions too: memory of their own would come on top of the warm buffers
         return Reading("combine", base_held=access.copied)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.layout.types import Role, TensorLayout
-from actmat.methods.contract import ActsOn, MergeMethod
+from actmat.methods.contract import MergeMethod
+from actmat.methods.facets import ActsOn
 from actmat.methods.spaces import Space
 from actmat.recipe import Postprocess
 
@@ -65,7 +66,7 @@ def streams(method: MergeMethod, options: Mapping[str, Any], numel: int, n_exper
     One that takes several passes is given them whole where that costs at most `HELD_BYTES`: a chunk that is read again
     is also converted and subtracted again.
     """
-    held = method.walks_again and n_experts * numel * itemsize <= HELD_BYTES
+    held = method.access.walks_again and n_experts * numel * itemsize <= HELD_BYTES
     return method.streams(options) and not held
 
 

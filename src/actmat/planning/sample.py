@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["RUN", "RUNS", "sample_runs", "sampled_entries"]
+__all__ = ["RUN", "RUNS", "sample_runs"]
 
 RUNS = 16
 RUN = 2048
@@ -21,12 +21,3 @@ def sample_runs(numel: int) -> list[tuple[int, int]]:
     if numel <= RUNS * RUN:
         return [(0, numel)] if numel else []
     return [(start, start + RUN) for start in (k * (numel - RUN) // (RUNS - 1) for k in range(RUNS))]
-
-
-def sampled_entries(numel: int) -> int:
-    """Number of entries in the runs of a tensor.
-
-    >>> sampled_entries(10), sampled_entries(10**9)
-    (10, 32768)
-    """
-    return sum(stop - start for start, stop in sample_runs(numel))

@@ -17,7 +17,6 @@ from actmat.experts.base import Expert, Source
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import get_method
-from actmat.planning.adapter.notes import free_note
 from actmat.planning.adapter.problems import adapter_problems
 from actmat.planning.align import Alignment, align
 from actmat.planning.choose import Chooser, Decision, depth_factors
@@ -33,7 +32,6 @@ from actmat.planning.quantised import encoding_problems, quantisation_notes, sch
 from actmat.planning.regions import cut, granularity
 from actmat.planning.roles import resolve_roles
 from actmat.planning.statistics import ExpertStatistics, with_statistics
-from actmat.planning.sums import sum_problems, with_sums
 from actmat.recipe import Recipe
 
 __all__ = ["plan_tensors"]
@@ -76,9 +74,6 @@ def plan_tensors(
     planner = _TensorPlanner(recipe, base, experts, room)
     items, problems = assign_pools(planner.items(alignment, decided, given), recipe.pool, planner.place, planner.flops)
     problems += _adapter_problems(recipe, experts)
-    if recipe.keep_sums:
-        items = with_sums(items, recipe.compute_dtype)
-        problems += sum_problems(recipe, items, room)
     if problems:
         raise AlignmentError(headline(problems), problems)
     return Draft(
@@ -340,16 +335,12 @@ def _adapter_notes(labels: Sequence[str], experts: Sequence[Expert], items: Sequ
             any(expert.source(n).kind != "zero" for n in _names(item, t) if n in expert.specs) for item in items
         )
         alike.setdefault(changed, []).append(f"'{label}'")
-    notes = [
+    return [
         f"expert {who[0]} is an adapter: it changes {changed} tensors, the rest are zero deltas"
         if len(who) == 1
         else f"experts {', '.join(who)} are adapters: each changes {changed} tensors, the rest are zero deltas"
         for changed, who in alike.items()
     ]
-    calls = [(i, i.call.method) for i in items if i.form == "factored" and i.call is not None]
-    free = [(i, method) for i, method in calls if get_method(method).meets_every_expert]
-    small = [m for i, m in free if sum(s.rank for s in i.sources if s is not None) <= min(i.shape[-2:])]
-    return [*notes, free_note(f"{len(small)} tensors", small[0])] if small and len(experts) > 1 else notes
 
 
 def _names(item: Item, t: int) -> set[str]:

@@ -1,4 +1,4 @@
-"""The kind of output that a recipe asks for, a full model, a merged adapter or an extracted one, with its own fields."""
+"""The output of a recipe: a full model, a merged adapter, or an extracted one, each with fields of its own."""
 
 from __future__ import annotations
 

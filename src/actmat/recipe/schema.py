@@ -25,7 +25,7 @@ from pydantic import (
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.errors import RecipeError, did_you_mean
 from actmat.flag import Flag
-from actmat.recipe.aliases import with_real_method
+from actmat.recipe.aliases import with_real_method, without_sums
 from actmat.recipe.output import KINDS, Adapter, Extracted, Model, Output, Vocabulary, gathered
 from actmat.recipe.values import (
     FLOAT32_MAX,
@@ -306,11 +306,6 @@ class Recipe(Strict):
         description="kind of output: model, or adapter, in the experts' layout or in that of peft, kohya or diffusers; "
         "default: an adapter if every expert is one and no base is given",
     )
-    keep_sums: Annotated[bool, Flag()] = Field(
-        default=False,
-        description="keep the running sums of the deltas beside the merged model, in float32, so that 'actmat add' "
-        "needs no earlier expert again; for average, task_arithmetic and linear",
-    )
     mute: Annotated[tuple[Annotated[str, Field(pattern=r"^AM\d{3}$")], ...], BeforeValidator(listed), Flag()] = Field(
         default=(), description="codes of checks that shall not count, such as AM103; see `actmat diagnose`"
     )
@@ -331,8 +326,8 @@ class Recipe(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _real_method(cls, value: Any) -> Any:
-        return gathered(with_real_method(value))
+    def _earlier_fields(cls, value: Any) -> Any:
+        return gathered(with_real_method(without_sums(value)))
 
     @model_serializer(mode="wrap")
     def _with_kind(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -16,14 +16,7 @@ from actmat.recipe.schema import Recipe, make_recipe
 
 __all__ = ["average_recipe", "distinct_names", "in_order", "trajectory_weights"]
 
-DECAYS: dict[str, Callable[[float], float]] = {
-    "sqrt": lambda x: 1 - math.sqrt(x),
-    "linear": lambda x: 1 - x,
-    "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
-}
-"""Learning rate during a decay, as a share of that before, at the share `x` of the decay: 1 at 0, 0 at 1."""
-
-FORMS = "uniform, linear, ema:DECAY (such as ema:0.9), wsd, wsd:linear, wsd:cosine, or one number per checkpoint"
+FORMS = "uniform, linear, ema:DECAY (such as ema:0.9), wsd, or one number per checkpoint"
 
 
 def in_order(places: Sequence[str]) -> list[str]:
@@ -63,7 +56,6 @@ def trajectory_weights(text: str, count: int) -> tuple[list[float], str]:
     * `wsd`: `w_t = m((t-1)/T) - m(t/T)`, `m(x) = 1 - sqrt(x)`: to first order what the decay phase of a
       warmup-stable-decay schedule with the factor `m` does to the updates between the checkpoints (Tian et al., "WSM:
       decay-free learning rate schedule via checkpoint merging", 2025, theorem 3.1; `m` of Haegele et al., 2024).
-      `wsd:linear` (`m = 1 - x`, which is `uniform`) and `wsd:cosine` take another `m`.
     * numbers with commas: as given, divided by their sum.
 
     >>> trajectory_weights("linear", 3)[0]
@@ -81,11 +73,9 @@ def trajectory_weights(text: str, count: int) -> tuple[list[float], str]:
     if name == "ema":
         decay = _decay(argument, text)
         return _normalised([decay ** (count - t) for t in steps]), f"w_t = {decay:g}^(T-t) / sum_s {decay:g}^(T-s)"
-    if name == "wsd" and (argument or "sqrt") in DECAYS:
-        m = DECAYS[argument or "sqrt"]
-        shape = {"sqrt": "1 - sqrt(x)", "linear": "1 - x", "cosine": "(1 + cos(pi x)) / 2"}[argument or "sqrt"]
-        weights = [m((t - 1) / count) - m(t / count) for t in steps]
-        return _normalised(weights), f"w_t = m((t-1)/T) - m(t/T), m(x) = {shape}"
+    if name == "wsd" and not argument:
+        weights = [(1 - math.sqrt((t - 1) / count)) - (1 - math.sqrt(t / count)) for t in steps]
+        return _normalised(weights), "w_t = m((t-1)/T) - m(t/T), m(x) = 1 - sqrt(x)"
     return _normalised(_listed(text, count)), "as given, divided by their sum"
 
 

@@ -22,7 +22,7 @@ __all__ = ["model_card"]
 def model_card(plan: MergePlan) -> str:
     """Markdown with a YAML head: `base_model`, `license`, `tags: [merge]`, the recipe, what was done.
 
-    Cards and licence files of the inputs are read, where they have any.
+    Cards of the inputs are read, where they have any.
     """
     recipe, is_adapter = plan.recipe, plan.output == "adapter"
     origins = origins_of(plan.inputs)
@@ -30,7 +30,7 @@ def model_card(plan: MergePlan) -> str:
     head, title, table, done = _of_adapter(plan) if is_adapter else _of_model(plan, origins)
     head |= licence.head
     method = get_method(recipe.method)
-    about = f"{method.summary}\n\n    {method.equation}\n\nReference: {method.reference}."
+    about = f"{method.about.summary}\n\n    {method.about.equation}\n\nReference: {method.about.reference}."
     if not recipe.experts:
         about = "Layers of models, one after the other, copied as they are."
     thing, with_what = (

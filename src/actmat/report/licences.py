@@ -1,7 +1,4 @@
-"""The licence of a merged model, from what the cards and licence files of its inputs state.
-
-Nothing here is legal advice: names are compared, texts are not read beyond their titles.
-"""
+"""The licence of a merged model, from those that the cards of its inputs state. Names are compared: no legal advice."""
 
 from __future__ import annotations
 
@@ -19,13 +16,10 @@ from actmat.errors import MergeError
 from actmat.foreign import in_one_line, markdown, terminal
 from actmat.planning.model import InputSummary
 
-__all__ = ["Card", "CombinedLicence", "Origin", "combine", "origins_of", "read_card", "title_of_licence"]
+__all__ = ["Card", "CombinedLicence", "Origin", "combine", "origins_of", "read_card"]
 
 MAX_TEXT = 1 << 20
-"""Bytes of a card or of a licence file."""
-TITLE = 2_000
-"""Characters of a licence file in which its title is looked for."""
-LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "LICENCE.txt")
+"""Bytes of a card."""
 
 PERMISSIVE = frozenset(
     (
@@ -35,30 +29,6 @@ PERMISSIVE = frozenset(
     )
 )
 """Identifiers of licences, as the hub has them, that let a derived work have another licence, notices kept."""
-
-TITLES = (
-    (r"Apache License\s+Version 2\.0", "apache-2.0"),
-    (r"\bMIT License\b|Permission is hereby granted, free of charge", "mit"),
-    (r"GNU AFFERO GENERAL PUBLIC LICENSE\s+Version 3", "agpl-3.0"),
-    (r"GNU LESSER GENERAL PUBLIC LICENSE\s+Version 3", "lgpl-3.0"),
-    (r"GNU GENERAL PUBLIC LICENSE\s+Version 3", "gpl-3.0"),
-    (r"GNU GENERAL PUBLIC LICENSE\s+Version 2", "gpl-2.0"),
-    (r"Attribution-NonCommercial-ShareAlike 4\.0", "cc-by-nc-sa-4.0"),
-    (r"Attribution-NonCommercial-NoDerivatives 4\.0", "cc-by-nc-nd-4.0"),
-    (r"Attribution-NonCommercial 4\.0", "cc-by-nc-4.0"),
-    (r"Attribution-ShareAlike 4\.0", "cc-by-sa-4.0"),
-    (r"Attribution 4\.0 International", "cc-by-4.0"),
-    (r"CC0 1\.0 Universal", "cc0-1.0"),
-    (r"LLAMA 2 COMMUNITY LICENSE", "llama2"),
-    (r"LLAMA 3\.1 COMMUNITY LICENSE", "llama3.1"),
-    (r"LLAMA 3\.2 COMMUNITY LICENSE", "llama3.2"),
-    (r"LLAMA 3\.3 COMMUNITY LICENSE", "llama3.3"),
-    (r"LLAMA 4 COMMUNITY LICENSE", "llama4"),
-    (r"META LLAMA 3 COMMUNITY LICENSE", "llama3"),
-    (r"Gemma Terms of Use", "gemma"),
-    (r"Redistribution and use in source and binary forms[\s\S]*Neither the name", "bsd-3-clause"),
-)
-"""Title or first sentence of a licence's text -> its identifier on the hub."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +70,6 @@ class CombinedLicence:
     conflict: str = ""
 
 
-def title_of_licence(text: str) -> str:
-    r"""Identifier of a licence from its text; empty where the title is not known.
-
-    >>> title_of_licence("                Apache License\n          Version 2.0, January 2004")
-    'apache-2.0'
-    """
-    start = text[:TITLE]
-    return next((name for pattern, name in TITLES if re.search(pattern, start, re.IGNORECASE)), "")
-
-
 def read_card(text: str) -> Card:
     r"""Licences of a model card; those of a damaged one are unknown.
 
@@ -145,17 +105,12 @@ def origins_of(inputs: Iterable[InputSummary]) -> list[Origin]:
 
 
 def _licences(location: str) -> tuple[str, ...]:
-    """Licences that the card of an input states, else that of its licence file; none where there is neither."""
-    texts: dict[str, str] = {}
+    """Licences that the card of an input states; none without a card."""
     with contextlib.suppress(MergeError, OSError):  # an input that was read, whose card cannot be: unknown
         source = find_source(location)
-        for name in ("README.md", *LICENCE_FILES):
-            if name in source.names:
-                content = read_bytes(source.fetch(name), most=MAX_TEXT)
-                texts[name] = content.decode("utf-8", "replace")
-    if licences := read_card(texts.pop("README.md", "")).licences:
-        return licences
-    return tuple(filter(None, (title_of_licence(text) for text in texts.values())))[:1]
+        if "README.md" in source.names:
+            return read_card(read_bytes(source.fetch("README.md"), most=MAX_TEXT).decode("utf-8", "replace")).licences
+    return ()
 
 
 def combine(origins: Sequence[Origin]) -> CombinedLicence:

@@ -136,16 +136,8 @@ def _tensor_row(plan: MergePlan, item: Item, records: Mapping[str, Record]) -> d
         row["pool"] = item.pool
     row |= {"hash": record.hash, "stats": record.stats, "unchanged": record.unchanged, "nonfinite": record.nonfinite}
     row |= {} if record.size is None else {"size": dict(record.size)}
-    row |= {"sums": _sums(item, record)} if item.sums and item.tied_to is None else {}
     hashes = dict(zip(plan.recipe.labels, record.expert_hashes, strict=False))
     return row | {"input_hashes": {"base": record.base_hash} | hashes}
-
-
-def _sums(item: Item, record: Record) -> dict[str, Any]:
-    """Hashes of what is kept of a tensor, the form in which each expert gave it, and the regions that none changed."""
-    total, sample = (record.hashes[s.name] for s in item.sums)
-    kinds = [s.kind for s in item.sources if s is not None]
-    return {"hash": total, "sample": sample, "kinds": kinds, "unmoved": list(record.unmoved or ())}
 
 
 def _module_row(item: Item) -> dict[str, Any]:
@@ -303,6 +295,11 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if manifest.get("actmat_manifest") != FORMAT:
         found = repr(manifest.get("actmat_manifest"))[:80]
         raise CheckpointError(f"{path} has layout {found}; this version of actmat reads layout {FORMAT}.")
+    if isinstance(recipe := manifest.get("recipe"), dict) and recipe.get("keep_sums"):
+        raise CheckpointError(
+            f"{path}: this merge kept sums of deltas ('keep_sums'), which actmat no longer does: merge again, with all "
+            "experts and without it."
+        )
     from actmat.report.schema import manifest_problems  # a merge that writes one needs no schema
 
     if problems := manifest_problems(manifest):

@@ -78,7 +78,7 @@ class _Recipe(_Strict):
 class _Output(_Strict):
     content: Hash
     files: dict[FileName, Size]
-    side_files: dict[FileName, _File] | None = None
+    side_files: dict[FileName, _File]
     sha256: dict[FileName, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = {}
 
 
@@ -91,21 +91,11 @@ class _Item(_Strict):
     method: str | None = None
 
 
-class _Sums(_Strict):
-    """Sums that are kept of one tensor, see `keep_sums`."""
-
-    hash: Hash
-    sample: Hash
-    kinds: list[Literal["stored", "formed", "zero"]]
-    unmoved: list[Size]
-
-
 class _ModelTensor(_Item):
     out_dtype: str
     hash: Hash
     sources: list[str] | None = None
     input_hashes: dict[str, Hash]
-    sums: _Sums | None = None
 
 
 class _AdapterTensor(_Strict):
@@ -119,7 +109,7 @@ class _Statistics(_Strict):
     expert: str
     location: Location
     from_here: Location | None = None
-    content: Hash | None = None
+    content: Hash
 
 
 class _Timing(_Strict):
@@ -129,7 +119,7 @@ class _Timing(_Strict):
 class _Manifest(_Strict):
     """Fields that manifests of models and of adapters have in common."""
 
-    content: Hash | None = None
+    content: Hash
     recipe: _Recipe
     versions: dict[str, str]
     hash: str

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from actmat.bounds import is_url
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_names
 from actmat.checkpoints.resolve import open_checkpoint
@@ -19,8 +18,6 @@ from actmat.experts.resolve import is_adapter, open_adapter
 from actmat.experts.vocabulary import align_vocabularies
 from actmat.extras.diffusion.expert import is_in_other_layout, may_be_converted, open_converted
 from actmat.foreign import html_table
-from actmat.planning.model import SUMS
-from actmat.planning.sums import SAMPLE
 from actmat.recipe.output import Vocabulary, gathered
 from actmat.report.files import OutputFiles, open_output
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
@@ -96,13 +93,11 @@ def verify(out: str | Path, *, inputs: bool = True, progress: Progress = lambda 
         problems = _form_problems(checkpoint, manifest)
         expected = {r["name"]: r["hash"] for r in manifest["tensors"]}
         problems += _compare(checkpoint, expected, "the output", progress)
-    problems += _sum_problems(out, manifest, progress)
     problems += _edits(manifest)
     files = _recorded_files(manifest)
     problems += _file_problems(output, manifest, files)
-    unchecked = list(_unchecked(output, manifest))
-    if is_url(location) and any(row.get("sums") is not None for row in manifest["tensors"]):
-        unchecked.append("the content of the sums that were kept: they are checked in a folder only")
+    versioning = sorted(VERSIONING & {n.split("/")[0] for n in output.names()})
+    unchecked = [f"{name} of the output: git and hubs change it" for name in versioning]
     checked = []
     if not inputs:
         unchecked.append(f"inputs {', '.join(label for label, _, _ in _inputs(manifest, directory))}: not asked for")
@@ -118,10 +113,9 @@ def verify(out: str | Path, *, inputs: bool = True, progress: Progress = lambda 
             except OSError as error:
                 problems.append(f"input '{label}' cannot be checked: {location}: {error.strerror}")
         for row in manifest.get("statistics", ()):
-            if row.get("content") is not None:
-                differences = list(_statistics_problems(row, input_location(row, directory), progress))
-                problems += differences
-                checked += [] if differences else [f"statistics of {row['expert']}"]
+            differences = list(_statistics_problems(row, input_location(row, directory), progress))
+            problems += differences
+            checked += [] if differences else [f"statistics of {row['expert']}"]
     return Verification(len(expected), tuple(checked), tuple(problems), tuple(unchecked), len(files))
 
 
@@ -134,25 +128,9 @@ def _inputs(manifest: Mapping[str, Any], out: Path) -> list[tuple[str, str, dict
     return [("base", input_location(manifest["base"], out), base), *found]
 
 
-def _sum_problems(out: str | Path, manifest: Mapping[str, Any], progress: Progress) -> list[str]:
-    """Differences of the sums that were kept beside the output; none where it kept none, or lies at a URL."""
-    kept = {row["name"]: row["sums"] for row in manifest["tensors"] if row.get("sums") is not None}
-    if not kept or is_url(str(out)):
-        return []
-    if not (Path(out) / SUMS).is_dir():
-        return []  # its files are named as missing
-    expected = {name: sums["hash"] for name, sums in kept.items()}
-    expected |= {f"{name}{SAMPLE}": sums["sample"] for name, sums in kept.items()}
-    with open_checkpoint(Path(out) / SUMS) as stored:
-        return _compare(stored, expected, "the sums", progress)
-
-
 def _edits(manifest: Mapping[str, Any]) -> Iterator[str]:
     """Problems of a manifest whose hashes do not add up to those that it records of them."""
-    recorded = manifest.get("content")
-    if recorded is None and "side_files" in manifest["output"]:
-        yield "the manifest was edited: its own content hash was removed"
-    if recorded is not None and recorded != manifest_content(manifest):
+    if manifest["content"] != manifest_content(manifest):
         yield "the manifest was edited: it does not match its own content hash"
     if hash_names((r["name"], r["hash"]) for r in manifest["tensors"]) != manifest["output"]["content"]:
         yield "the manifest was edited: its tensors do not add up to its content hash of the output"
@@ -182,13 +160,13 @@ def _read_from(manifest: Mapping[str, Any], t: int) -> list[tuple[str, str]]:
 
 def _recorded_files(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Size and hash of every recorded file of the output that holds no weights."""
-    return {**(manifest["output"].get("side_files") or {}), **manifest.get("timing", {}).get("reports", {})}
+    return {**manifest["output"]["side_files"], **manifest.get("timing", {}).get("reports", {})}
 
 
 def _file_problems(
     output: OutputFiles, manifest: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Missing, extra and changed files of the output; extra ones only where all files were recorded."""
+    """Missing, extra and changed files of the output."""
     weights, sha256 = manifest["output"]["files"], manifest["output"].get("sha256", {})
     problems = []
     for name, size in {**weights, **{n: f["size"] for n, f in files.items()}}.items():
@@ -204,22 +182,9 @@ def _file_problems(
             problems.append(f"file '{name}' of the output: {error.problems[0]}")
         except OSError as error:
             problems.append(f"file '{name}' of the output cannot be read: {error.strerror}")
-    if manifest["output"].get("side_files") is not None:
-        known = {MANIFEST_NAME, *weights, *files}
-        extra = [n for n in output.names() if n not in known and n.split("/")[0] not in VERSIONING]
-        problems += [f"the output has an extra file '{n}'" for n in extra]
-    return problems
-
-
-def _unchecked(output: OutputFiles, manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Parts of the output, and of its record, that no hash covers."""
-    if manifest.get("content") is None:
-        yield "recipe, options and notes of the manifest: its own content hash is not recorded (an earlier layout)"
-    if manifest["output"].get("side_files") is None:
-        yield "config, tokenizer and other files of the output: their hashes are not recorded (an earlier layout)"
-    else:
-        for name in sorted(VERSIONING & {n.split("/")[0] for n in output.names()}):
-            yield f"{name} of the output: git and hubs change it"
+    known = {MANIFEST_NAME, *weights, *files}
+    extra = [n for n in output.names() if n not in known and n.split("/")[0] not in VERSIONING]
+    return problems + [f"the output has an extra file '{n}'" for n in extra]
 
 
 def _unchecked_inputs(manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -227,10 +192,6 @@ def _unchecked_inputs(manifest: Mapping[str, Any]) -> Iterator[str]:
     for entry in (manifest["base"], *manifest["experts"]):
         if entry is not None and (ignored := entry.get("ignored_tensors")):
             yield f"{len(ignored)} tensor(s) of input '{entry['name']}': the merge did not read them"
-    for row in manifest.get("statistics", ()):
-        if row.get("content") is None:
-            where = f"statistics of expert '{row['expert']}' ({row['location']})"
-            yield f"{where}: their hash is not recorded (an earlier layout)"
     if manifest["base"] is None and (base := manifest["recipe"].get("base")):
         yield f"base ({base}): the merge read nothing but its config"
 

@@ -32,7 +32,7 @@ from actmat.settings import RunSettings
 
 __all__ = ["Opened", "base_problems", "check_values", "open_inputs", "resolved"]
 
-BASELESS = tuple(m.name for m in METHODS if m.baseless_when is not None)
+BASELESS = tuple(m.name for m in METHODS if m.access.baseless)
 PEFT = ("same", "peft")
 """Layouts of adapters that can be extracted."""
 

@@ -167,7 +167,7 @@ def check_same_merge(plan: MergePlan, out: Path, settings: RunSettings) -> None:
 def _other_sizes(manifest: Mapping[str, Any], url: str) -> Iterator[str]:
     """Files of an output at a URL that are missing, or of another size than the merge wrote."""
     there = destination_of(url).sizes(url)
-    side = {n: row["size"] for n, row in (manifest["output"].get("side_files") or {}).items()}
+    side = {n: row["size"] for n, row in manifest["output"]["side_files"].items()}
     for name, size in {**manifest["output"]["files"], **side}.items():
         if name not in there:
             yield f"file '{name}' is missing"

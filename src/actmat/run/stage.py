@@ -158,7 +158,7 @@ class StagedOutput:
             folder.settle([shard])
         else:
             assert isinstance(self.writer, ShardWriter)
-            self.writer.finish((*self.plan.specs, *self.plan.sum_specs))
+            self.writer.finish(self.plan.specs)
         sidecars = self._sidecar_folders(inputs)
         with disk_errors(folder.path):
             copied: Sequence[str] = ()
@@ -312,9 +312,7 @@ def _is_record_of(record: Record, item: Item) -> bool:
     read = len(item.sources) if item.factors is None and item.base_dtype and item.call is not None else 0
     if item.extraction is not None and item.extraction.kind == "factored" and not record.hashes:
         return record.stats.get("norm") == 0.0 and len(record.expert_hashes) >= read
-    written = {s.name for s in (*item.outputs, *item.sums)}
-    complete = not item.sums or record.unmoved is not None
-    return complete and record.hashes.keys() == written and len(record.expert_hashes) >= read
+    return record.hashes.keys() == {s.name for s in item.outputs} and len(record.expert_hashes) >= read
 
 
 def check_room(places: Sequence[tuple[Path, Path]], plans: Sequence[MergePlan]) -> None:

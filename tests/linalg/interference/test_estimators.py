@@ -73,7 +73,7 @@ def test_steps_apply_in_order_trim_centre_power():
 
 
 def test_normaliser_guards_a_zero_delta():
-    estimator = Estimator(normalise="norm")
+    estimator = Estimator(normalize="norm")
     assert estimator.weight(4.0) == 0.25
     assert estimator.weight(0.0) == 0.0
     assert Estimator().weight(4.0) == 1.0

@@ -31,9 +31,9 @@ RULES = {
     "hard": Rule(),
     "cut": Rule(spectral=Filter(rtol=0.05)),
     "tikhonov": Rule(spectral=Filter("tikhonov"), null="sum"),
-    "exponential": Rule(Estimator(normalise="norm"), Filter("exponential", time=3.0), null="mean"),
-    "absolute": Rule(Estimator(normalise="norm"), Filter("exponential", time=3.0, time_is_absolute=True), null="sum"),
-    "adaptive": Rule(Estimator(normalise="norm"), Filter("adaptive"), null="sum"),
+    "exponential": Rule(Estimator(normalize="norm"), Filter("exponential", time=3.0), null="mean"),
+    "absolute": Rule(Estimator(normalize="norm"), Filter("exponential", time=3.0, time_is_absolute=True), null="sum"),
+    "adaptive": Rule(Estimator(normalize="norm"), Filter("adaptive"), null="sum"),
     "centred": Rule(Estimator(centre=True), null="sum"),
     "centred and powered": Rule(Estimator(centre=True, power=0.5)),
     "powered": Rule(Estimator(power=0.5), Filter("tikhonov")),
@@ -78,7 +78,7 @@ def test_independent_row_spaces_leave_no_interference():
     assert stats["rank"] == 9
     for delta in deltas:
         assert relative_error(value.dense() @ delta.dense().T, delta.dense() @ delta.dense().T) < 1e-12
-    weighted, _ = solve_lowrank(deltas, Rule(Estimator(normalise="norm")), weights=[1.0, 5.0, 0.2])
+    weighted, _ = solve_lowrank(deltas, Rule(Estimator(normalize="norm")), weights=[1.0, 5.0, 0.2])
     assert relative_error(weighted.dense(), value.dense()) < 1e-12
 
 

@@ -1,4 +1,4 @@
-"""What others read off the interference solver's moments: Grams of many factors, eigenvalues, coordinates in `S`."""
+"""Readings of the interference solver's moments: Grams of many factors, eigenvalues, coordinates in `S`."""
 
 from __future__ import annotations
 

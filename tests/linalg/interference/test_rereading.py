@@ -97,8 +97,8 @@ ESTIMATORS = {
     "trimmed": Estimator(trim=0.3),
     "centred": Estimator(centre=True),
     "root": Estimator(power=0.5),
-    "normalised": Estimator(normalise="norm"),
-    "all": Estimator(trim=0.5, centre=True, power=1.5, normalise="norm"),
+    "normalised": Estimator(normalize="norm"),
+    "all": Estimator(trim=0.5, centre=True, power=1.5, normalize="norm"),
 }
 
 
@@ -191,7 +191,7 @@ def test_experts_that_did_not_move_are_not_read_again() -> None:
         (Rule(spectral=Filter("exponential")), WIDE, 3, None),
         (Rule(Estimator(trim=0.5)), TALL, 3, "grams"),
         (Rule(Estimator(trim=0.5)), WIDE, 3, None),
-        (Rule(Estimator(normalise="norm")), WIDE, 3, None),
+        (Rule(Estimator(normalize="norm")), WIDE, 3, None),
     ],
 )
 def test_what_is_read_twice(rule: Rule, shape: tuple[int, ...], n_experts: int, expected: str | None) -> None:

@@ -20,8 +20,8 @@ RULES = {
     "ridge": Rule(spectral=Filter("tikhonov"), null="mean", bounded=True),
     "flow": Rule(spectral=Filter("exponential"), null="sum"),
     "power": Rule(Estimator(power=0.5)),
-    "normalised": Rule(Estimator(normalise="norm"), null="sum"),
-    "normalised power": Rule(Estimator(power=0.5, normalise="norm")),
+    "normalised": Rule(Estimator(normalize="norm"), null="sum"),
+    "normalised power": Rule(Estimator(power=0.5, normalize="norm")),
     "centred": Rule(Estimator(centre=True)),
     "stacked": Rule(solver="stacked"),
     "dual": Rule(solver="dual"),
@@ -80,8 +80,8 @@ def test_small_factors_give_the_dense_answer(name: str) -> None:
     options = {"rule": "task_arithmetic"} if name == "knots" else {}
     deltas = [LowRank(scaled(b, -70), scaled(a, -50)) for b, a in pairs]
     method = get_method(name)
-    assert method.merge_lowrank is not None
-    found = method.merge_lowrank(deltas, **options).value
+    assert method.lowrank is not None
+    found = method.lowrank.merge(deltas, **options).value
     expected = method.merge([d.dense() for d in deltas], **options).value
     assert expected.any()
     assert relative_error(scaled(found.dense(), 120), scaled(expected, 120)) < F32_SOLVE

@@ -52,7 +52,7 @@ def test_every_form_equals_the_naive_formula(shape, solver, name, null):
     assert relative_error(found.value, expected) < 1e-11
 
 
-@pytest.mark.parametrize("estimator", [Estimator(centre=True), Estimator(power=0.5), Estimator(normalise="norm")])
+@pytest.mark.parametrize("estimator", [Estimator(centre=True), Estimator(power=0.5), Estimator(normalize="norm")])
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("shape", [(3, 12, 8), (3, 3, 20)])
 def test_estimators_in_every_form(estimator, solver, shape):
@@ -117,7 +117,7 @@ def test_panelled_products_and_row_panels(shape, monkeypatch):
 @pytest.mark.parametrize("null", ["zero", "sum"])
 @pytest.mark.parametrize("shape", [(6, 8), (3, 40), (20, 8)])
 def test_batches_are_independent_problems(shape, null):
-    rule = Rule(Estimator(normalise="norm"), null=null)
+    rule = Rule(Estimator(normalize="norm"), null=null)
     deltas = random_deltas(3, 2, 2, *shape)
     deltas[1][0, 1] = 0.0
     found = solve(deltas, rule)
@@ -184,7 +184,7 @@ def test_retries_are_recorded(monkeypatch):
 @pytest.mark.parametrize("name", ["hard", "tikhonov", "exponential", "adaptive"])
 @pytest.mark.parametrize("null", ["zero", "sum"])
 def test_zero_deltas_give_exact_zeros(solver, name, null):
-    rule = Rule(Estimator(normalise="norm"), Filter(name), null, solver)
+    rule = Rule(Estimator(normalize="norm"), Filter(name), null, solver)
     found = solve([torch.zeros(3, 8)] * 2, rule)
     assert torch.equal(found.value, torch.zeros(3, 8))
     assert found.stats["norm"] == 0

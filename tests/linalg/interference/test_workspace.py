@@ -53,8 +53,8 @@ CASES = {
     "stacked": (Rule(solver="stacked"), (2, 64, 64)),
     "trimmed": (Rule(Estimator(trim=0.5)), (2, 256, 64)),
     "very tall": (Rule(), (2, 3000, 16)),
-    "normalised": (Rule(Estimator(normalise="norm")), (2, 3000, 16)),
-    "normalised, dual": (Rule(Estimator(normalise="norm")), (2, 16, 128)),
+    "normalised": (Rule(Estimator(normalize="norm")), (2, 3000, 16)),
+    "normalised, dual": (Rule(Estimator(normalize="norm")), (2, 16, 128)),
 }
 
 

@@ -134,7 +134,7 @@ def made_by(merges: Sequence[PastMerge], file: str | Path) -> list[PastMerge]:
     place = Path(file)
     if not place.exists():
         raise CheckpointError(f"{place} does not exist: expected a file, or a folder with weights, that a merge wrote.")
-    recorded = [m for m in merges if place.is_file() and place.name in (m.manifest["output"].get("side_files") or {})]
+    recorded = [m for m in merges if place.is_file() and place.name in m.manifest["output"]["side_files"]]
     if recorded:
         digest = hash_file(place)
         return [m for m in recorded if m.manifest["output"]["side_files"][place.name]["hash"] == digest]

@@ -38,7 +38,7 @@ def solve_lowrank(
     """The dense answer, factored, with rank at most `sum_t R_t`. Cost `O((O + I) r'^2 + T r'^3)`, `r' = sum_t R_t`.
 
     Raises:
-        ValueError: the rule trims: which entries are large depends on the basis, so there is no exact short form.
+        ValueError: the rule trims: the largest entries depend on the basis, so there is no exact short form.
     """
     if rule.estimator.trim is not None:
         raise ValueError(f"{TRIM_NEEDS_ENTRIES}. Merge the dense deltas, or leave 'trim' out.")

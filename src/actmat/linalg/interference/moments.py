@@ -24,10 +24,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.gram import add_gram, mirror
 from actmat.linalg.krylov import SMALLEST, Above, leading
 from actmat.linalg.lapack import Retries, economy_svd, eigh
-from actmat.linalg.panels import multiply
+from actmat.linalg.panels import add_gram, mirror, multiply
 from actmat.linalg.scaling import scaled
 
 __all__ = ["Form", "PrimalMoments", "Reduced", "Spectrum", "StackedMoments", "form_for", "gram_of_rows"]

@@ -30,7 +30,7 @@ def operations(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: b
     """Operations of `finish(prepare(...))` for deltas `*batch O I`.
 
     Args:
-        double: whether the deltas are float64.
+        double: the deltas are float64.
     """
     rows, width = shape[-2:]
     factor_rows = rule.estimator.rows(rows, width)

@@ -4,7 +4,7 @@
     grams        sum_t w_t D_t (K_t G)
     numerator    (sum_t w_t D_t K_t) G
 
-The first reading accumulates `S` alone. `numerator` makes the products that accumulating `B` in the first reading would
+The first reading accumulates only `S`. `numerator` makes the products that accumulating `B` in the first reading would
 have made; the others make fewer where directions are cut off, or where a matrix is tall. Which way is taken follows
 from the sizes and from the number of directions that are kept.
 
@@ -23,13 +23,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from actmat.linalg.gram import add_gram, mirror
 from actmat.linalg.interference.gains import EigenPairs, Gain
 from actmat.linalg.interference.moments import Form, PrimalMoments, Reduced, gram_of_rows
 from actmat.linalg.interference.rule import Rule
 from actmat.linalg.interference.spectral_solve import apply_in_panels
 from actmat.linalg.operations import gram
-from actmat.linalg.panels import multiply
+from actmat.linalg.panels import add_gram, mirror, multiply
 from actmat.linalg.scaling import scaled
 
 __all__ = ["GramMoments", "Rereading", "Second", "Way", "products", "second_reading"]
@@ -40,7 +39,7 @@ Second = Literal["grams", "deltas"]
 Way = Literal["factors", "grams", "numerator"]
 
 SMALLEST = 2048
-"""In_features below which `B` is accumulated at once: what a second reading costs grows with the entries of a delta,
+"""In_features below which `B` is accumulated at once: the cost of a second reading grows with the entries of a delta,
 what it spares with these times the in_features. At 2048 it costs some 2 % where nothing is spared
 (`benchmarks/rereading.py`)."""
 
@@ -64,7 +63,7 @@ def second_reading(rule: Rule, shape: Sequence[int], n_experts: int, *, has_gram
     cuts = rule.spectral.kind in ("hard", "adaptive")  # else every direction is kept, which pays in very tall matrices
     if PrimalMoments.needs_term(factor_rows, width):
         return "grams" if (n_experts - SQUARES if cuts else n_experts) * width <= rows else None
-    return "deltas" if cuts and rule.estimator.is_delta and rule.estimator.normalise == "none" else None
+    return "deltas" if cuts and rule.estimator.is_delta and rule.estimator.normalize == "none" else None
 
 
 def products(second: Second, shape: Sequence[int], n_experts: int, gain: Gain) -> dict[Way, int]:
@@ -91,7 +90,7 @@ def _products_by_delta(rows: int, width: int, kept: int) -> tuple[int, bool]:
 
 
 class GramMoments:
-    """`S` alone, accumulated in place, and what a second reading needs besides the gain."""
+    """Only `S`, accumulated in place, and the inputs of a second reading besides the gain."""
 
     def __init__(self, second: Second, like: Tensor) -> None:
         self._second = second

@@ -21,7 +21,7 @@ from actmat.linalg.interference.moments import Form, form_for
 from actmat.linalg.lapack import Retries, economy_svd
 from actmat.linalg.masks.mask import trim_to_top
 
-__all__ = ["FLOAT32_EPS", "Estimator", "Fill", "Filter", "FilterKind", "Normaliser", "Null", "Rule", "Solver", "gain"]
+__all__ = ["FLOAT32_EPS", "Estimator", "Fill", "Filter", "FilterKind", "Normalizer", "Null", "Rule", "Solver", "gain"]
 
 ZERO_MEAN = "null='mean' divides by the sum of the weights, which is zero; give a positive weight"
 
@@ -29,7 +29,7 @@ FLOAT32_EPS = 2.0**-23
 """eps of float32: the unit of the default cut-off, whatever the compute dtype."""
 
 FilterKind = Literal["hard", "tikhonov", "exponential", "adaptive"]
-Normaliser = Literal["none", "norm"]
+Normalizer = Literal["none", "norm"]
 
 Null = Literal["zero", "sum", "mean"]
 """The fill `N` as an option: nothing (the base weights stay), `sum_t v_t D_t`, or `sum_t v_t D_t / sum_t v_t`,
@@ -52,12 +52,12 @@ class Estimator:
     trim: float | None = None  # keep this fraction of the entries, those of largest magnitude (TACT)
     centre: bool = False  # subtract from each row the mean row (over `O`), as ACE does
     power: float = 1.0  # `K_t = (A^T A)^power` in place of `A^T A`
-    normalise: Normaliser = "none"  # "norm": `1 / ||D_t||_F^2` of the full delta (WUDI), 0 for a zero delta
+    normalize: Normalizer = "none"  # "norm": `1 / ||D_t||_F^2` of the full delta (WUDI), 0 for a zero delta
 
     @property
     def degree(self) -> float:
         """Power with which `w_t K_t` grows with the delta: 2 as it is, 0 with the normaliser."""
-        return 2 * self.power - (2 if self.normalise == "norm" else 0)
+        return 2 * self.power - (2 if self.normalize == "norm" else 0)
 
     @property
     def is_delta(self) -> bool:
@@ -88,7 +88,7 @@ class Estimator:
 
     def weight(self, squared_norm: float) -> float:
         """The normaliser `w_t` of a delta with this squared Frobenius norm."""
-        if self.normalise == "none":
+        if self.normalize == "none":
             return 1.0
         return 1.0 / squared_norm if squared_norm > 0 else 0.0
 

@@ -244,7 +244,7 @@ def _add(
     unit = -state.exponents[item]
     delta_OI = scaled(delta_OI, unit)
     # the normaliser brings every expert's estimate to the same size, so that each is formed in a unit of its own
-    own = exponent_of(norm * 2.0**unit) if estimate.normalise == "norm" else 0
+    own = exponent_of(norm * 2.0**unit) if estimate.normalize == "norm" else 0
     if given_RI is None:
         factor_RI, new = estimate.factor(scaled(delta_OI, -own))
     else:

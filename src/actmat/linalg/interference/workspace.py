@@ -86,7 +86,7 @@ def _solving(rows: int, size: int, rule: Rule, panel: int) -> int:
 
 def _scaled_copies(rows: int, width: int, estimator: Estimator) -> int:
     """Copies of one delta that is far from 1: times the power of two of all experts, and of its own."""
-    return rows * width * (2 if estimator.normalise == "norm" else 1)
+    return rows * width * (2 if estimator.normalize == "norm" else 1)
 
 
 def _estimate(rows: int, width: int, estimator: Estimator) -> int:

@@ -23,9 +23,11 @@ from actmat.linalg.interference.solver import State, finish, prepare
 from actmat.linalg.interference.workspace import workspace
 from actmat.linalg.lowrank import LowRank
 from actmat.linalg.operations import Operation
-from actmat.methods.contract import NEEDS, Bounds, Law, Merged, MergedLowRank, MergeMethod, Stages, Weights
+from actmat.methods._shared.per_expert import given_base
+from actmat.methods.contract import NEEDS, Bounds, MergeMethod, Weights
+from actmat.methods.facets import About, Access, Cost, Law, LowRankForm, Merged, MergedLowRank, Stages, When
 
-__all__ = ["SHARED_LAWS", "FillOption", "RelativeCutoff", "SolverOption", "member"]
+__all__ = ["SHARED_LAWS", "Declared", "FillOption", "RelativeCutoff", "RuleOf", "SolverOption", "member"]
 
 SHARED_LAWS: frozenset[Law] = frozenset({"permutation", "homogeneous", "odd", "zeros"})
 """Laws of every member."""
@@ -55,46 +57,50 @@ _FILL_IS_DENSE = (
 
 
 class Declared(TypedDict):
-    """Fields of `MergeMethod` that a member declares itself."""
+    """Facts that a member declares.
 
-    name: str
-    summary: str
-    equation: str
-    reference: str
+    laws, flops: see `MergeMethod` and `Cost`; by default, the cost of accumulating both sums and one decomposition.
+    has_grams: given Gram matrices take the place of the estimates, as `statistics`.
+    has_lowrank: some options have a low-rank form.
+    base: takes the base, and reads it under these options; see `Access`.
+    meets_every_expert: see `LowRankForm`.
+    """
+
     laws: frozenset[Law]
-    flops: str
-    preset_of: NotRequired[str]
-    base_when: NotRequired[Callable[[Mapping[str, Any]], bool]]
+    flops: NotRequired[str]
+    has_grams: NotRequired[bool]
+    has_lowrank: NotRequired[bool]
+    base: NotRequired[When]
     meets_every_expert: NotRequired[bool]
 
 
-def member(
-    rule_of: RuleOf, *, has_grams: bool = False, has_lowrank: bool = True, **declared: Unpack[Declared]
-) -> MergeMethod:
+def member(name: str, rule_of: RuleOf, about: About, **declared: Unpack[Declared]) -> MergeMethod:
     """Declare a member of the family.
 
     Args:
         rule_of: its options -> the rule. Its docstring becomes that of the merge.
-        has_grams: given Gram matrices take the place of the estimates, as `statistics`. Takes the `base`, too, if
-            `base_when` is declared.
-        has_lowrank: some options have a low-rank form.
-        declared: other fields of `MergeMethod`.
     """
+    has_grams, base = declared.get("has_grams", False), declared.get("base", False)
     family = _Family(rule_of, has_grams)
-    needs = (("statistics",) if has_grams else ()) + (("base",) if "base_when" in declared else ()) + ("weights",)
+    needs = (("statistics",) if has_grams else ()) + (("base",) if base else ()) + ("weights",)
+    lowrank = LowRankForm(
+        _published(family.merge_lowrank, rule_of, needs),
+        why_not=family.lowrank_problem,
+        meets_every_expert=declared.get("meets_every_expert", False),
+    )
     return MergeMethod(
-        merge=_published(family.merge, rule_of, needs),
-        merge_lowrank=_published(family.merge_lowrank, rule_of, needs) if has_lowrank else None,
-        lowrank_when=family.lowrank_problem if has_lowrank else None,
-        acts_on="matrix",
-        one_pass=True,
-        reads_again_when=family.reads_again,
+        name,
+        _published(family.merge, rule_of, needs),
+        "matrix",
+        about,
+        laws=declared["laws"],
+        lowrank=lowrank if declared.get("has_lowrank", True) else None,
+        access=Access(one_pass=True, reads_again=family.reads_again, base=base),
+        cost=Cost(declared.get("flops", "(2T + 3) N^3"), workspace=family.workspace, operations=family.operations),
         needs_statistics=("gram",) if has_grams else (),
-        workspace=family.workspace,
-        operations=family.operations,
-        stages=Stages(key=family.key, prepare=family.prepare, finish=family.finish),
-        sums_own_grams_when=None if has_grams else family.sums_own_grams,
-        **declared,
+        stages=Stages(
+            family.key, family.prepare, family.finish, sums_own_grams=False if has_grams else family.sums_own_grams
+        ),
     )
 
 
@@ -125,7 +131,7 @@ class _Family:
         return MergedLowRank(*solve_lowrank(deltas, rule, weights=weights))
 
     def lowrank_problem(self, options: Mapping[str, Any], n_experts: int, weights: Weights) -> str | None:
-        """See `MergeMethod.lowrank_when`."""
+        """See `LowRankForm.why_not`."""
         rule = self.rule_of(**options)
         if isinstance(rule, Adam):
             return _ADAM_NEEDS_ENTRIES
@@ -151,7 +157,7 @@ class _Family:
         return self._solved(state, given, consume=False)
 
     def workspace(self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
-        """See `MergeMethod.workspace`."""
+        """See `Cost`."""
         rule = self.rule_of(**options)
         if isinstance(rule, Adam):
             return descent_workspace(shape)
@@ -160,19 +166,19 @@ class _Family:
     def operations(
         self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool
     ) -> list[Operation]:
-        """See `MergeMethod.operations`."""
+        """See `Cost`."""
         rule = self.rule_of(**options)
         if isinstance(rule, Adam):
             return descent_operations(shape, n_experts, rule)
         return operations(shape, n_experts, rule, has_grams=self.has_grams, double=double)
 
     def reads_again(self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> bool:
-        """See `MergeMethod.reads_again_when`."""
+        """See `Access`."""
         rule = self.rule_of(**options)
         return isinstance(rule, Rule) and second_reading(rule, shape, n_experts, has_grams=self.has_grams) is not None
 
     def sums_own_grams(self, options: Mapping[str, Any]) -> bool:
-        """See `MergeMethod.sums_own_grams_when`."""
+        """See `Stages`."""
         rule = self.rule_of(**options)
         return isinstance(rule, Rule) and rule.estimator == Estimator()
 
@@ -182,8 +188,8 @@ class _Family:
             assert isinstance(rule, Adam), "the state and the options belong together"
             return Merged(*descend(state, rule))
         assert isinstance(rule, Rule), "the state and the options belong together"
-        if rule.null == "minus_base" and base is None:
-            raise ValueError("form='weight' works on the weights W_0 + D_t and needs the base; none was given")
+        if rule.null == "minus_base":
+            given_base("form='weight'", base)
         return Merged(*finish(state, rule, base=base, consume=consume))
 
 

@@ -1,20 +1,36 @@
-"""Weights and options that are one number for all experts, or a list with one number each."""
+"""Checks of arguments that several methods take: weights, options per expert, the base."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from actmat.errors import RecipeError
+from actmat.linalg.masks.election import election_workspace
 
-__all__ = ["per_expert", "weights_and_sum"]
+__all__ = ["given_base", "per_expert", "weights_and_sum", "workspace_of_election"]
+
+
+def workspace_of_election(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
+    """Workspace of a method that masks deltas and elects signs, and of its result; see `Cost`."""
+    return math.prod(shape) + election_workspace(math.prod(shape), n_experts)
+
+
+def given_base(method: str, base: Tensor | None) -> Tensor:
+    """The base weights; RecipeError where none were given."""
+    if base is None:
+        raise RecipeError(f"{method} reads the base weights and needs the base; none was given. Pass base=W_0.")
+    return base
 
 
 def per_expert(name: str, value: float | Sequence[float], n_experts: int) -> list[float]:
-    """An option that is one number for all experts or a list with one number in [0, 1] each, as a list.
+    """An option that is one number for all experts or a list with one number each, as a list.
 
     Raises:
-        RecipeError: another length, or a number outside [0, 1].
+        RecipeError: a list of another length.
     """
     if isinstance(value, int | float):
         return [float(value)] * n_experts
@@ -23,8 +39,6 @@ def per_expert(name: str, value: float | Sequence[float], n_experts: int) -> lis
             f"option '{name}' is a list of {len(value)}, but {n_experts} experts are merged. "
             "Give one number per expert, in the order of the experts, or a single number for all."
         )
-    if wrong := [v for v in value if not 0 <= v <= 1]:
-        raise RecipeError(f"option '{name}' must lie in [0, 1] for every expert, got {wrong}")
     return [float(v) for v in value]
 
 

@@ -17,7 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from actmat.linalg.lowrank import LowRank
-from actmat.methods.contract import Merged, MergedLowRank, Option, declared_options, resolved_options
+from actmat.methods.contract import Option, declared_options, resolved_options
+from actmat.methods.facets import Merged, MergedLowRank
 
 __all__ = ["Layer", "LayerStep", "Measures", "PostStep", "Step", "apply_steps", "apply_steps_lowrank"]
 
@@ -48,7 +49,7 @@ class LayerStep:
     Args:
         measure: `(merged, base) -> numbers` of one matrix; `base` is `W_0` in the merged delta's dtype, or None.
         factors: `(measures, *, <options>) -> factors` of all matrices; must not depend on the order of `measures`.
-        needs_base: whether `measure` looks at the base.
+        needs_base: `measure` reads the base.
     """
 
     measure: Callable[[Tensor | LowRank, Tensor | None], tuple[float, ...]]

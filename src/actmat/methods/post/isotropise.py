@@ -16,7 +16,7 @@ from torch import Tensor
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, orthogonal_core
 from actmat.linalg.singular import Mean, Polar, isotropic
-from actmat.methods.contract import Merged, MergedLowRank
+from actmat.methods.facets import Merged, MergedLowRank
 from actmat.methods.post.contract import PostStep
 
 __all__ = ["ISOTROPISE", "apply", "apply_lowrank"]

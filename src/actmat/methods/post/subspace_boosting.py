@@ -15,7 +15,8 @@ from torch import Tensor
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, orthogonal_core
 from actmat.linalg.svd import ThinSVD, thin_svd
-from actmat.methods.contract import Fraction, Merged, MergedLowRank
+from actmat.methods.contract import Fraction
+from actmat.methods.facets import Merged, MergedLowRank
 from actmat.methods.post.contract import PostStep
 
 __all__ = ["SUBSPACE_BOOSTING", "apply", "apply_lowrank"]
@@ -24,7 +25,7 @@ __all__ = ["SUBSPACE_BOOSTING", "apply", "apply_lowrank"]
 def apply(merged: Tensor, deltas: Sequence[Tensor], *, beta: Fraction = 0.01) -> Merged:
     """`D = U diag(s) V^T -> U diag(max(s, s_k)) V^T`, `k` the first index with `(s_1 + .. + s_k) / sum(s) >= beta`.
 
-    Null directions stay null: which vectors span them is not determined by the matrix.
+    Null directions stay null: the matrix does not determine the vectors that span them.
 
     Args:
         deltas: not looked at.

@@ -1,4 +1,4 @@
-"""SVC: singular value calibration of a merged delta, by what the experts have along its directions.
+"""SVC: singular value calibration of a merged delta, by the experts' components along its directions.
 
 "Singular value calibration" (arXiv:2602.05536). A merged delta counts the directions that experts share once for every
 expert, and so overshoots along them.
@@ -17,7 +17,8 @@ from torch import Tensor
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, orthogonal_core
 from actmat.linalg.svd import ThinSVD, thin_svd
-from actmat.methods.contract import Bounds, Merged, MergedLowRank
+from actmat.methods.contract import Bounds
+from actmat.methods.facets import Merged, MergedLowRank
 from actmat.methods.post.contract import PostStep
 
 __all__ = ["SVC", "apply", "apply_lowrank"]

@@ -216,9 +216,7 @@ class _ModulePlanner:
         width = torch_dtype(self.recipe.compute_dtype).itemsize
         peak = factored_bytes(item.shape, sum(item.pair.ranks))
         if item.form == "dense":
-            size = item.numel
-            if method.workspace is not None:
-                size = method.workspace(item.shape, n_experts, item.call.options)
+            size = method.cost.workspace(item.shape, n_experts, item.call.options)
             peak += item.numel * width * (n_experts + 6) + size * width
             # the truncation decomposes a delta of full rank
             peak = max(peak, factored_bytes(item.shape, min(item.shape[-2:])))

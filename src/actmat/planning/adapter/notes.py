@@ -7,12 +7,11 @@ from typing import Any
 
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.open import PAIR_LIST
-from actmat.methods import get_method
 from actmat.planning.adapter.serving import serving_notes
 from actmat.planning.model import Item
 from actmat.recipe import Recipe
 
-__all__ = ["INDEPENDENT", "free_note", "plan_notes"]
+__all__ = ["plan_notes"]
 
 
 def plan_notes(
@@ -31,10 +30,6 @@ def plan_notes(
             notes.append(f"expert '{label}' leaves {len(missing)} modules alone (a zero delta there): {shown}")
         if adapter.copies:
             notes.append(f"expert '{label}' holds copies of base weights ({', '.join(adapter.copies)}); not merged")
-    free = [m for m in modules if _meets_every_expert(m) and sum(m.pair.ranks) <= m.shape[-1]]
-    if free and len(adapters) > 1:
-        method = free[0].call.method if free[0].call is not None else ""
-        notes.append(free_note(f"{len(free)} of {len(modules)} modules", method))
     dense = [m for m in modules if m.form == "dense"]
     if dense:
         notes.append(
@@ -54,16 +49,3 @@ def plan_notes(
     elif config is not None:
         notes += serving_notes(config, modules)
     return notes
-
-
-def free_note(which: str, method: str) -> str:
-    """Of experts whose row spaces are independent: nothing makes their merge small, which says its length when made."""
-    return f"in {which} {INDEPENDENT}: there {method} can meet every expert in full, however long the merge becomes"
-
-
-INDEPENDENT = "the ranks add up to no more than the inputs"
-"""Marks the note of `free_note`, which a finished merge replaces by its size."""
-
-
-def _meets_every_expert(item: Item) -> bool:
-    return item.call is not None and get_method(item.call.method).meets_every_expert

@@ -36,7 +36,7 @@ def recipe_problems(recipe: Recipe, decided: Mapping[str, Decision]) -> list[str
     """Wishes of the recipe that an adapter cannot hold."""
     problems = []
     for name in dict.fromkeys(d.call.method for d in decided.values() if d.call is not None):
-        if get_method(name).needs_base and get_method(name).merge_lowrank is None:
+        if get_method(name).needs_base and get_method(name).lowrank is None:
             problems.append(f"method '{name}' looks at the base's weights; write a full model (--base ..., --to model)")
     if recipe.pool:
         problems.append("'pool' merges layers as one matrix, of which modules are no factors; write a full model")

@@ -200,7 +200,7 @@ def cost(
                     method.name,
                     shape,
                     seconds,
-                    flop_count(method.flops, used, side),
+                    flop_count(method.cost.flops, used, side),
                     None if paper is None else flop_count(paper, used, side),
                     seconds / product,
                 )

@@ -94,11 +94,6 @@ def spread(values: Iterable[float]) -> tuple[float, float] | None:
     return min(found), max(found)
 
 
-def sequential(value: float | None) -> str:
-    """Class of a share between 0 and 1, in tenths."""
-    return "none" if value is None else f"q{int(10 * min(0.9, max(0.0, value)))}"
-
-
 def diverging(value: float | None) -> str:
     """Class of a cosine: five levels of each sign, finer near zero."""
     if value is None:

@@ -88,7 +88,7 @@ class QuestionFlags:
 def try_(
     *,
     recipe: flags.RecipeFile = None,
-    given: Annotated[RecipeFlags, Fields(without=("out", "quantise", "keep_sums"))],
+    given: Annotated[RecipeFlags, Fields(without=("out", "quantise"))],
     run: Annotated[RunSettings, Fields(only=("device", "device_memory", "max_memory", "threads"))],
     question: QuestionFlags,
     json: flags.Json = False,

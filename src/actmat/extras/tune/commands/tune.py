@@ -140,7 +140,7 @@ def _named_classes(given: Sequence[str], names: Sequence[str]) -> dict[str, tupl
 def tune(
     *,
     recipe: flags.RecipeFile = None,
-    given: Annotated[RecipeFlags, Fields(without=("method", "options", "scale", "space", "quantise", "keep_sums"))],
+    given: Annotated[RecipeFlags, Fields(without=("method", "options", "scale", "space", "quantise"))],
     run: Annotated[RunSettings, Fields(without=("diagnose", "exact"))],
     data: Annotated[DataFlags, Fields(without=("samples", "dtype"))],
     search: SearchFlags,
