@@ -17,7 +17,7 @@ from torch import Tensor
 import actmat
 from actmat.errors import AlignmentError, RecipeError, StatisticsError
 from actmat.extras.collect.collect import collect
-from actmat.statistics import collect, open_statistics
+from actmat.statistics import open_statistics
 
 
 def measured(case: Case, experts: list[Path], folder: Path, **options: Any) -> dict[str, Path]:

@@ -128,7 +128,7 @@ def collect(
     from rich.progress import BarColumn, TimeRemainingColumn
 
     from actmat.cli.screen import progress_bar
-    from actmat.extras.collect import collect as measure
+    from actmat.extras.collect.collect import collect as measure
     from actmat.extras.collect.data import make_batches
     from actmat.extras.collect.models import load_model
     from actmat.statistics.store import check_output
