@@ -49,21 +49,21 @@ if TYPE_CHECKING:
     from actmat.report.verify import verify as verify
 
 _NAMES = {
+    "actmat.api.merging": (
+        "merge",
+        "plan",
+        "MergeReport",
+        "merge_in_memory",
+        "MemoryMerge",
+        "average",
+        "merge_part",
+        "PartReport",
+        "finish",
+        "FinishReport",
+    ),
     "actmat.api.diagnosing": ("diagnose",),
     "actmat.api.extracting": ("ExtractReport", "extract"),
     "actmat.api.matrices": ("merge_matrices",),
-    "actmat.api.merging": (
-        "FinishReport",
-        "MemoryMerge",
-        "MergeReport",
-        "PartReport",
-        "average",
-        "finish",
-        "merge",
-        "merge_in_memory",
-        "merge_part",
-        "plan",
-    ),
     "actmat.api.pushing": ("PushReport", "push"),
     "actmat.checkpoints.resolve": ("open_checkpoint",),
     "actmat.diagnostics.model": ("Diagnosis",),

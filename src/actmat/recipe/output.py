@@ -76,36 +76,35 @@ class Model(Strict):
         return source if source not in ("base", "union") else self.files_from
 
 
-Ranks = Annotated[Literal["uniform", "pattern"], Flag()]
+class _Ranked(Strict):
+    """Ranks of an adapter."""
+
+    rank: Annotated[Annotated[int, Field(gt=0)] | None, Flag()] = Field(
+        default=None, description="rank of the adapter, truncated optimally; default: what is exact"
+    )
+    ranks: Annotated[Literal["uniform", "pattern"], Flag()] = Field(
+        default="uniform",
+        description="ranks of the adapter where none is given: with 'uniform', zeros fill up to one rank; with "
+        "'pattern', each module has its own",
+    )
 
 
-class Adapter(Strict):
+class Adapter(_Ranked):
     """An adapter that is merged from adapters."""
 
     kind: Literal["adapter"] = "adapter"
     layout: Literal["same", "peft", "kohya", "diffusers"] = Field(
         default="same", description="names of its tensors: those of the experts, or of peft, kohya or diffusers"
     )
-    rank: Annotated[Annotated[int, Field(gt=0)] | None, Flag()] = Field(
-        default=None, description="rank of the merged adapter, truncated optimally; default: what is exact"
-    )
-    ranks: Ranks = Field(
-        default="uniform",
-        description="ranks of the merged adapter: with 'uniform', zeros fill up to one rank; with 'pattern', each "
-        "module has its own",
-    )
     any_base: Annotated[bool, Flag()] = Field(
         default=False, description="merge adapters although they name different bases"
     )
 
 
-class Extracted(Strict):
+class Extracted(_Ranked):
     """An adapter for PEFT that is extracted from what is merged into the base."""
 
     kind: Literal["extracted"] = "extracted"
-    rank: Annotated[Annotated[int, Field(gt=0)] | None, Flag()] = Field(
-        default=None, description="rank of every layer; default: what is exact, where every expert is an adapter"
-    )
     energy: Annotated[Annotated[float, Field(gt=0, le=1)] | None, Flag()] = Field(
         default=None,
         description="of an adapter that is extracted from full models: share of the squared norm of each layer's delta "
@@ -116,7 +115,6 @@ class Extracted(Strict):
         description="changed tensors that the factors of an extracted adapter cannot hold (norms, tables): 'save' them "
         "whole in it, or 'leave' them out",
     )
-    ranks: Ranks = Field(default="uniform", description="where no rank is given: one for all layers, or each its own")
 
     @model_validator(mode="after")
     def _one_measure(self) -> Extracted:
