@@ -1,6 +1,6 @@
-"""CONTRIBUTING's lists of the functions that a merge passes: each is called below the one that it stands under, in order.
+"""Lists of functions in CONTRIBUTING: a merge calls each below the one that it stands under, in that order.
 
-The lists are read from the page. A row is `module:function`, without `actmat.`; its indent says below which one it runs.
+The lists are read from the page. A row is `module:function`, without `actmat.`; its indent says below which it runs.
 """
 
 from __future__ import annotations
