@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from actmat.errors import OutputError as OutputError
     from actmat.errors import RecipeError as RecipeError
     from actmat.errors import StatisticsError as StatisticsError
-    from actmat.extras.collect.api_agreement import agreement as agreement
-    from actmat.extras.collect.api_agreement import residual_on_data as residual_on_data
+    from actmat.extras.collect.on_data import agreement as agreement
+    from actmat.extras.collect.on_data import residual_on_data as residual_on_data
     from actmat.extras.collect.staged import staged_statistics as staged_statistics
     from actmat.extras.training.exporting import export as export
-    from actmat.extras.tune.arguments import tune as tune
-    from actmat.extras.tune.arguments import tune_scale as tune_scale
+    from actmat.extras.tune.tuning import tune as tune
+    from actmat.extras.tune.tuning import tune_scale as tune_scale
     from actmat.report.verify import verify as verify
 
 _NAMES = {

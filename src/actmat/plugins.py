@@ -15,10 +15,10 @@ actmat.destinations `run.places.Destination`: storage of outputs at URLs
 actmat.executors  `engine.executors.base.ExecutorFactory`
 actmat.experts    `experts.base.Family`
 actmat.formats    `checkpoints.source.Format`
-actmat.models     `tensors`: a function that makes a model of tensors, as `run.in_memory` calls it
 actmat.methods    `methods.MergeMethod`
 actmat.readers    `experts.changes.base.Reader`: a family in PEFT's folders
 actmat.recipes    `recipe.load.Importer`: a reader of another tool's configurations
+actmat.statistics a function that `actmat.statistics.<name>` gives
 actmat.stores     a kind of remote storage, see `checkpoints.resolve`
 actmat.reports    a writer of pages about a merge, see `report.write`
 """

@@ -17,8 +17,8 @@ from actmat.cli.exits import COMMON, EXITS
 from actmat.cli.main import COMMANDS, app
 from actmat.cli.results import SCHEMAS
 from actmat.cli.signature import resolved
-from actmat.demo.results import DemoResult
 from actmat.diagnostics.model import Diagnosis
+from actmat.extras.demo.results import DemoResult
 from actmat.planning import MergePlan
 
 ROOT = Path(__file__).resolve().parents[2]

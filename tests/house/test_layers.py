@@ -1,7 +1,7 @@
 """Layers import one way, each only those before it in `LAYERS`, and no two files import each other.
 
-Imports inside functions and under `TYPE_CHECKING` count as well. Every module directly in the package is a layer. Extras
-are apart: no layer imports one, and one imports others only as `EXTRAS` says.
+Imports inside functions and under `TYPE_CHECKING` count as well. Every module directly in the package is a layer.
+Extras are apart: no layer imports one, and one imports others only as `EXTRAS` says.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ LAYERS = (
     "run",
     "api",
     "__init__",  # names of the functions above, for `import actmat`
-    "demo",
     "cli",
     "__main__",
 )
 EXTRAS: dict[str, set[str]] = {
     "adapters": set(),
     "collect": set(),
+    "demo": set(),
     "diffusion": {"adapters"},
     "gguf": set(),
     "mergekit": set(),
@@ -67,19 +67,18 @@ EXTRAS: dict[str, set[str]] = {
     "ui": {"pages", "tune"},
 }
 """Extra -> the others that it needs."""
-UNPLUGGED = {"checkpoints", "experts", "statistics", "engine", "report", "api", "cli"}
+UNPLUGGED = {"checkpoints", "experts", "engine", "report", "api", "cli"}
 """Layers that still import extras by name; those must come in by entry points."""
 PUBLIC = {
     "__init__",
     "api",
     "cli",
-    "demo",
+    "extras.demo",
     "errors",
     "version",
     EXPERIMENTS.name,
 }  # what the experiments import anywhere
 MATHEMATICS = {"linalg", "methods"}  # torch, the standard library, errors, and one another (linalg first)
-LAZY = {"demo"}  # imported by commands inside functions
 
 
 def layer_of_file(path: Path) -> str:
@@ -128,8 +127,6 @@ def problem(layer: str, imported: Import) -> str | None:
         return None if target != "__main__" else "extras are no programs"
     if LAYERS.index(target) > LAYERS.index(layer):
         return f"{layer} lies below {target}"
-    if target in LAZY and not imported.inside_function:
-        return f"a command imports {target} inside the function that needs it"
     return None
 
 
@@ -218,11 +215,9 @@ def test_no_import_cycles() -> None:
         ("extras.gguf", "from actmat.extras.pages import html"),
         ("extras.pages", "from actmat.extras.tune import report"),
         ("report", "from actmat import merge"),
-        ("report", "def f():\n    from actmat.demo import run"),
-        ("api", "from actmat.demo import run"),
+        ("planning", "def f():\n    from actmat.extras.demo import run"),
         ("cli", "def f():\n    from actmat_experiments import suites"),
         ("actmat_experiments", "from actmat.engine.resources import one_thread"),
-        ("cli", "from actmat.demo import run"),
     ],
 )
 def test_a_wrong_import_is_seen(layer: str, source: str) -> None:
@@ -238,8 +233,7 @@ def test_a_wrong_import_is_seen(layer: str, source: str) -> None:
         ("recipe", "from actmat.flag import Flag\nfrom actmat.settings import RunSettings"),
         ("engine", "from actmat.experts.base import Expert\nfrom actmat.progress import Progress"),
         ("report", "from actmat import __version__"),
-        ("cli", "def run():\n    from actmat.demo import run"),
-        ("demo", "import sklearn\nfrom actmat import merge"),
+        ("extras.demo", "import sklearn\nfrom actmat import merge"),
         ("extras.tune", "from actmat.cli import screen\nfrom actmat.extras.pages import html"),
         ("actmat_experiments", "from actmat.cli import screen\nfrom actmat_experiments import suites"),
     ],

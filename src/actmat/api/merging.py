@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from actmat.api.in_memory import MemoryMerge, run_in_memory
 from actmat.api.notebook import usual_progress
 from actmat.engine.shares import Part
 from actmat.errors import RecipeError
@@ -15,7 +16,6 @@ from actmat.progress import Progress
 from actmat.recipe import Recipe, add_statistics, make_recipe
 from actmat.recipe.trajectory import average_recipe
 from actmat.run import MergeReport, plan_recipe, run_recipes
-from actmat.run.in_memory import MemoryMerge, run_in_memory
 from actmat.run.parts import FinishReport, PartReport, finish_parts, run_part
 from actmat.settings import RunSettings
 

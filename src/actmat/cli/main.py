@@ -39,7 +39,6 @@ COMMANDS = {
     "methods": "methods",
     "inspect": "inspect",
     "verify": "verify",
-    "demo": "demo",
 }
 """Name of a command -> its module in `actmat.cli`, which has a function or a `typer.Typer` of the module's name; in the
 order of `actmat --help`."""

@@ -10,7 +10,7 @@ from actmat.engine.ties import content_hash
 from actmat.errors import StatisticsError
 from actmat.experts.base import Expert
 from actmat.planning.model import Item
-from actmat.statistics.binding import adapter_content
+from actmat.statistics.header import adapter_content
 from actmat.statistics.store import Statistics
 
 __all__ = ["FOREIGN", "check_adapters", "check_probes", "foreign_tensors"]

@@ -55,7 +55,7 @@ def compare_answers(
     from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
     from actmat.cli.screen import progress_bar
-    from actmat.extras.collect.api_agreement import agreement
+    from actmat.extras.collect.on_data import agreement
 
     columns = (BarColumn(24), MofNCompleteColumn(), "samples", TimeRemainingColumn())
     with progress_bar("{task.description}", *columns, quiet=quiet) as bar:
@@ -74,7 +74,7 @@ def compare_answers(
 def measure_on_data(merged: Path, given: Sequence[str], *, quiet: bool) -> tuple[DataResidual, ...]:
     """`actmat.residual_on_data` of --statistics, with a progress bar unless `quiet`."""
     from actmat.cli.screen import counting
-    from actmat.extras.collect.api_agreement import residual_on_data
+    from actmat.extras.collect.on_data import residual_on_data
 
     with counting("measuring on data", quiet=quiet) as progress:
         return residual_on_data(merged, statistics_of(given), progress=progress)

@@ -1,4 +1,4 @@
-"""A search for a merge on the terminal: its memory plan, the best candidate so far, and what it found."""
+"""A search for a merge on the terminal: its memory plan, the best candidate so far, and the result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from actmat.extras.tune import TuneProgress, TuneReport
+    from actmat.extras.tune.report import TuneReport
+    from actmat.extras.tune.settings import TuneProgress
     from actmat.recipe import Recipe
     from actmat.settings import RunSettings
 
@@ -21,7 +22,9 @@ def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
 
     from actmat.cli.screen import escape, progress_bar
     from actmat.cli.streams import say
-    from actmat.extras.tune import MemoryPlan, Trial, TuneProgress
+    from actmat.extras.tune.evaluate import Trial
+    from actmat.extras.tune.memory import MemoryPlan
+    from actmat.extras.tune.settings import TuneProgress
 
     with progress_bar("{task.description}", TimeElapsedColumn(), quiet=quiet) as bar:
         task = bar.add_task("starting", total=None)
@@ -45,7 +48,7 @@ def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
 
 
 def print_search(report: TuneReport) -> None:
-    """The chosen merge, the final comparison, and where the rest is."""
+    """The chosen merge, the final comparison, and the folder of the rest."""
     from actmat.cli.screen import console, escape, plain_table
 
     console.print(f"[bold]{escape(report.out)}[/bold]: {escape(report.chosen.candidate)}")
@@ -67,7 +70,8 @@ def merge_at_tuned_scales(
     recipes: list[Recipe], data: Mapping[str, str] | str, run: RunSettings, *, quiet: bool
 ) -> list[TuneReport]:
     """Merge each recipe at the scale that unlabelled inputs choose, with the settings that `actmat tune` has."""
-    from actmat.extras.tune import TuneSettings, scale_space, tune_recipe, usual_inputs
+    from actmat.extras.tune.settings import TuneSettings
+    from actmat.extras.tune.tuning import scale_space, tune_recipe, usual_inputs
 
     reports = []
     with showing_search(quiet=quiet) as progress:

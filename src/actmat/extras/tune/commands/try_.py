@@ -14,7 +14,7 @@ from actmat.cli.signature import Fields
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
-    from actmat.extras.collect.models import Loaded
+    from actmat.api.loading import Loaded
     from actmat.recipe import Recipe
 
 __all__ = ["try_"]
@@ -26,7 +26,7 @@ def _option(flag: str, text: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class QuestionFlags:
-    """Flags of what is asked."""
+    """Flags of the question."""
 
     prompt: Annotated[list[str] | None, _option("--prompt", "Text to continue, or a question. Repeatable.")] = None
     new_tokens: Annotated[int, _option("--new-tokens", "Tokens of an answer at most.", min=1)] = 64
@@ -123,13 +123,13 @@ def try_(
 def _models(
     recipes: Sequence[Recipe], run: RunSettings, question: QuestionFlags, *, quiet: bool
 ) -> Iterator[tuple[str, Loaded]]:
-    """Name and model of each merge, and of the inputs where they are compared; one at a time is in memory."""
+    """Name and model of each merge, and of the inputs if they are compared; one at a time is in memory."""
+    from actmat.api.in_memory import run_in_memory
+    from actmat.api.loading import load_model
     from actmat.cli.screen import showing_progress
     from actmat.experts.resolve import is_adapter
-    from actmat.extras.collect.models import load_model
     from actmat.extras.tune.memory import model_device
     from actmat.extras.tune.space import MergeChoice
-    from actmat.run.in_memory import run_in_memory
 
     device, _ = model_device(run.device)
     model_class, dtype = question.model_class, question.model_dtype

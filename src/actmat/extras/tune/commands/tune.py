@@ -17,8 +17,8 @@ from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
     from actmat.extras.collect.data import DataOptions
-    from actmat.extras.tune import Space
     from actmat.extras.tune.evaluate import Score
+    from actmat.extras.tune.space import Space
     from actmat.recipe import Recipe
 
 __all__ = ["tune"]
@@ -72,7 +72,7 @@ class SearchFlags:
         Raises:
             RecipeError: it is not valid.
         """
-        from actmat.extras.tune import load_space, make_space
+        from actmat.extras.tune.space import load_space, make_space
 
         if self.space is not None:
             if self.methods or self.scales:
@@ -104,7 +104,7 @@ class SearchFlags:
         return cast("Score", self.score)
 
     def with_classes(self, sources: dict[str, DataOptions], base: str) -> dict[str, DataOptions]:
-        """The data with the classes of the images, where the base compares images with texts."""
+        """The data with the classes of the images, if the base compares images with texts."""
         from dataclasses import replace
 
         from actmat.extras.collect.data import class_names, is_contrastive
@@ -160,9 +160,10 @@ def tune(
     recipe, all trials (tune.json) and a page (tune.html). The same command goes
     on after an interruption.
     """
-    from actmat.extras.tune import TuneSettings, tune_recipe
     from actmat.extras.tune.commands.searching import print_search, showing_search
     from actmat.extras.tune.search import parse_budget
+    from actmat.extras.tune.settings import TuneSettings
+    from actmat.extras.tune.tuning import tune_recipe
 
     (wanted, *_) = given.recipes(recipe)
     if wanted.out is None:

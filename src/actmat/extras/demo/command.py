@@ -26,7 +26,7 @@ def demo(
     Takes about a minute on two cores and keeps all checkpoints, so that you can go on with 'actmat merge'.
     """
     from actmat.cli.screen import SafeConsole, console
-    from actmat.demo import run_demo
+    from actmat.extras.demo.run import run_demo
 
     shown = SafeConsole(quiet=True) if quiet or json else console
     result = run_demo(out, seed=seed, methods=method, threads=threads, overwrite=overwrite, console=shown)

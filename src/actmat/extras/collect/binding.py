@@ -7,7 +7,7 @@ since it was loaded, or another model, is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from actmat.checkpoints.base import Checkpoint, torch_dtype
-from actmat.checkpoints.hashing import ContentHash, hash_names
-from actmat.checkpoints.raw import raw_bytes
+from actmat.checkpoints.hashing import hash_names
 from actmat.errors import StatisticsError
 from actmat.experts.lora.adapter import Adapter
 from actmat.layout.in_memory import Located, Slice, locate, names_on_disk
-from actmat.statistics.header import AdapterInfo, ModelInfo
+from actmat.statistics.header import AdapterInfo, ModelInfo, adapter_content, content_hash
 
-__all__ = ["Binding", "adapter_content", "bind", "content_hash", "transformers_model"]
+__all__ = ["Binding", "bind", "locate_parameters", "transformers_model"]
 
 _WRAPPED = re.compile(r"\.(base_layer|modules_to_save\.[^.]+)(?=\.|$)")
 _ADAPTER_PARTS = (".lora_", ".original_module.", "lora_magnitude_vector", ".ranknum")
@@ -46,7 +45,7 @@ class Binding:
             yield piece.name, piece.of(value)
 
     def renamed(self) -> dict[str, str]:
-        """Stored tensor -> name in memory, where they differ."""
+        """Stored tensor -> name in memory, if they differ."""
         return {s.name: name for name, found in self.located.items() for s in found.slices if s.name != name}
 
 
@@ -62,7 +61,7 @@ def bind(model: nn.Module, checkpoint: Checkpoint | None, adapter: Adapter | Non
         located = {n: Located(tuple(p.shape), (Slice(n),)) for n, p in parameters.items()}
         location = type(model).__name__
     else:
-        located, why = _locate(model, parameters, checkpoint)
+        located, why = locate_parameters(model, parameters, checkpoint)
         if not located:
             cause = why or "is it the checkpoint of this model?"
             raise StatisticsError(f"No parameter of the model is found in {checkpoint.location}: {cause}")
@@ -77,27 +76,25 @@ def bind(model: nn.Module, checkpoint: Checkpoint | None, adapter: Adapter | Non
     return Binding(info, {n: p for n, p in parameters.items() if n in located}, located)
 
 
-def adapter_content(adapter: Adapter) -> str:
-    """Content hash of an adapter's state: its tensors and the scaling that its config gives them."""
-    scales = {f"{m.name} scaling": f"{m.scaling!r}" for m in adapter.modules.values()}
-    return hash_names([*adapter.hashes.items(), *scales.items()])
-
-
 def _clean_name(name: str) -> str:
     """A parameter's name without PEFT's wrappers around it."""
     return _WRAPPED.sub("", name.removeprefix("base_model.model."))
 
 
-def _locate(
-    model: nn.Module, parameters: Mapping[str, Tensor], checkpoint: Checkpoint
+def locate_parameters(
+    model: nn.Module, names: Collection[str], checkpoint: Checkpoint
 ) -> tuple[dict[str, Located], str]:
-    """Parameters located in the checkpoint, and the reason why others may not have been found."""
+    """Parameters located in the checkpoint, and the reason why others may not have been found.
+
+    Args:
+        names: of the parameters, without PEFT's wrappers around them.
+    """
     inner = transformers_model(model)
     if inner is None:
-        return locate(checkpoint, [[n] for n in parameters])
+        return locate(checkpoint, [[n] for n in names])
     state = {_clean_name(n): None for n in inner.state_dict()}
     converted, why = names_on_disk(checkpoint, inner, state)
-    return {n: p for n, p in converted.items() if n in parameters}, why
+    return {n: p for n, p in converted.items() if n in names}, why
 
 
 def transformers_model(model: nn.Module) -> Any:
@@ -137,13 +134,6 @@ def _same(value: Tensor, stored: Tensor) -> bool:
     """Equal in the coarser of their dtypes."""
     coarser = min((value.dtype, stored.dtype), key=lambda d: (d.itemsize, d != torch_dtype("float16")))
     return torch.equal(value.to(coarser), stored.to(coarser))
-
-
-def content_hash(tensor: Tensor) -> str:
-    """Content hash of a tensor's bytes."""
-    seen = ContentHash()
-    seen.update(raw_bytes(tensor.detach().cpu().resolve_neg().contiguous()))
-    return seen.hexdigest()
 
 
 def _x(shape: Sequence[int]) -> str:

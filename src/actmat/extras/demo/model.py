@@ -56,7 +56,7 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Images to features; what the features mean is up to a head, which is no part of the model."""
+    """Images to features; a head, which is no part of the model, gives the features a meaning."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()

@@ -13,11 +13,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from actmat.demo.data import Photographs
-from actmat.demo.heads import Head
-from actmat.demo.model import Encoder, EncoderConfig, new_encoder
-from actmat.demo.tasks import LOOKS, Examples, pose
-from actmat.demo.training import Callback, OnStep, Schedule, descend, generator_for, steps_of
+from actmat.extras.demo.heads import Head
+from actmat.extras.demo.model import Encoder, EncoderConfig, new_encoder
+from actmat.extras.demo.tasks import LOOKS, Examples, Photographs, pose
+from actmat.extras.demo.training import Callback, OnStep, Schedule, descend, generator_for, steps_of
 
 __all__ = ["finetune", "pretrain"]
 

@@ -1,12 +1,13 @@
-"""Load a model to be measured: a transformers model, or an adapter on its base. Runs no code from the hub."""
+"""Load a model to run: a transformers model, or an adapter on its base. Runs no code from the hub."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from actmat.experts.resolve import is_adapter, open_adapter
 from actmat.foreign import in_brief
 
 __all__ = ["Loaded", "extra", "load_model", "load_tensors"]
+
+POOLING = "add_pooling_layer"
+"""Argument of encoders in transformers."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ def extra(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         raise StatisticsError(
-            f"Measuring a model from its files needs {name}, which is not installed: pip install 'actmat[statistics]'"
+            f"Running a model from its files needs {name}, which is not installed: pip install 'actmat[statistics]'"
         ) from None
 
 
@@ -52,7 +56,7 @@ def load_model(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Loaded:
-    """Load a model, or an adapter on its `base` (default: the one that its config names), for measuring.
+    """Load a model, or an adapter on its `base` (default: the one that its config names).
 
     `model_class` is a class of transformers, such as `AutoModelForCausalLM`; default: the config's architecture. A
     model with parameters that the checkpoint lacks is refused.
@@ -138,7 +142,7 @@ def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> An
     if kind is None or not hasattr(kind, "from_pretrained"):
         near = did_you_mean(model_class, [n for n in dir(transformers) if "Model" in n or "For" in n])
         raise StatisticsError(f"transformers {transformers.__version__} has no model class '{model_class}'.{near}")
-    path, revision = (None, {}) if more else _local(location)
+    path, revision = (None, {}) if "state_dict" in more else _local(location)
     try:
         with _without_bars(transformers):
             model, found = kind.from_pretrained(
@@ -150,6 +154,8 @@ def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> An
             "Choose another class (--model-class), or a version of transformers that knows the model"
         ) from error
     missing = sorted(found.get("missing_keys") or ())
+    if missing and _is_optional_pooler(kind, missing) and POOLING not in more:
+        return _load(location, model_class, dtype, **more, **{POOLING: False})
     if missing:
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise StatisticsError(
@@ -158,6 +164,12 @@ def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> An
             "(--model-class)."
         )
     return model
+
+
+def _is_optional_pooler(kind: Any, missing: Sequence[str]) -> bool:
+    """True if a class can be loaded without the missing parameters: encoders are often saved without their pooler."""
+    optional = POOLING in inspect.signature(kind.__init__).parameters
+    return optional and all(".pooler." in f".{name}" for name in missing)
 
 
 @contextlib.contextmanager

@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from actmat.demo.data import Split, load_photographs, moved_views, split_photographs
-from actmat.demo.heads import Head, correct, features, fit_head, majority_correct, save_heads
-from actmat.demo.merging import choose_methods, merge_experts
-from actmat.demo.model import Encoder, EncoderConfig, load_encoder, save_encoder
-from actmat.demo.output import DemoFolder, claim_folder
-from actmat.demo.results import DemoResult, Row, accuracy_table, drop_table, next_command, score_row
-from actmat.demo.tasks import LOOKS, TASKS, Task, TaskData, pose_split
-from actmat.demo.train import finetune, pretrain
-from actmat.demo.training import Schedule, generator_for, side_by_side, steps_of
 from actmat.engine.resources import one_thread
 from actmat.errors import RecipeError
+from actmat.extras.demo.heads import Head, correct, features, fit_head, majority_correct, save_heads
+from actmat.extras.demo.merging import DemoFolder, choose_methods, claim_folder, merge_experts
+from actmat.extras.demo.model import Encoder, EncoderConfig, load_encoder, save_encoder
+from actmat.extras.demo.results import (
+    DemoResult,
+    Row,
+    accuracy_table,
+    drop_table,
+    next_command,
+    score_rows,
+    seconds_of,
+    versions_of,
+)
+from actmat.extras.demo.tasks import (
+    LOOKS,
+    TASKS,
+    Split,
+    Task,
+    TaskData,
+    load_photographs,
+    moved_views,
+    pose_split,
+    split_photographs,
+)
+from actmat.extras.demo.train import finetune, pretrain
+from actmat.extras.demo.training import Schedule, generator_for, side_by_side, steps_of
 from actmat.foreign import terminal
-from actmat.version import __version__
 
 __all__ = ["DemoSettings", "load_data", "run_demo"]
 
@@ -82,7 +95,7 @@ def run_demo(
         methods: names of merge rules; default: every rule that needs no data.
         threads: experts trained, and tensors merged, side by side; default: one per core. Changes no number.
         overwrite: replace an earlier demo in `out`.
-        console: where tables and progress go; default: nowhere.
+        console: for tables and progress; default: none.
         settings: sizes and schedules.
 
     Raises:
@@ -117,7 +130,7 @@ def run_demo(
         laps.append(time.perf_counter())
 
     result = _result(folder, seed, settings, split, rows, left_out, laps)
-    folder.results.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
+    result.save(folder.results)
     _show(result, folder, console)
     return result
 
@@ -132,8 +145,6 @@ def _result(
     laps: Sequence[float],
 ) -> DemoResult:
     """All numbers of a run; `laps`: seconds at the start and after each phase."""
-    phases = zip(("base", "experts", "merges", "evaluation"), laps, laps[1:], strict=False)
-    libraries = {name: version(name) for name in ("torch", "scikit-learn", "safetensors")}
     return DemoResult(
         out=folder.root,
         seed=seed,
@@ -142,8 +153,8 @@ def _result(
         n_photographs={"train": len(split.train), "validation": len(split.validation), "test": len(split.test)},
         rows=rows,
         left_out=left_out,
-        versions={"actmat": __version__, "python": platform.python_version(), **libraries},
-        seconds={phase: round(end - start, 2) for phase, start, end in phases},
+        versions=versions_of("torch", "scikit-learn", "safetensors"),
+        seconds=seconds_of(laps),
     )
 
 
@@ -218,12 +229,7 @@ def _evaluate(
     bars.advance(bar)
     majority = {t.name: majority_correct(data[t.name].train, data[t.name].test, t.n_classes) for t in TASKS}
     base, *merged = side_by_side(answers, [folder.base, *map(folder.merged, methods)], threads)
-    return [
-        score_row("majority", "majority", majority, experts),
-        score_row("base", "base", base, experts),
-        score_row("experts", "expert", experts, experts),
-        *(score_row(name, "merged", right, experts) for name, right in zip(methods, merged, strict=True)),
-    ]
+    return score_rows(majority, base, experts, dict(zip(methods, merged, strict=True)))
 
 
 def _bars(console: Console) -> Progress:

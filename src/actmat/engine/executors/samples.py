@@ -16,8 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from actmat.extras.collect.collect import collect
-
 __all__ = ["Samples"]
 
 WIDTH, INNER, VOCABULARY, LAYERS, RANK = 6, 10, 12, 2, 2
@@ -166,6 +164,8 @@ def _save_adapter(folder: Path, seed: int) -> Path:
 
 def _measure(checkpoint: Path, out: Path, seed: int) -> Path:
     """Store the Gram matrices of a checkpoint's layers on random samples."""
+    from actmat.statistics import collect  # of an extra
+
     model = _Model(load_file(checkpoint / "model.safetensors"))
     collect(model, [_random(seed, 32, max(WIDTH, INNER))], checkpoint=checkpoint, out=out)
     return out

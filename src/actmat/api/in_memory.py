@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from actmat import plugins
+from actmat.api.loading import Loaded, load_tensors
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.raw import empty_tensor, raw_bytes
 from actmat.engine.executors import AUTO, computes_here
@@ -87,7 +87,7 @@ class MemoryMerge:
         config = self.plan.adapter_config or {}
         return self.plan.recipe.base or str(config.get("base_model_name_or_path") or "")
 
-    def load(self, *, model_class: str | None = None, dtype: str = "float32", device: str = "cpu") -> Any:
+    def load(self, *, model_class: str | None = None, dtype: str = "float32", device: str = "cpu") -> Loaded:
         """The model, ready to run; a merged adapter is on its base.
 
         Args:
@@ -96,14 +96,10 @@ class MemoryMerge:
 
         Raises:
             StatisticsError: transformers, or PEFT, does not load it.
-            RecipeError: the part of actmat that loads models is not installed.
         """
-        load = plugins.load("actmat.models", "tensors")
-        if load is None:
-            raise RecipeError("Nothing that is installed loads a model from tensors; write the merge (--out OUT).")
         recipe, base = self.plan.recipe, self.base
         files = {"base": base, **{e.label: e.path for e in recipe.experts}}[recipe.model.files_of]
-        return load(
+        return load_tensors(
             self.tensors,
             base,
             files,

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from actmat.demo.model import Encoder
-from actmat.demo.tasks import Examples
+from actmat.extras.demo.model import Encoder
+from actmat.extras.demo.tasks import Examples
 
 __all__ = ["Head", "correct", "features", "fit_head", "load_heads", "majority_correct", "save_heads"]
 

@@ -1,12 +1,16 @@
-"""Results of the demo: typed, as JSON, and as tables of 80 columns.
+"""Results of the demo: typed, with 95 % intervals, as JSON, and as tables of 80 columns.
 
-Shapes: `T` tasks, `N` photographs of the test part.
+Shapes: `T` tasks, `N` photographs or texts of the test part.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
@@ -16,9 +20,64 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
-from actmat.demo.intervals import Interval, mean_interval, wilson_interval
+from actmat.version import __version__
 
-__all__ = ["DemoResult", "Row", "accuracy_table", "drop_table", "next_command", "score_row"]
+__all__ = [
+    "Z_95",
+    "DemoResult",
+    "Interval",
+    "Row",
+    "accuracy_table",
+    "drop_table",
+    "mean_interval",
+    "next_command",
+    "score_row",
+    "score_rows",
+    "seconds_of",
+    "versions_of",
+    "wilson_interval",
+]
+
+Z_95 = 1.959963984540054
+"""97.5 % quantile of the normal distribution."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A share between 0 and 1 and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def half(self) -> float:
+        """Half its width."""
+        return (self.high - self.low) / 2
+
+
+def wilson_interval(n_right: float, n: int) -> Interval:
+    """95 % interval of a share: `(p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)`.
+
+    Unlike the textbook's `p +- z sqrt(p(1-p)/n)` it stays within 0..1 and holds near the ends.
+    E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 1927.
+    """
+    share, z2 = n_right / n, Z_95**2
+    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z_95 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    return Interval(share, max(0.0, centre - half), min(1.0, centre + half))
+
+
+def mean_interval(correct_TN: Tensor) -> Interval:
+    """Mean over tasks, `m +- z s / sqrt(N)` with `s` the standard deviation, over items, of their mean scores.
+
+    For tasks that are tested on the same items: an item, not an answer, is what was drawn at random.
+    """
+    score_N = correct_TN.double().mean(0)
+    half = Z_95 * float(score_N.std()) / math.sqrt(len(score_N))
+    mean = float(score_N.mean())
+    return Interval(mean, max(0.0, mean - half), min(1.0, mean + half))
+
 
 RowKind = Literal["majority", "base", "expert", "merged"]
 
@@ -29,7 +88,7 @@ class Row:
 
     Args:
         name: a method, or "majority", "base", "experts".
-        kind: what the line is about; in the line of kind "expert" every task is answered by its own expert.
+        kind: subject of the line; in the line of kind "expert" every task is answered by its own expert.
         tasks: task -> accuracy (Wilson interval).
         average: mean over tasks; its interval is over photographs.
         normalised: mean over tasks of the accuracy divided by the expert's.
@@ -58,6 +117,32 @@ def score_row(name: str, kind: RowKind, right: Mapping[str, Tensor], expert: Map
     )
 
 
+def score_rows(
+    majority: Mapping[str, Tensor],
+    base: Mapping[str, Tensor],
+    experts: Mapping[str, Tensor],
+    merged: Mapping[str, Mapping[str, Tensor]],
+) -> list[Row]:
+    """All lines of the table, from right answers by task; `merged`: those of each method."""
+    return [
+        score_row("majority", "majority", majority, experts),
+        score_row("base", "base", base, experts),
+        score_row("experts", "expert", experts, experts),
+        *(score_row(method, "merged", right, experts) for method, right in merged.items()),
+    ]
+
+
+def versions_of(*libraries: str) -> dict[str, str]:
+    """Versions of actmat, Python and some libraries."""
+    return {"actmat": __version__, "python": platform.python_version(), **{n: version(n) for n in libraries}}
+
+
+def seconds_of(laps: Sequence[float]) -> dict[str, float]:
+    """Wall time per phase, from seconds at the start and after each phase."""
+    phases = zip(("base", "experts", "merges", "evaluation"), laps, laps[1:], strict=False)
+    return {phase: round(end - start, 2) for phase, start, end in phases}
+
+
 @dataclass(frozen=True, slots=True)
 class DemoResult:
     """All of one run of the demo, as in `results.json`.
@@ -67,8 +152,8 @@ class DemoResult:
         tasks: name, look, question and number of classes of each task.
         n_photographs: photographs per part of the split.
         rows: lines of the table; the methods come last, in the order in which they were run.
-        left_out: method -> why it was not run.
-        versions: of what computed the numbers.
+        left_out: method -> the reason why it was not run.
+        versions: of the software that computed the numbers.
         seconds: wall time per phase.
     """
 
@@ -89,6 +174,10 @@ class DemoResult:
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
         return asdict(self) | {"out": str(self.out)}
+
+    def save(self, path: Path) -> None:
+        """Write all of it as JSON."""
+        path.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
 
     @property
     def task_names(self) -> list[str]:
@@ -140,7 +229,7 @@ def _table(title: str, caption: str, columns: Sequence[str]) -> Table:
 
 
 def _ordered(rows: Sequence[Row]) -> list[tuple[Row, bool]]:
-    """Rows with the merged ones last, best first (ties keep their order), and whether a rule goes below each."""
+    """Rows with the merged ones last, best first (ties keep their order), and True for those with a rule below."""
     fixed = [r for r in rows if r.kind != "merged"]
     merged = sorted((r for r in rows if r.kind == "merged"), key=lambda r: -r.average.value)
     return [(r, r is fixed[-1]) for r in fixed] + [(r, False) for r in merged]

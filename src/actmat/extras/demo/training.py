@@ -54,7 +54,7 @@ class Schedule:
         learning_rate: its peak.
         weight_decay: decoupled, per unit of learning rate.
         warm_up_steps: length of the warm-up; a tenth of the steps unless given.
-        micro_batches: pieces in which a batch goes through the model, where it does not fit as a whole.
+        micro_batches: pieces in which a batch goes through the model, if it does not fit as a whole.
         constant: no warm-up and no decay.
         optimiser: AdamW, or Adafactor, whose steps are relative to the size of each tensor.
         clip: longest gradient; None: as it is.
