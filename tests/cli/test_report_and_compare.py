@@ -43,7 +43,7 @@ def test_a_report_is_shown_and_drawn(tmp_path: Path, name: str) -> None:
     assert "2 experts" in done.out
     assert (tmp_path / "mine.html").read_text(encoding="utf-8") == render_html(diagnosis(2, 2))
     refused = actmat(["diagnose", str(tmp_path / name), "--base", "org/base"])
-    assert (refused.code, "is a report" in refused.err.replace("\n", " ")) == (2, True)
+    assert (refused.code, "is a report" in " ".join(refused.err.replace("│", " ").split())) == (2, True)
 
 
 @pytest.mark.parametrize("text", ["{", '{"format": 2}', "[]"])
