@@ -103,5 +103,4 @@ ACTMAT = member(
     laws=SHARED_LAWS
     | {"single", "identical", "left_orthogonal", "right_orthogonal", "orthogonal_rows_sum", "zero_expert"},
     base=lambda options: options["form"] == "weight",
-    meets_every_expert=True,
 )

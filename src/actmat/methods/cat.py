@@ -109,7 +109,7 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
     conflict = [product(n_out, n_in, n_in), product(n_out, n_out, n_in), entries(2 * n_in * n_in)]
     others = (n_experts - 1) * dim
     removed = [svd(n_out, others), *repeated([product(n_out, n_in, others)], 2)] if others else []
-    each = [eigh_operations(n_out, double=double), *removed, entries(4 * n_out * n_in)]
+    each = [eigh_operations(n_out), *removed, entries(4 * n_out * n_in)]
     return repeated([*repeated(conflict, pairs), *repeated(each, n_experts)], math.prod(batch))
 
 

@@ -270,8 +270,8 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
     if double or rows > side:
         found = thin_svd_operations(rows, side, kept, double=double)
     else:
-        found = [gram(side, rows, double=True), eigh(rows), entries(2 * rows * side)]
-    found += repeated([product(kept, columns, rows, double=True)], n_experts)
+        found = [gram(side, rows), eigh(rows), entries(2 * rows * side)]
+    found += repeated([product(kept, columns, rows)], n_experts)
     if rule == "tsv":
         slots = min(rows, columns) // n_experts
         found += repeated(thin_svd_operations(kept, columns, slots, double=double), n_experts)

@@ -219,7 +219,7 @@ def method_operations(
             if term["power"] == "2":
                 found.append(entries(factor * math.prod(shape)))
             else:
-                found.append(Operation("product", factor * math.prod(shape) * shape[-1], double))
+                found.append(Operation("product", factor * math.prod(shape) * shape[-1]))
     return found
 
 

@@ -8,9 +8,8 @@ from tests.helpers.interference import EPS32
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.linalg.interference.lowrank import solve_lowrank, solve_lowrank_with_grams
 from actmat.linalg.interference.rule import Estimator, Filter, Rule
-from actmat.linalg.interference.solver import finish, prepare
+from actmat.linalg.interference.solver import finish, prepare, solve_lowrank, solve_lowrank_with_grams
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import Merged
 

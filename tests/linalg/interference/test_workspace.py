@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from actmat.linalg import krylov
 from actmat.linalg.interference import moments, rereading
+from actmat.linalg.interference.cost import workspace
 from actmat.linalg.interference.rule import Estimator, Filter, Rule
 from actmat.linalg.interference.solver import finish, prepare
-from actmat.linalg.interference.workspace import workspace
 
 
 class Peak(TorchDispatchMode):

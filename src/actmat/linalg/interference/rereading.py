@@ -23,10 +23,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from actmat.linalg.interference.gains import EigenPairs, Gain
 from actmat.linalg.interference.moments import Form, PrimalMoments, Reduced, gram_of_rows
 from actmat.linalg.interference.rule import Rule
-from actmat.linalg.interference.spectral_solve import apply_in_panels
+from actmat.linalg.interference.spectral_solve import EigenPairs, Gain, apply_in_panels
 from actmat.linalg.operations import gram
 from actmat.linalg.panels import add_gram, mirror, multiply
 from actmat.linalg.scaling import scaled
