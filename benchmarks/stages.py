@@ -171,7 +171,7 @@ def instrumented(stages: Stages) -> Iterator[None]:
         (rereading, "add_gram", GRAM, _gram_flops),
         (rereading, "gram_of_rows", TARGET, None),
         (rereading, "multiply", TARGET, _product_flops),
-        (rereading.Rereading, "merged", TARGET, None),
+        (rereading.GramMoments, "merged", TARGET, None),
         (rereading, "apply_in_panels", APPLY, _factor_flops),
         (spectral_solve, "certified_cholesky", PROOF, None),
         (moments, "leading", PART, _part_flops),

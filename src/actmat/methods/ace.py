@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from actmat.errors import NumericalError
+from actmat.linalg import operations as ops
 from actmat.linalg.lapack import Retries
 from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
-from actmat.linalg.operations import Operation, cholesky, cholesky_solve, entries, product, repeated
-from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
@@ -193,17 +192,17 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return one + 2 * math.prod(batch) * rows * columns
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
-    wide = [product(columns, columns, rows), product(rows, columns, columns)]
-    found = [*repeated(wide, n_experts), entries(12 * n_experts * rows * columns)]
-    found += [cholesky(columns), cholesky_solve(columns, rows)]
+    wide = [ops.product(columns, columns, rows), ops.product(rows, columns, columns)]
+    found = [*ops.repeated(wide, n_experts), ops.entries(12 * n_experts * rows * columns)]
+    found += [ops.cholesky(columns), ops.cholesky_solve(columns, rows)]
     if options["gate"] == "on":
-        own = [product(rows, rows, columns), product(rows, columns, rows)]
+        own = [ops.product(rows, rows, columns), ops.product(rows, columns, rows)]
         kept = int(min(rows, columns) * options["leading"])
-        found += [*repeated(own, n_experts), product(rows, columns, columns)]
-        found += thin_svd_operations(rows, columns, kept, double=double)
-    return repeated(found, math.prod(batch))
+        found += [*ops.repeated(own, n_experts), ops.product(rows, columns, columns)]
+        found += ops.thin_svd(rows, columns, kept, double=double)
+    return ops.repeated(found, math.prod(batch))
 
 
 ACE = MergeMethod(

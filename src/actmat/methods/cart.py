@@ -15,10 +15,9 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from actmat.linalg import operations as ops
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import Retries, retry_stats
-from actmat.linalg.operations import Operation, entries, product, repeated
-from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.svd import RANK_RTOL, Way, part_stats, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import Shape, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
@@ -80,11 +79,11 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * one
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
     kept = min(kept_directions(shape, options["rank"], options["rounding"]), *shape[-2:])
-    each = [*thin_svd_operations(rows, columns, kept, double=double), product(rows, columns, kept)]
-    return repeated([*repeated(each, n_experts), entries(4 * n_experts * rows * columns)], math.prod(batch))
+    each = [*ops.thin_svd(rows, columns, kept, double=double), ops.product(rows, columns, kept)]
+    return ops.repeated([*ops.repeated(each, n_experts), ops.entries(4 * n_experts * rows * columns)], math.prod(batch))
 
 
 CART = MergeMethod(

@@ -18,12 +18,11 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from actmat.linalg import operations as ops
 from actmat.linalg.lapack import Retries
 from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.masks.election import election_workspace
 from actmat.linalg.masks.threshold import selection_workspace
-from actmat.linalg.operations import Operation, entries, product, repeated
-from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.svd import Way, accuracy_of, svd_workspace, thin_svd
 from actmat.methods import ties
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
@@ -169,17 +168,17 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return whole
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
     rank, count = min(options["rank"], rows, columns), n_experts
-    found = thin_svd_operations(rows, count * columns, rank, double=double)
-    found += thin_svd_operations(columns, count * rows, rank, double=double)
-    sweep = repeated([product(rows, rank, columns)], 2 * count)
+    found = ops.thin_svd(rows, count * columns, rank, double=double)
+    found += ops.thin_svd(columns, count * rows, rank, double=double)
+    sweep = ops.repeated([ops.product(rows, rank, columns)], 2 * count)
     for side in (rows, columns):
-        sweep += thin_svd_operations(side, count * rank, rank, double=True)
-    found += repeated(sweep, options["sweeps"])
-    found += repeated([product(rows, rank, columns), entries(2 * rows * columns)], count)
-    return repeated([*found, product(rows, columns, rank)], math.prod(batch))
+        sweep += ops.thin_svd(side, count * rank, rank, double=True)
+    found += ops.repeated(sweep, options["sweeps"])
+    found += ops.repeated([ops.product(rows, rank, columns), ops.entries(2 * rows * columns)], count)
+    return ops.repeated([*found, ops.product(rows, columns, rank)], math.prod(batch))
 
 
 CTM = MergeMethod(

@@ -20,8 +20,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.operations import Operation, entries, polar_factor, product, repeated
-from actmat.linalg.operations import thin_svd as thin_svd_operations
+from actmat.linalg import operations as ops
 from actmat.linalg.singular import join, slots_per_expert
 from actmat.linalg.singular import polar_factor as polar
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
@@ -143,17 +142,17 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return max(decompose, factors, cores) + 3 * math.prod(batch) * rows * columns
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
     slots, _ = _sizes(shape, n_experts, options["k"], options["density"])
     joint = n_experts * slots
-    each = [*thin_svd_operations(rows, columns, slots, double=double), product(joint, joint, slots)]
-    each += [product(joint, slots, side) for side in (rows, columns)]
-    found = [*repeated([*each, entries(6 * joint * joint)], n_experts)]
+    each = [*ops.thin_svd(rows, columns, slots, double=double), ops.product(joint, joint, slots)]
+    each += [ops.product(joint, slots, side) for side in (rows, columns)]
+    found = [*ops.repeated([*each, ops.entries(6 * joint * joint)], n_experts)]
     for side in (rows, columns):
-        found += polar_factor(side, joint, double=double)
-    found += [product(rows, columns, joint), product(rows, joint, slots)]
-    return repeated(found, math.prod(batch))
+        found += ops.polar_factor(side, joint, double=double)
+    found += [ops.product(rows, columns, joint), ops.product(rows, joint, slots)]
+    return ops.repeated(found, math.prod(batch))
 
 
 DC_MERGE = MergeMethod(

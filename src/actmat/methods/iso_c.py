@@ -22,9 +22,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from actmat.linalg import operations as ops
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import retry_stats
-from actmat.linalg.operations import Operation, entries, polar_factor, repeated
 from actmat.linalg.singular import Mean, isotropic
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
 from actmat.methods._shared.per_matrix import Shape, in_cores
@@ -72,10 +72,10 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * (4 * rows * columns + svd_workspace(rows, columns))
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
-    polar = polar_factor(rows, columns, double=double or options["null"] == "fill")
-    return repeated([entries((n_experts + 2) * rows * columns), *polar], math.prod(batch))
+    polar = ops.polar_factor(rows, columns, double=double or options["null"] == "fill")
+    return ops.repeated([ops.entries((n_experts + 2) * rows * columns), *polar], math.prod(batch))
 
 
 ISO_C = MergeMethod(

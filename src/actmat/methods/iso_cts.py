@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actmat.linalg import operations as ops
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import retry_stats
-from actmat.linalg.operations import Operation, entries, polar_factor, product, repeated
-from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.singular import join, orthogonalised_sum
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, part_stats, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import Shape, in_cores
@@ -95,17 +94,17 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * max(decompose, orthogonalise)
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
     common, own = split_directions(min(rows, columns), n_experts, options["common_fraction"])
     joint = common + n_experts * own
-    rest = [product(common, columns, rows), product(rows, columns, common)] if own else []
-    rest += thin_svd_operations(rows, columns, own, double=double) if own else []
-    found = [*thin_svd_operations(rows, columns, common, double=double), *repeated(rest, n_experts)]
+    rest = [ops.product(common, columns, rows), ops.product(rows, columns, common)] if own else []
+    rest += ops.thin_svd(rows, columns, own, double=double) if own else []
+    found = [*ops.thin_svd(rows, columns, common, double=double), *ops.repeated(rest, n_experts)]
     for side in (rows, columns):
-        found += polar_factor(side, joint, double=double)
-    found += [entries(n_experts * rows * columns), product(rows, columns, joint)]
-    return repeated(found, math.prod(batch))
+        found += ops.polar_factor(side, joint, double=double)
+    found += [ops.entries(n_experts * rows * columns), ops.product(rows, columns, joint)]
+    return ops.repeated(found, math.prod(batch))
 
 
 ISO_CTS = MergeMethod(

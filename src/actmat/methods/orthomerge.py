@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from actmat.errors import NumericalError
+from actmat.linalg import operations as ops
 from actmat.linalg.lapack import Retries, economy_svd
-from actmat.linalg.operations import Operation, entries, product, repeated, svd
 from actmat.methods import tsv
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
@@ -175,20 +175,20 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return each + 2 * math.prod(batch) * rows * columns
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
-    cube = product(columns, columns, columns)
-    each = [product(columns, columns, rows), svd(columns, columns)]
-    each += [*repeated([cube], 4), product(rows, columns, columns)]
+    cube = ops.product(columns, columns, columns)
+    each = [ops.product(columns, columns, rows), ops.svd(columns, columns)]
+    each += [*ops.repeated([cube], 4), ops.product(rows, columns, columns)]
     if rows < columns:
-        each += [*repeated([cube], 2), svd(columns, columns)]
-    found = [*repeated(each, n_experts), cube, product(rows, columns, columns)]
-    found.append(entries(8 * n_experts * rows * columns))
+        each += [*ops.repeated([cube], 2), ops.svd(columns, columns)]
+    found = [*ops.repeated(each, n_experts), cube, ops.product(rows, columns, columns)]
+    found.append(ops.entries(8 * n_experts * rows * columns))
     if options["rule"] == "tsv":
         method = tsv.TSV
         assert method.cost.operations is not None
         found += method.cost.operations((rows, columns), n_experts, method.resolve_options({}), True)
-    return repeated(found, math.prod(batch))
+    return ops.repeated(found, math.prod(batch))
 
 
 ORTHOMERGE = MergeMethod(

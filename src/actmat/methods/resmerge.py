@@ -20,9 +20,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from actmat.linalg import operations as ops
 from actmat.linalg.lapack import Retries
-from actmat.linalg.operations import Operation, entries, product, repeated
-from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.singular import join
 from actmat.linalg.svd import RANK_RTOL, Way, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import OneMatrix, Shape, each_matrix, in_cores
@@ -182,13 +181,13 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return whole
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
     size = min(options["head"], rows, columns)
-    found = repeated(thin_svd_operations(rows, columns, size, double=double), n_experts)
-    found += repeated([product(rows, columns, size)], 2 * n_experts)
-    found += [product(n_experts, n_experts, rows * columns), entries(6 * n_experts * rows * columns)]
-    return repeated(found, math.prod(batch))
+    found = ops.repeated(ops.thin_svd(rows, columns, size, double=double), n_experts)
+    found += ops.repeated([ops.product(rows, columns, size)], 2 * n_experts)
+    found += [ops.product(n_experts, n_experts, rows * columns), ops.entries(6 * n_experts * rows * columns)]
+    return ops.repeated(found, math.prod(batch))
 
 
 RESMERGE = MergeMethod(

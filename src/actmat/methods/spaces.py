@@ -56,10 +56,8 @@ def merge_in_space(
         needs, options: keyword arguments of the method.
         steps: matrix steps of post-processing.
     """
-    if space == "core":
-        return merge_in_core(method, deltas, needs, options, steps)
-    assert space == "factors", "the full space has the method's own forms"
-    return merge_in_factors(method, deltas, needs, options, steps)
+    assert space != "full", "the full space has the method's own forms"
+    return (merge_in_core if space == "core" else merge_in_factors)(method, deltas, needs, options, steps)
 
 
 def merge_in_core(

@@ -16,10 +16,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from actmat.linalg import operations as ops
 from actmat.linalg.lapack import retry_stats
-from actmat.linalg.operations import Operation, product, repeated
-from actmat.linalg.operations import polar_factor as polar_factor_operations
-from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.singular import join, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, orthogonal_svd, part_stats, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import Shape, in_cores
@@ -98,14 +96,14 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * max(decompose, orthogonalise)
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
     slots = _slots(shape, n_experts, options["k"], options["min_k"])
     joint = n_experts * slots
-    found = repeated(thin_svd_operations(rows, columns, slots, double=double or not options["rank_aware"]), n_experts)
+    found = ops.repeated(ops.thin_svd(rows, columns, slots, double=double or not options["rank_aware"]), n_experts)
     for side in (rows, columns):
-        found += polar_factor_operations(side, joint, double=double)
-    return repeated([*found, product(rows, columns, joint)], math.prod(batch))
+        found += ops.polar_factor(side, joint, double=double)
+    return ops.repeated([*found, ops.product(rows, columns, joint)], math.prod(batch))
 
 
 TSV = MergeMethod(

@@ -14,8 +14,19 @@ from torch import Tensor
 
 from actmat.linalg import chunks
 from actmat.linalg.masks import random, threshold
-from actmat.linalg.masks.mask import Band, Keep, Mask, Trim, Where, l1_factors, top_trims
-from actmat.linalg.masks.random import Drop, magnitude_sampled, normalized_ranks, random_int32
+from actmat.linalg.masks.mask import (
+    Band,
+    Drop,
+    Keep,
+    Mask,
+    Trim,
+    Where,
+    l1_factors,
+    magnitude_sampled,
+    normalized_ranks,
+    random_int32,
+    top_trims,
+)
 
 
 def apply(mask: Mask, flat: Tensor) -> Tensor:

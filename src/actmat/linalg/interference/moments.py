@@ -29,7 +29,7 @@ from actmat.linalg.lapack import Retries, economy_svd, eigh
 from actmat.linalg.panels import add_gram, mirror, multiply
 from actmat.linalg.scaling import scaled
 
-__all__ = ["Form", "PrimalMoments", "Reduced", "Spectrum", "StackedMoments", "form_for", "gram_of_rows"]
+__all__ = ["Form", "PrimalMoments", "Reduced", "Spectrum", "StackedMoments", "gram_of_rows"]
 
 Form = Literal["primal", "dual", "stacked"]
 
@@ -127,11 +127,6 @@ class Reduced:
         return scaled / spectrum.values_N[last].clamp_min(0).sqrt().to(scaled.dtype)
 
 
-def form_for(factor_rows: int, n_experts: int, width: int) -> Form:
-    """The cheaper exact form: dual when the stacked factors have fewer rows than `I` columns."""
-    return "dual" if factor_rows * n_experts < width else "primal"
-
-
 def gram_of_rows(factors: Sequence[Tensor]) -> Tensor:
     """`sum_t A_t^T A_t`, `I I`, for factors `R I`."""
     width = factors[0].shape[-1]
@@ -160,10 +155,6 @@ class PrimalMoments:
         """True if `D_t K_t` (`O I^2` once `K_t` is formed) is cheaper than `(D_t A_t^T) A_t` (`2 O R I`)."""
         return 2 * factor_rows >= width
 
-    def _term(self) -> Tensor:
-        assert self._term_II is not None, "a buffer for K_t was given"
-        return self._term_II
-
     def add(self, delta_OI: Tensor, factor_RI: Tensor, weight: float) -> None:
         """Add one expert with `K_t = A_t^T A_t`; a negative weight removes it again."""
         if not self.needs_term(factor_RI.shape[-2], factor_RI.shape[-1]):
@@ -172,22 +163,23 @@ class PrimalMoments:
             products_OR = gram_of_rows([delta_OI.mT]) if same else multiply(delta_OI, factor_RI.mT)
             multiply(products_OR, factor_RI, self.left_OI, alpha=weight)
             return
-        term = self._term().zero_()
-        add_gram(term, factor_RI)
-        mirror(term)
-        self._add_term(delta_OI, weight)
+        assert self._term_II is not None, "a buffer for K_t was given"
+        add_gram(self._term_II.zero_(), factor_RI)
+        mirror(self._term_II)
+        self._add_term(delta_OI, self._term_II, weight)
 
     def add_gram(self, delta_OI: Tensor, gram_II: Tensor, weight: float, off_diagonal: float) -> None:
         """Add one expert with a given `K_t` whose off-diagonal entries are multiplied by `off_diagonal`."""
-        term = self._term().copy_(gram_II)
+        assert self._term_II is not None, "a buffer for K_t was given"
+        term = self._term_II.copy_(gram_II)
         if off_diagonal != 1.0:
             diagonal = term.diagonal().clone()
             term.mul_(off_diagonal).diagonal().copy_(diagonal)
-        self._add_term(delta_OI, weight)
+        self._add_term(delta_OI, term, weight)
 
-    def _add_term(self, delta_OI: Tensor, weight: float) -> None:
-        self.gram_II.add_(self._term(), alpha=weight)
-        multiply(delta_OI, self._term(), self.left_OI, alpha=weight)
+    def _add_term(self, delta_OI: Tensor, term_II: Tensor, weight: float) -> None:
+        self.gram_II.add_(term_II, alpha=weight)
+        multiply(delta_OI, term_II, self.left_OI, alpha=weight)
 
     def rescale(self, exponent: float, gram_exponent: float) -> None:
         """Multiply what was added by powers of two: `B` as the deltas and `S` together, `S` by the second."""

@@ -42,23 +42,16 @@ from torch import Tensor
 from actmat.errors import NumericalError, StatisticsError
 from actmat.linalg.inner import frobenius_norm64
 from actmat.linalg.interference.moments import Form, PrimalMoments, Reduced, StackedMoments
-from actmat.linalg.interference.rereading import GramMoments, Rereading, Second, second_reading
+from actmat.linalg.interference.rereading import GramMoments, Second, second_reading
 from actmat.linalg.interference.rule import ZERO_MEAN, Rule, weights_problem
 from actmat.linalg.interference.spectral_solve import Stats, apply_gain, solve
 from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.scaling import exponent_of, scaled
 
-TRIM_NEEDS_ENTRIES = (
-    "option 'trim' is not available for low-rank deltas: it selects single entries of the O x I matrix, which the "
-    "factors do not show"
-)
-"""Reason for which a rule that trims has no exact low-rank form."""
-
 Moments = PrimalMoments | StackedMoments | GramMoments
 
 __all__ = [
-    "TRIM_NEEDS_ENTRIES",
     "State",
     "batch_items",
     "checked_deltas",
@@ -85,7 +78,7 @@ class State:
     weight_sum: float = 0.0  # `sum_t v_t`
     squared_norms: list[float] = field(default_factory=list)  # `||D_t||_F^2` per expert, over the whole batch
     retries: Retries = ()
-    rereading: Rereading | None = None  # of the deltas of the only item, where its numerator was not accumulated
+    rereading: GramMoments | None = None  # of the deltas of the only item, where its numerator was not accumulated
 
 
 def prepare(
@@ -134,7 +127,8 @@ def prepare(
     del delta  # frees it before Gram matrices are formed of what was stacked
     state.items = [accumulator.reduced(form) for accumulator in moments]
     if isinstance(moments[0], GramMoments):
-        state.rereading = moments[0].rereading(deltas, -state.exponents[0])
+        state.rereading = moments[0]
+        state.rereading.deltas, state.rereading.unit = deltas, -state.exponents[0]
     return state
 
 
@@ -189,11 +183,8 @@ def solve_lowrank(
 ) -> tuple[LowRank, Stats]:
     """The dense answer, factored, with rank at most `sum_t R_t`. Cost `O((O + I) r'^2 + T r'^3)`, `r' = sum_t R_t`.
 
-    Raises:
-        ValueError: the rule trims: the largest entries depend on the basis, so there is no exact short form.
+    The rule does not trim: the largest entries depend on the basis, so there is no exact short form.
     """
-    if rule.estimator.trim is not None:
-        raise ValueError(f"{TRIM_NEEDS_ENTRIES}. Merge the dense deltas, or leave 'trim' out.")
     exact = [d.to(torch.float64) for d in deltas]
     bases = common_bases(exact)
     factors = None

@@ -47,6 +47,10 @@ _ADAM_NEEDS_ENTRIES = (
     "optimiser='adam' is not available for low-rank deltas: Adam scales each entry of the O x I matrix by itself, "
     "which the factors do not show"
 )
+_TRIM_NEEDS_ENTRIES = (
+    "option 'trim' is not available for low-rank deltas: it selects single entries of the O x I matrix, which the "
+    "factors do not show"
+)
 _FILL_IS_DENSE = (
     "form='weight' is not available for low-rank deltas: it removes the base weights from directions that no data "
     "reached, which is not a low-rank change"
@@ -110,22 +114,16 @@ class _Family:
     def merge_lowrank(self, deltas: Sequence[LowRank], **given: Any) -> MergedLowRank:
         """The same answer in factored form, of rank at most `sum_t R_t`."""
         rule, weights = self.rule(given), given.get("weights")
-        if isinstance(rule, Adam):
-            raise ValueError(f"{_ADAM_NEEDS_ENTRIES}. Merge the dense deltas, or take optimiser='closed'.")
-        if rule.null == "minus_base":
-            raise ValueError(f"{_FILL_IS_DENSE}. Merge the dense deltas, or take form='delta'.")
+        if problem := _why_dense(rule, weights):
+            raise ValueError(f"{problem}. Merge the dense deltas, or take other options.")
+        assert isinstance(rule, Rule), "Adam has no low-rank form"
         if self.has_grams:
             return MergedLowRank(*solver.solve_lowrank_with_grams(deltas, _grams(given), rule, weights=weights))
         return MergedLowRank(*solver.solve_lowrank(deltas, rule, weights=weights))
 
     def lowrank_problem(self, options: Mapping[str, Any], n_experts: int, weights: Weights) -> str | None:
         """See `LowRankForm.why_not`."""
-        rule = self.rule_of(**options)
-        if isinstance(rule, Adam):
-            return _ADAM_NEEDS_ENTRIES
-        if rule.null == "minus_base":
-            return _FILL_IS_DENSE
-        return rule.weights_problem(weights) if rule.estimator.trim is None else solver.TRIM_NEEDS_ENTRIES
+        return _why_dense(self.rule_of(**options), weights)
 
     def key(self, given: Mapping[str, Any]) -> Hashable:
         """See `Stages`. Equal keys mean equal states, between members of the family too."""
@@ -179,6 +177,14 @@ class _Family:
         if rule.null == "minus_base":
             given_base("form='weight'", base)
         return Merged(*solver.finish(state, rule, base=base, consume=consume))
+
+
+def _why_dense(rule: Rule | Adam, weights: Weights) -> str | None:
+    if isinstance(rule, Adam):
+        return _ADAM_NEEDS_ENTRIES
+    if rule.null == "minus_base":
+        return _FILL_IS_DENSE
+    return rule.weights_problem(weights) if rule.estimator.trim is None else _TRIM_NEEDS_ENTRIES
 
 
 def _published(form: Callable[..., Any], rule_of: RuleOf, needs: Sequence[str]) -> Callable[..., Any]:
