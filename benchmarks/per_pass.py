@@ -27,7 +27,7 @@ import actmat
 from actmat.engine import tensor as engine_tensor
 from actmat.engine.reader import TensorReader
 from actmat.engine.session import Session
-from actmat.linalg.masks import random
+from actmat.linalg.masks import mask
 from benchmarks.common import WORK, fresh, markdown, torch_threads, write_result
 from benchmarks.make_llama import INITIAL_RMS, noise
 from benchmarks.stages import Stages
@@ -45,7 +45,7 @@ def instrumented(stages: Stages) -> Iterator[None]:
         (TensorReader, "read_chunk", "read"),
         (engine_tensor, "apply_method", "method"),
         (engine_tensor, "write_region", "write"),
-        (random, "_draws", "draw"),
+        (mask, "_draws", "draw"),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, stage in places:

@@ -35,7 +35,7 @@ from actmat.engine import tensor as engine_tensor
 from actmat.engine.reader import TensorReader
 from actmat.engine.session import Session
 from actmat.linalg import operations
-from actmat.linalg.interference import gains, moments, rereading, solver, spectral_solve
+from actmat.linalg.interference import moments, rereading, solver, spectral_solve
 from benchmarks.common import WORK, fresh, markdown, torch_threads, write_result
 from benchmarks.make_llama import INITIAL_RMS, noise
 from benchmarks.matrix import make_deltas
@@ -176,8 +176,8 @@ def instrumented(stages: Stages) -> Iterator[None]:
         (spectral_solve, "certified_cholesky", PROOF, None),
         (moments, "leading", PART, _part_flops),
         (moments, "eigh", WHOLE, _whole_flops),
-        (gains.EigenPairs, "applier", APPLY, _gain_flops),
-        (gains.Inverse, "applier", APPLY, _gain_flops),
+        (spectral_solve.EigenPairs, "applier", APPLY, _gain_flops),
+        (spectral_solve.Inverse, "applier", APPLY, _gain_flops),
         (solver, "apply_gain", APPLY, _right_flops),
         (engine_tensor, "write_region", WRITE, None),
     ]

@@ -13,7 +13,8 @@ from tests.helpers.spectra import seeded
 from torch import Tensor
 
 from actmat.linalg import chunks
-from actmat.linalg.masks import random, threshold
+from actmat.linalg.masks import mask as masks
+from actmat.linalg.masks import threshold
 from actmat.linalg.masks.mask import (
     Band,
     Drop,
@@ -39,7 +40,7 @@ def apply(mask: Mask, flat: Tensor) -> Tensor:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK_ENTRIES", 6)
-    monkeypatch.setattr(random, "CHUNK_ENTRIES", 6)
+    monkeypatch.setattr(masks, "CHUNK_ENTRIES", 6)
     monkeypatch.setattr(threshold, "CHUNK_ENTRIES", 6)
 
 

@@ -125,7 +125,9 @@ class GramMoments:
         assert form == "primal", "the other forms have accumulators of their own"
         if self._second == "deltas":
             mirror(self._gram_II)
-        return Reduced(None, self._gram_II, None, form, len(self._gram_II), self._gram_II.dtype)
+        gram_II = self._gram_II
+        del self._gram_II  # freed with the problem
+        return Reduced(None, gram_II, None, form, len(gram_II), gram_II.dtype)
 
     def merged(self, gain: Gain, out_OI: Tensor, *, spent: bool) -> Way:
         """Write `sum_t w_t D_t K_t G` to `out_OI`; returns the way that was taken.
