@@ -144,7 +144,7 @@ def _whole_flops(found: Any, sym_NN: Tensor) -> float:
     return operations.eigh(sym_NN.shape[0]).flops
 
 
-def _gain_flops(found: Any, gain: gains.Gain, rows: int) -> float:
+def _gain_flops(found: Any, gain: spectral_solve.Gain, rows: int) -> float:
     return 2.0 * gain.products(rows)
 
 

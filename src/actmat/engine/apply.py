@@ -17,7 +17,7 @@ from actmat.engine.task import Task
 from actmat.errors import NumericalError
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import Merged
-from actmat.methods.spaces import merge_in_space
+from actmat.methods.spaces import MERGE_IN
 from actmat.planning.regions import Region, matrix_label
 
 __all__ = [
@@ -73,7 +73,7 @@ def merge_factors(task: Task, region: Region, k: int, deltas: Sequence[LowRank],
     method, call, label = task.method, task.call, matrix_label(region, k)
     needs = needs_of(task, region, k, label, around)
     if call.space != "full":
-        merged = merge_in_space(call.space, method, deltas, needs, call.options, call.matrix_steps)
+        merged = MERGE_IN[call.space](method, deltas, needs, call.options, call.matrix_steps)
         task.note(label, merged.stats)
         return limit_factors(task, merged.value, deltas, region.layout, label)
     assert method.lowrank is not None, "the plan chose the factored form"

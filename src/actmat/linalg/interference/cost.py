@@ -197,10 +197,7 @@ def _solved(rows: int, size: int, rule: Rule) -> list[Operation]:
         if rows > size:
             return [*solved, product(rows, size, size)]
         return [cholesky(size), cholesky_solve(size, rows)]
-    kept = gain.vectors_NK.shape[1]
-    if size * size * kept + rows * size * size < 2 * rows * size * kept:
-        return [*solved, product(size, size, kept), product(rows, size, size)]
-    return [*solved, *repeated([product(rows, kept, size)], 2)]
+    return [*solved, Operation("product", 2 * gain.products(rows))]
 
 
 def _found(size: int, rule: Rule) -> tuple[list[Operation], Inverse | EigenPairs]:

@@ -186,9 +186,8 @@ class PrimalMoments:
         scaled(self.left_OI, exponent + gram_exponent, out=self.left_OI)
         scaled(self.gram_II, gram_exponent, out=self.gram_II)
 
-    def reduced(self, form: Form = "primal") -> Reduced:
+    def reduced(self) -> Reduced:
         """The finished sums; the accumulator must not be used afterwards."""
-        assert form == "primal", "the other forms have accumulators of their own"
         self._term_II = None
         mirror(self.gram_II)
         return Reduced(self.left_OI, self.gram_II, None, "primal", len(self.gram_II), self.gram_II.dtype)
@@ -197,7 +196,8 @@ class PrimalMoments:
 class StackedMoments:
     """`A` and `M` for `rows = O`, filled expert by expert; `like` has the width `I`, dtype and device."""
 
-    def __init__(self, rows: int, n_experts: int, factor_rows: int, like: Tensor) -> None:
+    def __init__(self, form: Form, rows: int, n_experts: int, factor_rows: int, like: Tensor) -> None:
+        self._form = form
         self._rows = factor_rows
         self._filled = 0
         self.a_NI = like.new_empty(n_experts * factor_rows, like.shape[-1])
@@ -216,11 +216,11 @@ class StackedMoments:
         scaled(self.m_ON[:, filled], exponent + gram_exponent / 2, out=self.m_ON[:, filled])
         scaled(self.a_NI[filled], gram_exponent / 2, out=self.a_NI[filled])
 
-    def reduced(self, form: Form) -> Reduced:
+    def reduced(self) -> Reduced:
         """The problem in the `A A^T` form, or un-squared from the SVD of `A`."""
         assert self._filled == self.a_NI.shape[0], "every expert has been added"
         dtype = self.a_NI.dtype
-        if form == "dual":
+        if self._form == "dual":
             return Reduced(self.m_ON, gram_of_rows([self.a_NI.mT]), self.a_NI, "dual", len(self.a_NI), dtype)
         svd = economy_svd(self.a_NI)
         order = torch.arange(svd.s_R.numel() - 1, -1, -1, device=svd.s_R.device)

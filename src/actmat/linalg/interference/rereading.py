@@ -22,7 +22,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from actmat.linalg.interference.moments import Form, PrimalMoments, Reduced, gram_of_rows
+from actmat.linalg.interference.moments import PrimalMoments, Reduced, gram_of_rows
 from actmat.linalg.interference.rule import Rule
 from actmat.linalg.interference.spectral_solve import EigenPairs, Gain, apply_in_panels
 from actmat.linalg.operations import gram
@@ -120,14 +120,13 @@ class GramMoments:
         if self._second == "grams":
             self._weights = [w * 2.0**gram_exponent for w in self._weights]
 
-    def reduced(self, form: Form = "primal") -> Reduced:
+    def reduced(self) -> Reduced:
         """The problem without its numerator; the accumulator must not be used afterwards."""
-        assert form == "primal", "the other forms have accumulators of their own"
         if self._second == "deltas":
             mirror(self._gram_II)
         gram_II = self._gram_II
         del self._gram_II  # freed with the problem
-        return Reduced(None, gram_II, None, form, len(gram_II), gram_II.dtype)
+        return Reduced(None, gram_II, None, "primal", len(gram_II), gram_II.dtype)
 
     def merged(self, gain: Gain, out_OI: Tensor, *, spent: bool) -> Way:
         """Write `sum_t w_t D_t K_t G` to `out_OI`; returns the way that was taken.

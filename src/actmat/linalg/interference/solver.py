@@ -125,7 +125,7 @@ def prepare(
         state.squared_norms.append(sum(squared_norms))
     assert state is not None
     del delta  # frees it before Gram matrices are formed of what was stacked
-    state.items = [accumulator.reduced(form) for accumulator in moments]
+    state.items = [accumulator.reduced() for accumulator in moments]
     if isinstance(moments[0], GramMoments):
         state.rereading = moments[0]
         state.rereading.deltas, state.rereading.unit = deltas, -state.exponents[0]
@@ -154,7 +154,8 @@ def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: boo
         if out_BOI is None:
             out_BOI = state.like.new_empty(len(state.items), *state.shape[-2:])
         fill_OI = None if fill is None else (batch_items(fill[0])[item], fill[1])
-        if consume and not _takes_gram_again(rule, reduced):
+        again = rule.null == "minus_base" or (rule.needs_sum and reduced.right_NI is None)
+        if consume and not again:  # a fill takes it for its eigenvectors, or as `right`
             reduced.gram_NN = None
         if state.rereading is not None and gain is not None:
             record["second_reading"] = state.rereading.merged(gain, out_BOI[item], spent=consume)
@@ -221,11 +222,6 @@ def _padded(factor_RQ: Tensor, rows: int) -> Tensor:
     return torch.nn.functional.pad(factor_RQ, (0, 0, 0, max(0, rows - factor_RQ.shape[-2])))
 
 
-def _takes_gram_again(rule: Rule, reduced: Reduced) -> bool:
-    """True if a fill takes the Gram matrix of a problem whose gain is known: for its eigenvectors, or as `right`."""
-    return rule.null == "minus_base" or (rule.needs_sum and reduced.right_NI is None)
-
-
 def _start(
     delta: Tensor, rule: Rule, form: Form, stack: tuple[int, int], has_grams: bool, second: Second | None
 ) -> tuple[State, Sequence[Moments]]:
@@ -242,7 +238,7 @@ def _start(
         term_II = delta.new_empty(columns, columns) if needs_term else None
         moments = [PrimalMoments(left_BOI[item], term_II) for item in range(count)]
     else:
-        moments = [StackedMoments(rows, *stack, delta) for _ in range(count)]
+        moments = [StackedMoments(form, rows, *stack, delta) for _ in range(count)]
     sum_BOI = delta.new_zeros(count, rows, columns) if rule.needs_sum else None
     like = delta.new_empty(0)
     state = State([], delta.shape, like, left_BOI, sum_BOI, columns, [0] * count, [0.0] * count)
