@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from actmat.bounds import read_object
+from actmat.checkpoints.remote import (
+    MARK_NAME,
+    check_upload_url,
+    clear_upload,
+    present_sizes,
+    staging_folder,
+    staging_for,
+)
 from actmat.checkpoints.resolve import find_source
 from actmat.checkpoints.writing.staging import MANIFEST_NAME, Staging
 from actmat.diagnostics.model import REPORT_NAME
 from actmat.errors import CheckpointError, MergeError, OutputError
-from actmat.extras.remote.retry import retried
-from actmat.extras.remote.schemes import open_store
-from actmat.extras.remote.source import open_remote
-from actmat.extras.remote.upload import MARK_NAME, UploadStaging, check_upload_url, clear_upload, staging_folder
 from actmat.planning import MergePlan
 from actmat.planning.model import InputSummary
 from actmat.recipe import Recipe
@@ -49,7 +53,7 @@ def present_output(out: Path | str) -> Iterator[Path]:
         return
     if problems := check_upload_url(out):  # no request: another check tells them
         raise CheckpointError(problems[0])
-    source = find_source(out) if out.startswith("hf://") else open_remote(out)
+    source = find_source(out)
     names = [n for n in (MANIFEST_NAME, REPORT_NAME) if n in source.names]
     clears = MARK_NAME in source.names and read_object(source.fetch(MARK_NAME)).get("clearing")
     if clears or MANIFEST_NAME not in names:  # while an output is replaced, its manifest is the old one
@@ -85,17 +89,10 @@ def check_finished(plan: MergePlan, out: Path | str, folder: Path, settings: Run
     if isinstance(out, Path):
         Staging(out, plan.fingerprint()).sweep()
         return
-    staged = staging_folder(out, settings.staging)
-    if out.startswith("hf://"):
-        from actmat.extras.remote.hub_upload import HubStaging
-
-        if staged.parent.is_dir():
-            HubStaging(out, staged, plan.fingerprint()).sweep()
-        return
-    store = open_store(out)
-    retried(lambda: clear_upload(store), out)
-    if staged.parent.is_dir():
-        UploadStaging(out, staged, plan.fingerprint(), () if plan.is_extracted else plan.shards).sweep()
+    clear_upload(out)
+    if staging_folder(out, settings.staging).parent.is_dir():
+        shards = () if plan.is_extracted else plan.shards
+        staging_for(out, settings.staging, plan.fingerprint(), shards).sweep()
 
 
 def check_same_merge(plan: MergePlan, out: Path, settings: RunSettings) -> None:
@@ -111,24 +108,13 @@ def check_same_merge(plan: MergePlan, out: Path, settings: RunSettings) -> None:
 
 def _other_sizes(manifest: Mapping[str, Any], url: str) -> Iterator[str]:
     """Files of an output at a URL that are missing, or of another size than the merge wrote."""
-    there = _sizes(url)
+    there = present_sizes(url)
     side = {n: row["size"] for n, row in manifest["output"]["side_files"].items()}
     for name, size in {**manifest["output"]["files"], **side}.items():
         if name not in there:
             yield f"file '{name}' is missing"
         elif there[name] != size:
             yield f"file '{name}' has {there[name]} bytes, the merge wrote {size}"
-
-
-def _sizes(url: str) -> dict[str, int]:
-    """Sizes of the files of an output at a URL."""
-    if url.startswith("hf://"):
-        from actmat.extras.remote.hub_upload import hub_name, look_up
-
-        return {name: file.size for name, file in look_up(hub_name(url)).files.items()}
-    store = open_store(url)
-    there = {**retried(lambda: store.list() or {}, url), **retried(store.below, url)}
-    return {name: file.size for name, file in there.items()}
 
 
 def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settings: RunSettings) -> Iterator[str]:

@@ -10,14 +10,13 @@ from typing import TypeVar
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.sidecars import SideFolder, check_sidecars
+from actmat.engine.content import check_adapters, check_probes
 from actmat.engine.inputs import Inputs
-from actmat.engine.statistics import check_adapters, check_probes
 from actmat.errors import CheckpointError, MergeError, RecipeError
 from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
-from actmat.experts.policy import VocabularyPolicy
+from actmat.experts.policy import VocabularyPolicy, align_vocabularies
 from actmat.experts.resolve import has_factors, is_adapter, open_base, open_expert
-from actmat.experts.vocabulary import align_vocabularies
 from actmat.planning import MergePlan, build_plan
 from actmat.planning.choose import Chooser
 from actmat.planning.placement import HOST, DeviceRoom

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from actmat.checkpoints.layer_names import stack_parts
+from actmat.checkpoints.remote import check_upload_url, staging_for
 from actmat.checkpoints.writing.shards import Shard
 from actmat.checkpoints.writing.shared import SharedStage
 from actmat.checkpoints.writing.sidecars import SideFolder, copy_sidecars
@@ -25,7 +26,6 @@ from actmat.engine.inputs import Inputs
 from actmat.engine.observer import NoWriter, SinkSource
 from actmat.engine.task import Record
 from actmat.errors import MergeError, OutputError, format_size
-from actmat.extras.remote.upload import UploadStaging, check_upload_url, staging_folder
 from actmat.planning import MergePlan
 from actmat.planning.adapter.extraction import settled_plan
 from actmat.planning.model import Item
@@ -257,13 +257,8 @@ def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, inputs: In
             lasting=plan.fingerprint(times=False),
             same_inputs=functools.partial(has_same_inputs, plan, inputs=inputs),
         )
-    folder = staging_folder(out, settings.staging)
-    if out.startswith("hf://"):
-        from actmat.extras.remote.hub_upload import HubStaging
-
-        return HubStaging(out, folder, plan.fingerprint(), overwrite=settings.overwrite)
     shards = () if plan.is_extracted else plan.shards  # see `settle`
-    return UploadStaging(out, folder, plan.fingerprint(), shards, overwrite=settings.overwrite)
+    return staging_for(out, settings.staging, plan.fingerprint(), shards, overwrite=settings.overwrite)
 
 
 def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseException) -> None:
@@ -343,8 +338,8 @@ def check_outputs(
     for stage in (SharedStage(out) for out in outs if isinstance(out, Path) and not parts):
         if stage.is_open:
             problems.append(
-                f"parts of a merge into {stage.out} are in {stage.folder}: complete them (actmat finish {stage.out}), "
-                "run the others (--part), or remove that folder"
+                f"parts of a merge into {stage.out} are in {stage.folder}: complete them (actmat merge --finish "
+                f"{stage.out}), run the others (--part), or remove that folder"
             )
     if problems:
         raise OutputError("The output cannot be written there.", problems)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from actmat.errors import RecipeError
-from actmat.experts.resolve import is_adapter
+from actmat.experts.resolve import needs_base
 from actmat.methods import METHODS, get_method
 from actmat.recipe import Recipe
 from actmat.recipe.schema import Postprocess
@@ -32,7 +32,7 @@ def with_reference(recipe: Recipe) -> Recipe:
     """
     if recipe.base or recipe.to is not None or not recipe.experts or base_problems(recipe):
         return recipe
-    if any(is_adapter(e.path) for e in recipe.experts):
+    if any(needs_base(e.path) for e in recipe.experts):
         return recipe
     first = recipe.experts[0]
     note = (

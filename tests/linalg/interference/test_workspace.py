@@ -172,9 +172,9 @@ def test_nothing_of_a_delta_is_alive_when_the_sums_are_finished(monkeypatch):
     for kind in (moments.PrimalMoments, moments.StackedMoments):
         reduced = kind.reduced
 
-        def watched(self, form, reduced=reduced):
+        def watched(self, reduced=reduced):
             seen.append([storage() for storage in read.alive])
-            return reduced(self, form)
+            return reduced(self)
 
         monkeypatch.setattr(kind, "reduced", watched)
     prepare(read, Rule())

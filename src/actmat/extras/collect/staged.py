@@ -21,14 +21,14 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.hashing import hash_names
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import StatisticsError
-from actmat.experts.resolve import is_adapter
+from actmat.experts.resolve import needs_base
 from actmat.extras.collect.batches import Batch
+from actmat.extras.collect.binding import Binding, bind
 from actmat.extras.collect.collect import measured
+from actmat.extras.collect.measures import Run
 from actmat.extras.collect.settings import Settings
-from actmat.statistics.binding import Binding, bind, content_hash
 from actmat.statistics.combine import join_statistics
-from actmat.statistics.header import ModelInfo
-from actmat.statistics.kinds.base import Run
+from actmat.statistics.header import ModelInfo, content_hash
 from actmat.statistics.store import open_statistics
 
 __all__ = ["staged_statistics"]
@@ -48,7 +48,7 @@ def staged_statistics(
     off_diagonal: float = 0.95,
     compute_dtype: str = "float32",
 ) -> dict[str, Path]:
-    """Measure the experts block by block, each block on what comes through the merged blocks before it.
+    """Measure the experts block by block, each block on the output of the merged blocks before it.
 
     The model starts as the average of the experts. For each block in turn, every expert's own block is put in, its
     task's batches are run and the Gram matrices of the block are stored; then the block is merged by `regmean` and
@@ -99,7 +99,7 @@ def staged_statistics(
 
 @dataclass(frozen=True)
 class _Job:
-    """The model between two stages, and what it is made of."""
+    """The model between two stages, with its base, experts and bindings."""
 
     model: nn.Module
     base: Checkpoint
@@ -188,7 +188,7 @@ def _check(experts: Mapping[str, Location], batches: Mapping[str, Batches]) -> N
     problems = [
         f"expert '{label}' is an adapter, of which no block can be put into the model; write it as a full model first"
         for label, location in experts.items()
-        if is_adapter(str(location))
+        if needs_base(str(location))
     ]
     problems += [f"expert '{label}' has no batches" for label in experts if label not in batches]
     problems += [f"there are batches for '{label}', which is no expert" for label in batches if label not in experts]
