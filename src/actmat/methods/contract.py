@@ -13,7 +13,8 @@ A merge function has the form
   (twice where `Access.reads_again` says so).
 * Needs are the keyword-only parameters named in `NEEDS`; every other keyword-only parameter is an option. Names,
   defaults, types and bounds of options are read from the signature (`Annotated[float, Bounds(0, 1)]`), and their
-  documentation from the annotation (`Annotated[float, "what it does"]`) or from `Args:` in the docstring.
+  documentation from the annotation (`Annotated[float, "its meaning"]`) or from `Args:` in the docstring. A second
+  positional parameter serves the method's own low-rank form (`_shared.per_matrix.in_cores`).
 * It reads no files, logs nothing, picks no device, draws no global randomness, mutates no input and never
   falls back to another method.
 """
