@@ -130,6 +130,7 @@ def esm_factors(measures: Measures, *, power: Annotated[float, Bounds(low=0)] = 
     Args:
         power: 2 in the authors' code.
 
+    >>> from actmat.methods.post.contract import Layer
     >>> found = {(f"{n}.q", ""): (Layer("*.q", n + 1, 2), (norm,)) for n, norm in enumerate([1.0, 3.0])}
     >>> esm_factors(found)
     {('0.q', ''): 0.25, ('1.q', ''): 2.25}
