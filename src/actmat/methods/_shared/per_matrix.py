@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.lapack import Retries, retry_stats
-from actmat.linalg.lowrank import LowRank, common_bases
+from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.svd import Way, part_stats
 from actmat.methods.facets import LowRankForm, Merged, MergedLowRank
 
@@ -67,7 +67,7 @@ def in_cores(
     merge: Callable[..., Merged],
     refused: tuple[str, Any, str] | None = None,
     *,
-    site_of: Callable[..., Any] | None = None,
+    site_of: Callable[[Sequence[LowRank]], tuple[CommonBases, Any]] | None = None,
 ) -> LowRankForm:
     """The exact low-rank form of a method that commutes with rotations of rows and columns: a merge of small cores.
 
