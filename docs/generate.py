@@ -49,14 +49,15 @@ from actmat.layout.families import FAMILIES, PLAIN
 from actmat.methods import METHODS, Bounds, MergeMethod, Option, get_method
 from actmat.methods.post import STEPS, get_step
 from actmat.recipe import ExpertRef, Postprocess, PostRef, Recipe, RoleRule, Rule
+from actmat.recipe.output import KINDS as OUTPUTS
+from actmat.recipe.output import TokenRow, Vocabulary
 from actmat.recipe.values import Entry
-from actmat.recipe.vocabulary import TokenRow, Vocabulary
 
 __all__ = ["filled", "pages"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = re.compile(r"(<!-- generated: (?P<kind>[\w-]+) ?(?P<name>[\w-]*) -->\n).*?(<!-- end generated -->)", re.DOTALL)
-SCHEMAS = (Recipe, ExpertRef, Entry, Rule, RoleRule, PostRef, Postprocess, Vocabulary, TokenRow)
+SCHEMAS = (Recipe, ExpertRef, Entry, Rule, RoleRule, PostRef, Postprocess, *OUTPUTS.values(), Vocabulary, TokenRow)
 MODELS: dict[str, type[BaseModel]] = {m.__name__: m for m in SCHEMAS}
 SIDE, EXPERTS = 4096, 4
 """The layer and the number of experts for which pages give the memory of a rule."""
@@ -277,8 +278,8 @@ def recipe(name: str) -> str:
 def _type(entry: dict[str, Any]) -> str:
     if "$ref" in entry:
         return str(entry["$ref"]).rpartition("/")[2]
-    if "anyOf" in entry:
-        return " | ".join(_type(e) for e in entry["anyOf"])
+    if choices := entry.get("anyOf") or entry.get("oneOf"):
+        return " | ".join(_type(e) for e in choices)
     if "enum" in entry:
         return " | ".join(f'"{v}"' for v in entry["enum"])
     if "const" in entry:

@@ -17,7 +17,7 @@ actmat.experts    `experts.base.Family`
 actmat.formats    `checkpoints.source.Format`
 actmat.methods    `methods.MergeMethod`
 actmat.readers    `experts.changes.base.Reader`: a family in PEFT's folders
-actmat.recipes    a reader of another tool's configurations, see `recipe.load`
+actmat.recipes    `recipe.load.Importer`: a reader of another tool's configurations
 actmat.statistics a function that `actmat.statistics.<name>` gives
 actmat.stores     `checkpoints.remote.Storage`, named by the scheme of its URLs
 actmat.views      `checkpoints.resolve.View`: a checkpoint made of others

@@ -21,6 +21,7 @@ from actmat.cli.plan import plan
 from actmat.errors import RecipeError
 from actmat.flag import Flag
 from actmat.recipe import ExpertRef, Recipe
+from actmat.recipe.output import KINDS
 from actmat.settings import RunSettings
 
 EXPERTS = ["math", "code"]
@@ -48,7 +49,7 @@ def recipes(**values: Any) -> list[Recipe]:
 
 
 def test_commands_take_every_flag_of_the_schema_but_those_they_name() -> None:
-    fields = flagged(Recipe) | flagged(ExpertRef)
+    fields = flagged(Recipe).union(*map(flagged, (ExpertRef, *KINDS.values()))) - {"output"} | {"to"}
     assert fields >= {"base", "experts", "weight", "statistics", "method", "options", "scale", "out"}
     settings = {f.name for f in dataclasses.fields(RunSettings)}
     own = {"inputs", "plan", "strict", "json", "quiet", "part", "finish", "check", "average", "as_given", "tune_scale"}

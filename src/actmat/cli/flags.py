@@ -233,7 +233,7 @@ def _check_complete(given: Mapping[str, Any]) -> None:
 def _check_base(recipes: Sequence[Recipe]) -> None:
     """Refuse recipes without a base that need one: of full checkpoints, by a method that merges deltas."""
     from actmat.experts.resolve import needs_base
-    from actmat.reference import base_problems
+    from actmat.run.open import base_problems
 
     if all(needs_base(e.path) for e in recipes[0].experts):
         return
@@ -348,15 +348,18 @@ def _group(annotation: Any) -> _Group | None:
 def _of_model(model: type[BaseModel]) -> Iterator[inspect.Parameter]:
     """Flags of a recipe's fields. None stands for a flag that is not given: then a recipe file decides."""
     from actmat.recipe import ExpertRef
+    from actmat.recipe.output import KINDS
 
     for name, field in model.model_fields.items():
         for flag in (m for m in field.metadata if isinstance(m, Flag)):
             text = flag.help.removesuffix(".") or _sentence(field.description or "")
             if shown := _spelled(flag, field.default):
                 text += f"; default: {shown}"
-            yield _parameter(name, field.annotation, flag, text, None)
+            yield _parameter("to" if name == "output" else name, field.annotation, flag, text, None)
         if name == "experts":
             yield from _of_model(ExpertRef)
+        if name == "output":
+            yield from {p.name: p for kind in KINDS.values() for p in _of_model(kind)}.values()
 
 
 def _of_dataclass(kind: Any) -> Iterator[inspect.Parameter]:

@@ -93,10 +93,10 @@ def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> 
 
 def _print_serving(out: str, *, json: bool, quiet: bool) -> None:
     """Print the commands that load an output."""
+    from actmat.api.serving import serving_commands
     from actmat.cli.screen import print_result
     from actmat.cli.streams import say
     from actmat.foreign import terminal
-    from actmat.serving import serving_commands
 
     found = serving_commands(out)
     if json:

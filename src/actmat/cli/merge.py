@@ -174,7 +174,7 @@ def _merge_part(recipes: Sequence[Recipe], text: str, run: RunSettings, *, json:
         raise typer.BadParameter("--part goes with one method and one value of each option")
     from actmat.cli.screen import console, escape, print_result, showing_progress
     from actmat.engine.shares import Part
-    from actmat.parts import run_part
+    from actmat.run.parts import run_part
 
     part = Part.parse(text)
     arguments = sys.argv[1:]  # those of another part: without --part
@@ -205,7 +205,7 @@ def _finish(
         raise typer.BadParameter("--finish takes the recipe of the parts: give no other inputs")
     from actmat.cli.screen import print_result
     from actmat.cli.summary import finished_data, print_finished
-    from actmat.finishing import finish_parts
+    from actmat.run.parts import finish_parts
 
     report = finish_parts(
         out, check=check, overwrite=run.overwrite, durable=run.durable, sha256=run.sha256, threads=run.threads

@@ -24,10 +24,10 @@ from actmat.system import usable_cores
 if TYPE_CHECKING:
     from actmat.api.extracting import ExtractReport
     from actmat.engine.shares import PartPlan
-    from actmat.finishing import FinishReport
     from actmat.planning import MergePlan
     from actmat.report.totals import Norms, Totals
     from actmat.run import MergeReport
+    from actmat.run.parts import FinishReport
 
 __all__ = [
     "compact_plan",

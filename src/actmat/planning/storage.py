@@ -82,9 +82,9 @@ def files_left_out(recipe: Recipe, base: Checkpoint | None, experts: Sequence[Ex
     if base is None:
         return {}
     found = dict(base.side_files().left_out)
-    if recipe.files_of in recipe.labels:
-        expert = experts[recipe.labels.index(recipe.files_of)]
-        found |= {f"{path} ({recipe.files_of})": why for path, why in expert.side_files().left_out.items()}
+    if recipe.model.files_of in recipe.labels:
+        expert = experts[recipe.labels.index(recipe.model.files_of)]
+        found |= {f"{path} ({recipe.model.files_of})": why for path, why in expert.side_files().left_out.items()}
     return found
 
 
@@ -123,7 +123,7 @@ def encoding_problems(recipe: Recipe, base: Checkpoint, names: Mapping[str, Sequ
     Args:
         names: tensors of the base -> those tied to each.
     """
-    if recipe.quantise is None:
+    if recipe.model.quantise is None:
         return []
     asked = "--quantise same writes the base's layout of codes"
     coded = {n: c for n in names if (c := coding_of(base, n)) is not None}
@@ -159,7 +159,7 @@ def quantisation_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Exper
         for who, schemes in (("the base", of_base), *((f"expert '{n}'", s) for n, s in of_experts))
         if schemes
     ]
-    if of_base and recipe.quantise is not None:
+    if of_base and recipe.model.quantise is not None:
         notes.append(
             "merged tensors are written in the base's layouts of codes; the relative error of each is its "
             "'quantisation_error' in the manifest"

@@ -185,7 +185,7 @@ class _TensorPlanner:
 
     def out_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """Specs of the output for a tensor of the base: its codes and scales where it is written as they are."""
-        if self.recipe.quantise is None or coding_of(self.base, spec.name) is None:
+        if self.recipe.model.quantise is None or coding_of(self.base, spec.name) is None:
             return (self.out_spec(spec),)
         return tuple(dataclasses.replace(s, file="", offset=0) for s in self.base.stored_specs(spec.name))
 
@@ -211,7 +211,7 @@ class _TensorPlanner:
         if call is not None and self._is_factored(call, sources):
             form, reason = "factored", f"{reason}, in factored form"
         reason += scheme_words(spec.name, self.base, sources, self.experts, self.recipe.labels)
-        coding = coding_of(self.base, spec.name) if self.recipe.quantise is not None else None
+        coding = coding_of(self.base, spec.name) if self.recipe.model.quantise is not None else None
         outputs = tuple(o for n in names for o in self.out_specs(self.base.specs[n]))
         item = Item(
             name=names[0],

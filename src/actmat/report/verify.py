@@ -17,7 +17,7 @@ from actmat.experts.base import Expert
 from actmat.experts.policy import align_vocabularies
 from actmat.experts.resolve import convert, needs_base, open_stored, shares_names
 from actmat.foreign import html_table
-from actmat.recipe.vocabulary import Vocabulary
+from actmat.recipe.output import Vocabulary, gathered
 from actmat.report.files import OutputFiles, open_output
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
 from actmat.report.words import plural
@@ -199,7 +199,7 @@ def _opened_input(label: str, location: str, manifest: Mapping[str, Any], out: P
     """The tensors of an input as the merge read them: in the base's layout, rows in the order of its vocabulary."""
     if needs_base(location):
         return open_stored(location)
-    if (chosen := manifest["recipe"].get("vocabulary")) is not None:
+    if (chosen := gathered(manifest["recipe"]).get("output", {}).get("vocabulary")) is not None:
         return _aligned_input(label, Vocabulary.model_validate(chosen), manifest, out)
     if label == "base" or manifest["base"] is None:
         return open_stored(location)

@@ -39,11 +39,12 @@ from actmat.experts.resolve import needs_base
 from actmat.extras.collect.agreement import agreement as compare
 from actmat.extras.collect.batches import Batch
 from actmat.extras.collect.data import DataOptions, DataSource, data_of, make_batches, prepare_data
-from actmat.inputs import opened_inputs, plans_of
 from actmat.linalg.outputs import output_energy
 from actmat.planning.model import Item, MergePlan
 from actmat.planning.regions import Region, cut
 from actmat.recipe import ExpertRef, add_statistics
+from actmat.run.open import open_inputs
+from actmat.run.prepare import plans_of
 
 __all__ = ["agreement", "residual_on_data"]
 
@@ -172,8 +173,8 @@ def residual_on_data(
     given = statistics if isinstance(statistics, Mapping) else [str(s) for s in statistics]
     experts = add_statistics([e.model_dump() for e in recipe.experts], given)
     recipe = recipe.model_copy(update={"experts": tuple(ExpertRef.model_validate(e) for e in experts)})
-    with opened_inputs([recipe]) as inputs, open_checkpoint(place) as merged:
-        (plan,) = plans_of([recipe], inputs)
+    with open_inputs([recipe]) as opened, open_checkpoint(place) as merged:
+        inputs, (plan,) = opened.inputs, plans_of(opened)
         check_adapters(inputs)
         return _residuals(plan, inputs, merged, progress=progress)
 

@@ -44,7 +44,7 @@ from actmat.extras.tune.settings import TuneProgress, TuneSettings, usual_tune_p
 from actmat.extras.tune.space import Candidate, MergeChoice, Space, make_space
 from actmat.planning.model import MergePlan
 from actmat.recipe import Recipe
-from actmat.recipe.vocabulary import Vocabulary
+from actmat.recipe.output import Vocabulary
 from actmat.run import run_recipes
 from actmat.settings import RunSettings
 
@@ -232,7 +232,7 @@ def _checked_out(recipe: Recipe) -> Path:
         raise RecipeError("A search needs plain numbers: give 'scale' and weights without gradients and entries.")
     if "://" in recipe.out:
         raise OutputError(f"{recipe.out} is a URL: tune writes to a local folder; copy that when it is complete.")
-    if recipe.vocabulary is not None and recipe.vocabulary != Vocabulary(source="base"):
+    if recipe.model.vocabulary not in (None, Vocabulary(source="base")):
         raise RecipeError(
             "tune compares predictions over one vocabulary, and the recipe's 'vocabulary' gives the merged model "
             "another than the base's. Fix: tune with 'vocabulary: base', then merge with the choice"
@@ -297,7 +297,7 @@ class _Search:
 
     def report(self, data: Mapping[str, Source], began: float) -> TuneReport:
         """Ask the experts, merge, search, compare, write the chosen merge."""
-        recipe = self.given.model_copy(update={"base": self.loader.base, "to": "model", "out": None})
+        recipe = self.given.model_copy(update={"base": self.loader.base, "output": self.given.model, "out": None})
         memory = self._planned(recipe, data)
         collected = self.work / "statistics"
         recipe, asked = ask_experts(

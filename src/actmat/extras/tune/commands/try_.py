@@ -125,12 +125,12 @@ def _models(
     recipes: Sequence[Recipe], run: RunSettings, question: QuestionFlags, *, quiet: bool
 ) -> Iterator[tuple[str, Loaded]]:
     """Name and model of each merge, and of the inputs if they are compared; one at a time is in memory."""
+    from actmat.api.in_memory import run_in_memory
     from actmat.api.loading import load_model
     from actmat.cli.screen import showing_progress
     from actmat.experts.resolve import needs_base
     from actmat.extras.tune.memory import model_device
     from actmat.extras.tune.space import MergeChoice
-    from actmat.in_memory import run_in_memory
 
     device, _ = model_device(run.device)
     model_class, dtype = question.model_class, question.model_dtype

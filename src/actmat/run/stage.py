@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
-import os
 import shutil
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
-from actmat.checkpoints.layer_names import stack_parts
-from actmat.checkpoints.remote import check_upload_url, staging_for
+from actmat.checkpoints.remote import staging_for
 from actmat.checkpoints.writing.shards import Shard
-from actmat.checkpoints.writing.shared import SharedStage
 from actmat.checkpoints.writing.sidecars import SideFolder, copy_sidecars
 from actmat.checkpoints.writing.spool import SpoolWriter
-from actmat.checkpoints.writing.staging import Staging, check_output_path, disk_errors
+from actmat.checkpoints.writing.staging import CheckedJournal, Staging, disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.build import build_diagnosis, is_observation
 from actmat.diagnostics.model import Diagnosis
@@ -29,22 +26,24 @@ from actmat.errors import MergeError, OutputError, format_size
 from actmat.planning import MergePlan
 from actmat.planning.adapter.extraction import settled_plan
 from actmat.planning.model import Item
-from actmat.recipe import Recipe
 from actmat.report import build_manifest, model_card, write_manifest
 from actmat.report.write import write_report
+from actmat.run.resume import Resumed
 from actmat.settings import RunSettings
 from actmat.system import stored_bytes
-from actmat.touched import has_same_inputs
 
-__all__ = ["JournalRecords", "StagedOutput", "check_outputs", "check_room", "intact_items", "staged_outputs"]
+__all__ = ["JournalRecords", "StagedOutput", "check_room", "intact_items", "stage"]
 
 
 Entries = Mapping[str, Mapping[str, Any]]
 """Journal entries by the name of their item."""
 
 
-Holds = Callable[[str, str], bool]
-"""True for a tensor and a content hash if those bytes are there."""
+class Holder(Protocol):
+    """A writer that knows what lies on the disk."""
+
+    def holds(self, name: str, digest: str) -> bool:
+        """True for a tensor and a content hash if those bytes are there."""
 
 
 class JournalRecords(Mapping[str, Record]):
@@ -66,7 +65,7 @@ class JournalRecords(Mapping[str, Record]):
         return len(self._journal)
 
 
-class Stage(Protocol):
+class Folder(Protocol):
     """Folder in which an output is built."""
 
     path: Path
@@ -95,18 +94,27 @@ class StagedOutput:
         records: of everything that is done, by item.
         stage: its partial folder; None where nothing is written.
         done: items that an earlier run finished, or that need no work.
+        resumed: number of items that an earlier run finished.
+        part: the plan with the items of this part only, where the output is merged in parts.
     """
 
     plan: MergePlan
     writer: SinkSource
     records: Mapping[str, Record] = field(default_factory=dict)
-    stage: Stage | None = None
+    stage: Folder | None = None
     done: frozenset[str] = frozenset()
+    resumed: int = 0
+    part: MergePlan | None = None
 
     @classmethod
-    def unwritten(cls, plan: MergePlan, skip: Iterable[str]) -> StagedOutput:
-        """An output that is only measured; the items `skip` need no work."""
-        return cls(plan, NoWriter(), done=frozenset(skip))
+    def measured(cls, plan: MergePlan) -> StagedOutput:
+        """An output that is only measured; of copies there is nothing to measure."""
+        return cls(plan, NoWriter(), done=frozenset(i.name for i in plan.items if i.call is None))
+
+    @property
+    def shown(self) -> MergePlan:
+        """The plan with the items that are at work, for progress."""
+        return self.part or self.plan
 
     @property
     def out(self) -> Path | str:
@@ -119,7 +127,7 @@ class StagedOutput:
         return None if self.stage is None else self.stage.path
 
     @property
-    def _staging(self) -> Stage:
+    def _staging(self) -> Folder:
         assert self.stage is not None, "an output that is only measured has no folder"
         return self.stage
 
@@ -142,29 +150,29 @@ class StagedOutput:
         Raises:
             OutputError: the disk.
         """
-        stage = self._staging
+        folder = self._staging
         if isinstance(self.writer, SpoolWriter):
             self.plan = settled_plan(self.plan, self._written)
             (shard,) = self.plan.shards
             self.writer.join(shard)
-            stage.settle([shard])
+            folder.settle([shard])
         else:
             assert isinstance(self.writer, ShardWriter)
             self.writer.finish(self.plan.specs)
-        folders = self._sidecar_folders(inputs)
-        with disk_errors(stage.path):
+        sidecars = self._sidecar_folders(inputs)
+        with disk_errors(folder.path):
             copied: Sequence[str] = ()
             if self.plan.adapter_config is not None:
                 config = json.dumps(self.plan.adapter_config, indent=2) + "\n"
-                (stage.path / "adapter_config.json").write_text(config, encoding="utf-8")
+                (folder.path / "adapter_config.json").write_text(config, encoding="utf-8")
             elif self.plan.output == "model":
-                floats = inputs.base is not None and self.plan.recipe.quantise is None
+                floats = inputs.base is not None and self.plan.recipe.model.quantise is None
                 written = inputs.base.written_configs if inputs.base is not None and floats else {}
                 own = inputs.base.written_sidecars if inputs.base is not None else {}
-                copied = copy_sidecars(*folders, stage.path, self.plan.recipe.dtype, written)
+                copied = copy_sidecars(*sidecars, folder.path, self.plan.recipe.dtype, written)
                 for name, text in own.items():
-                    (stage.path / name).write_text(text, encoding="utf-8")
-            (stage.path / "README.md").write_text(model_card(self.plan), encoding="utf-8")
+                    (folder.path / name).write_text(text, encoding="utf-8")
+            (folder.path / "README.md").write_text(model_card(self.plan), encoding="utf-8")
             manifest = build_manifest(
                 self.plan,
                 self.records,
@@ -173,7 +181,7 @@ class StagedOutput:
                 seconds=seconds,
                 files=copied,
             )
-            write_manifest(stage.path, manifest, sha256=stage.sha256 if sha256 else None)
+            write_manifest(folder.path, manifest, sha256=folder.sha256 if sha256 else None)
 
     def _written(self, item: Item) -> Mapping[str, Any] | None:
         """Stats of an item of an extraction; None where no expert changes it."""
@@ -182,17 +190,17 @@ class StagedOutput:
 
     def write_report(self, seconds: float) -> Diagnosis:
         """The diagnosis of a measured merge, written into the output; before `finish`, whose manifest has its hash."""
-        stage = self._staging
+        folder = self._staging
         diagnosis = build_diagnosis(self.plan, self.records, out=str(self.out), seconds=seconds)
-        with disk_errors(stage.path):
-            write_report(diagnosis, stage.path)
+        with disk_errors(folder.path):
+            write_report(diagnosis, folder.path)
         return diagnosis
 
     def _sidecar_folders(self, inputs: Inputs) -> tuple[SideFolder | None, SideFolder | None]:
         """Side files of the base, and of the input that the recipe names."""
         if inputs.base is None:
             return None, None
-        wanted = self.plan.recipe.files_of
+        wanted = self.plan.recipe.model.files_of
         chosen = inputs.base if wanted == "base" else inputs.experts[inputs.labels.index(wanted)]
         base = inputs.base.fetch_sidecars()
         other = base if wanted == "base" else chosen.fetch_sidecars()
@@ -203,9 +211,7 @@ class StagedOutput:
 
 
 @contextlib.contextmanager
-def staged_outputs(
-    outs: Sequence[Path | str], plans: Sequence[MergePlan], settings: RunSettings, inputs: Inputs
-) -> Iterator[list[StagedOutput]]:
+def stage(resumed: Resumed) -> Iterator[list[StagedOutput]]:
     """Outputs under construction, each locked, with what an earlier run finished; committed at the end.
 
     Whatever stops the run, finished items are kept for the same command, and a note of the error says how many; not
@@ -214,27 +220,28 @@ def staged_outputs(
     Raises:
         OutputError: another process writes the same output, the place cannot be written, or its disk is too small.
     """
+    settings = resumed.run.place.settings
+    plans = [plan for _, plan in resumed.run.unfinished]
     with contextlib.ExitStack() as stack:
-        stages = [_staging(o, p, settings, inputs) for o, p in zip(outs, plans, strict=True)]
+        stages = [_staging(out, plan, settings, resumed.checked.get(out)) for out, plan in resumed.run.unfinished]
         journals = []
         try:
-            for stage in stages:
-                stack.callback(stage.close)
-                journals.append(stage.open())
-            check_room([(stage.out, stage.path) for stage in stages], plans)
+            for staging in stages:
+                stack.callback(staging.close)
+                journals.append(staging.open())
+            check_room([(staging.out, staging.path) for staging in stages], plans)
             outputs = []
-            for stage, plan, journal in zip(stages, plans, journals, strict=True):
-                writer = _writer(stage.path, plan, settings)
+            for staging, plan, journal in zip(stages, plans, journals, strict=True):
+                writer = _writer(staging.path, plan, settings)
                 stack.callback(writer.close)
-                holds = _holds(writer, stage.uploaded)
-                intact = frozenset(intact_items(plan, journal, holds, observed=settings.diagnose))
+                intact = frozenset(intact_items(plan, journal, writer, staging.uploaded, observed=settings.diagnose))
                 for name in journal.keys() - intact:
                     journal.drop(name)
-                stage.resume(journal.values())
-                outputs.append(StagedOutput(plan, writer, JournalRecords(journal), stage, intact))
+                staging.resume(journal.values())
+                outputs.append(StagedOutput(plan, writer, JournalRecords(journal), staging, intact, len(intact)))
             yield outputs
-            for stage in stages:
-                stage.commit()
+            for staging in stages:
+                staging.commit()
         except BaseException as error:  # Ctrl-C and bugs too: whatever stops a run, what is finished is kept
             _leave(stages, plans, error)
             raise
@@ -247,16 +254,11 @@ def _writer(folder: Path, plan: MergePlan, settings: RunSettings) -> ShardWriter
     return ShardWriter(folder, plan.shards, durable=settings.durable)
 
 
-def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, inputs: Inputs) -> Staging:
+def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, checked: CheckedJournal | None) -> Staging:
     """Staging of an output in a folder, in a bucket, or on the hub."""
     if isinstance(out, Path):
-        return Staging(
-            out,
-            plan.fingerprint(),
-            overwrite=settings.overwrite,
-            lasting=plan.fingerprint(times=False),
-            same_inputs=functools.partial(has_same_inputs, plan, inputs=inputs),
-        )
+        lasting = plan.fingerprint(times=False)
+        return Staging(out, plan.fingerprint(), overwrite=settings.overwrite, lasting=lasting, checked=checked)
     shards = () if plan.is_extracted else plan.shards  # see `settle`
     return staging_for(out, settings.staging, plan.fingerprint(), shards, overwrite=settings.overwrite)
 
@@ -274,8 +276,23 @@ def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseExc
         error.add_note(f"{kept} of {total} tensors are kept; the same command goes on where it stopped.")
 
 
-def intact_items(plan: MergePlan, journal: Entries, holds: Holds, *, observed: bool) -> Iterator[str]:
-    """Items that an earlier run finished and whose bytes are as they were; measured ones if wanted."""
+def intact_items(
+    plan: MergePlan,
+    journal: Entries,
+    writer: Holder | None,
+    uploaded: Mapping[str, str] = MappingProxyType({}),
+    *,
+    observed: bool,
+) -> Iterator[str]:
+    """Items that an earlier run finished and whose bytes are as they were; measured ones if wanted.
+
+    Args:
+        plan: of the output.
+        journal: entries by item.
+        writer: compares the bytes on the disk; None: they are not looked at.
+        uploaded: content hash of tensors that were sent, which are not on the disk any more.
+        observed: only those that were measured, where the plan measures them.
+    """
     for name, entry in journal.items():
         record, item = Record.from_json(entry), plan.by_name.get(name)
         if record is None or item is None or not _is_record_of(record, item):
@@ -283,13 +300,11 @@ def intact_items(plan: MergePlan, journal: Entries, holds: Holds, *, observed: b
         measured = record.observed is not None and is_observation(record.observed)
         if observed and not measured and item.call is not None and item.is_observed:
             continue
-        if all(holds(n, digest) for n, digest in record.hashes.items()):
+        if all(
+            uploaded[tensor] == digest if tensor in uploaded else writer is None or writer.holds(tensor, digest)
+            for tensor, digest in record.hashes.items()
+        ):
             yield name
-
-
-def _holds(writer: ShardWriter | SpoolWriter, uploaded: Mapping[str, str]) -> Holds:
-    """True for a tensor and a content hash if its bytes are on the disk, or in a shard that was sent."""
-    return lambda name, digest: uploaded[name] == digest if name in uploaded else writer.holds(name, digest)
 
 
 def _is_record_of(record: Record, item: Item) -> bool:
@@ -298,51 +313,6 @@ def _is_record_of(record: Record, item: Item) -> bool:
     if item.extraction is not None and item.extraction.kind == "factored" and not record.hashes:
         return record.stats.get("norm") == 0.0 and len(record.expert_hashes) >= read
     return record.hashes.keys() == {s.name for s in item.outputs} and len(record.expert_hashes) >= read
-
-
-def check_outputs(
-    recipes: Sequence[Recipe],
-    outs: Sequence[Path | str],
-    *,
-    overwrite: bool,
-    finished: Container[Path | str] = (),
-    parts: bool = False,
-) -> None:
-    """Refuse folders that outputs may not be written to.
-
-    Args:
-        recipes: what is merged.
-        outs: their outputs.
-        overwrite: whether an earlier output may be replaced.
-        finished: outputs that may be there.
-        parts: whether a part of a merge is run, so that other parts may be there.
-
-    Raises:
-        OutputError: in use, an input, or wanted twice; all problems in one.
-    """
-    named = [("base", recipes[0].base)] if recipes[0].base else []
-    named += [(f"expert '{e.label}'", e.path) for e in recipes[0].experts]
-    named += [(f"{n}: {part.location}", part.location) for n, path in named for part in stack_parts(path)]
-    inputs = [(n, Path(path)) for n, path in named]
-    existing = {n: p for n, p in inputs if os.path.exists(p)}
-    problems = [p for out in outs if isinstance(out, str) for p in check_upload_url(out)]
-    problems += [
-        p
-        for out in outs
-        if isinstance(out, Path)
-        for p in check_output_path(out, overwrite=overwrite or out in finished, inputs=existing)
-    ]
-    places = [o.resolve() if isinstance(o, Path) else o.rstrip("/") for o in outs]
-    twice = sorted({str(o) for o, place in zip(outs, places, strict=True) if places.count(place) > 1})
-    problems += [f"several merges are to be written to {o}" for o in twice]
-    for stage in (SharedStage(out) for out in outs if isinstance(out, Path) and not parts):
-        if stage.is_open:
-            problems.append(
-                f"parts of a merge into {stage.out} are in {stage.folder}: complete them (actmat merge --finish "
-                f"{stage.out}), run the others (--part), or remove that folder"
-            )
-    if problems:
-        raise OutputError("The output cannot be written there.", problems)
 
 
 def check_room(places: Sequence[tuple[Path, Path]], plans: Sequence[MergePlan]) -> None:
@@ -358,7 +328,7 @@ def check_room(places: Sequence[tuple[Path, Path]], plans: Sequence[MergePlan]) 
     for (out, folder), plan in zip(places, plans, strict=True):
         needs = plan.write_bytes
         if plan.is_extracted:  # its tensors are joined while they lie there; ranks that an energy gives are not known
-            needs = 0 if plan.recipe.energy is not None else 2 * needs
+            needs = 0 if plan.recipe.extracted.energy is not None else 2 * needs
         by_disk.setdefault(folder.stat().st_dev, []).append((out, folder, needs))
     for rows in by_disk.values():
         there = sum(stored_bytes(f.stat()) for _, folder, _ in rows for f in folder.rglob("*") if f.is_file())
