@@ -92,7 +92,7 @@ def merge_in_factors(
 
 
 MERGE_IN: Mapping[Space, Callable[..., MergedLowRank]] = {"core": merge_in_core, "factors": merge_in_factors}
-"""How to merge deltas of one matrix in a space other than the full one, which has the method's own forms."""
+"""Merges of the deltas of one matrix in spaces other than the full one, which has the method's own forms."""
 
 
 def space_problems(space: Space, method: MergeMethod, options: Mapping[str, Any]) -> list[str]:
