@@ -11,8 +11,8 @@ from safetensors.torch import save
 
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.cli.inspect import inspect
-from actmat.experts.lora.file_modules import METADATA_KEY
 from actmat.experts.resolve import open_adapter, open_expert
+from actmat.extras.diffusion.lora_files import METADATA_KEY
 from fuzz.doors.folder import in_folder, printed, shows_table
 from fuzz.draw import json_text, mutated_bytes, text
 from fuzz.harness import Files, door
@@ -86,7 +86,7 @@ def _read(folder: Path) -> str:
                 adapter.factors(module, torch.float32)
             _form(folder)
     with printed() as out:
-        inspect(str(folder), json=not shows_table(folder), every=True)
+        inspect([str(folder)], json=not shows_table(folder), every=True)
     return out.getvalue()
 
 

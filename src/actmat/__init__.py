@@ -4,31 +4,31 @@
     actmat.merge(base="base", experts=["math", "code"], method="actmat", out="merged")
 
 Names are imported when they are first used, so that `import actmat` stays fast (torch is loaded by the first merge).
+Plug-ins add names by the entry points `actmat.api`, as the extras of this distribution do.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from actmat.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from actmat.api import MergeReport as MergeReport
-    from actmat.api import average as average
-    from actmat.api import diagnose as diagnose
-    from actmat.api import merge as merge
-    from actmat.api import plan as plan
+    from actmat.api.diagnosing import diagnose as diagnose
     from actmat.api.extracting import ExtractReport as ExtractReport
     from actmat.api.extracting import extract as extract
-    from actmat.api.in_memory import MemoryMerge as MemoryMerge
-    from actmat.api.in_memory import merge_in_memory as merge_in_memory
-    from actmat.api.parts import FinishReport as FinishReport
-    from actmat.api.parts import PartReport as PartReport
-    from actmat.api.parts import finish as finish
-    from actmat.api.parts import merge_part as merge_part
+    from actmat.api.matrices import merge_matrices as merge_matrices
+    from actmat.api.merging import FinishReport as FinishReport
+    from actmat.api.merging import MemoryMerge as MemoryMerge
+    from actmat.api.merging import MergeReport as MergeReport
+    from actmat.api.merging import PartReport as PartReport
+    from actmat.api.merging import average as average
+    from actmat.api.merging import finish as finish
+    from actmat.api.merging import merge as merge
+    from actmat.api.merging import merge_in_memory as merge_in_memory
+    from actmat.api.merging import merge_part as merge_part
+    from actmat.api.merging import plan as plan
     from actmat.api.pushing import PushReport as PushReport
     from actmat.api.pushing import push as push
     from actmat.checkpoints.resolve import open_checkpoint as open_checkpoint
@@ -46,18 +46,25 @@ if TYPE_CHECKING:
     from actmat.extras.training.exporting import export as export
     from actmat.extras.tune.tuning import tune as tune
     from actmat.extras.tune.tuning import tune_scale as tune_scale
-    from actmat.matrices import merge_matrices as merge_matrices
     from actmat.report.verify import verify as verify
 
 _NAMES = {
-    "actmat.api": ("MergeReport", "average", "diagnose", "merge", "plan"),
-    "actmat.extras.collect.on_data": ("agreement", "residual_on_data"),
-    "actmat.extras.training.exporting": ("export",),
-    "actmat.api.in_memory": ("MemoryMerge", "merge_in_memory"),
+    "actmat.api.merging": (
+        "merge",
+        "plan",
+        "MergeReport",
+        "merge_in_memory",
+        "MemoryMerge",
+        "average",
+        "merge_part",
+        "PartReport",
+        "finish",
+        "FinishReport",
+    ),
+    "actmat.api.diagnosing": ("diagnose",),
     "actmat.api.extracting": ("ExtractReport", "extract"),
-    "actmat.api.parts": ("FinishReport", "PartReport", "finish", "merge_part"),
+    "actmat.api.matrices": ("merge_matrices",),
     "actmat.api.pushing": ("PushReport", "push"),
-    "actmat.extras.collect.staged": ("staged_statistics",),
     "actmat.checkpoints.resolve": ("open_checkpoint",),
     "actmat.diagnostics.model": ("Diagnosis",),
     "actmat.errors": (
@@ -69,34 +76,23 @@ _NAMES = {
         "RecipeError",
         "StatisticsError",
     ),
-    "actmat.matrices": ("merge_matrices",),
     "actmat.report.verify": ("verify",),
-    "actmat.extras.tune.tuning": ("tune", "tune_scale"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    if name != "__all__" and name.startswith("_"):  # asked for by `import` and by tools: no plug-in has such a name
         raise AttributeError(f"module 'actmat' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    plugins = importlib.import_module("actmat.plugins")
+    if name == "__all__":
+        return ["__version__", *_HOME, *plugins.entries("actmat.api")]
+    if (found := plugins.load("actmat.api", name)) is not None:
+        return found
+    raise AttributeError(f"module 'actmat' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
-
-
-class _Package(ModuleType):
-    """The module type of this package: `actmat.plan` is the function, also once the subpackage `plan` is imported.
-
-    Importing a subpackage sets it as an attribute of its parent, which would hide the function of that name.
-    `from actmat.planning import ...` does not go through the attribute.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOME and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+    return sorted(__getattr__("__all__"))

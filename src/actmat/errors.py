@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from actmat.foreign import terminal
@@ -19,6 +20,7 @@ __all__ = [
     "MergeError",
     "NumericalError",
     "OutputError",
+    "Problems",
     "RecipeError",
     "StatisticsError",
     "did_you_mean",
@@ -168,3 +170,27 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{near[0]}'?" if near else ""
+
+
+@dataclass
+class Problems:
+    """Errors found so far; raised together, because one problem per run is a day lost on a large checkpoint."""
+
+    found: list[MergeError] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note an error, and go on."""
+        try:
+            yield
+        except MergeError as error:
+            self.found.append(error)
+
+    def check(self) -> None:
+        """Raise all errors as one, of the first one's kind."""
+        if len(self.found) == 1:
+            raise self.found[0]
+        if self.found:
+            problems = list(dict.fromkeys(p for e in self.found for p in e.problems))
+            headline = f"The merge cannot be done: {len(problems)} problem{'s' * (len(problems) > 1)}."
+            raise type(self.found[0])(headline, problems)

@@ -11,15 +11,18 @@ Groups and the objects that they name:
 actmat.api        a function or class that `actmat.<name>` gives
 actmat.codecs     `checkpoints.codecs.base.Codec`
 actmat.commands   a command: a function, or a `typer.Typer`
+actmat.conversions  `experts.base.Conversion`: a checkpoint read in the layout of its base
 actmat.executors  `engine.executors.base.ExecutorFactory`
 actmat.experts    `experts.base.Family`
 actmat.formats    `checkpoints.source.Format`
 actmat.methods    `methods.MergeMethod`
 actmat.readers    `experts.changes.base.Reader`: a family in PEFT's folders
-actmat.recipes    a reader of another tool's configurations, see `recipe.load`
+actmat.recipes    `recipe.load.Importer`: a reader of another tool's configurations
 actmat.statistics a function that `actmat.statistics.<name>` gives
-actmat.stores     a kind of remote storage, see `checkpoints.resolve`
-actmat.reports    a writer of pages about a merge, see `report.write`
+actmat.stores     `checkpoints.remote.Storage`, named by the scheme of its URLs
+actmat.views      `checkpoints.resolve.View`: a checkpoint made of others
+actmat.flags      the function that a flag of a core command calls, such as `--history`, see `cli.flags.behind`
+actmat.reports    `html`: a function of a diagnosis and a path that writes a page, see `report.write`
 """
 
 from __future__ import annotations
@@ -33,9 +36,13 @@ from actmat.errors import MergeError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["entries", "load", "load_all"]
+__all__ = ["entries", "hint", "load", "load_all", "needed"]
 
 EXTRAS = "actmat.extras"
+
+
+_removed: dict[str, dict[str, str]] = {}
+"""Group -> name -> package of an extra that is declared and was removed; filled by `entries`."""
 
 
 @functools.cache
@@ -47,6 +54,8 @@ def entries(group: str) -> Mapping[str, EntryPoint]:
     from importlib.metadata import entry_points  # takes as long as a tenth of a short command
     from importlib.util import find_spec
 
+    has_extras = find_spec(EXTRAS) is not None
+
     def rank(entry: EntryPoint) -> tuple[bool, str]:
         return not entry.module.startswith(f"{EXTRAS}."), entry.name
 
@@ -54,7 +63,8 @@ def entries(group: str) -> Mapping[str, EntryPoint]:
     for entry in sorted(entry_points(group=group), key=rank):
         if entry.module.startswith(f"{EXTRAS}."):
             folder = ".".join(entry.module.split(".")[:3])
-            if find_spec(EXTRAS) is None or find_spec(folder) is None:
+            if not has_extras or find_spec(folder) is None:
+                _removed.setdefault(group, {})[entry.name] = folder
                 continue
         found.setdefault(entry.name, entry)
     return found
@@ -81,6 +91,33 @@ def load(group: str, name: str) -> Any:
         ) from error
 
 
+def needed(group: str, name: str) -> Any:
+    """The plug-in of that name.
+
+    Raises:
+        MergeError: there is none.
+    """
+    found = load(group, name)
+    if found is None:
+        raise MergeError(f"Expected the plug-in '{name}' of the group {group}, found none.{hint(group, name)}")
+    return found
+
+
 def load_all(group: str) -> dict[str, Any]:
     """All plug-ins of a group by name, in the order of `entries`."""
     return {name: load(group, name) for name in entries(group)}
+
+
+def hint(group: str, name: str | None = None) -> str:
+    """Sentences for an error that a plug-in, of this name or any, might have avoided; empty if no extra was removed.
+
+    Begins with a space.
+    """
+    entries(group)
+    removed = sorted({folder for n, folder in _removed.get(group, {}).items() if name in (None, n)})
+    if not removed:
+        return ""
+    return (
+        f" Likely cause: a part of actmat was removed from this installation ({', '.join(removed)}). Fix: pip install "
+        "--force-reinstall --no-deps actmat."
+    )

@@ -131,11 +131,13 @@ def test_a_full_tensor_can_be_kept(tmp_path: Path) -> None:
 
 def test_what_an_adapter_cannot_honour_is_refused_at_once(groups: Path, tmp_path: Path) -> None:
     group = groups / "gpt2"
-    fields = {"pool": ["*.c_*.weight"], "allow_nonfinite": True, "files_from": "a1"}
+    fields = {"pool": ["*.c_*.weight"], "allow_nonfinite": True}
     with pytest.raises(MergeError) as error:
         merge(tmp_path, [group / "a1", group / "a2"], **fields)
-    for word in ("'pool'", "'allow_nonfinite'", "'files_from'"):
+    for word in ("'pool'", "'allow_nonfinite'"):
         assert word in str(error.value)
+    with pytest.raises(MergeError, match="A full model, as 'files_from' asks for, is merged into a base"):
+        merge(tmp_path, [group / "a1", group / "a2"], files_from="a1")
     assert not (tmp_path / "out").exists()
 
 

@@ -186,7 +186,7 @@ def test_a_stopped_extraction_goes_on_with_the_same_bytes(
     ("fields", "words"),
     [
         ({}, "either a rank"),
-        ({"rank": 2, "energy": 0.5}, "either a rank"),
+        ({"rank": 2, "energy": 0.5}, "found a rank and an energy"),
         ({"rank": 0}, "rank: Input should be greater than 0"),
         ({"energy": 1.5}, "energy: Input should be less than or equal to 1"),
         ({"rank": 2, "others": "drop"}, "'save' or 'leave'; found 'drop'"),
@@ -247,7 +247,7 @@ def test_full_experts_are_merged_into_an_adapter(place: Path, tmp_path: Path) ->
     found = reloaded("llama", tmp_path / "out")[Q] - before[Q]
     s = torch.linalg.svdvals(delta)
     assert float((found - delta).norm() / s.norm()) == pytest.approx(float(s[3:].norm() / s.norm()), rel=1e-5)
-    assert report.manifest["recipe"]["rank"] == 3
+    assert report.manifest["recipe"]["output"] == {"kind": "extracted", "rank": 3}
     assert verify(tmp_path / "out").problems == ()
 
 

@@ -88,7 +88,7 @@ def test_an_older_output_is_replaced_if_asked_for(place: Path, tmp_path: Path) -
 def test_a_run_that_fails_while_tensors_are_joined_keeps_them(
     place: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import actmat.output as finishing
+    import actmat.run.stage as finishing
 
     def fails(*args: Any, **more: Any) -> None:
         raise KeyboardInterrupt
@@ -157,7 +157,7 @@ def test_a_diagnosis_goes_with_it(place: Path, tmp_path: Path) -> None:
     assert report.diagnosis.source == "merge"
     assert any(m.name == Q for m in report.diagnosis.measures)
     assert verify(tmp_path / "out").ok
-    made = CliRunner().invoke(app, ["report", str(tmp_path / "out")])
+    made = CliRunner().invoke(app, ["diagnose", str(tmp_path / "out"), "--out", str(tmp_path / "page.html")])
     assert made.exit_code == 0, made.output
     assert (tmp_path / "out" / "report.html").is_file()
     alone = CliRunner().invoke(
@@ -185,8 +185,14 @@ def test_what_is_no_extraction_says_so(place: Path, tmp_path: Path) -> None:
     for call, words in (
         (lambda: merge_part(place / "base", experts, part="1/2", out=tmp_path / "o", **fields), "leave out --part"),
         (lambda: merge_in_memory(place / "base", experts, **fields), "extracted into a folder"),
-        (lambda: actmat.merge(place / "base", experts, out=tmp_path / "o", energy=0.5), "give --to adapter"),
-        (lambda: actmat.merge(place / "base", experts, out=tmp_path / "o", energy=0.5, **fields), "by one of both"),
+        (
+            lambda: actmat.merge(place / "base", experts, out=tmp_path / "o", energy=0.5),
+            "and the output is a model",
+        ),
+        (
+            lambda: actmat.merge(place / "base", experts, out=tmp_path / "o", energy=0.5, **fields),
+            "found a rank and an energy",
+        ),
         (lambda: actmat.merge(place / "base", [place / "base"], out=tmp_path / "o", **fields), "in no tensor"),
     ):
         with pytest.raises(MergeError, match=words):

@@ -27,10 +27,9 @@ from torch import Tensor
 
 import actmat
 from actmat.errors import MergeError
-from actmat.experts.lora.file_names import foreign_factor, holds_factors, parse_factor
-from actmat.experts.lora.flat_names import find_flat_names
-from actmat.experts.lora.naming import unflatten
+from actmat.experts.files import holds_factors
 from actmat.experts.resolve import is_adapter, open_adapter
+from actmat.extras.diffusion.names import find_flat_names, foreign_factor, parse_factor, unflatten
 from actmat.report import verify
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}

@@ -12,10 +12,10 @@ from tests.helpers.hub import hub_stand_in
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.conformance import CheckpointConformance
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.checkpoints.token_rows import TokenRowsCheckpoint, joined_runs
+from actmat.extras.conformance.checkpoints import CheckpointConformance
+from actmat.extras.vocabulary.rows import TokenRowsCheckpoint, joined_runs
 
 
 class TestSingleSafetensorsFile(CheckpointConformance):

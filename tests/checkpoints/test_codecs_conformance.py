@@ -10,8 +10,8 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.codecs.base import pack_words
 from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
-from actmat.checkpoints.conformance import CheckpointConformance, conformance_tensors
 from actmat.checkpoints.resolve import open_checkpoint
+from actmat.extras.conformance.checkpoints import CheckpointConformance, conformance_tensors
 
 
 class TestScaledCodes(CheckpointConformance):

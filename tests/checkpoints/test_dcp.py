@@ -18,10 +18,10 @@ from torch import Tensor
 
 import actmat as library
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.conformance import CheckpointConformance
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import CheckpointError, OutputError
+from actmat.extras.conformance.checkpoints import CheckpointConformance
 
 TWO_RANKS = Path(__file__).parents[1] / "data/dcp/two_ranks"
 

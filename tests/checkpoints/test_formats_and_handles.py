@@ -13,16 +13,17 @@ import torch
 from safetensors.torch import save_file
 from tests.helpers.checkpoint_files import save_sharded
 from tests.helpers.hub import HubStandIn, hub_stand_in
+from tests.helpers.plugged import plug
 from torch import Tensor
 
 from actmat.checkpoints import formats
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec, torch_dtype
-from actmat.checkpoints.conformance import CheckpointConformance
 from actmat.checkpoints.memory import HeldTensors, MemoryCheckpoint
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
+from actmat.extras.conformance.checkpoints import CheckpointConformance
 
 
 class HexCheckpoint(StoredCheckpoint, HeldTensors):
@@ -56,7 +57,7 @@ HEX = Format(
 
 @pytest.fixture
 def with_hex(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, HEX))
+    plug(monkeypatch, "actmat.formats", "hex", HEX)
 
 
 @pytest.fixture
@@ -89,13 +90,13 @@ def test_refusals_list_the_formats_of_the_registry(tmp_path: Path, monkeypatch: 
     (tmp_path / "weights.hex").write_text("{}")
     with pytest.raises(CheckpointError) as before:
         open_checkpoint(tmp_path)
-    listed = ", ".join(pattern for f in formats.FORMATS for pattern in f.patterns)
+    listed = ", ".join(pattern for f in formats.all_formats() for pattern in f.patterns)
     assert f"expected weights ({listed}), found weights.hex" in str(before.value)
     with pytest.raises(CheckpointError) as single:
         open_checkpoint(tmp_path / "weights.hex")
     assert "expected a file ending in .safetensors, " in str(single.value)
     assert " or .index.json, found 'weights.hex'" in str(single.value)
-    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, HEX))
+    plug(monkeypatch, "actmat.formats", "hex", HEX)
     (tmp_path / "weights.hex").rename(tmp_path / "weights.txt")
     with pytest.raises(CheckpointError) as after:
         open_checkpoint(tmp_path)
@@ -149,7 +150,7 @@ def test_tensors_in_memory_have_no_handle() -> None:
 def test_a_handle_of_a_format_that_is_not_registered_is_refused(tmp_path: Path) -> None:
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(
-        CheckpointError, match=rf"one of the formats {', '.join(f.name for f in formats.FORMATS)}, found 'hex'"
+        CheckpointError, match=rf"one of the formats {', '.join(f.name for f in formats.all_formats())}, found 'hex'"
     ):
         open_handle(CheckpointHandle(str(tmp_path), "hex", "model"))
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import actmat
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.conformance import CheckpointConformance
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.errors import CheckpointError
+from actmat.extras.conformance.checkpoints import CheckpointConformance
 from actmat.extras.training.dcp.ranks import RankShardsCheckpoint
 
 TWO_RANKS = Path(__file__).parents[1] / "data/dcp/two_ranks_hf"

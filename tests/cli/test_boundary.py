@@ -19,7 +19,7 @@ from tests.helpers.merging import actmat as run
 import actmat.report.verify  # noqa: F401 - to be replaced in sys.modules, where its function does not hide it
 from actmat.engine import session
 from actmat.errors import MergeError, memory_errors
-from actmat.output import StagedOutput
+from actmat.run.stage import StagedOutput
 
 
 def raising(error: BaseException) -> object:

@@ -11,12 +11,11 @@ from actmat.engine.executors import find_executor
 from actmat.engine.executors.devices import DeviceExecutor
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.resources import share_resources
-from actmat.errors import RecipeError
-from actmat.inputs import Problems
-from actmat.places import checked_room, executor_of
+from actmat.errors import Problems, RecipeError
 from actmat.planning.model import MergePlan
 from actmat.planning.placement import HOST, STAGING_BYTES
 from actmat.recipe import make_recipe
+from actmat.run.places import find_place
 from actmat.settings import RunSettings
 
 
@@ -143,17 +142,18 @@ def test_plans_for_devices_that_are_not_all_here_know_no_memory(monkeypatch: pyt
 def test_the_executor_of_a_run() -> None:
     recipe = make_recipe({"base": "b", "experts": ["a"], "executor": "ray"})
     plain = recipe.model_copy(update={"executor": None})
-    assert executor_of(RunSettings(), plain) == "auto"
-    assert executor_of(RunSettings(), recipe) == "ray"
-    assert executor_of(RunSettings(executor="devices"), recipe) == "devices"
+    for given, wanted, found in ((None, plain, "auto"), (None, recipe, "ray"), ("devices", recipe, "devices")):
+        assert find_place([wanted], RunSettings(executor=given), "nothing", Problems()).executor == found
 
 
 def test_problems_with_executor_and_device_are_told_together() -> None:
-    problems = Problems()
-    assert checked_room(RunSettings(device="cpu:0", device_memory="1"), "thread", problems).device == "cpu"
+    problems, recipe = Problems(), make_recipe({"base": "b", "experts": ["a"]})
+    settings = RunSettings(device="cpu:0", device_memory="1", executor="thread")
+    assert find_place([recipe], settings, "nothing", problems).room.device == "cpu"
     with pytest.raises(RecipeError) as caught:
         problems.check()
     assert "no executor 'thread'" in str(caught.value)
     assert "--device-memory 1 is too little memory" in str(caught.value)
-    room = checked_room(RunSettings(device="cuda"), "ray=node:1", Problems())
+    elsewhere = RunSettings(device="cuda", executor="ray=node:1")
+    room = find_place([recipe], elsewhere, "nothing", Problems()).room
     assert room.device == "cuda", "the devices are on other machines"

@@ -13,7 +13,7 @@ from tests.helpers.single_files import flux_file, write_both
 import actmat
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import CheckpointError
-from actmat.layout.parts import single_file_of
+from actmat.layout.components import single_file_of
 
 QUICK: dict[str, Any] = {"threads": 1, "durable": False}
 KINDS = {"sdxl": "Stable Diffusion XL", "sd3": "Stable Diffusion 3", "wan": "Wan", "flux": "Flux"}

@@ -21,7 +21,7 @@ from actmat.errors import CheckpointError
 from actmat.experts.resolve import open_expert, open_handle
 from actmat.extras.diffusion.expert import _folder_rows
 from actmat.layout import Role, resolve_layout
-from actmat.layout.parts import single_file_of
+from actmat.layout.components import single_file_of
 
 QUICK: dict[str, Any] = {"threads": 1, "durable": False}
 SD1 = "cond_stage_model.transformer.text_model.embeddings.token_embedding.weight"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import pytest
+
 import actmat
+import actmat.plugins
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 
@@ -16,19 +21,26 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_plan_is_the_function_whatever_was_imported_before() -> None:
-    """A subpackage has that name too, and importing one sets an attribute of its parent."""
-    found = run("import actmat, actmat.plan; print(dir(actmat) == sorted(actmat.__all__), actmat.plan.__module__)")
-    assert found == "True actmat.api.merging"
-
-
 def test_names_are_complete_and_importing_is_light() -> None:
     found = run(
         "import actmat; print('torch' in sys.modules, dir(actmat) == sorted(actmat.__all__))\n"
         "print([n for n in actmat.__all__ if not hasattr(actmat, n)], actmat.plan.__module__)\n"
-        "from actmat import *; print(merge.__module__, MergeError.__module__)"
+        "from actmat import *; print(merge.__module__, MergeError.__module__, tune.__module__)"
     )
-    assert found.split("\n") == ["False True", "[] actmat.api.merging", "actmat.api.merging actmat.errors"]
+    merging, errors, tune = "actmat.api.merging", "actmat.errors", "actmat.extras.tune.tuning"
+    assert found.split("\n") == ["False True", f"[] {merging}", f"{merging} {errors} {tune}"]
+
+
+def test_names_of_plugins_are_public(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function of another distribution, by its entry point; a name of the core is never replaced."""
+    entry = EntryPoint("shuffle", "random:shuffle", "actmat.api")
+    monkeypatch.setattr(actmat.plugins, "entries", {"actmat.api": {"shuffle": entry, "merge": entry}}.__getitem__)
+    monkeypatch.setattr(actmat.plugins, "load", lambda group, name: entry.load() if name == "shuffle" else None)
+    assert actmat.shuffle is random.shuffle
+    assert "shuffle" in dir(actmat)
+    assert actmat.merge.__module__ == "actmat.api.merging"
+    with pytest.raises(AttributeError, match="no attribute 'shuffel'"):
+        actmat.shuffel  # noqa: B018
 
 
 def test_every_error_is_public() -> None:

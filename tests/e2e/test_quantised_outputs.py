@@ -12,7 +12,7 @@ from tests.helpers.quantised import compressed, fp8_scaled
 
 from actmat import merge, merge_in_memory, merge_part
 from actmat import planning as plan
-from actmat.api.parts import finish
+from actmat.api.merging import finish
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import MergeError
 from actmat.planning import MergePlan

@@ -25,9 +25,10 @@ from actmat.engine.observer import NoWriter
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.units import plan_units
 from actmat.extras.collect.collect import collect
-from actmat.inputs import opened_inputs, plans_of
 from actmat.planning.placement import DeviceRoom
 from actmat.recipe import make_recipe
+from actmat.run.open import open_inputs
+from actmat.run.prepare import plans_of
 
 Fields = dict[str, Any]
 
@@ -235,8 +236,8 @@ def test_one_matrix_method_is_enough_to_compute_on_the_device(tmp_path: Path) ->
     (fields,) = full(tmp_path)
     for methods, moves in ((("average", "actmat"), True), (("actmat", "average"), True), (("average",), False)):
         recipes = [make_recipe(fields | {"method": m}) for m in methods]
-        with opened_inputs(recipes) as inputs:
-            plans = tuple(plans_of(recipes, inputs, DeviceRoom("cpu:0")))
+        with open_inputs(recipes) as opened:
+            inputs, plans = opened.inputs, tuple(plans_of(opened, DeviceRoom("cpu:0")))
             session = Session(SessionSpec(plans, fields["base"], (), (None,), device="cpu:0"), inputs, [NoWriter()] * 2)
             unit = next(u for u in plan_units(plans, [()] * len(plans), None) if u.name == Q0)
             (reader,) = session._opened(unit).tensors

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 from tests.helpers.adapters import save_adapter, tiny
 from tests.helpers.checkpoint_files import save_sharded
+from tests.helpers.plugged import plug
 from tests.helpers.toy_adapters import TOY, save_toy
 from torch import Tensor
 
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.experts import resolve
-from actmat.experts.conformance import ExpertConformance, StoredExpert
+from actmat.extras.conformance.experts import ExpertConformance, StoredExpert
 
 
 def base_tensors(seed: int = 0) -> dict[str, Tensor]:
@@ -168,7 +168,7 @@ class TestToyFamily(ExpertConformance):
 
     @pytest.fixture(autouse=True)
     def _register(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(resolve, "FAMILIES", (*resolve.FAMILIES, TOY))
+        plug(monkeypatch, "actmat.experts", "toy", TOY)
 
     def store(self, folder: Path, seed: int) -> StoredExpert:
         base, tensors = save_folder(base_tensors(), folder / "base"), base_tensors()

@@ -31,8 +31,8 @@ from torch import Tensor
 import actmat
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import MergeError
-from actmat.experts.conformance import ExpertConformance, StoredExpert
 from actmat.experts.resolve import open_expert
+from actmat.extras.conformance.experts import ExpertConformance, StoredExpert
 from actmat.report import verify
 
 LINEAR = ["q_proj", "down_proj"]

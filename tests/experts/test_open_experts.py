@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.plugged import plug
 from tests.helpers.toy_adapters import TOY, save_toy
 
 import actmat
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import CheckpointError
-from actmat.experts import resolve
 from actmat.experts.resolve import is_adapter, open_expert, open_handle
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
@@ -23,8 +23,8 @@ BASE = {WEIGHT: torch.arange(12.0).view(3, 4), "b": torch.ones(3)}
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Register the toy family, as an entry in `FAMILIES` would."""
-    monkeypatch.setattr(resolve, "FAMILIES", (*resolve.FAMILIES, TOY))
+    """Register the toy family, as an entry point would."""
+    plug(monkeypatch, "actmat.experts", "toy", TOY)
 
 
 @pytest.mark.usefixtures("toy")

@@ -16,10 +16,10 @@ from tests.tolerances import F32_ELEMENTWISE
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
-from actmat.checkpoints.token_rows import TokenRowsCheckpoint
 from actmat.errors import CheckpointError
 from actmat.experts.policy import TokenSource, VocabularyPolicy
-from actmat.experts.vocabulary import align_vocabularies, read_vocabulary
+from actmat.extras.vocabulary.align import align_vocabularies, read_vocabulary
+from actmat.extras.vocabulary.rows import TokenRowsCheckpoint
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BASE = [f"t{i}" for i in range(18)]  # two rows of padding

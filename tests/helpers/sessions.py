@@ -18,9 +18,10 @@ from actmat.engine.observer import ObserverFactory
 from actmat.engine.resources import Resources
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.units import Unit, plan_units
-from actmat.inputs import opened_inputs, plans_of
 from actmat.planning.placement import HOST, DeviceRoom
 from actmat.recipe import make_recipe
+from actmat.run.open import open_inputs
+from actmat.run.prepare import plans_of
 
 Run = tuple[SessionSpec, list[Unit], list[UnitResult]]
 
@@ -38,8 +39,8 @@ def run_here(
     Returns the spec with its surveys, the units and the results; without `finish`, tensors may be missing.
     """
     recipes = [make_recipe(f) for f in fields]
-    with opened_inputs(recipes) as inputs:
-        plans = tuple(plans_of(recipes, inputs, room))
+    with open_inputs(recipes) as opened:
+        inputs, plans = opened.inputs, tuple(plans_of(opened, room))
         writers = []
         for plan, folder in zip(plans, folders, strict=True):
             folder.mkdir(parents=True)

@@ -1,10 +1,12 @@
 """Layers import one way, each only those before it in `LAYERS`, and no two files import each other.
 
-Imports inside functions and under `TYPE_CHECKING` count as well.
+Imports inside functions and under `TYPE_CHECKING` count as well. Every module directly in the package is a layer.
+Extras are apart: no layer imports one, and one imports others only as `EXTRAS` says.
 """
 
 from __future__ import annotations
 
+import ast
 import graphlib
 import sys
 from collections.abc import Mapping
@@ -27,6 +29,7 @@ LAYERS = (
     "system",
     "foreign",
     "errors",
+    "plugins",
     "bounds",
     "flag",
     "linalg",
@@ -37,29 +40,53 @@ LAYERS = (
     "statistics",
     "settings",
     "recipe",
-    "plan",
+    "planning",
     "progress",
     "engine",
     "diagnostics",
     "report",
-    "api",  # other files directly in the package: runs, and the functions that `import actmat` offers
-    "tune",
-    "ui",
-    "demo",
+    "run",
+    "api",
+    "__init__",  # names of the functions above, for `import actmat`
     "cli",
+    "__main__",
 )
-PUBLIC = {"api", "cli", "demo", "errors", "version", EXPERIMENTS.name}  # what the experiments import anywhere
+EXTRAS: dict[str, set[str]] = {
+    "adapters": set(),
+    "collect": set(),
+    "demo": set(),
+    "diffusion": {"adapters"},
+    "gguf": set(),
+    "mergekit": set(),
+    "pages": set(),
+    "quantised": set(),
+    "ray": set(),
+    "remote": set(),
+    "training": set(),
+    "tune": {"collect", "pages"},
+    "ui": {"pages", "tune"},
+}
+"""Extra -> the others that it needs."""
+UNPLUGGED = {"checkpoints", "experts", "engine", "report", "api", "cli"}
+"""Layers that still import extras by name; those must come in by entry points."""
+PUBLIC = {
+    "__init__",
+    "api",
+    "cli",
+    "extras.demo",
+    "errors",
+    "version",
+    EXPERIMENTS.name,
+}  # what the experiments import anywhere
 MATHEMATICS = {"linalg", "methods"}  # torch, the standard library, errors, and one another (linalg first)
-LAZY = {"demo"}  # imported by commands inside functions
 
 
 def layer_of_file(path: Path) -> str:
-    """Layer of a file by its first folder; `src/actmat/__init__.py` is in the last layer that it offers names of."""
+    """Layer of a file by its first folder: a name of `LAYERS`, or `extras.NAME`."""
     if path.is_relative_to(EXPERIMENTS):
         return EXPERIMENTS.name
-    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py").replace("__main__", "cli")
-    first = first.replace("__init__", "tune")
-    return first if first in LAYERS or (PACKAGE / first).is_dir() else "api"
+    first, *rest = (p.removesuffix(".py") for p in path.relative_to(PACKAGE).parts)
+    return f"extras.{rest[0]}" if first == "extras" else first
 
 
 def layer_of_import(target: str) -> str | None:
@@ -71,7 +98,9 @@ def layer_of_import(target: str) -> str | None:
         return None
     if rest == ["__version__"]:
         return "version"  # a constant that a record may carry
-    return rest[0] if rest and (rest[0] in LAYERS or (PACKAGE / rest[0]).is_dir()) else "api"
+    if rest and rest[0] == "extras":
+        return ".".join(rest[:2])
+    return rest[0] if rest and rest[0] in LAYERS else "__init__"
 
 
 def problem(layer: str, imported: Import) -> str | None:
@@ -89,10 +118,15 @@ def problem(layer: str, imported: Import) -> str | None:
         return None if target in PUBLIC else "core.py alone imports internals"
     if target == EXPERIMENTS.name:
         return f"{PACKAGE.name} does not need the distribution of {EXPERIMENTS.name}"
+    name = layer.removeprefix("extras.")
+    if target.startswith("extras."):
+        needed = EXTRAS.get(name, set()) if layer != name else set()
+        allowed = target.removeprefix("extras.") in needed or layer in UNPLUGGED or layer == "__init__"
+        return None if allowed else f"{layer} does not need the extra {target}: it comes in by an entry point"
+    if layer != name:
+        return None if target != "__main__" else "extras are no programs"
     if LAYERS.index(target) > LAYERS.index(layer):
         return f"{layer} lies below {target}"
-    if target in LAZY and not imported.inside_function:
-        return f"a command imports {target} inside the function that needs it"
     return None
 
 
@@ -129,8 +163,18 @@ def cycles(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def test_every_module_belongs_to_a_layer() -> None:
-    unknown = {layer_of_file(path) for path in modules(PACKAGE)} - set(LAYERS)
-    assert not unknown, f"not in the order of layers: {sorted(unknown)}; add it to LAYERS and CONTRIBUTING.md"
+    """None is lumped with others: a loose module of the package is a layer of its own."""
+    known = {*LAYERS, *(f"extras.{name}" for name in EXTRAS)}
+    found = {layer_of_file(path) for path in modules(PACKAGE)} - {"extras.__init__"}
+    assert found == known, "a layer or an extra is new, or gone; change LAYERS or EXTRAS, and CONTRIBUTING.md"
+
+
+def test_the_package_names_extras_to_type_checkers_only() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    checked = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    tree.body.remove(checked)
+    assert not [i for i in imports_of(ast.unparse(tree), PACKAGE.name) if ".extras." in i.target]
+    assert [i for i in imports_of(ast.unparse(checked), PACKAGE.name) if ".extras." in i.target]
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
@@ -161,15 +205,19 @@ def test_no_import_cycles() -> None:
         ("checkpoints", "from actmat.experts.base import Expert"),
         ("layout", "from actmat.experts import base"),
         ("settings", "from actmat.recipe import Recipe"),
-        ("plan", "from ..engine import local"),
-        ("plan", "from ..progress import Progress"),
-        ("plan", "from actmat import cli"),
+        ("planning", "from ..engine import local"),
+        ("planning", "from ..progress import Progress"),
+        ("planning", "from actmat import cli"),
+        ("engine", "from actmat.run import MergeReport"),
+        ("run", "from actmat.api.merging import merge"),
+        ("run", "def f():\n    from actmat.extras.collect.models import load_tensors"),
+        ("recipe", "from actmat.extras import mergekit"),
+        ("extras.gguf", "from actmat.extras.pages import html"),
+        ("extras.pages", "from actmat.extras.tune import report"),
         ("report", "from actmat import merge"),
-        ("report", "def f():\n    from actmat.extras.demo import run"),
-        ("api", "from actmat.extras.demo import run"),
+        ("planning", "def f():\n    from actmat.extras.demo import run"),
         ("cli", "def f():\n    from actmat_experiments import suites"),
         ("actmat_experiments", "from actmat.engine.resources import one_thread"),
-        ("cli", "from actmat.extras.demo import run"),
     ],
 )
 def test_a_wrong_import_is_seen(layer: str, source: str) -> None:
@@ -185,8 +233,8 @@ def test_a_wrong_import_is_seen(layer: str, source: str) -> None:
         ("recipe", "from actmat.flag import Flag\nfrom actmat.settings import RunSettings"),
         ("engine", "from actmat.experts.base import Expert\nfrom actmat.progress import Progress"),
         ("report", "from actmat import __version__"),
-        ("cli", "def run():\n    from actmat.extras.demo import run"),
-        ("demo", "import sklearn\nfrom actmat import merge"),
+        ("extras.demo", "import sklearn\nfrom actmat import merge"),
+        ("extras.tune", "from actmat.cli import screen\nfrom actmat.extras.pages import html"),
         ("actmat_experiments", "from actmat.cli import screen\nfrom actmat_experiments import suites"),
     ],
 )

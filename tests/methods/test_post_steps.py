@@ -117,7 +117,7 @@ def test_boosting_is_the_equation(shape: tuple[int, int], beta: float) -> None:
 
 
 def test_isotropise_is_iso_c_of_a_sum() -> None:
-    from actmat.matrices import merge_matrices
+    from actmat.api.matrices import merge_matrices
 
     deltas = experts(6, 9)
     for mean in ("all", "rank", "rms"):

@@ -10,9 +10,9 @@ import torch
 from tests.tolerances import F64_ORACLE
 from torch import Tensor
 
+from actmat.api.matrices import merge_matrices
 from actmat.errors import AlignmentError, RecipeError
 from actmat.linalg.lowrank import LowRank, core_bases
-from actmat.matrices import merge_matrices
 from actmat.methods import METHODS, MergeMethod, get_method
 from actmat.methods.spaces import merge_in_core, merge_in_factors, space_problems, space_words
 

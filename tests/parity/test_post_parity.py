@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from tests.tolerances import F32_PRODUCT
 from torch import Tensor
 
+from actmat.api.matrices import merge_matrices
 from actmat.linalg.lowrank import LowRank
-from actmat.matrices import merge_matrices
 from actmat.methods.post import Layer, get_step
 
 GOLDEN = Path(__file__).parent / "golden_post"

@@ -16,8 +16,8 @@ import actmat as library
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import OutputError
-from actmat.inputs import opened_inputs
-from actmat.touched import has_same_inputs
+from actmat.run.open import open_inputs
+from actmat.run.resume import has_same_inputs
 
 
 class Interrupted:
@@ -226,7 +226,8 @@ def test_a_journal_that_does_not_tell_what_was_read_is_of_no_use(state: Interrup
     path = state.family.base / "model.safetensors"
     plan = library.plan(state.family.base, state.family.experts)
     entries = {e["name"]: e for e in map(json.loads, state.lines()[1:])}
-    with opened_inputs([plan.recipe]) as inputs:
+    with open_inputs([plan.recipe]) as opened:
+        inputs = opened.inputs
         assert has_same_inputs(plan, entries, inputs)
         name = next(n for n, e in entries.items() if e["expert_hashes"])
         for changed in ({"base_hash": "0"}, {"expert_hashes": []}, {"expert_hashes": ["0", "0"]}, {"hashes": None}):

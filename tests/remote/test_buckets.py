@@ -16,15 +16,15 @@ from tests.helpers.checkpoint_files import save_sharded
 from tests.helpers.merging import Family, Outcome, actmat
 from torch import Tensor
 
+from actmat.checkpoints import retry
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.conformance import CheckpointConformance
+from actmat.checkpoints.remote import MARK_NAME
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
+from actmat.checkpoints.retry import TransientError
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError
-from actmat.extras.remote import retry
+from actmat.extras.conformance.checkpoints import CheckpointConformance
 from actmat.extras.remote.objects import ObjectStore
-from actmat.extras.remote.retry import TransientError
-from actmat.extras.remote.upload import MARK_NAME
 
 SHARDS = "1kB"
 INDEX = "model.safetensors.index.json"

@@ -16,8 +16,8 @@ from tests.helpers.merge_server import Run, Server, merge_server
 from tests.helpers.merging import Family, actmat, contents, hidden
 from tests.helpers.range_server import RangeServer
 
+from actmat.checkpoints.remote import MARK_NAME
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
-from actmat.extras.remote.upload import MARK_NAME
 
 
 @pytest.fixture(scope="module")

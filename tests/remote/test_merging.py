@@ -15,13 +15,12 @@ from tests.helpers.hub import HubStandIn, hub_stand_in
 from tests.helpers.merging import Family, actmat, hidden
 from tests.helpers.range_server import RangeServer
 
-from actmat.checkpoints import ranges
+from actmat.checkpoints import ranges, retry
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError
 from actmat.experts.resolve import open_expert
 from actmat.experts.resolve import open_handle as open_expert_handle
-from actmat.extras.remote import retry
 from actmat.linalg.interference import rereading
 
 THREADS = ("--threads", "2")

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from actmat.checkpoints import ranges
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.conformance import CheckpointConformance
 from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.errors import CheckpointError
+from actmat.extras.conformance.checkpoints import CheckpointConformance
 from actmat.extras.remote import http
 
 TENSORS = {"w.0": torch.arange(300_000.0), "w.1": torch.ones(3, 2), "w.2": torch.zeros(5), "w.3": torch.ones(70_000)}

@@ -15,13 +15,13 @@ from actmat.engine.task import Record
 from actmat.errors import OutputError
 from actmat.experts.base import Source
 from actmat.layout.types import Role, TensorLayout
-from actmat.output import JournalRecords
 from actmat.planning import MergePlan
 from actmat.planning.model import InputSummary, Item
 from actmat.recipe import make_recipe
 from actmat.report.contents import model_contents
 from actmat.report.rows import Rows, canonical_json, indented_json
 from actmat.report.totals import sum_records
+from actmat.run.stage import JournalRecords
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from actmat.api.averaging import average, average_recipe
 from actmat.api.diagnosing import diagnose, diagnose_output, recipe_of_output
-from actmat.api.merging import Location, make_arguments, merge, plan
+from actmat.api.merging import Location, average, make_arguments, merge, plan
+from actmat.recipe.trajectory import average_recipe
 from actmat.run import MergeReport, diagnose_recipe, plan_recipe, run_recipes
 
 __all__ = [

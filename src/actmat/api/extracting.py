@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actmat.api.notebook import usual_progress
 from actmat.errors import RecipeError
 from actmat.experts.resolve import has_factors, open_base
 from actmat.foreign import html_table, terminal
-from actmat.notebook import usual_progress
 from actmat.progress import Progress
 from actmat.recipe import Recipe, make_recipe
 from actmat.run import MergeReport, run_recipes
@@ -106,15 +106,16 @@ def extract_recipe(base: str | Path, model: str | Path, **fields: Any) -> Recipe
     Raises:
         RecipeError: neither a rank nor an energy, or values out of their range; the model is LoRA already.
     """
-    if (fields.get("rank") is None) == (fields.get("energy") is None):
+    given = {name: str(value) if name == "out" else value for name, value in fields.items() if value is not None}
+    rank, energy = fields.get("rank"), fields.get("energy")
+    if rank is None and energy is None:
         raise RecipeError("Say how much of each delta is kept: either a rank (--rank 64) or a share of its squared "
                           "norm (--energy 0.99).")  # fmt: skip
-    given = {name: str(value) if name == "out" else value for name, value in fields.items() if value is not None}
     experts = [{"path": str(model), "name": LABEL}]
-    recipe = make_recipe({"base": str(base), "experts": experts, "method": "average", "to": "adapter", **given})
-    if recipe.rank is not None and has_factors(model):
+    recipe = make_recipe({"base": str(base), "experts": experts, "method": "average", "to": "extracted", **given})
+    if rank is not None and has_factors(model):
         raise RecipeError(f"{model} is a LoRA adapter: no base is needed to cut its rank. Fix: actmat merge -e {model} "
-                          f"--rank {recipe.rank} --out OUT")  # fmt: skip
+                          f"--rank {rank} --out OUT")  # fmt: skip
     with open_base(base) as opened:
         if any(s.dtype == "float64" for s in opened.specs.values()):
             recipe = recipe.model_copy(update={"compute_dtype": "float64"})

@@ -1,34 +1,149 @@
-"""Merge into memory, from Python."""
+"""Merge into memory: the tensors of an output, and the model that they make; nothing is written."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from actmat.api.merging import Location, make_arguments
-from actmat.in_memory import MemoryMerge, run_in_memory
-from actmat.notebook import usual_progress
-from actmat.progress import Progress
+from torch import Tensor
 
-__all__ = ["MemoryMerge", "merge_in_memory"]
+from actmat.api.loading import Loaded, load_tensors
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.raw import empty_tensor, raw_bytes
+from actmat.engine.executors import AUTO, computes_here
+from actmat.engine.memory import available_memory
+from actmat.errors import OutputError, RecipeError, format_size, memory_errors
+from actmat.foreign import html_table, terminal
+from actmat.planning import MergePlan
+from actmat.progress import NoProgress, Progress
+from actmat.recipe import Recipe
+from actmat.recipe.output import Extracted
+from actmat.run.driver import execute
+from actmat.run.open import open_inputs
+from actmat.run.prepare import prepare
+from actmat.run.stage import StagedOutput
+from actmat.settings import RunSettings
+
+__all__ = ["MemoryMerge", "run_in_memory"]
 
 
-def merge_in_memory(
-    base: Location | None = None,
-    experts: Sequence[Location | Mapping[str, Any]] = (),
-    *,
-    method: str = "actmat",
-    weights: Sequence[float] | None = None,
-    statistics: Mapping[str, Location] | Sequence[Location] | None = None,
-    progress: Progress | None = None,
-    **fields: Any,
-) -> MemoryMerge:
-    """Merge checkpoints and keep the result in memory; arguments as for `merge`, without `out`.
+class _Sink:
+    """Fills one tensor."""
 
-    `found.tensors` are the bytes that `merge` would write, `found.load().model` is the model, ready to run.
+    digest = ""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._memory, self._done = raw_bytes(tensor), 0
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes."""
+        self._memory[self._done : self._done + len(data)] = data
+        self._done += len(data)
+
+
+class _MemoryWriter:
+    """Gives sinks that fill tensors; aliases share memory."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self._specs = {s.name: s for s in specs}
+        self.tensors: dict[str, Tensor] = {}
+
+    def sink(self, name: str, aliases: Sequence[str] = ()) -> _Sink:
+        """The sink of tensor `name`; `aliases` are the same tensor."""
+        tensor = empty_tensor(self._specs[name])
+        self.tensors |= dict.fromkeys((name, *aliases), tensor)
+        return _Sink(tensor)
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryMerge:
+    """A merge that is only in memory.
+
+    Args:
+        plan: what was done.
+        tensors: the output's, by name, in its dtypes; tied tensors are one tensor.
+        config: `config.json` of the model; of an adapter, that of its base, which is not loaded yet.
+        seconds: wall time.
+    """
+
+    plan: MergePlan
+    tensors: Mapping[str, Tensor]
+    config: Mapping[str, Any]
+    seconds: float
+
+    def __repr__(self) -> str:
+        size = format_size(sum(t.nbytes for t in {id(t): t for t in self.tensors.values()}.values()))
+        of = f"{self.plan.recipe.method} over {len(self.plan.experts)} experts"
+        return terminal(f"<MemoryMerge: {of}; {len(self.tensors)} tensors, {size}; {self.seconds:.1f} s>")
+
+    def _repr_html_(self) -> str:
+        return str(html_table(repr(self), (), ())) + self.plan._repr_html_()
+
+    @property
+    def base(self) -> str:
+        """Location of the base; of an adapter without one, the base that its config names, or an empty text."""
+        config = self.plan.adapter_config or {}
+        return self.plan.recipe.base or str(config.get("base_model_name_or_path") or "")
+
+    def load(self, *, model_class: str | None = None, dtype: str = "float32", device: str = "cpu") -> Loaded:
+        """The model, ready to run; a merged adapter is on its base.
+
+        Args:
+            model_class: class of transformers; default: the config's architecture.
+            dtype, device: of the model.
+
+        Raises:
+            StatisticsError: transformers, or PEFT, does not load it.
+        """
+        recipe, base = self.plan.recipe, self.base
+        files = {"base": base, **{e.label: e.path for e in recipe.experts}}[recipe.model.files_of]
+        return load_tensors(
+            self.tensors,
+            base,
+            files,
+            config=self.config,
+            adapter=self.plan.adapter_config,
+            model_class=model_class,
+            dtype=dtype,
+            device=device,
+        )
+
+
+@memory_errors()
+def run_in_memory(recipe: Recipe, settings: RunSettings | None = None, progress: Progress | None = None) -> MemoryMerge:
+    """Carry out a recipe in memory; its `out` is ignored.
+
+    Memory: that of the merge, and the whole output in its own dtypes.
 
     Raises:
-        MergeError: whatever `merge` would raise, or an output that is larger than the free memory.
+        MergeError: whatever merging it would raise.
+        OutputError: the output is larger than the free memory.
+        RecipeError: an executor on other machines.
     """
-    recipe, settings = make_arguments(base, experts, {"method": method} | fields, weights, statistics)
-    return run_in_memory(recipe, settings, progress or usual_progress())
+    settings = settings or RunSettings()
+    executor = settings.executor or recipe.executor or AUTO
+    if not computes_here(executor):
+        raise RecipeError(f"The executor '{executor}' merges on other machines: merge into a folder instead.")
+    if recipe.model.quantise is not None:
+        raise RecipeError("Codes are written into a folder: leave out 'quantise' for a merge in memory, or give --out.")
+    with open_inputs([recipe], settings) as opened:
+        if isinstance(opened.recipes[0].output, Extracted):
+            raise RecipeError("An adapter of full models is extracted into a folder (actmat merge ... --out OUT); in "
+                              "memory, merge into a model (--to model).")  # fmt: skip
+        prepared = prepare(opened, measured=False)
+        (plan,) = prepared.plans
+        if plan.write_bytes > (free := available_memory()):
+            raise OutputError(
+                f"The merged model takes {format_size(plan.write_bytes)}, and {format_size(free)} of memory are free: "
+                "merge into a folder (actmat merge ... --out OUT), or give --dtype bfloat16."
+            )
+        writer = _MemoryWriter(plan.specs)
+        execute([StagedOutput(plan, writer)], prepared, progress or NoProgress())
+        base = opened.inputs.base
+        config = {} if base is None else dict(base.written_config or base.config or {})
+        if recipe.dtype is not None and config:
+            config["dtype"] = recipe.dtype
+    tensors = {s.name: writer.tensors[s.name] for s in plan.specs}
+    return MemoryMerge(plan, tensors, config, time.perf_counter() - opened.began)

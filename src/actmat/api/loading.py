@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.resolve import HUB_ID, open_checkpoint
 from actmat.errors import StatisticsError, did_you_mean
-from actmat.experts.resolve import is_adapter, open_adapter
+from actmat.experts.resolve import needs_base, open_adapter
 from actmat.foreign import in_brief
 
 __all__ = ["Loaded", "extra", "load_model", "load_tensors"]
@@ -61,7 +61,7 @@ def load_model(
     `model_class` is a class of transformers, such as `AutoModelForCausalLM`; default: the config's architecture. A
     model with parameters that the checkpoint lacks is refused.
     """
-    adapter = location if is_adapter(location) else None
+    adapter = location if needs_base(location) else None
     checkpoint = location
     if adapter is not None:
         with open_adapter(adapter) as opened:

@@ -13,7 +13,7 @@ from actmat.report import read_manifest, verify
 from actmat.report.verify import VERSIONING
 
 if TYPE_CHECKING:
-    from actmat.extras.remote.hub_upload import PushedFile
+    from actmat.checkpoints.hub_push import PushedFile
 
 __all__ = ["PushReport", "push"]
 
@@ -75,7 +75,7 @@ def push(
         OutputError: the output is not as it was written, or the hub does not take it; nothing shows there then.
         CheckpointError: `out` is no output of actmat.
     """
-    from actmat.extras.remote.hub_upload import hub_name, look_up, plan_push, send
+    from actmat.checkpoints.hub_push import hub_name, look_up, plan_push, send
 
     folder, name = local_path(out), hub_name(repo_id)
     names, left_out = _files(folder)
@@ -97,7 +97,7 @@ def push(
 
 def _files(folder: Path) -> tuple[list[str], tuple[str, ...]]:
     """Names of the files to push, and of the others."""
-    from actmat.extras.remote.hub_upload import listed_files
+    from actmat.checkpoints.hub_push import listed_files
 
     ours = {*listed_files(read_manifest(folder)), MANIFEST_NAME}
     found = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())

@@ -1,6 +1,7 @@
 """`Checkpoint`: named tensors in storage, listed from headers, read one at a time.
 
-`actmat.checkpoints.conformance` is the shipped test-suite of this contract; `resolve.open_checkpoint` opens a location.
+`actmat.extras.conformance.checkpoints` is the shipped test-suite of this contract; `resolve.open_checkpoint` opens a
+location.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ __all__ = [
     "Checkpoint",
     "CheckpointHandle",
     "FileIdentity",
-    "RowRun",
-    "RowsHandle",
     "TensorSpec",
     "torch_dtype",
     "versions_of_files",
@@ -115,35 +114,6 @@ def versions_of_files(files: Iterable[FileIdentity]) -> tuple[tuple[str, int, st
 
 
 @dataclass(frozen=True, slots=True)
-class RowRun:
-    """Rows from `start` of a table: some of a source, one after the other, a mean, or zeros; see `token_rows`."""
-
-    start: int
-    count: int
-    sources: tuple[tuple[int, int], ...]  # number of a checkpoint, and the first row there
-
-
-@dataclass(frozen=True, slots=True)
-class RowsHandle:
-    """Tables of a checkpoint that are made of rows of several; see `checkpoints.token_rows`. Plain data."""
-
-    own: CheckpointHandle
-    sources: tuple[CheckpointHandle, ...]
-    tables: tuple[tuple[str, tuple[str, ...]], ...]
-    runs: tuple[RowRun, ...]
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RowsHandle:
-        """The handle that `dataclasses.asdict` and JSON took apart."""
-        return cls(
-            CheckpointHandle(**data["own"]),
-            tuple(CheckpointHandle(**s) for s in data["sources"]),
-            tuple((n, tuple(t)) for n, t in data["tables"]),
-            tuple(RowRun(r["start"], r["count"], tuple((k, row) for k, row in r["sources"])) for r in data["runs"]),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class CheckpointHandle:
     """Address from which `resolve.open_handle` opens a checkpoint again, also in another process. Plain data."""
 
@@ -154,14 +124,12 @@ class CheckpointHandle:
     streams: bool = False  # remote tensors are read by ranges
     etags: tuple[tuple[str, int, str], ...] = ()  # name, size and version of remote files, which must be the same
     parts: tuple[tuple[CheckpointHandle, str, int, int], ...] = ()  # of a stack: handle, location, first layer, end
-    rows: Any = None  # `RowsHandle` of a checkpoint whose tables have rows of others
+    view: Any = None  # plain data from which the plug-in `format` of the group `actmat.views` opens it
 
     def __post_init__(self) -> None:
         """Take parts that come from JSON."""
         parts = tuple((h if isinstance(h, CheckpointHandle) else CheckpointHandle(**h), *p) for h, *p in self.parts)
         object.__setattr__(self, "parts", parts)
-        if isinstance(self.rows, Mapping):
-            object.__setattr__(self, "rows", RowsHandle.from_json(self.rows))
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):

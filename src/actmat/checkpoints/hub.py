@@ -26,16 +26,15 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type:
 
 from actmat.checkpoints.base import FileIdentity
 from actmat.checkpoints.folder import read_index
+from actmat.checkpoints.retry import CONTENT_RANGE, FIRST_RANGE, TRANSIENT, TransientError, pause_of, read_body, retried
 from actmat.checkpoints.side_files import SideFiles, side_files_in
 from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
-from actmat.extras.remote.http import CONTENT_RANGE, HTTP_ERROR, TRANSIENT, pause_of, read_body
-from actmat.extras.remote.retry import TransientError, retried
-from actmat.extras.remote.store import FIRST_RANGE
 
-__all__ = ["HubFile", "HubRepository", "open_repository"]
+__all__ = ["HTTP_ERROR", "HubFile", "HubRepository", "open_repository"]
 
 TIMEOUT = 30.0  # seconds
+HTTP_ERROR: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # of whichever httpx the hub library uses
 
 REFUSALS: dict[type[Exception], str] = {
     errors.GatedRepoError: "the hub repository is gated. Fix: accept its terms on its page, then log in (hf auth login "

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from actmat import plugins
 from actmat.checkpoints.base import TensorSpec
 
 __all__ = ["has_signs", "quantisation_problems"]
@@ -38,13 +39,14 @@ def quantisation_problems(specs: Mapping[str, TensorSpec], config: Mapping[str, 
     Signs: a `quantization_config` in the config, names that quantisers write, float8 tensors.
     """
     declared = _declared(config)
-    problems = [f"config.json declares quantised weights ({declared}). {FIX}"] if declared else []
+    fix = FIX + plugins.hint("actmat.codecs")
+    problems = [f"config.json declares quantised weights ({declared}). {fix}"] if declared else []
     by_scheme: dict[str, list[str]] = {}
     for spec in specs.values():
         by_scheme.setdefault(_scheme(spec, specs), []).append(spec.name)
     by_scheme.pop("", None)
     for scheme, names in by_scheme.items():
-        problems.append(f"{len(names)} tensors look quantised ({scheme}), such as {names[0]!r}. {FIX}")
+        problems.append(f"{len(names)} tensors look quantised ({scheme}), such as {names[0]!r}. {fix}")
     return problems
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from actmat import plugins
 from actmat.bounds import is_url, list_folder, local_path
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle
 from actmat.checkpoints.codecs import decoded
@@ -22,10 +24,17 @@ from actmat.checkpoints.layer_names import StackPart, stack_parts
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.source import LocalSource, Source
 from actmat.checkpoints.stack import open_stack
-from actmat.checkpoints.token_rows import TokenRowsCheckpoint
 from actmat.errors import CheckpointError, did_you_mean
 
 __all__ = ["HUB_ID", "commit_of", "find_source", "hub_id_of", "open_checkpoint", "open_handle", "pinned_stack"]
+
+
+class View(Protocol):
+    """Checkpoints made of others, a plug-in of the group `actmat.views`, named by the format in their handles."""
+
+    def open(self, view: Any, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
+        """The checkpoint of `CheckpointHandle.view`, which may have gone through JSON."""
+
 
 COMMIT = re.compile("[0-9a-f]{40}")
 HUB_ID = re.compile(r"(?P<scheme>hf://)?(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
@@ -80,9 +89,9 @@ def open_handle(handle: CheckpointHandle) -> Checkpoint:
         handles = {location: part for part, location, _, _ in handle.parts}
         layers = [StackPart(location, start, stop) for _, location, start, stop in handle.parts]
         return open_stack(handle.location, layers, lambda location: open_handle(handles[location]))
-    if (rows := handle.rows) is not None:
-        own, sources = open_handle(rows.own), [open_handle(s) for s in rows.sources]
-        return TokenRowsCheckpoint(own, sources, dict(rows.tables), rows.runs, owned=True)
+    if handle.view is not None:
+        view: View = plugins.needed("actmat.views", handle.format)
+        return view.open(handle.view, open_handle)
     source = find_source(handle.address, cache_dir=handle.cache_dir or None, handle=handle)
     source.location = handle.location
     return decoded(format_named(handle.format).open(source))
@@ -130,7 +139,7 @@ def _is_in_folder(path: Path) -> bool:
 def _open_url(url: str, handle: CheckpointHandle | None) -> Source:
     if url.startswith("hf://"):
         raise CheckpointError(f"{url}: expected hf://org/name or hf://org/name@revision, found something else")
-    from actmat.extras.remote.source import open_remote
+    from actmat.checkpoints.remote import open_remote
 
     pinned = {} if handle is None else {name: (size, etag) for name, size, etag in handle.etags}
     return open_remote(url, pinned=pinned)

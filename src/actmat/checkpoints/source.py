@@ -1,7 +1,7 @@
 """`Source`: the files of one location by name, wherever they are; checkpoints in such files, and their formats.
 
 A location is a local folder, a local file, a commit of a hub repository (`hub.HubRepository`), or a folder or file at a
-URL (`remote.source.RemoteSource`). A format opens a checkpoint from a source without asking which of them it is. A file
+URL (`remote.open_remote`). A format opens a checkpoint from a source without asking which of them it is. A file
 that is not local is either downloaded when a tensor of it is first read, or, if the source `streams`, read by ranges.
 """
 
@@ -35,6 +35,7 @@ class Source(abc.ABC):
         named: the file, where the user named a file; None for a folder or a repository.
         cache_dir: folder of downloads that outlives the process, or None.
         streams: tensors of files that are not local are read by ranges, through `read_range`.
+        can_list: `names` has all files of the folder; a web server knows only those that it is asked for.
     """
 
     location: str
@@ -42,6 +43,7 @@ class Source(abc.ABC):
     named: str | None = None
     cache_dir: Path | None = None
     streams: bool = False
+    can_list: bool = True
 
     @property
     def weights(self) -> list[str]:
@@ -96,6 +98,14 @@ class Source(abc.ABC):
             f"{self.location}: a pipeline of several models is read from a local folder or from the hub. Fix: download "
             "the folder, and give it."
         )
+
+    def downloading(self, name: str) -> Source:
+        """The same files with `name` as the named one, downloaded when it is first read: for adapters, read often."""
+        raise NotImplementedError(f"{self.location}: files of this source are not downloaded one by one")
+
+    def whole(self) -> Source:
+        """The folder of a named file."""
+        raise NotImplementedError(f"{self.location}: the folder of a file is opened by its own location")
 
     def side_files(self, merged: Sequence[str]) -> SideFiles:
         """Files that go with an output, given the weight files that are merged; downloads none but tables of them."""
@@ -215,7 +225,7 @@ class StoredCheckpoint(Checkpoint):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Declaration of a format, one entry of `FORMATS`."""
+    """Declaration of a format: one of the core, or a plug-in of the group `actmat.formats`."""
 
     name: str  # in handles
     patterns: tuple[str, ...]  # its weight files as error messages list them, such as `*.safetensors`

@@ -73,11 +73,11 @@ def check_probes(inputs: Inputs) -> None:
     """
     problems = []
     for label, file, expert in zip(inputs.labels, inputs.statistics.files, inputs.experts, strict=True):
-        if file is None or (expert.is_partial and inputs.base is None):
+        if file is None or (expert.needs_base and inputs.base is None):
             continue
         source: Checkpoint | Expert = expert
         who = f"expert '{label}'"
-        if expert.is_partial:
+        if expert.needs_base:
             assert inputs.base is not None
             source, who = inputs.base, "the base"
         known = file.header.model.tensors
@@ -102,7 +102,7 @@ def foreign_tensors(item: Item, inputs: Inputs, base_hash: str, expert_hashes: S
         if file is None or source is None:
             continue
         on_base = source.kind != "stored"
-        if expert.is_partial and not on_base:
+        if expert.needs_base and not on_base:
             continue  # the adapter's own tensor: its hash was compared with the adapter's
         name, found = (item.name, base_hash) if on_base else (source.name, digest)
         expected = file.header.model.tensors.get(name)

@@ -1,6 +1,6 @@
 """The `Expert` contract: how a fine-tuned checkpoint or an adapter gives the deltas `D_t = W_t - W_0` of a base.
 
-`actmat.experts.conformance` is its shipped test-suite. `resolve.open_expert` picks the implementation.
+`actmat.extras.conformance.experts` is its shipped test-suite. `resolve.open_expert` picks the implementation.
 Shapes: `O` rows and `I` columns of a tensor as it is stored.
 """
 
@@ -19,10 +19,11 @@ from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, 
 from actmat.checkpoints.side_files import SideFiles
 from actmat.errors import CheckpointError, did_you_mean, format_size
 from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.modules import AdapterLayout
 from actmat.foreign import terminal
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["AdapterHandle", "ConvertedHandle", "Expert", "ExpertHandle", "Family", "Source", "SourceKind"]
+__all__ = ["AdapterHandle", "Conversion", "ConvertedHandle", "Expert", "ExpertHandle", "Family", "Source", "SourceKind"]
 
 SourceKind = Literal["stored", "formed", "zero"]
 """stored: `W_t` is in storage, to be reduced by `W_0`; formed: a product of factors, or what is added to a bias; zero:
@@ -63,8 +64,8 @@ class Expert(abc.ABC):
         """
 
     @property
-    def is_partial(self) -> bool:
-        """True if it has deltas of some tensors only and says nothing of the others, as adapters do."""
+    def needs_base(self) -> bool:
+        """True for changes to a base, which are no model by themselves."""
         return self.kind == "adapter"
 
     def scheme(self, name: str) -> str:
@@ -180,7 +181,7 @@ class Expert(abc.ABC):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One kind of adapters, an entry of `resolve.FAMILIES`. Its functions are a module's own, so that it pickles.
+    """One kind of adapters: one of the core, or a plug-in. Its functions are a module's own, so that it pickles.
 
     Args:
         claims: `claims(location)` is true where such an adapter is; reads no tensor of a full checkpoint. None for a
@@ -190,6 +191,12 @@ class Family:
             does not fit.
         open_unfitted: `open_unfitted(location)` gives an adapter whose `Expert.adapter` has the factors, for outputs
             that are adapters; None for a family without factors.
+        open_stored: `open_stored(location)` gives its stored tensors; needed for `inspect`, `verify` and `history`.
+        has_factors: `has_factors(location)` is true for an adapter that `open_unfitted` can give factors of; None for
+            a family without.
+        rename: `rename(adapter, layout)` gives new name -> own name of the modules of any adapter in a layout of this
+            family, and problems.
+        describe: `describe(adapter)` gives entries of `inspect` in place of those of modules with two factors.
     """
 
     name: str
@@ -197,6 +204,24 @@ class Family:
     open: Callable[[str | Path, Checkpoint], Expert]
     open_unfitted: Callable[[str | Path], Expert] | None = None
     holds: Callable[[Collection[str]], bool] | None = None
+    open_stored: Callable[[str | Path], Adapter] | None = None
+    has_factors: Callable[[str | Path], bool] | None = None
+    rename: Callable[[Adapter, AdapterLayout], tuple[dict[str, str], list[str]]] | None = None
+    describe: Callable[[Adapter], dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Full checkpoints read in the layout of their base, a plug-in of the group `actmat.conversions`.
+
+    Args:
+        applies: `applies(checkpoint, base)` is true for two layouts of one model.
+        open: `open(checkpoint, base, owns_base)` gives the expert, with the layout of the base. It closes the base if
+            it owns it.
+    """
+
+    applies: Callable[[Checkpoint, Checkpoint], bool]
+    open: Callable[[Checkpoint, Checkpoint, bool], Expert]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +249,7 @@ class ConvertedHandle:
 
     checkpoint: CheckpointHandle
     base: CheckpointHandle
+    conversion: Conversion
 
     @property
     def address(self) -> str:

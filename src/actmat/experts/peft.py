@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from actmat import plugins
 from actmat.checkpoints.base import Checkpoint
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, Family
@@ -13,21 +14,15 @@ from actmat.experts.changes.base import Reader
 from actmat.experts.changes.expert import FormedExpert
 from actmat.experts.changes.lora_variants import DORA, LORA_TOKENS, RESIDUAL, TOKENS
 from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.expert import fitted_expert, unfitted_expert
-from actmat.experts.lora.file_names import holds_factors
-from actmat.experts.lora.lora_files import open_lora_file
 from actmat.experts.lora.open import is_adapter, open_adapter
-from actmat.extras.adapters.adalora import ADALORA
-from actmat.extras.adapters.ia3 import IA3
-from actmat.extras.adapters.loha import LOHA
-from actmat.extras.adapters.lokr import LOKR
-from actmat.extras.adapters.oft import OFT
-from actmat.extras.adapters.vera import VERA
 
-__all__ = ["LORA_FILE", "PEFT", "READERS", "reader_of"]
+__all__ = ["PEFT", "reader_of"]
 
-READERS: tuple[Reader, ...] = (DORA, RESIDUAL, LORA_TOKENS, TOKENS, LOHA, LOKR, IA3, VERA, OFT, ADALORA)
-"""Families that are no plain LoRA; the first that claims a config reads the adapter."""
+READERS: tuple[Reader, ...] = (DORA, RESIDUAL, LORA_TOKENS, TOKENS)
+"""Families of the core that are no plain LoRA. The first that claims a config reads the adapter; plug-ins of the group
+`actmat.readers` are asked after them, about configs that are not those of plain LoRA."""
 
 
 def reader_of(fields: Mapping[str, Any]) -> Reader | None:
@@ -36,7 +31,11 @@ def reader_of(fields: Mapping[str, Any]) -> Reader | None:
     >>> reader_of({"peft_type": "LORA", "use_dora": True}).name
     'DoRA'
     """
-    return next((reader for reader in READERS if reader.claims(fields)), None)
+    found = next((reader for reader in READERS if reader.claims(fields)), None)
+    if found is not None or not parse_adapter_config(fields)[1]:
+        return found
+    plugged: dict[str, Reader] = plugins.load_all("actmat.readers")
+    return next((reader for reader in plugged.values() if reader.claims(fields)), None)
 
 
 def _open(location: str | Path, base: Checkpoint) -> Expert:
@@ -70,18 +69,38 @@ def _without_factors(adapter: Adapter, reader: Reader) -> Adapter:
     return adapter.with_problems((problem,))
 
 
-def _open_file(location: str | Path, base: Checkpoint) -> Expert:
-    adapter = open_lora_file(location)
+def _has_factors(location: str | Path) -> bool:
     try:
-        return fitted_expert(adapter, location, base, LORA_FILE)
+        with open_adapter(location) as adapter:
+            return reader_of(adapter.config.fields) is None
     except CheckpointError:
-        adapter.weights.close()
-        raise
+        return True  # opening it as an expert will say why
 
 
-def _open_unfitted_file(location: str | Path) -> Expert:
-    return unfitted_expert(open_lora_file(location), LORA_FILE)
+def _described(adapter: Adapter) -> dict[str, Any]:
+    """Entries of `inspect` for a family that is no plain LoRA; none for LoRA."""
+    fields, specs = adapter.config.fields, adapter.weights.specs
+    reader = reader_of(fields)
+    if reader is None:
+        return {}
+    content = reader.read(specs, fields)
+    return {
+        "adapter": reader.name,
+        "needs_base": reader.why_no_factors,
+        "modules": [
+            {"name": c.target, "kind": c.kind, "rank": c.rank, "stored": [_role(n) for n in c.stored]}
+            for c in content.changes
+        ],
+        "full_tensors": {n: list(specs[s].shape) for n, s in content.extras.items()},
+        "problems": list(content.problems),
+    }
 
 
-PEFT = Family("PEFT", is_adapter, _open, _open_unfitted)
-LORA_FILE = Family("LoRA file", None, _open_file, _open_unfitted_file, holds=holds_factors)
+def _role(name: str) -> str:
+    """Last part of a stored name that is no `weight`."""
+    return next(part for part in reversed(name.split(".")) if part != "weight")
+
+
+PEFT = Family(
+    "PEFT", is_adapter, _open, _open_unfitted, open_stored=open_adapter, has_factors=_has_factors, describe=_described
+)

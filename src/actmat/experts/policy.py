@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-__all__ = ["TokenSource", "VocabularyPolicy"]
+from actmat import plugins
+
+if TYPE_CHECKING:
+    from actmat.checkpoints.base import Checkpoint
+
+__all__ = ["TokenSource", "VocabularyPolicy", "align_vocabularies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +31,22 @@ class VocabularyPolicy:
     source: str
     tokens: Mapping[str, TokenSource] = field(default_factory=dict)
     pad_to_multiple_of: int | None = None
+
+
+def align_vocabularies(
+    base: Checkpoint, experts: Mapping[str, Checkpoint], policy: VocabularyPolicy, *, owned: bool = False
+) -> tuple[Checkpoint, dict[str, Checkpoint]]:
+    """The base and the experts with the rows of one vocabulary, by the plug-in `vocabulary` of `actmat.views`.
+
+    Args:
+        base, experts: open full checkpoints, each with a `tokenizer.json`.
+        policy: the new vocabulary.
+        owned: closing a result closes all inputs.
+
+    Raises:
+        CheckpointError: the vocabularies cannot be put in one order; all problems.
+    """
+    aligned: tuple[Checkpoint, dict[str, Checkpoint]] = plugins.needed("actmat.views", "vocabulary").align(
+        base, experts, policy, owned=owned
+    )
+    return aligned

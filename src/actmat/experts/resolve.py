@@ -1,32 +1,47 @@
-"""Open what a user named as an expert: adapters through a registry of families, all else as a full checkpoint.
+"""Open what a user named as an expert: adapters of some family, all else as a full checkpoint.
 
-A new family of adapters is a file with an `Expert` and an entry in `FAMILIES`.
+Families beyond PEFT's are plug-ins of the group `actmat.experts`. Those of `SIGNED` are imported for a single file
+whose tensors have the names of factors; any other is asked about every location that is no adapter of PEFT.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
+from actmat import plugins
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, versions_of_files
+from actmat.checkpoints.file_names import ADAPTER_CONFIG
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.errors import CheckpointError
-from actmat.experts.base import AdapterHandle, ConvertedHandle, Expert, ExpertHandle, Family
+from actmat.experts.base import AdapterHandle, Conversion, ConvertedHandle, Expert, ExpertHandle, Family
 from actmat.experts.checkpoint import CheckpointExpert
+from actmat.experts.files import holds_factors, tensor_names, unmerged_problem
 from actmat.experts.lora.adapter import Adapter
-from actmat.experts.lora.lora_files import is_lora_file, open_lora_file, tensor_names, unmerged_problem
-from actmat.experts.lora.open import open_adapter as open_peft_adapter
-from actmat.experts.peft import LORA_FILE, PEFT, reader_of
-from actmat.extras.diffusion.expert import is_in_other_layout, open_converted
-from actmat.extras.diffusion.lycoris import LYCORIS
+from actmat.experts.lora.modules import AdapterLayout
+from actmat.experts.peft import PEFT
 
-__all__ = ["FAMILIES", "has_factors", "is_adapter", "open_adapter", "open_base", "open_expert", "open_handle"]
+__all__ = [
+    "convert",
+    "describe_adapter",
+    "has_factors",
+    "is_adapter",
+    "module_names",
+    "needs_base",
+    "open_adapter",
+    "open_base",
+    "open_expert",
+    "open_handle",
+    "open_stored",
+    "shares_names",
+]
 
-FAMILIES: tuple[Family, ...] = (PEFT, LYCORIS, LORA_FILE)
-"""The known families of adapters; the first that claims a location opens it."""
+GROUP = "actmat.experts"
+SIGNED = ("lycoris", "lora_file")
+"""Plug-ins for single files of factors, in the order in which they are asked."""
 
 
 def is_adapter(location: str | Path) -> bool:
@@ -34,16 +49,15 @@ def is_adapter(location: str | Path) -> bool:
     return _family(location) is not None
 
 
+def needs_base(location: str | Path) -> bool:
+    """True where changes to a base are, which are no model by themselves; reads no tensor of a full checkpoint."""
+    return is_adapter(location)
+
+
 def has_factors(location: str | Path) -> bool:
     """True where an adapter is whose deltas are stored as factors, from which an adapter is merged without its base."""
     family = _family(location)
-    if family in (None, LYCORIS, LORA_FILE):
-        return family is LORA_FILE
-    try:
-        with open_peft_adapter(location) as adapter:
-            return reader_of(adapter.config.fields) is None
-    except CheckpointError:
-        return True  # opening it as an expert will say why
+    return family is not None and family.has_factors is not None and family.has_factors(location)
 
 
 def open_adapter(location: str | Path) -> Adapter:
@@ -53,7 +67,51 @@ def open_adapter(location: str | Path) -> Adapter:
         CheckpointError: no adapter there, or its files cannot be read. Problems of its contents are in
             `Adapter.problems`.
     """
-    return open_lora_file(location) if is_lora_file(location) else open_peft_adapter(location)
+    family = _family(location) or PEFT  # which says that there is none
+    if family.open_stored is None:
+        raise CheckpointError(f"{location}: adapters of the family {family.name} are read with their base only")
+    return family.open_stored(location)
+
+
+def open_stored(location: str | Path) -> Checkpoint:
+    """The stored tensors of a checkpoint or of an adapter, by their stored names."""
+    return open_adapter(location).weights if is_adapter(location) else open_checkpoint(location)
+
+
+def describe_adapter(location: str | Path, adapter: Adapter) -> Mapping[str, object]:
+    """Entries of `inspect` that the family of an open adapter has of its own; none for plain LoRA."""
+    family = _family(location)
+    return {} if family is None or family.describe is None else family.describe(adapter)
+
+
+def module_names(adapter: Adapter, layout: AdapterLayout) -> tuple[dict[str, str], list[str]]:
+    """Name in the wanted layout -> name in the adapter, for all modules; and problems, one sentence each."""
+    if adapter.layout == layout:
+        return {name: name for name in adapter.modules}, []
+    family: Family | None = plugins.load(GROUP, "lora_file")
+    if family is None or family.rename is None:
+        return {}, [f"it cannot be written in the layout '{layout}'.{plugins.hint(GROUP)}"]
+    return family.rename(adapter, layout)
+
+
+def shares_names(names: Collection[str], others: Collection[str]) -> bool:
+    """True if at least half of the names are among the others: two checkpoints in one layout."""
+    return 2 * sum(name in others for name in names) >= len(names)
+
+
+def convert(checkpoint: Checkpoint, base: Checkpoint, *, owns_base: bool = False) -> Expert | None:
+    """The checkpoint as an expert in another layout, that of the base; None if it needs no conversion, or has none.
+
+    Raises:
+        CheckpointError: not all of it can be converted.
+    """
+    if shares_names(base.specs, checkpoint.specs):
+        return None
+    found: dict[str, Conversion] = plugins.load_all("actmat.conversions")
+    for conversion in found.values():
+        if conversion.applies(checkpoint, base):
+            return conversion.open(checkpoint, base, owns_base)
+    return None
 
 
 def open_base(location: str | Path | Mapping[str, Tensor] | Checkpoint) -> Checkpoint:
@@ -92,7 +150,7 @@ def open_expert(location: str | Path | Mapping[str, Tensor] | Checkpoint, base: 
             return family.open(str(location), base)
         opened = open_base(location)
         try:
-            return open_converted(opened, base) if is_in_other_layout(opened, base) else CheckpointExpert(opened)
+            return convert(opened, base) or CheckpointExpert(opened)
         except CheckpointError:
             opened.close()
             raise
@@ -112,7 +170,7 @@ def open_handle(handle: ExpertHandle) -> Expert:
         return CheckpointExpert(open_checkpoint_handle(handle))
     if isinstance(handle, ConvertedHandle):
         other = open_checkpoint_handle(handle.base)
-        return open_converted(open_checkpoint_handle(handle.checkpoint), other, owns_base=True)
+        return handle.conversion.open(open_checkpoint_handle(handle.checkpoint), other, True)
     if handle.base is None:
         return _as_it_was(_open_unfitted(handle.family, handle.location), handle)
     base = open_checkpoint_handle(handle.base)
@@ -155,8 +213,29 @@ def _open_unfitted(family: Family, location: str) -> Expert:
 
 def _family(location: str | Path) -> Family | None:
     """The first family that claims a location; the header of a single file is read once for all."""
-    for family in FAMILIES:
+    for family in (PEFT, *_others()):
         if family.claims is not None and family.claims(location):
             return family
     names = tensor_names(location)
-    return next((family for family in FAMILIES if family.holds is not None and family.holds(names)), None)
+    signed = _signed(location) if holds_factors(names) else ()
+    return next((f for f in (*signed, *_others()) if f.holds is not None and f.holds(names)), None)
+
+
+def _others() -> Iterator[Family]:
+    """Plug-ins without a sign by which the core knows whom to ask."""
+    return (plugins.load(GROUP, name) for name in plugins.entries(GROUP) if name not in SIGNED)
+
+
+def _signed(location: str | Path) -> list[Family]:
+    """Plug-ins for a file of factors.
+
+    Raises:
+        CheckpointError: they were removed.
+    """
+    found = [family for name in SIGNED if (family := plugins.load(GROUP, name)) is not None]
+    if not found:
+        raise CheckpointError(
+            f"{location}: is a file of an adapter without {ADAPTER_CONFIG}, which no installed part of actmat reads."
+            f"{plugins.hint(GROUP)}"
+        )
+    return found

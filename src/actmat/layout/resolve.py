@@ -10,9 +10,9 @@ from typing import Any
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import RecipeError
 from actmat.layout.classify import classify, owner_of
+from actmat.layout.components import component_configs
 from actmat.layout.families import FAMILIES, PLAIN, Towers, recognise, text_config_of
 from actmat.layout.fused import FEED_FORWARD, PARTNERS, RECURRENT
-from actmat.layout.parts import component_configs
 from actmat.layout.patterns import compile_pattern
 from actmat.layout.ties import find_ties, is_output_head, is_token_table, is_vocabulary, ties_embeddings
 from actmat.layout.types import Block, LayoutMap, Orientation, Role, RoleOverride, TensorLayout

@@ -15,7 +15,7 @@ from actmat.experts.base import Expert
 from actmat.experts.lora.adapter import Adapter
 from actmat.methods import METHODS, get_method
 from actmat.methods.user import method_version
-from actmat.planning.adapter.extraction import has_ranks, plan_extraction
+from actmat.planning.adapter.extraction import plan_extraction
 from actmat.planning.adapter.modules import plan_modules
 from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.planning.placement import HOST, DeviceRoom
@@ -24,6 +24,7 @@ from actmat.planning.statistics import ExpertStatistics
 from actmat.planning.storage import files_left_out, left_out_note
 from actmat.planning.tensors import plan_tensors
 from actmat.recipe import Recipe
+from actmat.recipe.output import Extracted
 from actmat.version import __version__
 
 __all__ = ["build_plan", "versions_of"]
@@ -52,7 +53,7 @@ def build_plan(
         AlignmentError: the inputs do not fit together or the recipe does not fit them; carries all problems.
     """
     statistics = statistics or ExpertStatistics.none(recipe.labels)
-    is_extracted = base is not None and recipe.to in ("adapter", "peft") and has_ranks(recipe, experts)
+    is_extracted = base is not None and isinstance(recipe.output, Extracted)
     if base is None:
         draft = plan_modules(recipe, _adapters(experts), base_config, statistics)
     elif is_extracted:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.codecs.checkpoint import coding_of
 from actmat.experts.base import Expert, Source
-from actmat.layout.parts import component_configs, parts_of, single_file_of
+from actmat.layout.components import component_configs, parts_of, single_file_of
 from actmat.recipe import Recipe
 
 __all__ = [
@@ -37,7 +37,7 @@ def absent_parts(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[s
         lacking = [
             label
             for label, expert in zip(labels, experts, strict=True)
-            if not expert.is_partial
+            if not expert.needs_base
             and not any(n.startswith(prefix) for n in expert.specs)
             and not any(n.removeprefix(prefix) in expert.specs for n in names)
         ]
@@ -82,9 +82,9 @@ def files_left_out(recipe: Recipe, base: Checkpoint | None, experts: Sequence[Ex
     if base is None:
         return {}
     found = dict(base.side_files().left_out)
-    if recipe.files_of in recipe.labels:
-        expert = experts[recipe.labels.index(recipe.files_of)]
-        found |= {f"{path} ({recipe.files_of})": why for path, why in expert.side_files().left_out.items()}
+    if recipe.model.files_of in recipe.labels:
+        expert = experts[recipe.labels.index(recipe.model.files_of)]
+        found |= {f"{path} ({recipe.model.files_of})": why for path, why in expert.side_files().left_out.items()}
     return found
 
 
@@ -123,7 +123,7 @@ def encoding_problems(recipe: Recipe, base: Checkpoint, names: Mapping[str, Sequ
     Args:
         names: tensors of the base -> those tied to each.
     """
-    if recipe.quantise is None:
+    if recipe.model.quantise is None:
         return []
     asked = "--quantise same writes the base's layout of codes"
     coded = {n: c for n in names if (c := coding_of(base, n)) is not None}
@@ -159,7 +159,7 @@ def quantisation_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Exper
         for who, schemes in (("the base", of_base), *((f"expert '{n}'", s) for n, s in of_experts))
         if schemes
     ]
-    if of_base and recipe.quantise is not None:
+    if of_base and recipe.model.quantise is not None:
         notes.append(
             "merged tensors are written in the base's layouts of codes; the relative error of each is its "
             "'quantisation_error' in the manifest"
@@ -169,7 +169,7 @@ def quantisation_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Exper
             "the output is not quantised: decoded tensors are written as floats, and config.json without its entry "
             "about quantisation"
         )
-    full = [(n, set(s)) for (n, s), e in zip(of_experts, experts, strict=True) if not e.is_partial]
+    full = [(n, set(s)) for (n, s), e in zip(of_experts, experts, strict=True) if not e.needs_base]
     other = [n for n, schemes in full if schemes != set(of_base)]
     if other:
         notes.append(

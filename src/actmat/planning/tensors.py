@@ -50,14 +50,14 @@ def plan_tensors(
     """
     problems = _input_problems(recipe, base, experts)
     layouts, layout_problems = resolve_roles(recipe, base.specs, base.config)
-    problems += statistics.kind_problems([e.is_partial for e in experts])
+    problems += statistics.kind_problems([e.needs_base for e in experts])
     chooser = Chooser(recipe, statistics.kinds, base.specs)
     kept = absent_parts(base, experts, recipe.labels) | _kept(base, chooser)
     stem, stems = stems_of(base)
     alignment = align(base, experts, recipe.labels, layouts, frozenset(kept))
     decided: dict[str, Decision] = {}
     given: dict[str, list[Source | None]] = {}
-    only_adapters = all(e.is_partial for e in experts)
+    only_adapters = all(e.needs_base for e in experts)
     for name in alignment.canonical:
         spec, sources = base.specs[name], alignment.sources[name]
         decision = _decide(spec, layouts.tensors[name], chooser, kept)
@@ -185,7 +185,7 @@ class _TensorPlanner:
 
     def out_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """Specs of the output for a tensor of the base: its codes and scales where it is written as they are."""
-        if self.recipe.quantise is None or coding_of(self.base, spec.name) is None:
+        if self.recipe.model.quantise is None or coding_of(self.base, spec.name) is None:
             return (self.out_spec(spec),)
         return tuple(dataclasses.replace(s, file="", offset=0) for s in self.base.stored_specs(spec.name))
 
@@ -211,7 +211,7 @@ class _TensorPlanner:
         if call is not None and self._is_factored(call, sources):
             form, reason = "factored", f"{reason}, in factored form"
         reason += scheme_words(spec.name, self.base, sources, self.experts, self.recipe.labels)
-        coding = coding_of(self.base, spec.name) if self.recipe.quantise is not None else None
+        coding = coding_of(self.base, spec.name) if self.recipe.model.quantise is not None else None
         outputs = tuple(o for n in names for o in self.out_specs(self.base.specs[n]))
         item = Item(
             name=names[0],
@@ -336,7 +336,7 @@ def _adapter_notes(labels: Sequence[str], experts: Sequence[Expert], items: Sequ
     """Notes about the adapters among the experts."""
     alike: dict[int, list[str]] = {}
     for t, (label, expert) in enumerate(zip(labels, experts, strict=True)):
-        if not expert.is_partial:
+        if not expert.needs_base:
             continue
         changed = sum(
             any(expert.source(n).kind != "zero" for n in _names(item, t) if n in expert.specs) for item in items

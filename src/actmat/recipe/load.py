@@ -6,18 +6,20 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
+from actmat import plugins
 from actmat.bounds import is_url, local_path, read_bytes
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.errors import RecipeError
 from actmat.foreign import terminal
+from actmat.recipe.output import LOOSE
 from actmat.recipe.schema import Recipe, make_recipe
 from actmat.recipe.text import UnreadableError, parse_yaml
 
-__all__ = ["import_recipe", "load_recipe", "printable_yaml", "recipe_yaml"]
+__all__ = ["Importer", "import_recipe", "load_recipe", "printable_yaml", "recipe_yaml"]
 
 MAX_BYTES = 1_000_000
 """Largest recipe file; reading it takes seconds."""
@@ -41,33 +43,62 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     Raises:
         RecipeError: unreadable, not YAML, or not a recipe; every problem with `file:line`.
     """
-    from actmat.extras.mergekit import convert, is_mergekit
-
     file = local_path(path, error=RecipeError)
     data, where = _parsed(file)
-    if is_mergekit(data):
-        data, where = convert(data, where), {}
+    if (importer := _importer(data)) is not None:
+        data, where = importer.convert(data, where), {}
     given = dict(overrides or {})
     fields = _with_local_paths(data, file.parent) | given
     return make_recipe(fields, where={k: v for k, v in where.items() if k.partition(".")[0] not in given})
 
 
 def import_recipe(path: str | Path) -> Recipe:
-    """Read the file of another tool's recipe, mergekit's; local paths become those of the working directory.
+    """Read the file of another tool's recipe; local paths become those of the working directory.
 
     Raises:
         RecipeError: unreadable, no such recipe, or what has no counterpart; every problem with `file:line`.
     """
-    from actmat.extras.mergekit import convert, is_mergekit
-
     file = local_path(path, error=RecipeError)
     data, where = _parsed(file)
-    if not is_mergekit(data):
+    importer = _importer(data)
+    if importer is None:
+        expected = "; ".join(i.expected for i in _importers()) or "nothing, as no importer is installed"
         raise RecipeError(
-            f"{file}: expected a configuration of mergekit, which names a 'merge_method'; found the fields "
-            f"{', '.join(list(data)[:8]) or 'none'}. A recipe of actmat needs no import: actmat merge {file}"
+            f"{file}: expected {expected}; found the fields {', '.join(list(data)[:8]) or 'none'}. A recipe of actmat "
+            f"needs no import: actmat merge {file}"
         )
-    return make_recipe(_with_local_paths(convert(data, where), file.parent))
+    return make_recipe(_with_local_paths(importer.convert(data, where), file.parent))
+
+
+class Importer(Protocol):
+    """A reader of another tool's configurations: a plug-in of the group `actmat.recipes`."""
+
+    expected: str
+    """What it reads, for messages, such as "a configuration of mergekit"."""
+
+    def claims(self, data: Mapping[str, Any]) -> bool:
+        """True for the data of such a configuration."""
+
+    def convert(self, data: Mapping[str, Any], where: Mapping[str, str]) -> dict[str, Any]:
+        """Fields of the recipe that does the same.
+
+        Args:
+            data: the configuration as plain data.
+            where: dotted field path -> "file:line", for messages.
+
+        Raises:
+            RecipeError: lists all that has no counterpart.
+        """
+
+
+def _importers() -> list[Importer]:
+    return list(plugins.load_all("actmat.recipes").values())
+
+
+def _importer(data: Mapping[str, Any]) -> Importer | None:
+    """The reader of a configuration; None for a recipe of actmat."""
+    known = data.keys() <= {*Recipe.model_fields, *LOOSE, "to"}  # a recipe: no plug-in is imported
+    return None if known else next((i for i in _importers() if i.claims(data)), None)
 
 
 def _parsed(file: Path) -> tuple[dict[str, Any], dict[str, str]]:

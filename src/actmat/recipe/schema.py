@@ -11,12 +11,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.errors import RecipeError, did_you_mean
 from actmat.flag import Flag
 from actmat.recipe.aliases import with_real_method, without_sums
+from actmat.recipe.output import KINDS, Adapter, Extracted, Model, Output, Vocabulary, gathered
 from actmat.recipe.values import (
     FLOAT32_MAX,
     Factor,
@@ -31,7 +41,6 @@ from actmat.recipe.values import (
     read_option,
     read_value,
 )
-from actmat.recipe.vocabulary import Vocabulary
 
 __all__ = [
     "ExpertRef",
@@ -280,17 +289,6 @@ class Recipe(Strict):
         default=None,
         description="dtype of the output: float64, float32, bfloat16 or float16; default: the base's, per tensor",
     )
-    quantise: Annotated[Literal["same"] | None, Flag()] = Field(
-        default=None,
-        description="'same': write tensors that the base stores as codes in the same layout, with the rounding error "
-        "of each on record; default: as floats",
-    )
-    vocabulary: Annotated[Vocabulary | None, Flag(type=str)] = Field(
-        default=None,
-        description="tokens of the merged model, by tokenizer.json: those of the 'base', the 'union' of the base's and "
-        "of those that experts added, or those of an expert (its name); default: tables must have one shape, and rows "
-        "are taken as they lie",
-    )
     compute_dtype: Annotated[Literal["float32", "float64"], Flag()] = Field(
         default="float32", description="dtype of deltas and methods: float32 or float64"
     )
@@ -300,37 +298,13 @@ class Recipe(Strict):
     allow_nonfinite: Annotated[bool, Flag()] = Field(
         default=False, description="treat NaN and Inf in an expert as 'unchanged' instead of stopping"
     )
-    files_from: Annotated[str, Flag()] = Field(
-        default="base", description="source of tokenizer and generation config: 'base' or an expert's name"
-    )
     max_shard_size: Annotated[str, Flag()] = Field(
         default="5GB", description="largest weight file; powers of ten, such as 500MB"
     )
-    to: Annotated[Literal["adapter", "peft", "kohya", "diffusers", "model"] | None, Flag()] = Field(
+    output: Annotated[Output | None, Flag(("--to",), type=str)] = Field(
         default=None,
         description="kind of output: model, or adapter, in the experts' layout or in that of peft, kohya or diffusers; "
         "default: an adapter if every expert is one and no base is given",
-    )
-    rank: Annotated[Annotated[int, Field(gt=0)] | None, Flag()] = Field(
-        default=None, description="rank of the merged adapter, truncated optimally; default: what is exact"
-    )
-    energy: Annotated[Annotated[float, Field(gt=0, le=1)] | None, Flag()] = Field(
-        default=None,
-        description="of an adapter that is extracted from full models: share of the squared norm of each layer's delta "
-        "to keep, such as 0.99, in place of a rank",
-    )
-    others: Annotated[Literal["save", "leave"], Flag()] = Field(
-        default="save",
-        description="changed tensors that the factors of an extracted adapter cannot hold (norms, tables): 'save' them "
-        "whole in it, or 'leave' them out",
-    )
-    ranks: Annotated[Literal["uniform", "pattern"], Flag()] = Field(
-        default="uniform",
-        description="ranks of the merged adapter: with 'uniform', zeros fill up to one rank; with 'pattern', each "
-        "module has its own",
-    )
-    any_base: Annotated[bool, Flag()] = Field(
-        default=False, description="merge adapters although they name different bases"
     )
     mute: Annotated[tuple[Annotated[str, Field(pattern=r"^AM\d{3}$")], ...], BeforeValidator(listed), Flag()] = Field(
         default=(), description="codes of checks that shall not count, such as AM103; see `actmat diagnose`"
@@ -353,7 +327,17 @@ class Recipe(Strict):
     @model_validator(mode="before")
     @classmethod
     def _earlier_fields(cls, value: Any) -> Any:
-        return with_real_method(without_sums(value))
+        return gathered(with_real_method(without_sums(value)))
+
+    @model_serializer(mode="wrap")
+    def _with_kind(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Plain data in which an output names its kind; without the output of a recipe with a base by default."""
+        data: dict[str, Any] = plain(self)
+        if "output" in data and self.output is not None:
+            data["output"] = {"kind": self.output.kind, **data["output"]}
+        if self.base and self.output == Model():
+            data.pop("output", None)
+        return data
 
     @model_validator(mode="after")
     def _distinct_names(self) -> Recipe:
@@ -365,20 +349,15 @@ class Recipe(Strict):
         twice = sorted({n for n in labels if labels.count(n) > 1})
         if twice:
             raise ValueError(f"experts need distinct names; {', '.join(twice)} occurs more than once: set 'name'")
-        if self.files_from != "base" and self.files_from not in labels:
-            raise ValueError(f"files_from names '{self.files_from}'; it must be 'base' or one of {labels}")
-        source = self.vocabulary.source if self.vocabulary is not None else "base"
+        files, vocabulary = self.model.files_from, self.model.vocabulary
+        if files != "base" and files not in labels:
+            raise ValueError(f"files_from names '{files}'; it must be 'base' or one of {labels}")
+        source = vocabulary.source if vocabulary is not None else "base"
         if source not in ("base", "union", *labels):
             raise ValueError(f"vocabulary names '{source}'; it must be 'base', 'union' or one of {labels}")
-        if self.vocabulary is not None and self.files_from not in ("base", source):
-            raise ValueError(f"vocabulary: the tokenizer is that of '{source}': drop 'files_from: {self.files_from}'")
+        if vocabulary is not None and files not in ("base", source):
+            raise ValueError(f"vocabulary: the tokenizer is that of '{source}': drop 'files_from: {files}'")
         return self
-
-    @property
-    def files_of(self) -> str:
-        """Source of the tokenizer's files: `files_from`, or the expert whose vocabulary is taken."""
-        source = self.vocabulary.source if self.vocabulary is not None else "base"
-        return source if source not in ("base", "union") else self.files_from
 
     @model_validator(mode="after")
     def _held_products(self) -> Recipe:
@@ -391,6 +370,21 @@ class Recipe(Strict):
                     f"({FLOAT32_MAX:g}): lower one of them"
                 )
         return self
+
+    @property
+    def model(self) -> Model:
+        """Settings of a full model; the defaults where another kind of output is written."""
+        return self.output if isinstance(self.output, Model) else Model()
+
+    @property
+    def adapter(self) -> Adapter:
+        """Settings of a merged adapter; the defaults where another kind of output is written."""
+        return self.output if isinstance(self.output, Adapter) else Adapter()
+
+    @property
+    def extracted(self) -> Extracted:
+        """Settings of an extracted adapter; the defaults where another kind of output is written."""
+        return self.output if isinstance(self.output, Extracted) else Extracted()
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -455,7 +449,6 @@ _MODELS: dict[str, type[BaseModel]] = {
     "roles": RoleRule,
     "post": PostRef,
     "postprocess": Postprocess,
-    "vocabulary": Vocabulary,
 }
 
 
@@ -466,10 +459,18 @@ def _with_value(error: Mapping[str, Any]) -> str:
 
 
 def _problem(loc: Sequence[int | str], message: str, kind: str, where: Mapping[str, str]) -> str:
+    of_output = KINDS.get(str(loc[1])) if len(loc) > 1 and loc[0] == "output" else None
+    if of_output is not None:  # pydantic puts the kind into the path; flags and older recipes give the field alone
+        written = (loc[0], *loc[2:]) if f"{loc[0]}.{loc[-1]}" in where else loc[2:]
+        if kind == "extra_forbidden" and len(loc) == 3 and (owners := _owners(str(loc[-1]))):
+            message = f"goes with {owners}, and the output is {_named(str(loc[1]))}: leave one of both out"
+            kind = "other_kind"
+        loc = written
     path = ".".join(str(p) for p in loc)
     place = next((where[p] for n in range(len(loc), 0, -1) if (p := ".".join(map(str, loc[:n]))) in where), "")
     if kind == "extra_forbidden":
-        model: type[BaseModel] = _MODELS.get(str(loc[0]), Recipe) if len(loc) > 1 else Recipe
+        nested = Vocabulary if of_output is not None and "vocabulary" in loc[:-1] else of_output
+        model: type[BaseModel] = nested or (_MODELS.get(str(loc[0]), Recipe) if len(loc) > 1 else Recipe)
         known = list(model.model_fields)
         message = f"there is no field '{loc[-1]}'.{did_you_mean(str(loc[-1]), known)} Fields: {', '.join(known)}"
     elif kind == "missing":
@@ -477,3 +478,17 @@ def _problem(loc: Sequence[int | str], message: str, kind: str, where: Mapping[s
     message = message.removeprefix("Value error, ")
     text = f"{path}: {message}" if path else message
     return f"{place}: {text}" if place else text
+
+
+def _owners(field: str) -> str:
+    """Kinds of output that have this field, in words; empty where none has."""
+    return " or ".join(_named(kind) for kind, model in KINDS.items() if field in model.model_fields)
+
+
+def _named(kind: str) -> str:
+    """The kind with the values of `to` that ask for it."""
+    return {
+        "model": "a model (--to model)",
+        "adapter": "an adapter (--to adapter)",
+        "extracted": "an adapter that is extracted (--to adapter, with a base)",
+    }[kind]

@@ -9,10 +9,12 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
+from typing import Any
 
 from actmat.errors import RecipeError
+from actmat.recipe.schema import Recipe, make_recipe
 
-__all__ = ["distinct_names", "in_order", "trajectory_weights"]
+__all__ = ["average_recipe", "distinct_names", "in_order", "trajectory_weights"]
 
 FORMS = "uniform, linear, ema:DECAY (such as ema:0.9), wsd, or one number per checkpoint"
 
@@ -102,3 +104,36 @@ def _listed(text: str, count: int) -> list[float]:
 def _normalised(weights: Sequence[float]) -> list[float]:
     total = math.fsum(weights)
     return [w / total for w in weights]
+
+
+def average_recipe(
+    places: Sequence[str], weights: str | Sequence[float] = "uniform", *, as_given: bool = False, **fields: Any
+) -> Recipe:
+    """The recipe of an average: `linear` on all tensors; the newest checkpoint is the point that deltas start from.
+
+    Raises:
+        RecipeError: no checkpoints, one twice, or weights that do not fit; also numbers for checkpoints that were not
+            given in the order of their steps, as it would be open to which they belong.
+    """
+    if not places:
+        raise RecipeError("There is nothing to average: give two checkpoints or more.")
+    text = weights if isinstance(weights, str) else ",".join(repr(float(w)) for w in weights)
+    ordered = list(places) if as_given else in_order(places)
+    share, formula = trajectory_weights(text, len(places))
+    if formula.startswith("as given") and ordered != list(places):
+        raise RecipeError(
+            "--weights lists one number per checkpoint, but the checkpoints are not in the order of their steps, which "
+            f"is {', '.join(ordered)}. Fix: give them in this order, or say --as-given."
+        )
+    names = distinct_names(ordered)
+    experts = [{"path": p, "name": n, "weight": w} for p, n, w in zip(ordered, names, share, strict=True)]
+    listed = ", ".join(f"{n} {w:.6g}" for n, w in zip(names, share, strict=True))
+    kind = text if not formula.startswith("as given") else "numbers"
+    notes = (
+        f"weights '{kind}' ({formula}), oldest first: {listed}",
+        f"files and buffers are those of the last checkpoint, {names[-1]}; deltas are measured from it, which does not "
+        "change the average",
+    )
+    return make_recipe(
+        {"base": ordered[-1], "experts": experts, "method": "linear", "scope": "all", **fields, "notes": notes}
+    )

@@ -12,10 +12,11 @@ from actmat.bounds import is_url
 from actmat.checkpoints.folder import member
 from actmat.checkpoints.hashing import hash_file, sha256_file
 from actmat.checkpoints.ranges import BLOCK_BYTES
+from actmat.checkpoints.remote import open_remote
 from actmat.checkpoints.resolve import find_source
+from actmat.checkpoints.source import Source
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError
-from actmat.extras.remote.source import RemoteSource, open_remote
 
 if TYPE_CHECKING:
     from actmat.checkpoints.hub import HubFile, HubRepository
@@ -78,7 +79,7 @@ class _Folder(OutputFiles):
 
 
 class _Remote(OutputFiles):
-    def __init__(self, source: RemoteSource) -> None:
+    def __init__(self, source: Source) -> None:
         if source.can_list and MANIFEST_NAME not in source.names:
             raise CheckpointError(f"{source.location} has no {MANIFEST_NAME}: it is no finished merge made by actmat.")
         self._source = source

@@ -14,11 +14,10 @@ from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.base import Expert
-from actmat.experts.resolve import is_adapter, open_adapter
-from actmat.experts.vocabulary import align_vocabularies
-from actmat.extras.diffusion.expert import is_in_other_layout, may_be_converted, open_converted
+from actmat.experts.policy import align_vocabularies
+from actmat.experts.resolve import convert, needs_base, open_stored, shares_names
 from actmat.foreign import html_table
-from actmat.recipe.vocabulary import Vocabulary
+from actmat.recipe.output import Vocabulary, gathered
 from actmat.report.files import OutputFiles, open_output
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
 from actmat.report.words import plural
@@ -89,7 +88,7 @@ def verify(out: str | Path, *, inputs: bool = True, progress: Progress = lambda 
     if manifest["hash"] != HASH_NAME:
         found = repr(manifest["hash"])[:80]
         raise CheckpointError(f"{location}: hashed with {found}; this version of actmat checks {HASH_NAME}.")
-    with _opened(location) as checkpoint:
+    with open_stored(location) as checkpoint:
         problems = _form_problems(checkpoint, manifest)
         expected = {r["name"]: r["hash"] for r in manifest["tensors"]}
         problems += _compare(checkpoint, expected, "the output", progress)
@@ -196,25 +195,20 @@ def _unchecked_inputs(manifest: Mapping[str, Any]) -> Iterator[str]:
         yield f"base ({base}): the merge read nothing but its config"
 
 
-def _opened(location: str | Path) -> Checkpoint:
-    """The stored tensors of a checkpoint or of an adapter."""
-    return open_adapter(location).weights if is_adapter(location) else open_checkpoint(location)
-
-
 def _opened_input(label: str, location: str, manifest: Mapping[str, Any], out: Path) -> Checkpoint | Expert:
     """The tensors of an input as the merge read them: in the base's layout, rows in the order of its vocabulary."""
-    if is_adapter(location):
-        return _opened(location)
-    if (chosen := manifest["recipe"].get("vocabulary")) is not None:
+    if needs_base(location):
+        return open_stored(location)
+    if (chosen := gathered(manifest["recipe"]).get("output", {}).get("vocabulary")) is not None:
         return _aligned_input(label, Vocabulary.model_validate(chosen), manifest, out)
     if label == "base" or manifest["base"] is None:
-        return _opened(location)
+        return open_stored(location)
     opened = open_checkpoint(location)
-    if not may_be_converted(opened):
+    if shares_names([row["name"] for row in manifest["tensors"]], opened.specs):
         return opened
     base = open_checkpoint(input_location(manifest["base"], out))
-    if is_in_other_layout(opened, base):
-        return open_converted(opened, base, owns_base=True)
+    if (converted := convert(opened, base, owns_base=True)) is not None:
+        return converted
     base.close()
     return opened
 
@@ -223,7 +217,7 @@ def _aligned_input(label: str, chosen: Vocabulary, manifest: Mapping[str, Any], 
     places = {entry["name"]: input_location(entry, out) for entry in manifest["experts"]}
     with contextlib.ExitStack() as stack:
         base = stack.enter_context(open_checkpoint(input_location(manifest["base"], out)))
-        full = {n: stack.enter_context(open_checkpoint(p)) for n, p in places.items() if not is_adapter(p)}
+        full = {n: stack.enter_context(open_checkpoint(p)) for n, p in places.items() if not needs_base(p)}
         base, experts = align_vocabularies(base, full, chosen.policy(), owned=True)
         stack.pop_all()
     return base if label == "base" else experts[label]

@@ -1,26 +1,19 @@
-"""Codecs: quantised storage <-> floats. The registry, and the choice for a checkpoint.
+"""Codecs: quantised storage <-> floats. The choice for a checkpoint.
 
-A new codec is a file with a `CodedTensor` and an entry in `CODECS`.
+A codec is a plug-in of the group `actmat.codecs`, imported when a checkpoint has signs of quantisation. Each claims
+tensors that no other claims.
 """
 
 from __future__ import annotations
 
+from actmat import plugins
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.codecs.base import Claims, Codec, Headers, float_dtype, quantisation_config
 from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
 from actmat.checkpoints.quantisation import has_signs
 from actmat.errors import CheckpointError
-from actmat.extras.quantised.bitsandbytes import BITSANDBYTES
-from actmat.extras.quantised.fp4 import FP4
-from actmat.extras.quantised.gptq import GPTQ
-from actmat.extras.quantised.mxfp4 import MXFP4
-from actmat.extras.quantised.packed import PACKED
-from actmat.extras.quantised.scaled import SCALED
 
-__all__ = ["CODECS", "decoded"]
-
-CODECS: tuple[Codec, ...] = (SCALED, PACKED, FP4, MXFP4, BITSANDBYTES, GPTQ)
-"""Every codec. Each claims tensors that no other claims."""
+__all__ = ["decoded"]
 
 
 def decoded(checkpoint: Checkpoint) -> Checkpoint:
@@ -44,7 +37,8 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     if settings and not method:
         return checkpoint
     headers = Headers(checkpoint.location, checkpoint.specs, method, settings, float_dtype(config), checkpoint.read)
-    found = [codec.claims(headers) for codec in CODECS]
+    codecs: dict[str, Codec] = plugins.load_all("actmat.codecs")
+    found = [codec.claims(headers) for codec in codecs.values()]
     problems = [p for claims in found for p in claims.problems]
     if any(claims.tensors for claims in found):
         problems += _turned(headers)

@@ -1,35 +1,66 @@
-"""Formats of weight files: the registry, and the choice of one for a source."""
+"""Formats of weight files: the choice of one for a source.
+
+The core reads safetensors and torch files. All others are plug-ins of the group `actmat.formats`. Those of `SIGNS` are
+imported where a file name matches; any other is asked when no format before it claims the files.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import PurePath
 
+from actmat import plugins
 from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, foreign_format
 from actmat.checkpoints.folder import INDEX_SUFFIX
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
 from actmat.checkpoints.source import Format, Source
 from actmat.errors import CheckpointError
-from actmat.extras.diffusion.pipelines import PIPELINES
-from actmat.extras.gguf.file import GGUF
-from actmat.extras.training.dcp.checkpoint import DCP
-from actmat.extras.training.dcp.ranks import RANK_SHARDS
-from actmat.extras.training.deepspeed import DEEPSPEED
 
-__all__ = ["FORMATS", "find_format", "format_named"]
+__all__ = ["all_formats", "find_format", "format_named"]
+
+GROUP = "actmat.formats"
 
 STEP = re.compile(r"(checkpoint|step|iter|global_step)[-_]?\d+")
 """Folders of the checkpoints of a training run."""
 
-FORMATS: tuple[Format, ...] = (PIPELINES, RANK_SHARDS, SAFETENSORS, DCP, DEEPSPEED, TORCH_FILES, GGUF)
-"""Every format that is read. The first that claims a source opens it."""
+CORE = {"safetensors": SAFETENSORS, "torch": TORCH_FILES}
+
+SIGNS: dict[str, tuple[str, ...]] = {
+    "pipelines": ("model_index.json",),
+    "ranks": ("shard-*-model-*",),
+    "safetensors": ("*",),
+    "dcp": (".metadata", "*.distcp", "pytorch_model_fsdp_*", "model", "weights"),
+    "deepspeed": ("*_states.pt", "latest", "zero_to_fp32.py"),
+    "torch": ("*",),
+    "gguf": ("*.gguf",),
+}
+"""Names of formats in the order in which they are asked, and patterns of file names without which they are not."""
+
+
+def _candidates(source: Source) -> Iterator[Format]:
+    """Formats to ask, in order; a plug-in is imported when its turn comes."""
+    for name, patterns in SIGNS.items():
+        if any(fnmatch(n, pattern) for pattern in patterns for n in source.names):
+            found = CORE.get(name) or plugins.load(GROUP, name)
+            if found is not None:
+                yield found
+    for name in plugins.entries(GROUP):
+        if name not in SIGNS:
+            yield plugins.load(GROUP, name)
+
+
+def all_formats() -> tuple[Format, ...]:
+    """Every installed format."""
+    return (*CORE.values(), *plugins.load_all(GROUP).values())
 
 
 def find_format(source: Source) -> Format:
     """The first format that claims the files of a source."""
     if source.named not in ADAPTER_WEIGHTS:
-        for candidate in FORMATS:
+        for candidate in _candidates(source):
             if candidate.claims(source):
                 return candidate
     raise _unclaimed_file(source.named, source.location) if source.named else _unclaimed_folder(source)
@@ -37,15 +68,29 @@ def find_format(source: Source) -> Format:
 
 def format_named(name: str) -> Format:
     """The format of that name."""
-    known = {candidate.name: candidate for candidate in FORMATS}
+    for candidate in CORE.values():
+        if candidate.name == name:
+            return candidate
+    known = {candidate.name: candidate for candidate in all_formats()}
     if name not in known:
-        raise CheckpointError(f"expected a handle of one of the formats {', '.join(known)}, found {name!r}")
+        raise CheckpointError(
+            f"expected a handle of one of the formats {', '.join(known)}, found {name!r}.{plugins.hint(GROUP)}"
+        )
     return known[name]
+
+
+def _absent(names: Sequence[str]) -> str:
+    """One sentence, with the fix, on a file of a format that is not installed; empty if there is none."""
+    lacking = [n for n in SIGNS if n not in CORE and n not in plugins.entries(GROUP)]
+    found = next(((name, n) for name in lacking for p in SIGNS[name] for n in names if fnmatch(n, p)), None)
+    return f"no installed part of actmat reads '{found[1]}'.{plugins.hint(GROUP, found[0])}" if found else ""
 
 
 def _unclaimed_file(name: str, location: str) -> CheckpointError:
     if name in ADAPTER_WEIGHTS:
         return CheckpointError(f"{location}: expected a full checkpoint, found the weights of a PEFT adapter")
+    if absent := _absent([name]):
+        return CheckpointError(f"{location}: {absent}")
     if name.endswith(".distcp"):
         return CheckpointError(
             f"{location}: expected a checkpoint, found one file of a distributed checkpoint. Fix: give its "
@@ -53,7 +98,7 @@ def _unclaimed_file(name: str, location: str) -> CheckpointError:
         )
     foreign = foreign_format(name)
     found = f"{foreign}, which is not read" if foreign else f"'{name}'"
-    suffixes = ", ".join(PurePath(pattern).suffix for f in FORMATS for pattern in f.patterns if "*" in pattern)
+    suffixes = ", ".join(PurePath(pattern).suffix for f in all_formats() for pattern in f.patterns if "*" in pattern)
     return CheckpointError(
         f"{location}: expected a file ending in {suffixes} or {INDEX_SUFFIX}, found {found}. "
         "Fix: load it with its own library and save it as safetensors."
@@ -73,14 +118,16 @@ def _unclaimed_folder(source: Source) -> CheckpointError:
             f"{location}: no weights in a supported format: {'; '.join(foreign[:3])}. Fix: load it with its own "
             "library and save it as safetensors (save_pretrained)."
         )
+    if absent := _absent(names):
+        return CheckpointError(f"{location}: {absent}")
     steps = [n for n in names if STEP.fullmatch(n)]
     if steps:
         return CheckpointError(
             f"{location}: expected weights, found a training run with the folders {', '.join(steps[:6])}"
-            f"{', ...' if len(steps) > 6 else ''}. Fix: give one of them, or average them (actmat average "
+            f"{', ...' if len(steps) > 6 else ''}. Fix: give one of them, or average them (actmat merge --average "
             f"{location.rstrip('/')}/{steps[-1]} ...)."
         )
-    patterns = ", ".join(pattern for f in FORMATS for pattern in f.patterns)
+    patterns = ", ".join(pattern for f in all_formats() for pattern in f.patterns)
     return CheckpointError(
         f"{location}: expected weights ({patterns}), found "
         f"{', '.join(names[:6]) or 'an empty folder'}{', ...' if len(names) > 6 else ''}. Likely cause: the wrong "

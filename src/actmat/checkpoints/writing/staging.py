@@ -17,7 +17,8 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ from actmat.system import rename_folder, sync_directory
 __all__ = [
     "JOURNAL_NAME",
     "MANIFEST_NAME",
+    "CheckedJournal",
     "Staging",
     "check_output_path",
     "disk_errors",
+    "left_journal",
     "occupied",
     "sibling",
 ]
@@ -149,11 +152,30 @@ def disk_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
+@dataclass(frozen=True)
+class CheckedJournal:
+    """A journal whose inputs were found to have the same content, although their times changed.
+
+    Args:
+        fingerprint: of the plan that it was written for.
+        entries: number of its entries when they were compared.
+    """
+
+    fingerprint: str
+    entries: int
+
+
 class Staging:
     """The partial directory of one output: lock, journal, final rename.
 
-    Only a journal with the same fingerprint (of the plan) is resumed. One with the same `lasting` fingerprint, without
-    the times of the inputs, is resumed if `same_inputs`, called with its entries, finds the inputs' contents unchanged.
+    Only a journal with the same fingerprint (of the plan) is resumed, or the one that was `checked`.
+
+    Args:
+        out: final directory.
+        fingerprint: of the plan.
+        overwrite: replace an earlier output.
+        lasting: the fingerprint without the times of the inputs, for `CheckedJournal`s of later runs.
+        checked: a journal of the same inputs at other times.
     """
 
     def __init__(
@@ -163,12 +185,12 @@ class Staging:
         *,
         overwrite: bool = False,
         lasting: str | None = None,
-        same_inputs: Callable[[Mapping[str, Mapping[str, Any]]], bool] = lambda entries: False,
+        checked: CheckedJournal | None = None,
     ) -> None:
         self.out = out
         self.fingerprint = fingerprint
         self.overwrite = overwrite
-        self._lasting, self._same_inputs = lasting, same_inputs
+        self._lasting, self._checked = lasting, checked
         self.path = sibling(out, "partial")
         self.committed = False
         self._previous = sibling(out, "previous")
@@ -295,17 +317,29 @@ class Staging:
 
     def _read_journal(self) -> Journal | None:
         """The journal; None if there is none with the fingerprint of this run."""
-        path = self.path / JOURNAL_NAME
-        if not os.path.exists(path) or _foreign(self.path):
-            return None
-        try:
-            journal = Journal.read(path)
-        except OutputError:  # not written by a run
-            return None
-        if journal.head.get("fingerprint") == self.fingerprint:
+        journal = _read_journal(self.path / JOURNAL_NAME)
+        if journal is None or journal.head.get("fingerprint") == self.fingerprint:
             return journal
-        touched = self._lasting is not None and journal.head.get("lasting") == self._lasting
-        return journal if touched and self._same_inputs(journal) else None
+        found = CheckedJournal(str(journal.head.get("fingerprint")), len(journal))
+        return journal if found == self._checked else None
+
+
+def left_journal(out: Path) -> Journal | None:
+    """The journal that an interrupted run left for `out`; None if there is none. Takes no lock and changes nothing."""
+    folder, aside = sibling(out, "partial"), sibling(out, "journal")
+    with contextlib.suppress(OSError):  # another process may rename them just now; `open` takes the lock, and judges
+        return _read_journal(aside if aside.exists() and folder.exists() else folder / JOURNAL_NAME, folder)
+    return None
+
+
+def _read_journal(path: Path, folder: Path | None = None) -> Journal | None:
+    """A journal that a run wrote, beside nothing but what runs write."""
+    if not os.path.exists(path) or _foreign(folder or path.parent):
+        return None
+    try:
+        return Journal.read(path)
+    except OutputError:  # not written by a run
+        return None
 
 
 def _foreign(folder: Path) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -38,13 +39,13 @@ class Adapter:
     def __init__(
         self, weights: Checkpoint, config: AdapterConfig, problems: Sequence[str], listing: Listing | None = None
     ) -> None:
-        listing = listing or list_modules(weights.specs, config)
+        self.listing = listing or list_modules(weights.specs, config)
         self.weights = weights
         self.config = config
-        self.layout: AdapterLayout = listing.layout
+        self.layout: AdapterLayout = self.listing.layout
         self.location = weights.location
-        self.modules, self.extras, self.copies = listing.modules, listing.extras, listing.copies
-        self.problems = (*problems, *listing.problems)
+        self.modules, self.extras, self.copies = self.listing.modules, self.listing.extras, self.listing.copies
+        self.problems = (*problems, *self.listing.problems)
 
     @property
     def is_pair_list(self) -> bool:
@@ -59,15 +60,11 @@ class Adapter:
     def renamed(self, names: Mapping[str, str]) -> Adapter:
         """The same adapter, open as long as this one, with only these modules: new name -> own name."""
         modules = {new: self.modules[old] for new, old in names.items()}
-        return Adapter(
-            self.weights, self.config, (), Listing(modules, self.extras, self.copies, self.problems, self.layout)
-        )
+        return Adapter(self.weights, self.config, (), replace(self.listing, modules=modules, problems=self.problems))
 
     def with_problems(self, problems: Sequence[str]) -> Adapter:
         """The same adapter, open as long as this one, with other problems."""
-        return Adapter(
-            self.weights, self.config, problems, Listing(self.modules, self.extras, self.copies, (), self.layout)
-        )
+        return Adapter(self.weights, self.config, problems, replace(self.listing, problems=()))
 
     @property
     def dtype(self) -> str:

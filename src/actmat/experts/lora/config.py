@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from actmat import plugins
 from actmat.checkpoints.file_names import ADAPTER_CONFIG
 from actmat.checkpoints.folder import shown
 from actmat.experts.lora.patterns import PatternTable
@@ -127,9 +128,10 @@ def _refusals(fields: Mapping[str, Any]) -> list[str]:
     kind = fields.get("peft_type")
     if kind != "LORA":
         why = REFUSED_TYPES.get(str(kind), "only LoRA adapters have factors that are merged here")
+        removed = plugins.hint("actmat.readers")
         problems.append(
-            f"peft_type is {kind!r}: {why}. Fold it into its base (PeftModel.merge_and_unload, save_pretrained) and "
-            "merge the full models"
+            f"peft_type is {kind!r}: {why}.{removed} Fold it into its base (PeftModel.merge_and_unload, "
+            "save_pretrained) and merge the full models"
         )
     for name, why in REFUSED_FLAGS.items():
         if fields.get(name):

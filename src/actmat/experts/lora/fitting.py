@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.experts.lora.adapter import Adapter
-from actmat.experts.lora.flat_names import find_flat_names
 from actmat.experts.lora.modules import AdapterModule
 from actmat.layout import resolve_layout
 from actmat.layout.in_memory import Located, locate
@@ -120,9 +119,8 @@ def _candidates(
     adapter: Adapter, modules: Sequence[AdapterModule], base: Checkpoint
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Names in memory of the tensors that each module may change, one of which it changes; and problems."""
-    if adapter.layout == "kohya":
-        found, problems = find_flat_names(base.specs, [m.inside for m in modules])
-        return {m.name: [found[m.inside]] if m.inside in found else [] for m in modules}, problems
+    if adapter.listing.find is not None:
+        return adapter.listing.find(base.specs, modules)
     out = {}
     for module in modules:
         plain = module.inside.replace(".base_layer", "")

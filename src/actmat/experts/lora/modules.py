@@ -15,7 +15,7 @@ Source: PEFT (https://github.com/huggingface/peft), `tuners/lora/layer.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,6 +70,8 @@ class Listing:
         copies: copies of base weights, which PEFT stores for embeddings that it adapts, likewise.
         problems: one sentence each.
         layout: how the tensors are named.
+        find: `find(specs, modules)` gives the tensors of a base that each module may change, by its name, and problems;
+            for layouts whose names only the base resolves.
     """
 
     modules: Mapping[str, AdapterModule]
@@ -77,6 +79,7 @@ class Listing:
     copies: Mapping[str, str]
     problems: Sequence[str]
     layout: AdapterLayout = "peft"
+    find: Callable[..., tuple[dict[str, list[str]], list[str]]] | None = None
 
 
 def quantised_problem(spec: TensorSpec) -> str:

@@ -1,7 +1,7 @@
 """Open an adapter from a folder, its weight file, a hub id, a URL, a LoRA file, or a list of factor pairs.
 
 A folder is an adapter when it holds `adapter_config.json` and no weights of a full model. Only JSON and tensors are
-read; neither PEFT nor transformers is needed. LoRA files without a config are in `lora_files`.
+read; neither PEFT nor transformers is needed. LoRA files without a config are a plug-in's.
 
 The first LoRA trainer for Stable Diffusion (cloneofsimo/lora) wrote a plain list `[up_0, down_0, up_1, down_1, ...]`
 in the order of the modules, without names or alpha. Such a `.pt` file is read as an adapter whose modules are called
@@ -92,11 +92,7 @@ def open_adapter(location: str | Path) -> Adapter:
 
 def _open_remote(url: str) -> Adapter:
     """An adapter at a URL; its weights are downloaded when a tensor is first read, because they are read often."""
-    from actmat.extras.remote.source import open_remote
-
-    source = open_remote(url)
-    if source.named is not None:
-        source = open_remote(source.store.url)
+    source = find_source(url).whole()
     name = next((n for n in ADAPTER_WEIGHTS if n in source.names), None)
     if name is None or ADAPTER_CONFIG not in source.names:
         raise CheckpointError(f"{url}: expected {ADAPTER_CONFIG} and {' or '.join(ADAPTER_WEIGHTS)} there")

@@ -35,15 +35,16 @@ from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
 from actmat.engine.reader import TensorReader
 from actmat.errors import StatisticsError
-from actmat.experts.resolve import is_adapter
+from actmat.experts.resolve import needs_base
 from actmat.extras.collect.agreement import agreement as compare
 from actmat.extras.collect.batches import Batch
 from actmat.extras.collect.data import DataOptions, DataSource, data_of, make_batches, prepare_data
-from actmat.inputs import opened_inputs, plans_of
 from actmat.linalg.outputs import output_energy
 from actmat.planning.model import Item, MergePlan
 from actmat.planning.regions import Region, cut
 from actmat.recipe import ExpertRef, add_statistics
+from actmat.run.open import open_inputs
+from actmat.run.prepare import plans_of
 
 __all__ = ["agreement", "residual_on_data"]
 
@@ -89,14 +90,14 @@ def agreement(  # noqa: PLR0913 - keyword arguments of a public function
     chosen = data_of(recipe, data)
     prepare_data(chosen)
     experts = {e.label: e.path for e in recipe.experts if e.label in chosen}
-    if base is not None and not any(map(is_adapter, (str(place), *experts.values()))):
+    if base is not None and not any(map(needs_base, (str(place), *experts.values()))):
         raise StatisticsError(f"A base goes with adapters; {place} and the experts compared are full models.")
 
     def load(location: str) -> Loaded:
         under = str(base or recipe.base or "") or None
         return load_model(
             location,
-            base=under if is_adapter(location) else None,
+            base=under if needs_base(location) else None,
             model_class=model_class,
             dtype=dtype,
             device=device,
@@ -164,7 +165,7 @@ def residual_on_data(
     """
     place = Path(directory)
     recipe = recipe_of_output(place)
-    if is_adapter(str(place)):
+    if needs_base(str(place)):
         raise StatisticsError(
             f"{place} is an adapter, and statistics are held against full matrices. Merge with a base (--base, --to "
             "model), or compare answers (--data)."
@@ -172,8 +173,8 @@ def residual_on_data(
     given = statistics if isinstance(statistics, Mapping) else [str(s) for s in statistics]
     experts = add_statistics([e.model_dump() for e in recipe.experts], given)
     recipe = recipe.model_copy(update={"experts": tuple(ExpertRef.model_validate(e) for e in experts)})
-    with opened_inputs([recipe]) as inputs, open_checkpoint(place) as merged:
-        (plan,) = plans_of([recipe], inputs)
+    with open_inputs([recipe]) as opened, open_checkpoint(place) as merged:
+        inputs, (plan,) = opened.inputs, plans_of(opened)
         check_adapters(inputs)
         return _residuals(plan, inputs, merged, progress=progress)
 

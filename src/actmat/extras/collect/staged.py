@@ -21,7 +21,7 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.hashing import hash_names
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import StatisticsError
-from actmat.experts.resolve import is_adapter
+from actmat.experts.resolve import needs_base
 from actmat.extras.collect.batches import Batch
 from actmat.extras.collect.binding import Binding, bind
 from actmat.extras.collect.collect import measured
@@ -188,7 +188,7 @@ def _check(experts: Mapping[str, Location], batches: Mapping[str, Batches]) -> N
     problems = [
         f"expert '{label}' is an adapter, of which no block can be put into the model; write it as a full model first"
         for label, location in experts.items()
-        if is_adapter(str(location))
+        if needs_base(str(location))
     ]
     problems += [f"expert '{label}' has no batches" for label in experts if label not in batches]
     problems += [f"there are batches for '{label}', which is no expert" for label in batches if label not in experts]

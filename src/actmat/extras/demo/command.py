@@ -8,10 +8,12 @@ from typing import Annotated
 import typer
 
 from actmat.cli import flags
+from actmat.cli.listing import command
 
 __all__ = ["demo"]
 
 
+@command("merge", "all merges are there", "the output place or a method is wrong")
 def demo(
     out: Annotated[Path, typer.Option("--out", help="Where checkpoints and results go.")] = Path("demo-output"),
     method: Annotated[list[str] | None, typer.Option("--method", "-m", help="Only these methods.")] = None,
@@ -25,12 +27,10 @@ def demo(
 
     Takes about a minute on two cores and keeps all checkpoints, so that you can go on with 'actmat merge'.
     """
-    from actmat.cli.screen import SafeConsole, console
+    from actmat.cli.screen import SafeConsole, console, print_result
     from actmat.extras.demo.run import run_demo
 
     shown = SafeConsole(quiet=True) if quiet or json else console
     result = run_demo(out, seed=seed, methods=method, threads=threads, overwrite=overwrite, console=shown)
     if json:
-        from actmat.cli.results import print_result
-
         print_result("demo", result.to_json())

@@ -18,11 +18,11 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.rows import RowRange, RowsCheckpoint, TensorRows, numbered_rows, ranges_of
 from actmat.errors import CheckpointError
-from actmat.experts.base import ConvertedHandle
+from actmat.experts.base import Conversion, ConvertedHandle
 from actmat.experts.checkpoint import CheckpointExpert
-from actmat.layout.parts import component_configs, single_file_of
+from actmat.layout.components import component_configs, single_file_of
 
-__all__ = ["ConvertedExpert", "is_in_other_layout", "may_be_converted", "open_converted"]
+__all__ = ["CONVERSION", "ConvertedExpert"]
 
 _OPEN_CLIP = ("conditioner.embedders.1.model.", "conditioner.embedders.0.model.", "cond_stage_model.model.")
 _TRANSFORMERS = (
@@ -60,7 +60,7 @@ class ConvertedExpert(CheckpointExpert):
 
     def handle(self) -> ConvertedHandle:
         """Addresses of the expert and of the base."""
-        return ConvertedHandle(self._stored.handle(), self._base.handle())
+        return ConvertedHandle(self._stored.handle(), self._base.handle(), CONVERSION)
 
     def close(self) -> None:
         """Close the checkpoint, and the base if it is its own."""
@@ -69,7 +69,7 @@ class ConvertedExpert(CheckpointExpert):
             self._base.close()
 
 
-def is_in_other_layout(checkpoint: Checkpoint, base: Checkpoint) -> bool:
+def _is_in_other_layout(checkpoint: Checkpoint, base: Checkpoint) -> bool:
     """True if one of the two is a single file of an image or video tool, and the other a folder of diffusers."""
     first, second = _is_diffusers(checkpoint), _is_diffusers(base)
     if first == second:
@@ -77,12 +77,7 @@ def is_in_other_layout(checkpoint: Checkpoint, base: Checkpoint) -> bool:
     return single_file_of((base if first else checkpoint).specs) is not None
 
 
-def may_be_converted(checkpoint: Checkpoint) -> bool:
-    """True for a checkpoint in either layout of diffusion models."""
-    return _is_diffusers(checkpoint) or single_file_of(checkpoint.specs) is not None
-
-
-def open_converted(checkpoint: Checkpoint, base: Checkpoint, *, owns_base: bool = False) -> ConvertedExpert:
+def _open_converted(checkpoint: Checkpoint, base: Checkpoint, owns_base: bool) -> ConvertedExpert:
     """An expert in the layout of the base, which is the other one.
 
     Raises:
@@ -252,3 +247,6 @@ def _inverted(forward: Rows, specs: Mapping[str, TensorSpec]) -> Rows:
             if end == (specs[name].shape[0] if specs[name].shape else 1):
                 out[name] = TensorRows(tuple(part for _, part in ordered))
     return out
+
+
+CONVERSION = Conversion(_is_in_other_layout, _open_converted)

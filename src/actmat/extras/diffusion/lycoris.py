@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,17 +34,17 @@ from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, Family
 from actmat.experts.changes.base import Change, Content, Group, shape_misfit
 from actmat.experts.changes.expert import FormedExpert
+from actmat.experts.files import open_weights
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.expert import unfitted_expert
-from actmat.experts.lora.file_names import KOHYA_PREFIXES
-from actmat.experts.lora.flat_names import find_flat_names
-from actmat.experts.lora.lora_files import open_lora_file, open_weights, tensor_names
 from actmat.experts.lora.modules import quantised_problem
 from actmat.extras.adapters.ia3 import Scaled
 from actmat.extras.adapters.loha import loha_change
 from actmat.extras.adapters.lokr import lokr_change
+from actmat.extras.diffusion.lora_files import open_lora_file
+from actmat.extras.diffusion.names import KOHYA_PREFIXES, find_flat_names
 
-__all__ = ["LYCORIS", "LycorisModule", "is_lycoris_file", "lycoris_modules"]
+__all__ = ["LYCORIS", "LycorisModule", "lycoris_modules"]
 
 _PREFIXES = {**KOHYA_PREFIXES, "lycoris_": ""}
 _ROLES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2", "lokr_w1", "lokr_w1_a",
@@ -73,11 +74,6 @@ class LycorisModule:
     def words(self) -> str:
         """Family for people."""
         return f"{self.family} with DoRA's magnitudes" if "dora_scale" in self.group.names else self.family
-
-
-def is_lycoris_file(location: str | Path) -> bool:
-    """True where a file with such modules is; reads a header."""
-    return _holds_modules(tensor_names(location))
 
 
 def _holds_modules(names: Collection[str]) -> bool:
@@ -286,10 +282,18 @@ def _open_unfitted(location: str | Path) -> Expert:
     return unfitted_expert(adapter.with_problems((problem,)), LYCORIS)
 
 
-def described(specs: Mapping[str, TensorSpec]) -> tuple[str, Sequence[LycorisModule], list[str]]:
+def _described(adapter: Adapter) -> dict[str, Any]:
     """Why the base is needed, the modules, and the problems of a file."""
-    modules, problems = lycoris_modules(specs)
-    return _NEEDS_BASE, modules, problems
+    modules, problems = lycoris_modules(adapter.weights.specs)
+    families = ", ".join(dict.fromkeys(m.words for m in modules))
+    rows = [
+        {"name": m.group.module, "kind": m.words, "rank": 0, "part": m.part, "stored": list(m.group.names)}
+        for m in modules
+    ]
+    return {"adapter": f"file of {families}", "needs_base": _NEEDS_BASE, "modules": rows, "problems": problems}
 
 
-LYCORIS = Family("LyCORIS file", None, _open, _open_unfitted, holds=_holds_modules)
+LYCORIS = Family(
+    "LyCORIS file", None, _open, _open_unfitted, holds=_holds_modules, open_stored=open_lora_file,
+    has_factors=None, describe=_described,
+)  # fmt: skip

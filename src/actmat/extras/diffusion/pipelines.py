@@ -30,7 +30,7 @@ from actmat.errors import CheckpointError
 __all__ = ["COMPONENTS", "PIPELINES", "PipelineCheckpoint"]
 
 COMPONENTS = "components"
-"""Key of a pipeline's config under which the configs of its components stand; `layout.parts` reads it."""
+"""Key of a pipeline's config under which the configs of its components stand; `layout.components` reads it."""
 _INSIDE = (SAFETENSORS, TORCH_FILES)
 
 

@@ -8,4 +8,15 @@ from __future__ import annotations
 
 from actmat.extras.mergekit.convert import convert, is_mergekit
 
-__all__ = ["convert", "is_mergekit"]
+__all__ = ["MERGEKIT", "convert", "is_mergekit"]
+
+
+class _Mergekit:
+    """Configurations of mergekit; see `recipe.load.Importer`."""
+
+    expected = "a configuration of mergekit, which names a 'merge_method'"
+    claims = staticmethod(is_mergekit)
+    convert = staticmethod(convert)
+
+
+MERGEKIT = _Mergekit()

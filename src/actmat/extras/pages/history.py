@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.hashing import ContentHash, hash_file
-from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
-from actmat.experts.resolve import is_adapter, open_adapter
+from actmat.experts.resolve import open_stored
 from actmat.report.manifest import input_location, read_manifest
 
 __all__ = ["Changes", "Found", "PastMerge", "changes_between", "find_merges", "made_by"]
@@ -148,7 +147,7 @@ def made_by(merges: Sequence[PastMerge], file: str | Path) -> list[PastMerge]:
 
 def _hashes(location: str, merges: Sequence[PastMerge]) -> Iterator[tuple[str, str]]:
     """Name and content hash of each tensor; nothing is read where no merge has all the names."""
-    with open_adapter(location).weights if is_adapter(location) else open_checkpoint(location) as stored:
+    with open_stored(location) as stored:
         names = set(stored.specs)
         if not any(names <= m.hashes.keys() for m in merges):
             yield next(iter(names), ""), ""

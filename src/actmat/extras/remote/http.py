@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import base64
 import netrc
-import re
 from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from huggingface_hub import errors, get_session
+from huggingface_hub import get_session
 
+from actmat.checkpoints.hub import HTTP_ERROR
+from actmat.checkpoints.retry import CONTENT_RANGE, TRANSIENT, TransientError, pause_of, read_body
 from actmat.errors import CheckpointError
-from actmat.extras.remote.retry import TransientError
 from actmat.extras.remote.store import MissingFileError, RemoteFile, Store
 
-__all__ = ["HTTP_ERROR", "TRANSIENT", "HttpStore", "pause_of", "read_body"]
+__all__ = ["HttpStore"]
 
-HTTP_ERROR: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # of whichever httpx the hub library uses
 TIMEOUT = 30.0  # seconds without a byte
-TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
-CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 MISSING = {404: "not found", 410: "gone", 401: "a login is wanted", 403: "forbidden"}
 
 
@@ -61,29 +58,6 @@ class HttpStore(Store):
                 return found, read_body(answer, wanted)
         except HTTP_ERROR as error:
             raise TransientError(f"{type(error).__name__}: {str(error)[:200]}") from error
-
-
-def read_body(answer: Any, length: int) -> bytes:
-    """The first `length` bytes of an answer that is streamed; stops early, a server may send more.
-
-    Raises:
-        TransientError: it ended before.
-    """
-    out = bytearray()
-    for chunk in answer.iter_bytes():
-        out += chunk
-        if len(out) >= length:
-            return bytes(out[:length])
-    if len(out) < length:
-        raise TransientError(f"the answer ended after {len(out)} of {length} bytes")
-    return bytes(out)
-
-
-def pause_of(answer: Any) -> float:
-    """Seconds that an answer asks to wait; 0 if it does not say, or gives a date."""
-    with suppress(ValueError):
-        return max(0.0, float(answer.headers.get("Retry-After", "0")))
-    return 0.0
 
 
 def _size(answer: Any, url: str, offset: int, length: int) -> int:

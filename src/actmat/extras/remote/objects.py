@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.folder import is_plain_name
+from actmat.checkpoints.retry import TransientError
 from actmat.checkpoints.side_files import DEEPEST
 from actmat.errors import CheckpointError, MergeError
-from actmat.extras.remote.retry import TransientError
 from actmat.extras.remote.store import MissingFileError, RemoteFile, Store
 
-__all__ = ["PACKAGES", "ObjectStore"]
+__all__ = ["PACKAGES", "ObjectStore", "open_store"]
 
 PACKAGES = {
     "s3": ("s3fs", "s3"),
@@ -151,6 +151,19 @@ class ObjectStore(Store):
                 f"{what}: cannot be used: {type(error).__name__}: {_first_line(error)}. Likely cause: no credentials, "
                 "or another region or endpoint (docs/remote.md)."
             ) from error
+
+
+def open_store(url: str, *, error: type[MergeError] = CheckpointError) -> Store:
+    """The store of a folder's URL, which passed `check_url`; makes no request.
+
+    Raises:
+        MergeError: an unknown scheme, or its package is not installed; of the type `error`.
+    """
+    if url.startswith(("http://", "https://")):
+        from actmat.extras.remote.http import HttpStore
+
+        return HttpStore(url)
+    return ObjectStore(url, error=error)
 
 
 def _file_system(url: str, error: type[MergeError], *, use_listings_cache: bool) -> tuple[Any, str]:

@@ -23,12 +23,12 @@ from actmat.checkpoints.base import FileIdentity
 from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from actmat.checkpoints.folder import INDEX_SUFFIX, is_plain_name, read_config, read_index
 from actmat.checkpoints.ranges import BLOCK_BYTES
+from actmat.checkpoints.retry import FIRST_RANGE, retried
 from actmat.checkpoints.side_files import SideFiles, side_files_in
 from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
-from actmat.extras.remote.retry import retried
-from actmat.extras.remote.schemes import open_store
-from actmat.extras.remote.store import FIRST_RANGE, MissingFileError, RemoteFile, Store, check_url, split_url
+from actmat.extras.remote.objects import open_store
+from actmat.extras.remote.store import MissingFileError, RemoteFile, Store, check_url, split_url
 
 __all__ = ["RemoteSource", "open_remote"]
 
@@ -214,6 +214,10 @@ class RemoteSource(Source):
         source = RemoteSource(self.store, self.location, name, streams=False, pinned=self._pinned)
         source._files, source._heads = self._files, self._heads
         return source
+
+    def whole(self) -> RemoteSource:
+        """The folder of a named file."""
+        return self if self.named is None else open_remote(self.store.url)
 
     def _code_names(self) -> list[str]:
         """Files of Python code that `config.json` names; they are copied, never run."""

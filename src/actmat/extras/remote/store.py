@@ -1,7 +1,7 @@
 """`Store`: the files of one remote folder by name, read by ranges and written whole; one request at a time.
 
 A file is pinned when it is first seen: its size and its etag (the version that the server states). Every later read
-compares them, so that bytes of two versions are never mixed. Retries are the caller's (`retry.retried`).
+compares them, so that bytes of two versions are never mixed. Retries are the caller's (`checkpoints.retry.retried`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ from actmat.bounds import URL
 from actmat.checkpoints.folder import is_plain_name
 from actmat.errors import CheckpointError
 
-__all__ = ["FIRST_RANGE", "MissingFileError", "RemoteFile", "Store", "check_url", "split_url"]
-
-FIRST_RANGE = 256 * 1024
-"""Bytes of the first request for a file: nearly every safetensors header is shorter."""
+__all__ = ["MissingFileError", "RemoteFile", "Store", "check_url", "split_url"]
 
 FILE_SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".ckpt")
 """Endings of names that are files; a URL that ends otherwise is a folder."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import os
 import shutil
@@ -31,24 +30,21 @@ from urllib.parse import quote, unquote
 from actmat.bounds import MAX_BYTES, parse_object
 from actmat.checkpoints.folder import is_plain_name
 from actmat.checkpoints.hashing import sha256_file
+from actmat.checkpoints.remote import MARK_NAME
+from actmat.checkpoints.retry import retried
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.shards import Shard, index_files
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, MANIFEST_NAME, Staging, disk_errors
 from actmat.errors import CheckpointError, OutputError
-from actmat.extras.remote.retry import retried
-from actmat.extras.remote.schemes import open_store
+from actmat.extras.remote.objects import open_store
 from actmat.extras.remote.store import MissingFileError, RemoteFile, Store, check_url
 
-__all__ = ["MARK_NAME", "UploadStaging", "check_upload_url", "clear_upload", "staging_folder"]
+__all__ = ["UploadStaging", "clear_upload"]
 
-MARK_NAME = ".actmat-upload.json"
 NOTE_PREFIX = ".actmat-upload."
 FORMAT = 1
 PARALLEL_UPLOADS = 2
 """Files at the same time; the library sends the parts of each in parallel too."""
-
-READ_ONLY = {"http": "web servers take no files", "https": "web servers take no files"}
-
 
 T = TypeVar("T")
 
@@ -69,31 +65,6 @@ class _Note:
             "sha256": self.sha256,
             "records": list(self.entries),
         }
-
-
-def check_upload_url(url: str) -> list[str]:
-    """Problems of writing to a URL that can be told without a request, as sentences."""
-    try:
-        scheme = check_url(url).partition("://")[0]
-        if scheme in READ_ONLY:
-            return [f"{url} cannot be written: {READ_ONLY[scheme]}; write to a folder or a bucket, then upload it"]
-        if scheme == "hf":
-            from actmat.extras.remote.hub_upload import hub_name
-
-            hub_name(url)
-            return []
-        open_store(url, error=OutputError)
-    except (CheckpointError, OutputError) as error:
-        return list(error.problems)
-    return []
-
-
-def staging_folder(url: str, root: str | None) -> Path:
-    """Local folder beside which an output for `url` is built: below `root`, or below the user's cache."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    parent = Path(root).expanduser() if root else Path(cache).expanduser() / "actmat" / "uploads"
-    name = url.rstrip("/").rpartition("/")[2][:80] or "output"
-    return parent / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
 
 
 class UploadStaging(Staging):

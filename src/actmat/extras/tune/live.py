@@ -24,7 +24,7 @@ from actmat.api.loading import Loaded, load_model
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import RecipeError, StatisticsError
-from actmat.experts.resolve import is_adapter
+from actmat.experts.resolve import needs_base
 from actmat.extras.collect.binding import locate_parameters
 from actmat.extras.tune.groups import FIXED
 from actmat.extras.tune.merges import Merges
@@ -216,7 +216,7 @@ class Loader:
         """The model at a location."""
         if self.given is not None:
             return self.given(location)
-        base = self.base if is_adapter(location) else None
+        base = self.base if needs_base(location) else None
         return load_model(location, base=base, model_class=self.model_class, dtype=self.dtype, device=self.device)
 
 

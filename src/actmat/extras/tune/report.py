@@ -200,7 +200,7 @@ def final_recipe(
     experts = tuple(ExpertRef.model_validate({**e.model_dump(), "statistics": kept(e)}) for e in made.experts)
     factors = {g: chosen.factor(g) for g in chosen.groups}
     rules = (*made.rules, *group_rules(groups, factors))
-    fields = {"experts": experts, "rules": rules, "out": given.out, "to": given.to or made.to}
+    fields = {"experts": experts, "rules": rules, "out": given.out, "output": given.output or made.output}
     return Recipe.model_validate({**made.model_dump(), **fields})
 
 

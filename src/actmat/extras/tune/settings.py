@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from actmat.api.loading import Loaded
+from actmat.api.notebook import NotebookLine, in_notebook
 from actmat.extras.tune.evaluate import Predict, Score, Trial, default_predict
 from actmat.extras.tune.live import Loader
 from actmat.extras.tune.memory import MemoryPlan
 from actmat.extras.tune.search import Budget
-from actmat.notebook import NotebookLine, in_notebook
 
 __all__ = ["NotebookTuneProgress", "TuneProgress", "TuneSettings", "usual_tune_progress"]
 

@@ -13,7 +13,7 @@ from typing import Any
 from actmat.api.merging import Location, make_arguments
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import OutputError, RecipeError, StatisticsError
-from actmat.experts.resolve import is_adapter, open_adapter
+from actmat.experts.resolve import needs_base, open_adapter
 from actmat.extras.collect.data import (
     SAMPLES,
     DataOptions,
@@ -44,7 +44,7 @@ from actmat.extras.tune.settings import TuneProgress, TuneSettings, usual_tune_p
 from actmat.extras.tune.space import Candidate, MergeChoice, Space, make_space
 from actmat.planning.model import MergePlan
 from actmat.recipe import Recipe
-from actmat.recipe.vocabulary import Vocabulary
+from actmat.recipe.output import Vocabulary
 from actmat.run import run_recipes
 from actmat.settings import RunSettings
 
@@ -232,7 +232,7 @@ def _checked_out(recipe: Recipe) -> Path:
         raise RecipeError("A search needs plain numbers: give 'scale' and weights without gradients and entries.")
     if "://" in recipe.out:
         raise OutputError(f"{recipe.out} is a URL: tune writes to a local folder; copy that when it is complete.")
-    if recipe.vocabulary is not None and recipe.vocabulary != Vocabulary(source="base"):
+    if recipe.model.vocabulary not in (None, Vocabulary(source="base")):
         raise RecipeError(
             "tune compares predictions over one vocabulary, and the recipe's 'vocabulary' gives the merged model "
             "another than the base's. Fix: tune with 'vocabulary: base', then merge with the choice"
@@ -297,7 +297,7 @@ class _Search:
 
     def report(self, data: Mapping[str, Source], began: float) -> TuneReport:
         """Ask the experts, merge, search, compare, write the chosen merge."""
-        recipe = self.given.model_copy(update={"base": self.loader.base, "to": "model", "out": None})
+        recipe = self.given.model_copy(update={"base": self.loader.base, "output": self.given.model, "out": None})
         memory = self._planned(recipe, data)
         collected = self.work / "statistics"
         recipe, asked = ask_experts(
@@ -441,7 +441,7 @@ def _base_of_adapters(recipe: Recipe) -> str:
     """
     found = set()
     for expert in recipe.experts:
-        if not is_adapter(expert.path):
+        if not needs_base(expert.path):
             raise RecipeError(f"--base must be given: {expert.label} is no adapter.")
         with open_adapter(expert.path) as adapter:
             found.add(adapter.config.base_model or "")

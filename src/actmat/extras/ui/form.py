@@ -23,7 +23,7 @@ __all__ = ["command_of", "groups_in", "recipe_of", "settings_of"]
 SETTINGS = ("device", "max_memory", "threads", "overwrite", "diagnose")
 """Settings that the page offers."""
 
-SIMPLE = {"base", "experts", "method", "options", "scale", "scope", "dtype", "to", "rank"}
+SIMPLE = {"base", "experts", "method", "options", "scale", "scope", "dtype", "output"}
 """Fields of a recipe that a command line can say."""
 
 RECIPE_FILE = "recipe.yaml"
@@ -105,7 +105,13 @@ def _are_simple(fields: Mapping[str, Any]) -> bool:
     """True if the experts and the options have nothing that flags cannot say."""
     experts = all(e.keys() <= {"path", "name", "weight"} for e in fields["experts"])
     numbers = all(isinstance(e.get("weight", 1.0), int | float) for e in fields["experts"])
-    return experts and numbers and all(isinstance(v, str | int | float) for v in fields.get("options", {}).values())
+    output = fields.get("output", {}).keys() <= {"kind", "layout", "rank", "energy"}
+    return (
+        experts
+        and numbers
+        and output
+        and all(isinstance(v, str | int | float) for v in fields.get("options", {}).values())
+    )
 
 
 def _flags(recipe: Recipe, fields: Mapping[str, Any]) -> list[str]:
@@ -117,6 +123,9 @@ def _flags(recipe: Recipe, fields: Mapping[str, Any]) -> list[str]:
     words += ["-m", recipe.method] if "method" in fields else []
     for name, value in recipe.options.items():
         words += ["-o", f"{name}={str(value).lower() if isinstance(value, bool) else value}"]
-    for name in ("scale", "scope", "dtype", "to", "rank"):
-        words += [f"--{name}", str(fields[name])] if name in fields else []
+    output = fields.get("output", {})
+    to = output.get("layout") or ("adapter" if output.get("kind") == "extracted" else output.get("kind"))
+    said = {**fields, **output, "to": to}
+    for name in ("scale", "scope", "dtype", "to", "rank", "energy"):
+        words += [f"--{name}", str(said[name])] if said.get(name) is not None else []
     return words

@@ -35,7 +35,7 @@ from actmat.planning.statistics import ExpertStatistics
 from actmat.planning.tensors import plan_tensors
 from actmat.recipe import Recipe
 
-__all__ = ["ONE_FILE", "has_ranks", "plan_extraction", "settled_plan"]
+__all__ = ["ONE_FILE", "plan_extraction", "settled_plan"]
 
 ONE_FILE = 1 << 62
 """Bytes: PEFT reads one file only, so an adapter is never sharded."""
@@ -44,11 +44,6 @@ HEAD = "lm_head.weight"
 """Output head of transformers' language models."""
 
 STORED = "base_model.model.{}"
-
-
-def has_ranks(recipe: Recipe, experts: Sequence[Expert]) -> bool:
-    """True if ranks can be told: by the recipe, or by experts that are all adapters."""
-    return recipe.rank is not None or recipe.energy is not None or all(e.is_partial for e in experts)
 
 
 def plan_extraction(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], statistics: ExpertStatistics) -> Draft:
@@ -129,7 +124,7 @@ def _extraction(item: Item, in_memory: str | None, recipe: Recipe) -> Extraction
     layout = item.layout
     if layout.role in (Role.LINEAR, Role.FUSED_LINEAR) and len(item.shape) == 2 and leaf == "weight":
         turned = layout.orientation == "IO"
-        return Extraction("factored", module, layout.reason, recipe.rank, recipe.energy, turned)
+        return Extraction("factored", module, layout.reason, recipe.extracted.rank, recipe.extracted.energy, turned)
     if not module:
         return Extraction("left out", item.name, "a parameter of the model itself, which no module holds")
     return Extraction("saved", module, f"{layout.reason}, which no LoRA holds", bias=leaf == "bias")
@@ -141,7 +136,7 @@ def _with_exact_ranks(items: Sequence[Item], found: Sequence[Extraction], recipe
     Raises:
         AlignmentError: there are no such ranks; names the tensors.
     """
-    if recipe.rank is not None or recipe.energy is not None:
+    if recipe.extracted.rank is not None or recipe.extracted.energy is not None:
         return list(found)
     ranks = [_exact_rank(item) for item in items]
     lacking = [i.name for i, e, r in zip(items, found, ranks, strict=True) if e.kind == "factored" and not r]
@@ -153,7 +148,9 @@ def _with_exact_ranks(items: Sequence[Item], found: Sequence[Extraction], recipe
         )
     largest = max((r for e, r in zip(found, ranks, strict=True) if e.kind == "factored"), default=0)
     return [
-        dataclasses.replace(e, rank=largest if recipe.ranks == "uniform" else r) if e.kind == "factored" else e
+        dataclasses.replace(e, rank=largest if recipe.extracted.ranks == "uniform" else r)
+        if e.kind == "factored"
+        else e
         for e, r in zip(found, ranks, strict=True)
     ]
 
@@ -174,7 +171,7 @@ def _checked(item: Item, found: Extraction, factored: set[str], recipe: Recipe) 
     """Biases of factored layers by the name that PEFT gives them; modules that hold factored ones cannot be saved."""
     if found.kind != "saved":
         return found
-    if recipe.others == "leave":
+    if recipe.extracted.others == "leave":
         return _left_out(found, "left out as asked for: no LoRA holds it")
     if found.module in factored:
         if found.bias:

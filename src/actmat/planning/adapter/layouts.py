@@ -13,7 +13,7 @@ from typing import Any
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule
-from actmat.experts.lora.naming import module_names
+from actmat.experts.resolve import module_names
 from actmat.layout.fused import GATED
 from actmat.planning.item import Item
 from actmat.recipe import Recipe
@@ -92,8 +92,8 @@ STEMS: dict[AdapterLayout, str] = {
 
 def output_layout(recipe: Recipe, adapters: Sequence[Adapter]) -> AdapterLayout:
     """The layout that the recipe names, else that of the adapters, else PEFT's."""
-    if recipe.to == "peft" or recipe.to == "kohya" or recipe.to == "diffusers":
-        return recipe.to
+    if recipe.adapter.layout != "same":
+        return recipe.adapter.layout
     found = {a.layout for a in adapters}
     return found.pop() if len(found) == 1 else "peft"
 

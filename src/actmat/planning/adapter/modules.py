@@ -48,7 +48,7 @@ def adapter_problems(recipe: Recipe, adapters: Sequence[Adapter]) -> list[str]:
             "which pair belongs to which module"
         )
     bases = {a.config.base_model: label for label, a in reversed(pairs) if a.config.base_model}
-    if len(bases) > 1 and not recipe.any_base:
+    if len(bases) > 1 and not recipe.adapter.any_base:
         listed = ", ".join(f"'{b}' ({label})" for b, label in reversed(bases.items()))
         problems.append(
             f"the adapters name different bases: {listed}. Deltas of different bases do not add up; if these are "
@@ -67,8 +67,6 @@ def recipe_problems(recipe: Recipe, decided: Mapping[str, Decision]) -> list[str
         problems.append("'pool' merges layers as one matrix, of which modules are no factors; write a full model")
     if recipe.allow_nonfinite:
         problems.append("'allow_nonfinite' acts on single entries of a delta, and NaN in a factor reaches whole rows")
-    if recipe.files_from != "base":
-        problems.append("'files_from': an adapter is written without tokenizer files; copy them, or write a full model")
     return problems
 
 
@@ -272,7 +270,7 @@ class _ModulePlanner:
                 decision = decision.scaled(depth[module.name])
             assert decision.call is not None, "unknown methods are problems"
             out.append(self._item(module, decision, decision.call))
-        if self.recipe.ranks == "uniform" and out:
+        if self.recipe.adapter.ranks == "uniform" and out:
             top = max(i.pair.rank for i in out)
             out = [self._with_rank(i, top) for i in out]
         return tuple(out)
@@ -288,7 +286,7 @@ class _ModulePlanner:
         blocks = _blocks(decision.layout, first)
         together = _exact_rank(call, ranks, len(blocks))
         exact = limit if why_dense else min(together, limit)
-        rank = min(exact, together) if self.recipe.rank is None else min(self.recipe.rank, limit)
+        rank = min(exact, together) if self.recipe.adapter.rank is None else min(self.recipe.adapter.rank, limit)
         factors = FactorPlan(
             kind=first.kind,
             tensor=module.spec.name,

@@ -46,7 +46,7 @@ def plan_notes(
             "'relative_error' in the records tells what that leaves out"
         )
     widths = {m.pair.rank for m in modules}
-    if recipe.ranks == "uniform" and widths and any(m.pair.rank > m.pair.exact_rank for m in modules):
+    if recipe.adapter.ranks == "uniform" and widths and any(m.pair.rank > m.pair.exact_rank for m in modules):
         notes.append(f"all modules are written with rank {max(widths)}, padded with zeros; 'ranks: pattern' avoids it")
     lists = [label for label, a in zip(recipe.labels, adapters, strict=True) if a.is_pair_list]
     if lists:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from actmat.cli import flags
-from actmat.cli.signature import Fields, with_flags
+from actmat.cli.flags import Fields, with_flags
+from actmat.cli.listing import command
 
 if TYPE_CHECKING:
     from actmat.extras.collect.data import DataOptions
@@ -24,6 +25,7 @@ statistics = typer.Typer(
     no_args_is_help=True,
     help="Measure experts on data: Gram matrices of layer inputs (regmean, lot, cat), diagonal Fisher (fisher).",
 )
+command("research", "measured, added up or shown", "the model, the data or the statistics are wrong")(statistics)
 Out = Annotated[Path, typer.Option("--out", help="Folder to write.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace earlier statistics there.")]
 Stored = Annotated[str | None, typer.Option("--store-dtype", help="dtype of the stored sums: float32 or float64.")]
@@ -202,7 +204,7 @@ def staged(
     _one_of("--compute-dtype", staging.compute_dtype, ("float32", "float64"))
     _one_of("--dtype", loading.dtype, flags.MODEL_DTYPES)
     from actmat.api.loading import load_model
-    from actmat.cli.recipes import split_name
+    from actmat.cli.flags import split_name
     from actmat.extras.collect.data import make_batches
     from actmat.extras.collect.staged import staged_statistics
     from actmat.recipe import ExpertRef
@@ -264,7 +266,7 @@ def show(
 def _show(headers: Mapping[Path, Header], *, json: bool, quiet: bool, every: bool = False) -> None:
     """Print what was measured, as JSON if that was asked for."""
     if json:
-        from actmat.cli.results import print_result
+        from actmat.cli.screen import print_result
 
         print_result("statistics", {"statistics": [_data(path, header) for path, header in headers.items()]})
     for path, header in () if json or quiet else headers.items():

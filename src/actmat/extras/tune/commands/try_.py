@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from actmat.cli import flags
-from actmat.cli.recipes import RecipeFlags
-from actmat.cli.signature import Fields
+from actmat.cli.flags import Fields, RecipeFlags
+from actmat.cli.listing import command
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class QuestionFlags:
         return ask
 
 
+@command("choose", "answered", imports_torch=True)
 def try_(
     *,
     recipe: flags.RecipeFile = None,
@@ -115,7 +116,7 @@ def try_(
         if not json:
             _print(found, question.prompt or [])
     if json:
-        from actmat.cli.results import print_result
+        from actmat.cli.screen import print_result
 
         print_result("try", {"prompts": question.prompt or [], "models": results})
 
@@ -124,12 +125,12 @@ def _models(
     recipes: Sequence[Recipe], run: RunSettings, question: QuestionFlags, *, quiet: bool
 ) -> Iterator[tuple[str, Loaded]]:
     """Name and model of each merge, and of the inputs if they are compared; one at a time is in memory."""
+    from actmat.api.in_memory import run_in_memory
     from actmat.api.loading import load_model
     from actmat.cli.screen import showing_progress
-    from actmat.experts.resolve import is_adapter
+    from actmat.experts.resolve import needs_base
     from actmat.extras.tune.memory import model_device
     from actmat.extras.tune.space import MergeChoice
-    from actmat.in_memory import run_in_memory
 
     device, _ = model_device(run.device)
     model_class, dtype = question.model_class, question.model_dtype
@@ -145,7 +146,7 @@ def _models(
     if question.compare:
         yield "base", load_model(base, model_class=model_class, dtype=dtype, device=device)
         for expert in recipes[0].experts:
-            under = base if is_adapter(expert.path) else None
+            under = base if needs_base(expert.path) else None
             yield expert.label, load_model(expert.path, base=under, model_class=model_class, dtype=dtype, device=device)
 
 

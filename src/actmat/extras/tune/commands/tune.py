@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from actmat.cli import flags
-from actmat.cli.recipes import RecipeFlags, split_name
-from actmat.cli.signature import Fields
-from actmat.extras.collect.commands.agreement import DataFlags, pairs_of
+from actmat.cli.flags import DataFlags, Fields, RecipeFlags, split_name
+from actmat.cli.listing import command
+from actmat.extras.collect.commands.agreement import data_options, pairs_of
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ def _named_classes(given: Sequence[str], names: Sequence[str]) -> dict[str, tupl
     return out
 
 
+@command("choose", "found and merged", imports_torch=True)
 def tune(
     *,
     recipe: flags.RecipeFile = None,
@@ -182,7 +183,7 @@ def tune(
         keep=search.keep_work,
     )
     sources = {
-        name: data.options(place, max_samples=search.inputs, label_column=search.label_column)
+        name: data_options(data, place, max_samples=search.inputs, label_column=search.label_column)
         for name, place in places.items()
     }
     if wanted.base:
@@ -190,7 +191,7 @@ def tune(
     with showing_search(quiet=quiet or json) as progress:
         report = tune_recipe(wanted, search.chosen_space(), sources, settings, run, progress)
     if json:
-        from actmat.cli.results import print_result
+        from actmat.cli.screen import print_result
 
         print_result("tune", report.to_json(), long=("trials",), full=full)
     elif not quiet:

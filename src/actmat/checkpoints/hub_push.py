@@ -1,0 +1,287 @@
+"""Outputs in a model repository of the Hugging Face hub: one commit, so that they appear whole or not at all.
+
+Large files are sent first. The hub keeps them by their content, so that a push that was interrupted sends none of them
+again. The commit that names them is the last request; it is refused if the repository has moved since it was looked at.
+Files that the repository already has with the same hash are left out, and those that only an earlier output of actmat
+had are removed by the same commit.
+
+Everything goes through `huggingface_hub`: its endpoint, token, HTTP client and Xet storage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, errors
+
+from actmat.bounds import read_object
+from actmat.checkpoints.folder import is_plain_name
+from actmat.checkpoints.hashing import sha256_file
+from actmat.checkpoints.hub import HubFile, HubRepository, explained, open_repository
+from actmat.checkpoints.resolve import HUB_ID
+from actmat.checkpoints.writing.staging import MANIFEST_NAME, disk_errors
+from actmat.errors import CheckpointError, OutputError
+from actmat.foreign import in_one_line
+
+__all__ = [
+    "HubPlace",
+    "HubPush",
+    "PushedFile",
+    "check_place",
+    "create",
+    "hub_name",
+    "listed_files",
+    "look_up",
+    "plan_push",
+    "send",
+]
+
+KEPT = frozenset({".gitattributes", ".gitignore"})
+"""Files of a repository that belong to git."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
+
+REFUSED = {
+    401: "the hub does not know you. Fix: log in (hf auth login), or set HF_TOKEN.",
+    403: "the token may not write there. Fix: take a token with write permission, or a name of your own.",
+    409: "the repository changed meanwhile. Fix: give the same command again.",
+    412: "the repository changed meanwhile. Fix: give the same command again.",
+    413: "the hub takes no files of this size. Fix: merge with a smaller --max-shard-size.",
+}
+"""HTTP status -> cause and fix."""
+
+
+def hub_name(text: str) -> str:
+    """`org/name` of `hf://org/name` or `org/name`.
+
+    >>> hub_name("hf://org/name"), hub_name("org/name")
+    ('org/name', 'org/name')
+
+    Raises:
+        OutputError: something else, such as a revision.
+    """
+    match = HUB_ID.fullmatch(text.rstrip("/"))
+    if match is None or match["revision"]:
+        raise OutputError(
+            f"{text}: expected a repository of the hub, org/name or hf://org/name; outputs are written to its main "
+            "branch."
+        )
+    return match["repo"]
+
+
+@dataclass(frozen=True, slots=True)
+class HubPlace:
+    """A repository as it is now.
+
+    Args:
+        repo_id: `org/name`.
+        exists: false also for a private one that the token may not see.
+        private: whether only its owners see it.
+        head: commit of its main branch; empty where it does not exist.
+        files: of that commit.
+        ours: files that an earlier output of actmat wrote.
+    """
+
+    repo_id: str
+    exists: bool = False
+    private: bool = True
+    head: str = ""
+    files: Mapping[str, HubFile] = field(default_factory=dict)
+    ours: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class PushedFile:
+    """A file to push; `same`: the repository has it."""
+
+    name: str
+    size: int
+    state: Literal["new", "changed", "same"]
+
+
+@dataclass(frozen=True, slots=True)
+class HubPush:
+    """One commit that is planned: its files, and those that it removes."""
+
+    place: HubPlace
+    folder: Path
+    files: tuple[PushedFile, ...]
+    removed: tuple[str, ...]
+    private: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files that the repository does not have yet."""
+        return sum(f.size for f in self.files if f.state != "same")
+
+    @property
+    def changes(self) -> bool:
+        """False if the repository holds all this already."""
+        return bool(self.nbytes or self.removed or any(f.state != "same" for f in self.files))
+
+
+def look_up(repo_id: str) -> HubPlace:
+    """The repository, in two requests at most.
+
+    Raises:
+        OutputError: the hub cannot be reached, or the token is wrong.
+    """
+    if constants.is_offline_mode():
+        raise OutputError(f"Cannot write to {repo_id} on the hub: offline (HF_HUB_OFFLINE). Fix: go online.")
+    try:
+        repository = open_repository(repo_id, None)
+        with explained(repo_id):
+            private = bool(HfApi().model_info(repo_id).private)
+    except CheckpointError as error:
+        missing = isinstance(error.__cause__, errors.RepositoryNotFoundError)
+        if missing and not isinstance(error.__cause__, errors.GatedRepoError):
+            return HubPlace(repo_id)
+        raise OutputError(error.headline, error.problems) from error
+    return HubPlace(repo_id, True, private, repository.commit, repository.files, _ours(repository))
+
+
+def _ours(repository: HubRepository) -> frozenset[str]:
+    """Names in the manifest of the output that is there."""
+    if MANIFEST_NAME not in repository.files:
+        return frozenset()
+    with contextlib.suppress(CheckpointError):
+        return frozenset({MANIFEST_NAME, *listed_files(read_object(repository.fetch(MANIFEST_NAME)))})
+    return frozenset({MANIFEST_NAME})
+
+
+def listed_files(manifest: Mapping[str, Any]) -> list[str]:
+    """Names of the files that a manifest records, itself not included; of a damaged one, those that are there.
+
+    >>> listed_files({"output": {"files": {"model.safetensors": 8}, "side_files": {"config.json": {}}}})
+    ['model.safetensors', 'config.json']
+    """
+    output, timing = ({**row} if isinstance(row := manifest.get(k), dict) else {} for k in ("output", "timing"))
+    rows = (output.get("files"), output.get("side_files"), timing.get("reports"))
+    return [name for row in rows if isinstance(row, dict) for name in row if _is_inside(name)]
+
+
+def _is_inside(name: object) -> bool:
+    """True for the name of a file in a folder or below it."""
+    return isinstance(name, str) and all(map(is_plain_name, name.split("/")))
+
+
+def check_place(place: HubPlace, *, private: bool, overwrite: bool) -> None:
+    """Refuse a repository that is seen by others than asked for, or that holds something else.
+
+    Raises:
+        OutputError: all problems in one.
+    """
+    problems = []
+    if place.exists and private and not place.private:
+        problems.append("it exists and is public: pass --public to 'actmat push' to write there")
+    if place.exists and not private and place.private:
+        problems.append("it exists and is private: drop --public, or make it public on its page first")
+    content = place.files.keys() - KEPT
+    strange = sorted(n for n in content - place.ours if n.endswith(WEIGHTS))
+    if strange:
+        problems.append(
+            f"it holds weights that actmat did not write ({', '.join(strange[:3])}): choose another name, or remove "
+            "them on its page"
+        )
+    elif content and not overwrite:
+        what = "a finished output" if MANIFEST_NAME in content else "files"
+        problems.append(f"it holds {what}: choose another name, or pass --overwrite (its history keeps the old files)")
+    if problems:
+        raise OutputError(f"Nothing is written to {place.repo_id} on the hub.", problems)
+
+
+def plan_push(place: HubPlace, folder: Path, names: Iterable[str], *, private: bool, overwrite: bool) -> HubPush:
+    """Compare local files with the repository; a file that it has in the same size is hashed.
+
+    Args:
+        place: from `look_up`.
+        folder: with the files.
+        names: of the files, relative to the folder.
+        private: whether a new repository is private.
+        overwrite: replace another output.
+
+    Raises:
+        OutputError: see `check_place`; a repository that holds exactly these files is no problem.
+    """
+    files = tuple(_compared(folder / name, name, place.files.get(name)) for name in sorted(names))
+    removed = tuple(sorted(place.ours & place.files.keys() - {f.name for f in files}))
+    push = HubPush(place, folder, files, removed, private)
+    check_place(place, private=private, overwrite=overwrite or not push.changes)
+    return push
+
+
+def _compared(path: Path, name: str, there: HubFile | None) -> PushedFile:
+    with disk_errors(path):
+        size = path.stat().st_size
+    if there is None:
+        return PushedFile(name, size, "new")
+    same = there.size == size and there.etag == (sha256_file(path) if len(there.etag) == 64 else _blob_id(path))
+    return PushedFile(name, size, "same" if same else "changed")
+
+
+def _blob_id(path: Path) -> str:
+    """Name of a file's content in git, by which the hub knows small files."""
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def create(place: HubPlace, *, private: bool) -> None:
+    """Make the repository, if it is not there; a token that may not is found out here.
+
+    Raises:
+        OutputError: it cannot be made.
+    """
+    if not place.exists:
+        with push_errors(place.repo_id):
+            HfApi().create_repo(place.repo_id, private=private, exist_ok=True)
+
+
+def send(push: HubPush, message: str) -> str:
+    """Send the files that the repository lacks, then commit; the address of the commit, or of the present one.
+
+    Raises:
+        OutputError: the hub refused, or was out of reach; nothing of it shows in the repository.
+    """
+    repo_id = push.place.repo_id
+    create(push.place, private=push.private)
+    if push.place.exists and not push.changes:
+        return f"{constants.ENDPOINT}/{repo_id}/commit/{push.place.head}"
+    operations: list[Any] = [
+        CommitOperationAdd(path_in_repo=f.name, path_or_fileobj=str(push.folder / f.name))
+        for f in push.files
+        if f.state != "same"
+    ]
+    operations += [CommitOperationDelete(path_in_repo=name) for name in push.removed]
+    with push_errors(repo_id):
+        parent = push.place.head or None
+        info = HfApi().create_commit(repo_id, operations, commit_message=message, parent_commit=parent)
+    return str(info.commit_url)
+
+
+def _status(error: BaseException | None) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+@contextlib.contextmanager
+def push_errors(repo_id: str) -> Iterator[None]:
+    """Turn errors of the hub library into an `OutputError` with the cause and the fix."""
+    try:
+        with explained(repo_id):
+            yield
+    except CheckpointError as error:
+        status = _status(error.__cause__)
+        text = REFUSED.get(status or 0)
+        kept = " What was sent is kept by the hub: the same command goes on."
+        said = f"HTTP {status}: {text}" if text else error.headline.removeprefix(f"{repo_id}: ") + kept
+        raise OutputError(f"Cannot write to {repo_id} on the hub: {said}") from error
+    except (RuntimeError, ValueError) as error:  # of an upload's threads; metadata of a card that the hub refuses
+        cause = error.__cause__ or error
+        status = _status(cause)
+        said = REFUSED.get(status or 0) or f"{in_one_line(error)}: {in_one_line(cause)[:300]}"
+        raise OutputError(
+            f"Cannot write to {repo_id} on the hub: {said} What was sent is kept by the hub: the same command goes on."
+        ) from error

@@ -1,0 +1,124 @@
+"""Remote storage: models at URLs, and outputs that are staged locally and sent to a URL.
+
+A `Storage` comes in as a plug-in of the group `actmat.stores`, named by the scheme of its URLs; the one named `other`
+serves schemes that have none of their own. Models on the hub are read by `hub`, without a plug-in.
+"""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from actmat import plugins
+from actmat.checkpoints.source import Source
+from actmat.checkpoints.writing.shards import Shard
+from actmat.checkpoints.writing.staging import Staging
+from actmat.errors import CheckpointError, MergeError
+
+__all__ = [
+    "MARK_NAME",
+    "Storage",
+    "check_upload_url",
+    "clear_upload",
+    "open_remote",
+    "present_sizes",
+    "staging_folder",
+    "staging_for",
+]
+
+GROUP = "actmat.stores"
+MARK_NAME = ".actmat-upload.json"
+"""File that marks a remote folder as an output that is being written; `clearing` in it: an older one is removed."""
+
+
+class Storage(abc.ABC):
+    """Folders and files at the URLs of some schemes."""
+
+    def open_source(self, url: str, *, pinned: Mapping[str, tuple[int, str]]) -> Source:
+        """The folder or file at a URL.
+
+        Args:
+            pinned: name -> (size, version) that files must have.
+
+        Raises:
+            CheckpointError: nothing there, no access, or a package is missing.
+        """
+        raise CheckpointError(f"{url}: expected a URL that can be read as a checkpoint, found one that cannot")
+
+    @abc.abstractmethod
+    def upload_problems(self, url: str) -> list[str]:
+        """Reasons why the URL cannot be written that show without a request, as sentences."""
+
+    @abc.abstractmethod
+    def stage(
+        self, url: str, folder: Path, fingerprint: str, shards: Sequence[Shard], *, overwrite: bool = False
+    ) -> Staging:
+        """Staging of an output at a URL that has no problems.
+
+        Args:
+            folder: local name of the output, whose sibling it is built in.
+            fingerprint: of the plan.
+            shards: the files to write; none if they are known only at the end.
+            overwrite: replace an output that is there.
+        """
+
+    @abc.abstractmethod
+    def sizes(self, url: str) -> dict[str, int]:
+        """Size in bytes of every file of an output, by name."""
+
+    def clear(self, url: str) -> None:  # noqa: B027 - most have nothing to remove
+        """Remove what an interrupted commit left alongside a finished output."""
+
+
+def _storage(url: str, *, error: type[MergeError] = CheckpointError) -> Storage:
+    """The plug-in for a URL.
+
+    Raises:
+        MergeError: there is none; of the type `error`.
+    """
+    scheme = url.partition("://")[0].lower()
+    found: Storage | None = plugins.load(GROUP, scheme) or plugins.load(GROUP, "other")
+    if found is None:
+        raise error(f"{url}: no installed part of actmat serves this URL.{plugins.hint(GROUP)}")
+    return found
+
+
+def open_remote(url: str, *, pinned: Mapping[str, tuple[int, str]] | None = None) -> Source:
+    """The folder or file at a URL, see `Storage.open_source`."""
+    return _storage(url).open_source(url, pinned=pinned or {})
+
+
+def check_upload_url(url: str) -> list[str]:
+    """Reasons why a URL cannot be written, see `Storage.upload_problems`."""
+    try:
+        return _storage(url).upload_problems(url)
+    except CheckpointError as error:
+        return list(error.problems)
+
+
+def staging_folder(url: str, root: str | None) -> Path:
+    """Local folder beside which an output for `url` is built: below `root`, or below the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    parent = Path(root).expanduser() if root else Path(cache).expanduser() / "actmat" / "uploads"
+    name = url.rstrip("/").rpartition("/")[2][:80] or "output"
+    return parent / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
+
+
+def staging_for(
+    url: str, root: str | None, fingerprint: str, shards: Sequence[Shard], *, overwrite: bool = False
+) -> Staging:
+    """Staging of an output at a URL, in `staging_folder(url, root)`; see `Storage.stage`."""
+    return _storage(url).stage(url, staging_folder(url, root), fingerprint, shards, overwrite=overwrite)
+
+
+def present_sizes(url: str) -> dict[str, int]:
+    """Sizes of the files of an output at a URL."""
+    return _storage(url).sizes(url)
+
+
+def clear_upload(url: str) -> None:
+    """Remove the marks of an upload at a URL where a finished output is."""
+    _storage(url).clear(url)

@@ -1,0 +1,93 @@
+"""Requests to servers: retries with growing pauses, and the parts of HTTP that stores of files share."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from actmat.errors import CheckpointError, MergeError
+
+__all__ = ["CONTENT_RANGE", "FIRST_RANGE", "TRANSIENT", "TransientError", "pause_of", "read_body", "retried"]
+
+ATTEMPTS = 6
+FIRST_PAUSE = 0.5
+"""Seconds before the second attempt; each later pause is twice as long: 15 s in all."""
+
+LONGEST_PAUSE = 60.0
+"""Most seconds that a server's Retry-After is followed."""
+
+FIRST_RANGE = 256 * 1024
+"""Bytes of the first request for a file: nearly every safetensors header is shorter."""
+
+TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""HTTP statuses after which another attempt may succeed."""
+
+CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+T = TypeVar("T")
+
+
+class TransientError(Exception):
+    """A request failed in a way that another attempt may not.
+
+    Args:
+        reason: in words.
+        pause: seconds that the server asks to wait.
+    """
+
+    def __init__(self, reason: str, pause: float = 0.0) -> None:
+        super().__init__(reason)
+        self.pause = pause
+
+
+def retried(request: Callable[[], T], what: str, *, error: type[MergeError] = CheckpointError) -> T:
+    """Result of `request()`, repeated after a `TransientError` with pauses that double, up to `ATTEMPTS` times.
+
+    Args:
+        request: one attempt.
+        what: name of the file in messages.
+        error: type of what is raised in the end.
+
+    Raises:
+        MergeError: every attempt failed; names the file and the last reason.
+    """
+    for attempt in range(ATTEMPTS):
+        try:
+            return request()
+        except TransientError as failure:
+            if attempt + 1 == ATTEMPTS:
+                raise error(
+                    f"{what}: {ATTEMPTS} attempts failed, the last with: {failure}. Likely cause: the network, or a "
+                    "server that is overloaded. Fix: give the same command again, what is finished is kept."
+                ) from failure
+            # the jitter keeps workers that failed together from coming back together; no result depends on it
+            pause = FIRST_PAUSE * 2**attempt * (0.75 + 0.5 * random.random())
+            time.sleep(max(pause, min(failure.pause, LONGEST_PAUSE)))
+    raise AssertionError("the last attempt returns or raises")
+
+
+def read_body(answer: Any, length: int) -> bytes:
+    """The first `length` bytes of an answer that is streamed; stops early, a server may send more.
+
+    Raises:
+        TransientError: it ended before.
+    """
+    out = bytearray()
+    for chunk in answer.iter_bytes():
+        out += chunk
+        if len(out) >= length:
+            return bytes(out[:length])
+    if len(out) < length:
+        raise TransientError(f"the answer ended after {len(out)} of {length} bytes")
+    return bytes(out)
+
+
+def pause_of(answer: Any) -> float:
+    """Seconds that an answer asks to wait; 0 if it does not say, or gives a date."""
+    with suppress(ValueError):
+        return max(0.0, float(answer.headers.get("Retry-After", "0")))
+    return 0.0

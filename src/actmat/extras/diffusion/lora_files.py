@@ -1,0 +1,223 @@
+"""LoRA files without a config, as kohya's trainers and diffusers write them: factors paired up, with their scales.
+
+    delta = alpha / rank * B A        `alpha` is a tensor beside the factors
+
+Without any `alpha`, the scale is 1, as kohya's and diffusers' loaders take it, unless diffusers has stored the config
+in the file's metadata (`lora_adapter_metadata`).
+
+Shapes: `O` out_features, `I` in_features, `R` rank, `k` kernel of a convolution.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.folder import shown
+from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint
+from actmat.errors import CheckpointError
+from actmat.experts.base import Expert, Family
+from actmat.experts.files import holds_factors, open_weights
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
+from actmat.experts.lora.expert import fitted_expert, unfitted_expert
+from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, quantised_problem
+from actmat.extras.diffusion.names import FactorName, find_modules, foreign_factor, module_names, parse_factor
+from actmat.layout.matching import MatchError
+
+__all__ = ["LORA_FILE", "METADATA_KEY", "open_lora_file"]
+
+METADATA_KEY = "lora_adapter_metadata"
+"""Metadata in which diffusers keeps the configs of all components of a file, as JSON."""
+
+
+@dataclass
+class _Group:
+    """The tensors of one module: side -> stored name."""
+
+    first: FactorName
+    names: dict[str, str] = field(default_factory=dict)
+
+
+def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple[Listing, AdapterConfig]:
+    """The modules of a file, all problems, and a config that stands for the one it lacks; reads only scales."""
+    groups: dict[str, _Group] = {}
+    problems: list[str] = []
+    others: dict[str, list[str]] = {}
+    for name, spec in weights.specs.items():
+        parsed = parse_factor(name)
+        if (family := foreign_factor(name)) or parsed is None:
+            others.setdefault(family, []).append(name)
+        elif not spec.is_floating or spec.dtype.startswith("float8"):
+            problems.append(quantised_problem(spec))
+        else:
+            group = groups.setdefault(parsed.module, _Group(parsed))
+            if parsed.side in group.names:
+                problems.append(f"module '{parsed.module}' has two tensors for {parsed.side}: '{name}' and "
+                                f"'{group.names[parsed.side]}'")  # fmt: skip
+            group.names[parsed.side] = name
+    problems += [_other_tensors(family, names) for family, names in others.items()]
+    is_mixed = len({g.first.is_flat for g in groups.values()}) > 1
+    if is_mixed:
+        problems.append("some modules are named as kohya does, others as diffusers does: two files in one?")
+    scales = _Scales(weights, groups, _configs(metadata, problems))
+    modules: dict[str, AdapterModule] = {}
+    for module, group in groups.items():
+        found = _pair(module, group, weights.specs, scales)
+        if isinstance(found, str):
+            problems.append(found)
+        else:
+            modules[module] = found
+    problems += scales.problems
+    ranks = [m.rank for m in modules.values()]
+    r = max(set(ranks), key=lambda n: (ranks.count(n), n)) if ranks else 1
+    is_flat = bool(groups) and all(g.first.is_flat for g in groups.values())
+    layout: AdapterLayout = "kohya" if is_flat else "diffusers"
+    listing = Listing(modules, {}, {}, problems, layout, find_modules if is_flat else None)
+    return listing, AdapterConfig(r=r, alpha=float(r))
+
+
+def _other_tensors(family: str, names: list[str]) -> str:
+    """One sentence on tensors that are no factors of LoRA."""
+    which = f"{len(names)} tensors, such as '{names[0]}'," if len(names) > 1 else f"tensor '{names[0]}'"
+    verb = "are" if len(names) > 1 else "is"
+    if family:
+        return (
+            f"{which} {verb} of {family}: its delta is no product of two factors, and a file without a config is read "
+            "for LoRA only. Fold it into its base with the program that trained it, and merge full models"
+        )
+    return (
+        f"{which} {verb} no factor of LoRA: only files of factors are read as adapters. Is this a model that was "
+        "saved with its adapter unmerged? Merge it first (merge_and_unload, fuse_lora)"
+    )
+
+
+def _configs(metadata: Mapping[str, str], problems: list[str]) -> dict[str, AdapterConfig]:
+    """Component -> config that diffusers stored; the component of a file of one model is empty."""
+    text = metadata.get(METADATA_KEY)
+    if text is None:
+        return {}
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        problems.append(f"the metadata '{METADATA_KEY}' is no JSON object: {shown(text)}")
+        return {}
+    by_part: dict[str, dict[str, Any]] = {}
+    for key, value in fields.items():
+        part, _, name = str(key).rpartition(".")
+        by_part.setdefault(part, {})[name] = value
+    out = {}
+    for part, own in by_part.items():
+        out[part], found = parse_adapter_config({"peft_type": "LORA", **own})
+        problems += [f"metadata of {part or 'the adapter'}: {p}" for p in found]
+    return out
+
+
+class _Scales:
+    """Scale of every module, with the problems met on the way."""
+
+    def __init__(self, weights: Checkpoint, groups: Mapping[str, _Group], configs: Mapping[str, AdapterConfig]) -> None:
+        self._weights, self._configs = weights, configs
+        self.problems: list[str] = []
+        having = [m for m, g in groups.items() if "alpha" in g.names]
+        pairs = [m for m, g in groups.items() if "A" in g.names or "B" in g.names]
+        lacking = [m for m in pairs if m not in set(having)]
+        if having and lacking:
+            self.problems.append(
+                f"{len(having)} modules have an alpha and {len(lacking)} have none, such as '{lacking[0]}': loaders "
+                "take different scales for these. Write the missing alphas (the rank, where the scale is 1)"
+            )
+        if having and configs:
+            self.problems.append(f"the file has tensors 'alpha' and configs in '{METADATA_KEY}', which may disagree")
+
+    def of(self, group: _Group, rank: int) -> float | str:
+        """Factor of `B A`, or a problem."""
+        stored = group.names.get("alpha")
+        if stored is None:
+            config = self._configs.get(group.first.part)
+            if config is None:
+                return 1.0
+            try:
+                scale = config.scaling_of(group.first.path) * config.rank_of(group.first.path)
+                return scale / rank
+            except MatchError as error:
+                return str(error)
+        if self._weights.specs[stored].numel != 1:
+            return f"tensor '{stored}' has {self._weights.specs[stored].numel} entries; expected one number"
+        alpha = float(self._weights.read(stored).double())
+        if not math.isfinite(alpha):
+            return f"tensor '{stored}' is {alpha}; expected a finite number"
+        return alpha / rank
+
+
+def _pair(module: str, group: _Group, specs: Mapping[str, TensorSpec], scales: _Scales) -> AdapterModule | str:
+    """The module, or its problem in one sentence."""
+    missing = [side for side in "AB" if side not in group.names]
+    if missing:
+        has = ", ".join(group.names.values())
+        return f"module '{module}' has no factor {missing[0]} (it has {has}): half of a pair is missing"
+    a, b = specs[group.names["A"]].shape, specs[group.names["B"]].shape
+    if len(a) < 2 or len(b) != len(a) or a[0] != b[1] or any(size != 1 for size in b[2:]) or not a[0]:
+        return (
+            f"module '{module}': its factors are {_x(a)} and {_x(b)}; expected R x I and O x R, or kernels R x I x k "
+            "and O x R x 1"
+        )
+    scale = scales.of(group, a[0])
+    if isinstance(scale, str):
+        return f"module '{module}': {scale}"
+    kernel = tuple(a[1:]) if len(a) > 2 else ()
+    kind: ModuleKind = "convolution" if kernel else "linear"
+    columns = math.prod(kernel) if kernel else a[1]
+    first = group.first
+    return AdapterModule(
+        module, kind, group.names["A"], group.names["B"], a[0], scale, (b[0], columns), kernel,
+        alpha=group.names.get("alpha"), part=first.part, path=first.path,
+    )  # fmt: skip
+
+
+def _x(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "a scalar"
+
+
+def open_lora_file(location: str | Path) -> Adapter:
+    """Open a LoRA file; reads its header and its scales.
+
+    Raises:
+        CheckpointError: no such file there, or it cannot be read. Problems of its contents are in `Adapter.problems`.
+    """
+    weights = open_weights(location)
+    if weights is None:
+        raise CheckpointError(f"{location}: expected a file of LoRA factors, found none")
+    metadata = weights.metadata() if isinstance(weights, SafetensorsCheckpoint) else {}
+    listing, config = list_file_modules(weights, metadata)
+    return Adapter(weights, config, (), listing)
+
+
+def _open(location: str | Path, base: Checkpoint) -> Expert:
+    adapter = open_lora_file(location)
+    try:
+        return fitted_expert(adapter, location, base, LORA_FILE)
+    except CheckpointError:
+        adapter.weights.close()
+        raise
+
+
+def _has_factors(location: str | Path) -> bool:
+    return True
+
+
+def _open_unfitted(location: str | Path) -> Expert:
+    return unfitted_expert(open_lora_file(location), LORA_FILE)
+
+
+LORA_FILE = Family(
+    "LoRA file", None, _open, _open_unfitted, holds=holds_factors, open_stored=open_lora_file,
+    has_factors=_has_factors, rename=module_names,
+)  # fmt: skip

@@ -1,0 +1,304 @@
+"""Models of different vocabularies: rows of embeddings and output heads put in one order, by the text of the tokens.
+
+The new vocabulary is that of the base, that of an expert, or the base's with the tokens that experts added. An input
+keeps its own row of a token that it has. One that lacks it is lent a row: the only one there is, else the base's, else
+the mean of those that have it; so a token that one expert has comes out as that expert's row, and one that several
+experts have starts from their mean. The rule is that of mergekit's `tokenizer_source`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity
+from actmat.checkpoints.files import file_identity
+from actmat.errors import CheckpointError, did_you_mean
+from actmat.experts.policy import TokenSource, VocabularyPolicy
+from actmat.extras.vocabulary.rows import OWN_MEAN, RowsHandle, TableContext, TokenRowsCheckpoint, joined_runs
+from actmat.extras.vocabulary.tables import table_names, token_tables
+from actmat.extras.vocabulary.tokenizer import ADDED, TOKENIZER, config_with_tokens, read_tokenizer, written_tokenizer
+
+__all__ = ["VOCABULARY", "align_vocabularies", "read_vocabulary"]
+
+BASE, UNION = "base", "union"
+SHOWN = 12
+"""New tokens that a note lists."""
+
+Sources = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class _Input:
+    """A full checkpoint with its tokens and tables."""
+
+    label: str
+    checkpoint: Checkpoint
+    tokens: Mapping[str, int]
+    tables: tuple[str, ...]
+    rows: int
+
+    def row(self, token: str) -> int | None:
+        """Row of a token, None if the checkpoint has none: a tokenizer may know more tokens than the table."""
+        found = self.tokens.get(token)
+        return found if found is not None and found < self.rows else None
+
+
+def align_vocabularies(
+    base: Checkpoint, experts: Mapping[str, Checkpoint], policy: VocabularyPolicy, *, owned: bool = False
+) -> tuple[Checkpoint, dict[str, Checkpoint]]:
+    """The base and the experts, by label, with the rows of the new vocabulary; one that needs no other rows as it is.
+
+    Args:
+        base, experts: open full checkpoints, each with a `tokenizer.json`.
+        policy: the new vocabulary.
+        owned: closing a result closes all inputs.
+
+    Raises:
+        CheckpointError: a tokenizer is missing, tokenizers cannot be joined, or a source of a row is not there; all
+            problems.
+    """
+    inputs, problems = _inputs({BASE: base, **experts})
+    if policy.source not in (*inputs, UNION) and not problems:
+        problems.append(f"the vocabulary '{policy.source}' is none of base, union, {', '.join(experts)}")
+    if problems:
+        raise CheckpointError("The vocabularies cannot be put in one order.", problems)
+    joined = _Joined(inputs, policy)
+    if joined.problems:
+        raise CheckpointError("The vocabularies cannot be put in one order.", joined.problems)
+    found = {label: joined.aligned(label, owned=owned) for label in inputs}
+    return found.pop(BASE), found
+
+
+def read_vocabulary(checkpoint: Checkpoint) -> dict[str, int]:
+    """Token -> row, from the `tokenizer.json` of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it holds no vocabulary.
+    """
+    return read_tokenizer(checkpoint)[0]
+
+
+def _inputs(checkpoints: Mapping[str, Checkpoint]) -> tuple[dict[str, _Input], list[str]]:
+    found: dict[str, _Input] = {}
+    problems: list[str] = []
+    for label, checkpoint in checkpoints.items():
+        try:
+            tables, rows = token_tables(checkpoint)
+            found[label] = _Input(label, checkpoint, read_vocabulary(checkpoint), tables, rows)
+        except CheckpointError as error:
+            problems.extend(error.problems)
+    return found, problems
+
+
+class _Joined:
+    """The new vocabulary, and the sources of its rows.
+
+    Attributes:
+        tokens: of the new vocabulary, with their rows.
+        added: those that the kept tokenizer does not have, with the label of an input that has them ('': none).
+        rows: size of the new tables.
+    """
+
+    def __init__(self, inputs: Mapping[str, _Input], policy: VocabularyPolicy) -> None:
+        self.inputs, self.policy = inputs, policy
+        self.problems: list[str] = []
+        self.labels = list(inputs)
+        self.keeper = inputs[BASE if policy.source == UNION else policy.source]
+        self.added = self._added()
+        self.tokens = dict(self.keeper.tokens)
+        first = 1 + max(self.tokens.values(), default=-1)
+        self.tokens |= {token: first + k for k, token in enumerate(self.added)}
+        self.by_row = {row: token for token, row in self.tokens.items()}
+        self.rows = max(self.keeper.rows, 1 + max(self.by_row, default=-1) if self.added else 0)
+        if (multiple := policy.pad_to_multiple_of) is not None:
+            self.rows = -(-self.rows // multiple) * multiple
+        self.special = {t: self._special(t, source) for t, source in policy.tokens.items()}
+        self._lent = {t: self._lent_row(t) for t in self.tokens}
+
+    def aligned(self, label: str, *, owned: bool) -> Checkpoint:
+        """An input with the new rows, or as it is where its rows are these already."""
+        one = self.inputs[label]
+        number = self.labels.index(label)
+        rows = [self._sources(one, number, row) for row in range(self.rows)]
+        same_tokens = one.tokens == self.tokens and not self.special  # then padding stays as it is, too
+        as_they_lie = same_tokens or all(s == ((number, r),) for r, s in enumerate(rows))
+        if not one.tables or (self.rows == one.rows and as_they_lie):
+            return one.checkpoint
+        checkpoints = [i.checkpoint for i in self.inputs.values()]
+        names = {n: table_names(n, one.checkpoint, checkpoints) for n in one.tables}
+        self._check_tables(one, names, rows)
+        is_base = label == BASE
+        return TokenRowsCheckpoint(
+            one.checkpoint,
+            checkpoints,
+            names,
+            joined_runs(rows),
+            around=TableContext(
+                config=self._config() if is_base else None,
+                sidecars=self._sidecars() if is_base else {},
+                identity=tuple(i for c in checkpoints for i in _tokenizer_identity(c)),
+                notes=(*self._counts(one, number, rows), *(self._new_tokens() if is_base else ())),
+            ),
+            owned=owned,
+        )
+
+    def _added(self) -> dict[str, str]:
+        """Tokens that the kept tokenizer lacks, in the order of their rows, with an input that has them."""
+        own = self.keeper.tokens
+        added: dict[str, str] = {}
+        for one in self.inputs.values() if self.policy.source == UNION else ():
+            more = [t for t in sorted(one.tokens, key=one.tokens.__getitem__) if t not in own]
+            listed = {entry["content"] for entry in read_tokenizer(one.checkpoint)[1]} if more else set()
+            plain = [t for t in more if t not in listed]
+            if plain:
+                self.problems.append(
+                    f"expert '{one.label}' ({one.checkpoint.location}) has {len(plain)} tokens of its own that were "
+                    f"not added to a tokenizer but are part of it ({', '.join(map(repr, plain[:4]))}):"
+                    f" how texts are cut "
+                    "into tokens cannot be joined. Fix: 'vocabulary: base', or the name of an expert"
+                )
+            added |= {t: one.label for t in more if t not in added}
+        for token in self.policy.tokens:
+            if token not in own and token not in added:
+                holder = next((i.label for i in self.inputs.values() if token in i.tokens), "")
+                added[token] = holder
+        return added
+
+    def _special(self, token: str, source: TokenSource) -> Sources:
+        """Row that the recipe names for a token."""
+        if not source.model:
+            return ()
+        one = self.inputs.get(source.model)
+        if one is None:
+            self.problems.append(
+                f"vocabulary: the row of {token!r} is to be taken from '{source.model}', which is none of "
+                f"{', '.join(self.inputs)}.{did_you_mean(source.model, self.inputs)}"
+            )
+            return ()
+        named = source.token if source.token is not None else token
+        row = source.token_id if source.token_id is not None else one.row(named)
+        if row is None or not 0 <= row < one.rows:
+            what = f"the token {named!r}" if source.token_id is None else f"row {source.token_id}"
+            self.problems.append(
+                f"vocabulary: the row of {token!r} is to be {what} of '{source.model}', which has none"
+            )
+            return ()
+        return ((self.labels.index(source.model), row),)
+
+    def _holders(self, token: str) -> dict[str, tuple[int, int]]:
+        """Inputs that have a token, each checkpoint once."""
+        found: dict[str, tuple[int, int]] = {}
+        for number, one in enumerate(self.inputs.values()):
+            row = one.row(token)
+            if row is not None:
+                found.setdefault(str(one.checkpoint.identity()), (number, row))
+        return found
+
+    def _lent_row(self, token: str) -> Sources:
+        """Row of a token for inputs that lack it."""
+        if token in self.special:
+            return self.special[token]
+        holders = list(self._holders(token).values())
+        of_base = [pair for pair in holders if pair[0] == 0]
+        return tuple(of_base or holders)
+
+    def _sources(self, one: _Input, number: int, row: int) -> Sources:
+        """Sources of a row of an input's new table."""
+        token = self.by_row.get(row)
+        if token is None:  # padding: as in the model whose tokenizer is kept
+            keeper = self.labels.index(self.keeper.label)
+            return ((keeper, row),) if row < self.keeper.rows else OWN_MEAN
+        forced = token in self.policy.tokens and self.policy.tokens[token].force
+        own = one.row(token)
+        return ((number, own),) if own is not None and not forced else self._lent[token]
+
+    def _check_tables(self, one: _Input, names: Mapping[str, Sequence[str]], rows: Sequence[Sources]) -> None:
+        """Refuse a table of which another input that lends rows has no counterpart of the same width."""
+        lenders = {k for sources in rows for k, _ in sources if k >= 0}
+        for name, found in names.items():
+            shape = one.checkpoint.specs[name].shape[1:]
+            for k in lenders:
+                other = self.inputs[self.labels[k]].checkpoint
+                if not found[k] or other.specs[found[k]].shape[1:] != shape:
+                    raise CheckpointError(
+                        f"{one.checkpoint.location}: rows of '{name}' are to be taken from {other.location}, which has "
+                        "no such table of the same width. Are these models of one architecture?"
+                    )
+
+    def _counts(self, one: _Input, number: int, rows: Sequence[Sources]) -> Iterator[str]:
+        """Note on the sources of all rows of an input."""
+        counts = Counter(self._words(number, row, sources) for row, sources in enumerate(rows))
+        lost = sum(t not in self.tokens for t in one.tokens)
+        lacks = sum(one.row(t) is None for t in self.tokens)
+        yield (
+            f"has another vocabulary: its rows are taken by token; {lacks} tokens that it lacks are lent to it, {lost} "
+            f"that the new vocabulary lacks are left out. Its {self.rows} rows: "
+            + ", ".join(f"{n} {words}" for words, n in counts.most_common())
+        )
+
+    def _words(self, number: int, row: int, sources: Sources) -> str:
+        if sources == OWN_MEAN:
+            return "of padding, the mean of the others"
+        if not sources:
+            return "of zeros"
+        if row not in self.by_row:
+            return f"of padding, from {self.labels[sources[0][0]]}"
+        if sources[0][0] == number and len(sources) == 1:
+            return "of its own"
+        return ("from " if len(sources) == 1 else "mean of ") + " and ".join(self.labels[k] for k, _ in sources)
+
+    def _new_tokens(self) -> Iterator[str]:
+        """Note on the tokens that are new to the kept tokenizer."""
+        if not self.added:
+            return
+        listed = []
+        for token in list(self.added)[:SHOWN]:
+            sources = self._lent[token]
+            of = " and ".join(self.labels[k] for k, _ in sources) or "zeros"
+            listed.append(f"{self.tokens[token]} {token!r} from {of}{' (mean)' if len(sources) > 1 else ''}")
+        more = f", and {len(self.added) - SHOWN} more" if len(self.added) > SHOWN else ""
+        yield f"{len(self.added)} tokens are new to its tokenizer: {', '.join(listed)}{more}"
+
+    def _config(self) -> Mapping[str, Any] | None:
+        config = self.inputs[BASE].checkpoint.config
+        if config is None:
+            return None
+        return config_with_tokens(config, self.rows, self.keeper.checkpoint.config)
+
+    def _sidecars(self) -> dict[str, str]:
+        """Files of the tokenizer that differ from those of the kept one."""
+        if not self.added:
+            return {}
+        entries = []
+        for token, label in self.added.items():
+            listed = read_tokenizer(self.inputs[label].checkpoint)[1] if label else []
+            found = next((e for e in listed if e["content"] == token), {**ADDED, "content": token})
+            entries.append({**found, "id": self.tokens[token]})
+        return written_tokenizer(Path(self.keeper.checkpoint.fetch_sidecars() or "."), entries)
+
+
+def _tokenizer_identity(checkpoint: Checkpoint) -> Iterator[FileIdentity]:
+    folder = checkpoint.fetch_sidecars()
+    if folder is not None and (Path(folder) / TOKENIZER).exists():
+        yield file_identity(Path(folder) / TOKENIZER)
+
+
+class _Vocabulary:
+    """The plug-in: alignment, and the way back from a handle."""
+
+    def align(
+        self, base: Checkpoint, experts: Mapping[str, Checkpoint], policy: VocabularyPolicy, *, owned: bool
+    ) -> tuple[Checkpoint, dict[str, Checkpoint]]:
+        return align_vocabularies(base, experts, policy, owned=owned)
+
+    def open(self, view: Any, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
+        rows = RowsHandle.of(view)
+        own, sources = open_handle(rows.own), [open_handle(s) for s in rows.sources]
+        return TokenRowsCheckpoint(own, sources, dict(rows.tables), rows.runs, owned=True)
+
+
+VOCABULARY = _Vocabulary()

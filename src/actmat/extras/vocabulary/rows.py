@@ -1,0 +1,281 @@
+"""A checkpoint with other rows in its tables of tokens: taken from several checkpoints, by number.
+
+A new table is a list of runs: consecutive rows of one checkpoint, the mean of single rows of several, zeros, or the
+mean of the table itself (for padding). Only the rows that are wanted are read.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import (
+    Checkpoint,
+    CheckpointHandle,
+    FileIdentity,
+    TensorSpec,
+    torch_dtype,
+)
+from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
+from actmat.checkpoints.side_files import SideFiles
+
+__all__ = ["OWN_MEAN", "RowRun", "RowsHandle", "TableContext", "TokenRowsCheckpoint", "joined_runs"]
+
+OWN_MEAN = ((-1, -1),)
+"""Sources of a row that is the mean of the table's other rows."""
+
+BLOCK_ROWS = 4096
+"""Rows of a table that are read at a time for its mean."""
+
+Sources = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowRun:
+    """Rows from `start` of a table: consecutive ones of a source, a mean, or zeros; see `TokenRowsCheckpoint`."""
+
+    start: int
+    count: int
+    sources: tuple[tuple[int, int], ...]  # number of a checkpoint, and the first row there
+
+
+@dataclass(frozen=True, slots=True)
+class RowsHandle:
+    """Tables of a checkpoint that are made of rows of several; see `TokenRowsCheckpoint`. Plain data."""
+
+    own: CheckpointHandle
+    sources: tuple[CheckpointHandle, ...]
+    tables: tuple[tuple[str, tuple[str, ...]], ...]
+    runs: tuple[RowRun, ...]
+
+    @classmethod
+    def of(cls, data: RowsHandle | Mapping[str, Any]) -> RowsHandle:
+        """The handle itself, or the one that `dataclasses.asdict` and JSON took apart."""
+        if isinstance(data, cls):
+            return data
+        assert isinstance(data, Mapping)
+        return cls(
+            CheckpointHandle(**data["own"]),
+            tuple(CheckpointHandle(**s) for s in data["sources"]),
+            tuple((n, tuple(t)) for n, t in data["tables"]),
+            tuple(RowRun(r["start"], r["count"], tuple((k, row) for k, row in r["sources"])) for r in data["runs"]),
+        )
+
+
+def joined_runs(rows: Iterable[Sources]) -> tuple[RowRun, ...]:
+    """Runs of a table, from the sources of each of its rows: pairs of a checkpoint's number and a row.
+
+    >>> joined_runs([((0, 5),), ((0, 6),), (), ((0, 1), (1, 1))])
+    (RowRun(start=0, count=2, sources=((0, 5),)), RowRun(start=2, count=1, sources=()), RowRun(start=3, count=1, \
+sources=((0, 1), (1, 1))))
+    """
+    runs: list[RowRun] = []
+    for number, sources in enumerate(rows):
+        last = runs[-1] if runs else None
+        if last is not None and _follows(last, sources):
+            runs[-1] = replace(last, count=last.count + 1)
+        else:
+            runs.append(RowRun(number, 1, sources))
+    return tuple(runs)
+
+
+def _follows(run: RowRun, sources: Sources) -> bool:
+    """True if a row continues a run: the next row of the same checkpoint, zeros after zeros, a mean after that mean."""
+    if len(run.sources) != 1 or len(sources) != 1 or run.sources == OWN_MEAN:
+        return (run.sources == sources and len(sources) != 1) or run.sources == sources == OWN_MEAN
+    (k, row), (other, next_row) = run.sources[0], sources[0]
+    return k == other >= 0 and next_row == row + run.count
+
+
+@dataclass(frozen=True)
+class TableContext:
+    """Files and remarks that go with new tables.
+
+    Args:
+        config: of the new model, or None for that of the checkpoint.
+        sidecars: name -> text of files that go into an output in place of copies.
+        identity: of files other than weights that decide, such as tokenizers.
+        notes: remarks on the rows, for plans.
+    """
+
+    config: Mapping[str, Any] | None = None
+    sidecars: Mapping[str, str] = field(default_factory=dict)
+    identity: tuple[FileIdentity, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class TokenRowsCheckpoint(Checkpoint):
+    """A checkpoint whose tables are made of rows of several.
+
+    Args:
+        own: the checkpoint that all other tensors, and names and dtypes of the tables, are from.
+        sources: the checkpoints that rows are from, `own` among them.
+        tables: name of a table of `own` -> its name in each source (empty where a source has none).
+        runs: of every table.
+        around: files and remarks that go with the new tables.
+        owned: close the sources as well.
+    """
+
+    def __init__(
+        self,
+        own: Checkpoint,
+        sources: Sequence[Checkpoint],
+        tables: Mapping[str, Sequence[str]],
+        runs: Sequence[RowRun],
+        *,
+        around: TableContext | None = None,
+        owned: bool = False,
+    ) -> None:
+        self._own, self._sources, self._tables = own, list(sources), {n: tuple(t) for n, t in tables.items()}
+        self._runs, self._starts = tuple(runs), [r.start for r in runs]
+        self.n_rows = runs[-1].start + runs[-1].count if runs else 0
+        around = around or TableContext()
+        self._config, self._identity, self._owned = around.config, around.identity, owned
+        self.written_sidecars = around.sidecars
+        self.location, self.directory, self.aliases = own.location, own.directory, own.aliases
+        self.notes = (*own.notes, *around.notes)
+        self.specs = MappingProxyType(
+            {n: replace(s, shape=(self.n_rows, *s.shape[1:])) if n in self._tables else s for n, s in own.specs.items()}
+        )
+        self._means: dict[str, Tensor] = {}
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """Config of the new model."""
+        return self._own.config if self._config is None else self._config
+
+    @property
+    def written_config(self) -> Mapping[str, Any] | None:
+        """The config, where it is not a copy."""
+        return self._own.written_config if self._config is None else self._config
+
+    def scheme(self, name: str) -> str:
+        """Of the checkpoint."""
+        return self._own.scheme(name)
+
+    def stored_bytes(self, name: str) -> int:
+        """Of the checkpoint; those of a table are as many as it has."""
+        return self.specs[name].nbytes if name in self._tables else self._own.stored_bytes(name)
+
+    def side_files(self) -> SideFiles:
+        """Those of the checkpoint."""
+        return self._own.side_files()
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of the weight files, and of the files that decide on the rows."""
+        return (*self._own.identity(), *self._identity)
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor."""
+        spec = find_spec(self, name)
+        if name not in self._tables:
+            return self._own.read(name)
+        tensor = empty_tensor(spec)
+        self.read_into(name, 0, raw_bytes(tensor))
+        return tensor
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Bytes of the tensor, of a table from the sources of its rows."""
+        spec = find_spec(self, name)
+        if name not in self._tables:
+            self._own.read_into(name, start, out)
+            return
+        check_range(spec, start, out)
+        width = math.prod(spec.shape[1:]) * spec.itemsize
+        done = 0
+        while done < len(out):
+            run = self._runs[bisect_right(self._starts, (start + done) // width) - 1]
+            inside = start + done - run.start * width
+            size = min(len(out) - done, run.count * width - inside)
+            self._fill(spec, run, inside, out[done : done + size])
+            done += size
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Pass the hint on."""
+        self._own.prefetch(names)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of all sources, as each may read ahead."""
+        return sum(c.buffer_bytes for c in {id(c): c for c in (self._own, *self._sources)}.values())
+
+    def handle(self) -> CheckpointHandle:
+        """Address of the checkpoint, with the addresses of the others and the runs."""
+        rows = RowsHandle(
+            self._own.handle(),
+            tuple(c.handle() for c in self._sources),
+            tuple((n, t) for n, t in self._tables.items()),
+            self._runs,
+        )
+        return CheckpointHandle(rows.own.address, "vocabulary", self.location, view=rows)
+
+    def fetch_sidecars(self) -> Path | None:
+        """Local folder of config, tokenizer and processor files."""
+        return self._own.fetch_sidecars()
+
+    def close(self) -> None:
+        """Close the checkpoint, and the sources if they are its own."""
+        self._own.close()
+        for checkpoint in self._sources if self._owned else ():
+            checkpoint.close()
+
+    def _fill(self, spec: TensorSpec, run: RowRun, start: int, out: memoryview) -> None:
+        """Fill `out` with bytes of a run, from its byte `start` on."""
+        if len(run.sources) == 1 and run.sources != OWN_MEAN:
+            ((k, row),) = run.sources
+            name = self._tables[spec.name][k]
+            if self._sources[k].specs[name].dtype == spec.dtype:
+                width = math.prod(spec.shape[1:]) * spec.itemsize
+                self._sources[k].read_into(name, row * width + start, out)
+                return
+        width = math.prod(spec.shape[1:]) * spec.itemsize
+        first, last = start // width, -(-(start + len(out)) // width)
+        for number in range(first, last):
+            data = raw_bytes(self._row(spec, run, number).to(torch_dtype(spec.dtype)).contiguous())
+            low, high = max(start, number * width), min(start + len(out), (number + 1) * width)
+            out[low - start : high - start] = data[low - number * width : high - number * width]
+
+    def _row(self, spec: TensorSpec, run: RowRun, number: int) -> Tensor:
+        """Row `number` of a run: zeros, a row, a mean, in float64 where it is computed."""
+        if run.sources == OWN_MEAN:
+            return self._own_mean(spec)
+        found = [
+            self._source_row(spec.name, k, row + (number if len(run.sources) == 1 else 0)) for k, row in run.sources
+        ]
+        if len(found) == 1:
+            return found[0]
+        total = torch.zeros(spec.shape[1:] or (1,), dtype=torch.float64)
+        for row in found:
+            total += row.double().view(total.shape)
+        return total / max(1, len(found))
+
+    def _source_row(self, table: str, k: int, row: int) -> Tensor:
+        name = self._tables[table][k]
+        spec = self._sources[k].specs[name]
+        out = torch.empty(spec.shape[1:] or (1,), dtype=torch_dtype(spec.dtype))
+        data = raw_bytes(out)
+        self._sources[k].read_into(name, row * len(data), data)
+        return out
+
+    def _own_mean(self, spec: TensorSpec) -> Tensor:
+        """Mean of all rows of a table but those that are this mean."""
+        if spec.name not in self._means:
+            total, count = torch.zeros(spec.shape[1:] or (1,), dtype=torch.float64), 0
+            width = math.prod(spec.shape[1:]) * spec.itemsize
+            for run in (r for r in self._runs if r.sources != OWN_MEAN):
+                for low in range(0, run.count, BLOCK_ROWS):
+                    rows = min(BLOCK_ROWS, run.count - low)
+                    block = torch.empty(rows, *(spec.shape[1:] or (1,)), dtype=torch_dtype(spec.dtype))
+                    self.read_into(spec.name, (run.start + low) * width, raw_bytes(block))
+                    total += block.double().sum(0)
+                    count += rows
+            self._means[spec.name] = total / max(1, count)
+        return self._means[spec.name]

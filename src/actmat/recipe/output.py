@@ -1,0 +1,186 @@
+"""The output of a recipe: a full model, a merged adapter, or an extracted one, each with fields of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from actmat.experts.policy import TokenSource, VocabularyPolicy
+from actmat.flag import Flag
+from actmat.recipe.values import Strict
+
+__all__ = ["KINDS", "LOOSE", "Adapter", "Extracted", "Model", "Output", "TokenRow", "Vocabulary", "gathered"]
+
+
+class TokenRow(Strict):
+    """The row of one token; as text, the model it is taken from."""
+
+    model: str = Field(default="", description="'base' or an expert's name; default: a row of zeros")
+    token: str | None = Field(default=None, description="token of that model; default: the same")
+    token_id: Annotated[int, Field(ge=0)] | None = Field(default=None, description="or the number of its row")
+    force: bool = Field(default=False, description="also for models that have the token; default: only for others")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"model": value} if isinstance(value, str) else value
+
+
+class Vocabulary(Strict):
+    """Tokens of the merged model; as text, only their source."""
+
+    source: str = Field(default="union", description="'base', 'union', or an expert's name")
+    tokens: dict[str, TokenRow] = Field(
+        default_factory=dict, description="token -> its row; tokens that the source lacks are added"
+    )
+    pad_to_multiple_of: Annotated[int, Field(gt=0)] | None = Field(
+        default=None, description="round the number of rows up; more padding is the mean of a table's other rows"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"source": value} if isinstance(value, str) else value
+
+    def policy(self) -> VocabularyPolicy:
+        """The same for the code that carries it out."""
+        rows = {t: TokenSource(**row.model_dump()) for t, row in self.tokens.items()}
+        return VocabularyPolicy(self.source, rows, self.pad_to_multiple_of)
+
+
+class Model(Strict):
+    """A full model, merged into the base."""
+
+    kind: Literal["model"] = "model"
+    quantise: Annotated[Literal["same"] | None, Flag()] = Field(
+        default=None,
+        description="'same': write tensors that the base stores as codes in the same layout, with the rounding error "
+        "of each on record; default: as floats",
+    )
+    vocabulary: Annotated[Vocabulary | None, Flag(type=str)] = Field(
+        default=None,
+        description="tokens of the merged model, by tokenizer.json: those of the 'base', the 'union' of the base's and "
+        "of those that experts added, or those of an expert (its name); default: tables must have one shape, and rows "
+        "are taken as they lie",
+    )
+    files_from: Annotated[str, Flag()] = Field(
+        default="base", description="source of tokenizer and generation config: 'base' or an expert's name"
+    )
+
+    @property
+    def files_of(self) -> str:
+        """Source of the tokenizer's files: `files_from`, or the expert whose vocabulary is taken."""
+        source = self.vocabulary.source if self.vocabulary is not None else "base"
+        return source if source not in ("base", "union") else self.files_from
+
+
+class _Ranked(Strict):
+    """Ranks of an adapter."""
+
+    rank: Annotated[Annotated[int, Field(gt=0)] | None, Flag()] = Field(
+        default=None, description="rank of the adapter, truncated optimally; default: what is exact"
+    )
+    ranks: Annotated[Literal["uniform", "pattern"], Flag()] = Field(
+        default="uniform",
+        description="ranks of the adapter where none is given: with 'uniform', zeros fill up to one rank; with "
+        "'pattern', each module has its own",
+    )
+
+
+class Adapter(_Ranked):
+    """An adapter that is merged from adapters."""
+
+    kind: Literal["adapter"] = "adapter"
+    layout: Literal["same", "peft", "kohya", "diffusers"] = Field(
+        default="same", description="names of its tensors: those of the experts, or of peft, kohya or diffusers"
+    )
+    any_base: Annotated[bool, Flag()] = Field(
+        default=False, description="merge adapters although they name different bases"
+    )
+
+
+class Extracted(_Ranked):
+    """An adapter for PEFT that is extracted from what is merged into the base."""
+
+    kind: Literal["extracted"] = "extracted"
+    energy: Annotated[Annotated[float, Field(gt=0, le=1)] | None, Flag()] = Field(
+        default=None,
+        description="of an adapter that is extracted from full models: share of the squared norm of each layer's delta "
+        "to keep, such as 0.99, in place of a rank",
+    )
+    others: Annotated[Literal["save", "leave"], Flag()] = Field(
+        default="save",
+        description="changed tensors that the factors of an extracted adapter cannot hold (norms, tables): 'save' them "
+        "whole in it, or 'leave' them out",
+    )
+
+    @model_validator(mode="after")
+    def _one_measure(self) -> Extracted:
+        if self.rank is not None and self.energy is not None:
+            raise ValueError(
+                "found a rank and an energy, expected one of both: a rank (--rank 64), or a share of each delta's "
+                "squared norm (--energy 0.99)"
+            )
+        return self
+
+
+Output: TypeAlias = Annotated[Model | Adapter | Extracted, Field(discriminator="kind")]
+"""The kind of output, resolved against the experts when the inputs are opened (`run.open.resolved`)."""
+
+KINDS: Mapping[str, type[Strict]] = {"model": Model, "adapter": Adapter, "extracted": Extracted}
+
+TO: Mapping[str, Mapping[str, str]] = {
+    "peft": {"kind": "adapter", "layout": "peft"},
+    "kohya": {"kind": "adapter", "layout": "kohya"},
+    "diffusers": {"kind": "adapter", "layout": "diffusers"},
+}
+"""Short names of an output, as in `--to peft` -> its fields; any other name is a kind."""
+
+LOOSE = ("quantise", "vocabulary", "files_from", "rank", "ranks", "any_base", "energy", "others")
+"""Fields of outputs that flags and recipes may give without `output`."""
+
+
+def gathered(data: Any) -> Any:
+    """Fields of a recipe with those of its output in `output`, and the kind that they mean.
+
+    >>> gathered({"to": "peft", "rank": 8})
+    {'output': {'kind': 'adapter', 'layout': 'peft', 'rank': 8}}
+    >>> gathered({"base": "base", "to": "adapter", "energy": 0.99})["output"]
+    {'kind': 'extracted', 'energy': 0.99}
+    """
+    if not isinstance(data, Mapping):
+        return data
+    output = data.get("output")
+    given = {name: data[name] for name in LOOSE if data.get(name) is not None}
+    rest = {name: value for name, value in data.items() if name not in (*LOOSE, "to", "output")}
+    to = data.get("to") or (output if isinstance(output, str) else None)
+    if isinstance(output, Strict):
+        if not given and not to:
+            return data
+        output = {"kind": getattr(output, "kind", None), **output.model_dump(exclude_defaults=True)}
+    if isinstance(output, Mapping):
+        given = {**output, **given}
+    elif output is not None and not isinstance(output, str):
+        return data  # the schema says what it expects
+    if to:
+        given = {
+            **{k: v for k, v in given.items() if k not in ("kind", "layout")},
+            **TO.get(str(to), {"kind": str(to)}),
+        }
+    kind = given.pop("kind", None) or _kind(given, has_base=bool(data.get("base")))
+    if kind is None:
+        return rest
+    if kind == "adapter" and given.get("layout", "peft") in ("same", "peft") and given.keys() & {"energy", "others"}:
+        kind = "extracted"
+        given.pop("layout", None)
+    return {**rest, "output": {"kind": kind, **given}}
+
+
+def _kind(given: Mapping[str, Any], *, has_base: bool) -> str | None:
+    """Kind of an output that names none; None where the experts decide it."""
+    if has_base:
+        return "model"
+    owners = [kind for kind, model in KINDS.items() if given.keys() & model.model_fields.keys()]
+    return owners[0] if len(owners) == 1 else "adapter" if owners else None

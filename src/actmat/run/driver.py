@@ -1,0 +1,100 @@
+"""Carry out what is prepared: run the units, keep the journal, judge the findings, finish the outputs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from actmat.engine.content import FOREIGN
+from actmat.engine.executors import find_executor
+from actmat.engine.findings import Findings
+from actmat.engine.session import SessionSpec
+from actmat.engine.units import plan_units
+from actmat.errors import CheckpointError, StatisticsError
+from actmat.progress import Progress
+from actmat.report import sum_records
+from actmat.run.open import check_values
+from actmat.run.prepare import Prepared
+from actmat.run.resume import MergeReport
+from actmat.run.stage import StagedOutput
+
+__all__ = ["execute", "finish"]
+
+
+def execute(outputs: Sequence[StagedOutput], prepared: Prepared, progress: Progress) -> None:
+    """Merge everything that is not done yet; keep the journal, judge the findings.
+
+    Raises:
+        CheckpointError: NaN or Inf in the inputs (all of them listed), or a file that changed or ended early.
+        StatisticsError: statistics of another model than the one that was read.
+    """
+    inputs, observers, resources = prepared.inputs, prepared.observers, prepared.resources
+    progress.started([o.shown for o in outputs], sum(o.resumed for o in outputs), resources.workers)
+    check_values(inputs)
+    plans = tuple(o.plan for o in outputs)
+    units = plan_units(plans, [o.done for o in outputs], observers)
+    if not units:
+        return
+    spec = SessionSpec(
+        plans=plans,
+        base=None if inputs.base is None else inputs.base.handle(),
+        experts=tuple(e.handle() for e in inputs.experts),
+        outputs=tuple(o.folder for o in outputs),
+        observers=observers,
+        device=resources.device,
+    )
+    make = find_executor(prepared.place.executor, resources.device)
+    executor = make(inputs, [o.writer for o in outputs], resources)
+    spec = replace(spec, surveys=executor.survey(spec))
+    findings = Findings(tolerated=plans[0].recipe.allow_nonfinite)
+    with contextlib.closing(executor.run(spec, units)) as results:
+        for result in results:
+            findings.add(result.findings)
+            if not findings.fatal:
+                for p, record in result.records:
+                    outputs[p].keep(record)
+            for group in result.unit.groups:
+                items = [plans[p].items[n] for p, n in group]
+                nbytes = max(i.cost.read_bytes + i.cost.write_bytes for i in items)
+                progress.tensor(items[0].name, nbytes)
+                if result.where:
+                    progress.node(result.where, nbytes)
+            for note in result.notes:
+                progress.note(note)
+    _judge(findings)
+
+
+def _judge(findings: Findings) -> None:
+    """Raise what was found in the inputs that forbids the merge."""
+    if findings.foreign_statistics:
+        raise StatisticsError(FOREIGN, sorted(findings.foreign_statistics))
+    if findings.broken_ties and (findings.tolerated or not findings.nonfinite):
+        raise CheckpointError(
+            f"The inputs hold tensors that config.json ties and that differ: {len(findings.broken_ties)} problem(s). "
+            "Merging one for both would lose the other.",
+            sorted(findings.broken_ties),
+        )
+    if findings.fatal:
+        problems = findings.problems()
+        error = CheckpointError(
+            f"The inputs hold values that cannot be merged: {len(problems)} problem(s). NaN and Inf would spread; find "
+            "out why the fine-tuning produced them, or pass --allow-nonfinite to treat them as unchanged.",
+            problems,
+        )
+        error.recurs = True
+        raise error
+
+
+def finish(outputs: Sequence[StagedOutput], prepared: Prepared, progress: Progress) -> list[MergeReport]:
+    """Write all that goes with the weights of merged outputs: their reports; `stage` renames them afterwards."""
+    settings, began = prepared.place.settings, prepared.began
+    progress.finishing()
+    made = []
+    for o in outputs:
+        diagnosis = o.write_report(time.perf_counter() - began) if settings.diagnose else None
+        o.finish(prepared.inputs, time.perf_counter() - began, sha256=settings.sha256)
+        totals, seconds = sum_records(o.plan, o.records), time.perf_counter() - began
+        made.append(MergeReport(o.out, o.plan, seconds, o.resumed, diagnosis, totals=totals))
+    return made

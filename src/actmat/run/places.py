@@ -1,0 +1,170 @@
+"""Places of a run, checked before anything is opened: executor, devices, and the folders or URLs of its outputs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from actmat.bounds import is_url, read_object
+from actmat.checkpoints.layer_names import stack_parts
+from actmat.checkpoints.remote import MARK_NAME, check_upload_url
+from actmat.checkpoints.resolve import find_source
+from actmat.checkpoints.writing.shared import SharedStage
+from actmat.checkpoints.writing.staging import MANIFEST_NAME, check_output_path
+from actmat.diagnostics.model import REPORT_NAME
+from actmat.engine.devices.device import device_room
+from actmat.engine.devices.names import check_device, check_device_name
+from actmat.engine.executors import AUTO, computes_here, find_executor
+from actmat.errors import CheckpointError, MergeError, OutputError, Problems, RecipeError
+from actmat.planning.placement import HOST, DeviceRoom
+from actmat.recipe import Recipe
+from actmat.report import read_manifest
+from actmat.settings import RunSettings
+
+__all__ = ["Place", "find_place", "has_manifest_of", "present_output"]
+
+Writes = Literal["nothing", "outputs", "part"]
+"""What a run writes: nothing, whole outputs, or a part of one, beside which other parts may be."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Places of a run.
+
+    Args:
+        settings: of the run.
+        executor: name of the executor.
+        room: devices that may merge items.
+        outs: final folder or URL of the output of each recipe; empty where nothing is written.
+        finished: those of them that hold the output of the same recipe.
+    """
+
+    settings: RunSettings
+    executor: str
+    room: DeviceRoom
+    outs: tuple[Path | str, ...] = ()
+    finished: frozenset[Path | str] = frozenset()
+
+
+def find_place(
+    recipes: Sequence[Recipe], settings: RunSettings, writes: Writes, problems: Problems, *, here: bool = True
+) -> Place:
+    """The places of a run; problems with devices, executor and outputs are noted.
+
+    Args:
+        recipes: what is wanted.
+        settings: of the run: its executor counts, else the recipe's, else `auto`.
+        writes: what is written.
+        problems: receives problems.
+        here: whether the run takes place on this machine; devices of a plan need not be here.
+
+    Raises:
+        RecipeError: a recipe names no output.
+    """
+    executor, room = settings.executor or recipes[0].executor or AUTO, HOST
+    if here:
+        with problems.noted():
+            find_executor(executor, settings.device)
+    with problems.noted():
+        if here:  # devices must be on this machine, unless the executor computes on others
+            (check_device if computes_here(executor) else check_device_name)(settings.device)
+        room = device_room(settings.device, settings.device_memory)
+    if writes == "nothing":
+        return Place(settings, executor, room)
+    outs = tuple(_out_path(r) for r in recipes)
+    pairs = () if settings.overwrite else zip(recipes, outs, strict=True)
+    finished = frozenset(out for recipe, out in pairs if has_manifest_of(recipe, out))
+    with problems.noted():
+        _check_outputs(recipes, outs, settings.overwrite, finished, is_part=writes == "part")
+    return Place(settings, executor, room, outs, finished)
+
+
+def _out_path(recipe: Recipe) -> Path | str:
+    """Final directory of a recipe's output, or its URL.
+
+    Raises:
+        RecipeError: it names none.
+    """
+    if recipe.out is None:
+        raise RecipeError("Where shall the merged model go? Give --out, or 'out' in the recipe.")
+    if is_url(recipe.out):
+        return recipe.out.rstrip("/")
+    out = Path(recipe.out)
+    return out if out.name not in ("", "..") else out.resolve()  # '.' and '..' have no siblings to build in
+
+
+def has_manifest_of(recipe: Recipe, out: Path | str) -> bool:
+    """True if `out` has the manifest of a merge by this recipe."""
+    try:
+        with present_output(out) as folder:
+            return bool(read_manifest(folder).get("recipe") == _recorded(recipe))
+    except (MergeError, OSError):
+        return False
+
+
+def _recorded(recipe: Recipe) -> Any:
+    """The recipe as a manifest has it."""
+    return json.loads(json.dumps(recipe.model_dump(mode="json", exclude={"out"}, exclude_defaults=True)))
+
+
+@contextlib.contextmanager
+def present_output(out: Path | str) -> Iterator[Path]:
+    """Local folder with the manifest and the report of an output; copies, if the output is at a URL.
+
+    Raises:
+        CheckpointError: nothing is there.
+    """
+    if isinstance(out, Path):
+        yield out
+        return
+    if problems := check_upload_url(out):  # no request: another check tells them
+        raise CheckpointError(problems[0])
+    source = find_source(out)
+    names = [n for n in (MANIFEST_NAME, REPORT_NAME) if n in source.names]
+    clears = MARK_NAME in source.names and read_object(source.fetch(MARK_NAME)).get("clearing")
+    if clears or MANIFEST_NAME not in names:  # while an output is replaced, its manifest is the old one
+        raise CheckpointError(f"{out} has no {MANIFEST_NAME}")
+    folders = [source.fetch(name).parent for name in names]
+    yield folders[0]
+
+
+def _check_outputs(
+    recipes: Sequence[Recipe],
+    outs: Sequence[Path | str],
+    overwrite: bool,
+    finished: frozenset[Path | str],
+    *,
+    is_part: bool,
+) -> None:
+    """Refuse folders that outputs may not be written to.
+
+    Raises:
+        OutputError: in use, an input, or wanted twice; all problems in one.
+    """
+    named = [("base", recipes[0].base)] if recipes[0].base else []
+    named += [(f"expert '{e.label}'", e.path) for e in recipes[0].experts]
+    named += [(f"{n}: {part.location}", part.location) for n, path in named for part in stack_parts(path)]
+    inputs = [(n, Path(path)) for n, path in named]
+    existing = {n: p for n, p in inputs if os.path.exists(p)}
+    problems = []
+    for out in outs:
+        if isinstance(out, str):
+            problems += check_upload_url(out)
+        else:
+            problems += check_output_path(out, overwrite=overwrite or out in finished, inputs=existing)
+    places = [o.resolve() if isinstance(o, Path) else o.rstrip("/") for o in outs]
+    twice = sorted({str(o) for o, place in zip(outs, places, strict=True) if places.count(place) > 1})
+    problems += [f"several merges are to be written to {o}" for o in twice]
+    for stage in (SharedStage(out) for out in outs if isinstance(out, Path) and not is_part):
+        if stage.is_open:
+            problems.append(
+                f"parts of a merge into {stage.out} are in {stage.folder}: complete them (actmat merge --finish "
+                f"{stage.out}), run the others (--part), or remove that folder"
+            )
+    if problems:
+        raise OutputError("The output cannot be written there.", problems)

@@ -1,0 +1,85 @@
+"""The one way from recipes to finished outputs: open -> prepare -> resume -> stage -> execute -> finish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from actmat.diagnostics.build import build_diagnosis
+from actmat.diagnostics.model import Diagnosis
+from actmat.diagnostics.observer import check_mutes
+from actmat.errors import memory_errors
+from actmat.planning import MergePlan
+from actmat.progress import NoProgress, Progress
+from actmat.recipe import Recipe
+from actmat.run.driver import execute, finish
+from actmat.run.open import open_inputs
+from actmat.run.prepare import plans_of, prepare
+from actmat.run.resume import MergeReport, resume
+from actmat.run.stage import StagedOutput, stage
+from actmat.settings import RunSettings
+
+__all__ = ["diagnose_recipe", "plan_recipe", "run_recipes"]
+
+
+@memory_errors()  # outside of the staged outputs, which keep what is finished
+def run_recipes(
+    recipes: Sequence[Recipe], settings: RunSettings | None = None, progress: Progress | None = None
+) -> list[MergeReport]:
+    """Carry out recipes that share inputs and compute dtype; every tensor is read once for all of them.
+
+    An output that an earlier call with the same recipe and inputs finished is verified and not made again, unless it
+    may be overwritten.
+
+    Args:
+        recipes: each with its own `out`.
+        settings: how to run them.
+        progress: receives callbacks.
+
+    Raises:
+        MergeError: nothing is at any `out` unless that output was finished. What was done of the others is kept for
+            the same call, which a note of the error says, unless the error would recur.
+    """
+    settings, progress = settings or RunSettings(), progress or NoProgress()
+    if settings.diagnose:
+        check_mutes(recipes)
+    with open_inputs(recipes, settings, "outputs") as opened:
+        resumed = resume(prepare(opened))
+        reports = {r.out: r for r in resumed.finished}
+        if resumed.run.unfinished:
+            with stage(resumed) as outputs:
+                execute(outputs, resumed.run, progress)
+                made = finish(outputs, resumed.run, progress)
+            reports |= {r.out: r for r in made}
+        return [reports[out] for out in opened.place.outs]
+
+
+def plan_recipe(recipe: Recipe, *, device: str = "cpu", device_memory: str | int | None = None) -> MergePlan:
+    """The plan of a recipe, from headers only.
+
+    Args:
+        recipe: what is wanted.
+        device, device_memory: see `RunSettings`; the devices need not be on this machine.
+
+    Raises:
+        MergeError: the inputs do not fit; carries all problems.
+    """
+    settings = RunSettings(device=device, device_memory=device_memory)
+    with open_inputs([recipe], settings, here=False) as opened:
+        return plans_of(opened)[0]
+
+
+@memory_errors()
+def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progress: Progress | None = None) -> Diagnosis:
+    """Measure what merging a recipe would do; nothing is written, its `out` is ignored.
+
+    Raises:
+        MergeError: whatever merging it would raise.
+    """
+    began = time.perf_counter()
+    check_mutes([recipe])
+    with open_inputs([recipe], settings) as opened:
+        prepared = prepare(opened, measured=True)
+        output = StagedOutput.measured(prepared.plans[0])
+        execute([output], prepared, progress or NoProgress())
+        return build_diagnosis(output.plan, output.records, out=None, seconds=time.perf_counter() - began)

@@ -1,0 +1,270 @@
+"""The work of earlier runs: outputs that are finished are verified, unfinished ones whose inputs are the same go on."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from actmat.checkpoints.remote import clear_upload, present_sizes, staging_folder, staging_for
+from actmat.checkpoints.writing.staging import CheckedJournal, Staging, left_journal
+from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis
+from actmat.engine.content import content_hash
+from actmat.engine.inputs import Inputs
+from actmat.engine.task import Record
+from actmat.errors import MergeError, OutputError
+from actmat.foreign import html_table, terminal
+from actmat.methods import get_method
+from actmat.planning import MergePlan
+from actmat.planning.model import InputSummary, Item, MethodCall
+from actmat.report import Totals, read_manifest, recorded_totals, verify
+from actmat.report.manifest import input_location
+from actmat.report.words import size_finding, size_words
+from actmat.run.places import present_output
+from actmat.run.prepare import Prepared
+from actmat.settings import RunSettings
+
+__all__ = ["MergeReport", "Resumed", "check_same_merge", "has_same_inputs", "resume"]
+
+
+@dataclass(frozen=True, repr=False)
+class MergeReport:
+    """Result of one merge.
+
+    Args:
+        out: directory of the merged model, or its URL.
+        plan: what was planned.
+        seconds: wall time of this run.
+        resumed: items taken over from an interrupted run.
+        diagnosis: contents of `report.json`, where one was asked for.
+        was_finished: an earlier call finished the output; it was only verified.
+        totals: sums over all tensors.
+    """
+
+    out: Path | str
+    plan: MergePlan
+    seconds: float
+    resumed: int = 0
+    diagnosis: Diagnosis | None = None
+    was_finished: bool = False
+    totals: Totals = field(default_factory=Totals)
+
+    def __repr__(self) -> str:
+        how = "was finished before" if self.was_finished else f"{self.seconds:.1f} s"
+        what = f"{len(self.plan.items)} items by {self.plan.recipe.method}"
+        said = [size_words(self.totals.norms), *self._warning()]
+        return terminal(f"<MergeReport {self.out}: {'; '.join(s for s in (how, what, *said) if s)}>")
+
+    def _warning(self) -> list[str]:
+        """The code of the check that finds the size far off, and what is wrong."""
+        found = size_finding(self.totals.norms, self.plan.recipe.mute)
+        return [] if found is None else [f"warning {found[0]}: {found[1]}"]
+
+    def _repr_html_(self) -> str:
+        found = "" if self.diagnosis is None else self.diagnosis._repr_html_()
+        return str(html_table(repr(self), (), ())) + found + self.plan._repr_html_()
+
+    @functools.cached_property
+    def manifest(self) -> Mapping[str, Any]:
+        """Contents of `actmat_manifest.json`, read when they are first asked for: about 2 kB per tensor."""
+        with present_output(self.out) as folder:
+            return read_manifest(folder)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run, with what earlier runs have done of it.
+
+    Args:
+        run: the run.
+        finished: reports of outputs that are finished.
+        checked: unfinished outputs -> their journals, where their inputs were touched since and are the same.
+    """
+
+    run: Prepared
+    finished: tuple[MergeReport, ...]
+    checked: Mapping[Path | str, CheckedJournal]
+
+
+def resume(prepared: Prepared) -> Resumed:
+    """Verify outputs that are finished; find unfinished ones whose inputs were touched and have the same content.
+
+    Raises:
+        OutputError: a finished output is not what its plan gives now.
+    """
+    place = prepared.place
+    pairs = list(zip(place.outs, prepared.plans, strict=True))
+    finished = tuple(_finished(plan, out, place.settings) for out, plan in pairs if out in place.finished)
+    found = {out: _checked(plan, out, prepared.inputs) for out, plan in prepared.unfinished if isinstance(out, Path)}
+    return Resumed(prepared, finished, {out: journal for out, journal in found.items() if journal is not None})
+
+
+def _finished(plan: MergePlan, out: Path | str, settings: RunSettings) -> MergeReport:
+    """Report of an output that an earlier run finished.
+
+    Raises:
+        OutputError: it is not what the plan gives now.
+    """
+    began = time.perf_counter()
+    with present_output(out) as folder:
+        _check_finished(plan, out, folder, settings)
+        totals = recorded_totals(read_manifest(folder))
+        diagnosis = read_diagnosis(folder) if settings.diagnose else None
+    items = sum(i.action != "tie" for i in plan.items)
+    return MergeReport(out, plan, time.perf_counter() - began, items, diagnosis, was_finished=True, totals=totals)
+
+
+def _check_finished(plan: MergePlan, out: Path | str, folder: Path, settings: RunSettings) -> None:
+    """Compare an output and its inputs with its manifest, and that with the plan; remove leftovers.
+
+    Tensors and inputs of an output in a folder are hashed again; of one at a URL, the sizes of its files are compared.
+
+    Args:
+        folder: with its manifest, see `present_output`.
+
+    Raises:
+        OutputError: it is not what this plan would give now, or another process builds there.
+    """
+    try:
+        manifest = read_manifest(folder)
+        problems = list(_differences(plan, manifest, folder, settings))
+        if not problems:
+            problems = list(verify(out).problems) if isinstance(out, Path) else list(_other_sizes(manifest, out))
+    except MergeError as error:
+        problems = list(error.problems)
+    if problems:
+        said = "; ".join(problems[:3]) + ("; ..." if len(problems) > 3 else "")
+        raise OutputError(
+            f"{out} exists and is not empty; choose another place or pass --overwrite. It was made by the same "
+            f"recipe, but is not what the recipe gives now: {said}"
+        )
+    if isinstance(out, Path):
+        Staging(out, plan.fingerprint()).sweep()
+        return
+    clear_upload(out)
+    if staging_folder(out, settings.staging).parent.is_dir():
+        shards = () if plan.is_extracted else plan.shards
+        staging_for(out, settings.staging, plan.fingerprint(), shards).sweep()
+
+
+def check_same_merge(plan: MergePlan, out: Path, settings: RunSettings) -> None:
+    """Compare the manifest of `out` with the plan; no tensor is read.
+
+    Raises:
+        OutputError: it is not what this plan would give now.
+    """
+    problems = list(_differences(plan, read_manifest(out), out, settings))
+    if problems:
+        raise OutputError(f"{out} is finished, but is not what the recipe gives now.", problems)
+
+
+def _other_sizes(manifest: Mapping[str, Any], url: str) -> Iterator[str]:
+    """Files of an output at a URL that are missing, or of another size than the merge wrote."""
+    there = present_sizes(url)
+    side = {n: row["size"] for n, row in manifest["output"]["side_files"].items()}
+    for name, size in {**manifest["output"]["files"], **side}.items():
+        if name not in there:
+            yield f"file '{name}' is missing"
+        elif there[name] != size:
+            yield f"file '{name}' has {there[name]} bytes, the merge wrote {size}"
+
+
+def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settings: RunSettings) -> Iterator[str]:
+    """Reasons why a finished output is not that of the plan, apart from the bytes of its tensors and inputs."""
+    output, rows = manifest["output"], manifest.get("modules", manifest["tensors"])
+    if manifest.get("versions") != dict(plan.versions):
+        yield f"it was made with the versions {manifest.get('versions')}, these are {dict(plan.versions)}"
+    made_on = str(manifest.get("device", plan.device))
+    if made_on.partition(":")[0] != plan.device.partition(":")[0]:
+        yield f"it was made on {made_on}"
+    if _placeless(manifest.get("statistics", [])) != _plain([dict(s) for s in plan.statistics]):
+        yield "the statistics are others"
+    found = [manifest["base"], *manifest["experts"]] if plan.base is not None else manifest["experts"]
+    if len(found) != len(plan.inputs) or not all(map(_is_input, plan.inputs, found, [out] * len(found))):
+        yield "the inputs are others, or in another place"
+    planned = [[i.name, list(i.shape), i.action, i.reason] for i in plan.items]
+    if [[row.get(k) for k in ("name", "shape", "action", "reason")] for row in rows] != planned:
+        yield "other tensors would be merged"
+    if not plan.is_extracted and output.get("files") != {s.file: s.size for s in plan.shards}:
+        yield "its weight files are others"
+    if settings.sha256 and "sha256" not in output:
+        yield "it was made without --sha256"
+    if settings.diagnose and not (out / REPORT_NAME).is_file():
+        yield "it was made without --diagnose"
+
+
+def _placeless(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a manifest without their place relative to the output."""
+    return [{k: v for k, v in row.items() if k != "from_here"} for row in rows]
+
+
+def _is_input(summary: InputSummary, row: Any, out: Path) -> bool:
+    """True if an entry of the manifest is this input, in the same place."""
+    if not isinstance(row, Mapping) or any(row.get(k) != v for k, v in _plain(summary.to_json()).items()):
+        return False
+    pinned = bool(summary.commit or summary.pinned)
+    return pinned or os.path.realpath(input_location(row, out)) == os.path.realpath(summary.location)
+
+
+def _plain(data: Any) -> Any:
+    """Data as it comes back from JSON."""
+    return json.loads(json.dumps(data))
+
+
+def _checked(plan: MergePlan, out: Path, inputs: Inputs) -> CheckedJournal | None:
+    """The journal of an interrupted run, if only the times of its inputs changed since; their content is compared."""
+    journal = left_journal(out)
+    if journal is None or journal.head.get("lasting") != plan.fingerprint(times=False):
+        return None
+    fingerprint = str(journal.head.get("fingerprint"))
+    if fingerprint == plan.fingerprint() or not has_same_inputs(plan, journal, inputs):
+        return None
+    return CheckedJournal(fingerprint, len(journal))
+
+
+def has_same_inputs(plan: MergePlan, journal: Mapping[str, Mapping[str, Any]], inputs: Inputs) -> bool:
+    """True if everything that the journal's items were made from is as it was; reads their inputs again.
+
+    False also where the journal does not tell: adapters that are merged into an adapter, and methods that look at the
+    whole model before the first tensor.
+    """
+    from_adapters = plan.output == "adapter" and not plan.is_extracted
+    if from_adapters or any(i.call is not None and _is_surveyed(i.call) for i in plan.items):
+        return False
+    try:
+        return all(_is_same(plan.by_name.get(name), entry, inputs) for name, entry in journal.items())
+    except (MergeError, OSError):  # the merge itself will say what cannot be read
+        return False
+
+
+def _is_surveyed(call: MethodCall) -> bool:
+    survey = get_method(call.method).survey
+    return survey is not None and survey.applies(call.options)
+
+
+def _is_same(item: Item | None, entry: Mapping[str, Any], inputs: Inputs) -> bool:
+    record = Record.from_json(entry)
+    if item is None or record is None or inputs.base is None:
+        return False
+    if any(content_hash(inputs.base, name) != record.base_hash for name in (item.name, *item.aliases)):
+        return False
+    if item.call is None:
+        return True
+    if len(record.expert_hashes) != len(item.sources):
+        return False
+    for t, (expert, source) in enumerate(zip(inputs.experts, item.sources, strict=True)):
+        if source is None:
+            continue
+        if source.kind == "stored":
+            twins = item.twins[t] if t < len(item.twins) else ()
+            found = {content_hash(expert, name) for name in (source.name, *twins)}
+        else:
+            found = {expert.content(source.name)}
+        if found != {record.expert_hashes[t]}:
+            return False
+    return True

@@ -1,0 +1,344 @@
+"""One output of a run: where it is built, what is done, and how it is finished."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from actmat.checkpoints.remote import staging_for
+from actmat.checkpoints.writing.shards import Shard
+from actmat.checkpoints.writing.sidecars import SideFolder, copy_sidecars
+from actmat.checkpoints.writing.spool import SpoolWriter
+from actmat.checkpoints.writing.staging import CheckedJournal, Staging, disk_errors
+from actmat.checkpoints.writing.writer import ShardWriter
+from actmat.diagnostics.build import build_diagnosis, is_observation
+from actmat.diagnostics.model import Diagnosis
+from actmat.engine.inputs import Inputs
+from actmat.engine.observer import NoWriter, SinkSource
+from actmat.engine.task import Record
+from actmat.errors import MergeError, OutputError, format_size
+from actmat.planning import MergePlan
+from actmat.planning.adapter.extraction import settled_plan
+from actmat.planning.model import Item
+from actmat.report import build_manifest, model_card, write_manifest
+from actmat.report.write import write_report
+from actmat.run.resume import Resumed
+from actmat.settings import RunSettings
+from actmat.system import stored_bytes
+
+__all__ = ["JournalRecords", "StagedOutput", "check_room", "intact_items", "stage"]
+
+
+Entries = Mapping[str, Mapping[str, Any]]
+"""Journal entries by the name of their item."""
+
+
+class Holder(Protocol):
+    """A writer that knows what lies on the disk."""
+
+    def holds(self, name: str, digest: str) -> bool:
+        """True for a tensor and a content hash if those bytes are there."""
+
+
+class JournalRecords(Mapping[str, Record]):
+    """Records of finished items, read from the journal when they are asked for: a merge keeps none in memory."""
+
+    def __init__(self, journal: Entries) -> None:
+        self._journal = journal
+
+    def __getitem__(self, name: str) -> Record:
+        record = Record.from_json(self._journal[name])
+        if record is None:
+            raise OutputError(f"The journal was changed while its merge ran: its entry of '{name}' is damaged.")
+        return record
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._journal)
+
+    def __len__(self) -> int:
+        return len(self._journal)
+
+
+class Folder(Protocol):
+    """Folder in which an output is built."""
+
+    path: Path
+
+    @property
+    def place(self) -> Path | str:
+        """The output's final place, as a user calls it."""
+
+    def sha256(self, file: str) -> str:
+        """SHA-256 of a finished file of the output."""
+
+    def record(self, entry: Mapping[str, Any]) -> None:
+        """Append the record of a finished item to the journal."""
+
+    def settle(self, shards: Sequence[Shard]) -> None:
+        """Take the output's files, where they are known only now."""
+
+
+@dataclass
+class StagedOutput:
+    """An output that is being built.
+
+    Args:
+        plan: what is to be done.
+        writer: receives its bytes.
+        records: of everything that is done, by item.
+        stage: its partial folder; None where nothing is written.
+        done: items that an earlier run finished, or that need no work.
+        resumed: number of items that an earlier run finished.
+        part: the plan with the items of this part only, where the output is merged in parts.
+    """
+
+    plan: MergePlan
+    writer: SinkSource
+    records: Mapping[str, Record] = field(default_factory=dict)
+    stage: Folder | None = None
+    done: frozenset[str] = frozenset()
+    resumed: int = 0
+    part: MergePlan | None = None
+
+    @classmethod
+    def measured(cls, plan: MergePlan) -> StagedOutput:
+        """An output that is only measured; of copies there is nothing to measure."""
+        return cls(plan, NoWriter(), done=frozenset(i.name for i in plan.items if i.call is None))
+
+    @property
+    def shown(self) -> MergePlan:
+        """The plan with the items that are at work, for progress."""
+        return self.part or self.plan
+
+    @property
+    def out(self) -> Path | str:
+        """The final folder, or its URL."""
+        return self._staging.place
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that is written to."""
+        return None if self.stage is None else self.stage.path
+
+    @property
+    def _staging(self) -> Folder:
+        assert self.stage is not None, "an output that is only measured has no folder"
+        return self.stage
+
+    def keep(self, record: Record) -> None:
+        """Add a finished item to the journal, which is all that keeps it; in memory where there is none."""
+        if self.stage is not None:
+            self.stage.record(record.to_json())
+        else:
+            assert isinstance(self.records, dict)
+            self.records[record.name] = record
+
+    def finish(self, inputs: Inputs, seconds: float, *, sha256: bool) -> None:
+        """Close the shards, write everything that goes with them.
+
+        Args:
+            inputs: opened.
+            seconds: wall time so far.
+            sha256: hash the finished files as the hub does.
+
+        Raises:
+            OutputError: the disk.
+        """
+        folder = self._staging
+        if isinstance(self.writer, SpoolWriter):
+            self.plan = settled_plan(self.plan, self._written)
+            (shard,) = self.plan.shards
+            self.writer.join(shard)
+            folder.settle([shard])
+        else:
+            assert isinstance(self.writer, ShardWriter)
+            self.writer.finish(self.plan.specs)
+        sidecars = self._sidecar_folders(inputs)
+        with disk_errors(folder.path):
+            copied: Sequence[str] = ()
+            if self.plan.adapter_config is not None:
+                config = json.dumps(self.plan.adapter_config, indent=2) + "\n"
+                (folder.path / "adapter_config.json").write_text(config, encoding="utf-8")
+            elif self.plan.output == "model":
+                floats = inputs.base is not None and self.plan.recipe.model.quantise is None
+                written = inputs.base.written_configs if inputs.base is not None and floats else {}
+                own = inputs.base.written_sidecars if inputs.base is not None else {}
+                copied = copy_sidecars(*sidecars, folder.path, self.plan.recipe.dtype, written)
+                for name, text in own.items():
+                    (folder.path / name).write_text(text, encoding="utf-8")
+            (folder.path / "README.md").write_text(model_card(self.plan), encoding="utf-8")
+            manifest = build_manifest(
+                self.plan,
+                self.records,
+                inputs.experts,
+                out=None if isinstance(self.out, str) else self.out,
+                seconds=seconds,
+                files=copied,
+            )
+            write_manifest(folder.path, manifest, sha256=folder.sha256 if sha256 else None)
+
+    def _written(self, item: Item) -> Mapping[str, Any] | None:
+        """Stats of an item of an extraction; None where no expert changes it."""
+        record = self.records[item.name]
+        return None if record.unchanged or record.stats.get("norm") == 0.0 else record.stats
+
+    def write_report(self, seconds: float) -> Diagnosis:
+        """The diagnosis of a measured merge, written into the output; before `finish`, whose manifest has its hash."""
+        folder = self._staging
+        diagnosis = build_diagnosis(self.plan, self.records, out=str(self.out), seconds=seconds)
+        with disk_errors(folder.path):
+            write_report(diagnosis, folder.path)
+        return diagnosis
+
+    def _sidecar_folders(self, inputs: Inputs) -> tuple[SideFolder | None, SideFolder | None]:
+        """Side files of the base, and of the input that the recipe names."""
+        if inputs.base is None:
+            return None, None
+        wanted = self.plan.recipe.model.files_of
+        chosen = inputs.base if wanted == "base" else inputs.experts[inputs.labels.index(wanted)]
+        base = inputs.base.fetch_sidecars()
+        other = base if wanted == "base" else chosen.fetch_sidecars()
+        return (
+            None if base is None else SideFolder(base, inputs.base.side_files()),
+            None if other is None else SideFolder(other, chosen.side_files()),
+        )
+
+
+@contextlib.contextmanager
+def stage(resumed: Resumed) -> Iterator[list[StagedOutput]]:
+    """Outputs under construction, each locked, with what an earlier run finished; committed at the end.
+
+    Whatever stops the run, finished items are kept for the same command, and a note of the error says how many; not
+    after an error that would recur, because another recipe or other inputs start anew.
+
+    Raises:
+        OutputError: another process writes the same output, the place cannot be written, or its disk is too small.
+    """
+    settings = resumed.run.place.settings
+    plans = [plan for _, plan in resumed.run.unfinished]
+    with contextlib.ExitStack() as stack:
+        stages = [_staging(out, plan, settings, resumed.checked.get(out)) for out, plan in resumed.run.unfinished]
+        journals = []
+        try:
+            for staging in stages:
+                stack.callback(staging.close)
+                journals.append(staging.open())
+            check_room([(staging.out, staging.path) for staging in stages], plans)
+            outputs = []
+            for staging, plan, journal in zip(stages, plans, journals, strict=True):
+                writer = _writer(staging.path, plan, settings)
+                stack.callback(writer.close)
+                intact = frozenset(intact_items(plan, journal, writer, staging.uploaded, observed=settings.diagnose))
+                for name in journal.keys() - intact:
+                    journal.drop(name)
+                staging.resume(journal.values())
+                outputs.append(StagedOutput(plan, writer, JournalRecords(journal), staging, intact, len(intact)))
+            yield outputs
+            for staging in stages:
+                staging.commit()
+        except BaseException as error:  # Ctrl-C and bugs too: whatever stops a run, what is finished is kept
+            _leave(stages, plans, error)
+            raise
+
+
+def _writer(folder: Path, plan: MergePlan, settings: RunSettings) -> ShardWriter | SpoolWriter:
+    """Writer of an output; tensors of an extraction have no known sizes before they are merged."""
+    if plan.is_extracted:
+        return SpoolWriter(folder, plan.shards[0].file, durable=settings.durable)
+    return ShardWriter(folder, plan.shards, durable=settings.durable)
+
+
+def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, checked: CheckedJournal | None) -> Staging:
+    """Staging of an output in a folder, in a bucket, or on the hub."""
+    if isinstance(out, Path):
+        lasting = plan.fingerprint(times=False)
+        return Staging(out, plan.fingerprint(), overwrite=settings.overwrite, lasting=lasting, checked=checked)
+    shards = () if plan.is_extracted else plan.shards  # see `settle`
+    return staging_for(out, settings.staging, plan.fingerprint(), shards, overwrite=settings.overwrite)
+
+
+def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseException) -> None:
+    """Keep unfinished outputs of which something is done, remove the others; the error gets a note of what is kept."""
+    useless = isinstance(error, MergeError) and error.recurs
+    kept = total = 0
+    for stage, plan in reversed(list(zip(stages, plans, strict=True))):  # the first one made the folder of all
+        if useless or not stage.finished:
+            stage.discard()
+        kept += stage.finished
+        total += 0 if stage.committed else sum(i.action != "tie" for i in plan.items)
+    if kept:
+        error.add_note(f"{kept} of {total} tensors are kept; the same command goes on where it stopped.")
+
+
+def intact_items(
+    plan: MergePlan,
+    journal: Entries,
+    writer: Holder | None,
+    uploaded: Mapping[str, str] = MappingProxyType({}),
+    *,
+    observed: bool,
+) -> Iterator[str]:
+    """Items that an earlier run finished and whose bytes are as they were; measured ones if wanted.
+
+    Args:
+        plan: of the output.
+        journal: entries by item.
+        writer: compares the bytes on the disk; None: they are not looked at.
+        uploaded: content hash of tensors that were sent, which are not on the disk any more.
+        observed: only those that were measured, where the plan measures them.
+    """
+    for name, entry in journal.items():
+        record, item = Record.from_json(entry), plan.by_name.get(name)
+        if record is None or item is None or not _is_record_of(record, item):
+            continue
+        measured = record.observed is not None and is_observation(record.observed)
+        if observed and not measured and item.call is not None and item.is_observed:
+            continue
+        if all(
+            uploaded[tensor] == digest if tensor in uploaded else writer is None or writer.holds(tensor, digest)
+            for tensor, digest in record.hashes.items()
+        ):
+            yield name
+
+
+def _is_record_of(record: Record, item: Item) -> bool:
+    """True if a journal's record tells of all that the item writes and reads."""
+    read = len(item.sources) if item.factors is None and item.base_dtype and item.call is not None else 0
+    if item.extraction is not None and item.extraction.kind == "factored" and not record.hashes:
+        return record.stats.get("norm") == 0.0 and len(record.expert_hashes) >= read
+    return record.hashes.keys() == {s.name for s in item.outputs} and len(record.expert_hashes) >= read
+
+
+def check_room(places: Sequence[tuple[Path, Path]], plans: Sequence[MergePlan]) -> None:
+    """Refuse a disk without room for all outputs that go there; what an interrupted run left counts.
+
+    Args:
+        places: per plan, the output and the folder that it is built in.
+
+    Raises:
+        OutputError: too little; says how many bytes are wanted and how many there are.
+    """
+    by_disk: dict[int, list[tuple[Path, Path, int]]] = {}
+    for (out, folder), plan in zip(places, plans, strict=True):
+        needs = plan.write_bytes
+        if plan.is_extracted:  # its tensors are joined while they lie there; ranks that an energy gives are not known
+            needs = 0 if plan.recipe.extracted.energy is not None else 2 * needs
+        by_disk.setdefault(folder.stat().st_dev, []).append((out, folder, needs))
+    for rows in by_disk.values():
+        there = sum(stored_bytes(f.stat()) for _, folder, _ in rows for f in folder.rglob("*") if f.is_file())
+        folder = rows[0][1]
+        with disk_errors(folder):
+            free = shutil.disk_usage(folder).free
+        needed = sum(nbytes for *_, nbytes in rows)
+        if free + there < needed:
+            names = ", ".join(str(out) for out, *_ in rows)
+            raise OutputError(
+                f"{names}: needs {format_size(needed)}, but the disk has only {format_size(free + there)} free. "
+                "Free some space or choose another place with --out; the inputs are untouched."
+            )

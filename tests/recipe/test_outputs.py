@@ -1,0 +1,119 @@
+"""Kinds of output: what recipes and flags of any age mean, what means nothing, and what the experts decide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.test_short_forms import write_adapter
+from tests.helpers.merging import Family
+
+import actmat
+from actmat.errors import MergeError, RecipeError
+from actmat.experts.resolve import is_adapter
+from actmat.recipe import Recipe, load_recipe, make_recipe, recipe_yaml
+from actmat.recipe.output import Adapter, Extracted, Model, Output, Vocabulary
+from actmat.run.open import resolved
+
+BASE: dict[str, Any] = {"base": "base", "experts": ["math", "code"]}
+BARE: dict[str, Any] = {"experts": ["math", "code"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "output"),
+    [
+        (BASE, Model()),
+        (BARE, None),
+        (BASE | {"to": "model", "quantise": "same"}, Model(quantise="same")),
+        (BASE | {"vocabulary": "union", "files_from": "base"}, Model(vocabulary=Vocabulary())),
+        (BARE | {"files_from": "code"}, Model(files_from="code")),
+        (BARE | {"rank": 8}, Adapter(rank=8)),
+        (BARE | {"to": "kohya", "ranks": "pattern"}, Adapter(layout="kohya", ranks="pattern")),
+        (BARE | {"to": "peft", "any_base": True}, Adapter(layout="peft", any_base=True)),
+        (BASE | {"to": "adapter", "rank": 8}, Adapter(rank=8)),
+        (BASE | {"to": "peft", "energy": 0.9, "others": "leave"}, Extracted(energy=0.9, others="leave")),
+        (BASE | {"to": None, "rank": None}, Model()),
+        (BASE | {"output": "extracted", "rank": 8}, Extracted(rank=8)),
+        (BASE | {"output": "peft"}, Adapter(layout="peft")),
+        (BASE | {"output": {"kind": "adapter", "rank": 4}, "rank": 8}, Adapter(rank=8)),
+        (BASE | {"output": Adapter(rank=4), "to": "diffusers"}, Adapter(rank=4, layout="diffusers")),
+        (BASE | {"output": Extracted(rank=4)}, Extracted(rank=4)),
+    ],
+)
+def test_what_a_recipe_writes(fields: dict[str, Any], output: Output | None) -> None:
+    """Old fields at the top, flags beside a file's, a text, a mapping; data and YAML give the same recipe again."""
+    recipe = make_recipe(fields)
+    assert recipe.output == output
+    for data in (recipe.model_dump(), recipe.model_dump(mode="json", exclude_defaults=True), dict(recipe)):
+        assert make_recipe(data) == recipe
+    assert ("output" in recipe_yaml(recipe)) == (output not in (None, Model()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (BASE | {"energy": 0.9}, ("energy", "the output is a model")),
+        (BASE | {"rank": 8}, ("rank", "the output is a model")),
+        (BASE | {"to": "model", "others": "leave"}, ("others", "the output is a model")),
+        (BASE | {"to": "adapter", "rank": 8, "energy": 0.9}, ("a rank and an energy",)),
+        (BASE | {"to": "kohya", "energy": 0.9}, ("energy", "the output is an adapter")),
+        (BARE | {"to": "adapter", "quantise": "same"}, ("quantise", "goes with a model", "an adapter")),
+        (BASE | {"output": {"kind": "extracted", "any_base": True}}, ("any_base", "an adapter that is extracted")),
+        (BASE | {"to": "onnx"}, ("output", "'onnx'", "'model', 'adapter', 'extracted'")),
+        (BASE | {"output": {"kind": "model", "files_form": "x"}}, ("no field 'files_form'", "'files_from'")),
+        (BASE | {"output": ["model"]}, ("output",)),
+        (BASE | {"vocabulary": {"sorce": "base"}}, ("no field 'sorce'", "'source'")),
+    ],
+)
+def test_what_means_nothing_cannot_be_built(fields: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        make_recipe(fields)
+    assert [w for w in words if w not in str(caught.value)] == []
+
+
+def test_an_error_has_the_line_of_the_field(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    old.write_text("base: b\nexperts: [e]\nto: adapter\nrank: -1\n")
+    new.write_text("base: b\nexperts: [e]\noutput:\n  kind: adapter\n  rank: -1\n")
+    for file, line, path in ((old, 4, "rank"), (new, 5, "output.rank")):
+        with pytest.raises(RecipeError, match=f"{file}:{line}: {path}: Input should be greater than 0"):
+            load_recipe(file)
+    assert load_recipe(new, {"rank": 8}).output == Adapter(rank=8)
+
+
+def test_the_experts_decide_once(tmp_path: Path) -> None:
+    """Adapters give an adapter, models a model, where nothing is said; an adapter of models is an extraction."""
+    family = Family.make(tmp_path, layers=1)
+    for seed, name in enumerate(("one", "two")):
+        write_adapter(tmp_path / name, seed=seed)
+    base, lora = str(family.base), [str(tmp_path / "one"), str(tmp_path / "two")]
+    full = [str(e) for e in family.experts]
+
+    def kind(fields: dict[str, Any]) -> Recipe:
+        recipe = make_recipe(fields)
+        return resolved(recipe, {e.path: is_adapter(e.path) for e in recipe.experts})
+
+    assert kind({"experts": lora}).output == Adapter()
+    assert kind({"base": base, "experts": lora}).output == Model()
+    assert kind({"base": base, "experts": lora, "to": "adapter", "rank": 2}).output == Adapter(rank=2)
+    assert kind({"base": base, "experts": full, "to": "peft", "rank": 2}).output == Extracted(rank=2)
+    averaged = kind({"experts": full, "method": "average"})
+    assert (averaged.base, averaged.output) == (full[0], Model())
+    for fields, words in (
+        ({"experts": full}, "--base must be given"),
+        ({"experts": lora, "to": "model"}, "A full model is merged into a base"),
+        ({"base": base, "experts": full, "to": "adapter"}, "needs adapters"),
+        ({"experts": full, "to": "extracted", "rank": 2}, "give --base"),
+    ):
+        with pytest.raises(MergeError, match=words):
+            kind(fields)
+
+
+def test_a_manifest_of_old_is_a_recipe(tmp_path: Path) -> None:
+    family = Family.make(tmp_path, layers=1)
+    report = actmat.merge(family.base, family.experts, method="average", to="adapter", rank=2, out=tmp_path / "out")
+    recorded = dict(report.manifest["recipe"])
+    assert recorded.pop("output") == {"kind": "extracted", "rank": 2}
+    recipe = make_recipe({**recorded, "to": "adapter", "energy": 0.5})
+    assert recipe.output == Extracted(energy=0.5)
