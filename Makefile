@@ -29,7 +29,7 @@ help:  ## this list
 
 demo: $(VENV)/demo.stamp  ## install what the demo needs and run it, then the same on a pretrained model if there is a network
 	$(BIN)/actmat demo
-	$(BIN)/python -m actmat.demo.texts
+	$(BIN)/python -m actmat.extras.demo.texts
 
 test: $(VENV)/dev.stamp  ## install everything, check style and types, run all tests
 	$(MAKE) --no-print-directory -j 2 lint examples

@@ -24,9 +24,10 @@ from unittest import mock
 from safetensors.torch import save_file
 
 import actmat
-from actmat.engine import tensor as engine_tensor
+from actmat.engine.kernels import dense
 from actmat.engine.reader import TensorReader
 from actmat.engine.session import Session
+from actmat.engine.writing import TensorOutput
 from actmat.linalg.masks import random
 from benchmarks.common import WORK, fresh, markdown, torch_threads, write_result
 from benchmarks.make_llama import INITIAL_RMS, noise
@@ -43,8 +44,8 @@ def instrumented(stages: Stages) -> Iterator[None]:
     places = [
         (Session, "merge", "other"),
         (TensorReader, "read_chunk", "read"),
-        (engine_tensor, "apply_method", "method"),
-        (engine_tensor, "write_region", "write"),
+        (dense, "apply_method", "method"),
+        (TensorOutput, "take", "write"),
         (random, "_draws", "draw"),
     ]
     with contextlib.ExitStack() as stack:

@@ -31,9 +31,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import actmat
-from actmat.engine import tensor as engine_tensor
 from actmat.engine.reader import TensorReader
 from actmat.engine.session import Session
+from actmat.engine.writing import TensorOutput
 from actmat.linalg import operations
 from actmat.linalg.interference import gains, moments, rereading, solver, spectral_solve
 from benchmarks.common import WORK, fresh, markdown, torch_threads, write_result
@@ -179,7 +179,7 @@ def instrumented(stages: Stages) -> Iterator[None]:
         (gains.EigenPairs, "applier", APPLY, _gain_flops),
         (gains.Inverse, "applier", APPLY, _gain_flops),
         (solver, "apply_gain", APPLY, _right_flops),
-        (engine_tensor, "write_region", WRITE, None),
+        (TensorOutput, "take", WRITE, None),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, stage, flops in places:

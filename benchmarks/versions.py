@@ -64,8 +64,8 @@ WITHOUT_TORCH = (
     ("--help",),
     ("methods",),
     ("methods", "ties", "--json"),
-    ("import", "mergekit.yml"),
-    *((name, "--help") for name in ("merge", "plan", "tune", "push", "serve-command", "verify")),
+    ("plan", "mergekit.yml", "--as-recipe"),
+    *((name, "--help") for name in ("merge", "plan", "tune", "push", "inspect", "verify")),
 )
 """Commands that load no torch, in a folder with the models and a configuration of tests/data/mergekit."""
 

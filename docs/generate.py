@@ -20,7 +20,6 @@ import importlib
 import importlib.util
 import inspect
 import json
-import keyword
 import re
 import sys
 import typing
@@ -41,9 +40,9 @@ from pydantic import BaseModel
 from typer.models import ArgumentInfo
 
 from actmat.cli.catalogue import FILE, describe
-from actmat.cli.exits import COMMON, EXITS
-from actmat.cli.results import SCHEMAS as LAYOUTS
-from actmat.cli.signature import with_flags
+from actmat.cli.flags import with_flags
+from actmat.cli.listing import COMMON, declared_command, info_of
+from actmat.cli.screen import LAYOUTS
 from actmat.errors import MergeError
 from actmat.extras.pages.html.explained import FILE as EXPLAINED
 from actmat.layout.families import FAMILIES, PLAIN
@@ -185,13 +184,11 @@ def _memory(m: MergeMethod) -> str:
 
 def flags(name: str) -> str:
     """Arguments and flags of one command, from its signature."""
-    name = name.replace("-", "_")
-    home, _, sub = name.partition("_")  # statistics_collect: a command of a group
-    if importlib.util.find_spec(f"actmat.cli.{name}") is not None:  # serve_command: one command
-        home, sub = name, ""
-    home += "_" * keyword.iskeyword(home)
-    package = "actmat_experiments.commands" if home in ("experiment", "analyze") else "actmat.cli"
-    command = with_flags(importlib.import_module(f"{package}.{home}").__dict__[sub or home])
+    home, _, sub = name.replace("-", "_").partition("_")  # statistics_collect: a command of a group
+    declared = declared_command(home)
+    if sub:
+        (declared,) = (c.callback for c in declared.registered_commands if c.callback.__name__ == sub)
+    command = with_flags(declared)
     rows = []
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         kind, info = typing.get_args(parameter.annotation)[:2]
@@ -253,13 +250,13 @@ def exits(_: str) -> str:
 
 def exit_codes(command: str) -> str:
     """Exit codes of one command."""
-    rows = [[str(code), meaning] for code, meaning in {**EXITS[command], **COMMON}.items()]
+    rows = [[str(code), meaning] for code, meaning in {**info_of(declared_command(command)).exits, **COMMON}.items()]
     return table(["exit code", "when"], rows)
 
 
 def schemas(_: str) -> str:
-    """Version of the JSON of every command."""
-    return table(["command", "`schema`"], [[f"`{c}`", f"`actmat.{c}/{v}`"] for c, v in LAYOUTS.items()])
+    """Version of every layout of JSON."""
+    return table(["layout", "version"], [[f"`actmat.{name}`", str(v)] for name, v in LAYOUTS.items()])
 
 
 # Recipes and layouts
@@ -365,7 +362,7 @@ def explanations() -> str:
 
 WRITTEN = {
     ROOT / "src" / "actmat" / "cli" / FILE: catalogue,
-    ROOT / "src" / "actmat" / "report" / "html" / EXPLAINED: explanations,
+    ROOT / "src" / "actmat" / "extras" / "pages" / "html" / EXPLAINED: explanations,
 }
 """Files of the package that are made from declarations and pages."""
 

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmat.extras.tune import make_space, tune_recipe
-from actmat.extras.tune.answers import Answers, Predict, compare_answers, keep_answers
-from actmat.extras.tune.evaluate import loss_of
+from actmat.extras.tune.evaluate import Answers, Predict, compare_answers, keep_answers, loss_of
 from actmat.extras.tune.inputs import InputBatch, prepare_inputs
 from actmat.extras.tune.merges import Merges
 from actmat.extras.tune.settings import TuneSettings
-from actmat.extras.tune.tuning import open_live
+from actmat.extras.tune.space import make_space
+from actmat.extras.tune.tuning import open_live, tune_recipe
 from actmat.recipe import make_recipe
 from actmat.settings import RunSettings
 from actmat_experiments.adamerging import learn
@@ -106,7 +105,8 @@ def _grid(subject: Subject, recipe: Any, folder: Path, settings: TuneSettings) -
     asked_of = recipe.model_copy(update={"experts": tuple(experts), "out": None})
     merges = Merges(asked_of, work / "merges", RunSettings(threads=1, durable=False))
     choices = merges.make(space.merges())
-    live, _ = open_live(merges, choices[0], space, settings, work)
+    loader = settings.loader(str(subject.base))
+    live, _ = open_live(merges.plans[choices[0].key], space.groups, loader)
     asked = _asked(subject)
     rows = []
     for choice in choices:

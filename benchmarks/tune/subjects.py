@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmat.extras.collect.models import Loaded
-from actmat.extras.tune.answers import Predict, default_predict
+from actmat.api.loading import Loaded
+from actmat.extras.tune.evaluate import Predict, default_predict
 from actmat_experiments.datafree.factors import peft_factors, read_factors, save_factors
 from actmat_experiments.forecast.models import FAMILIES, Factors, train
 from actmat_experiments.harness.cache import Cache, library_versions
@@ -204,9 +204,9 @@ def _by_size(arguments: Mapping[str, Tensor]) -> list[Batch]:
 
 
 def _digits(name: str, seed: int, cache: Path) -> Subject:
-    from actmat.demo.heads import load_heads, save_heads
-    from actmat.demo.model import load_encoder, save_encoder
-    from actmat.demo.run import load_data
+    from actmat.extras.demo.heads import load_heads, save_heads
+    from actmat.extras.demo.model import load_encoder, save_encoder
+    from actmat.extras.demo.run import load_data
 
     (family,) = [f for f in FAMILIES if f.name == name]
     key = {"version": 2, "family": repr(family), "seed": seed, "libraries": library_versions("torch", "scikit-learn")}

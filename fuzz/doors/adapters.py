@@ -50,7 +50,7 @@ def _read(folder: Path) -> str:
             for module in adapter.modules.values():
                 adapter.factors(module, torch.float32)
     with printed() as out:
-        inspect(str(folder), json=not shows_table(folder), every=True)
+        inspect([str(folder)], json=not shows_table(folder), every=True)
     return out.getvalue()
 
 

@@ -93,7 +93,7 @@ def _config(rng: random.Random) -> Files:
 def _inspected(folder: Path) -> str:
     """What `actmat inspect` prints of a checkpoint."""
     with printed() as out:
-        inspect(str(folder), json=not shows_table(folder), every=True)
+        inspect([str(folder)], json=not shows_table(folder), every=True)
     return out.getvalue()
 
 

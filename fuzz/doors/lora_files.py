@@ -86,7 +86,7 @@ def _read(folder: Path) -> str:
                 adapter.factors(module, torch.float32)
             _form(folder)
     with printed() as out:
-        inspect(str(folder), json=not shows_table(folder), every=True)
+        inspect([str(folder)], json=not shows_table(folder), every=True)
     return out.getvalue()
 
 

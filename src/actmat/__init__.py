@@ -40,18 +40,18 @@ if TYPE_CHECKING:
     from actmat.errors import OutputError as OutputError
     from actmat.errors import RecipeError as RecipeError
     from actmat.errors import StatisticsError as StatisticsError
-    from actmat.extras.collect.api_agreement import agreement as agreement
-    from actmat.extras.collect.api_agreement import residual_on_data as residual_on_data
+    from actmat.extras.collect.on_data import agreement as agreement
+    from actmat.extras.collect.on_data import residual_on_data as residual_on_data
     from actmat.extras.collect.staged import staged_statistics as staged_statistics
     from actmat.extras.training.exporting import export as export
-    from actmat.extras.tune.arguments import tune as tune
-    from actmat.extras.tune.arguments import tune_scale as tune_scale
+    from actmat.extras.tune.tuning import tune as tune
+    from actmat.extras.tune.tuning import tune_scale as tune_scale
     from actmat.matrices import merge_matrices as merge_matrices
     from actmat.report.verify import verify as verify
 
 _NAMES = {
     "actmat.api": ("MergeReport", "average", "diagnose", "merge", "plan"),
-    "actmat.extras.collect.api_agreement": ("agreement", "residual_on_data"),
+    "actmat.extras.collect.on_data": ("agreement", "residual_on_data"),
     "actmat.extras.training.exporting": ("export",),
     "actmat.api.in_memory": ("MemoryMerge", "merge_in_memory"),
     "actmat.api.extracting": ("ExtractReport", "extract"),
@@ -71,7 +71,7 @@ _NAMES = {
     ),
     "actmat.matrices": ("merge_matrices",),
     "actmat.report.verify": ("verify",),
-    "actmat.extras.tune.arguments": ("tune", "tune_scale"),
+    "actmat.extras.tune.tuning": ("tune", "tune_scale"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = ["__version__", *_HOME]

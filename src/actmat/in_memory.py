@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from actmat.api.loading import Loaded, load_tensors
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.raw import empty_tensor, raw_bytes
 from actmat.engine.executors import computes_here
 from actmat.engine.memory import available_memory
 from actmat.errors import OutputError, RecipeError, format_size, memory_errors
-from actmat.extras.collect.models import Loaded, load_tensors
 from actmat.foreign import html_table, terminal
 from actmat.inputs import Problems, check_values, is_extraction, opened_inputs, plans_of
 from actmat.output import StagedOutput

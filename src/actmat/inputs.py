@@ -10,8 +10,8 @@ from typing import TypeVar
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.sidecars import SideFolder, check_sidecars
+from actmat.engine.content import check_adapters, check_probes
 from actmat.engine.inputs import Inputs
-from actmat.engine.statistics import check_adapters, check_probes
 from actmat.errors import CheckpointError, MergeError, RecipeError
 from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert

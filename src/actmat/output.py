@@ -338,8 +338,8 @@ def check_outputs(
     for stage in (SharedStage(out) for out in outs if isinstance(out, Path) and not parts):
         if stage.is_open:
             problems.append(
-                f"parts of a merge into {stage.out} are in {stage.folder}: complete them (actmat finish {stage.out}), "
-                "run the others (--part), or remove that folder"
+                f"parts of a merge into {stage.out} are in {stage.folder}: complete them (actmat merge --finish "
+                f"{stage.out}), run the others (--part), or remove that folder"
             )
     if problems:
         raise OutputError("The output cannot be written there.", problems)

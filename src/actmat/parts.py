@@ -215,7 +215,7 @@ def _check_same(stage: SharedStage, head: Mapping[str, Any], plan: MergePlan) ->
         problems += plan_differences(MergePlan.read(stage.plan_path), plan)
     if problems:
         raise OutputError(
-            f"{stage.folder} holds parts of another merge into {stage.out}. Finish that one (actmat finish), choose "
-            f"another --out, or start anew: rm -r {stage.folder}",
+            f"{stage.folder} holds parts of another merge into {stage.out}. Finish that one (actmat merge --finish), "
+            f"choose another --out, or start anew: rm -r {stage.folder}",
             problems,
         )

@@ -18,9 +18,11 @@ actmat.formats    `checkpoints.source.Format`
 actmat.methods    `methods.MergeMethod`
 actmat.readers    `experts.changes.base.Reader`: a family in PEFT's folders
 actmat.recipes    a reader of another tool's configurations, see `recipe.load`
+actmat.statistics a function that `actmat.statistics.<name>` gives
 actmat.stores     `checkpoints.remote.Storage`, named by the scheme of its URLs
 actmat.views      `checkpoints.resolve.View`: a checkpoint made of others
-actmat.reports    a writer of pages about a merge, see `report.write`
+actmat.flags      the function that a flag of a core command calls, such as `--history`, see `cli.flags.behind`
+actmat.reports    `html`: a function of a diagnosis and a path that writes a page, see `report.write`
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ from typing import Any
 from actmat.diagnostics.build import build_diagnosis
 from actmat.diagnostics.model import Diagnosis, read_diagnosis
 from actmat.diagnostics.observer import Observers, check_mutes
+from actmat.engine.content import FOREIGN
 from actmat.engine.devices.device import device_room
 from actmat.engine.executors import AUTO, find_executor
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.resources import Resources
 from actmat.engine.session import SessionSpec
-from actmat.engine.statistics import FOREIGN
 from actmat.engine.units import plan_units
 from actmat.errors import CheckpointError, RecipeError, StatisticsError, memory_errors
 from actmat.finished import check_finished, has_manifest_of, present_output

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from actmat.engine.content import content_hash
 from actmat.engine.inputs import Inputs
 from actmat.engine.task import Record
-from actmat.engine.ties import content_hash
 from actmat.errors import MergeError
 from actmat.methods import get_method
 from actmat.planning import MergePlan

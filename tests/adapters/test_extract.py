@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import actmat
 from actmat.cli.main import app
-from actmat.engine import extraction
+from actmat.engine.kernels import extracted as extraction
 from actmat.errors import MergeError
 from actmat.experts.resolve import open_adapter
 from actmat.report import verify
@@ -161,7 +161,7 @@ def test_a_stopped_extraction_goes_on_with_the_same_bytes(
     real, calls = extraction.DeltaFactors.finish, []
 
     def stops(factors: Any) -> Any:
-        calls.append(factors._item.name)
+        calls.append(factors.item.name)
         if len(calls) == 6:
             raise KeyboardInterrupt
         return real(factors)

@@ -157,7 +157,7 @@ def test_a_diagnosis_goes_with_it(place: Path, tmp_path: Path) -> None:
     assert report.diagnosis.source == "merge"
     assert any(m.name == Q for m in report.diagnosis.measures)
     assert verify(tmp_path / "out").ok
-    made = CliRunner().invoke(app, ["report", str(tmp_path / "out")])
+    made = CliRunner().invoke(app, ["diagnose", str(tmp_path / "out"), "--out", str(tmp_path / "page.html")])
     assert made.exit_code == 0, made.output
     assert (tmp_path / "out" / "report.html").is_file()
     alone = CliRunner().invoke(

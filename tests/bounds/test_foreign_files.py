@@ -94,7 +94,7 @@ def test_what_is_no_regular_file_is_refused_by_every_reader(
 ) -> None:
     make(tmp_path / name)
     path = str(tmp_path / name)
-    commands = [["inspect", path], ["plan", path], ["report", path], ["verify", str(tmp_path)], ["diagnose", path]]
+    commands = [["inspect", path], ["plan", path], ["verify", str(tmp_path)], ["diagnose", path]]
     commands += [
         ["plan", "-b", path, "-e", path],
         ["inspect", str(tmp_path)],
@@ -140,7 +140,7 @@ def test_paths_that_cannot_be_looked_up(family: Family, case: str) -> None:
         return
     flags = ["--base", "--expert", "--out"]
     commands = [[*family.argv(), flag, text] for flag in flags] + [
-        [c, text] for c in ("report", "verify", "inspect", "plan")
+        [c, text] for c in ("diagnose", "verify", "inspect", "plan")
     ]
     for argv in commands:
         assert actmat(argv).code in (1, 2), argv

@@ -17,7 +17,7 @@ from actmat.methods import METHODS
 from actmat.planning import MergePlan
 from actmat.version import __version__
 
-COMMANDS = ("merge", "plan", "diagnose", "report", "compare", "methods", "inspect", "verify", "demo")
+COMMANDS = ("merge", "plan", "diagnose", "compare", "methods", "inspect", "verify", "demo")
 
 
 @pytest.fixture

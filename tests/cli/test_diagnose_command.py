@@ -40,7 +40,7 @@ def test_a_summary_of_eighty_columns(family: Family) -> None:
 
 
 def test_at_most_ten_matrices_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    from actmat.cli.diagnosis import print_diagnosis
+    from actmat.cli.summary import print_diagnosis
 
     measures = tuple(a_measure(f"model.layers.{i}.self_attn.q_proj.weight", residual=(i / 20, 0.1)) for i in range(15))
     checks = run_checks(some_facts(measures=[a_measure(merged_norm=20.0)]), mute=["AM402"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import typer
 from tests.helpers.merging import actmat
 
-from actmat.cli import extensions
+from actmat.cli import listing
 
 toy = typer.Typer(name="toy", help="A command of another distribution.", no_args_is_help=True)
 
@@ -33,9 +34,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     found: dict[str, str] = {}
 
     def extensions_now() -> dict[str, EntryPoint]:
-        return {n: EntryPoint(n, value, extensions.GROUP) for n, value in found.items()}
+        return {n: EntryPoint(n, value, listing.ENTRY_POINTS) for n, value in found.items()}
 
-    monkeypatch.setattr(extensions, "_extensions", extensions_now)
+    monkeypatch.setattr(listing, "plugged_in", extensions_now)
     before = len(app.registered_commands)
     yield found
     assert len(app.registered_commands) == before
@@ -70,4 +71,31 @@ def test_a_command_that_is_not_installed_says_what_to_install(installed: dict[st
 
 
 def test_the_experiments_are_installed_here() -> None:
-    assert {"experiment", "analyze"} <= extensions._extensions().keys()
+    assert {"experiment", "analyze"} <= listing.plugged_in().keys()
+
+
+@pytest.mark.parametrize("name", listing.RENAMED)
+def test_an_earlier_name_answers_with_the_present_one(name: str) -> None:
+    done = actmat([name, "anything", "--flag"])
+    assert (done.code, done.out, done.err) == (2, "", f"'{name}' is now: {listing.RENAMED[name]}\n")
+    assert name not in actmat(["--help"]).out.split()
+
+
+def test_there_are_at_most_18_commands_each_in_a_group() -> None:
+    group = listing.Commands()
+    names = group.list_commands(None)
+    assert len(names) <= 18
+    assert {listing.info_of(listing.declared_command(n)).group for n in names} == set(listing.GROUPS) - {"more"}
+
+
+@pytest.mark.parametrize(
+    "arguments", [["diagnose", "OUT", "--data", "x"], ["inspect", "--history", "OUT"], ["merge", "--tune-scale", "x"]]
+)
+def test_a_flag_without_its_plug_in_says_so(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actmat.cli.flags.load", lambda group, name: None)
+    places = ["-b", str(tmp_path), "-e", str(tmp_path), "--out", "merged"] if "merge" in arguments else []
+    done = actmat([a.replace("OUT", str(tmp_path)) for a in arguments] + places)
+    assert done.code == 2
+    assert "is served by a plug-in" in " ".join(done.err.replace("│", " ").split())

@@ -15,10 +15,9 @@ from tests.helpers.merging import NORM, Family, actmat
 from typer.testing import CliRunner
 
 from actmat.cli.diagnose import MEASURING, OF_OUTPUT, diagnose
+from actmat.cli.flags import Fields, RecipeFlags, with_flags
 from actmat.cli.merge import merge
 from actmat.cli.plan import plan
-from actmat.cli.recipes import RecipeFlags
-from actmat.cli.signature import Fields, deferred, resolved, with_flags
 from actmat.errors import RecipeError
 from actmat.flag import Flag
 from actmat.recipe import ExpertRef, Recipe
@@ -52,8 +51,9 @@ def test_commands_take_every_flag_of_the_schema_but_those_they_name() -> None:
     fields = flagged(Recipe) | flagged(ExpertRef)
     assert fields >= {"base", "experts", "weight", "statistics", "method", "options", "scale", "out"}
     settings = {f.name for f in dataclasses.fields(RunSettings)}
-    assert set(taken(merge)) == fields | settings | {"recipe", "strict", "json", "quiet", "part", "tune_scale"}
-    own = {"device", "device_memory", "recipe", "json", "part", "full", "quiet"}
+    own = {"inputs", "plan", "strict", "json", "quiet", "part", "finish", "check", "average", "as_given", "tune_scale"}
+    assert set(taken(merge)) == fields | settings | own
+    own = {"device", "device_memory", "recipe", "json", "part", "as_recipe", "full", "quiet"}
     assert set(taken(plan)) == fields - {"out"} | own
     assert fields - set(OF_OUTPUT) | set(MEASURING) <= set(taken(diagnose))
 
@@ -114,20 +114,13 @@ def test_a_command_takes_some_of_the_fields() -> None:
         taken(unknown)
 
 
-def test_a_deferred_command_is_resolved_with_its_flags() -> None:
-    def cook(*, kitchen: Kitchen) -> None:
-        """Cook."""
-        typer.echo(kitchen.heat)
-
-    app = typer.Typer()
-    app.command()(deferred(cook))
-    listed = typer.main.get_command(app)
-    assert (listed.name, listed.help) == ("cook", "Cook.")
-    assert [p.name for p in listed.params if p.name == "heat"] == []
-    assert [p.name for p in resolved(listed).params] == ["heat", "pan", "fan", "timer"]
-    plain = typer.main.get_command(app)
-    plain.callback = None
-    assert resolved(plain) is plain
+def test_the_help_shows_the_main_flags_first() -> None:
+    names = taken(merge)
+    assert names[:8] == ["inputs", "base", "experts", "method", "options", "scale", "out", "plan"]
+    lines = actmat(["merge", "--help"]).out.splitlines()
+    panels = [line.split()[1:-1] for line in lines if line.startswith("╭─")]
+    titles = [" ".join(w for w in words if "─" not in w) for words in panels]
+    assert titles == ["Arguments", "Options", "What is merged", "What is written", "Where it runs", "Measures"]
 
 
 def test_settings_of_a_run_are_frozen() -> None:

@@ -65,7 +65,7 @@ def test_every_command_on_hostile_names(hostile: Family) -> None:
     run("verify", out, code=0)
     assert r"\nall-good" in re.sub(r"\n *", "", run("diagnose", out, code=0).out)  # continued lines are indented
     run("diagnose", out, "--json", code=0)
-    run("report", out, "--html", str(hostile.root / "page.html"), code=0)
+    run("diagnose", out, "--out", str(hostile.root / "page.html"), code=0)
     second = str(hostile.root / "second")
     run(*hostile.argv("--scale", "0.5", "--out", second), code=0)
     compared = run("compare", out, second, "--out", str(hostile.root / "compared.html"), code=0).out

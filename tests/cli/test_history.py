@@ -1,4 +1,4 @@
-"""`actmat history`: merges found by their manifests, experts and files by their content, changes between two."""
+"""`actmat inspect --history`: merges by their manifests, experts and files by their content, changes between two."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def listed(place: Path, *arguments: object, code: int = 0) -> list[str]:
     """Names of the merges that the command tells of."""
-    done = actmat(["history", str(place / "merges"), *map(str, arguments), "--json"])
+    done = actmat(["inspect", "--history", str(place / "merges"), *map(str, arguments), "--json"])
     assert done.code == code, done.err
     data = json.loads(done.out)
     assert data["schema"] == "actmat.history/1"
@@ -48,9 +48,9 @@ def test_all_merges_are_found_in_the_order_of_their_end(place: Path) -> None:
     assert [m.place.name for m in found.merges].count("average") == 1
     assert [m.finished for m in found.merges] == sorted(m.finished for m in found.merges)
     assert listed(place) == ["adapter", "average", "second", "ties"]
-    text = actmat(["history", str(place / "merges")]).out
+    text = actmat(["inspect", "--history", str(place / "merges")]).out
     assert "math, code" in " ".join(text.split())
-    assert actmat(["history", str(place / "merges"), "-q"]).out == ""
+    assert actmat(["inspect", "--history", str(place / "merges"), "-q"]).out == ""
 
 
 def test_an_expert_is_known_by_name_place_hash_and_content(place: Path, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_file_is_known_by_what_is_in_it(place: Path, tmp_path: Path) -> None:
     assert listed(place, "--made", place / "merges" / "adapter") == ["adapter"]
     card = place / "merges" / "ties" / "README.md"
     assert "ties" in listed(place, "--made", card)
-    done = actmat(["history", str(place / "merges"), "--made", str(renamed)])
+    done = actmat(["inspect", "--history", str(place / "merges"), "--made", str(renamed)])
     assert "method: ties" in done.out
     data = bytearray(renamed.read_bytes())
     data[-1] ^= 1
@@ -89,22 +89,24 @@ def test_what_changed_between_two(place: Path) -> None:
     assert changes.tensors[1:] == (21, 0)
     same = changes_between(merges["ties"], merges["ties"])
     assert (same.recipe, same.tensors) == ({}, (0, 21, 0))
-    done = actmat(["history", str(merges["ties"].place), str(merges["average"].place)])
+    done = actmat(["inspect", "--history", str(merges["ties"].place), str(merges["average"].place)])
     assert "method: ties -> average" in done.out
     assert "15 of 21 tensors differ" in done.out
-    data = json.loads(actmat(["history", str(merges["ties"].place), str(merges["average"].place), "--json"]).out)
+    data = json.loads(
+        actmat(["inspect", "--history", str(merges["ties"].place), str(merges["average"].place), "--json"]).out
+    )
     assert data["changes"]["tensors"] == {"differing": 15, "common": 21, "only_in_one": 0}
 
 
 def test_damaged_manifests_are_told_and_missing_folders_refused(place: Path, tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "actmat_manifest.json").write_text("{")
-    done = actmat(["history", str(tmp_path), str(place / "merges")])
+    done = actmat(["inspect", "--history", str(tmp_path), str(place / "merges")])
     assert done.code == 0
     assert "not read" in done.out
     with pytest.raises(CheckpointError, match="nowhere"):
         find_merges([tmp_path / "nowhere"])
     with pytest.raises(CheckpointError, match="does not exist"):
         made_by([], tmp_path / "nothing")
-    both: list[Any] = ["history", str(place), "--contains", "a", "--made", "b"]
+    both: list[Any] = ["inspect", "--history", str(place), "--contains", "a", "--made", "b"]
     assert actmat(both).code == 2

@@ -13,28 +13,27 @@ from tests.helpers.docs_fixture import write_models
 from tests.helpers.json_layouts import PINNED, pinned, said
 from tests.helpers.merging import actmat
 
-from actmat.cli.exits import COMMON, EXITS
-from actmat.cli.main import COMMANDS, app
-from actmat.cli.results import SCHEMAS
-from actmat.cli.signature import resolved
-from actmat.demo.results import DemoResult
+from actmat.cli.listing import COMMON, declared_command, info_of
+from actmat.cli.main import app
+from actmat.cli.screen import LAYOUTS
 from actmat.diagnostics.model import Diagnosis
+from actmat.extras.demo.results import DemoResult
 from actmat.planning import MergePlan
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def commands() -> dict[str, Any]:
-    """Every command of the distribution by its name, with its parameters; those of groups as `group sub`."""
+    """Every command by its name, with its parameters; those of groups as `group sub`."""
     group: Any = typer.main.get_command(app)
+    context = group.context_class(group)
     found = {}
-    for name in COMMANDS:
-        command = group.get_command(None, name)
-        if hasattr(command, "commands"):
-            found |= {f"{name} {sub}": resolved(c) for sub, c in command.commands.items()}
-        else:
-            found[name] = resolved(command)
-    return found
+    for name in group.list_commands(context):
+        if name in ("analyze", "experiment"):  # another distribution
+            continue
+        _, command, _ = group.resolve_command(context, [name])
+        found |= {f"{name} {sub}": c for sub, c in getattr(command, "commands", {name: command}).items()}
+    return {name if name.split()[0] != name.split()[1] else name.split()[0]: c for name, c in found.items()}
 
 
 @pytest.mark.parametrize("name", sorted(commands()))
@@ -44,14 +43,15 @@ def test_every_command_has_json_quiet_and_exit_codes(name: str) -> None:
     assert {"--json", "--quiet", "-q"} <= spelled
     (quiet,) = (p for p in commands()[name].params if "--quiet" in p.opts)
     assert quiet.help == "Print only errors, and what a script reads."
-    assert home in SCHEMAS
-    assert set(EXITS[home]) == {0, 1}
+    exits = info_of(declared_command(home)).exits
+    assert home in LAYOUTS
+    assert set(exits) == {0, 1}
     page = (ROOT / f"docs/commands/{home}.md").read_text()
     assert f"<!-- generated: exit-codes {home} -->" in page
-    for code, meaning in {**EXITS[home], **COMMON}.items():
+    for code, meaning in {**exits, **COMMON}.items():
         assert f"| {code} | {meaning}" in page, f"run python -m docs.generate: {home} {code}"
     told = " ".join(actmat([*name.split(), "--help"]).out.split())
-    assert f"Exit codes: 0 {EXITS[home][0]}; 1 ".replace("`", "") in told
+    assert f"Exit codes: 0 {exits[0]}; 1 ".replace("`", "") in told
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +79,10 @@ def test_merge_verify_inspect_report_and_compare(place: Path) -> None:
     shown = pinned(said("inspect", ties, "--json"), "inspect")
     assert shown["left_out"] == {"tensors": 21}
     assert len(said("inspect", ties, "--json", "--full")["tensors"]) == 21
-    assert pinned(said("report", ties, "--html", place / "x.html", "--json"), "report")["tensors"] == 21
     compared = pinned(said("compare", out / "actmat", ties, "--json"), "compare")
     assert (compared["differing"], compared["left_out"], compared["names"]) == (15, {"tensors": 21}, ["actmat", "ties"])
     assert len(said("compare", out / "actmat", ties, "--json", "--full")["tensors"]) == 21
-    told = pinned(said("history", out, "--json"), "history")
+    told = pinned(said("inspect", "--history", out, "--json"), "history")
     assert set(told["merges"][0]) == PINNED["history merges"]
     (ties / "config.json").write_text("{}")
     broken = pinned(said("verify", ties, "--json", "--no-inputs", code=1), "verify")
@@ -119,15 +118,15 @@ def test_parts_and_finish(place: Path) -> None:
     data = pinned(said("merge", *inputs, "--part", "1/2", "--json"), "merge", ("part",))
     assert set(data["part"]) == PINNED["merge part"]
     assert actmat(["merge", *map(str, inputs), "--part", "2/2", "-q"]).out == ""
-    done = pinned(said("finish", place / "parts", "--json"), "finish")
+    done = pinned(said("merge", "--finish", place / "parts", "--json"), "finish")
     assert (done["parts"], done["tensors"], done["was_finished"]) == (2, 21, False)
     assert set(done["size"]) == PINNED["merge size"]
-    again = said("finish", place / "parts", "--json")
+    again = said("merge", "--finish", place / "parts", "--json")
     assert (again["was_finished"], again["size"]) == (True, done["size"])
-    assert "  size: " in actmat(["finish", str(place / "parts")]).out
+    assert "  size: " in actmat(["merge", "--finish", str(place / "parts")]).out
 
 
-def test_methods_and_import(place: Path) -> None:
+def test_methods_and_the_recipe_of_another_tool(place: Path) -> None:
     short = pinned(said("methods", "--json"), "methods")["methods"]
     assert set(short[0]) == {"name", "summary", "needs", "low_rank", "flops"}
     assert len(said("methods", "--json", "--full")["methods"]) == len(short)
@@ -135,12 +134,12 @@ def test_methods_and_import(place: Path) -> None:
     assert ties["options"]
     file = place / "mergekit.yml"
     file.write_text("merge_method: linear\nmodels:\n  - model: a\n    parameters: {weight: 1}\n  - model: b\n")
-    outcome = actmat(["import", str(file), "--json", "-q"])
+    outcome = actmat(["plan", str(file), "--json", "-q", "--as-recipe"])
     if outcome.code == 0:
-        assert pinned(json.loads(outcome.out), "import")["recipe"]["method"] == "linear"
+        assert pinned(json.loads(outcome.out), "recipe")["recipe"]["method"] == "linear"
 
 
-@pytest.mark.parametrize("command", ["plan", "inspect", "methods", "verify", "report", "compare", "finish"])
+@pytest.mark.parametrize("command", ["plan", "inspect", "methods", "verify", "diagnose", "compare", "merge"])
 def test_quiet_prints_nothing(place: Path, command: str) -> None:
     inputs = ["-b", place / "base", "-e", place / "experts/math", "-e", place / "experts/code"]
     out = place / "quiet"
@@ -149,17 +148,20 @@ def test_quiet_prints_nothing(place: Path, command: str) -> None:
         assert actmat(list(map(str, ["merge", *inputs, *wanted, "--out", out]))).out == ""
     arguments = {
         "plan": inputs, "inspect": [place / "base"], "methods": [], "verify": [out / "ties"],
-        "report": [out / "ties"], "compare": [out / "ties", out / "average"], "finish": [out / "ties"],
+        "diagnose": [out / "ties"], "compare": [out / "ties", out / "average"],
+        "merge": ["--finish", out / "ties"],
     }[command]  # fmt: skip
     done = actmat([command, *map(str, arguments), "--quiet"])
     assert (done.code, done.out) == (0, "")
 
 
-def test_average_export_extract_and_serve_command(place: Path) -> None:
+def test_average_export_extract_and_serving(place: Path) -> None:
     merged, model = place / "averaged", place / "experts/math"
-    data = pinned(said("average", model, place / "experts/code", "--out", merged, "--json"), "average")
+    data = pinned(
+        said("merge", "--average", "uniform", model, place / "experts/code", "--out", merged, "--json"), "merge"
+    )
     assert set(data["outputs"][0]) == PINNED["merge outputs"]
-    assert pinned(said("serve-command", merged, "--json"), "serve-command")["vllm"].startswith("vllm serve")
+    assert pinned(said("inspect", "--serve", merged, "--json"), "serve")["vllm"].startswith("vllm serve")
     assert pinned(said("export", merged, "--to", "dcp", "--out", place / "dcp", "--json"), "export")["form"] == "dcp"
     inputs = ("--base", place / "base", "--model", model, "--rank", "2", "--out", place / "lora")
     assert pinned(said("extract", *inputs, "--json"), "extract")["layers"] == 15
@@ -168,4 +170,4 @@ def test_average_export_extract_and_serve_command(place: Path) -> None:
 def test_layouts_that_other_tests_make_or_that_take_long() -> None:
     """The fields that demo prints; push, statistics, try and tune are pinned where they run."""
     assert {f.name for f in dataclasses.fields(DemoResult)} == PINNED["demo"]
-    assert PINNED.keys() >= SCHEMAS.keys() - {"analyze", "experiment"}
+    assert PINNED.keys() >= LAYOUTS.keys() - {"analyze", "experiment"}

@@ -1,4 +1,4 @@
-"""`actmat report` and `actmat compare` as commands: what they print, write and return."""
+"""Pages of reports, and `actmat compare`: text, files, exit codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from tests.helpers.pages import Page
 from tests.helpers.reports import diagnosis
 
 from actmat.diagnostics.model import read_diagnosis, write_diagnosis
+from actmat.errors import MergeError
 from actmat.extras.pages.html import render_html
+from actmat.report.write import write_report
 
 
 @pytest.fixture(scope="module")
@@ -24,40 +26,40 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return made
 
 
-def test_a_report_is_drawn_beside_its_json(family: Family) -> None:
-    out = family.root / "actmat"
-    done = actmat(["report", str(out)])
+def test_the_page_of_a_merge_is_drawn_again(family: Family, tmp_path: Path) -> None:
+    out, page = family.root / "actmat", tmp_path / "pages" / "mine.html"
+    done = actmat(["diagnose", str(out), "--out", str(page)])
     assert done.code == 0, done
-    page = (out / "report.html").read_text(encoding="utf-8")
-    assert page == render_html(read_diagnosis(out))
-    assert Page(page).problems == []
-    assert "2 experts, 11 tensors" in " ".join(done.out.split())
-    assert actmat(["verify", str(out)]).code == 0
+    text = page.read_text(encoding="utf-8")
+    assert text == render_html(read_diagnosis(out))
+    assert Page(text).problems == []
 
 
-def test_a_report_goes_where_it_is_asked_to(tmp_path: Path) -> None:
-    write_diagnosis(diagnosis(2, 2), tmp_path / "report.json")
-    done = actmat(["report", str(tmp_path / "report.json"), "--html", str(tmp_path / "pages" / "mine.html")])
+@pytest.mark.parametrize("name", ["report.json", "other.json"])
+def test_a_report_is_shown_and_drawn(tmp_path: Path, name: str) -> None:
+    write_diagnosis(diagnosis(2, 2), tmp_path / name)
+    done = actmat(["diagnose", str(tmp_path / name), "--out", str(tmp_path / "mine.html")])
     assert done.code == 0, done
-    assert (tmp_path / "pages" / "mine.html").read_text(encoding="utf-8") == render_html(diagnosis(2, 2))
-    again = actmat(["report", str(tmp_path / "report.json")])
-    assert again.code == 0
-    assert (tmp_path / "report.html").is_file()
+    assert "2 experts" in done.out
+    assert (tmp_path / "mine.html").read_text(encoding="utf-8") == render_html(diagnosis(2, 2))
+    refused = actmat(["diagnose", str(tmp_path / name), "--base", "org/base"])
+    assert (refused.code, "is a report" in refused.err.replace("\n", " ")) == (2, True)
 
 
 @pytest.mark.parametrize("text", ["{", '{"format": 2}', "[]"])
 def test_a_damaged_report_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(text)
-    done = actmat(["report", str(tmp_path)])
+    done = actmat(["diagnose", str(tmp_path / "report.json"), "--out", str(tmp_path / "page.html")])
     assert done.code == 1
     assert "report.json" in done.err
-    assert not (tmp_path / "report.html").exists()
+    assert not (tmp_path / "page.html").exists()
 
 
-def test_without_a_report_it_says_how_to_get_one(family: Family) -> None:
-    done = actmat(["report", str(family.root / "average")])
-    assert done.code == 1
-    assert "--diagnose" in done.err
+def test_without_a_plug_in_for_pages_a_page_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actmat.report.write.load", lambda group, name: None)
+    with pytest.raises(MergeError, match="no plug-in writes pages"):
+        write_report(diagnosis(2, 2), tmp_path / "page.html")
+    assert [p.name for p in write_report(diagnosis(2, 2), tmp_path)] == ["report.json"]
 
 
 def test_a_comparison_fits_80_columns(family: Family) -> None:

@@ -16,8 +16,7 @@ from rich.cells import cell_len
 from tests.helpers.merging import Family, actmat
 from tests.helpers.repository import ROOT
 
-from actmat.cli.screen import SafeConsole, escape, plain_table
-from actmat.cli.wrapping import wrapped
+from actmat.cli.screen import SafeConsole, escape, plain_table, wrapped
 
 FORGED = "actmat:all-good"
 

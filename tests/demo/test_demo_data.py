@@ -8,8 +8,8 @@ import pytest
 import torch
 from tests.helpers.demo import some_photographs
 
-from actmat.demo.data import load_photographs, moved_views, shift, split_photographs
 from actmat.errors import MergeError
+from actmat.extras.demo.tasks import load_photographs, moved_views, shift, split_photographs
 
 
 def test_photographs_are_real_and_scaled_to_one():

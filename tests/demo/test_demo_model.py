@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from tests.helpers.demo import TINY_ENCODER, some_photographs
 
-from actmat.demo.heads import fit_head, load_heads, save_heads
-from actmat.demo.model import EncoderConfig, load_encoder, new_encoder, save_encoder
 from actmat.errors import CheckpointError
+from actmat.extras.demo.heads import fit_head, load_heads, save_heads
+from actmat.extras.demo.model import EncoderConfig, load_encoder, new_encoder, save_encoder
 
 IMAGES = some_photographs(12).images_NHW
 

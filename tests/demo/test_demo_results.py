@@ -11,12 +11,18 @@ import torch
 from rich.console import Console
 from tests.helpers.demo import made_up_result
 
-from actmat.demo.heads import majority_correct
-from actmat.demo.intervals import mean_interval, wilson_interval
-from actmat.demo.output import claim_folder
-from actmat.demo.results import accuracy_table, drop_table, next_command, score_row
-from actmat.demo.tasks import Examples
 from actmat.errors import OutputError
+from actmat.extras.demo.heads import majority_correct
+from actmat.extras.demo.merging import claim_folder
+from actmat.extras.demo.results import (
+    accuracy_table,
+    drop_table,
+    mean_interval,
+    next_command,
+    score_row,
+    wilson_interval,
+)
+from actmat.extras.demo.tasks import Examples
 
 AVERAGES = {"majority": 0.2, "base": 0.7, "experts": 0.8, "average": 0.74, "actmat": 0.76, "task_arithmetic": 0.65}
 

@@ -10,12 +10,12 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tests.helpers.demo import TINY
 
-from actmat.demo import run_demo
-from actmat.demo.heads import load_heads
-from actmat.demo.merging import choose_methods
-from actmat.demo.model import load_encoder
-from actmat.demo.tasks import TASKS
 from actmat.errors import OutputError, RecipeError
+from actmat.extras.demo.heads import load_heads
+from actmat.extras.demo.merging import choose_methods
+from actmat.extras.demo.model import load_encoder
+from actmat.extras.demo.run import run_demo
+from actmat.extras.demo.tasks import TASKS
 from actmat.methods import METHODS
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from tests.helpers.demo import some_photographs
 
-from actmat.demo.data import Photographs, split_photographs
-from actmat.demo.tasks import LOOKS, QUESTIONS, TASKS, pose, pose_split
+from actmat.extras.demo.tasks import LOOKS, QUESTIONS, TASKS, Photographs, pose, pose_split, split_photographs
 
 ONE_OF_EACH = some_photographs(10)
 

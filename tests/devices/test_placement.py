@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,14 @@ from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat
 
 import actmat as library
 from actmat.engine.units import plan_units
+from actmat.experts.base import Source
 from actmat.extras.collect.samples import Samples
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.planning import MergePlan
 from actmat.planning.cost import CallShape
+from actmat.planning.item import Item, MethodCall
 from actmat.planning.placement import HOST, DeviceRoom, Placed, place
-from actmat.planning.regions import cut
 
 LINEAR = TensorLayout(Role.LINEAR, "")
 
@@ -26,7 +29,9 @@ LINEAR = TensorLayout(Role.LINEAR, "")
 def placed(method: str, shape: tuple[int, ...], room: DeviceRoom, form: Any = "dense", **settings: Any) -> Placed:
     declared = get_method(method)
     call = CallShape(declared, declared.resolve_options({}), 3, 2, "float32", **settings)
-    return place(cut(shape, LINEAR, declared.acts_on), call, form, room)
+    source = Source("w", "stored", "bfloat16", 2 * math.prod(shape), rank=4 * (form == "factored"))
+    item = Item("w", shape, LINEAR, "merge", "", (), MethodCall(method, call.options), form=form, sources=(source,) * 3)
+    return place(item, call, room, costly=False)
 
 
 def test_without_devices_nothing_is_said() -> None:
@@ -55,7 +60,7 @@ def test_what_is_too_large_stays_on_the_host_and_says_how_much_too_large() -> No
     assert placed("actmat", (600, 500), DeviceRoom("cuda", need)).device_bytes == need
     found = placed("actmat", (600, 500), DeviceRoom("cuda", need - 1))
     assert found.words == f", on the host: it needs {need / 1e6:.3g} MB of a device, which has {need / 1e6:.3g} MB"
-    assert found == Placed(placed("actmat", (600, 500), HOST).host_bytes, 0, found.words)
+    assert found == dataclasses.replace(placed("actmat", (600, 500), HOST), words=found.words)
 
 
 def test_memory_is_estimated_apart() -> None:

@@ -1,4 +1,4 @@
-"""`actmat average`, and merges without a base."""
+"""`actmat merge --average`, and merges without a base."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_average_is_that_of_the_checkpoints_in_the_order_of_their_steps(
     run: list[Path], tmp_path: Path, weights: str, wanted: list[float]
 ) -> None:
     out = tmp_path / "out"
-    done = actmat(["average", *map(str, run), "--weights", weights, "--out", str(out), "--threads", "1"])
+    done = actmat(["merge", "--average", weights, *map(str, run), "--out", str(out), "--threads", "1"])
     assert done.code == 0, done
     found, expected = tensors(out), weighted(tmp_path, wanted)
     assert found.keys() == expected.keys()
@@ -61,7 +61,7 @@ def test_the_average_is_that_of_the_checkpoints_in_the_order_of_their_steps(
 
 
 def test_the_plan_lists_order_weights_and_formula(run: list[Path]) -> None:
-    shown = " ".join(actmat(["average", *map(str, run), "--weights", "linear", "--plan"]).out.split())
+    shown = " ".join(actmat(["merge", "--average", "linear", *map(str, run), "--plan"]).out.split())
     assert "w_t = 2 t / (T (T + 1))" in shown
     assert "step-30 0.166667, step-200 0.333333, step-1000 0.5" in shown
     assert "those of the last checkpoint, step-1000" in shown
@@ -102,8 +102,8 @@ def test_float64_accumulation_and_output(run: list[Path], tmp_path: Path) -> Non
 
 
 def test_nothing_to_average_is_an_error(tmp_path: Path) -> None:
-    assert actmat(["average"]).code == 2
-    assert actmat(["average", str(tmp_path)]).code == 2
+    assert actmat(["merge", "--average", "uniform"]).code == 1
+    assert actmat(["merge", "--average", "uniform", str(tmp_path)]).code == 2
     with pytest.raises(RecipeError, match="nothing to average"):
         library.average([], out=tmp_path / "out")
 

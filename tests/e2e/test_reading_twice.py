@@ -28,7 +28,7 @@ NEEDED = {"rtol": 1e-3}
 def small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices of a test's size are read twice, in several chunks."""
     monkeypatch.setattr(rereading, "SMALLEST", 32)
-    for module in ("deltas", "reader", "tensor", "writing"):
+    for module in ("deltas", "reader", "kernels.regions", "writing"):
         monkeypatch.setattr(f"actmat.engine.{module}.CHUNK", 1024)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from actmat.engine.after import limit_factors
+from actmat.engine.calls import limit_factors
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.lowrank import LowRank
 

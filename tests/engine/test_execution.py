@@ -22,12 +22,11 @@ from torch import Tensor
 import actmat
 from actmat import methods as methods_module
 from actmat.api import plan as plan_merge
+from actmat.engine.calls import generator_for
 from actmat.engine.executors.threads import ThreadExecutor
-from actmat.engine.needs import generator_for
 from actmat.engine.observer import NoWriter
 from actmat.engine.resources import Resources
 from actmat.engine.session import Session, SessionSpec, UnitResult
-from actmat.engine.tensor import TensorMerge
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import CheckpointError, NumericalError, RecipeError
 from actmat.inputs import opened_inputs, plans_of
@@ -281,7 +280,7 @@ def test_however_deltas_are_read_the_rule_gives_its_bits(
     family: Family, monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any], held_bytes: int
 ) -> None:
     monkeypatch.setattr(regions_module, "HELD_BYTES", held_bytes)
-    for module in ("deltas", "reader", "tensor", "writing"):
+    for module in ("deltas", "reader", "kernels.regions", "writing"):
         monkeypatch.setattr(f"actmat.engine.{module}.CHUNK", 16)
     monkeypatch.setattr("actmat.engine.deltas.CHUNK_ENTRIES", 12)
     merged, _ = merge(family, method=method, options=options, scope="all", seed=3, threads=2)
@@ -314,7 +313,7 @@ def test_large_transposed_matrices_give_the_bytes_of_small_ones(
     experts = [tmp_path / "e1", tmp_path / "e2"]
     found = []
     for chunk in (1 << 19, 16):
-        for module in ("deltas", "reader", "tensor", "writing"):
+        for module in ("deltas", "reader", "kernels.regions", "writing"):
             monkeypatch.setattr(f"actmat.engine.{module}.CHUNK", chunk)
         actmat.merge(tmp_path / "base", experts, out=tmp_path / f"m{chunk}", method=method, threads=1, durable=False)
         found.append(load_file(tmp_path / f"m{chunk}" / "model.safetensors"))
@@ -334,13 +333,14 @@ class AtOnce(concurrent.futures.ThreadPoolExecutor):
 
 def test_several_workers_begin_with_the_largest_tensors(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    run = TensorMerge.run
+    merge_unit = Session.merge
 
-    def noting(merge: TensorMerge) -> Any:
-        sizes.append(merge.tasks[0].item.numel)
-        return run(merge)
+    def noting(session: Session, unit: Unit) -> UnitResult:
+        ((plan, n), *_), *_ = unit.groups
+        sizes.append(session.spec.plans[plan].items[n].numel)
+        return merge_unit(session, unit)
 
-    monkeypatch.setattr(TensorMerge, "run", noting)
+    monkeypatch.setattr(Session, "merge", noting)
     monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor", AtOnce)
     merge(family, method="average", scope="all", threads=1)
     in_order = list(sizes)

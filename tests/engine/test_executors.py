@@ -25,8 +25,8 @@ from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import SinkSource
 from actmat.engine.resources import Resources, one_thread
-from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
-from actmat.engine.survey import run_surveys
+from actmat.engine.session import Session, SessionSpec, UnitResult
+from actmat.engine.survey import SurveyKey, run_surveys
 from actmat.engine.units import Unit
 from actmat.errors import MergeError, RecipeError
 from actmat.planning.model import Item
@@ -43,7 +43,7 @@ class ReversedExecutor:
             for share in (items[1::2], items[::2]):
                 yield other_process().submit(observe_there, spec, share, fork()).result()
 
-        return run_surveys(spec, observe)
+        return run_surveys(spec.plans, observe)
 
     def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
         for unit in reversed(units):
@@ -111,7 +111,7 @@ class SurveysHalf(HereExecutor):
                 self.session(spec).observe(item, state)
             return [state]
 
-        return run_surveys(spec, observe)
+        return run_surveys(spec.plans, observe)
 
 
 class ForgetsObservers(HereExecutor):
@@ -226,7 +226,7 @@ def test_a_diagnosis_names_its_executor(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("registered")
 def test_an_unknown_executor_is_refused_with_the_known_names(tmp_path: Path) -> None:
     family = Family.make(tmp_path, layers=1)
-    with pytest.raises(RecipeError, match=r"'reverse'\. Did you mean 'reversed'\? .*threads, devices, ray, reversed"):
+    with pytest.raises(RecipeError, match=r"'reverse'\. Did you mean 'reversed'\? .*threads, devices, reversed, ray"):
         actmat.merge(family.base, family.experts, out=family.out, executor="reverse")
     with pytest.raises(RecipeError, match=r"no executor 'rya'\. Did you mean 'ray'\?"):
         actmat.diagnose(family.base, family.experts, executor="rya")

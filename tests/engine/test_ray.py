@@ -22,7 +22,6 @@ from tests.helpers.merging import Family, actmat, contents
 from tests.helpers.troubles import Trouble
 
 import actmat as package
-from actmat.engine import executors
 from actmat.engine.executors.base import Executor
 from actmat.engine.executors.conformance import ExecutorConformance
 from actmat.engine.inputs import Inputs
@@ -76,7 +75,7 @@ def workers(running: Any) -> Iterator[Dispatcher]:
 @pytest.fixture
 def shared(workers: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs with the executor 'ray' use the workers of all tests."""
-    monkeypatch.setattr(executors, "ADDRESSED", {"ray": lambda address: partial(RayExecutor, workers=workers)})
+    monkeypatch.setattr(RayExecutor, "at", lambda address: partial(RayExecutor, workers=workers))
 
 
 class TestRay(ExecutorConformance):

@@ -231,7 +231,7 @@ def test_a_worker_observes_into_a_copy(merged: Any, opened: Any) -> None:
             assert answer.error is None
             yield from answer.results
 
-    assert run_surveys(spec, observe) == spec.surveys
+    assert run_surveys(spec.plans, observe) == spec.surveys
 
 
 def test_a_stopped_worker_begins_nothing_until_it_is_opened_again(merged: Any, opened: Any) -> None:

@@ -12,8 +12,8 @@ from tests.helpers.one_tensor import VECTOR, OneTensor, digest
 from torch import Tensor
 
 import actmat
-from actmat.engine import rows as module
-from actmat.engine.rows import RowDeltas
+from actmat.engine import deltas as module
+from actmat.engine.deltas import RowDeltas
 from actmat.errors import CheckpointError, NumericalError
 from actmat.linalg.chunks import Stacked, Streamed
 from actmat.planning.regions import CHUNK, Region

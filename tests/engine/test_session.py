@@ -239,5 +239,5 @@ def test_one_matrix_method_is_enough_to_compute_on_the_device(tmp_path: Path) ->
             plans = tuple(plans_of(recipes, inputs, DeviceRoom("cpu:0")))
             session = Session(SessionSpec(plans, fields["base"], (), (None,), device="cpu:0"), inputs, [NoWriter()] * 2)
             unit = next(u for u in plan_units(plans, [()] * len(plans), None) if u.name == Q0)
-            _, (reader,) = session._readers(unit)
+            (reader,) = session._opened(unit).tensors
             assert (unit.device_bytes > 0, isinstance(reader, DeviceReader)) == (moves, moves)

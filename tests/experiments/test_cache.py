@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from actmat.demo.training import Schedule
 from actmat.errors import OutputError
+from actmat.extras.demo.training import Schedule
 from actmat_experiments.harness.cache import Cache, canonical, digest, file_digest, library_versions, meaning
 
 

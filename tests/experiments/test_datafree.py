@@ -11,10 +11,10 @@ from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT
 from torch import Tensor, nn
 
 from actmat import merge_matrices
-from actmat.demo.heads import Head
-from actmat.demo.model import new_encoder
-from actmat.demo.tasks import Examples
-from actmat.demo.training import Schedule, generator_for
+from actmat.extras.demo.heads import Head
+from actmat.extras.demo.model import new_encoder
+from actmat.extras.demo.tasks import Examples
+from actmat.extras.demo.training import Schedule, generator_for
 from actmat_experiments.datafree.factors import peft_factors, read_factors, save_factors
 from actmat_experiments.datafree.grams import (
     alignment,

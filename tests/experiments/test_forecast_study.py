@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 from tests.tolerances import F32_PRODUCT, relative_error
 
-from actmat.demo.data import load_photographs
-from actmat.demo.model import EncoderConfig
 from actmat.errors import RecipeError
+from actmat.extras.demo.model import EncoderConfig
+from actmat.extras.demo.tasks import load_photographs
 from actmat_experiments.forecast import suite
 from actmat_experiments.forecast.features import FEATURES
 from actmat_experiments.forecast.models import FAMILIES, Family, Trained, input_grams, matrices, train

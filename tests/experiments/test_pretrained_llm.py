@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from tests.helpers.pretrained import write_gguf, write_llama
 from tests.tolerances import F64_ORACLE
 
-from actmat.demo.training import Schedule, generator_for
 from actmat.errors import CheckpointError, RecipeError
+from actmat.extras.demo.training import Schedule, generator_for
 from actmat.statistics import open_statistics
 from actmat_experiments.commands.experiment import _request
 from actmat_experiments.harness.progress import Watch

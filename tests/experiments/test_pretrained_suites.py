@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.pretrained import write_bert, write_texts, write_vit
 from tests.helpers.vision import write_tasks
 
-from actmat.demo.training import generator_for
 from actmat.errors import CheckpointError, RecipeError
+from actmat.extras.demo.training import generator_for
 from actmat.statistics import open_statistics
 from actmat_experiments.harness import experiment as driver
 from actmat_experiments.harness.merging import kinds_needed, rescaled

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from actmat.demo.training import (
+from actmat.extras.demo.training import (
     Schedule,
     descend,
     generator_for,

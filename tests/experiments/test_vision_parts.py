@@ -8,8 +8,8 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from actmat.demo.heads import Head
-from actmat.demo.training import Schedule, generator_for
+from actmat.extras.demo.heads import Head
+from actmat.extras.demo.training import Schedule, generator_for
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.vision import train as finetuning
 from actmat_experiments.vision.backbones import PLAIN_SCALE, Backbone, load_expert

@@ -17,7 +17,7 @@ METHODS = ["average", "actmat"]
 
 def tiny_demo(out: Path) -> Path:
     """Checkpoints, heads and results of a demo with a tiny model."""
-    from actmat.demo import run_demo
+    from actmat.extras.demo.run import run_demo
 
     run_demo(out, seed=1, methods=METHODS, threads=1, settings=TINY)
     return out

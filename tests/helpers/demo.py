@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from actmat.demo import DemoSettings
-from actmat.demo.data import Photographs
-from actmat.demo.intervals import Interval
-from actmat.demo.model import EncoderConfig
-from actmat.demo.results import DemoResult, Row
-from actmat.demo.tasks import TASKS
-from actmat.demo.training import Schedule
+from actmat.extras.demo.model import EncoderConfig
+from actmat.extras.demo.results import DemoResult, Interval, Row
+from actmat.extras.demo.run import DemoSettings
+from actmat.extras.demo.tasks import TASKS, Photographs
+from actmat.extras.demo.training import Schedule
 
 TINY_ENCODER = EncoderConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
 

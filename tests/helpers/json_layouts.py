@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.helpers.merging import actmat
 
-from actmat.cli.results import SCHEMAS
+from actmat.cli.screen import LAYOUTS
 
 MERGE = {
     "out", "kind", "method", "options", "experts", "was_finished", "actions", "unchanged", "nonfinite", "size",
@@ -18,12 +18,11 @@ PINNED: dict[str, set[str]] = {
     "merge outputs": MERGE,
     "merge part": {"part", "out", "tensors", "resumed", "was_finished"},
     "merge size": {"merged", "sum", "experts", "warning"},
-    "average": {"outputs"},
     "demo": {"out", "seed", "settings", "tasks", "n_photographs", "rows", "left_out", "versions", "seconds"},
     "export": {"out", "checkpoint", "form"},
     "extract": {"out", "was_finished", "relative_error", "layers", "saved", "left_out", "notes"},
     "push": {"repo_id", "files", "removed", "nbytes", "private", "is_new", "left_out", "notes", "url"},
-    "serve-command": {"python", "vllm", "notes"},
+    "serve": {"python", "vllm", "notes"},
     "statistics": {"statistics"},
     "statistics statistics": {
         "path", "model", "amount", "samples", "tokens", "patches", "not_measured", "data", "kinds",
@@ -48,20 +47,19 @@ PINNED: dict[str, set[str]] = {
         "format", "kind", "outs", "methods", "base", "experts", "settings", "relative", "diagnosed", "residuals",
         "checks", "notes", "totals", "differing", "names", "left_out",
     },
-    "report": {"html", "experts", "tensors"},
     "verify": {"out", "ok", "tensors", "files", "inputs", "problems", "unchecked"},
     "inspect": {
         "location", "schemes", "stored_bytes", "notes", "family", "parameters", "bytes", "dtypes", "roles", "files",
         "ties", "left_out",
     },
     "methods": {"methods"},
-    "import": {"recipe", "notes"},
+    "recipe": {"recipe", "notes"},
     "history": {"merges", "unreadable"},
     "history merges": {
         "place", "finished", "kind", "method", "options", "base", "experts", "content", "tensors", "actmat",
     },
 }  # fmt: skip
-"""Fields of every layout of version 1. A field that goes or changes its meaning needs a new version in `SCHEMAS`."""
+"""Fields of every layout of version 1. A field that goes or changes its meaning needs a new version in `LAYOUTS`."""
 
 
 def said(*arguments: object, code: int = 0) -> Any:
@@ -74,7 +72,7 @@ def said(*arguments: object, code: int = 0) -> Any:
 def pinned(data: dict[str, Any], command: str, also: tuple[str, ...] = ()) -> dict[str, Any]:
     """The data, once its fields are those of the command's layout."""
     assert next(iter(data)) == "schema"
-    assert data["schema"] == f"actmat.{command}/{SCHEMAS[command]}"
-    assert SCHEMAS[command] == 1, "pin the fields of the new version"
+    assert data["schema"] == f"actmat.{command}/{LAYOUTS[command]}"
+    assert LAYOUTS[command] == 1, "pin the fields of the new version"
     assert set(data) == {"schema", *PINNED[command], *also}
     return data

@@ -20,8 +20,8 @@ from actmat.engine.memory import Scratch
 from actmat.engine.reader import TensorReader
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.layout.types import Role, TensorLayout
+from actmat.planning.item import Strategy
 from actmat.planning.model import Item
-from actmat.planning.reading import Strategy
 from actmat.planning.regions import cut
 from actmat.planning.statistics import ExpertStatistics
 

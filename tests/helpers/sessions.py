@@ -30,10 +30,12 @@ def run_here(
     folders: Sequence[Path],
     observers: ObserverFactory | None = None,
     room: DeviceRoom = HOST,
+    *,
+    finish: bool = True,
 ) -> Run:
     """Merge recipes that share inputs into `folders`, on the host, by a plan for the devices of `room`.
 
-    Returns the spec with its surveys, the units and the results.
+    Returns the spec with its surveys, the units and the results; without `finish`, tensors may be missing.
     """
     recipes = [make_recipe(f) for f in fields]
     with opened_inputs(recipes) as inputs:
@@ -49,7 +51,8 @@ def run_here(
         units = plan_units(plans, [()] * len(plans), observers)
         results = list(executor.run(spec, units))
         for plan, writer in zip(plans, writers, strict=True):
-            writer.finish(plan.specs)
+            if finish:
+                writer.finish(plan.specs)
     return spec, units, results
 
 

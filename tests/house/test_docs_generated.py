@@ -11,13 +11,16 @@ from docs.record import recorded
 from tests.helpers.docs_run import Run
 from tests.helpers.repository import ROOT
 
-from actmat.cli.main import COMMANDS as ALL_COMMANDS
+from actmat.cli.listing import COMMANDS as CORE
+from actmat.cli.listing import plugged_in
 from actmat.methods import METHODS
 from actmat.methods.post import STEPS
 
 PAGES = [p for p in pages() if p.exists()]
 SECTIONS = ["When to use it", "Trap", "Other implementations", "Ill-posed cases", "Example", "Reference"]
-COMMANDS = [name for name in ALL_COMMANDS if name != "statistics"]  # a group, whose commands have sections of its page
+COMMANDS = [
+    name for name in [*CORE, *plugged_in()] if name not in ("statistics", "analyze", "experiment")
+]  # groups, whose commands have sections of their pages
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -13,7 +13,7 @@ import torch
 from tests.helpers.merging import save_checkpoint
 from tests.helpers.repository import SOURCES
 
-from actmat.cli.main import COMMANDS
+from actmat.cli.listing import COMMANDS
 
 HEAVY = (
     "torch",
@@ -65,7 +65,7 @@ def test_commands_that_compute_nothing_are_light(arguments: list[str]) -> None:
 
 
 def test_a_command_imports_no_other_command() -> None:
-    modules = (*(f"actmat.cli.{module}" for module in COMMANDS.values()), "rich.progress")
+    modules = (*(f"actmat.cli.{module}" for module in COMMANDS), "rich.progress")
     assert imported_by(called("methods"), modules) == ["actmat.cli.methods"]
     assert imported_by(called("--version"), modules) == []
 

@@ -165,11 +165,11 @@ def test_no_import_cycles() -> None:
         ("plan", "from ..progress import Progress"),
         ("plan", "from actmat import cli"),
         ("report", "from actmat import merge"),
-        ("report", "def f():\n    from actmat.demo import run"),
-        ("api", "from actmat.demo import run"),
+        ("report", "def f():\n    from actmat.extras.demo import run"),
+        ("api", "from actmat.extras.demo import run"),
         ("cli", "def f():\n    from actmat_experiments import suites"),
         ("actmat_experiments", "from actmat.engine.resources import one_thread"),
-        ("cli", "from actmat.demo import run"),
+        ("cli", "from actmat.extras.demo import run"),
     ],
 )
 def test_a_wrong_import_is_seen(layer: str, source: str) -> None:
@@ -185,7 +185,7 @@ def test_a_wrong_import_is_seen(layer: str, source: str) -> None:
         ("recipe", "from actmat.flag import Flag\nfrom actmat.settings import RunSettings"),
         ("engine", "from actmat.experts.base import Expert\nfrom actmat.progress import Progress"),
         ("report", "from actmat import __version__"),
-        ("cli", "def run():\n    from actmat.demo import run"),
+        ("cli", "def run():\n    from actmat.extras.demo import run"),
         ("demo", "import sklearn\nfrom actmat import merge"),
         ("actmat_experiments", "from actmat.cli import screen\nfrom actmat_experiments import suites"),
     ],

@@ -26,7 +26,7 @@ WIDE: dict[str, str] = {
     "actmat_experiments.adamerging.learn": "keyword arguments of a public function",
     "actmat_experiments.commands.experiment.run": "a parameter is a flag",
     "actmat_experiments.commands.experiment.study": "a parameter is a flag",
-    "actmat.extras.collect.api_agreement.agreement": "keyword arguments of a public function",
+    "actmat.extras.collect.on_data.agreement": "keyword arguments of a public function",
     "actmat.methods.actmat.rule": "options of a method are parameters of its function",
     "actmat.methods.knots.merge": "options of a method are parameters of its function",
     "actmat.methods.knots.merge_lowrank": "options of a method are parameters of its function",

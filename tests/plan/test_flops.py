@@ -18,8 +18,7 @@ from actmat.linalg.operations import gram, polar_factor, product, svd, thin_svd,
 from actmat.methods import METHODS, get_method
 from actmat.methods.contract import MergeMethod
 from actmat.planning import MergePlan
-from actmat.planning.cost import method_operations
-from actmat.planning.operations import item_operations
+from actmat.planning.cost import item_operations, method_operations
 from actmat.report.words import plan_time
 
 ROWS, INPUTS, EXPERTS = 6, 10, 3

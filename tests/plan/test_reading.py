@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +12,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import actmat
+from actmat.extras.collect.samples import Samples
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
-from actmat.planning.reading import Access, Reading, reading_of
+from actmat.planning import MergePlan
+from actmat.planning.item import Item, Kernel, MethodCall, Reading
+from actmat.planning.reading import Access, reading_of, shared_way
 from actmat.planning.regions import CHUNK, HELD_BYTES, Region
 
+Q, UP, NORM = (f"model.{n}.weight" for n in ("layers.0.self_attn.q_proj", "layers.0.mlp.up_proj", "norm"))
 SMALL, LARGE = CHUNK, HELD_BYTES // 8 + 1
 
 
 def read(name: str, numel: int, *, experts: int = 2, options: dict[str, Any] | None = None, **how: bool) -> Reading:
     method = get_method(name)
     region = Region(0, numel, (numel,), TensorLayout(Role.VECTOR, ""))
-    return reading_of(method, method.resolve_options(options or {}), region, experts, 4, Access(**how))
+    return reading_of(method, method.resolve_options(options or {}), [region], experts, 4, Access(**how))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +53,6 @@ def test_observers_are_given_whole_deltas() -> None:
     for name in ("dare", "ties", "karcher", "model_stock"):
         assert read(name, LARGE, observed=True) == Reading("held")
         assert read(name, LARGE, chunkable=False) == Reading("held")
-        assert read(name, LARGE, copied=True).base_held
         assert not read(name, LARGE).base_held
     assert read("average", SMALL, observed=True) == Reading("held")
     assert read("ties", LARGE, options={"trim": "global"}) == Reading("held")
@@ -62,7 +67,7 @@ def test_deltas_that_are_asked_for_twice_are_held_where_reading_is_costly(
 ) -> None:
     method, numel = get_method("actmat"), shape[0] * shape[1]
     region = Region(0, numel, shape, TensorLayout(Role.LINEAR, "OI"))
-    given = (method, method.resolve_options({}), region, experts, 4)
+    given = (method, method.resolve_options({}), [region], experts, 4)
     assert reading_of(*given, Access()) == Reading("each", times=times)
     costly = reading_of(*given, Access(costly=True))
     assert costly == (Reading("held") if times == 2 else Reading("each"))
@@ -87,3 +92,65 @@ def test_a_single_delta_may_be_read_several_times(method: str, tmp_path: Path) -
     actmat.merge(tmp_path / "base", [tmp_path / "expert"], method=method, out=out, scope="all", durable=False)
     (value,) = load_file(out / "model.safetensors").values()
     assert bool(value.isfinite().all())
+
+
+def item(method: str, kernel: Kernel, reading: Reading | None) -> Item:
+    call = MethodCall(method, get_method(method).resolve_options({}))
+    return Item("w", (8,), TensorLayout(Role.VECTOR, ""), "merge", "", (), call, kernel, reading, base_dtype="float32")
+
+
+def test_outputs_that_share_a_reading() -> None:
+    """One alone is read as planned; several, and one that is observed, are given all deltas; a copy holds the base."""
+    combined = item("karcher", "combine", Reading("combine", base_held=False))
+    streamed = item("dare", "dense", Reading("chunks", base_held=False))
+    copied = dataclasses.replace(combined, action="copy", call=None, kernel="copy", reading=None)
+    factored = dataclasses.replace(combined, kernel="factored", reading=None, form="factored")
+    pooled = dataclasses.replace(streamed, kernel="pool", reading=Reading("each"))
+    held = Reading("held")
+    assert shared_way([combined], observed=False) == ("combine", combined.reading)
+    assert shared_way([combined], observed=True) == ("dense", held)
+    assert shared_way([copied, combined], observed=False) == ("combine", Reading("combine"))
+    assert shared_way([combined, streamed], observed=False) == ("dense", held)
+    assert shared_way([copied, copied], observed=True) == ("copy", None)
+    assert shared_way([factored, copied, factored], observed=True) == ("factored", None)
+    assert shared_way([factored, streamed], observed=False) == ("dense", held)
+    assert shared_way([pooled], observed=False) == ("pool", Reading("each"))
+    assert shared_way([pooled, pooled], observed=False) == ("pool", held)
+
+
+PLANS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, bool]]]] = {
+    "dense": ({}, {UP: ("dense", "each", True), NORM: ("dense", "each", False)}),
+    "combine": ({"method": "karcher"}, {UP: ("combine", "combine, base streamed", True)}),
+    "held": ({"method": "sce"}, {UP: ("dense", "held", True)}),
+    "observed": ({"method": "ties", "post": ["svc"]}, {UP: ("dense", "held", True)}),
+    "pool": ({"pool": ["*layers.0.self_attn*"]}, {Q: ("pool", "each", True)}),
+    "copy": ({"keep": [UP]}, {UP: ("copy", "None", False)}),
+    "extracted": ({"to": "adapter", "rank": 2}, {UP: ("extracted", "each", True), NORM: ("extracted", "each", False)}),
+}
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_the_plan_says_how_each_item_is_made(kind: str, tmp_path: Path) -> None:
+    samples = Samples.checkpoints(tmp_path)
+    fields, expected = PLANS[kind]
+    plan = actmat.plan(samples.base, samples.experts, **fields)
+    found = {n: (i.kernel, str(i.reading), i.obeys_scale) for n, i in plan.by_name.items() if n in expected}
+    assert found == expected
+    assert MergePlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_adapters_are_merged_by_their_factors(tmp_path: Path) -> None:
+    samples = Samples.adapters(tmp_path)
+    into_model = actmat.plan(samples.base, samples.experts)
+    dense = actmat.plan(samples.base, samples.experts, method="ties")
+    assert (into_model.by_name[UP].kernel, into_model.by_name[UP].reading) == ("factored", None)
+    assert (dense.by_name[UP].kernel, dense.by_name[UP].reading) == ("dense", Reading("held"))
+    adapter = actmat.plan(None, samples.experts)
+    assert {(i.kernel, i.reading, i.obeys_scale) for i in adapter.items} == {("factored", None, True)}
+
+
+def test_ties_of_other_sizes_are_read_alike() -> None:
+    """Blocks of one tensor have one reading: that of the largest."""
+    method, layout = get_method("ties"), TensorLayout(Role.VECTOR, "")
+    regions = [Region(0, n, (n,), layout) for n in (SMALL, LARGE)]
+    assert reading_of(method, method.resolve_options({}), regions, 2, 4, Access()) == read("ties", LARGE)

@@ -18,6 +18,8 @@ from actmat.methods.contract import MergeMethod
 from actmat.methods.facets import ActsOn
 from actmat.planning import regions as regions_module
 from actmat.planning.cost import MATRIX_BYTES, CallShape, region_peak_bytes, tensor_peak_bytes
+from actmat.planning.item import Reading
+from actmat.planning.reading import Access, reading_of
 from actmat.planning.regions import CHUNK, HELD_BYTES, cut, granularity, streams
 from actmat.recipe import Postprocess
 
@@ -113,7 +115,10 @@ NORM_CAP = Postprocess(norm_cap="mean")
 def peak(name: str, shape: tuple[int, ...], experts: int = 3, layout: TensorLayout = LINEAR, **settings: Any) -> int:
     method = get_method(name)
     call = dataclasses.replace(CallShape(method, method.resolve_options({}), experts, 2, "float32"), **settings)
-    return tensor_peak_bytes(cut(shape, layout, granularity(method, call.caps)), call)
+    regions = cut(shape, layout, granularity(method, call.caps))
+    access = Access(observed=call.caps.caps or call.post)
+    reading = reading_of(method, call.options, regions, experts, call.width, access)
+    return tensor_peak_bytes(regions, call, reading)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
@@ -180,4 +185,4 @@ def test_the_peak_holds_deltas_and_workspace() -> None:
     method = get_method("actmat")
     call = CallShape(method, method.resolve_options({}), 3, 2, "float32")
     expected = MATRIX_BYTES + 64 * 2 + CHUNK * 8 + 4 * (64 + method.cost.workspace((8, 8), 3, call.options))
-    assert region_peak_bytes(cut((8, 8), LINEAR, "matrix")[0], call) == expected
+    assert region_peak_bytes(cut((8, 8), LINEAR, "matrix")[0], call, Reading("each")) == expected

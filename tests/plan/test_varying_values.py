@@ -16,8 +16,8 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.errors import MergeError, RecipeError
 from actmat.layout.types import Role, TensorLayout
 from actmat.planning import MergePlan
+from actmat.planning.calls import NOWHERE, Place, places_of, resolved
 from actmat.planning.choose import Chooser, Decision
-from actmat.planning.depth import NOWHERE, Place, places_of, resolved
 from actmat.recipe import load_recipe, make_recipe, recipe_yaml
 from actmat.recipe.values import Entry, Gradient, leaves, read_value, shown_value
 

@@ -252,7 +252,7 @@ def test_import_prints_a_recipe_that_gives_the_same_bytes(tmp_path: Path, monkey
         "merge_method: slerp\nbase_model: ./base\nmodels: [{model: ./base}, {model: ./expert0}]\n"
         "parameters: {t: [{filter: mlp, value: [0.2, 0.8]}, {value: 0.5}]}\n"
     )
-    said = actmat(["import", "mergekit.yml"])
+    said = actmat(["plan", "mergekit.yml", "--as-recipe"])
     assert said.code == 0, said.err
     assert "note: converted from a mergekit configuration (slerp)" in said.err
     (tmp_path / "recipe.yaml").write_text(said.out)
@@ -263,14 +263,14 @@ def test_import_prints_a_recipe_that_gives_the_same_bytes(tmp_path: Path, monkey
     one, two = ((tmp_path / f"out-{f}" / "model.safetensors").read_bytes() for f in ("mergekit.yml", "recipe.yaml"))
     assert one == two
     assert family.base.exists()
-    as_json = actmat(["import", "mergekit.yml", "--json", "--quiet"])
+    as_json = actmat(["plan", "mergekit.yml", "--json", "--quiet", "--as-recipe"])
     assert (as_json.code, as_json.err) == (0, "")
     assert '"method": "slerp"' in as_json.out.replace('":"', '": "')
 
 
 def test_import_refuses_what_is_no_foreign_recipe(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("base: a\nexperts: [b]\n")
-    refused = actmat(["import", str(tmp_path / "r.yaml")])
+    refused = actmat(["plan", str(tmp_path / "r.yaml"), "--as-recipe"])
     assert refused.code == 1
     assert "names a 'merge_method'; found the fields base, experts" in " ".join(refused.err.split())
     with pytest.raises(RecipeError, match="Cannot read"):

@@ -65,7 +65,7 @@ def run(family: Family, out: Path, part: str, *flags: str) -> Outcome:
 
 
 def finish(out: Path, *flags: str) -> Outcome:
-    return actmat(["finish", str(out), "--no-fsync", *flags])
+    return actmat(["merge", "--finish", str(out), "--no-fsync", *flags])
 
 
 def test_parts_at_the_same_time_give_the_bytes_of_one_run(

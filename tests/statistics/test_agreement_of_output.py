@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import actmat
 from actmat.diagnostics.model import read_diagnosis
 from actmat.errors import CheckpointError, RecipeError, StatisticsError
-from actmat.extras.collect import api_agreement as api_agreement
+from actmat.extras.collect import on_data
 from actmat.extras.collect.data import DataOptions
 
 TEXTS = {"math": ["one two", "three four five six", "seven"], "code": ["def f(x): return x", "for i in x"]}
@@ -125,7 +125,7 @@ def test_never_more_than_two_models_in_memory(place: Path, monkeypatch: pytest.M
     """While one is loaded, the merged model alone is there; nobody waits for the garbage collector."""
     alive: list[Any] = []
     there: list[int] = []
-    original = api_agreement.load_model
+    original = on_data.load_model
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         there.append(sum(ref() is not None for ref in alive))
@@ -133,7 +133,7 @@ def test_never_more_than_two_models_in_memory(place: Path, monkeypatch: pytest.M
         alive.append(weakref.ref(loaded.model))
         return loaded
 
-    monkeypatch.setattr(api_agreement, "load_model", counting)
+    monkeypatch.setattr(on_data, "load_model", counting)
     gc.disable()
     try:
         actmat.agreement(place / "merged", place / "math.jsonl")
@@ -145,7 +145,7 @@ def test_never_more_than_two_models_in_memory(place: Path, monkeypatch: pytest.M
 @pytest.fixture
 def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong with names and data is found before a model is loaded."""
-    monkeypatch.setattr(api_agreement, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(on_data, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
 
 
 @pytest.mark.usefixtures("no_models")
@@ -181,8 +181,8 @@ def test_data_without_a_usable_column_names_its_columns_and_the_expert(place: Pa
 
 
 def test_a_model_without_a_tokenizer_says_where_one_is_missing(place: Path, tmp_path: Path) -> None:
+    from actmat.api.loading import Loaded
     from actmat.extras.collect.data import make_batches
-    from actmat.extras.collect.models import Loaded
 
     (tmp_path / "bare").mkdir()
     model = AutoModelForCausalLM.from_pretrained(place / "base")

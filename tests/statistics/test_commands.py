@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from tests.helpers.docs_fixture import write_models
 from tests.helpers.json_layouts import PINNED, pinned
 from tests.helpers.merging import actmat as run
 from tests.helpers.models import BY_NAME, VOCABULARY
+from tests.helpers.pretrained import write_bert
 from tests.tolerances import F32_PRODUCT, relative_error
 
+from actmat.api.loading import Loaded, load_model
 from actmat.errors import StatisticsError
 from actmat.extras.collect.collect import collect
 from actmat.extras.collect.data import DataOptions, make_batches
-from actmat.extras.collect.models import Loaded, load_model
+from actmat.extras.demo.texts import load_encoder
 from actmat.statistics import open_statistics
 
 TEXTS = ["one two", "three four five six", "seven"]
@@ -261,3 +264,33 @@ def test_staged_statistics_of_two_experts(models: Path, tmp_path: Path) -> None:
     same = ["-e", "a/m", "-e", "b/m", "--data=m=d"]
     twice = run(["statistics", "staged", "-b", "x", *same, "--out", str(tmp_path / "u")])
     assert "two experts have one name" in twice.err
+
+
+@pytest.mark.parametrize("tokens", [{"eos_token": "</s>"}, {"unk_token": "<unk>"}, {}])
+def test_texts_are_padded_for_a_tokenizer_that_has_no_token_for_it(
+    tokens: dict[str, str], models: Path, tmp_path: Path
+) -> None:
+    """By any token, which is masked: the sums are those of a tokenizer with a pad token, and a note says so."""
+    expert = shutil.copytree(models / "experts" / "math", tmp_path / "expert")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    grams = []
+    for name, more in (("padded", {"pad_token": "</s>"}), ("bare", tokens)):
+        (expert / "tokenizer_config.json").write_text(json.dumps(config | more))
+        out = tmp_path / name
+        done = run(["statistics", "collect", str(expert), "--data", str(text_file(tmp_path, "txt")), "--out", str(out)])
+        assert done.code == 0, done.err
+        assert ("no pad token" in done.err) == (name == "bare")
+        with open_statistics(out) as found:
+            grams.append(found.gram(next(iter(found.header.grams))))
+    assert torch.equal(*grams)
+
+
+def test_an_encoder_that_was_saved_without_its_pooler_is_measured(tmp_path: Path) -> None:
+    """As the demo saves its encoder of texts."""
+    base = load_encoder(write_bert(tmp_path / "bert"))
+    base.save_pretrained(tmp_path / "base")
+    loaded = load_model(str(tmp_path / "base"))
+    assert not any("pooler" in name for name in loaded.model.state_dict())
+    ids = torch.tensor([[5, 6, 7]])
+    found = collect(loaded.model, [{"input_ids": ids}], checkpoint=loaded.checkpoint)
+    assert found.header.model.architecture == "BertModel"

@@ -1,10 +1,10 @@
-"""A kind of statistics is one declaration and one entry: collected, stored, read back and added up like the others."""
+"""A kind of statistics is a declaration and a measure, an entry each: collected, stored and read like others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +17,9 @@ from actmat.errors import StatisticsError
 from actmat.extras.collect.batches import Batch
 from actmat.extras.collect.collect import collect
 from actmat.extras.collect.inputs.layer_inputs import LayerInputs
-from actmat.extras.collect.settings import CollectOptions, Settings
+from actmat.extras.collect.measures import MEASURES, Run, StoredTensors, store_sums
 from actmat.statistics import merge_statistics, open_statistics
-from actmat.statistics.kinds import KINDS, get_kind
-from actmat.statistics.kinds.base import Run, SumKind, Sums
+from actmat.statistics.kinds import KINDS, SumKind, get_kind
 
 
 class RowTotal:
@@ -49,17 +48,18 @@ class MeanInput:
     def close(self) -> None:
         self._inputs.close()
 
-    def totals(self) -> Sums:
+    def store(self, out: StoredTensors) -> dict[str, Any]:
         found = list(self._inputs.sums())
         (count,) = {named.sum.rows for named in found}
-        return Sums(count, {r.parameter: named.sum.sum for named in found for r in named.readers})
+        sums = {r.parameter: named.sum.sum for named in found for r in named.readers}
+        return store_sums("mean_input", count, sums, out)
 
 
 @pytest.fixture
-def toy() -> Iterator[str]:
-    KINDS["mean_input"] = SumKind("mean_input", MeanInput, noun="mean input")
-    yield "mean_input"
-    del KINDS["mean_input"]
+def toy(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(KINDS, "mean_input", SumKind("mean_input", noun="mean input"))
+    monkeypatch.setitem(MEASURES, "mean_input", MeanInput)
+    return "mean_input"
 
 
 def model() -> nn.Module:
@@ -115,7 +115,8 @@ def test_files_with_a_registered_kind_add_up(toy: str, tmp_path: Path) -> None:
 
 def test_a_file_is_still_read_where_its_kind_is_not_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as registered:
-        registered.setitem(KINDS, "mean_input", SumKind("mean_input", MeanInput))
+        registered.setitem(KINDS, "mean_input", SumKind("mean_input"))
+        registered.setitem(MEASURES, "mean_input", MeanInput)
         collect(model(), [data(1)], kinds=["mean_input"], out=tmp_path / "s")
     with open_statistics(tmp_path / "s") as found:
         assert found.gram("0.weight").shape == (5, 5)
@@ -151,20 +152,14 @@ def test_hooks_are_removed_when_a_batch_fails(toy: str) -> None:
     assert hooks() == 0
 
 
-def test_keyword_arguments_are_the_settings() -> None:
-    assert CollectOptions.__annotations__.keys() == {f.name for f in fields(Settings)}
-    annotations = {n: getattr(a, "__forward_arg__", a) for n, a in CollectOptions.__annotations__.items()}
-    assert annotations == {f.name: f.type for f in fields(Settings)}
-
-
 def squares(net: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return net(batch["0"]).square().sum()
 
 
 def test_fisher_files_add_up_only_with_labels_from_one_source(tmp_path: Path) -> None:
     for n, labels in ((1, "given"), (2, "given"), (3, "drawn")):
-        options = CollectOptions(gram=False, fisher=True, loss=squares, fisher_labels=labels, dtype="float64")
-        collect(model(), [data(n)], out=tmp_path / str(n), **options)
+        options: dict[str, Any] = {"gram": False, "fisher": True, "loss": squares, "dtype": "float64"}
+        collect(model(), [data(n)], out=tmp_path / str(n), fisher_labels=labels, **options)
     merge_statistics([tmp_path / "1", tmp_path / "2"], tmp_path / "both")
     with open_statistics(tmp_path / "1") as one, open_statistics(tmp_path / "2") as two:
         expected = (one.fisher("0.weight", dtype=torch.float64) + two.fisher("0.weight", dtype=torch.float64)) / 2

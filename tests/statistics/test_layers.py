@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from actmat.extras.collect.collect import collect
-from actmat.statistics import Collected
+from actmat.extras.collect.collect import Collected, collect
 
 LINEAR = (nn.Linear, Conv1D)
 

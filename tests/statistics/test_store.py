@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from actmat.errors import OutputError, StatisticsError
 from actmat.extras.collect.collect import collect
+from actmat.extras.collect.measures import GramSum
 from actmat.statistics import merge_statistics, open_statistics
 from actmat.statistics.header import FILE_NAME, METADATA_KEY
-from actmat.statistics.kinds.gram import GramSum, packed_size, unpack
+from actmat.statistics.kinds import packed_size, unpack
 
 
 def model() -> nn.Module:

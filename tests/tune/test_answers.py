@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from actmat.errors import StatisticsError
-from actmat.extras.tune.answers import compare_answers, default_predict, keep_answers
+from actmat.extras.tune.evaluate import compare_answers, default_predict, keep_answers
 from actmat.extras.tune.inputs import InputBatch
 
 

@@ -13,14 +13,15 @@ from tests.tune.conftest import TEXTS
 from torch import nn
 
 import actmat
+from actmat.api.loading import Loaded, load_model
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import RecipeError
 from actmat.extras.collect.data import DataOptions
-from actmat.extras.collect.models import Loaded, load_model
-from actmat.extras.tune import TuneProgress, TuneReport, memory
-from actmat.extras.tune.live import LiveModel, state_of
+from actmat.extras.tune import memory
+from actmat.extras.tune.live import LiveModel, StoredTensors, state_of
 from actmat.extras.tune.memory import MemoryPlan, Sizes, model_device, plan_memory, sizes_of
-from actmat.extras.tune.stored import StoredTensors
+from actmat.extras.tune.report import TuneReport
+from actmat.extras.tune.settings import TuneProgress
 from actmat.settings import RunSettings
 
 SPECS = {

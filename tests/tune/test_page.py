@@ -9,10 +9,9 @@ import pytest
 from tests.helpers.browser import look, needs_browser
 from tests.helpers.pages import Page
 
-from actmat.extras.tune import TuneReport
 from actmat.extras.tune.evaluate import Trial
 from actmat.extras.tune.page import render_tune
-from actmat.extras.tune.report import Rival
+from actmat.extras.tune.report import Rival, TuneReport
 from actmat.extras.tune.space import Candidate, MergeChoice
 from actmat.recipe import Recipe
 

@@ -9,11 +9,9 @@ from typing import Any, cast
 import pytest
 
 from actmat.errors import RecipeError, StatisticsError
-from actmat.extras.tune.answers import Comparison
-from actmat.extras.tune.evaluate import Evaluator, Trial
-from actmat.extras.tune.finishing import notes_on_space
-from actmat.extras.tune.report import RESAMPLES, compare_finally
-from actmat.extras.tune.search import Around, Budget, choose, pareto_front, parse_budget, search
+from actmat.extras.tune.evaluate import Comparison, Evaluator, Trial
+from actmat.extras.tune.report import RESAMPLES, compare_finally, notes_on_space
+from actmat.extras.tune.search import Budget, Varied, choose, pareto_front, parse_budget, search
 from actmat.extras.tune.space import Candidate, MergeChoice, load_space, make_space
 
 
@@ -34,7 +32,7 @@ class Bowl:
 def run(bowl: Bowl, budget: Budget | None = None, **around: Any) -> list[Trial]:
     space = make_space({"methods": ["average", "ties"], "scales": [0.5, 1.0, 2.0]})
     fields: dict[str, Any] = {"samples": 64} | around
-    return search(space, space.merges(), cast(Evaluator, bowl), budget or Budget(), Around(**fields))
+    return search(space, space.merges(), cast(Evaluator, bowl), budget or Budget(), Varied(**fields))
 
 
 def test_rounds_use_more_inputs_for_fewer_candidates_and_then_refine_the_scale() -> None:
@@ -74,7 +72,7 @@ def test_weights_are_searched_for_a_method_that_takes_some(grouped: bool) -> Non
         better = 1.0 if candidate.merge.method == "knots" else 0.0
         return Trial(candidate, share, {k: v - better for k, v in found.losses.items()}, found.agreement)
 
-    around = Around(64, ["mlp"] if grouped else [], weighted=2)
+    around = Varied(64, ["mlp"] if grouped else [], weighted=2)
     trials = search(space, space.merges(), cast(Evaluator, SimpleNamespace(trial=loss)), Budget(), around)
     assert choose(trials)[0].candidate.merge.method == "knots"
     weighted = [t.candidate for t in trials if t.candidate.merge.weights is not None]
@@ -83,7 +81,7 @@ def test_weights_are_searched_for_a_method_that_takes_some(grouped: bool) -> Non
     assert any(t.candidate.groups for t in trials) == grouped
     space = make_space({"methods": ["knots"], "scales": [0.5, 1.0]})
     trials = search(
-        space, space.merges(), cast(Evaluator, SimpleNamespace(trial=loss)), Budget(), Around(64, weighted=2)
+        space, space.merges(), cast(Evaluator, SimpleNamespace(trial=loss)), Budget(), Varied(64, weighted=2)
     )
     assert not any(t.candidate.merge.weights for t in trials)
 

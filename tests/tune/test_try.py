@@ -19,8 +19,8 @@ from tests.tune.conftest import TEXTS
 
 import actmat
 from actmat import in_memory
+from actmat.api.loading import Loaded, load_model
 from actmat.errors import OutputError, RecipeError, StatisticsError
-from actmat.extras.collect.models import Loaded, load_model
 from actmat.extras.tune import harness, trying
 
 PROMPT = "w3 w4 w5"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ from tests.tune.conftest import TEXTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import actmat
+from actmat.api.loading import load_model
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.extras.collect.data import DataOptions
-from actmat.extras.collect.models import load_model
-from actmat.extras.tune import TuneReport
-from actmat.extras.tune.answers import compare_answers, default_predict, keep_answers
-from actmat.extras.tune.evaluate import loss_of
+from actmat.extras.tune.evaluate import compare_answers, default_predict, keep_answers, loss_of
 from actmat.extras.tune.groups import patterns_for
 from actmat.extras.tune.inputs import prepare_inputs
+from actmat.extras.tune.report import TuneReport
+from actmat.extras.tune.settings import TuneProgress
 from actmat.planning.choose import depth_of
 from actmat.recipe import load_recipe
 from actmat.statistics import open_statistics
@@ -292,3 +293,26 @@ def test_patterns_match_exactly_the_names() -> None:
         "model.layers.{0,2,10}.mlp.down.weight",
         "head.weight",
     ]
+
+
+def test_experts_whose_tokenizer_has_no_pad_token_are_tuned(family: Path, tmp_path: Path) -> None:
+    for name in TEXTS:
+        place = shutil.copytree(family / "experts" / name, tmp_path / name)
+        (place / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    told: list[str] = []
+
+    class Notes(TuneProgress):
+        def note(self, text: str) -> None:
+            told.append(text)
+
+    data = {n: family / f"{n}.jsonl" for n in TEXTS}
+    space = {"methods": ["average"], "scales": [0.5, 1.0]}
+    found, known = (
+        actmat.tune(
+            family / "base", [place / n for n in TEXTS], out=tmp_path / f"best-{i}", data=data, space=space, budget=2,
+            new_tokens=2, progress=Notes(),
+        )
+        for i, place in enumerate((tmp_path, family / "experts"))
+    )  # fmt: skip
+    assert "no pad token" in told[0]
+    assert found.chosen.losses == pytest.approx(known.chosen.losses)

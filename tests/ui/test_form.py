@@ -72,7 +72,7 @@ def parsed(command: str) -> dict[str, Any]:
     ],
 )
 def test_the_command_line_reads_back_what_the_form_says(fields: dict[str, Any], settings: dict[str, Any]) -> None:
-    from actmat.cli.recipes import RecipeFlags
+    from actmat.cli.flags import RecipeFlags
 
     recipe = make_recipe({"base": "base", "experts": ["math", "code"], "out": "merged"} | fields)
     command, file = command_of(recipe, RunSettings(**settings))

@@ -12,7 +12,7 @@ from tests.helpers.browser import browser, needs_browser
 from tests.helpers.merging import Family
 
 from actmat.cli.catalogue import read_catalogue
-from actmat.extras.ui import Server
+from actmat.extras.ui.server import Server
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytestmark = [needs_browser, pytest.mark.slow]

@@ -15,7 +15,7 @@ from tests.helpers.merging import actmat
 
 from actmat.cli.catalogue import read_catalogue
 from actmat.errors import OutputError
-from actmat.extras.ui import Server
+from actmat.extras.ui.server import Server
 
 
 @pytest.fixture(scope="module")

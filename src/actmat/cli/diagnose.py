@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actmat.cli import flags
-from actmat.cli.recipes import RecipeFlags
-from actmat.cli.signature import Fields
-from actmat.extras.collect.commands.agreement import DataFlags, compare_answers, measure_on_data
+from actmat.cli.flags import DataFlags, Fields, RecipeFlags, behind, statistics_of
+from actmat.cli.listing import BAD_INPUTS, command
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -26,11 +25,19 @@ MEASURING = ("device", "device_memory", "max_memory", "threads", "exact", "execu
 """Settings of a run that writes nothing."""
 
 
+@command(
+    "look",
+    "measured, whatever the checks found",
+    f"{BAD_INPUTS}; with `--strict`, a check of severity issue found something",
+)
 def diagnose(
     *,
     recipe: Annotated[
         Path | None,
-        typer.Argument(metavar="[RECIPE.yaml|MERGED]", help="A recipe file, or the directory of a merged model."),
+        typer.Argument(
+            metavar="[RECIPE.yaml|MERGED|REPORT.json]",
+            help="A recipe file, the directory of a merged model, or a report of one.",
+        ),
     ] = None,
     given: Annotated[RecipeFlags, Fields(without=OF_OUTPUT)],
     run: Annotated[RunSettings, Fields(only=MEASURING)],
@@ -48,6 +55,8 @@ def diagnose(
     actmat diagnose -e ADAPTER1 -e ADAPTER2              (adapters: takes seconds)
     actmat diagnose recipe.yaml --out report.html
     actmat diagnose MERGED                               (its report)
+    actmat diagnose MERGED --out page.html               (the same as a page)
+    actmat diagnose report.json --out page.html
     actmat diagnose MERGED --data texts.jsonl            (answers on your data)
     actmat diagnose MERGED --statistics math=stats/math  (rho on measured inputs)
 
@@ -55,7 +64,13 @@ def diagnose(
     experts, findings of the checks, and the ten layers on which the experts
     disagree most. To measure while merging: actmat merge --diagnose.
     """
-    if recipe is not None and os.path.isdir(recipe):
+    from actmat.diagnostics.model import is_report, read_diagnosis
+
+    if recipe is not None and is_report(recipe):
+        if given.given or data.data:
+            raise typer.BadParameter(f"{recipe} is a report, of which nothing is measured: give no inputs")
+        found = read_diagnosis(recipe)
+    elif recipe is not None and os.path.isdir(recipe):
         found = _of_output(recipe, given, run, data, quiet=shown.quiet)
     elif data.data:
         raise typer.BadParameter("--data goes with a merged model that exists: actmat diagnose MERGED --data DATA")
@@ -65,7 +80,7 @@ def diagnose(
     if shown.json:
         _print_json(found, full=shown.full)
     elif not shown.quiet:
-        from actmat.cli.diagnosis import print_diagnosis
+        from actmat.cli.summary import print_diagnosis
 
         print_diagnosis(found, files)
     if strict and found.issues:
@@ -77,15 +92,19 @@ def _of_output(merged: Path, given: RecipeFlags, run: RunSettings, data: DataFla
     if "experts" in given or ("base" in given and not data.data):
         raise typer.BadParameter(f"{merged} is a merged model and names its own base and experts")
     from actmat.api import diagnose_output
-    from actmat.cli.screen import showing_progress
+    from actmat.cli.screen import counting, showing_progress
 
     base, statistics = given.values["base"], given.values["statistics"]
-    rows = compare_answers(merged, data, base=base, device=run.device, quiet=quiet) if data.data else None
+    rows = behind("data")(merged, data, base=base, device=run.device, quiet=quiet) if data.data else None
     with showing_progress("measuring", quiet=quiet) as progress:
         found = diagnose_output(merged, run, progress)
     if rows is not None:
         found = replace(found, agreement=rows)
-    return replace(found, residual_on_data=measure_on_data(merged, statistics, quiet=quiet)) if statistics else found
+    if not statistics:
+        return found
+    with counting("measuring on data", quiet=quiet) as counted:
+        measured = behind("statistics")(merged, statistics_of(statistics), progress=counted)
+    return replace(found, residual_on_data=measured)
 
 
 def _of_recipe(file: Path | None, given: RecipeFlags, run: RunSettings, *, quiet: bool) -> Diagnosis:
@@ -112,8 +131,7 @@ def _write(found: Diagnosis, out: Path | None) -> list[Path]:
 
 def _print_json(found: Diagnosis, *, full: bool) -> None:
     """The report, as `read_diagnosis` reads it if `full`, else without rows of tensors and matrices."""
-    from actmat.cli.results import print_result
-    from actmat.cli.screen import print_json
+    from actmat.cli.screen import print_json, print_result
 
     data = found.to_json()
     if full:

@@ -1,17 +1,63 @@
-"""Flags that several commands share."""
+"""Flags of commands: shared ones, those of a recipe's fields, those of the fields of a dataclass of settings."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+import os
 import shlex
-from collections.abc import Sequence
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.models import OptionInfo
+
+from actmat.checkpoints.layer_names import stack_parts
+from actmat.errors import RecipeError
+from actmat.flag import Flag
+from actmat.plugins import load
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from actmat.recipe import Recipe
+
+__all__ = [
+    "DataFlags",
+    "Fields",
+    "OutputFlags",
+    "RecipeFlags",
+    "behind",
+    "shell_command",
+    "split_name",
+    "statistics_of",
+    "with_flags",
+]
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Dtypes in which a model can run."""
+
+PANELS: Mapping[str, tuple[str, ...]] = {
+    "Options": ("base", "experts", "method", "options", "scale", "out", "plan", "json", "full", "quiet"),
+    "What is merged": (
+        *("weight", "normalize", "scope", "keep", "ties", "space", "post", "statistics", "vocabulary", "seed"),
+        *("allow_nonfinite", "any_base", "mute", "tune_scale", "average", "as_given"),
+    ),
+    "What is written": (
+        *("dtype", "compute_dtype", "quantise", "max_shard_size", "files_from", "to", "rank", "ranks", "energy"),
+        *("others", "overwrite", "durable", "sha256", "staging"),
+    ),
+    "Where it runs": (
+        *("device", "device_memory", "max_memory", "threads", "executor", "part", "finish", "check"),
+    ),
+    "Measures": ("diagnose", "exact", "strict"),
+}  # fmt: skip
+"""Panels of the help of a command that takes a recipe, the first first -> names of parameters."""
 
 RecipeFile = Annotated[
     Path | None, typer.Argument(metavar="[RECIPE.yaml]", help="A recipe file; flags replace its fields.")
@@ -24,7 +70,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of words
 Full = Annotated[bool, typer.Option("--full", help="With --json: also the lists with a row per tensor.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors, and what a script reads.")]
 """The same everywhere: no words for people. A script reads JSON (with --json), and what a command is asked to print:
-the recipe of `import`, the command of `serve-command`, the answers of `try`, the address of `ui`."""
+the recipe of `plan --as-recipe`, the command of `inspect --serve`, the answers of `try`, the address of `ui`."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +82,28 @@ class OutputFlags:
     quiet: Quiet = False
 
 
-def without_part(arguments: Sequence[str]) -> str:
-    """The command line without its part, to be continued with another `--part`.
+def shell_command(arguments: Iterable[str]) -> str:
+    """A command line of actmat, to be pasted into a shell.
 
-    >>> without_part(["merge", "a b", "--part", "1/2", "--out", "x"])
+    >>> shell_command(["merge", "a b", "--out", "x"])
     "actmat merge 'a b' --out x"
     """
-    kept = [a for before, a in zip(["", *arguments], arguments, strict=False) if "--part" not in (before, a)]
-    return shlex.join(["actmat", *(a for a in kept if not a.startswith("--part="))])
+    return shlex.join(["actmat", *arguments])
+
+
+def behind(flag: str) -> Any:
+    """The function of a flag that a plug-in serves (entry points `actmat.flags`).
+
+    Raises:
+        typer.BadParameter: no plug-in serves it here.
+    """
+    found = load("actmat.flags", flag)
+    if found is None:
+        raise typer.BadParameter(
+            f"--{flag} is served by a plug-in, and none is installed here (entry points 'actmat.flags'). Fix: "
+            "reinstall actmat with its extras: pip install --force-reinstall actmat"
+        )
+    return found
 
 
 def _data_option(flag: str, text: str, **more: Any) -> Any:
@@ -63,12 +123,290 @@ TargetColumn = Annotated[
 BatchSize = Annotated[int, _data_option("--batch-size", "Samples in one forward pass.")]
 MaxLength = Annotated[int, _data_option("--max-length", "Tokens of one text at most.")]
 ModelDtype = Annotated[str, _data_option("--dtype", "dtype of the model while it runs.")]
-Samples = Annotated[int, _data_option("--samples", "How many samples per expert at most.", min=1)]
-Data = Annotated[
-    list[str] | None,
-    _data_option(
-        "--data",
-        "File, folder or hub id of unlabelled inputs, on which a merged model is compared with its experts. NAME=DATA "
-        "gives an expert its own; once per expert.",
-    ),
-]
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """Data, how to read it, and how to load the models that answer."""
+
+    data: Annotated[
+        list[str] | None,
+        _data_option(
+            "--data",
+            "File, folder or hub id of unlabelled inputs, on which a merged model is compared with its experts. "
+            "NAME=DATA gives an expert its own; once per expert.",
+        ),
+    ] = None
+    samples: Annotated[int, _data_option("--samples", "How many samples per expert at most.", min=1)] = 64
+    split: Split = "train"
+    subset: Subset = None
+    text_column: TextColumn = None
+    image_column: ImageColumn = None
+    target_column: TargetColumn = None
+    batch_size: BatchSize = 8
+    max_length: MaxLength = 512
+    model_class: ModelClass = None
+    dtype: ModelDtype = "float32"
+
+
+# Recipes
+
+
+@dataclass(frozen=True)
+class RecipeFlags:
+    """Flags that describe recipes, by field of `Recipe` and `ExpertRef`; None for a flag that is not given."""
+
+    values: Mapping[str, Any]
+
+    def __contains__(self, field: str) -> bool:
+        return self.values.get(field) not in (None, [])
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The flags that are given."""
+        return {name: value for name, value in self.values.items() if name in self}
+
+    def recipes(self, file: Path | None) -> list[Recipe]:
+        """The recipe, or one for each combination of methods and listed option values, each with its own `out`.
+
+        Args:
+            file: a recipe file; flags replace its fields.
+
+        Raises:
+            RecipeError: the flags or the file do not make a recipe.
+        """
+        from actmat.recipe import load_recipe, make_recipe, parse_option, variants
+
+        given = self.given
+        weights, statistics = given.pop("weight", None), given.pop("statistics", None)
+        methods, options = given.pop("method", []), given.pop("options", [])
+        if "experts" in given:
+            given["experts"] = experts_of(given["experts"], weights)
+        elif weights:
+            raise RecipeError("--weight goes with --expert, one each; in a recipe file each expert has its 'weight'.")
+        if "out" in given:
+            given["out"] = str(given["out"])
+        if len(methods) == 1:
+            given["method"] = methods[0]
+        if file is None:
+            _check_complete(given)
+        recipe = make_recipe(given) if file is None else load_recipe(file, given)
+        if statistics:
+            recipe = _with_statistics(recipe, statistics)
+        choices = dict(parse_option(text) for text in options)
+        if len(choices) < len(options):
+            raise RecipeError("An option is given twice; list its values in one --option name=a,b.")
+        found = variants(recipe, methods, choices)
+        if file is None and not recipe.base:
+            _check_base(found)
+        return found
+
+
+def split_name(text: str) -> tuple[str, str]:
+    """`NAME=PLACE` as a pair; the name, which has no slash, is empty where none is given."""
+    name, equals, place = text.partition("=")
+    return (name, place) if equals and "/" not in name else ("", text)
+
+
+def statistics_of(given: Sequence[str]) -> dict[str, str] | list[str]:
+    """Values of --statistics: a mapping if all are NAME=PATH, else the paths in their order.
+
+    Raises:
+        RecipeError: a name is given twice.
+    """
+    pairs = [split_name(text) for text in given]
+    by_name = all(name for name, _ in pairs)
+    if by_name and len(dict(pairs)) < len(pairs):
+        raise RecipeError("--statistics is given twice for one expert.")
+    return dict(pairs) if by_name else list(given)
+
+
+def _check_complete(given: Mapping[str, Any]) -> None:
+    """Refuse flags without experts, or without a base for a model."""
+    missing = [flag for flag, field in (("--base", "base"), ("--expert", "experts")) if not given.get(field)]
+    if missing == ["--expert"] and stack_parts(given["base"]):
+        return
+    if missing and (missing != ["--base"] or given.get("to") == "model"):
+        raise typer.BadParameter(f"give {' and '.join(missing)}, or a recipe file (actmat merge RECIPE.yaml)")
+
+
+def _check_base(recipes: Sequence[Recipe]) -> None:
+    """Refuse recipes without a base that need one: of full checkpoints, by a method that merges deltas."""
+    from actmat.experts.resolve import needs_base
+    from actmat.reference import base_problems
+
+    if all(needs_base(e.path) for e in recipes[0].experts):
+        return
+    reasons = dict.fromkeys(p for r in recipes for p in base_problems(r))
+    if reasons:
+        raise typer.BadParameter(
+            f"give --base, or a recipe file (actmat merge RECIPE.yaml). Without a base: {'; '.join(reasons)}"
+        )
+
+
+def experts_of(given: Sequence[str], weights: Sequence[float] | None) -> list[dict[str, Any]]:
+    """Values of --expert, NAME=PATH or PATH, and of --weight, as fields of a recipe.
+
+    Raises:
+        RecipeError: another number of weights than of experts.
+    """
+    if weights and len(weights) != len(given):
+        raise RecipeError(f"There are {len(given)} experts and {len(weights)} weights; give one --weight each.")
+    experts: list[dict[str, Any]] = []
+    for i, text in enumerate(given):
+        name, path = ("", text) if os.path.exists(text) else split_name(text)
+        named = {"name": name} if name else {}
+        experts.append({"path": path, **named} | ({"weight": weights[i]} if weights else {}))
+    return experts
+
+
+def _with_statistics(recipe: Recipe, given: Sequence[str]) -> Recipe:
+    from actmat.recipe import ExpertRef, add_statistics
+
+    experts = add_statistics([e.model_dump() for e in recipe.experts], statistics_of(given))
+    return recipe.model_copy(update={"experts": tuple(ExpertRef.model_validate(e) for e in experts)})
+
+
+# Parameters from types
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Annotation of a group of flags: the command takes `only` these fields, or all `without` these."""
+
+    only: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Flags that together make one argument of a command."""
+
+    parameters: list[inspect.Parameter]
+    make: Callable[[dict[str, Any]], Any]
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with a flag for each field, in place of parameters that are `RecipeFlags` or a dataclass.
+
+    A field of the recipe is a flag if it is annotated with a `Flag`; a field of a dataclass if it is annotated with a
+    `Flag` or with a `typer.Option`. `Annotated[..., Fields(...)]` selects some of them. Typer reads the new signature.
+    """
+    declared = inspect.signature(command, eval_str=True).parameters.values()
+    groups = {p.name: group for p in declared if (group := _group(p.annotation)) is not None}
+    if not groups:
+        return command
+    parameters: list[inspect.Parameter] = []
+    for parameter in declared:
+        group = groups.get(parameter.name)
+        parameters += group.parameters if group else [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+    if any(kind is RecipeFlags for p in declared for kind in (p.annotation, *typing.get_args(p.annotation)[:1])):
+        parameters = _in_panels(parameters)
+
+    @functools.wraps(command)
+    def flat(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group.make({p.name: given.pop(p.name) for p in group.parameters})
+        command(**given)
+
+    vars(flat)["__signature__"] = inspect.Signature(parameters)
+    return flat
+
+
+def _in_panels(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
+    """Arguments, then options in the order of `PANELS`, each in its panel, others last in one more."""
+    panels = {name: panel for panel, names in PANELS.items() for name in names}
+    for parameter in parameters:
+        option = typing.get_args(parameter.annotation)[1]
+        if isinstance(option, OptionInfo) and option.rich_help_panel is None:
+            option.rich_help_panel = panels.get(parameter.name, "More")
+    ranks = {name: rank for rank, name in enumerate(panels, start=1)}
+    arguments = {p.name: 0 for p in parameters if not isinstance(typing.get_args(p.annotation)[1], OptionInfo)}
+    return sorted(parameters, key=lambda p: (ranks | arguments).get(p.name, len(panels) + 1))
+
+
+def _group(annotation: Any) -> _Group | None:
+    kind: Any
+    kind, *marks = typing.get_args(annotation) if typing.get_origin(annotation) is Annotated else (annotation,)
+    if kind is RecipeFlags:
+        from actmat.recipe import Recipe
+
+        group = _Group(list(_of_model(Recipe)), RecipeFlags)
+    elif dataclasses.is_dataclass(kind):
+        make: Any = kind
+        group = _Group(list(_of_dataclass(kind)), lambda given: make(**given))
+    else:
+        return None
+    for fields in (m for m in marks if isinstance(m, Fields)):
+        unknown = {*fields.only, *fields.without} - {p.name for p in group.parameters}
+        assert not unknown, f"{kind.__name__} has no flags for {unknown}"
+        kept = [p for p in group.parameters if p.name not in fields.without]
+        group = _Group([p for p in kept if not fields.only or p.name in fields.only], group.make)
+    return group
+
+
+def _of_model(model: type[BaseModel]) -> Iterator[inspect.Parameter]:
+    """Flags of a recipe's fields. None stands for a flag that is not given: then a recipe file decides."""
+    from actmat.recipe import ExpertRef
+
+    for name, field in model.model_fields.items():
+        for flag in (m for m in field.metadata if isinstance(m, Flag)):
+            text = flag.help.removesuffix(".") or _sentence(field.description or "")
+            if shown := _spelled(flag, field.default):
+                text += f"; default: {shown}"
+            yield _parameter(name, field.annotation, flag, text, None)
+        if name == "experts":
+            yield from _of_model(ExpertRef)
+
+
+def _of_dataclass(kind: Any) -> Iterator[inspect.Parameter]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        if typing.get_origin(hints[field.name]) is not Annotated:
+            continue
+        annotation, flag, *_ = typing.get_args(hints[field.name])
+        if isinstance(flag, Flag):
+            yield _parameter(field.name, annotation, flag, flag.help, field.default)
+        else:
+            yield _keyword(field.name, hints[field.name], field.default)
+
+
+def _parameter(name: str, annotation: Any, flag: Flag, text: str, default: Any) -> inspect.Parameter:
+    kind = flag.type or _typed(annotation)
+    kind = types.GenericAlias(list, (kind,)) if flag.repeated else kind
+    text, _, shown = text.removesuffix(".").partition("; default: ")
+    option = typer.Option(
+        *(flag.names or (f"--{name.replace('_', '-')}",)), help=f"{text} (default: {shown})." if shown else f"{text}."
+    )
+    return _keyword(name, Annotated[kind | None if default is None else kind, option], default)
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _sentence(description: str) -> str:
+    return f"{description[:1].upper()}{description[1:]}".replace("`", "'")
+
+
+def _spelled(flag: Flag, default: Any) -> str:
+    """A default as it is written on the command line: that of a switch is its name."""
+    if isinstance(default, bool):
+        on, _, off = flag.names[0].partition("/") if flag.names else ("", "", "")
+        return on if default else off
+    return str(default) if isinstance(default, str | int | float) else ""
+
+
+def _typed(annotation: Any) -> Any:
+    """Type of a flag's value. Texts are passed on for choices and structures: the recipe's schema judges them."""
+    origin = typing.get_origin(annotation)
+    kinds = [_typed(a) for a in typing.get_args(annotation) if a is not types.NoneType]
+    if origin is Annotated:
+        return kinds[0]
+    if origin is tuple:
+        return types.GenericAlias(list, (kinds[0],))
+    if origin is dict:
+        return list[str]
+    if origin in (typing.Union, types.UnionType):
+        return str if str in kinds else kinds[0]
+    return annotation if annotation in (bool, int, float, Path) else str

@@ -1,14 +1,17 @@
-"""`actmat inspect`: the content of a checkpoint or of an adapter, from its headers."""
+"""`actmat inspect`: the content of a checkpoint or of an adapter, from its headers; how to load it; earlier merges."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from actmat.cli import flags
+from actmat.cli.listing import command
 
 if TYPE_CHECKING:
     from actmat.checkpoints.base import Checkpoint
@@ -17,15 +20,63 @@ if TYPE_CHECKING:
 __all__ = ["inspect"]
 
 
+def _history(flag: str, text: str) -> Any:
+    return typer.Option(flag, help=text, rich_help_panel="Earlier merges")
+
+
+@command(
+    "look",
+    "described",
+    "no checkpoint or adapter that can be read; with `--serve --quiet`, vLLM cannot serve it; with `--contains` or "
+    "`--made`, no merge was found",
+)
 def inspect(
-    checkpoint: Annotated[str, typer.Argument(help="Directory, file, hub id or URL.")],
+    places: Annotated[list[str], typer.Argument(metavar="CHECKPOINT", help="Directory, file, hub id or URL.")],
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Print the commands that load a merged model: vLLM's and transformers'.")
+    ] = False,
+    history: Annotated[
+        bool, _history("--history", "List the merges in these folders; two merges: what changed between them.")
+    ] = False,
+    contains: Annotated[
+        str | None, _history("--contains", "Only merges of this expert: name, folder, hub id or hash.")
+    ] = None,
+    made: Annotated[
+        Path | None, _history("--made", "Only merges that wrote this file; their recipes are printed.")
+    ] = None,
     json: flags.Json = False,
     every: Annotated[bool, typer.Option("--all", "--full", help="One line per tensor; in JSON, a row.")] = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Show tensors, roles, dtypes, shards, ties and parameters of a checkpoint; no tensor is read."""
+    """Show tensors, roles, dtypes, shards, ties and parameters of a checkpoint; no tensor is read.
+
+    actmat inspect MERGED --serve                                (how to load it)
+    actmat inspect --history merges                              (earlier merges)
+    actmat inspect --history merges --contains experts/math      (which hold it?)
+    actmat inspect --history merges --made model.safetensors     (which made it?)
+    actmat inspect --history merges/old merges/new               (what changed?)
+
+    With --serve --quiet only the command of vLLM is printed, or the reason why
+    vLLM cannot serve the model, with exit code 1. Earlier merges are found by
+    the manifests that they left; experts and files by the hashes of their
+    content, wherever they lie now.
+    """
+    if history or contains is not None or made is not None:
+        if not history or serve:
+            raise typer.BadParameter("--contains and --made go with --history, and --serve does not")
+        flags.behind("history")([Path(p) for p in places], contains, made, json=json, quiet=quiet)
+        return
+    if len(places) > 1:
+        raise typer.BadParameter(f"inspect takes one checkpoint, or several with --history; got {' '.join(places)}")
+    if serve:
+        _print_serving(places[0], json=json, quiet=quiet)
+    else:
+        _print_content(places[0], json=json, every=every, quiet=quiet)
+
+
+def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> None:
     from actmat.checkpoints.resolve import open_checkpoint
-    from actmat.cli.results import print_result
+    from actmat.cli.screen import print_result
     from actmat.experts.resolve import needs_base
     from actmat.layout import resolve_layout
 
@@ -38,6 +89,29 @@ def inspect(
         print_result("inspect", data, long=("tensors", "modules", "full_tensors", "base_copies"), full=every)
     elif not quiet:
         show(data, every=every)
+
+
+def _print_serving(out: str, *, json: bool, quiet: bool) -> None:
+    """Print the commands that load an output."""
+    from actmat.cli.screen import print_result
+    from actmat.cli.streams import say
+    from actmat.foreign import terminal
+    from actmat.serving import serving_commands
+
+    found = serving_commands(out)
+    if json:
+        print_result("serve", dataclasses.asdict(found))
+    elif not quiet:
+        if found.vllm:
+            typer.echo(f"# vLLM\n{terminal(found.vllm)}\n")
+        typer.echo("\n".join(["# Python", *map(terminal, found.python)]))
+        for note in found.notes:
+            typer.echo(f"# {terminal(note)}")
+    elif found.vllm:
+        typer.echo(terminal(found.vllm))
+    else:
+        say("\n".join(f"actmat: {terminal(note)}" for note in found.notes))
+        raise typer.Exit(1)
 
 
 def _describe(opened: Checkpoint, layouts: LayoutMap) -> dict[str, Any]:
@@ -137,18 +211,26 @@ def _describe_adapter(location: str) -> dict[str, Any]:
             "dtypes": dict(Counter(s.dtype for s in specs.values())),
             "problems": list(adapter.problems),
         }
-        return data | describe_adapter(location, adapter)
+        return {**data, **describe_adapter(location, adapter)}
 
 
 def _print_adapter(data: Mapping[str, Any], *, every: bool) -> None:
+    from actmat.cli.screen import console, escape
+
+    (_print_changes if "needs_base" in data else _print_factors)(data, every=every)
+    for name, shape in data["full_tensors"].items():
+        console.print(f"trained in full: {escape(name)} {'x'.join(map(str, shape))}")
+    for problem in data["problems"]:
+        console.print(f"[red]problem[/red]: {escape(problem)}")
+
+
+def _print_factors(data: Mapping[str, Any], *, every: bool) -> None:
+    """An adapter of pairs of factors, which can be merged without a base."""
     from actmat.cli.screen import console, escape, first_to_last, plain_table
     from actmat.errors import format_size
 
     place = f"[bold]{escape(data['location'])}[/bold]"
     of = escape(data["base_model"] or "an unnamed base")
-    if "needs_base" in data:
-        _print_changes(data, every=every)
-        return
     if data["adapter"] == "lora":
         console.print(f"{place}: LoRA adapter of {of}")
     elif data["adapter"] in ("kohya", "diffusers"):
@@ -168,10 +250,6 @@ def _print_adapter(data: Mapping[str, Any], *, every: bool) -> None:
     for key, names in groups.items():
         table.add_row(str(len(names)), *map(str, key[:4]), escape(first_to_last(names)))
     console.print(table)
-    for name, shape in data["full_tensors"].items():
-        console.print(f"trained in full: {escape(name)} {'x'.join(map(str, shape))}")
-    for problem in data["problems"]:
-        console.print(f"[red]problem[/red]: {escape(problem)}")
 
 
 def _print_changes(data: Mapping[str, Any], *, every: bool) -> None:
@@ -193,7 +271,3 @@ def _print_changes(data: Mapping[str, Any], *, every: bool) -> None:
     for key, names in groups.items():
         table.add_row(str(len(names)), key[0], escape(key[1]), escape(first_to_last(names)))
     console.print(table)
-    for name, shape in data["full_tensors"].items():
-        console.print(f"trained in full: {escape(name)} {'x'.join(map(str, shape))}")
-    for problem in data["problems"]:
-        console.print(f"[red]problem[/red]: {escape(problem)}")

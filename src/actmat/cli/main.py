@@ -1,4 +1,4 @@
-"""`actmat`: the command line. Every command has a file of its own, imported when it is called or listed."""
+"""`actmat`: the command line: settings of the process, signals, exit codes of errors."""
 
 from __future__ import annotations
 
@@ -6,71 +6,54 @@ import atexit
 import contextlib
 import ctypes
 import gc
-import importlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import typer
-import typer.main
 
-from actmat.cli.exits import EXITS
-from actmat.cli.extensions import ExtensibleGroup, as_command
-from actmat.cli.signals import Stopped, stopped_by_signals
-from actmat.cli.signature import resolved
-from actmat.cli.streams import checked_stdout, open_closed_streams, say, starting
+from actmat.cli.listing import Commands
+from actmat.cli.streams import checked_stdout, open_closed_streams, say
 from actmat.errors import MergeError, memory_errors
 from actmat.foreign import terminal
 from actmat.version import __version__
 
-__all__ = ["COMMANDS", "app", "main"]
-
-COMMANDS = {
-    "merge": "merge",
-    "average": "average",
-    "plan": "plan",
-    "diagnose": "diagnose",
-    "finish": "finish",
-    "extract": "extract",
-    "push": "push",
-    "serve-command": "serve_command",
-    "methods": "methods",
-    "inspect": "inspect",
-    "verify": "verify",
-    "demo": "demo",
-}
-"""Name of a command -> its module in `actmat.cli`, which has a function or a `typer.Typer` of the module's name; in the
-order of `actmat --help`."""
-
-FROM_RECIPES = frozenset({"merge", "average", "plan", "diagnose", "try", "tune", "extract"})
-"""Commands whose flags come from the recipe's schema, which takes long to import: enough for their own help."""
-
-LONG = frozenset({"merge", "average", "try", "tune", "export", "extract"})
-"""Commands that begin with importing torch, and say so."""
+__all__ = ["app", "main"]
 
 
-class _Commands(ExtensibleGroup):
-    """The commands. Deferred ones get their flags when they are called; an interruption says how to go on."""
+class Stopped(KeyboardInterrupt):
+    """SIGTERM or SIGHUP arrived."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        """All commands: imports them."""
-        return [*COMMANDS, *(name for name in super().list_commands(ctx) if name not in COMMANDS)]
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(signal.Signals(number).name)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command, imported when it is asked for first."""
-        if cmd_name in COMMANDS and cmd_name not in self.commands:
-            module = COMMANDS[cmd_name]
-            found = getattr(importlib.import_module(f"actmat.cli.{module}"), module)
-            self.commands[cmd_name] = as_command(cmd_name, found, defer=cmd_name in FROM_RECIPES)
-        return super().get_command(ctx, cmd_name)
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, command, rest = super().resolve_command(ctx, args)
-        if name in LONG:
-            starting(name, rest)
-        return name, _with_exit_codes(name, resolved(command)), rest
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Stopped(number)
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Raise `Stopped` on SIGTERM and SIGHUP, unless they are ignored (`nohup`) or handled already."""
+    known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows has no SIGHUP
+    names = known if threading.current_thread() is threading.main_thread() else []
+    taken = [n for n in names if signal.getsignal(n) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, _stop)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+class _Application(Commands):
+    """All commands. An interruption says how to go on; a broken stdout ends the command."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with checked_stdout(), _printable_usage_errors():  # --help prints here
@@ -85,15 +68,6 @@ class _Commands(ExtensibleGroup):
             said = _notes(stop) or ("the same command goes on where it stopped.",)
             say("; ".join([f"actmat: stopped by {stop}" if by_signal else "actmat: interrupted", *said]))
             raise typer.Exit(128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)) from None
-
-
-def _with_exit_codes(name: str, command: Any) -> Any:
-    """The command, or a group and all its commands, with its exit codes below its help."""
-    if name in EXITS:
-        codes = "; ".join(f"{code} {meaning.replace('`', '')}" for code, meaning in EXITS[name].items())
-        for each in (command, *getattr(command, "commands", {}).values()):
-            each.epilog = f"Exit codes: {codes}. Others: see 'actmat --help'."
-    return command
 
 
 def _notes(error: BaseException) -> tuple[str, ...]:
@@ -126,7 +100,7 @@ def _hint(error: Any) -> str:
 
 app = typer.Typer(
     name="actmat",
-    cls=_Commands,
+    cls=_Application,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -179,12 +153,15 @@ def main() -> None:
         with stopped_by_signals(), memory_errors():
             app()
     except MergeError as error:
-        is_terminal = sys.stderr is not None and sys.stderr.isatty()
-        say("\n".join([f"actmat: {error}", *_notes(error)]), fg="red" if is_terminal else None)
-        sys.exit(error.exit_code)
+        _fail(str(error), error, error.exit_code)
     except Exception as error:  # noqa: BLE001 - no error ends in a traceback
         from actmat.cli.bug import describe_bug
 
-        is_terminal = sys.stderr is not None and sys.stderr.isatty()
-        say("\n".join([f"actmat: {describe_bug(error, sys.argv)}", *_notes(error)]), fg="red" if is_terminal else None)
-        sys.exit(MergeError.exit_code)
+        _fail(describe_bug(error, sys.argv), error, MergeError.exit_code)
+
+
+def _fail(message: str, error: Exception, code: int) -> None:
+    """End the process with a message, in red on a terminal."""
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    say("\n".join([f"actmat: {message}", *_notes(error)]), fg="red" if is_terminal else None)
+    sys.exit(code)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from actmat.cli import flags
-from actmat.cli.recipes import RecipeFlags
+from actmat.cli.flags import RecipeFlags
+from actmat.cli.listing import BAD_INPUTS, command
 from actmat.cli.streams import optional_stdout
 from actmat.settings import RunSettings
 
@@ -21,14 +23,41 @@ if TYPE_CHECKING:
 
 __all__ = ["merge"]
 
+OF_AVERAGES = ("out", "dtype", "compute_dtype", "max_shard_size", "allow_nonfinite", "ties")
+"""Fields of a recipe that an average of checkpoints takes."""
 
+
+@command(
+    "merge",
+    "merged, or found complete and intact",
+    f"{BAD_INPUTS}; with `--strict`, a check of severity issue found something (the output stays); with `--finish`, a "
+    "part is missing or damaged: the command that makes it is named",
+    imports_torch=True,
+)
 def merge(
     *,
-    recipe: flags.RecipeFile = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RECIPE.yaml",
+            help="A recipe file; flags replace its fields. With --average: the checkpoints.",
+        ),
+    ] = None,
     given: RecipeFlags,
     run: RunSettings,
-    strict: flags.Strict = False,
-    part: flags.PartOption = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Show what would be done, as 'actmat plan'.")] = False,
+    average: Annotated[
+        str | None,
+        typer.Option(
+            "--average",
+            metavar="WEIGHTS",
+            help="Average checkpoints of one run, without a base: uniform, linear, ema:DECAY, wsd, or "
+            "a number per checkpoint.",
+        ),
+    ] = None,
+    as_given: Annotated[
+        bool, typer.Option("--as-given", help="With --average: keep this order (default: by step numbers).")
+    ] = False,
     tune_scale: Annotated[
         list[str] | None,
         typer.Option(
@@ -37,6 +66,14 @@ def merge(
             help="Choose the scale by unlabelled inputs of the experts; NAME=DATA, once per expert.",
         ),
     ] = None,
+    part: flags.PartOption = None,
+    finish: Annotated[
+        Path | None, typer.Option("--finish", metavar="OUT", help="Make one output of the parts that are in OUT.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="With --finish: hash every tensor again as it lies on the disk.")
+    ] = True,
+    strict: flags.Strict = False,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
@@ -46,18 +83,26 @@ def merge(
     actmat merge -b BASE -e E1 -e E2 -m ties -o density=0.3 --out MERGED
     actmat merge -e ADAPTER1 -e ADAPTER2 --out MERGED   (LoRA adapters, no base)
     actmat merge recipe.yaml --out MERGED
+    actmat merge --average uniform step-*/ --out MERGED (of one training run)
 
     Several --method, or several values of an --option, give one output each,
     below OUT. An output is a directory that from_pretrained loads. It appears
     when it is complete; the same command continues an interrupted merge.
     With --part 3/16, it is made in parts by as many processes, on machines that
-    share its folder; 'actmat finish OUT' completes it.
+    share its folder; 'actmat merge --finish OUT' completes it.
     With --tune-scale math=math.jsonl --tune-scale code=code.jsonl, the scale is
     the one at which the merged model answers most as the experts do ('actmat
     tune' searches methods, too).
-    'actmat plan' shows beforehand what will happen to every tensor.
     """
-    recipes = given.recipes(recipe)
+    if finish is not None:
+        _finish(finish, run, given, inputs, check=check, json=json, quiet=quiet)
+        return
+    recipes = _recipes(inputs, given, average, as_given=as_given)
+    if plan:
+        from actmat.cli.plan import show_plans
+
+        show_plans(recipes, run, part, json=json, quiet=quiet)
+        return
     if (strict or run.exact) and not run.diagnose:
         raise typer.BadParameter("--strict and --exact go with --diagnose")
     if any(r.out is None for r in recipes):
@@ -68,20 +113,49 @@ def merge(
         _merge_part(recipes, part, run, json=json, quiet=quiet)
         return
     if tune_scale:
-        reports = _merge_at_tuned_scale(recipes, tune_scale, run, given, quiet=quiet or json)
-        _end(reports, strict=strict, json=json)
-        return
+        if "scale" in given:
+            raise typer.BadParameter("--tune-scale chooses the scale: drop --scale")
+        reports = flags.behind("tune-scale")(recipes, tune_scale, run, quiet=quiet or json)
+    else:
+        reports = _merge(recipes, run, quiet=quiet or json)
+    if json:
+        from actmat.cli.screen import print_result
+        from actmat.cli.summary import merge_data
+
+        with optional_stdout("The merge is complete."):
+            print_result("merge", {"outputs": [merge_data(r) for r in reports]})
+    if strict and any(r.diagnosis is not None and r.diagnosis.issues for r in reports):
+        raise typer.Exit(1)
+
+
+def _recipes(inputs: list[str] | None, given: RecipeFlags, average: str | None, *, as_given: bool) -> list[Recipe]:
+    """The recipes of the flags, or that of an average."""
+    if average is None:
+        if as_given:
+            raise typer.BadParameter("--as-given goes with --average")
+        if inputs and len(inputs) > 1:
+            raise typer.BadParameter(f"unexpected extra arguments ({' '.join(inputs[1:])})")
+        return given.recipes(Path(inputs[0]) if inputs else None)
+    from actmat.api import average_recipe
+
+    if others := sorted(given.given.keys() - set(OF_AVERAGES)):
+        raise typer.BadParameter(f"--average takes checkpoints and no {', '.join(others)}")
+    return [average_recipe(inputs or [], average, as_given=as_given, **given.given)]
+
+
+def _merge(recipes: Sequence[Recipe], run: RunSettings, *, quiet: bool) -> list[MergeReport]:
+    """Merge, with a progress bar, and print a summary."""
     from actmat.api import run_recipes
 
-    with _showing(recipes, quiet=quiet or json) as progress:
+    with _showing(recipes, quiet=quiet) as progress:
         reports = run_recipes(recipes, run, progress)
-    if not quiet and not json:
+    if not quiet:
         from actmat.cli.summary import print_summary
 
         with optional_stdout("The merge is complete."):
             for report in reports:
                 print_summary(report)
-    _end(reports, strict=strict, json=json)
+    return reports
 
 
 @contextmanager
@@ -94,60 +168,50 @@ def _showing(recipes: Sequence[Recipe], *, quiet: bool) -> Iterator[MergeProgres
         yield progress
 
 
-def _end(reports: Sequence[MergeReport], *, strict: bool, json: bool) -> None:
-    """Print JSON if that was asked for; exit with 1 if checks found something and that was asked for."""
-    if json:
-        from actmat.cli.results import merge_data, print_result
-
-        with optional_stdout("The merge is complete."):
-            print_result("merge", {"outputs": [merge_data(r) for r in reports]})
-    if strict and any(r.diagnosis is not None and r.diagnosis.issues for r in reports):
-        raise typer.Exit(1)
-
-
-def _merge_at_tuned_scale(
-    recipes: list[Recipe], data: Sequence[str], run: RunSettings, given: RecipeFlags, *, quiet: bool
-) -> list[MergeReport]:
-    """Choose the scale of every recipe, merge, and say what was done."""
-    if "scale" in given:
-        raise typer.BadParameter("--tune-scale chooses the scale: drop --scale")
-    from actmat.extras.collect.commands.agreement import pairs_of
-    from actmat.extras.tune.commands.searching import merge_at_tuned_scales, print_search
-
-    reports = merge_at_tuned_scales(recipes, pairs_of(data, "--tune-scale"), run, quiet=quiet)
-    if not quiet:
-        from actmat.cli.summary import print_summary
-
-        with optional_stdout("The merge is complete."):
-            for report in reports:
-                print_summary(report.merged)
-                print_search(report)
-    return [r.merged for r in reports]
-
-
 def _merge_part(recipes: Sequence[Recipe], text: str, run: RunSettings, *, json: bool, quiet: bool) -> None:
-    """Run one part and say what it did."""
+    """Run one part and print its result."""
     if len(recipes) > 1:
         raise typer.BadParameter("--part goes with one method and one value of each option")
-    from actmat.cli.screen import console, escape, showing_progress
+    from actmat.cli.screen import console, escape, print_result, showing_progress
     from actmat.engine.shares import Part
     from actmat.parts import run_part
 
     part = Part.parse(text)
-    with showing_progress(f"part {part}", quiet=quiet) as progress:
-        report = run_part(recipes[0], part, run, progress, command=flags.without_part(sys.argv[1:]))
-    if json:
-        from actmat.cli.results import print_result
-
-        done = {"part": str(part), "out": str(report.out), "tensors": report.items, "resumed": report.resumed}
-        with optional_stdout("The part is complete."):
-            print_result("merge", {"outputs": [], "part": {**done, "was_finished": report.was_finished}})
-    if quiet or json:
-        return
+    arguments = sys.argv[1:]  # those of another part: without --part
+    kept = [a for before, a in zip(["", *arguments], arguments, strict=False) if "--part" not in (before, a)]
+    again = flags.shell_command(a for a in kept if not a.startswith("--part="))
+    with showing_progress(f"part {part}", quiet=quiet or json) as progress:
+        report = run_part(recipes[0], part, run, progress, command=again)
     with optional_stdout("The part is complete."):
+        if json:
+            done = {"part": str(part), "out": str(report.out), "tensors": report.items, "resumed": report.resumed}
+            print_result("merge", {"outputs": [], "part": {**done, "was_finished": report.was_finished}})
+        if quiet or json:
+            return
         if report.was_finished:
             console.print(f"{escape(report.out)} is complete: all parts were finished earlier; nothing was done")
             return
         console.print(f"part {part} of [bold]{escape(report.out)}[/bold]: {report.items} tensors", end="")
         console.print(f", {report.resumed} of them from an earlier attempt" if report.resumed else "")
-        console.print(f"  in {report.seconds:.1f} s; when all parts are there: actmat finish {escape(report.out)}")
+        seconds, out = f"{report.seconds:.1f} s", escape(report.out)
+        console.print(f"  in {seconds}; when all parts are there: actmat merge --finish {out}")
+
+
+def _finish(
+    out: Path, run: RunSettings, given: RecipeFlags, inputs: list[str] | None, *, check: bool, json: bool, quiet: bool
+) -> None:
+    """Complete a merge that was made in parts, or verify one that is complete."""
+    if given.given or inputs:
+        raise typer.BadParameter("--finish takes the recipe of the parts: give no other inputs")
+    from actmat.cli.screen import print_result
+    from actmat.cli.summary import finished_data, print_finished
+    from actmat.finishing import finish_parts
+
+    report = finish_parts(
+        out, check=check, overwrite=run.overwrite, durable=run.durable, sha256=run.sha256, threads=run.threads
+    )
+    with optional_stdout("The merge is complete."):
+        if json:
+            print_result("finish", finished_data(report, out))
+        elif not quiet:
+            print_finished(report, out)

@@ -7,10 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from actmat.cli import flags
+from actmat.cli.listing import command
 
 __all__ = ["methods"]
 
 
+@command("choose", "listed", "there is no such method")
 def methods(
     name: Annotated[str | None, typer.Argument(help="Show this method in full.")] = None,
     json: flags.Json = False,
@@ -19,7 +21,7 @@ def methods(
 ) -> None:
     """List the merge methods; with a NAME, its equation, options, defaults, needs and reference."""
     from actmat.cli.catalogue import read_catalogue
-    from actmat.cli.results import print_result
+    from actmat.cli.screen import print_result
 
     known = read_catalogue()
     chosen = [known[name]] if name in known else _others(name)

@@ -2,48 +2,74 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from actmat.cli import flags
-from actmat.cli.recipes import RecipeFlags
-from actmat.cli.signature import Fields
+from actmat.cli.flags import Fields, RecipeFlags
+from actmat.cli.listing import command
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
     from actmat.planning import MergePlan
+    from actmat.recipe import Recipe
 
-__all__ = ["compact", "plan"]
+__all__ = ["plan", "show_plans"]
 
 
+@command("merge", "the merge can be done")
 def plan(
     *,
     recipe: flags.RecipeFile = None,
     given: Annotated[RecipeFlags, Fields(without=("out",))],
     run: Annotated[RunSettings, Fields(only=("device", "device_memory"))],
-    json: flags.Json = False,
     part: flags.PartOption = None,
+    as_recipe: Annotated[
+        bool, typer.Option("--as-recipe", help="Print the recipe as YAML, also that of a mergekit configuration.")
+    ] = False,
     full: Annotated[bool, typer.Option("--full", "--all", help="One line per tensor instead of groups.")] = False,
+    json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
     """Show what 'actmat merge' would do with the same inputs; nothing is written, no tensor is read.
 
+    actmat plan -b BASE -e EXPERT1 -e EXPERT2
+    actmat plan mergekit.yml --as-recipe > recipe.yaml
+
     Prints for groups of tensors what happens to them and why, the bytes to read
     and write, the peak of memory and a rough time. If the inputs do not fit
     together, all problems are listed and the exit code is 1. --part 3/16 shows
-    what that part would do.
+    what that part would do. With --as-recipe no model is opened: a field of
+    another tool that has no counterpart is an error which lists all of them.
     """
+    recipes = given.recipes(recipe)
+    if as_recipe:
+        _print_recipe(recipes, json=json, quiet=quiet)
+    else:
+        show_plans(recipes, run, part, full=full, json=json, quiet=quiet)
+
+
+def show_plans(
+    recipes: Sequence[Recipe], run: RunSettings, part: str | None, *, full: bool = False, json: bool, quiet: bool
+) -> None:
+    """Plan the recipes and print the plans, or the share of one part."""
     from actmat.api import plan_recipe
 
-    plans = [plan_recipe(r, device=run.device, device_memory=run.device_memory) for r in given.recipes(recipe)]
+    plans = [plan_recipe(r, device=run.device, device_memory=run.device_memory) for r in recipes]
     if part is not None:
         _print_part(plans, part, json=json, full=full, quiet=quiet)
         return
     if json:
-        _print_json(plans, full=full)
+        from actmat.cli.screen import print_json, print_result
+        from actmat.cli.summary import compact_plan
+
+        if full:  # as `MergePlan.from_json` reads them
+            data = [plan.to_json() for plan in plans]
+            print_json(data[0] if len(data) == 1 else data)
+        else:
+            print_result("plan", {"plans": [compact_plan(plan) for plan in plans]})
     if json or quiet:
         return
     from actmat.cli.summary import print_plan
@@ -52,56 +78,36 @@ def plan(
         print_plan(one, full=full)
 
 
-def _print_json(plans: Sequence[MergePlan], *, full: bool) -> None:
-    """Groups of tensors; if `full`, the plans as `MergePlan.from_json` reads them."""
-    from actmat.cli.results import print_result
-    from actmat.cli.screen import print_json
+def _print_recipe(recipes: Sequence[Recipe], *, json: bool, quiet: bool) -> None:
+    """Print a recipe on stdout, and its notes on stderr unless `quiet`."""
+    if len(recipes) > 1:
+        raise typer.BadParameter("--as-recipe goes with one method and one value of each option")
+    from actmat.cli.screen import print_result
+    from actmat.cli.streams import say
+    from actmat.recipe import recipe_yaml
 
-    if full:
-        data = [plan.to_json() for plan in plans]
-        print_json(data[0] if len(data) == 1 else data)
+    (recipe,) = recipes
+    if json:
+        fields = recipe.model_dump(mode="json", exclude_defaults=True)
+        print_result("recipe", {"recipe": fields, "notes": list(recipe.notes)})
     else:
-        print_result("plan", {"plans": [compact(plan) for plan in plans]})
-
-
-def compact(plan: MergePlan) -> dict[str, Any]:
-    """A plan without its tensors: how many have the same action for the same reason, and totals."""
-    groups = Counter((i.action, i.call.method if i.call else None, i.reason) for i in plan.items)
-    first = {key: i.name for i in reversed(plan.items) for key in [(i.action, i.call and i.call.method, i.reason)]}
-    rows = [
-        {"action": key[0], "method": key[1], "count": n, "reason": key[2], "first": first[key]}
-        for key, n in groups.items()
-    ]
-    return {
-        "kind": plan.output,
-        "method": plan.recipe.method,
-        "base": plan.recipe.base,
-        "experts": [e.label for e in plan.experts],
-        "family": plan.family,
-        "items": len(plan.items),
-        "groups": rows,
-        "kept": len(plan.kept),
-        "read_bytes": plan.read_bytes,
-        "write_bytes": plan.write_bytes,
-        "peak_bytes": plan.peak_bytes(1),
-        "seconds_one_worker": plan.seconds,
-        "device": plan.device,
-        "notes": list(plan.notes),
-    }
+        typer.echo(recipe_yaml(recipe), nl=False)
+    for note in recipe.notes if not quiet else ():
+        say(f"note: {note}")
 
 
 def _print_part(plans: Sequence[MergePlan], text: str, *, json: bool, full: bool, quiet: bool) -> None:
     """Print the share of one part."""
     if len(plans) > 1:
         raise typer.BadParameter("--part goes with one method and one value of each option")
-    from actmat.cli.summary import print_part
     from actmat.engine.shares import Part, plan_part
 
     share = plan_part(plans[0], Part.parse(text))
     if json:
-        from actmat.cli.results import print_result
+        from actmat.cli.screen import print_result
 
         print_result("plan", {"plans": [], "part": share.to_json()})
-    if json or quiet:
-        return
-    print_part(plans[0], share, full=full)
+    elif not quiet:
+        from actmat.cli.summary import print_part
+
+        print_part(plans[0], share, full=full)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actmat.cli import flags
+from actmat.cli.listing import command
 from actmat.cli.streams import optional_stdout
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["push"]
 
 
+@command("share", "sent, or listed with `--dry-run`", "no finished merge, or the hub refuses it")
 def push(
     out: Annotated[Path, typer.Argument(help="Directory of a merged model or adapter.")],
     repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository of the hub; made if it is not there.")],
@@ -37,14 +39,12 @@ def push(
     push sent: the same command goes on. Log in before: hf auth login.
     """
     from actmat.api.pushing import push as send
-    from actmat.cli.screen import hub_bars
+    from actmat.cli.screen import hub_bars, print_result
 
     with hub_bars(quiet=quiet or json):
         report = send(out, repo, public=public, overwrite=overwrite, dry_run=dry_run, check=check)
     with optional_stdout("The push is complete." if report.url else ""):
         if json:
-            from actmat.cli.results import print_result
-
             print_result("push", dataclasses.asdict(report))
         elif not quiet:
             _print(report, out)

@@ -1,21 +1,33 @@
-"""Output of commands: consoles for stdout and stderr, tables, progress bars, JSON."""
+"""Output of commands: consoles for stdout and stderr, tables, progress bars, JSON.
+
+Lines that are longer than the terminal are continued with an indentation, on a terminal and in a pipe: a part of a long
+name in a downloaded file could otherwise begin a line and be taken for one of ours.
+
+JSON is one object per command on stdout, compact unless all is wanted. It begins with `schema`, the name and version of
+its layout, such as `actmat.verify/1`. A version grows when a field is renamed, is removed or means something else;
+new fields may appear at any time. Lists with a row per tensor are left out unless `--full` is given; `left_out` says
+which, and how long they are. `docs/commands/README.md` has the table.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import typer
+from rich.cells import cell_len, chop_cells
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape as escape_markup
+from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from actmat.cli.streams import Notes
-from actmat.cli.wrapping import Hanging
 from actmat.foreign import terminal
 
 if TYPE_CHECKING:
@@ -24,8 +36,77 @@ if TYPE_CHECKING:
     from actmat.planning import MergePlan
 
 
+LAYOUTS: Mapping[str, int] = dict.fromkeys(
+    (
+        *("merge", "finish", "plan", "recipe", "extract", "demo", "inspect", "serve", "history", "verify", "diagnose"),
+        *("compare", "methods", "tune", "try", "push", "export", "statistics", "analyze", "experiment", "ui"),
+    ),
+    1,
+)
+"""Version of each layout of JSON."""
+
 CELL_INDENT = 2
 """Of what does not fit into the width of a first column."""
+
+INDENT = 4
+_START = re.compile(r"\s*(?:- )?")
+"""Beginning of a line that is not broken: its indentation and the mark of a problem."""
+_WORD = re.compile(r"\S+\s*|\s+")
+
+
+class Hanging:
+    """Text whose lines, where they do not fit, go on in indented ones; wide characters count twice."""
+
+    def __init__(self, text: str | Text, *, indent: int = INDENT) -> None:
+        self._text, self._indent = text, indent
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        text = console.render_str(self._text) if isinstance(self._text, str) else self._text
+        for line in text.split("\n", allow_blank=True):
+            indent = min(self._indent, options.max_width // 4)
+            breaks = _breaks(line.plain, options.max_width, indent)
+            for n, piece in enumerate(line.divide(breaks)):
+                piece.rstrip()
+                yield Text(" " * indent * (n > 0), no_wrap=True, overflow="ignore", end="") + piece + Text("\n")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        text = console.render_str(self._text) if isinstance(self._text, str) else self._text
+        return Measurement.get(console, options, text)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Plain text with every line that is longer than `width` cells continued in indented ones.
+
+    >>> print(wrapped("the tensor 'all good' differs", 16))
+    the tensor 'all
+        good'
+        differs
+    """
+    lines = []
+    for line in text.split("\n"):
+        ends = [*_breaks(line, width, INDENT), len(line)]
+        pieces = [line[a:b].rstrip() for a, b in zip([0, *ends], ends, strict=False)]
+        lines += [pieces[0], *(" " * INDENT + piece for piece in pieces[1:])]
+    return "\n".join(lines)
+
+
+def _breaks(line: str, width: int, indent: int) -> list[int]:
+    """Positions at which a line is broken: between words, inside those that are longer than a line."""
+    found = _START.match(line)
+    start = found.end() if found and found.end() <= width // 2 else 0
+    breaks: list[int] = []
+    column = start
+    for word in _WORD.finditer(line, start):
+        if column > (start if not breaks else indent) and column + cell_len(word[0].rstrip()) > width:
+            breaks.append(word.start())
+            column = indent
+        at, room = word.start(), max(width - column, 2)
+        while cell_len(line[at : word.end()].rstrip()) > room:
+            at += len(chop_cells(line[at : word.end()], room)[0])
+            breaks.append(at)
+            column, room = indent, max(width - indent, 2)
+        column += cell_len(line[at : word.end()])
+    return breaks
 
 
 class SafeConsole(Console):
@@ -56,6 +137,19 @@ note_console = SafeConsole(file=cast(IO[str], Notes()), highlight=False, emoji=F
 def escape(text: object) -> str:
     """Foreign text for a line with rich's markup: printable, in one line, without markup of its own."""
     return escape_markup(terminal(text))
+
+
+def print_result(layout: str, data: Mapping[str, Any], *, long: Collection[str] = (), full: bool = False) -> None:
+    """Print the JSON of a command.
+
+    Args:
+        layout: name in `LAYOUTS`.
+        data: plain data.
+        long: fields with a row per tensor, which are left out unless `full`.
+    """
+    left = {} if full else {name: len(data[name]) for name in long if name in data}
+    kept = {name: value for name, value in data.items() if name not in left}
+    print_json({"schema": f"actmat.{layout}/{LAYOUTS[layout]}", **kept, **({"left_out": left} if left else {})})
 
 
 def print_json(data: Any) -> None:

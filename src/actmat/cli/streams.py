@@ -30,7 +30,7 @@ def say(message: str, **style: Any) -> None:
     """Print a message on stderr, if that can be written to; a terminal gets its lines wrapped with an indentation."""
     try:
         if sys.stderr is not None and sys.stderr.isatty():
-            from actmat.cli.wrapping import wrapped
+            from actmat.cli.screen import wrapped
 
             message = wrapped(message, shutil.get_terminal_size().columns)
         typer.secho(message, err=True, **style)

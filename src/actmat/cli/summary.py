@@ -1,22 +1,48 @@
-"""Plans and results of merges on a terminal of 80 columns."""
+"""Plans, results and diagnoses of merges on a terminal of 80 columns, and as JSON."""
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from actmat.api.extracting import extracted_rows
+from actmat.cli.screen import console, escape, plain_table
+from actmat.diagnostics.checks.size import SIZE_CHECKS
+from actmat.diagnostics.model import AgreementRow, CheckResult, DataResidual, Diagnosis, Measure
+from actmat.errors import format_size
+from actmat.planning.model import Item, count_actions
+from actmat.planning.placement import STAGING_BYTES
+from actmat.report.words import action_counts, item_groups, plan_time, plan_traffic, plural, size_finding, size_words
+from actmat.system import usable_cores
 
 if TYPE_CHECKING:
+    from actmat.api.extracting import ExtractReport
     from actmat.engine.shares import PartPlan
+    from actmat.finishing import FinishReport
     from actmat.planning import MergePlan
-    from actmat.planning.model import Item
-    from actmat.report.totals import Norms
+    from actmat.report.totals import Norms, Totals
     from actmat.run import MergeReport
 
-__all__ = ["print_extracted", "print_part", "print_plan", "print_size", "print_summary"]
-
+__all__ = [
+    "compact_plan",
+    "extraction_data",
+    "finished_data",
+    "merge_data",
+    "print_checks",
+    "print_diagnosis",
+    "print_finished",
+    "print_part",
+    "print_plan",
+    "print_size",
+    "print_summary",
+    "size_data",
+]
 
 WORST = 3
 """Layers of an extraction that are listed by name."""
@@ -30,10 +56,6 @@ MOST_PATTERNS = 4
 
 def print_plan(plan: MergePlan, *, full: bool) -> None:
     """Groups of outputs with what happens to them and why; `full`: one line per output."""
-    from actmat.cli.screen import console, escape
-    from actmat.report.words import action_counts, plan_time, plan_traffic, plural
-    from actmat.system import usable_cores
-
     from_adapters = plan.output == "adapter" and not plan.is_extracted
     over = plural(len(plan.experts), "adapter" if from_adapters else "expert")
     over += ", into an adapter" if from_adapters else f" of {escape(plan.recipe.base)}"
@@ -52,9 +74,6 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
 
 def print_part(plan: MergePlan, share: PartPlan, *, full: bool) -> None:
     """The share of one part: its tensors, its traffic, the cost of surveys."""
-    from actmat.cli.screen import console
-    from actmat.errors import format_size
-
     total = sum(i.action != "tie" for i in plan.items)
     console.print(f"[bold]part {share.part}[/bold]: {len(share.names)} of {total} tensors")
     _print_items(plan, [plan.by_name[name] for name in share.names], {}, full=full)
@@ -71,14 +90,12 @@ def print_part(plan: MergePlan, share: PartPlan, *, full: bool) -> None:
 
 def _print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str], *, full: bool) -> None:
     """A table of outputs, in groups of the same action and reason, each with the patterns of its names."""
-    from actmat.cli.screen import console, escape, plain_table
-    from actmat.report.words import item_groups
-
     counted = "modules" if plan.output == "adapter" and not plan.is_extracted else "tensors"
     if full:
         for item in items:  # line by line: a table of 100,000 rows would take gigabytes
             shape = "x".join(map(str, item.shape)) or "scalar"
-            console.print(f"{item.action}  {escape(item.name)}  {shape}: {escape(item.reason)}")
+            way = item.kernel if item.reading is None else f"{item.kernel}, {item.reading}"
+            console.print(f"{item.action}  {escape(item.name)}  {shape} ({way}): {escape(item.reason)}")
     groups = item_groups(items if not full else (), kept)
     if not groups:
         return
@@ -94,10 +111,6 @@ def _print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str]
 
 def _devices(plan: MergePlan) -> str:
     """Number of tensors that devices merge, and the memory for them."""
-    from actmat.cli.screen import escape
-    from actmat.errors import format_size
-    from actmat.planning.placement import STAGING_BYTES
-
     moved = len(plan.on_device)
     most = max(plan.on_device, key=lambda item: item.cost.device_bytes, default=None)
     needs = "" if most is None else f"; {escape(most.name)} needs most, {format_size(most.cost.device_bytes)} of one"
@@ -120,10 +133,6 @@ def _ranks(plan: MergePlan) -> str:
 
 def print_summary(report: MergeReport) -> None:
     """Result of a merge: what was done, norms of an adapter, traffic, notes, findings if it was diagnosed."""
-    from actmat.cli.screen import console, escape
-    from actmat.errors import format_size
-    from actmat.report.words import plural
-
     plan = report.plan
     from_adapters = plan.output == "adapter" and not plan.is_extracted
     of = plural(len(plan.experts), "adapter" if from_adapters else "expert")
@@ -150,9 +159,28 @@ def print_summary(report: MergeReport) -> None:
     )
     for note in plan.notes:
         console.print(f"  note: {escape(note)}")
-    if not from_adapters and report.totals.nonfinite:
-        console.print(f"  note: {report.totals.nonfinite} NaN or Inf entries of experts were treated as unchanged")
+    if not from_adapters:
+        _print_nonfinite(report.totals)
     _print_findings(report)
+
+
+def print_finished(report: FinishReport, out: Path) -> None:
+    """Result of making one output of the parts of a merge."""
+    if report.was_finished:
+        console.print(f"{escape(out)} is complete: all its {report.tensors} tensors, and its inputs, are intact")
+        print_size(report.totals.norms, out, warn=True)
+        return
+    console.print(f"[bold]{escape(out)}[/bold]: {report.tensors} tensors of {report.parts} parts")
+    print_size(report.totals.norms, out, warn=True)
+    for note in report.notes:
+        console.print(f"  note: {escape(note)}")
+    _print_nonfinite(report.totals)
+    console.print("  all hashes in actmat_manifest.json")
+
+
+def _print_nonfinite(totals: Totals) -> None:
+    if totals.nonfinite:
+        console.print(f"  note: {totals.nonfinite} NaN or Inf entries of experts were treated as unchanged")
 
 
 def _print_report_size(report: MergeReport) -> None:
@@ -165,18 +193,12 @@ def _print_report_size(report: MergeReport) -> None:
 def _print_findings(report: MergeReport) -> None:
     """Findings, and the page that shows them, where they were asked for."""
     if report.diagnosis is not None:
-        from actmat.cli.diagnosis import print_checks
-        from actmat.cli.screen import console, escape
-
         print_checks(report.diagnosis.checks)
         console.print(f"report: {escape(report.out)}/report.html", soft_wrap=True)
 
 
 def print_extracted(report: MergeReport) -> None:
     """Layers, ranks and errors of an adapter that was extracted, and what it holds besides them or lacks."""
-    from actmat.api.extracting import extracted_rows
-    from actmat.cli.screen import console, escape
-
     rows = extracted_rows(report.manifest)
     factored = [r for r in rows if r["kind"] == "factored"]
     ranks = sorted({r["rank"] for r in factored})
@@ -207,10 +229,6 @@ def print_size(norms: Norms | None, out: Path | str, *, warn: bool, muted: Seque
         warn: warn where it is far off; a diagnosis says more.
         muted: codes of checks that shall not count.
     """
-    from actmat.cli.screen import console, escape
-    from actmat.diagnostics.checks.size import SIZE_CHECKS
-    from actmat.report.words import size_finding, size_words
-
     if norms is None or not (words := size_words(norms)):
         return
     console.print(f"  size: {words} (norm {norms.merged:.3g})")
@@ -224,7 +242,6 @@ def print_size(norms: Norms | None, out: Path | str, *, warn: bool, muted: Seque
 
 
 def _model_lines(report: MergeReport) -> list[str]:
-    from actmat.planning.model import count_actions
 
     words = {"merge": "merged", "average": "averaged", "copy": "copied", "tie": "tied"}
     counts = ", ".join(f"{n} {words[a]}" for a, n in count_actions(report.plan.items).items() if n)
@@ -239,3 +256,207 @@ def _adapter_lines(report: MergeReport) -> list[str]:
     counts = f"{len(modules)} module{'s' * (len(modules) != 1)} of rank {rank}, {full} full tensor{'s' * (full != 1)}"
     error = report.totals.relative_error
     return [counts, f"truncated to this rank: relative error {error:.2g}" if error else "exact: nothing was truncated"]
+
+
+# JSON
+
+
+def merge_data(report: MergeReport) -> dict[str, Any]:
+    """One output of a merge."""
+    plan, totals, found = report.plan, report.totals, report.diagnosis
+    return {
+        "out": str(report.out),
+        "kind": plan.output,
+        "method": plan.recipe.method,
+        "options": dict(plan.recipe.options),
+        "experts": [e.label for e in plan.experts],
+        "was_finished": report.was_finished,
+        "actions": count_actions(plan.items),
+        "unchanged": totals.unchanged,
+        "nonfinite": totals.nonfinite,
+        "size": size_data(totals.norms, plan.recipe.mute),
+        "read_bytes": plan.read_bytes,
+        "write_bytes": plan.write_bytes,
+        "seconds": round(report.seconds, 3),
+        "notes": list(plan.notes),
+        "findings": None if found is None else [c.code for c in found.checks if c.verdict == "found"],
+    }
+
+
+def extraction_data(report: ExtractReport) -> dict[str, Any]:
+    """An extracted adapter as plain data; the error of every layer is in its manifest."""
+    rows: list[dict[str, Any]] = list(report.record["tensors"])
+    return {
+        "out": str(report.out),
+        "was_finished": report.was_finished,
+        "relative_error": report.relative_error,
+        "layers": sum(r["kind"] == "factored" for r in rows),
+        "saved": sum(r["kind"] == "saved" for r in rows),
+        "left_out": sum(r["kind"] == "left out" for r in rows),
+        "notes": list(report.record["notes"]),
+    }
+
+
+def finished_data(report: FinishReport, out: Path) -> dict[str, Any]:
+    """An output that was made of the parts of a merge."""
+    fields = {name: getattr(report, name) for name in ("tensors", "parts", "was_finished")}
+    seconds, size = round(report.seconds, 3), size_data(report.totals.norms)
+    more = {"nonfinite": report.totals.nonfinite, "size": size, "seconds": seconds}
+    return {"out": str(out), **fields, **more, "notes": list(report.notes)}
+
+
+def compact_plan(plan: MergePlan) -> dict[str, Any]:
+    """A plan without its tensors: how many have the same action for the same reason, and totals."""
+    groups = Counter((i.action, i.call.method if i.call else None, i.reason) for i in plan.items)
+    first = {key: i.name for i in reversed(plan.items) for key in [(i.action, i.call and i.call.method, i.reason)]}
+    rows = [
+        {"action": key[0], "method": key[1], "count": n, "reason": key[2], "first": first[key]}
+        for key, n in groups.items()
+    ]
+    return {
+        "kind": plan.output,
+        "method": plan.recipe.method,
+        "base": plan.recipe.base,
+        "experts": [e.label for e in plan.experts],
+        "family": plan.family,
+        "items": len(plan.items),
+        "groups": rows,
+        "kept": len(plan.kept),
+        "read_bytes": plan.read_bytes,
+        "write_bytes": plan.write_bytes,
+        "peak_bytes": plan.peak_bytes(1),
+        "seconds_one_worker": plan.seconds,
+        "device": plan.device,
+        "notes": list(plan.notes),
+    }
+
+
+def size_data(norms: Norms | None, muted: Collection[str] = ()) -> dict[str, Any] | None:
+    """Norms of a merge, and the code of the check that finds them far off; None where nothing was merged."""
+    if norms is None:
+        return None
+    found = size_finding(norms, muted)
+    code = None if found is None else found[0]
+    return {"merged": norms.merged, "sum": norms.total, "experts": list(norms.experts), "warning": code}
+
+
+# Diagnoses
+
+
+CONTESTED = 10
+"""Largest number of matrices listed."""
+
+
+def print_diagnosis(found: Diagnosis, files: Sequence[Path] = ()) -> None:
+    """Print the experts, the checks, the matrices on which the experts disagree most, and the files of the report."""
+    totals = found.totals
+    console.print(
+        f"[bold]{escape(found.method)}[/bold] over {len(found.experts)} experts"
+        + (f" of {escape(found.base)}" if found.base else "")
+        + f": {totals.measured} matrices measured in {totals.seconds or 0:.1f} s"
+    )
+    if found.measures:
+        console.print("\nper expert: norm and rho over all matrices, medians of the rest")
+        console.print(_experts(found))
+        console.print(_merged(found.measures))
+    if found.agreement is not None:
+        console.print("\nanswers on unlabelled inputs, against each expert's; a measurement, no forecast")
+        console.print(_agreement(found.agreement))
+    if found.residual_on_data is not None:
+        console.print("\nrho on the inputs of the statistics; 0: as the expert, 1: as the base")
+        console.print(_on_data(found.residual_on_data))
+    print_checks(found.checks)
+    if found.measures:
+        console.print("\nmost contested matrices: rho of the expert that is met worst")
+        console.print(_contested(found))
+    for file in files:
+        console.print(f"report: {escape(file)}", soft_wrap=True)
+
+
+def print_checks(checks: Sequence[CheckResult]) -> None:
+    """Print findings, and how many checks were clear, did not apply, or were muted."""
+    for check in checks:
+        if check.verdict == "found":
+            colour = "red" if check.severity == "issue" else "yellow"
+            console.print(f"\n[{colour}]{check.severity} {check.code}[/{colour}] [bold]{escape(check.title)}[/bold]")
+            console.print(f"  {escape(check.message)}.")
+    counts = {v: [c.code for c in checks if c.verdict == v] for v in ("clear", "not_applicable", "muted", "found")}
+    words = f"\nchecks: {len(counts['found'])} found something, {len(counts['clear'])} clear, "
+    words += f"{len(counts['not_applicable'])} not applicable"
+    console.print(words + (f", muted: {', '.join(counts['muted'])}" if counts["muted"] else ""))
+
+
+def _experts(found: Diagnosis) -> Table:
+    """A row per expert, over all matrices."""
+    table = _table("expert", "norm", "of base", "snr", "eff. rank", "overlap", "rho")
+    for t, summary in enumerate(found.experts_summary):
+        rows = [m for m in found.measures if m.norms[t] > 0]
+        norm = math.sqrt(math.fsum(m.norms[t] ** 2 for m in rows))
+        others = [max((m.subspace_overlap[t][s] for s in range(len(m.norms)) if s != t), default=0.0) for m in rows]
+        table.add_row(
+            escape(summary.name),
+            f"{norm:.3g}",
+            _middle([m.relative_norms[t] for m in rows if m.relative_norms is not None]),
+            _middle([m.snr[t] for m in rows if m.snr is not None]),
+            _middle([m.effective_rank[t] for m in rows]),
+            _middle(others),
+            f"{summary.residual:.2f}",
+        )
+    return table
+
+
+def _merged(measures: Sequence[Measure]) -> str:
+    merged, mean, total = (
+        math.sqrt(math.fsum(getattr(m, f) ** 2 for m in measures)) for f in ("merged_norm", "mean_norm", "sum_norm")
+    )
+    chance = _middle([m.chance_overlap for m in measures])
+    return (
+        f"independent experts would overlap by {chance}\n"
+        f"merged delta: norm {merged:.3g}; of the experts' mean {mean:.3g}, of their sum {total:.3g}"
+    )
+
+
+def _agreement(rows: Sequence[AgreementRow]) -> Table:
+    table = _table("expert", "differ", "KL (nats)", "predictions", "data")
+    for row in rows:
+        differ, nats = f"{row.disagreement:.1%}", f"{row.divergence:.3g}"
+        table.add_row(escape(row.expert), differ, nats, f"{row.predictions:,}", escape(row.data))
+    return table
+
+
+def _on_data(rows: Sequence[DataResidual]) -> Table:
+    table = _table("expert", "rho", "matrices", "data")
+    for row in rows:
+        rho = "-" if row.residual is None else f"{row.residual:.2f}"
+        table.add_row(escape(row.expert), rho, f"{row.matrices:,}", escape(row.statistics))
+    return table
+
+
+def _contested(found: Diagnosis) -> Table:
+    table = _table("matrix", "rho", "expert", "overlap", "signs", "norm/mean", "rank")
+    for m in sorted(found.measures, key=lambda m: (-m.contested, m.label))[:CONTESTED]:
+        worst = max(range(len(m.residual)), key=m.residual.__getitem__)
+        pairs = [(s, t) for s in range(len(m.norms)) for t in range(s)]
+        table.add_row(
+            escape(m.label.replace(".weight", "")),
+            f"{m.residual[worst]:.2f}",
+            escape(found.experts[worst].name),
+            _most([m.subspace_overlap[s][t] for s, t in pairs]),
+            "-" if m.sign_conflict is None else _most([m.sign_conflict[s][t] for s, t in pairs]),
+            f"{m.merged_norm / m.mean_norm:.2f}" if m.mean_norm else "-",
+            f"{m.rank_kept}/{m.shape[1]}" if m.rank_kept is not None else "-",
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    return plain_table(*columns, numbers={*columns[1:]} - {"expert", "data"})
+
+
+def _middle(values: Sequence[float]) -> str:
+    """The median, or a dash."""
+    return f"{sorted(values)[len(values) // 2]:.3g}" if values else "-"
+
+
+def _most(values: Sequence[float]) -> str:
+    return f"{max(values):.2f}" if values else "-"

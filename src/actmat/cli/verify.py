@@ -7,10 +7,12 @@ from typing import Annotated
 import typer
 
 from actmat.cli import flags
+from actmat.cli.listing import command
 
 __all__ = ["verify"]
 
 
+@command("look", "everything matches", "something differs, or there is no finished merge")
 def verify(
     out: Annotated[str, typer.Argument(help="Directory of a merged model, or its URL.")],
     inputs: Annotated[bool, typer.Option("--inputs/--no-inputs", help="Also check base and experts.")] = True,
@@ -21,13 +23,11 @@ def verify(
 
     All differences are listed, and what could not be checked or found.
     """
-    from actmat.cli.screen import console, escape
+    from actmat.cli.screen import console, escape, print_result
     from actmat.report.verify import verify as check
 
     result = check(out, inputs=inputs)
     if json:
-        from actmat.cli.results import print_result
-
         names = ("ok", "tensors", "files", "inputs", "problems", "unchecked")
         print_result("verify", {"out": out} | {name: getattr(result, name) for name in names})
     if json or (quiet and result.ok):

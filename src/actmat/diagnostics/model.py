@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -361,6 +362,16 @@ def _measures_type() -> TypeAdapter[tuple[Measure, ...]]:
     from pydantic import TypeAdapter
 
     return TypeAdapter(tuple[Measure, ...])
+
+
+def is_report(path: Path) -> bool:
+    """True for a file that is called or begins as a report; a recipe may be a JSON file as well."""
+    if path.name == REPORT_NAME:
+        return True
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return re.search(rb'"kind"\s*:\s*"diagnosis"', file.read(200)) is not None
 
 
 def read_diagnosis(path: str | Path) -> Diagnosis:

@@ -21,7 +21,7 @@ from actmat.diagnostics.checks import check_codes
 from actmat.diagnostics.measure import Kept, against_base, measure_dense, measure_lowrank, tidy
 from actmat.diagnostics.model import Measure
 from actmat.diagnostics.sample import take_sample
-from actmat.engine.needs import generator_for
+from actmat.engine.calls import generator_for
 from actmat.engine.observer import Merged
 from actmat.linalg.interference.moments import Reduced
 from actmat.linalg.interference.solver import State
@@ -183,7 +183,7 @@ class ItemObserver:
                 continue
             label = _label(region, k)
             seed = None if self._exact else generator_for(self._seed, self.name, f"probes {label}")
-            rule = _reduced(seen.stage(k))
+            rule = _reduced(seen.stages.get(k))
             numbers = measure_dense(
                 [d[k] for d in deltas],
                 merged_OI,

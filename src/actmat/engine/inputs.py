@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.experts.base import Expert
-from actmat.planning.model import Item
+from actmat.planning.item import Item
 from actmat.planning.statistics import ExpertStatistics
 
 __all__ = ["Inputs"]
@@ -37,7 +37,7 @@ class Inputs:
 
     @property
     def are_costly(self) -> bool:
-        """See `plan.reading.Access`."""
+        """See `planning.reading.Access`."""
         return any(expert.buffer_bytes for expert in self.experts)
 
     def prefetch(self, item: Item) -> None:

@@ -44,7 +44,7 @@ class Scratch:
         base, expert: a chunk as stored.
         wide_base: a chunk of the base in the compute dtype.
         merged, cast: a chunk of the output, in the compute dtype and in the output's.
-        stored, rows, total: chunks of all inputs as stored, as rows of one matrix, and their sum (`engine.rows`).
+        stored, rows, total: chunks of all inputs as stored, as rows of one matrix, and their sum (`engine.deltas`).
         room: memory for whole tensors.
     """
 

@@ -6,14 +6,14 @@ item's record, so that an interrupted merge keeps what was measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from actmat.linalg.lowrank import LowRank
-from actmat.planning.model import Item
+from actmat.planning.item import Item
 from actmat.planning.regions import Region
 
 __all__ = ["Merged", "NoWriter", "Observer", "ObserverFactory", "Sink", "SinkSource"]
@@ -29,7 +29,7 @@ class Merged:
         factors: per logical matrix of the region, the experts' factors; None where the method took dense deltas.
         base: the base's entries as stored, flat; None where there is no base.
         value: the merged delta before its scale: flat, or as factors of the one logical matrix of the region.
-        stage: logical matrix -> what the first stage of the method gave for it; None where it has none.
+        stages: logical matrix -> what the first stage of the method gave for it; empty where it has none.
         stats: what the method reported of this item so far.
     """
 
@@ -38,7 +38,7 @@ class Merged:
     factors: Sequence[Sequence[LowRank]] | None
     base: Tensor | None
     value: Tensor | LowRank
-    stage: Callable[[int], Any]
+    stages: Mapping[int, Any]
     stats: dict[str, Any]
 
 

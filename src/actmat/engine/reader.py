@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -17,18 +17,20 @@ from torch import Tensor
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.raw import raw_bytes
-from actmat.engine.factored import region_factors
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
 from actmat.engine.size import InputSample
+from actmat.experts.base import Expert, Source
+from actmat.experts.lora.adapter import Adapter
+from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.lowrank import LowRank
-from actmat.planning.model import Item
+from actmat.planning.item import Item, Reading
 from actmat.planning.regions import CHUNK, Region
 
-__all__ = ["StreamedBase", "TensorReader", "same_bits"]
+__all__ = ["AdapterReader", "PoolReader", "StreamedBase", "TensorReader", "same_bits"]
 
-GLANCE = 256
+PREFIX_BYTES = 256
 """Bytes that are compared before all are."""
 
 
@@ -42,6 +44,12 @@ class TensorReader:
         device: where deltas are wanted.
         scratch: buffers of this worker.
         findings: receives non-finite values.
+
+    Attributes:
+        reading: of the deltas, for all outputs that share them; None where none is read.
+        regions: in which the tensor is read.
+        planned_bytes: memory on the host that is planned for all of it.
+        inspect_only: nothing of this run will be kept; values are read to find all problems.
     """
 
     def __init__(
@@ -58,7 +66,11 @@ class TensorReader:
         self.compute_dtype = compute_dtype
         self.device = device
         self.scratch = scratch
-        self._findings = findings
+        self.findings = findings
+        self.reading: Reading | None = None
+        self.regions: Sequence[Region] = ()
+        self.planned_bytes = 0
+        self.inspect_only = False
         self._sources = [s for s in item.sources if s is not None]  # none for a copy
         self._stored = [(inputs.base, item.name), *zip(inputs.experts, (s.name for s in self._sources), strict=False)]
         self._hashes = [ContentHash() for _ in self._stored]
@@ -70,6 +82,25 @@ class TensorReader:
         self.sample: InputSample | None = None  # of a tensor that a method merges
         if item.call is not None and item.numel:
             self.sample = InputSample(item, self._sources, inputs.experts)
+
+    @property
+    def is_futile(self) -> bool:
+        """True if nothing that is merged now will be kept."""
+        return self.inspect_only or self.findings.fatal
+
+    @property
+    def base_itemsize(self) -> int:
+        """Bytes per entry of the base as stored."""
+        return self._base_dtype.itemsize
+
+    def opened_room(self, nbytes: int) -> AbstractContextManager[None]:
+        """Memory of `nbytes` for tensors as large as a region, within what is planned."""
+        return self.scratch.room.opened(nbytes, elsewhere=max(0, self.planned_bytes - nbytes))
+
+    def base_of(self, region: Region) -> Tensor | StreamedBase:
+        """Entries of the base on a region as stored, held or streamed as the reading says."""
+        streamed = self.reading is not None and not self.reading.base_held
+        return StreamedBase(self, region) if streamed else self.read_base(region)
 
     def read_base(self, region: Region) -> Tensor:
         """Entries of the region as stored, flat; reading the next region overwrites all that was read of this one."""
@@ -137,7 +168,7 @@ class TensorReader:
 
     @property
     def chunkable(self) -> bool:
-        """See `plan.reading.Access`."""
+        """See `planning.reading.Access`."""
         return self.device.type == "cpu" and self.item.is_chunkable
 
     @property
@@ -248,9 +279,9 @@ class TensorReader:
             delta.masked_fill_(kept, 0.0)
             bad, bad_base = bad & ~kept, bad_base & ~kept
         if note and (n := int((bad & ~bad_base).sum())):
-            self._findings.nonfinite[self.item.name, f"expert '{self.inputs.labels[t]}'"] += n
+            self.findings.nonfinite[self.item.name, f"expert '{self.inputs.labels[t]}'"] += n
         if note and t == 0 and (n := int(bad_base.sum())):
-            self._findings.nonfinite[self.item.name, "the base"] += n
+            self.findings.nonfinite[self.item.name, "the base"] += n
         delta.masked_fill_(bad | bad_base, 0.0)
 
     def hashes(self) -> tuple[str, tuple[str, ...]]:
@@ -271,7 +302,8 @@ class TensorReader:
 
     def factors(self, region: Region) -> list[list[LowRank]]:
         """Per logical matrix of the region, every expert's delta in factored form; no expert stores the tensor."""
-        return region_factors(self.inputs.experts, self._sources, region)
+        per_expert = [_logical(e, s, region) for e, s in zip(self.inputs.experts, self._sources, strict=True)]
+        return [list(group) for group in zip(*per_expert, strict=True)]
 
     def close(self) -> None:
         """Give back what was taken to read ahead."""
@@ -298,6 +330,85 @@ class StreamedBase:
         return self._reader.base_chunk(self._region.start + start, stop - start)
 
 
+class PoolReader:
+    """The readers of several tensors that are merged as one matrix, each with buffers of its own."""
+
+    def __init__(self, members: Sequence[TensorReader]) -> None:
+        self.members = members
+
+    @property
+    def reading(self) -> Reading | None:
+        """See `TensorReader`."""
+        return self.members[0].reading
+
+    @property
+    def is_futile(self) -> bool:
+        """See `TensorReader`; findings are those of all."""
+        return self.members[0].is_futile
+
+
+class AdapterReader:
+    """Modules of adapters, and tensors that they trained in full; no base is read.
+
+    Args:
+        inputs: experts that are all adapters.
+        compute_dtype: of deltas that a method is given dense.
+    """
+
+    def __init__(self, inputs: Inputs, compute_dtype: torch.dtype) -> None:
+        self.inputs = inputs
+        self.compute_dtype = compute_dtype
+
+    def factors(self, item: Item) -> list[LowRank]:
+        """The experts' deltas of a module in float64; an expert without the module gives a zero of rank 1."""
+        *batch, rows, columns = item.shape
+        out = []
+        for expert, source in zip(self.inputs.experts, item.sources, strict=True):
+            if source is not None:
+                adapter = _adapter(expert)
+                out.append(adapter.factors(adapter.modules[source.name], torch.float64))
+            else:
+                b_OR = torch.zeros(*batch, rows, 1, dtype=torch.float64)
+                out.append(LowRank(b_OR, torch.zeros(*batch, 1, columns, dtype=torch.float64)))
+        return out
+
+    def biases(self, item: Item) -> list[Tensor | None]:
+        """What each expert adds to the bias of a module's layer, in float64; None where it adds nothing."""
+        return [
+            None if s is None else (a := _adapter(e)).bias_delta(a.modules[s.name], torch.float64)
+            for e, s in zip(self.inputs.experts, item.sources, strict=True)
+        ]
+
+
+def _adapter(expert: Expert) -> Adapter:
+    assert expert.adapter is not None, "the plan of an adapter has adapters only"
+    return expert.adapter
+
+
+def _logical(expert: Expert, source: Source, region: Region) -> list[LowRank]:
+    columns = math.prod(region.shape[1:])
+    rows = region.numel // columns
+    if source.kind == "formed":
+        whole = expert.factors(source.name, region.shape, torch.float64)
+        first, last = region.start // columns, region.stop // columns
+        if whole.b_OR.ndim == 3:
+            index, first = divmod(first, whole.b_OR.shape[-2])
+            last = first + rows
+            whole = LowRank(whole.b_OR[index], whole.a_RI[index])
+        stored = LowRank(whole.b_OR[first:last], whole.a_RI)
+    else:
+        stored = expert.factors(source.name, (rows, columns), torch.float64)
+    layout = region.layout
+    if layout.role is Role.CONVOLUTION:
+        return [stored]
+    if layout.orientation == "IO":
+        stored = LowRank(stored.a_RI.mT, stored.b_OR.mT)
+    if not layout.blocks:
+        return [stored]
+    packed = TensorLayout(Role.FUSED_LINEAR, layout.reason, blocks=layout.blocks)
+    return [LowRank(b_OR, stored.a_RI) for b_OR in packed.to_matrices(stored.b_OR)]
+
+
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
@@ -307,6 +418,6 @@ def same_bits(raw: Tensor, data: memoryview, base_raw: Tensor, base_data: memory
     if raw.dtype != base_raw.dtype:
         return False
     base_data = raw_bytes(base_raw) if base_data is None else base_data
-    if data[:GLANCE] != base_data[:GLANCE]:
+    if data[:PREFIX_BYTES] != base_data[:PREFIX_BYTES]:
         return False
     return torch.equal(_bits(raw), _bits(base_raw))

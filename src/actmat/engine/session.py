@@ -23,44 +23,31 @@ from actmat.checkpoints.codecs.checkpoint import coding_of
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.checkpoints.writing.spool import SpoolWriter
 from actmat.checkpoints.writing.writer import ShardWriter
+from actmat.engine.content import broken_ties, foreign_tensors
 from actmat.engine.deltas import Deltas
 from actmat.engine.devices.device import open_devices
 from actmat.engine.devices.reader import DeviceReader
 from actmat.engine.devices.staging import Staging
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
-from actmat.engine.layers import LayerObserver, LayerState
+from actmat.engine.kernels import KERNELS
+from actmat.engine.kernels.factored import module_deltas
 from actmat.engine.memory import Scratch
-from actmat.engine.module import merge_full_tensor, merge_module, module_deltas
 from actmat.engine.observer import NoWriter, ObserverFactory, SinkSource
-from actmat.engine.pool import merge_pool
-from actmat.engine.reader import TensorReader
-from actmat.engine.statistics import foreign_tensors
+from actmat.engine.reader import AdapterReader, PoolReader, TensorReader
+from actmat.engine.survey import LayerObserver, LayerState, SurveyKey, layer_key, survey_key
 from actmat.engine.task import Record, Task
-from actmat.engine.tensor import TensorMerge
-from actmat.engine.ties import broken_ties
 from actmat.engine.units import Member, Unit
 from actmat.experts.base import ExpertHandle
 from actmat.experts.resolve import open_handle
 from actmat.methods import get_method
-from actmat.planning.model import Item, MergePlan, MethodCall, PostCall
-from actmat.planning.regions import Region, cut
+from actmat.planning.item import Item, Reading
+from actmat.planning.model import MergePlan
+from actmat.planning.reading import regions_of, shared_regions, shared_way
+from actmat.planning.regions import cut
 from actmat.planning.statistics import opened_statistics
 
-__all__ = ["Session", "SessionSpec", "SurveyKey", "UnitResult", "layer_key", "survey_key"]
-
-SurveyKey = tuple[int, str, str, str]
-"""Items whose calls agree in this are surveyed together: plan, method, options and weights, but not the scale."""
-
-
-def survey_key(plan: int, call: MethodCall) -> SurveyKey:
-    """Key of the survey that an item of this plan with this call takes part in."""
-    return plan, call.method, str(sorted(call.options.items())), str(call.weights)
-
-
-def layer_key(plan: int, call: PostCall) -> SurveyKey:
-    """Key of the survey of a plan's merged layers."""
-    return plan, f"post {call.name}", str(sorted(call.options.items())), ""
+__all__ = ["Session", "SessionSpec", "UnitResult"]
 
 
 @dataclass(frozen=True)
@@ -135,7 +122,7 @@ class Session:
         self._staging = Staging(devices[0]) if devices else staging
         self._tolerant = spec.plans[0].recipe.allow_nonfinite
         self._scratch = Scratch(keep=spec.room)
-        self._ahead: dict[Unit, tuple[Findings, list[TensorReader]]] = {}
+        self._ahead: dict[Unit, _Opened] = {}
 
     @classmethod
     @contextlib.contextmanager
@@ -177,56 +164,46 @@ class Session:
             NumericalError, RecipeError: from a method, with the name of the item.
             CheckpointError, OutputError: an input or the output cannot be read or written.
         """
-        if unit not in self._ahead:
-            self._ahead[unit] = self._readers(unit)
-        findings, readers = self._ahead.pop(unit)
-        groups = [[self._task(member) for member in group] for group in unit.groups]
-        with torch.no_grad(), contextlib.ExitStack() as stack:
-            for reader in readers:
-                stack.callback(reader.close)
-            records = self._merge(groups, unit, findings, readers)
-            for group, of_group in zip(groups, records, strict=False):
-                self._check(group, of_group, findings)
-        written = () if findings.fatal or self.inspect_only else tuple(
-            (member[0], record)
-            for group, of_group in zip(unit.groups, records, strict=True)
-            for member, record in zip(group, of_group, strict=True)
-        )  # fmt: skip
-        return UnitResult(unit, written, findings)
+        opened = self._ahead.pop(unit, None) or self._opened(unit)
+        members = [member for group in unit.groups for member in group]
+        tasks = [self._task(member) for member in members]
+        for reader in opened.tensors:
+            reader.inspect_only = self.inspect_only
+        with torch.no_grad(), contextlib.closing(opened):
+            records = KERNELS[unit.kernel](tasks, opened.reader)
+            findings = opened.findings
+            for task, record in zip(tasks, records, strict=False):
+                self._check(task, record, findings, [t for t in tasks if t.item.name == task.item.name])
+        kept = () if findings.fatal or self.inspect_only else records
+        return UnitResult(unit, tuple((member[0], r) for member, r in zip(members, kept, strict=False)), findings)
 
     def prefetch(self, unit: Unit) -> None:
         """Read ahead what a unit needs, or ask the system to."""
         for group in unit.groups:
-            self.inputs.prefetch(self._leader([self._item(member) for member in group]))
+            self.inputs.prefetch(_leader([self._item(member) for member in group]))
         if self._staging is None or not unit.device_bytes or unit in self._ahead:
             return
-        findings, readers = self._ahead[unit] = self._readers(unit)
-        moving = [r for r in readers if isinstance(r, DeviceReader)]
-        if len(moving) == 1:
-            (group,) = unit.groups
-            tasks = [Task(self.spec.plans[p], self._item((p, n)), self._writers[p]) for p, n in group]
-            self._staging.announce(moving[0].transfers(TensorMerge(tasks, moving[0], findings).regions()))
-        for reader in moving if len(moving) > 1 else ():
-            item = reader.item
-            self._staging.announce(reader.transfers([Region(0, item.numel, item.shape, item.layout)]))
+        self._ahead[unit] = self._opened(unit)
+        for reader in self._ahead[unit].tensors:
+            if isinstance(reader, DeviceReader):
+                self._staging.announce(reader.transfers(reader.regions))
 
     def forget(self) -> None:
         """Stop to read ahead: no unit comes after this."""
-        for _, readers in self._ahead.values():
-            for reader in readers:
-                reader.close()
+        for opened in self._ahead.values():
+            opened.close()
         self._ahead = {}
 
     def observe(self, item: Item, state: Any) -> None:
         """Give the deltas of an item to a state of its method's survey, or what is merged of them to one of layers."""
         assert item.call is not None
-        if isinstance(state, LayerState):
-            measured = self._measured(item, state)
-            state.found.update({(item.name, label): values for label, values in measured.items()})
-            return
-        survey = get_method(item.call.method).survey
-        assert survey is not None
         with torch.no_grad():
+            if isinstance(state, LayerState):
+                measured = self._measured(item, state)
+                state.found.update({(item.name, label): values for label, values in measured.items()})
+                return
+            survey = get_method(item.call.method).survey
+            assert survey is not None
             for deltas in self._observed(item):
                 survey.observe(state, deltas, item.call.options)
 
@@ -239,71 +216,44 @@ class Session:
         observer = LayerObserver(step)
         survey = state.surveys.get(survey_key(state.plan, item.call))
         task = Task(self.spec.plans[state.plan], item, NoWriter(), survey, observer)
-        with torch.no_grad():
-            if item.factors is not None:
-                merge_module(task, self.inputs)
-                return observer.found
-            findings = Findings(tolerated=True)  # what is broken is found when the item is merged
-            reader = self._reader([item], findings, self._scratch, on_device=item.cost.device_bytes > 0)
-            merge = TensorMerge([task], reader, findings)
-            room = merge.room_bytes()
-            with self._scratch.room.opened(room, elsewhere=max(0, item.cost.host_bytes - room)):
-                merge.run()
-            reader.close()
+        kernel, reading = shared_way([item], observed=True)
+        with contextlib.closing(self._alone(item, reading)) as opened:
+            KERNELS[kernel]([task], opened.reader)
         return observer.found
 
     def _observed(self, item: Item) -> Iterator[Sequence[Tensor]]:
         """The deltas of an item as a survey observes them: one list of all experts per logical matrix or tensor."""
         if item.factors is not None:
-            yield from module_deltas(item, self.inputs, self._compute)
+            yield from module_deltas(item, AdapterReader(self.inputs, self._compute))
             return
         assert item.call is not None
         acts_on = get_method(item.call.method).acts_on
-        reader = self._reader([item], Findings(tolerated=True), self._scratch, on_device=item.cost.device_bytes > 0)
-        for region in cut(item.shape, item.layout, acts_on):
-            deltas = Deltas(reader, region, reader.read_base(region), "held")
-            split = [region.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas.held()]
-            for k in range(len(split[0])):
-                yield [s[k] for s in split]
-            deltas.release()
-        reader.close()
+        with contextlib.closing(self._alone(item, Reading("held"))) as opened:
+            (reader,) = opened.tensors
+            for region in cut(item.shape, item.layout, acts_on):
+                deltas = Deltas(reader, region, reader.read_base(region), "held")
+                split = [region.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas.held()]
+                for k in range(len(split[0])):
+                    yield [s[k] for s in split]
+                deltas.release()
 
-    def _merge(
-        self, groups: Sequence[Sequence[Task]], unit: Unit, findings: Findings, readers: Sequence[TensorReader]
-    ) -> list[list[Record]]:
-        """Records per item, per task."""
-        first = groups[0][0]
-        if first.item.factors is not None:
-            return [[merge_module(task, self.inputs) for task in groups[0]]]
-        if not first.item.base_dtype:
-            return [[merge_full_tensor(task, self.inputs) for task in groups[0]]]
-        if len(groups) == 1 and not first.item.pool:
-            merge = TensorMerge(groups[0], readers[0], findings, self.inspect_only)
-            room = merge.room_bytes()
-            with self._scratch.room.opened(room, elsewhere=max(0, unit.host_bytes - room)):
-                return [merge.run()]
-        by_plan = list(zip(*groups, strict=True))
-        records = merge_pool(by_plan, readers, findings, inspect_only=self.inspect_only)
-        return [list(of_item) for of_item in zip(*records, strict=True)]
-
-    def _check(self, group: Sequence[Task], records: Sequence[Record], findings: Findings) -> None:
-        """Compare the content that was read with ties and with what statistics were measured on."""
-        item = self._leader([t.item for t in group])
-        if not records or not item.base_dtype:
-            return
-        record = next(r for t, r in zip(group, records, strict=True) if t.item is item)
-        findings.foreign_statistics += foreign_tensors(item, self.inputs, record.base_hash, record.expert_hashes)
-        findings.broken_ties += broken_ties(item, self.inputs, record.base_hash, record.expert_hashes)
+    def _check(self, task: Task, record: Record, findings: Findings, outputs: Sequence[Task]) -> None:
+        """Compare the content that was read of a tensor with ties and with what statistics were measured on."""
+        item = task.item
+        if item is _leader([t.item for t in outputs]) and item.base_dtype:
+            contents = record.base_hash, record.expert_hashes
+            findings.foreign_statistics += foreign_tensors(item, self.inputs, *contents)
+            findings.broken_ties += broken_ties(item, self.inputs, *contents)
 
     def _task(self, member: Member) -> Task:
         plan, item = self.spec.plans[member[0]], self._item(member)
-        observed = self.spec.observers is not None and item.call is not None and item.is_observed
+        observers = self.spec.observers if item.call is not None and item.is_observed else None
         return Task(
             plan=plan,
             item=item,
             writer=self._writers[member[0]],
             survey=self.spec.surveys.get(survey_key(member[0], item.call)) if item.call is not None else None,
-            observer=self.spec.observers.observer(item) if observed and self.spec.observers is not None else None,
+            observer=observers.observer(item) if observers is not None else None,
             layer_factors=self._layer_factors(member[0], item),
             coding=self._coding(member[0], item),
         )
@@ -324,27 +274,52 @@ class Session:
     def _item(self, member: Member) -> Item:
         return self.spec.plans[member[0]].items[member[1]]
 
-    def _leader(self, items: Sequence[Item]) -> Item:
-        """The item that decides what is read: one that merges, where there is one; else only the base is read."""
-        return next((i for i in items if i.call is not None), items[0])
-
-    def _readers(self, unit: Unit) -> tuple[Findings, list[TensorReader]]:
-        """The findings of a unit, empty, and the readers of its tensors; none for modules and tensors of adapters."""
-        findings = Findings(tolerated=self._tolerant)
+    def _opened(self, unit: Unit) -> _Opened:
+        """Readers of the tensors of a unit, or of what adapters have of it."""
         groups = [[self._item(member) for member in group] for group in unit.groups]
-        first = groups[0][0]
-        if first.factors is not None or not first.base_dtype:
-            return findings, []
-        single = len(groups) == 1 and not first.pool
-        on_device = unit.device_bytes > 0
-        return findings, [
-            self._reader(items, findings, self._scratch if single else Scratch(), on_device=on_device)
-            for items in groups
-        ]
+        findings = Findings(tolerated=self._tolerant)
+        if not groups[0][0].base_dtype:
+            return _Opened(findings, AdapterReader(self.inputs, self._compute))
+        pooled, on_device = unit.kernel == "pool", unit.device_bytes > 0
+        readers: list[TensorReader] = []
+        for items in groups:
+            scratch = Scratch() if pooled else self._scratch
+            reader = self._tensor_reader(_leader(items), findings, scratch, on_device=on_device)
+            caps = [self.spec.plans[plan].recipe.postprocess for plan, _ in unit.groups[len(readers)]]
+            reader.regions = shared_regions(items, caps)
+            reader.reading, reader.planned_bytes = unit.reading, unit.host_bytes
+            readers.append(reader)
+        return _Opened(findings, PoolReader(readers) if pooled else readers[0], readers)
 
-    def _reader(self, items: Sequence[Item], findings: Findings, scratch: Scratch, *, on_device: bool) -> TensorReader:
-        """Reads one tensor, of which each plan has its own item."""
-        leader = self._leader(items)
+    def _alone(self, item: Item, reading: Reading | None) -> _Opened:
+        """Readers of an item that is observed for a survey; what is broken is found when it is merged."""
+        findings = Findings(tolerated=True)
+        if not item.base_dtype:
+            return _Opened(findings, AdapterReader(self.inputs, self._compute))
+        reader = self._tensor_reader(item, findings, self._scratch, on_device=item.cost.device_bytes > 0)
+        reader.regions = regions_of(item, self.spec.plans[0].recipe.postprocess)
+        reader.reading, reader.planned_bytes = reading, item.cost.host_bytes
+        return _Opened(findings, reader, [reader])
+
+    def _tensor_reader(self, item: Item, findings: Findings, scratch: Scratch, *, on_device: bool) -> TensorReader:
         if on_device and self._staging is not None:
-            return DeviceReader(leader, self.inputs, self._compute, self._staging, scratch, findings)
-        return TensorReader(leader, self.inputs, self._compute, torch.device("cpu"), scratch, findings)
+            return DeviceReader(item, self.inputs, self._compute, self._staging, scratch, findings)
+        return TensorReader(item, self.inputs, self._compute, torch.device("cpu"), scratch, findings)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """The reader of a unit, the readers of single tensors in it, and what they find."""
+
+    findings: Findings
+    reader: TensorReader | PoolReader | AdapterReader
+    tensors: Sequence[TensorReader] = ()
+
+    def close(self) -> None:
+        for reader in self.tensors:
+            reader.close()
+
+
+def _leader(items: Sequence[Item]) -> Item:
+    """The item that decides what is read: one that merges, where there is one; else only the base is read."""
+    return next((i for i in items if i.call is not None), items[0])

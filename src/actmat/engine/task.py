@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.codecs.base import CodedTensor
-from actmat.checkpoints.codecs.encode import EncodingSink
-from actmat.engine.extraction import DeltaFactors
-from actmat.engine.observer import Observer, Sink, SinkSource
-from actmat.engine.size import Sample
+from actmat.engine.observer import Observer, SinkSource
+from actmat.engine.writing import Output, TensorOutput
 from actmat.linalg.lapack import retry_stats
 from actmat.methods import MergeMethod, get_method
-from actmat.planning.model import Item, MergePlan, MethodCall
-from actmat.planning.regions import Region, cut, granularity
+from actmat.planning.item import Item, MethodCall
+from actmat.planning.model import MergePlan
+from actmat.planning.reading import regions_of
+from actmat.planning.regions import Region
 from actmat.recipe import Postprocess
 
 __all__ = ["OBSERVED", "Record", "Task", "join_stats"]
@@ -39,6 +38,9 @@ class Task:
         layer_factors: by label, the factor of each logical matrix from a survey of the merged model, if there is one.
         stats: what the method reported so far.
         coding: layout of codes in which the tensor is written; None: as floats, or not at all.
+
+    Attributes:
+        output: receives the merged delta, and writes it.
     """
 
     plan: MergePlan
@@ -66,56 +68,8 @@ class Task:
         """Limits on merged deltas."""
         return self.plan.recipe.postprocess
 
-    @cached_property
-    def sink(self) -> Sink:
-        """Receives the bytes of the item's tensor, and of those tied to it."""
-        if self.coding is not None:
-            return EncodingSink(self.coding, {s.name: self.writer.sink(s.name) for s in self.item.outputs})
-        return self.writer.sink(*self._names)
-
-    @property
-    def _names(self) -> tuple[str, tuple[str, ...]]:
-        """Name of the tensor in the output, and of those that get the same bytes."""
-        if self.item.extraction is None:
-            return self.item.name, self.item.aliases
-        first, *others = (s.name for s in self.item.outputs)
-        return first, tuple(others)
-
-    @cached_property
-    def factors(self) -> DeltaFactors | None:
-        """Receives the merged delta of a tensor that is not written as one, but as factors or not at all."""
-        if self.item.extraction is None or self.item.extraction.kind == "saved":
-            return None
-        return DeltaFactors(self.item, torch_dtype(self.plan.recipe.compute_dtype), self.writer)
-
-    @cached_property
-    def merged_sample(self) -> Sample:
-        """Sampled entries of the merged delta, see `engine.size`."""
-        return Sample(self.item.numel)
-
-    @property
-    def hashes(self) -> Mapping[str, str]:
-        """Content hash of every tensor of the output; all must be written."""
-        if self.coding is not None and isinstance(self.sink, EncodingSink):
-            return self.sink.hashes
-        if self.factors is not None:
-            return self.factors.hashes
-        digest, (name, aliases) = self.sink.digest, self._names
-        return dict.fromkeys((name, *aliases), digest)
-
-    @property
-    def written_stats(self) -> dict[str, Any]:
-        """Report of the method, and the relative error of the codes that were written."""
-        if self.coding is not None and isinstance(self.sink, EncodingSink):
-            return self.stats | {"quantisation_error": self.sink.error}
-        if self.factors is not None:
-            return self.stats | self.factors.stats
-        return self.stats
-
-    @property
-    def kind(self) -> str:
-        """Word for the item in messages."""
-        return "tensor" if self.item.factors is None else "module"
+    def __post_init__(self) -> None:
+        self.output: Output = TensorOutput(self.item, self.writer, self.coding)
 
     @property
     def looks_again(self) -> bool:
@@ -129,11 +83,8 @@ class Task:
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """The regions that the method is called on, in storage order; none for a copy, which takes any."""
-        if not self.merges:
-            return ()
-        acts_on = granularity(self.method, self.caps, space=self.call.space, post=bool(self.call.post))
-        return tuple(cut(self.item.shape, self.item.layout, acts_on))
+        """The regions that the method is called on, in storage order."""
+        return regions_of(self.item, self.caps)
 
     def note(self, label: str, stats: Mapping[str, Any]) -> None:
         """Keep what the method reported of the region with this label."""

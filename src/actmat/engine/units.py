@@ -9,7 +9,9 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.engine.observer import ObserverFactory
 from actmat.methods import get_method
 from actmat.planning.cost import nominal_seconds
-from actmat.planning.model import Item, MergePlan
+from actmat.planning.item import Item, Kernel, Reading
+from actmat.planning.model import MergePlan
+from actmat.planning.reading import shared_way
 
 __all__ = ["Unit", "long_seconds", "plan_units", "planned_seconds"]
 
@@ -28,6 +30,7 @@ class Unit:
         flops: floating-point operations of all variants.
         host_bytes: peak memory of one worker.
         device_bytes: peak memory of the device that merges it; 0: it is merged on the host.
+        kernel, reading: of all its outputs, see `planning.reading.shared_way`.
     """
 
     groups: tuple[tuple[Member, ...], ...]
@@ -36,6 +39,8 @@ class Unit:
     host_bytes: int
     flops: int = 0
     device_bytes: int = 0
+    kernel: Kernel = "copy"
+    reading: Reading | None = None
 
 
 def planned_seconds(unit: Unit) -> float:
@@ -60,15 +65,15 @@ def plan_units(
         done: per plan, names of the items that an earlier run finished.
         observers: of a run that is measured.
     """
-    groups: dict[tuple[str, str], list[Member]] = {}
+    groups: dict[tuple[str, str, bool], list[Member]] = {}
     for p, (plan, finished) in enumerate(zip(plans, done, strict=True)):
         todo = {i.pool or i.name for i in plan.items if i.action != "tie" and i.name not in finished}
         for n, item in enumerate(plan.items):
             if item.action != "tie" and (item.pool or item.name) in todo:
-                groups.setdefault((item.pool, item.name), []).append((p, n))
-    units: dict[str, list[tuple[Member, ...]]] = {}
-    for (pool, name), group in groups.items():
-        units.setdefault(pool or name, []).append(tuple(group))
+                groups.setdefault((item.pool, item.name, item.kernel == "extracted"), []).append((p, n))
+    units: dict[tuple[str, bool], list[tuple[Member, ...]]] = {}
+    for (pool, name, extracted), group in groups.items():
+        units.setdefault((pool or name, extracted), []).append(tuple(group))
     return [_unit(plans, unit, observers) for unit in units.values()]
 
 
@@ -77,6 +82,8 @@ def _unit(plans: Sequence[MergePlan], groups: Sequence[tuple[Member, ...]], obse
     items = [[_item(plans, member) for member in group] for group in ordered]
     width = torch_dtype(plans[0].recipe.compute_dtype).itemsize
     observing = 0 if observers is None else sum(observers.memory(i, width) for group in items for i in group)
+    observed = observers is not None and any(i.is_observed for i in items[0] if i.call is not None)
+    kernel, reading = shared_way(items[0], observed=observed)
     return Unit(
         groups=tuple(ordered),
         name=items[0][0].name,
@@ -84,6 +91,8 @@ def _unit(plans: Sequence[MergePlan], groups: Sequence[tuple[Member, ...]], obse
         host_bytes=max(_host_bytes(group, width) for group in items) + observing,
         flops=sum(i.cost.flops for group in items for i in group),
         device_bytes=_device_bytes(items, width, observing),
+        kernel=kernel,
+        reading=reading,
     )
 
 

@@ -1,68 +1,185 @@
-"""Write merged deltas: add to the base, cast, hash, chunk by chunk."""
+"""The one writer of merged values: rounds once, checks range, sign and finiteness, hashes.
+
+A kernel gives merged deltas to the `Output` of its task. `TensorOutput` adds them to the base and writes the sum chunk
+by chunk; `kernels.extracted` keeps them for a decomposition. `write_tensor` writes values that have no base.
+"""
 
 from __future__ import annotations
 
+import abc
 import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import torch_dtype
+from actmat.checkpoints.base import TensorSpec, torch_dtype
+from actmat.checkpoints.codecs.base import CodedTensor
+from actmat.checkpoints.codecs.encode import EncodingSink
 from actmat.checkpoints.raw import raw_bytes
+from actmat.engine.observer import Sink, SinkSource
 from actmat.engine.reader import StreamedBase, TensorReader
-from actmat.engine.task import Task
+from actmat.engine.size import Sample
 from actmat.errors import NumericalError
 from actmat.layout.classify import is_variance
-from actmat.planning.model import Item
+from actmat.planning.item import Item
 from actmat.planning.regions import CHUNK, Region
 
-__all__ = ["check_range", "check_sign", "write_chunk", "write_region"]
+__all__ = ["Output", "TensorOutput", "check_range", "check_sign", "rounded", "write_tensor"]
 
 
-def write_region(
-    task: Task, region: Region, base_raw: Tensor | StreamedBase, delta: Tensor | None, reader: TensorReader
-) -> None:
-    """`W_0 + scale * D*` in the output dtype, chunk by chunk; no delta at all keeps the base's bits.
-
-    Of a tensor that is written as factors, the merged delta is kept until all of it is there.
-    """
-    if task.factors is not None:
-        if delta is not None:
-            task.merged_sample.add(region.start, delta, task.call.scale)
-            task.factors.add(region.start, delta, task.call.scale)
-        return
-    if delta is None:
-        for low in range(0, base_raw.numel(), CHUNK):
-            chunk = base_raw[low : low + CHUNK]
-            write_chunk(task, chunk, chunk, reader)
-        return
-    task.merged_sample.add(region.start, delta, task.call.scale)
-    low, out_dtype = 0, torch_dtype(task.item.write_dtype)
-    for chunk in reader.merged_chunks(region, base_raw, delta, task.call.scale, out_dtype):
-        write_chunk(task, chunk, base_raw[low : low + chunk.numel()], reader)
-        low += chunk.numel()
-
-
-def write_chunk(task: Task, chunk: Tensor, base_raw: Tensor, reader: TensorReader) -> None:
-    """Cast, check and write one chunk.
-
-    Args:
-        chunk: merged entries.
-        base_raw: the same entries of the base, as stored.
+def rounded(spec: TensorSpec, value: Tensor) -> Tensor:
+    """A whole tensor in the dtype of its spec.
 
     Raises:
-        NumericalError: from `check_range` and `check_sign`.
+        NumericalError: NaN, Inf, or values beyond the range of the dtype.
     """
-    out_dtype = torch_dtype(task.item.write_dtype)
-    cast = chunk
-    if chunk.dtype != out_dtype:
-        cast = reader.scratch.cast.take(chunk.numel(), out_dtype).copy_(chunk)
-    # a sum is finite only if every entry is (or it overflows): one pass in the cache, an exact one only then
-    if out_dtype.is_floating_point and not math.isfinite(float(cast.sum())):
-        check_range(task.item, chunk, cast, base_raw)
-    if is_variance(task.item.name):
-        check_sign(task.item, cast, base_raw)
-    task.sink.write(raw_bytes(cast))
+    dtype = torch_dtype(spec.dtype)
+    out = value.to(dtype).contiguous()
+    if not bool(torch.isfinite(out).all()):
+        raise NumericalError(
+            f"tensor '{spec.name}' has values beyond {dtype}'s range; write with --dtype bfloat16 or float32"
+            if bool(torch.isfinite(value).all())
+            else f"tensor '{spec.name}' came out with NaN or Inf for finite factors. Likely cause: options out of "
+            "proportion to the deltas; try other options, or another method for this module"
+        )
+    return out
+
+
+def write_tensor(writer: SinkSource, spec: TensorSpec, value: Tensor) -> str:
+    """Write a whole tensor, rounded; its content hash.
+
+    Raises:
+        NumericalError: see `rounded`.
+    """
+    sink = writer.sink(spec.name)
+    sink.write(raw_bytes(rounded(spec, value)))
+    return sink.digest
+
+
+class Output(abc.ABC):
+    """Receives the merged delta of one item, region by region in storage order.
+
+    Attributes:
+        sample: sampled entries of the merged delta, see `engine.size`.
+    """
+
+    def __init__(self, item: Item, writer: SinkSource) -> None:
+        self.item = item
+        self.writer = writer
+        self.sample = Sample(item.numel)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the merged delta."""
+        return self.item.call.scale if self.item.call is not None else 1.0
+
+    @abc.abstractmethod
+    def take(self, region: Region, base_raw: Tensor | StreamedBase, delta: Tensor | None, reader: TensorReader) -> None:
+        """Take the merged delta of a region, flat, before its scale; None: nothing changed there."""
+
+    @abc.abstractmethod
+    def take_chunk(self, start: int, sum_S: Tensor, base_S: Tensor, stored_S: Tensor, reader: TensorReader) -> None:
+        """Take the merged delta of a chunk from entry `start` on, which may be overwritten.
+
+        Args:
+            base_S: the base there in the compute dtype; `stored_S`: as stored.
+        """
+
+    @abc.abstractmethod
+    def finish(self) -> Mapping[str, str]:
+        """Content hash of every tensor that was written, once all regions were given."""
+
+    @property
+    @abc.abstractmethod
+    def digest(self) -> str:
+        """Content hash of all that was written, after `finish`."""
+
+    @property
+    def stats(self) -> Mapping[str, Any]:
+        """Numbers for the record on what was written, after `finish`."""
+        return {}
+
+
+class TensorOutput(Output):
+    """Writes `W_0 + scale * D*` in the output dtype, or in codes; where there is no delta, the base's bits.
+
+    Args:
+        item, writer: see `Task`.
+        coding: layout of codes, or None.
+    """
+
+    def __init__(self, item: Item, writer: SinkSource, coding: CodedTensor | None) -> None:
+        super().__init__(item, writer)
+        self._coding = coding
+
+    @cached_property
+    def _sink(self) -> Sink:
+        """Receives the bytes of the tensor, and of those tied to it."""
+        if self._coding is not None:
+            return EncodingSink(self._coding, {s.name: self.writer.sink(s.name) for s in self.item.outputs})
+        return self.writer.sink(self._names[0], self._names[1:])
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Name of the tensor in the output, and of those that get the same bytes."""
+        if self.item.extraction is not None:
+            return tuple(s.name for s in self.item.outputs)
+        return (self.item.name, *self.item.aliases)
+
+    def take(self, region: Region, base_raw: Tensor | StreamedBase, delta: Tensor | None, reader: TensorReader) -> None:
+        """See `Output`."""
+        if delta is None:
+            for low in range(0, base_raw.numel(), CHUNK):
+                chunk = base_raw[low : low + CHUNK]
+                self._write(chunk, chunk, reader)
+            return
+        self.sample.add(region.start, delta, self.scale)
+        low, out_dtype = 0, torch_dtype(self.item.write_dtype)
+        for chunk in reader.merged_chunks(region, base_raw, delta, self.scale, out_dtype):
+            self._write(chunk, base_raw[low : low + chunk.numel()], reader)
+            low += chunk.numel()
+
+    def take_chunk(self, start: int, sum_S: Tensor, base_S: Tensor, stored_S: Tensor, reader: TensorReader) -> None:
+        """See `Output`."""
+        if start + sum_S.numel() > self.sample.wanted_from:
+            self.sample.add(start, sum_S, self.scale)
+        self._write(torch.add(base_S, sum_S, alpha=self.scale, out=sum_S), stored_S, reader)
+
+    def finish(self) -> Mapping[str, str]:
+        """See `Output`."""
+        if isinstance(self._sink, EncodingSink):
+            return self._sink.hashes
+        return dict.fromkeys(self._names, self._sink.digest)
+
+    @property
+    def digest(self) -> str:
+        """See `Output`."""
+        return self._sink.digest
+
+    @property
+    def stats(self) -> Mapping[str, Any]:
+        """Relative error of the codes that were written."""
+        return {"quantisation_error": self._sink.error} if isinstance(self._sink, EncodingSink) else {}
+
+    def _write(self, chunk: Tensor, base_raw: Tensor, reader: TensorReader) -> None:
+        """Cast, check and write one chunk of merged entries; `base_raw`: the same of the base, as stored.
+
+        Raises:
+            NumericalError: from `check_range` and `check_sign`.
+        """
+        out_dtype = torch_dtype(self.item.write_dtype)
+        cast = chunk
+        if chunk.dtype != out_dtype:
+            cast = reader.scratch.cast.take(chunk.numel(), out_dtype).copy_(chunk)
+        # a sum is finite only if every entry is (or it overflows): one pass in the cache, an exact one only then
+        if out_dtype.is_floating_point and not math.isfinite(float(cast.sum())):
+            check_range(self.item, chunk, cast, base_raw)
+        if is_variance(self.item.name):
+            check_sign(self.item, cast, base_raw)
+        self._sink.write(raw_bytes(cast))
 
 
 def check_range(item: Item, value: Tensor, cast: Tensor, base_raw: Tensor) -> None:

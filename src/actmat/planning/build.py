@@ -17,11 +17,11 @@ from actmat.methods import METHODS, get_method
 from actmat.methods.user import method_version
 from actmat.planning.adapter.extraction import has_ranks, plan_extraction
 from actmat.planning.adapter.modules import plan_modules
-from actmat.planning.left_out import files_left_out, left_out_note
 from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.planning.placement import HOST, DeviceRoom
 from actmat.planning.post import layer_notes
 from actmat.planning.statistics import ExpertStatistics
+from actmat.planning.storage import files_left_out, left_out_note
 from actmat.planning.tensors import plan_tensors
 from actmat.recipe import Recipe
 from actmat.version import __version__

@@ -15,9 +15,8 @@ from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.methods.spaces import space_problems
-from actmat.planning.calls import CallTemplate, WeightsTemplate
-from actmat.planning.depth import NOWHERE, Place, depth_factors, depth_of, places_of
-from actmat.planning.model import Action, MethodCall
+from actmat.planning.calls import NOWHERE, CallTemplate, Place, WeightsTemplate, depth_factors, depth_of, places_of
+from actmat.planning.item import Action, MethodCall
 from actmat.planning.post import has_spectrum, post_calls
 from actmat.recipe import Recipe
 from actmat.recipe.values import Value

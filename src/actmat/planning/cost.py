@@ -1,15 +1,15 @@
-"""Cost of one item, from shapes: memory of one worker, floating-point operations, and their time on a usual core.
+"""Cost of one item, from shapes, kernel and reading: memory of one worker, operations, and their time on a usual core.
 
     peak = raw base + raw chunk of each expert, of one where they    (storage dtype; of the base as well
            are read one after another                                 where it is read with streamed deltas)
-         + deltas in memory as a whole, or a chunk of each           (compute dtype; `plan.reading`)
+         + deltas in memory as a whole, or a chunk of each           (compute dtype; `Item.reading`)
          + the method's workspace, its result included unless it is  (compute dtype, declared by the method)
            a sum that is written chunk by chunk (`combine`)
          + for a cap on singular values: the result and its thin SVD, when that is more than the method's workspace
          + statistics in memory: one expert's for a one-pass method, else T (and one as stored: half of a Gram)
          + a packed copy of the result where blocks or a transposed layout need one
 
-A method is called on one region at a time (`plan.regions`), so the largest region counts.
+A method is called on one region at a time (`planning.regions`), so the largest region counts.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.layout.types import Role
 from actmat.linalg.chunks import CHUNK_ENTRIES
-from actmat.linalg.operations import Operation, entries, repeated
+from actmat.linalg.operations import Operation, entries, product, repeated, thin_svd
 from actmat.linalg.svd import svd_workspace
+from actmat.methods import get_method
 from actmat.methods.contract import MergeMethod
-from actmat.methods.spaces import Space
-from actmat.planning.reading import Access, reading_of
+from actmat.planning.item import Item, MethodCall, Reading
 from actmat.planning.regions import CHUNK, Region
 from actmat.recipe import Postprocess
 
@@ -40,7 +40,10 @@ __all__ = [
     "NOMINAL_FLOPS",
     "SOURCE_BYTES",
     "CallShape",
+    "different",
     "factored_bytes",
+    "factored_tensor_bytes",
+    "item_operations",
     "method_operations",
     "nominal_seconds",
     "region_peak_bytes",
@@ -66,7 +69,7 @@ of parts follow from them, and must be the same on all machines."""
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """Everything that decides the memory of a method's calls, apart from the tensor.
+    """Everything that decides the memory of a method's calls, apart from the tensor and its reading.
 
     Args:
         method, options: what is called.
@@ -74,9 +77,7 @@ class CallShape:
         base_itemsize: bytes per entry of the base as stored.
         compute_dtype: dtype of the deltas.
         caps: limits on the result, which look at the deltas again and may decompose the result.
-        chunkable, costly: see `plan.reading.Access`.
         post: whether steps of post-processing follow, which decompose the result.
-        space: in which the method works.
     """
 
     method: MergeMethod
@@ -85,63 +86,57 @@ class CallShape:
     base_itemsize: int
     compute_dtype: str
     caps: Postprocess = field(default_factory=Postprocess)
-    chunkable: bool = True
     post: bool = False
-    space: Space = "full"
-    costly: bool = False
 
     @property
-    def observed(self) -> bool:
-        """True if more than the method looks at the deltas, which are then whole."""
-        return self.caps.caps or self.post or self.space != "full"
+    def width(self) -> int:
+        """Bytes per entry of the deltas."""
+        return int(torch_dtype(self.compute_dtype).itemsize)
 
     @property
     def library_bytes(self) -> int:
         """Bytes that the linear algebra library keeps on the host."""
-        return MATRIX_BYTES if self.method.acts_on == "matrix" or self.post or self.space != "full" else 0
+        return MATRIX_BYTES if self.method.acts_on == "matrix" or self.post else 0
 
 
-def region_peak_bytes(region: Region, call: CallShape) -> int:
-    """Peak of one call, in bytes."""
+def region_peak_bytes(region: Region, call: CallShape, reading: Reading) -> int:
+    """Peak of one call on deltas that are read in this way, in bytes."""
     method, n_experts = call.method, call.n_experts
-    width = int(torch_dtype(call.compute_dtype).itemsize)
     by_matrix = method.acts_on == "matrix"
     matrices = region.layout.matrix_shapes(region.shape) if by_matrix else [region.shape]
     single = len(matrices) == 1 and region.layout.orientation == "OI"
-    access = Access(chunkable=call.chunkable, costly=call.costly, observed=call.observed)
-    how = reading_of(method, call.options, region, n_experts, width, access)
-    entries = how.whole_deltas(n_experts) * region.numel or n_experts * min(region.numel, CHUNK_ENTRIES)
+    entries = reading.whole_deltas(n_experts) * region.numel or n_experts * min(region.numel, CHUNK_ENTRIES)
     workspace = max(method.cost.workspace(shape, n_experts, call.options) for shape in matrices)
-    if how.strategy == "combine":
+    if reading.strategy == "combine":
         workspace -= region.numel
     elif method.uses_base(call.options):
         entries += region.numel
-    base = (region.numel if how.base_held else min(CHUNK, region.numel)) * call.base_itemsize
-    at_once = n_experts if method.acts_on == "elementwise" and how.strategy != "each" else 1
+    base = (region.numel if reading.base_held else min(CHUNK, region.numel)) * call.base_itemsize
+    at_once = n_experts if method.acts_on == "elementwise" and reading.strategy != "each" else 1
     raw = base + at_once * CHUNK * 8
-    if call.caps.singular_value_cap is not None and _has_singular_values(region):
-        workspace = max(
-            workspace, region.numel + max(_svd_workspace(m) for m in region.layout.matrix_shapes(region.shape))
-        )
-    if call.post and _has_singular_values(region):
-        workspace = max(
-            workspace, region.numel + max(_step_workspace(m) for m in region.layout.matrix_shapes(region.shape))
-        )
+    if _has_singular_values(region):
+        shapes = region.layout.matrix_shapes(region.shape)
+        if call.caps.singular_value_cap is not None:
+            workspace = max(workspace, region.numel + max(map(_svd_workspace, shapes)))
+        if call.post:
+            workspace = max(workspace, region.numel + max(map(_step_workspace, shapes)))
     packed = 0 if single or not by_matrix else region.numel + sum(math.prod(m) for m in matrices)
     return (
         raw
         + call.library_bytes
-        + statistics_bytes(method, matrices, n_experts, width)
-        + width * (entries + workspace + packed)
+        + statistics_bytes(method, matrices, n_experts, call.width)
+        + call.width * (entries + workspace + packed)
     )
 
 
-def tensor_peak_bytes(
-    regions: Sequence[Region], call: CallShape, peak: Callable[[Region, CallShape], int] = region_peak_bytes
-) -> int:
-    """Largest `peak` of the regions of a tensor, in bytes."""
-    different = {(p.shape, p.layout.orientation, p.layout.blocks): p for p in regions}.values()
-    return max(peak(p, call) for p in different)
+def tensor_peak_bytes(regions: Sequence[Region], call: CallShape, reading: Reading) -> int:
+    """Largest peak of the regions of a tensor, in bytes."""
+    return max(region_peak_bytes(region, call, reading) for region in different(regions))
+
+
+def different(regions: Sequence[Region]) -> list[Region]:
+    """One region of each shape and layout."""
+    return list({(p.shape, p.layout.orientation, p.layout.blocks): p for p in regions}.values())
 
 
 def _has_singular_values(region: Region) -> bool:
@@ -183,6 +178,13 @@ def factored_bytes(shape: tuple[int, ...], total_rank: int) -> int:
     """Memory of a factored merge: all factors, two bases, their products and the result, in float64."""
     *batch, rows, columns = shape
     return 8 * math.prod(batch) * (6 * (rows + columns) * total_rank + 12 * total_rank * total_rank)
+
+
+def factored_tensor_bytes(region: Region, call: CallShape, total_rank: int) -> int:
+    """Peak of the merge of a region by its factors: these, the base, its product in float64 and as written."""
+    columns = max(1, math.prod(region.shape[1:]))
+    factors = factored_bytes((region.numel // columns, columns), total_rank)
+    return factors + MATRIX_BYTES + region.numel * (call.base_itemsize + 8 + 2 * call.width) + CHUNK * 8
 
 
 _TERM = re.compile(r"(?:\((?P<sum>[^)]*)\)|(?P<factor>[\dT^ ]*?))\s*N\^(?P<power>[23])(?P<log> log N)?")
@@ -231,3 +233,71 @@ def _term(text: str, n_experts: int) -> int:
         for _ in range(int(power.removeprefix("^")) if power.startswith("^") else 1):
             value *= n_experts
     return value
+
+
+def item_operations(item: Item, compute_dtype: str) -> list[Operation]:
+    """Operations of the method of an item, without reading, subtracting, adding to the base and writing.
+
+    Args:
+        item: of a plan; a tensor or an adapter's module.
+        compute_dtype: the recipe's.
+    """
+    if item.call is None:
+        return []
+    method, double = get_method(item.call.method), compute_dtype == "float64"
+    steps = _steps(item, item.call, double=double)
+    if item.form == "factored":
+        return _twice([*_factored(item, item.call), *steps], item.call)
+    shapes = [item.shape or (1,)]
+    if method.acts_on == "matrix" and item.factors is None:
+        shapes = item.layout.matrix_shapes(item.shape)
+    found = method_operations(method, shapes, len(item.sources), item.call.options, double=double)
+    if item.factors is not None:  # deltas are formed from their factors, and the merged one is decomposed again
+        rank = sum(item.factors.ranks)
+        found += _dense_module(item.shape, rank)
+    return _twice([*found, *steps], item.call)
+
+
+def _twice(found: list[Operation], call: MethodCall) -> list[Operation]:
+    """The same operations, twice where layers are measured on the merged model before it is written."""
+    return found if call.layer_call is None else repeated(found, 2)
+
+
+def _steps(item: Item, call: MethodCall, *, double: bool) -> list[Operation]:
+    """Each step decomposes the merged matrix and multiplies it out; some look at every expert along its directions."""
+    if not call.matrix_steps:
+        return []
+    shapes, inner = item.layout.matrix_shapes(item.shape), None
+    if item.form == "factored":
+        total = sum(item.factors.ranks if item.factors is not None else [s.rank for s in item.sources if s is not None])
+        shapes, inner = [item.shape], max(1, total)
+    found = []
+    for *batch, rows, columns in shapes:
+        kept = min(rows, columns, inner or rows)
+        wide, long = (rows, columns) if inner is None else (kept, kept)
+        once = [*thin_svd(wide, long, kept, double=double or inner is not None)]
+        once += [product(rows, columns, kept, double=True)] * (1 + len(item.sources))
+        found += repeated(once, len(call.matrix_steps) * math.prod(batch))
+    return found
+
+
+def _factored(item: Item, call: MethodCall) -> list[Operation]:
+    """Two common bases of the factors by QR, the merge of small cores, and its product with the bases, in float64."""
+    *batch, rows, columns = item.shape
+    ranks = [0 if s is None else s.rank for s in item.sources] if item.factors is None else list(item.factors.ranks)
+    total = max(1, sum(ranks))
+    left, right = min(total, rows), min(total, columns)
+    bases = [product(rows, left, total, double=True), product(columns, right, total, double=True)]
+    cores = [product(left, right, rank, double=True) for rank in ranks if rank]
+    rule = method_operations(get_method(call.method), [(left, right)], len(ranks), call.options, double=True)
+    lifted = [product(rows, right, left, double=True)]
+    if item.factors is None:  # a tensor of a full model
+        lifted += [product(rows, columns, right, double=True), entries(2 * rows * columns)]
+    return repeated([*repeated(bases, 2), *cores, *rule, *lifted], math.prod(batch))
+
+
+def _dense_module(shape: tuple[int, ...], rank: int) -> list[Operation]:
+    *batch, rows, columns = shape
+    kept = min(rank, rows, columns)
+    formed = product(rows, columns, max(rank, 1))
+    return repeated([formed, product(rows, columns, max(kept, 1), double=True)], math.prod(batch))

@@ -18,34 +18,13 @@ from actmat.bounds import read_bytes
 from actmat.checkpoints.base import FileIdentity, TensorSpec
 from actmat.checkpoints.writing.shards import Shard, plan_shards
 from actmat.errors import RecipeError, format_size
-from actmat.experts.base import Source
 from actmat.foreign import html_table, terminal
-from actmat.layout.types import TensorLayout
 from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES, nominal_seconds
-from actmat.planning.forms import Extraction, FactorPlan, Plain
-from actmat.planning.method_call import MethodCall, PostCall
+from actmat.planning.item import Cost, Item, MethodCall, Plain
 from actmat.recipe import Recipe
 
-__all__ = [
-    "Action",
-    "Cost",
-    "Extraction",
-    "FactorPlan",
-    "Form",
-    "InputSummary",
-    "Item",
-    "MergePlan",
-    "MethodCall",
-    "PostCall",
-    "count_actions",
-]
+__all__ = ["Cost", "Draft", "InputSummary", "Item", "MergePlan", "MethodCall", "count_actions"]
 
-Action = Literal["merge", "average", "copy", "tie"]
-"""merge: by the method the recipe asks for; average: mean of the deltas, because the method does not apply there;
-copy: the base's bytes; tie: the bytes of the tensor it is tied to."""
-
-Form = Literal["dense", "factored"]
-"""Input of the method: whole deltas, or the factors of low-rank ones."""
 
 FORMAT = 3
 """Version of a plan's JSON; see docs/formats/plan.md."""
@@ -59,106 +38,19 @@ SHOWN_GROUPS = 25
 
 
 @dataclass(frozen=True, slots=True)
-class Cost(Plain):
-    """Estimated cost of one item, for one worker.
+class Draft:
+    """Fields of a `MergePlan` that differ between outputs; `ignored`: per expert, tensors that are not merged."""
 
-    Args:
-        read_bytes, write_bytes: traffic to and from storage.
-        flops: leading term of the method's floating-point operations.
-        host_bytes: peak memory on the host, see `plan.cost`.
-        device_bytes: peak memory on the device that merges it, see `plan.placement`; 0: it is merged on the host.
-    """
-
-    read_bytes: int = 0
-    write_bytes: int = 0
-    flops: int = 0
-    host_bytes: int = 0
-    device_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Item(Plain):
-    """One logical output of a merge: a tensor of a model; a module, or a tensor trained in full, of an adapter.
-
-    Args:
-        name: of the tensor in the base and in the output, or of the module.
-        shape: of the tensor as stored; `*batch O I` of a module's delta.
-        layout: meaning of the tensor.
-        action: see `Action`; `reason` says why, in words.
-        outputs: what is written: the tensor and those tied to it; A, B and bias of a module.
-        call: the method, for `merge` and `average`.
-        form: what the method is given.
-        base_dtype: dtype of the base's tensor; empty where the output needs no base.
-        sources: per expert, where its delta comes from (None: the expert lacks it); none for `copy` and `tie`.
-        twins: per expert, other names under which it stores the same tensor; their bytes must agree.
-        tied_to: for `tie`, the tensor whose bytes it gets.
-        pool: items with the same non-empty pool are merged as one matrix, their rows one below the other.
-        factors: how A and B are written, for a module.
-        cost: traffic, operations and memory.
-        encoding: layout of codes in which the tensor is written, in words; empty: as floats.
-        extraction: of an adapter that is extracted, the form in which it holds the tensor.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    layout: TensorLayout
-    action: Action
-    reason: str
-    outputs: tuple[TensorSpec, ...]
-    call: MethodCall | None = None
-    form: Form = "dense"
-    base_dtype: str = ""
-    sources: tuple[Source | None, ...] = ()
-    twins: tuple[tuple[str, ...], ...] = ()
-    tied_to: str | None = None
-    pool: str = ""
-    factors: FactorPlan | None = None
-    cost: Cost = Cost()
-    encoding: str = ""
-    extraction: Extraction | None = None
-
-    @property
-    def numel(self) -> int:
-        """Number of entries of the delta."""
-        return math.prod(self.shape)
-
-    @property
-    def pair(self) -> FactorPlan:
-        """Layout of A and B; only for items that are modules."""
-        assert self.factors is not None
-        return self.factors
-
-    @property
-    def out_dtype(self) -> str:
-        """dtype of what is written, or of what is read of it where it is written as codes."""
-        return self.base_dtype if self.encoding or not self.outputs else self.outputs[0].dtype
-
-    @property
-    def write_dtype(self) -> str:
-        """dtype that the merged tensor is rounded to; codes are made of float32."""
-        return "float32" if self.encoding else self.out_dtype
-
-    @property
-    def aliases(self) -> tuple[str, ...]:
-        """Tied tensors that are written with the same bytes; of an adapter that is extracted, those of the base."""
-        if self.extraction is not None:
-            return self.extraction.tied
-        return () if self.factors is not None or self.encoding else tuple(s.name for s in self.outputs[1:])
-
-    @property
-    def expert_dtypes(self) -> tuple[str, ...]:
-        """dtype of the tensor in each expert."""
-        return tuple("" if s is None else s.dtype for s in self.sources)
-
-    @property
-    def is_observed(self) -> bool:
-        """True if a diagnosis measures it: everything but tensors that adapters trained in full."""
-        return self.factors is not None or bool(self.base_dtype)
-
-    @property
-    def is_chunkable(self) -> bool:
-        """True if every delta is read from storage, so that chunks of it cost no more than their bytes."""
-        return all(s is not None and s.kind == "stored" for s in self.sources)
+    items: tuple[Item, ...]
+    specs: tuple[TensorSpec, ...]
+    max_shard_bytes: int
+    stem: str = "model"
+    stems: Mapping[str, str] = field(default_factory=dict)
+    family: str | None = None
+    adapter_config: Mapping[str, Any] | None = None
+    kept: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[tuple[str, ...], ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Placement of items: on a device or on the host, with the memory of each and the reason in words.
 
-    device = base as stored + whole deltas + the method's workspace and statistics    (as on the host, `plan.cost`)
+    device = base as stored + whole deltas + the method's workspace and statistics    (as on the host, `planning.cost`)
            + chunks that are widened, added up and cast
     host   = base as stored + one statistic as stored + chunks of the result
 
@@ -10,13 +10,19 @@ Blocks of bytes on their way to a device, and scratch memory of its libraries, b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actmat.checkpoints.base import torch_dtype
 from actmat.errors import format_size
-from actmat.planning.cost import CallShape, region_peak_bytes, statistics_bytes, tensor_peak_bytes
-from actmat.planning.model import Form
+from actmat.planning.cost import (
+    CallShape,
+    different,
+    factored_tensor_bytes,
+    region_peak_bytes,
+    statistics_bytes,
+    tensor_peak_bytes,
+)
+from actmat.planning.item import Item, Kernel, Reading
+from actmat.planning.reading import regions_of, way_of
 from actmat.planning.regions import Region
 
 __all__ = ["BLOCK_BYTES", "HOST", "STAGED_BLOCKS", "STAGING_BYTES", "DeviceRoom", "Placed", "place"]
@@ -57,46 +63,61 @@ HOST = DeviceRoom()
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Memory of an item on host and device, and the words for its place; no words where there is no choice."""
+    """Place, kernel and reading of an item, its memory, and the words for its place: none where there is no choice."""
 
     host_bytes: int
     device_bytes: int = 0
     words: str = ""
+    kernel: Kernel = "copy"
+    reading: Reading | None = None
 
 
-def place(regions: Sequence[Region], call: CallShape, form: Form, room: DeviceRoom) -> Placed:
-    """Place one item.
+def place(item: Item, call: CallShape, room: DeviceRoom, *, costly: bool) -> Placed:
+    """Place an item of a model that a method merges.
 
     Args:
-        regions: that the method is called on.
-        form: see `Item`.
+        call: of the method.
         room: the devices.
+        costly: see `reading.Access`.
     """
-    on_host = tensor_peak_bytes(regions, call)
+    regions = different(regions_of(item, call.caps))
+    kernel, reading = way_of(item, regions, call.caps, call.width, on_device=False, costly=costly)
+    if reading is None:
+        ranks = sum(max(1, s.rank) for s in item.sources if s is not None)
+        on_host = max(factored_tensor_bytes(region, call, ranks) for region in regions)
+    else:
+        on_host = tensor_peak_bytes(regions, call, reading)
+    here = Placed(on_host, kernel=kernel, reading=reading)
     if room.device == "cpu":
-        return Placed(on_host)
-    if call.method.acts_on == "elementwise":
-        return Placed(on_host, 0, ", on the host: elementwise")
-    if form == "factored":
-        return Placed(on_host, 0, ", on the host: factors are small")
-    if room.kind == "mps" and (call.method.acts_on == "matrix" or call.post):
-        return Placed(on_host, 0, ", on the host: mps has no float64, in which spectra are computed")
-    need = tensor_peak_bytes(regions, call, _on_device)
+        return here
+    if why := _why_on_host(call, kernel, room):
+        return dataclasses.replace(here, words=f", on the host: {why}")
+    kernel, reading = way_of(item, regions, call.caps, call.width, on_device=True, costly=costly)
+    assert reading is not None, "factors stay on the host"
+    need = max(_on_device(region, call, reading) for region in regions)
     if room.memory is not None and need > room.memory:
-        return Placed(
-            on_host, 0, f", on the host: it needs {format_size(need)} of a device, which has {format_size(room.memory)}"
-        )
-    return Placed(tensor_peak_bytes(regions, call, _beside_device), need, f", on {room.kind}")
+        why = f"it needs {format_size(need)} of a device, which has {format_size(room.memory)}"
+        return dataclasses.replace(here, words=f", on the host: {why}")
+    return Placed(max(_beside_device(region, call) for region in regions), need, f", on {room.kind}", kernel, reading)
 
 
-def _on_device(region: Region, call: CallShape) -> int:
-    width = int(torch_dtype(call.compute_dtype).itemsize)
-    whole = region_peak_bytes(region, dataclasses.replace(call, chunkable=False))
-    return whole - call.library_bytes + 2 * width * min(region.numel, MOVED_ENTRIES)
+def _why_on_host(call: CallShape, kernel: Kernel, room: DeviceRoom) -> str:
+    """Reason for which no device of this kind merges the item, however small it is."""
+    if call.method.acts_on == "elementwise":
+        return "elementwise"
+    if kernel == "factored":
+        return "factors are small"
+    if room.kind == "mps" and (call.method.acts_on == "matrix" or call.post):
+        return "mps has no float64, in which spectra are computed"
+    return ""
+
+
+def _on_device(region: Region, call: CallShape, reading: Reading) -> int:
+    whole = region_peak_bytes(region, call, reading)
+    return whole - call.library_bytes + 2 * call.width * min(region.numel, MOVED_ENTRIES)
 
 
 def _beside_device(region: Region, call: CallShape) -> int:
-    width = int(torch_dtype(call.compute_dtype).itemsize)
     matrices = region.layout.matrix_shapes(region.shape) if call.method.acts_on == "matrix" else [region.shape]
-    statistics = statistics_bytes(call.method, matrices, 1, width)
-    return region.numel * call.base_itemsize + statistics + 2 * width * min(region.numel, MOVED_ENTRIES)
+    statistics = statistics_bytes(call.method, matrices, 1, call.width)
+    return region.numel * call.base_itemsize + statistics + 2 * call.width * min(region.numel, MOVED_ENTRIES)

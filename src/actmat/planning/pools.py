@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
-from actmat.planning.model import Item
+from actmat.planning.item import Item
 from actmat.planning.placement import Placed
 
 __all__ = ["PooledLayout", "assign_pools", "pooled"]
@@ -54,8 +54,9 @@ def assign_pools(
         if problem is not None:
             problems.append(f"pool: {', '.join(m.name for m in members)} cannot be merged as one matrix: {problem}")
             continue
-        placed = place(pooled(members))
-        share = flops(pooled(members)) // len(members)
+        whole = dataclasses.replace(pooled(members), pool=pool)
+        placed = place(whole)
+        share = flops(whole) // len(members)
         for i, member in zip(indices, members, strict=True):
             cost = dataclasses.replace(
                 member.cost, flops=share, host_bytes=placed.host_bytes, device_bytes=placed.device_bytes
@@ -63,7 +64,15 @@ def assign_pools(
             reason = member.reason.removesuffix(place(member).words)
             reason += f", pooled over {len(members)} tensors" if len(members) > 1 else ""
             reason += placed.words
-            out[i] = dataclasses.replace(member, pool=pool, reason=reason, layout=_whole(member), cost=cost)
+            out[i] = dataclasses.replace(
+                member,
+                pool=pool,
+                reason=reason,
+                layout=TensorLayout(Role.LINEAR, member.layout.reason),
+                kernel=placed.kernel,
+                reading=placed.reading,
+                cost=cost,
+            )
     return tuple(out), problems
 
 
@@ -71,10 +80,6 @@ def pooled(members: Sequence[Item]) -> Item:
     """The one matrix of a pool: the members' rows one below the other, under the first member's name."""
     rows = sum(m.shape[0] for m in members)
     return dataclasses.replace(members[0], shape=(rows, *members[0].shape[1:]), layout=PooledLayout)
-
-
-def _whole(member: Item) -> TensorLayout:
-    return TensorLayout(Role.LINEAR, member.layout.reason)
 
 
 def _problem(members: Sequence[Item]) -> str | None:

@@ -15,7 +15,7 @@ from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.methods.post import Layer, get_step
 from actmat.methods.spaces import space_words
-from actmat.planning.model import Item, MethodCall, PostCall
+from actmat.planning.item import Item, MethodCall, PostCall
 from actmat.recipe import Recipe
 
 __all__ = [

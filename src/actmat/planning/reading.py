@@ -1,77 +1,134 @@
-"""Strategies of reading the deltas of a region: decided once, for the plan's estimate and for the engine."""
+"""Kernel and reading of every item: chosen once, from the recipe and the headers.
+
+`way_of` chooses for an item alone, when it is planned; `shared_way` for the outputs of one run that share the bytes of
+a tensor, when units are made. The engine and the costs follow what they say.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from actmat.methods import get_method
 from actmat.methods.contract import MergeMethod
-from actmat.planning.regions import CHUNK, Region, streams
+from actmat.planning.item import Item, Kernel, Reading
+from actmat.planning.regions import CHUNK, Region, cut, granularity, streams
+from actmat.recipe import Postprocess
 
-__all__ = ["Access", "Reading", "Strategy", "reading_of"]
-
-Strategy = Literal["held", "each", "chunks", "chunks_held", "combine"]
-"""The way in which a method is given its deltas.
-
-held         all of them, in memory
-each         one at a time, each in the memory of the one before it; as often as `Reading.times` says
-chunks       chunk by chunk, as often as the method asks; no delta is in memory as a whole
-chunks_held  chunk by chunk; what the first pass reads stays in memory for the next
-combine      as coefficients: one pass over chunks finds them, a second adds up and writes
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Strategy of one region.
-
-    Args:
-        strategy: see `Strategy`.
-        base_held: whether the base is in memory as stored; else it is read chunk by chunk, with the deltas and again
-            for the output.
-        times: of `each`: how often a delta may be asked for.
-    """
-
-    strategy: Strategy
-    base_held: bool = True
-    times: int = 1
-
-    def whole_deltas(self, n_experts: int) -> int:
-        """Number of deltas that are in memory as a whole at a time."""
-        return {"held": n_experts, "chunks_held": n_experts, "each": 1}.get(self.strategy, 0)
+__all__ = ["Access", "reading_of", "regions_of", "shared_regions", "shared_way", "way_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Circumstances that decide how deltas are read, beside the method and their number and size.
+    """Circumstances that decide how deltas are read, besides the method and their number and size.
 
     Args:
         chunkable: whether deltas can be read chunk by chunk: all are stored, and the method computes on the CPU.
             Products of factors have the same bits for whole regions only, and a chunk is too small for an accelerator.
         costly: whether some expert costs more than its bytes to read again, because it lies in remote storage, which
             would send them twice, or holds codes: deltas that a method asks for twice are then held.
-        observed: whether something else looks at the deltas too: caps, or a diagnosis.
-        copied: whether the base is also written as it is, by another variant of the run.
+        observed: whether something else looks at the deltas too: steps of post-processing, caps, or a diagnosis.
     """
 
     chunkable: bool = True
     costly: bool = False
     observed: bool = False
-    copied: bool = False
+
+
+def regions_of(item: Item, caps: Postprocess) -> tuple[Region, ...]:
+    """The regions that the method of an item is called on, in storage order; chunks of a copy."""
+    if item.call is None:
+        return tuple(cut(item.shape, item.layout, "elementwise"))
+    if item.pool:
+        return (Region(0, item.numel, item.shape, item.layout),)
+    method = get_method(item.call.method)
+    acts_on = granularity(method, caps, space=item.call.space, post=bool(item.call.post))
+    return tuple(cut(item.shape, item.layout, acts_on))
+
+
+def shared_regions(items: Sequence[Item], caps: Sequence[Postprocess]) -> tuple[Region, ...]:
+    """The regions that all outputs of a tensor want, the whole tensor where they differ; chunks where it is copied."""
+    wanted = {regions_of(i, of): None for i, of in zip(items, caps, strict=True) if i.call is not None}
+    if len(wanted) > 1:
+        return (Region(0, items[0].numel, items[0].shape, items[0].layout),)
+    return next(iter(wanted), regions_of(items[0], caps[0]))
+
+
+def way_of(
+    item: Item, regions: Sequence[Region], caps: Postprocess, itemsize: int, *, on_device: bool, costly: bool
+) -> tuple[Kernel, Reading | None]:
+    """Kernel and reading of an item of a model that has no other output beside it.
+
+    Args:
+        regions: see `regions_of`; of a pool, the one matrix.
+        itemsize: bytes per entry of the compute dtype.
+        on_device: the method computes on a device.
+        costly: see `Access`.
+    """
+    if item.call is None:
+        return "copy", None
+    if item.form == "factored":
+        return "factored", None
+    access = Access(
+        chunkable=item.is_chunkable and not on_device and not item.pool,
+        costly=costly,
+        observed=caps.caps or bool(item.call.post),
+    )
+    method = get_method(item.call.method)
+    reading = reading_of(method, item.call.options, regions, len(item.sources), itemsize, access)
+    if item.pool:
+        return "pool", reading
+    return ("combine" if reading.strategy == "combine" else "dense"), reading
 
 
 def reading_of(
-    method: MergeMethod, options: Mapping[str, Any], region: Region, n_experts: int, itemsize: int, access: Access
+    method: MergeMethod,
+    options: Mapping[str, Any],
+    regions: Sequence[Region],
+    n_experts: int,
+    itemsize: int,
+    access: Access,
 ) -> Reading:
-    """Strategy for a region that one method merges; `itemsize`: bytes per entry of the compute dtype."""
+    """Reading of all regions of a tensor that one method merges; `itemsize`: bytes per entry of the compute dtype."""
     if access.observed or not access.chunkable or not method.streams(options):
-        shapes = region.layout.matrix_shapes(region.shape) if method.acts_on == "matrix" else [region.shape]
-        times = 2 if method.reads_again(shapes[0], n_experts, options) else 1
-        each = method.access.one_pass and len(shapes) == 1 and not access.observed and not (times > 1 and access.costly)
+        shapes = {tuple(_shapes(method, region)) for region in regions}
+        times = 2 if any(method.reads_again(of[0], n_experts, options) for of in shapes) else 1
+        single = all(len(of) == 1 for of in shapes)
+        each = method.access.one_pass and single and not access.observed and not (times > 1 and access.costly)
         return Reading("each", times=times) if each else Reading("held")
     if method.combine is not None:  # small regions too: memory of their own would come on top of the warm buffers
-        return Reading("combine", base_held=access.copied)
-    streamed = streams(method, options, region.numel, n_experts, itemsize)
-    base_held = not (streamed and region.numel > CHUNK) or method.uses_base(options) or access.copied
+        return Reading("combine", base_held=False)
+    numel = max(region.numel for region in regions)
+    streamed = streams(method, options, numel, n_experts, itemsize)
+    base_held = not (streamed and numel > CHUNK) or method.uses_base(options)
     return Reading("chunks" if streamed else "chunks_held", base_held)
+
+
+def _shapes(method: MergeMethod, region: Region) -> list[tuple[int, ...]]:
+    """Shapes of what the method is called on in a region."""
+    return region.layout.matrix_shapes(region.shape) if method.acts_on == "matrix" else [region.shape]
+
+
+def shared_way(items: Sequence[Item], *, observed: bool) -> tuple[Kernel, Reading | None]:
+    """Kernel and reading of the outputs of one tensor, or of several of a pool, that share its bytes.
+
+    A method on its own may be given less than all deltas at a time. Several, or one that is observed, are given all in
+    memory; then nothing is combined chunk by chunk. Where the base is copied too, it is held.
+
+    Args:
+        items: one per output.
+        observed: a diagnosis looks at the deltas.
+    """
+    merging = [i for i in items if i.call is not None]
+    if not merging:
+        return items[0].kernel, None
+    first = merging[0]
+    alike = all(i.kernel == first.kernel for i in merging)
+    if alike and all(i.reading is None for i in merging):
+        return first.kernel, None
+    if len(merging) == 1 and first.reading is not None and not observed:
+        base_held = first.reading.base_held or len(items) > 1
+        return first.kernel, dataclasses.replace(first.reading, base_held=base_held)
+    return (first.kernel if alike and first.kernel != "combine" else "dense"), Reading("held")

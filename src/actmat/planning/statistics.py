@@ -17,7 +17,7 @@ from actmat.experts.lora.modules import AdapterModule
 from actmat.layout.types import Block, Role, TensorLayout
 from actmat.methods import MergeMethod, get_method
 from actmat.planning.choose import Chooser, Decision
-from actmat.planning.model import Item
+from actmat.planning.item import Item
 from actmat.planning.regions import Region, cut
 from actmat.recipe import Recipe
 from actmat.statistics.header import amount, describe

@@ -17,21 +17,24 @@ from actmat.experts.base import Expert, Source
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import get_method
-from actmat.planning.adapter.problems import adapter_problems
-from actmat.planning.align import Alignment, align
+from actmat.planning.adapter.modules import adapter_problems
+from actmat.planning.align import Alignment, align, resolve_roles
 from actmat.planning.choose import Chooser, Decision, depth_factors
-from actmat.planning.cost import CallShape
-from actmat.planning.draft import Draft, headline
-from actmat.planning.model import Cost, Form, Item, MethodCall
-from actmat.planning.operations import item_operations
-from actmat.planning.parts import absent_parts, part_notes, stems_of
+from actmat.planning.cost import CallShape, item_operations
+from actmat.planning.item import Cost, Form, Item, MethodCall
+from actmat.planning.model import Draft
 from actmat.planning.placement import HOST, DeviceRoom, Placed, place
 from actmat.planning.pools import assign_pools
 from actmat.planning.post import factor_problems, in_space, post_problems, space_input_problems
-from actmat.planning.quantised import encoding_problems, quantisation_notes, scheme_words
-from actmat.planning.regions import cut, granularity
-from actmat.planning.roles import resolve_roles
 from actmat.planning.statistics import ExpertStatistics, with_statistics
+from actmat.planning.storage import (
+    absent_parts,
+    encoding_problems,
+    part_notes,
+    quantisation_notes,
+    scheme_words,
+    stems_of,
+)
 from actmat.recipe import Recipe
 
 __all__ = ["plan_tensors"]
@@ -47,14 +50,14 @@ def plan_tensors(
     """
     problems = _input_problems(recipe, base, experts)
     layouts, layout_problems = resolve_roles(recipe, base.specs, base.config)
-    problems += statistics.kind_problems([e.kind == "adapter" for e in experts])
+    problems += statistics.kind_problems([e.needs_base for e in experts])
     chooser = Chooser(recipe, statistics.kinds, base.specs)
     kept = absent_parts(base, experts, recipe.labels) | _kept(base, chooser)
     stem, stems = stems_of(base)
     alignment = align(base, experts, recipe.labels, layouts, frozenset(kept))
     decided: dict[str, Decision] = {}
     given: dict[str, list[Source | None]] = {}
-    only_adapters = all(e.kind == "adapter" for e in experts)
+    only_adapters = all(e.needs_base for e in experts)
     for name in alignment.canonical:
         spec, sources = base.specs[name], alignment.sources[name]
         decision = _decide(spec, layouts.tensors[name], chooser, kept)
@@ -69,13 +72,11 @@ def plan_tensors(
         max_shard_bytes = parse_size(recipe.max_shard_size)
     except MergeError as error:
         problems += error.problems
-    if problems:
-        raise AlignmentError(headline(problems), problems)
+    _check(problems)
     planner = _TensorPlanner(recipe, base, experts, room)
     items, problems = assign_pools(planner.items(alignment, decided, given), recipe.pool, planner.place, planner.flops)
     problems += _adapter_problems(recipe, experts)
-    if problems:
-        raise AlignmentError(headline(problems), problems)
+    _check(problems)
     return Draft(
         items=items,
         specs=tuple(o for spec in base.specs.values() for o in planner.out_specs(spec)),
@@ -92,6 +93,12 @@ def plan_tensors(
             *_adapter_notes(recipe.labels, experts, items),
         ),
     )
+
+
+def _check(problems: Sequence[str]) -> None:
+    if problems:
+        many = "s" * (len(problems) > 1)
+        raise AlignmentError(f"The merge cannot be done: {len(problems)} problem{many}.", problems)
 
 
 def _input_problems(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
@@ -214,6 +221,7 @@ class _TensorPlanner:
             reason=reason,
             outputs=outputs,
             call=call,
+            obeys_scale=decision.action == "merge",
             form=form,
             base_dtype=spec.dtype,
             sources=sources,
@@ -228,7 +236,9 @@ class _TensorPlanner:
             host_bytes=placed.host_bytes + (0 if coding is None else encoding_bytes(coding)),
             device_bytes=placed.device_bytes,
         )
-        return dataclasses.replace(item, cost=cost, reason=item.reason + placed.words)
+        return dataclasses.replace(
+            item, cost=cost, reason=item.reason + placed.words, kernel=placed.kernel, reading=placed.reading
+        )
 
     def _tie(self, alias: str, name: str, decision: Decision) -> Item:
         spec = self.base.specs[alias]
@@ -260,22 +270,20 @@ class _TensorPlanner:
         """Operations of the method on an item."""
         if item.call is None:
             return 0
-        ranks = tuple(s.rank for s in item.sources if s is not None) if item.form == "factored" else ()
         call = item.call
         named = (call.method, str(call.options), call.space, str(call.post))
-        key = (named, item.shape, item.layout, len(item.sources), ranks)
+        key = (named, item.shape, item.layout, len(item.sources), self._ranks(item))
         if key not in self._counted:
             self._counted[key] = total(item_operations(item, self.recipe.compute_dtype))
         return self._counted[key]
 
     def place(self, item: Item) -> Placed:
-        """Place of an item, and its memory there."""
+        """Place of an item with its kernel and reading, and its memory there."""
         if item.call is None:
             return Placed(item.numel * torch_dtype(item.base_dtype).itemsize)
-        chunkable = item.is_chunkable
         # the options live as long as the decisions, which outlive this planner
         named = (item.call.method, id(item.call.options), item.call.space, bool(item.call.post))
-        key = (named, item.shape, item.base_dtype, item.layout, chunkable, item.form)
+        key = (named, item.shape, item.base_dtype, item.layout, item.is_chunkable, self._ranks(item), bool(item.pool))
         if key not in self._places:
             call = CallShape(
                 method=get_method(item.call.method),
@@ -284,15 +292,14 @@ class _TensorPlanner:
                 base_itemsize=torch_dtype(item.base_dtype).itemsize,
                 compute_dtype=self.recipe.compute_dtype,
                 caps=self.recipe.postprocess,
-                chunkable=chunkable,
                 post=bool(item.call.post),
-                space=item.call.space,
-                costly=any(e.buffer_bytes for e in self.experts),
             )
-            acts_on = granularity(call.method, self.recipe.postprocess, space=call.space, post=call.post)
-            regions = cut(item.shape, item.layout, acts_on)
-            self._places[key] = place(regions, call, item.form, self.room)
+            self._places[key] = place(item, call, self.room, costly=any(e.buffer_bytes for e in self.experts))
         return self._places[key]
+
+    def _ranks(self, item: Item) -> tuple[int, ...]:
+        """Ranks of the deltas of an item that is merged by its factors."""
+        return tuple(s.rank for s in item.sources if s is not None) if item.form == "factored" else ()
 
 
 def _space_problems(recipe: Recipe, experts: Sequence[Expert], chooser: Chooser) -> list[str]:
@@ -329,7 +336,7 @@ def _adapter_notes(labels: Sequence[str], experts: Sequence[Expert], items: Sequ
     """Notes about the adapters among the experts."""
     alike: dict[int, list[str]] = {}
     for t, (label, expert) in enumerate(zip(labels, experts, strict=True)):
-        if expert.kind != "adapter":
+        if not expert.needs_base:
             continue
         changed = sum(
             any(expert.source(n).kind != "zero" for n in _names(item, t) if n in expert.specs) for item in items

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.errors import StatisticsError
-from actmat.statistics.binding import content_hash
-from actmat.statistics.header import Header
-from actmat.statistics.kinds import KINDS, get_kind
-from actmat.statistics.kinds.base import added_fields
+from actmat.statistics.header import Header, content_hash
+from actmat.statistics.kinds import KINDS, added_fields, get_kind
 from actmat.statistics.store import Statistics, open_statistics, write_statistics
 
 __all__ = ["join_statistics", "merge_statistics"]

@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
 
 from actmat.bounds import check_values
-from actmat.checkpoints.hashing import ContentHash
+from actmat.checkpoints.hashing import ContentHash, hash_names
+from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import StatisticsError
+from actmat.experts.lora.adapter import Adapter
 
 __all__ = [
     "FILE_NAME",
@@ -23,7 +26,9 @@ __all__ = [
     "GramInfo",
     "Header",
     "ModelInfo",
+    "adapter_content",
     "amount",
+    "content_hash",
     "describe",
     "header_hash",
     "is_of_images",
@@ -64,7 +69,7 @@ class GramInfo(_Strict):
 
 
 class SumInfo(_Strict):
-    """Sums of one kind: what a mean divides by, stored tensor -> hash, and settings that must agree to add files up."""
+    """Sums of one kind: divisor of a mean, stored tensor -> hash, and settings that must agree to add files up."""
 
     count: Count
     tensors: dict[str, Hash]
@@ -144,9 +149,22 @@ def parse_header(metadata: Mapping[str, str], location: str) -> Header:
         return Header.model_validate_json(text)
     except ValidationError as error:
         problems = [f"{location}: {'.'.join(map(str, e['loc']))}: {e['msg']}"[:300] for e in error.errors()[:50]]
-        raise StatisticsError(f"{location}: what the file says about itself is not valid.", problems) from None
+        raise StatisticsError(f"{location}: its metadata are not valid.", problems) from None
     except RecursionError:
-        raise StatisticsError(f"{location}: what the file says about itself is nested too deeply.") from None
+        raise StatisticsError(f"{location}: its metadata are nested too deeply.") from None
+
+
+def content_hash(tensor: Tensor) -> str:
+    """Content hash of a tensor's bytes."""
+    seen = ContentHash()
+    seen.update(raw_bytes(tensor.detach().cpu().resolve_neg().contiguous()))
+    return seen.hexdigest()
+
+
+def adapter_content(adapter: Adapter) -> str:
+    """Content hash of an adapter's state: its tensors and the scaling that its config gives them."""
+    scales = {f"{m.name} scaling": f"{m.scaling!r}" for m in adapter.modules.values()}
+    return hash_names([*adapter.hashes.items(), *scales.items()])
 
 
 def header_hash(header: Header) -> str:

@@ -24,10 +24,8 @@ from actmat.checkpoints.writing.shards import plan_shards
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import CheckpointError, OutputError, StatisticsError
-from actmat.statistics.binding import content_hash
-from actmat.statistics.header import FILE_NAME, METADATA_KEY, Header, parse_header
-from actmat.statistics.kinds import KINDS, get_kind
-from actmat.statistics.kinds.base import Mean
+from actmat.statistics.header import FILE_NAME, METADATA_KEY, Header, content_hash, parse_header
+from actmat.statistics.kinds import KINDS, Mean, get_kind
 
 __all__ = ["Mean", "Statistics", "check_output", "open_statistics", "write_statistics"]
 

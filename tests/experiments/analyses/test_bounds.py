@@ -195,7 +195,7 @@ def test_the_inputs_of_a_replaced_layer_are_the_experts(demo, transferred):
     dict(expert.named_modules())[name].register_forward_hook(lambda m, given, y: seen.append(given[0].detach()))
     with torch.no_grad():
         expert(x)
-    from actmat.demo.model import load_encoder
+    from actmat.extras.demo.model import load_encoder
 
     merged = dict(load_encoder(folder.merged("actmat")).named_parameters())
     own = dict(expert.named_parameters())

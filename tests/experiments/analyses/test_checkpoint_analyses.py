@@ -12,10 +12,10 @@ from tests.helpers.merging import Q0, UP0, expert_of, llama_tensors, save_checkp
 from tests.tolerances import F32_PRODUCT, F64_ORACLE, relative_error
 
 from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.demo.model import load_encoder
-from actmat.demo.tasks import TASKS
 from actmat.errors import AlignmentError, CheckpointError, MergeError, RecipeError
 from actmat.extras.collect.collect import collect
+from actmat.extras.demo.model import load_encoder
+from actmat.extras.demo.tasks import TASKS
 from actmat.statistics import open_statistics
 from actmat_experiments.analyses import correlation, cosine, drift, interference, scale
 from actmat_experiments.analyses.correlation import token_records

@@ -12,9 +12,9 @@ from tests.helpers.tokens import NaiveAttention, naive_sums
 from tests.tolerances import F32_PRODUCT, F64_ORACLE, relative_error
 from torch import nn
 
-from actmat.demo.model import EncoderConfig, new_encoder
-from actmat.demo.training import Schedule, descend
 from actmat.errors import MergeError, RecipeError
+from actmat.extras.demo.model import EncoderConfig, new_encoder
+from actmat.extras.demo.training import Schedule, descend
 from actmat_experiments.analyses.monitor import DriftMonitor, MonitorCallback
 from actmat_experiments.analyses.theorem1 import new_mlp
 

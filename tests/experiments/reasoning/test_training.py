@@ -12,8 +12,8 @@ import torch
 from tests.tolerances import F32_PRODUCT, F32_SOLVE
 from torch import Tensor
 
-from actmat.demo.training import Schedule
 from actmat.engine.resources import one_thread
+from actmat.extras.demo.training import Schedule
 from actmat_experiments.reasoning.small.model import (
     Size,
     SmallSettings,

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
+from actmat.api.loading import load_model
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.memory import tensor_specs
 from actmat.engine.resources import check_device, one_thread
+from actmat.extras.collect.binding import bind
 from actmat.extras.collect.collect import Collected, collect, measured
 from actmat.extras.collect.data import DataOptions, make_batches
-from actmat.extras.collect.models import load_model
+from actmat.extras.collect.measures import Run
 from actmat.extras.collect.settings import Settings
 from actmat.foreign import in_one_line
 from actmat.layout import resolve_layout
@@ -22,10 +24,8 @@ from actmat.methods.adamerging import AdamState, adam_step, entropy
 from actmat.recipe import make_recipe
 from actmat.settings import RunSettings
 from actmat.statistics import Statistics, open_statistics
-from actmat.statistics.binding import bind
 from actmat.statistics.combine import join_statistics
-from actmat.statistics.kinds.base import Run
-from actmat.statistics.kinds.gram import BLOCK, unpack
+from actmat.statistics.kinds import BLOCK, unpack
 
 __all__ = [
     "BLOCK",

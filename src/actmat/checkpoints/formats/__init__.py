@@ -124,7 +124,7 @@ def _unclaimed_folder(source: Source) -> CheckpointError:
     if steps:
         return CheckpointError(
             f"{location}: expected weights, found a training run with the folders {', '.join(steps[:6])}"
-            f"{', ...' if len(steps) > 6 else ''}. Fix: give one of them, or average them (actmat average "
+            f"{', ...' if len(steps) > 6 else ''}. Fix: give one of them, or average them (actmat merge --average "
             f"{location.rstrip('/')}/{steps[-1]} ...)."
         )
     patterns = ", ".join(pattern for f in all_formats() for pattern in f.patterns)

@@ -1,28 +1,31 @@
-"""Executors: one file or package for each place that units can run in; `base.Executor` is the contract."""
+"""Executors: one file for each place that units can run in; `base.Executor` is the contract.
+
+Those of other distributions, and of `actmat.extras`, are entry points of the group `actmat.executors`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
+from actmat import plugins
 from actmat.engine.executors.base import ExecutorFactory
 from actmat.engine.executors.devices import DeviceExecutor
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.errors import RecipeError, did_you_mean
-from actmat.extras.ray import RayExecutor, ray_at
 
 __all__ = ["AUTO", "EXECUTORS", "computes_here", "find_executor"]
 
 AUTO, DEVICES, THREADS = "auto", "devices", "threads"
 """Names; `auto`, that of a run that names none, takes `devices` where there are devices, else `threads`."""
 
-EXECUTORS: Mapping[str, ExecutorFactory] = {THREADS: ThreadExecutor, DEVICES: DeviceExecutor, "ray": RayExecutor}
-"""Every executor, by the name under which a run asks for it."""
+EXECUTORS: Mapping[str, ExecutorFactory] = {THREADS: ThreadExecutor, DEVICES: DeviceExecutor}
+"""The executors of the core, by the names under which a run asks for them."""
 
-ADDRESSED: Mapping[str, Callable[[str], ExecutorFactory]] = {"ray": ray_at}
-"""Executors that take an address, `NAME=ADDRESS`: address, or "" -> the executor there."""
+GROUP = "actmat.executors"
 
-ELSEWHERE = frozenset({"ray"})
-"""Executors whose units run on other machines, which may have other devices."""
+INSTALLED_BY = {"ray": "pip install 'actmat[ray]'"}
+"""Command that installs an executor which is not of the core."""
 
 
 def find_executor(text: str, device: str = "cpu") -> ExecutorFactory:
@@ -39,28 +42,27 @@ def find_executor(text: str, device: str = "cpu") -> ExecutorFactory:
     if text == AUTO:
         return EXECUTORS[THREADS if device == "cpu" else DEVICES]
     name, equals, address = text.partition("=")
-    if name not in EXECUTORS:
-        hint = did_you_mean(name, EXECUTORS)
-        raise RecipeError(f"There is no executor '{name}'.{hint} Executors: {', '.join((AUTO, *EXECUTORS))}.")
-    if name in ELSEWHERE and device not in ("cpu", "cuda"):
-        raise RecipeError(
-            f"The executor '{name}' gives every worker a GPU of its own; found the device '{device}'. Write "
-            "--device cuda."
-        )
-    if name in ADDRESSED:
-        return ADDRESSED[name](address)
-    if equals:
+    kind = _named(name)
+    if kind is None:
+        known = dict.fromkeys((AUTO, *EXECUTORS, *plugins.entries(GROUP)))
+        fix = f" Fix: {INSTALLED_BY[name]}." if name in INSTALLED_BY else did_you_mean(name, known)
+        raise RecipeError(f"There is no executor '{name}'.{fix} Executors: {', '.join(known)}.")
+    at = getattr(kind, "at", None)
+    if equals and at is None:
         raise RecipeError(f"The executor '{name}' takes no address; found '{text}'. Write '{name}'.")
-    if name == THREADS and device != "cpu":
-        raise RecipeError(
-            f"The executor 'threads' computes on the host, and the device is '{device}': several threads would share "
-            "a device. Leave the executor out, or the device."
-        )
-    if name == DEVICES and device == "cpu":
-        raise RecipeError("The executor 'devices' needs devices; give --device, such as cuda.")
-    return EXECUTORS[name]
+    problem = getattr(kind, "device_problem", None)
+    if problem is not None and (why := problem(device)):
+        raise RecipeError(f"The executor '{name}' {why}")
+    found: ExecutorFactory = kind if at is None else at(address)
+    return found
 
 
 def computes_here(text: str) -> bool:
     """True if the units of this executor run on this machine, with its devices."""
-    return text.partition("=")[0] not in ELSEWHERE
+    name = text.partition("=")[0]
+    return name == AUTO or not getattr(_named(name), "elsewhere", False)
+
+
+def _named(name: str) -> Any:
+    """The class of an executor; None if there is none of that name."""
+    return EXECUTORS[name] if name in EXECUTORS else plugins.load(GROUP, name)

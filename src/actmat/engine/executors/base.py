@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import SinkSource
 from actmat.engine.resources import Resources
-from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
-from actmat.engine.survey import run_surveys
+from actmat.engine.session import Session, SessionSpec, UnitResult
+from actmat.engine.survey import SurveyKey, run_surveys
 from actmat.engine.units import Unit
 from actmat.planning.model import Item
 
@@ -17,7 +17,14 @@ __all__ = ["Executor", "ExecutorFactory", "survey_in"]
 
 
 class Executor(Protocol):
-    """Runs units somewhere and returns their results.
+    """Runs units somewhere and returns their results; a class that is made as `ExecutorFactory` says.
+
+    The class may have, where the defaults do not fit:
+
+        elsewhere = True                            units run on other machines, which have devices of their own
+        device_problem(device) -> str | None        static: why it cannot use these devices; ends the sentence "The
+                                                    executor 'NAME' ..."
+        at(address) -> ExecutorFactory              class method: a run may name `NAME=ADDRESS`; "" for `NAME`
 
     The driver keeps the journal, decides what is fatal, and commits; an executor may run units in any order, anywhere,
     and the bytes are the same. `conformance.ExecutorConformance` checks it.
@@ -52,4 +59,4 @@ def survey_in(session: Session) -> Mapping[SurveyKey, Any]:
             session.observe(item, state)
         return [state]
 
-    return run_surveys(session.spec, observe)
+    return run_surveys(session.spec.plans, observe)

@@ -37,7 +37,8 @@ from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import Merged, ObserverFactory, SinkSource
 from actmat.engine.resources import Resources, one_thread
-from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
+from actmat.engine.session import Session, SessionSpec, UnitResult
+from actmat.engine.survey import SurveyKey
 from actmat.engine.task import Record
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import NumericalError

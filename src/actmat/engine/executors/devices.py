@@ -29,8 +29,8 @@ from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Budget
 from actmat.engine.observer import SinkSource
 from actmat.engine.resources import Resources, one_thread
-from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
-from actmat.engine.survey import run_surveys
+from actmat.engine.session import Session, SessionSpec, UnitResult
+from actmat.engine.survey import SurveyKey, run_surveys
 from actmat.engine.units import Unit, planned_seconds
 from actmat.errors import MEMORY_MESSAGES, MergeError, format_size
 from actmat.planning.model import Item
@@ -58,6 +58,11 @@ class DeviceExecutor:
         self._writers = writers
         self._resources = resources
         self._devices = open_devices(resources.device, resources.device_memory) if devices is None else list(devices)
+
+    @staticmethod
+    def device_problem(device: str) -> str | None:
+        """See `Executor`."""
+        return "needs devices; give --device, such as cuda." if device == "cpu" else None
 
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
         """See `Executor`. Deltas have the same bits on host and devices, and what is counted are integers."""
@@ -89,7 +94,7 @@ class DeviceExecutor:
             return [f.result() for f in futures]
 
         with one_thread():
-            return run_surveys(spec, observe)
+            return run_surveys(spec.plans, observe)
 
     def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
         """See `Executor`.

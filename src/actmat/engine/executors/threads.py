@@ -19,8 +19,8 @@ from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Budget
 from actmat.engine.observer import SinkSource
 from actmat.engine.resources import Resources, one_thread
-from actmat.engine.session import Session, SessionSpec, SurveyKey, UnitResult
-from actmat.engine.survey import run_surveys
+from actmat.engine.session import Session, SessionSpec, UnitResult
+from actmat.engine.survey import SurveyKey, run_surveys
 from actmat.engine.units import Unit, long_seconds, planned_seconds
 from actmat.linalg.panels import helped_by
 from actmat.planning.model import Item
@@ -42,6 +42,16 @@ class ThreadExecutor:
         self._resources = resources
         self._local = threading.local()
 
+    @staticmethod
+    def device_problem(device: str) -> str | None:
+        """See `Executor`."""
+        if device == "cpu":
+            return None
+        return (
+            f"computes on the host, and the device is '{device}': several threads would share a device. Leave the "
+            "executor out, or the device."
+        )
+
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
         """See `Executor`."""
         with one_thread(), self._pool() as pool:
@@ -59,7 +69,7 @@ class ThreadExecutor:
                     pass
                 return states
 
-            return run_surveys(spec, observe)
+            return run_surveys(spec.plans, observe)
 
     def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
         """See `Executor`."""

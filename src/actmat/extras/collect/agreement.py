@@ -51,7 +51,7 @@ def agreement(
         batches: mappings (keyword arguments), tuples (positional ones) or single tensors; no labels are needed.
         logits: from a model's output to `* C`, such as a classification head; default: the output, or its `logits`.
         mask: from a batch to True for the predictions that count, in the shape of the logits without `C`; default:
-            the batch's `attention_mask` where it has that shape; where there is a decoder, the `labels` that are not
+            the batch's `attention_mask` if it has that shape; for a decoder, the `labels` that are not
             -100, else its `decoder_attention_mask`.
 
     Raises:

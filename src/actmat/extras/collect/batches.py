@@ -45,7 +45,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class DataSeen:
-    """Samples and tokens of all batches so far, whether all are images, and the hash of names, shapes and values."""
+    """Samples and tokens of all batches so far, a flag if all are images, and the hash of names, shapes and values."""
 
     def __init__(self) -> None:
         self.samples = 0

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,11 @@ from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import StatisticsError
 from actmat.experts.resolve import open_adapter
 from actmat.extras.collect.batches import Batch, DataSeen, evaluating
-from actmat.extras.collect.settings import CollectOptions, Settings
-from actmat.statistics.binding import Binding, bind, transformers_model
+from actmat.extras.collect.binding import Binding, bind, transformers_model
+from actmat.extras.collect.measures import MEASURES, Measure, Run, StoredTensors
+from actmat.extras.collect.settings import Settings
 from actmat.statistics.header import DataInfo, Header
-from actmat.statistics.kinds import get_kind
-from actmat.statistics.kinds.base import Kind, Run, StoredTensors, added_fields
+from actmat.statistics.kinds import added_fields, get_kind
 from actmat.statistics.store import check_output, write_statistics
 from actmat.version import __version__
 
@@ -50,7 +50,7 @@ def collect(
     out: str | Path | None = None,
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda samples, tokens: None,
-    **options: Unpack[CollectOptions],
+    **options: Any,
 ) -> Collected:
     """Run a model over batches and sum up statistics, by default `G = sum z z^T` of every layer's input.
 
@@ -64,11 +64,11 @@ def collect(
         batches: mappings (keyword arguments of the model), tuples (positional ones) or single tensors.
         checkpoint: the checkpoint of the model, so that statistics have its names and hashes. Default: the one that
             a transformers model names; any other model is recorded under its own names.
-        adapter: the adapter on the model, where PEFT put one on; it is bound by hash as well.
+        adapter: the adapter on the model, if PEFT put one on; it is bound by hash as well.
         out: folder to write, if any.
         overwrite: replace earlier statistics at `out`.
         progress: called after each batch with the samples and tokens so far.
-        options: see `Settings`.
+        options: fields of `Settings`.
 
     Raises:
         StatisticsError: the model is not its checkpoint, an activation is NaN or Inf, or nothing was measured.
@@ -89,19 +89,18 @@ def measured(
     run: Run, batches: Iterable[Batch], progress: Callable[[int, int], None] = lambda samples, tokens: None
 ) -> Collected:
     """`collect` of a model whose binding to a checkpoint the caller answers for."""
-    kinds = [get_kind(name) for name in run.settings.measured]
     seen = DataSeen()
     with evaluating(run.model), _observable(run.model), contextlib.ExitStack() as stack:
-        started = []
-        for kind in kinds:
-            started.append((kind, kind.start(run)))
-            stack.callback(started[-1][1].close)
+        measures: list[Measure] = []
+        for name in run.settings.measured:
+            measures.append(MEASURES[name](run))
+            stack.callback(measures[-1].close)
         for batch in batches:
             seen.add(batch)
-            for _, accumulator in started:
-                accumulator.add(batch)
+            for measure in measures:
+                measure.add(batch)
             progress(seen.samples, seen.tokens)
-        return _result(run, seen, started)
+        return _result(run, seen, measures)
 
 
 @contextlib.contextmanager
@@ -158,7 +157,7 @@ def _observable(model: nn.Module) -> Iterator[None]:
             switch(experts)
 
 
-def _result(run: Run, seen: DataSeen, measured: Sequence[tuple[Kind[Any], Any]]) -> Collected:
+def _result(run: Run, seen: DataSeen, measures: Sequence[Measure]) -> Collected:
     """Header and tensors of everything that was measured."""
     if not seen.samples:
         raise StatisticsError("There were no batches to measure the model on.")
@@ -170,7 +169,7 @@ def _result(run: Run, seen: DataSeen, measured: Sequence[tuple[Kind[Any], Any]])
         details={**(run.settings.details or {}), **({"inputs": "images"} if seen.of_images else {})},
     )
     out = StoredTensors(run.settings.dtype)
-    fields = added_fields([kind.store(accumulator, run, out) for kind, accumulator in measured])
+    fields = added_fields([measure.store(out) for measure in measures])
     header = Header(
         model=run.binding.info,
         data=[data],

@@ -16,12 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actmat.api.loading import Loaded, extra
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.errors import StatisticsError, did_you_mean
-from actmat.extras.collect.models import Loaded, extra
+from actmat.errors import RecipeError, StatisticsError, did_you_mean
 from actmat.foreign import in_brief, in_one_line
+from actmat.recipe import Recipe
 
-__all__ = ["TEMPLATE", "DataOptions", "check_data", "class_names", "class_prompts", "is_contrastive", "make_batches"]
+__all__ = [
+    "SAMPLES",
+    "TEMPLATE",
+    "DataOptions",
+    "DataSource",
+    "check_data",
+    "class_names",
+    "class_prompts",
+    "data_of",
+    "is_contrastive",
+    "make_batches",
+    "pad_token",
+    "prepare_data",
+]
 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 IMAGES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
@@ -29,6 +43,9 @@ TEXT_COLUMNS = ("text", "sentence", "content", "prompt", "document", "question")
 IMAGE_COLUMNS = ("image", "img", "images")
 TEMPLATE = "a photo of a {}."
 """Prompt of a class, for models with an image and a text encoder."""
+
+SAMPLES = 64
+"""Inputs per expert, as many as the study of docs/forecast.md had."""
 
 Row = Mapping[str, Any]
 
@@ -57,6 +74,9 @@ class DataOptions:
         return found | ({"classes": ", ".join(self.classes), "template": self.template} if self.classes else {})
 
 
+DataSource = str | Path | DataOptions
+
+
 def check_data(options: DataOptions) -> None:
     """Read one row, so that unusable data is reported before a model is loaded."""
     try:
@@ -71,17 +91,55 @@ def check_data(options: DataOptions) -> None:
         raise StatisticsError(f"{options.location} is empty: expected at least one sample")
 
 
+def data_of(recipe: Recipe, data: DataSource | Mapping[str, DataSource]) -> dict[str, DataOptions]:
+    """Expert -> its data, in the order of the experts."""
+    given = data if isinstance(data, Mapping) else dict.fromkeys(recipe.labels, data)
+    if unknown := [name for name in given if name not in recipe.labels]:
+        known = f"Experts: {', '.join(recipe.labels)}"
+        raise RecipeError(
+            "Data is given for experts that the merge does not have.",
+            [f"no expert is named '{n}'.{did_you_mean(n, recipe.labels)} {known}" for n in unknown],
+        )
+    if not given:
+        raise StatisticsError("No data is given: name a data set for at least one expert.")
+    return {label: _options(given[label]) for label in recipe.labels if label in given}
+
+
+def _options(source: DataSource) -> DataOptions:
+    return source if isinstance(source, DataOptions) else DataOptions(str(source), max_samples=SAMPLES)
+
+
+def prepare_data(chosen: Mapping[str, DataOptions]) -> None:
+    """Open every data set before the first model is loaded, which may take minutes."""
+    problems: list[str] = []
+    for options in dict.fromkeys(chosen.values()):
+        try:
+            check_data(options)
+        except StatisticsError as error:
+            problems += error.problems
+    if problems:
+        raise StatisticsError("The data cannot be used.", problems)
+
+
 def make_batches(
-    loaded: Loaded, options: DataOptions, *, labels: bool = False, apart: bool = False
+    loaded: Loaded,
+    options: DataOptions,
+    *,
+    labels: bool = False,
+    apart: bool = False,
+    note: Callable[[str], object] = lambda text: None,
 ) -> Iterator[dict[str, Tensor]]:
     """Batches of keyword arguments for the model, on its device.
 
     Args:
         labels: add labels to them, if the model takes any.
         apart: the labels of `label_column` are taken out before the model is called: they are there in any case.
+        note: called with a fact about the data that the user should know.
     """
     rows = itertools.islice(_rows(options), options.max_samples)
     encode = _Encoder(loaded, options, labels=labels, apart=apart)
+    if encode.padded_by is not None:
+        note(f"the tokenizer has no pad token: texts are padded by '{encode.padded_by}', and padding is masked")
     device = next(loaded.model.parameters()).device
     while batch := list(itertools.islice(rows, options.batch_size)):
         yield {k: v.to(device) for k, v in encode(batch).items()}
@@ -211,8 +269,7 @@ class _Encoder:
                 f"{loaded.files}: {what} cannot be loaded from there: {in_brief(error)}. Copy its files beside the "
                 "model."
             ) from error
-        if self.tokenizer is not None and self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token  # any token will do: padding is masked
+        self.padded_by = None if self.tokenizer is None else pad_token(self.tokenizer)
 
     def __call__(self, rows: list[Row]) -> dict[str, Tensor]:
         """Keyword arguments that the model has parameters for."""
@@ -234,6 +291,14 @@ class _Encoder:
         elif self._labels and options.label_column is None and "labels" in self.known:
             out["labels"] = out["input_ids"].masked_fill(out["attention_mask"] == 0, -100)
         return out
+
+
+def pad_token(tokenizer: Any) -> str | None:
+    """Give a tokenizer without a pad token one, and return it; any token will do, since padding is masked."""
+    if tokenizer.pad_token is not None:
+        return None
+    tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
+    return str(tokenizer.pad_token)
 
 
 def _tokens(tokenizer: Any, rows: list[Row], options: DataOptions, column: str | None, what: str) -> dict[str, Tensor]:

@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from actmat.extras.collect.collect import collect
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.hashing import hash_names
+from actmat.statistics.header import DataInfo, GramInfo, GramOf, Header, ModelInfo, content_hash
+from actmat.statistics.store import write_statistics
 
 __all__ = ["Samples"]
 
@@ -105,31 +108,6 @@ class Samples:
         return names
 
 
-class _Model(nn.Module):
-    """The linear layers of a checkpoint under their names, each fed with the same samples."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self._layers = []
-        for name, (rows, columns) in LINEAR.items():
-            parent: nn.Module = self
-            *path, last = name.split(".")
-            for region in path:
-                if region not in dict(parent.named_children()):
-                    parent.add_module(region, nn.Module())
-                parent = parent.get_submodule(region)
-            linear = nn.Linear(columns, rows, bias=False)
-            linear.weight = nn.Parameter(tensors[f"{name}.weight"])
-            parent.add_module(last, linear)
-            self._layers.append(name)
-
-    def forward(self, samples_NI: Tensor) -> None:
-        for name in self._layers:
-            layer = self.get_submodule(name)
-            assert isinstance(layer, nn.Linear)
-            layer(samples_NI[:, : layer.in_features])
-
-
 def _base() -> dict[str, Tensor]:
     shapes = {"model.embed_tokens.weight": (VOCABULARY, WIDTH), "model.norm.weight": (WIDTH,)}
     shapes |= {f"{name}.weight": shape for name, shape in LINEAR.items()}
@@ -165,9 +143,28 @@ def _save_adapter(folder: Path, seed: int) -> Path:
 
 
 def _measure(checkpoint: Path, out: Path, seed: int) -> Path:
-    """Store the Gram matrices of a checkpoint's layers on random samples."""
-    model = _Model(load_file(checkpoint / "model.safetensors"))
-    collect(model, [_random(seed, 32, max(WIDTH, INNER))], checkpoint=checkpoint, out=out)
+    """Store the Gram matrices of a checkpoint's layers on random samples, each as its lower triangle."""
+    samples_NI = _random(seed, 32, max(WIDTH, INNER)).double()
+    packed = {}
+    for name, (_, width) in LINEAR.items():
+        gram_II = samples_NI[:, :width].mT @ samples_NI[:, :width]
+        packed[f"{name}.weight"] = gram_II[tuple(torch.tril_indices(width, width))]
+    count = len(samples_NI)
+    hashes = {name: content_hash(tensor) for name, tensor in load_file(checkpoint / "model.safetensors").items()}
+    grams = {
+        f"{name}.weight": GramInfo(width=width, rows=count, hash=content_hash(packed[f"{name}.weight"]))
+        for name, (_, width) in LINEAR.items()
+    }
+    header = Header(
+        model=ModelInfo(location=str(checkpoint), content=hash_names(hashes.items()), tensors=hashes),
+        data=[DataInfo(source="random", fingerprint=content_hash(samples_NI), samples=count, tokens=count)],
+        samples=count,
+        tokens=count,
+        grams=grams,
+        places={name: [GramOf(gram=name)] for name in grams},
+    )
+    specs = [TensorSpec(f"gram.{name}", tuple(half.shape), "float64", "") for name, half in packed.items()]
+    write_statistics(out, header, specs, lambda name: packed[name.removeprefix("gram.")])
     return out
 
 

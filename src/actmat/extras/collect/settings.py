@@ -1,15 +1,15 @@
-"""Settings of `collect`: as keyword arguments, and as the object that they make."""
+"""Settings of `collect`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FLOATS", "CollectOptions", "Labels", "LogLikelihood", "Settings", "TokenMask"]
+__all__ = ["FLOATS", "Labels", "LogLikelihood", "Settings", "TokenMask"]
 
 Labels = Literal["drawn", "given"]
 """Labels for the Fisher: drawn from the model's predictions, or given with the batches."""
@@ -24,32 +24,13 @@ FLOATS = {"float32": torch.float32, "float64": torch.float64}
 """dtypes of products and of stored sums."""
 
 
-class CollectOptions(TypedDict, total=False):
-    """Keyword arguments of `collect`; `Settings` has their meanings and defaults."""
-
-    gram: bool
-    fisher: bool
-    kinds: Sequence[str]
-    fisher_labels: Labels
-    loss: LogLikelihood | None
-    mask: TokenMask | None
-    compute_dtype: str
-    dtype: str
-    share: bool
-    seed: int
-    source: str
-    only: Collection[str] | None
-    sums_on: str | None
-    details: Mapping[str, str] | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Settings of a measurement."""
 
     gram: bool = True  # measure Gram matrices and token counts of embeddings
     fisher: bool = False  # measure the diagonal Fisher, one backward pass per sample
-    kinds: Sequence[str] = ()  # names of further kinds of statistics to measure (`actmat.statistics.kinds.KINDS`)
+    kinds: Sequence[str] = ()  # names of further kinds of statistics to measure (`measures.MEASURES`)
     fisher_labels: Labels = "drawn"  # "drawn" from the model's predictions, or "given" with the batches
     loss: LogLikelihood | None = None  # log-likelihood of one sample, in place of the built-in one
     mask: TokenMask | None = None  # mask of a batch, for models whose calls do not carry one

@@ -23,12 +23,12 @@ from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import StatisticsError
 from actmat.experts.resolve import needs_base
 from actmat.extras.collect.batches import Batch
+from actmat.extras.collect.binding import Binding, bind
 from actmat.extras.collect.collect import measured
+from actmat.extras.collect.measures import Run
 from actmat.extras.collect.settings import Settings
-from actmat.statistics.binding import Binding, bind, content_hash
 from actmat.statistics.combine import join_statistics
-from actmat.statistics.header import ModelInfo
-from actmat.statistics.kinds.base import Run
+from actmat.statistics.header import ModelInfo, content_hash
 from actmat.statistics.store import open_statistics
 
 __all__ = ["staged_statistics"]
@@ -48,7 +48,7 @@ def staged_statistics(
     off_diagonal: float = 0.95,
     compute_dtype: str = "float32",
 ) -> dict[str, Path]:
-    """Measure the experts block by block, each block on what comes through the merged blocks before it.
+    """Measure the experts block by block, each block on the output of the merged blocks before it.
 
     The model starts as the average of the experts. For each block in turn, every expert's own block is put in, its
     task's batches are run and the Gram matrices of the block are stored; then the block is merged by `regmean` and
@@ -99,7 +99,7 @@ def staged_statistics(
 
 @dataclass(frozen=True)
 class _Job:
-    """The model between two stages, and what it is made of."""
+    """The model between two stages, with its base, experts and bindings."""
 
     model: nn.Module
     base: Checkpoint

@@ -6,6 +6,6 @@ tensor leaves a worker but for the storage.
 
 from __future__ import annotations
 
-from actmat.extras.ray.executor import RayExecutor, ray_at
+from actmat.extras.ray.executor import RayExecutor
 
-__all__ = ["RayExecutor", "ray_at"]
+__all__ = ["RayExecutor"]

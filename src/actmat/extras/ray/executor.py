@@ -15,8 +15,8 @@ from actmat.engine.executors.base import ExecutorFactory
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import SinkSource
 from actmat.engine.resources import Resources
-from actmat.engine.session import SessionSpec, SurveyKey, UnitResult
-from actmat.engine.survey import run_surveys
+from actmat.engine.session import SessionSpec, UnitResult
+from actmat.engine.survey import SurveyKey, run_surveys
 from actmat.engine.units import Member, Unit, plan_units
 from actmat.extras.ray import cluster
 from actmat.extras.ray.batches import Batch, Node, Offer, make_batches, plan_offers
@@ -26,17 +26,7 @@ from actmat.extras.ray.worker import Answer, Opening
 from actmat.planning.model import Item
 from actmat.planning.placement import STAGING_BYTES
 
-__all__ = ["RayExecutor", "ray_at"]
-
-
-def ray_at(address: str) -> ExecutorFactory:
-    """The executor of the cluster at an address, see `cluster.connect`; nothing is started yet.
-
-    Raises:
-        RecipeError: Ray is not installed, or the address is of another kind.
-    """
-    cluster.check_address(address)
-    return partial(RayExecutor, address=address)
+__all__ = ["RayExecutor"]
 
 
 class RayExecutor:
@@ -48,6 +38,8 @@ class RayExecutor:
         address: see `cluster.connect`.
         workers: that run already, and go on running; default: as many as fit, ended after `run`.
     """
+
+    elsewhere = True
 
     def __init__(
         self,
@@ -66,10 +58,27 @@ class RayExecutor:
         self._stack = contextlib.ExitStack()
         self._shipped: SessionSpec | None = None
 
+    @classmethod
+    def at(cls, address: str) -> ExecutorFactory:
+        """The executor of the cluster at an address, see `cluster.connect`; nothing is started yet.
+
+        Raises:
+            RecipeError: Ray is not installed, or the address is of another kind.
+        """
+        cluster.check_address(address)
+        return partial(cls, address=address)
+
+    @staticmethod
+    def device_problem(device: str) -> str | None:
+        """See `Executor`."""
+        if device in ("cpu", "cuda"):
+            return None
+        return f"gives every worker a GPU of its own; found the device '{device}'. Write --device cuda."
+
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
         """See `Executor`."""
         with self._ending_on_error():
-            return run_surveys(spec, partial(self._observe, spec))
+            return run_surveys(spec.plans, partial(self._observe, spec))
 
     def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
         """See `Executor`."""

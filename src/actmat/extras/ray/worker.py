@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from actmat.engine.resources import check_device
-from actmat.engine.session import Session, SessionSpec, SurveyKey
+from actmat.engine.session import Session, SessionSpec
+from actmat.engine.survey import SurveyKey
 from actmat.engine.units import Unit
 from actmat.errors import MergeError
 from actmat.extras.ray.shared import input_problems, storage_problems

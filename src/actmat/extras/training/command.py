@@ -8,11 +8,13 @@ from typing import Annotated
 import typer
 
 from actmat.cli import flags
+from actmat.cli.listing import command
 from actmat.cli.streams import optional_stdout
 
 __all__ = ["export"]
 
 
+@command("share", "written", "the checkpoint cannot be read, or the output place is wrong", imports_torch=True)
 def export(
     checkpoint: Annotated[str, typer.Argument(help="Directory, file, hub id or URL.")],
     out: Annotated[Path, typer.Option("--out", help="Directory to write; must not exist.")],
@@ -32,14 +34,12 @@ def export(
     """
     if to != "dcp":
         raise typer.BadParameter(f"expected --to dcp, found --to {to}")
-    from actmat.cli.screen import console, escape
+    from actmat.cli.screen import console, escape, print_result
     from actmat.extras.training.exporting import export as write
 
     write(checkpoint, out=out, under=under)
     with optional_stdout("The export is complete."):
         if json:
-            from actmat.cli.results import print_result
-
             print_result("export", {"out": str(out), "checkpoint": checkpoint, "form": to})
         if json or quiet:
             return

@@ -3,103 +3,87 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from actmat.experts.resolve import needs_base
+from actmat.api.loading import Loaded
 from actmat.extras.collect.batches import DataSeen
 from actmat.extras.collect.collect import collect
 from actmat.extras.collect.data import DataOptions
-from actmat.extras.collect.models import Loaded, load_model
-from actmat.extras.tune.answers import keep_answers
-from actmat.extras.tune.evaluate import Asked
+from actmat.extras.tune.evaluate import Asked, keep_answers
 from actmat.extras.tune.inputs import ExpertInputs, Source, prepare_inputs
-from actmat.extras.tune.settings import TuneSettings
+from actmat.extras.tune.live import Loader
+from actmat.extras.tune.settings import TuneProgress, TuneSettings
 from actmat.recipe import ExpertRef, Recipe
 
-__all__ = ["Questioner", "load_with"]
+__all__ = ["ask_experts", "mark_of"]
 
 
-def load_with(settings: TuneSettings, base: str) -> Callable[[str], Loaded]:
-    """From a location to a model; adapters get the base."""
-    if settings.load is not None:
-        return settings.load
-
-    def load(location: str) -> Loaded:
-        return load_model(
-            location,
-            base=base if needs_base(location) else None,
-            model_class=settings.model_class,
-            dtype=settings.dtype,
-            device=settings.device,
-        )
-
-    return load
-
-
-@dataclass(frozen=True)
-class Questioner:
-    """Asks the experts of a recipe.
+def ask_experts(
+    recipe: Recipe,
+    data: Mapping[str, Source],
+    settings: TuneSettings,
+    loader: Loader,
+    kinds: frozenset[str],
+    folder: Path,
+    progress: TuneProgress,
+) -> tuple[Recipe, dict[str, Asked]]:
+    """The recipe with statistics, and the answers of each expert.
 
     Args:
         data: expert -> its data.
-        settings: of the search.
-        kinds: of statistics that the methods need and that are measured for experts without any.
+        kinds: statistics that the methods need; they are measured for experts without any.
         folder: for statistics.
-        load: from a location to a model.
-        doing: is told who is asked.
     """
-
-    data: Mapping[str, Source]
-    settings: TuneSettings
-    kinds: frozenset[str]
-    folder: Path
-    load: Callable[[str], Loaded]
-    doing: Callable[[str], None]
-
-    def ask(self, recipe: Recipe) -> tuple[Recipe, dict[str, Asked]]:
-        """The recipe with statistics, and what each expert answers."""
-        experts, asked = [], {}
-        for expert in recipe.experts:
-            self.doing(f"asking {expert.label}")
-            loaded = self.load(expert.path)
-            measuring = bool(self.kinds) and not expert.statistics
-            asked[expert.label] = found = self._answers(expert.label, loaded, measuring=measuring)
-            statistics = self._collected(expert.label, loaded, found.inputs) if measuring else expert.statistics
-            del loaded  # before the next one is loaded
-            experts.append(ExpertRef.model_validate({**expert.model_dump(), "statistics": statistics}))
-        return recipe.model_copy(update={"experts": tuple(experts)}), asked
-
-    def _answers(self, label: str, loaded: Loaded, *, measuring: bool) -> Asked:
-        settings, predict = self.settings, self.settings.predict_of(label)
-        labels = settings.score in ("accuracy", "perplexity")
+    experts, asked = [], {}
+    notes: set[str] = set()
+    for expert in recipe.experts:
+        progress.doing(f"asking {expert.label}")
+        loaded, source = loader.load(expert.path), data[expert.label]
+        measuring = bool(kinds) and not expert.statistics
+        predict, labels = settings.predict_of(expert.label), settings.score in ("accuracy", "perplexity")
         inputs = prepare_inputs(
-            label, loaded, self.data[label], new_tokens=settings.new_tokens, labels=labels, measuring=measuring
+            expert.label,
+            loaded,
+            source,
+            new_tokens=settings.new_tokens,
+            labels=labels,
+            measuring=measuring,
+            note=notes.add,
         )
         search, final = (keep_answers(loaded.model, half, predict) for half in (inputs.search, inputs.final))
-        return Asked(inputs, search, final, predict)
+        asked[expert.label] = Asked(inputs, search, final, predict)
+        statistics = expert.statistics
+        if measuring:
+            mark = mark_of({expert.label: replace(inputs, search=inputs.measured)})
+            out = folder / f"{expert.label}-{mark}"
+            if not out.exists():
+                _collect(loaded, inputs, source, kinds, out)
+            statistics = str(out)
+        del loaded  # before the next one is loaded
+        experts.append(ExpertRef.model_validate({**expert.model_dump(), "statistics": statistics}))
+    for note in sorted(notes):
+        progress.note(note)
+    return recipe.model_copy(update={"experts": tuple(experts)}), asked
 
-    def _collected(self, label: str, loaded: Loaded, inputs: ExpertInputs) -> str:
-        """Statistics of an expert on the inputs that are there for them."""
-        out = self.folder / f"{label}-{mark_of({label: replace(inputs, search=inputs.measured)})}"
-        if not out.exists():
-            source = self.data[label]
-            about: dict[str, Any] = {"source": "batches"}
-            if isinstance(source, DataOptions):
-                about = {"source": source.location, "details": source.details()}
-            collect(
-                loaded.model,
-                [b.keywords for b in inputs.measured],
-                checkpoint=loaded.checkpoint,
-                adapter=loaded.adapter,
-                out=out,
-                gram="gram" in self.kinds,
-                fisher="fisher" in self.kinds,
-                **about,
-            )
-        return str(out)
+
+def _collect(loaded: Loaded, inputs: ExpertInputs, source: Source, kinds: frozenset[str], out: Path) -> None:
+    """Statistics of an expert on the inputs that are set apart for them."""
+    about: dict[str, Any] = {"source": "batches"}
+    if isinstance(source, DataOptions):
+        about = {"source": source.location, "details": source.details()}
+    collect(
+        loaded.model,
+        [b.keywords for b in inputs.measured],
+        checkpoint=loaded.checkpoint,
+        adapter=loaded.adapter,
+        out=out,
+        gram="gram" in kinds,
+        fisher="fisher" in kinds,
+        **about,
+    )
 
 
 def mark_of(inputs: Mapping[str, ExpertInputs], *more: str) -> str:

@@ -1,24 +1,208 @@
-"""Scores of candidates on unlabelled inputs: written into the live model, compared with every expert, journaled."""
+"""Scores of candidates on unlabelled inputs: written into the live model, compared with every expert, journaled.
+
+An expert's predictions are kept while many candidates are compared with them. Of many classes (the vocabulary of a
+language model) the `top` most probable ones are kept and the rest as one class: the divergence over these is at most
+the one over all classes, and the memory is bounded.
+
+Shapes: `P` predictions, `C` classes, `K` classes kept.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from actmat.errors import RecipeError, StatisticsError
-from actmat.extras.tune.answers import Answers, Comparison, Predict, compare_answers
+from actmat.extras.collect.batches import call_model
 from actmat.extras.tune.inputs import ExpertInputs, InputBatch
-from actmat.extras.tune.live import Direction, LiveModel
-from actmat.extras.tune.space import Candidate, MergeChoice
+from actmat.extras.tune.live import Directions, LiveModel
+from actmat.extras.tune.space import Candidate
 
-__all__ = ["Asked", "Evaluator", "Named", "Score", "TaskScore", "Trial", "loss_of"]
+__all__ = [
+    "Answers",
+    "Asked",
+    "Comparison",
+    "Evaluator",
+    "Named",
+    "Predict",
+    "Score",
+    "TaskScore",
+    "Trial",
+    "compare_answers",
+    "keep_answers",
+    "loss_of",
+]
+
+Predict = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
+"""`predict(model, batch)`: logits `* C` of a model for the keyword arguments of a batch."""
+
+IMPOSSIBLE = 1e4
+"""Nats of a class that a model does not have, or to which it gives no probability at all."""
+TOP = 64
+"""Classes that are kept of a prediction."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Predictions of an expert for one batch: log-probabilities of some classes, and of all others together.
+
+    Args:
+        log_p_PK: float32.
+        classes_PK: which classes; None: all of them.
+        log_rest_P: log-probability of the others; -inf where there are none.
+        sample_P: number of the sample, within the batch.
+        best_P: most probable class.
+    """
+
+    log_p_PK: Tensor
+    classes_PK: Tensor | None
+    log_rest_P: Tensor
+    sample_P: Tensor
+    best_P: Tensor
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Sums over the predictions of each sample; of a candidate for one expert.
+
+    Args:
+        divergence: sum of `KL(expert || merged)` in nats.
+        differing: number of predictions whose most probable class differs.
+        right, labelled: predictions that agree with the labels, and that have one.
+        surprise: sum of the negative log-probabilities of the labels.
+        predictions: how many there are.
+    """
+
+    divergence: tuple[float, ...]
+    differing: tuple[int, ...]
+    right: tuple[int, ...]
+    labelled: tuple[int, ...]
+    surprise: tuple[float, ...]
+    predictions: tuple[int, ...]
+
+
+def default_predict(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Logits of a transformers model, or the tensor that a module returns."""
+    output: Any = call_model(model, batch)
+    found = getattr(output, "logits", getattr(output, "logits_per_image", output))
+    if not isinstance(found, Tensor) or found.ndim < 2:
+        raise StatisticsError(
+            f"{type(model).__name__} gives {type(output).__name__}, in which no logits were found. From Python, pass "
+            "predict=, a function of the model and a batch that returns them."
+        )
+    return found
+
+
+def keep_answers(model: nn.Module, batches: Sequence[InputBatch], predict: Predict, top: int = TOP) -> list[Answers]:
+    """Predictions of an expert for its own inputs.
+
+    Raises:
+        StatisticsError: a prediction that is not finite.
+    """
+    kept = []
+    with torch.no_grad():
+        for batch in batches:
+            logits_PC, sample_P = _counted(predict(model, batch.keywords), batch)
+            log_p_PC = logits_PC.float().log_softmax(-1)
+            if not bool(torch.isfinite(log_p_PC.sum())) and bool(log_p_PC.isnan().any()):
+                raise StatisticsError("A prediction of the expert is NaN: look at its weights, or use another --dtype.")
+            classes = None
+            rest = torch.full_like(log_p_PC[:, 0], -torch.inf)
+            if log_p_PC.shape[-1] > 2 * top:
+                some_PK, classes = log_p_PC.topk(top, dim=-1)
+                rest = _log_rest(some_PK)
+            else:
+                some_PK = log_p_PC
+            kept.append(Answers(some_PK.clone(), classes, rest, sample_P, log_p_PC.argmax(-1)))
+    return kept
+
+
+def compare_answers(
+    model: nn.Module, batches: Sequence[InputBatch], answers: Sequence[Answers], predict: Predict
+) -> Comparison:
+    """Compare a candidate with an expert, on the expert's inputs.
+
+    Raises:
+        StatisticsError: predictions of another shape than the expert's.
+    """
+    rows: dict[str, list[float]] = {k: [] for k in Comparison.__dataclass_fields__}
+    with torch.no_grad():
+        for batch, expert in zip(batches, answers, strict=False):
+            logits_PC, sample_P = _counted(predict(model, batch.keywords), batch)
+            if len(logits_PC) != len(expert.log_p_PK):
+                raise StatisticsError(
+                    f"The merged model makes {len(logits_PC)} predictions where the expert makes "
+                    f"{len(expert.log_p_PK)}: they must answer the same question."
+                )
+            log_q_PC = logits_PC.float().log_softmax(-1).nan_to_num(nan=-IMPOSSIBLE, neginf=-IMPOSSIBLE)
+            for name, value_P in _values(log_q_PC, expert, batch).items():
+                sums = torch.zeros(batch.samples, dtype=torch.float64, device=value_P.device)
+                rows[name] += sums.index_add_(0, sample_P, value_P.double()).tolist()
+    whole = ("differing", "right", "labelled", "predictions")
+    values: dict[str, Any] = {k: tuple(map(int, v) if k in whole else v) for k, v in rows.items()}
+    return Comparison(**values)
+
+
+def _values(log_q_PC: Tensor, expert: Answers, batch: InputBatch) -> dict[str, Tensor]:
+    """A value per prediction for each field of `Comparison`."""
+    best_P = log_q_PC.argmax(-1)
+    known_P = torch.full_like(best_P, -100)
+    if batch.labels is not None:
+        known_P = batch.labels[batch.counted] if batch.counted is not None else batch.labels.reshape(-1)
+    has_P = known_P != -100
+    n_classes = log_q_PC.shape[-1]
+    of_label_P = -log_q_PC.gather(-1, known_P.clamp(0, n_classes - 1)[:, None])[:, 0]
+    of_label_P = of_label_P.masked_fill(known_P >= n_classes, IMPOSSIBLE)
+    return {
+        "divergence": divergence_of(log_q_PC, expert),
+        "differing": best_P != expert.best_P,
+        "right": (best_P == known_P) & has_P,
+        "labelled": has_P,
+        "surprise": torch.where(has_P, of_label_P, torch.zeros_like(of_label_P)),
+        "predictions": torch.ones_like(best_P),
+    }
+
+
+def divergence_of(log_q_PC: Tensor, expert: Answers) -> Tensor:
+    """`sum_k p_k log(p_k / q_k) + p_rest log(p_rest / q_rest)` per prediction, in nats.
+
+    >>> log_p = torch.tensor([[0.5, 0.5]]).log()
+    >>> same = Answers(log_p, None, torch.tensor([-torch.inf]), torch.tensor([0]), torch.tensor([0]))
+    >>> divergence_of(torch.tensor([[0.25, 0.75]]).log(), same)  # log(2) / 2 + log(2 / 3) / 2
+    tensor([0.1438])
+    """
+    log_q_PK = log_q_PC if expert.classes_PK is None else log_q_PC.gather(-1, expert.classes_PK)
+    found_P = (expert.log_p_PK.exp() * (expert.log_p_PK - log_q_PK)).nan_to_num(nan=0.0).sum(-1)
+    if expert.classes_PK is not None:
+        found_P = found_P + expert.log_rest_P.exp() * (expert.log_rest_P - _log_rest(log_q_PK))
+    return found_P.clamp(min=0)
+
+
+def _log_rest(log_p_PK: Tensor) -> Tensor:
+    """Log of what the probabilities leave of 1, at least 1e-7 of it."""
+    return torch.log1p(-log_p_PK.double().exp().sum(-1).clamp(max=1 - 1e-7)).to(log_p_PK.dtype)
+
+
+def _counted(logits: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
+    """Logits `P C` of the predictions that count, and the sample of each."""
+    leading = logits.shape[:-1]
+    sample = torch.arange(leading[0], device=logits.device).view(-1, *(1,) * (len(leading) - 1)).expand(leading)
+    if batch.counted is None:
+        return logits.reshape(-1, logits.shape[-1]), sample.reshape(-1)
+    if batch.counted.shape != leading:
+        raise StatisticsError(
+            f"The inputs have the shape {tuple(batch.counted.shape)}, the predictions {tuple(leading)}: predict= gives "
+            "logits at every token of a language model's input, of which those of the continuation count."
+        )
+    return logits[batch.counted], sample[batch.counted]
+
 
 Named = Literal["divergence", "disagreement", "accuracy", "perplexity"]
 
@@ -107,35 +291,31 @@ def loss_of(found: Comparison, score: Named, sample: Sequence[int] | None = None
 
 
 class Evaluator:
-    """Evaluates candidates; what an earlier run evaluated is read from the journal.
+    """Evaluates candidates; trials of an earlier run are read from the journal.
 
     Args:
         live: the base's model.
-        load: merge -> its direction.
+        directions: of the merges.
         asked: per expert.
-        score: what is minimised.
+        score: the function to minimise.
         journal: file of finished trials.
         mark: of everything that a loss depends on besides the candidate; trials of another mark are not used.
-        memory: bytes of directions that are kept in memory.
     """
 
     def __init__(
         self,
         live: LiveModel,
-        load: Callable[[MergeChoice], Direction],
+        directions: Directions,
         asked: Mapping[str, Asked],
         score: Score,
         journal: Path,
         *,
         mark: str = "",
-        memory: int,
     ) -> None:
-        self._live, self._load, self._asked = live, load, asked
+        self._live, self._directions, self._asked = live, directions, asked
         self._score = score
-        self._journal, self._mark, self._memory = journal, mark, memory
-        self._directions: OrderedDict[str, Direction] = OrderedDict()
+        self._journal, self._mark = journal, mark
         self._done = _read_journal(journal)
-        self.evaluated = 0
 
     def trial(self, candidate: Candidate, share: float) -> Trial:
         """Losses of a candidate on the first `share` of the inputs."""
@@ -147,7 +327,6 @@ class Evaluator:
             with self._journal.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
             self._done[key] = entry
-        self.evaluated += 1
         return Trial(candidate, share, entry["losses"], entry["agreement"])
 
     def _measure(self, share: float) -> tuple[dict[str, float], dict[str, float]]:
@@ -167,7 +346,7 @@ class Evaluator:
 
     def write(self, candidate: Candidate) -> None:
         """Make the live model the candidate."""
-        self._live.write(self._direction(candidate.merge), candidate.factor)
+        self._live.write(self._directions.of(candidate.merge), candidate.factor)
 
     def final(self, candidate: Candidate | None) -> dict[str, Comparison]:
         """Comparison with every expert on the inputs that were kept for the end; None: of the base."""
@@ -179,16 +358,6 @@ class Evaluator:
             label: compare_answers(self._live.model, a.inputs.final, a.final, a.predict)
             for label, a in self._asked.items()
         }
-
-    def _direction(self, choice: MergeChoice) -> Direction:
-        """The direction of a merge; the ones used last stay in memory."""
-        if choice.key not in self._directions:
-            loaded = self._load(choice)
-            while self._directions and sum(d.nbytes for d in self._directions.values()) + loaded.nbytes > self._memory:
-                self._directions.popitem(last=False)
-            self._directions[choice.key] = loaded
-        self._directions.move_to_end(choice.key)
-        return self._directions[choice.key]
 
 
 def _finite(value: float, name: str) -> float:

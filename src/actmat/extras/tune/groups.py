@@ -6,43 +6,39 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from actmat.extras.tune.live import FIXED
+from actmat.layout.patterns import compile_pattern
 from actmat.planning.choose import depth_of
-from actmat.planning.model import MergePlan
+from actmat.planning.model import Item, MergePlan
 
-__all__ = ["Grouping", "group_rules", "groups_of", "scaled_names"]
+__all__ = ["FIXED", "Grouping", "group_rules", "groups_of", "obeys_scale"]
 
 Grouping = Literal["none", "kind", "depth", "kind-depth"]
 ALL = "all"
+FIXED = "fixed"
+"""Name of the group of tensors that the scale of a merge does not reach, such as biases."""
 
 _ATTENTION = re.compile(r"attn|attention|\.[qkvo]_proj\.|query|key|value|\.(q|k|v|o)\.|qkv", re.IGNORECASE)
 _MLP = re.compile(r"mlp|ffn|feed_?forward|\bfc\d?\b|DenseReluDense|intermediate|experts|(gate|up|down)_proj|\.wi|\.wo")
 _THIRDS = ("first", "middle", "last")
 
 
-def scaled_names(plan: MergePlan, doubled: MergePlan) -> set[str]:
-    """Tensors that a recipe's scale reaches: their factor differs in the plan of the same recipe with twice the scale.
-
-    Averaged tensors, and those whose rule has a scale of its own, are not reached.
-    """
-    other = doubled.by_name
-    return {
-        i.name
-        for i in plan.items
-        if i.call is not None and (call := other[i.name].call) is not None and call.scale != i.call.scale
-    }
-
-
-def groups_of(plan: MergePlan, scaled: set[str], grouping: Grouping) -> dict[str, str]:
-    """Every tensor of the output -> its group; tensors that the scale does not reach are in `FIXED`."""
+def groups_of(plan: MergePlan, grouping: Grouping) -> dict[str, str]:
+    """Every tensor of the output -> its group; tensors that the recipe's scale does not reach are in `FIXED`."""
     deepest = max((d for i in plan.items if (d := depth_of(i.name)) is not None), default=0)
+    own = [([compile_pattern(p) for p in r.match], r.scale is not None) for r in plan.recipe.rules]
     out = {}
     for item in plan.items:
-        group = _group(item.name, deepest, grouping) if item.name in scaled else FIXED
+        has_own = next((scale for patterns, scale in own if any(matches(item.name) for matches in patterns)), False)
+        group = _group(item.name, deepest, grouping) if obeys_scale(item) and not has_own else FIXED
         out.update({spec.name: group for spec in item.outputs})
         if item.tied_to is not None:
             out[item.name] = out.get(item.tied_to, group)
     return out
+
+
+def obeys_scale(item: Item) -> bool:
+    """True if the merged delta is multiplied by the scale of the recipe or of a rule; averaged tensors are not."""
+    return item.action == "merge"
 
 
 def _group(name: str, deepest: int, grouping: Grouping) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from actmat.errors import RecipeError, did_you_mean
+from actmat.extras.collect.data import pad_token
 from actmat.foreign import in_one_line
 
 __all__ = ["PREFIX", "LmEval"]
@@ -27,7 +28,7 @@ PREFIX = "lm-eval:"
 
 
 class LmEval:
-    """A `TaskScore`: the first metric of every task, negated where larger is better.
+    """A `TaskScore`: the first metric of every task, negated if larger is better.
 
     Args:
         tasks: names of lm-eval (tasks, groups, tags), or paths of a task's YAML file.
@@ -59,7 +60,7 @@ class LmEval:
         """Task -> loss on the first `share` of the questions that `limit` leaves.
 
         Raises:
-            RecipeError: lm-eval cannot run the tasks on this model; says why in its words.
+            RecipeError: lm-eval cannot run the tasks on this model; with lm-eval's words.
         """
         limit: float | None = None if share >= 1 else share
         if self._limit is not None:
@@ -108,8 +109,7 @@ class LmEval:
     def _tokenizer(self) -> Any:
         transformers = _imported("transformers")
         tokenizer = transformers.AutoTokenizer.from_pretrained(self._files)
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+        pad_token(tokenizer)
         return tokenizer
 
 
@@ -150,7 +150,7 @@ def _imported(name: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Neither warnings nor bars of lm-eval, which speaks of each of its calls."""
+    """Silence lm-eval's logging and progress bars."""
     logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,26 +1,26 @@
 """Unlabelled inputs of every expert, prepared once: half to search with, half for the final comparison.
 
-Where statistics are measured, half of the inputs to search with are for that alone: a merge by statistics is nearer to
-the experts on the inputs that these were measured on than on others, by which these inputs would favour it.
+If statistics are measured, half of the inputs to search with are set apart for them: a merge by statistics is nearer to
+the experts on inputs that were measured than on others, so these inputs would favour it.
 
 Causal language models continue each input themselves, and encoder-decoder models write their own target, so that a
-candidate is compared on what the expert would say, in one forward pass (teacher forcing).
+candidate is compared on the expert's own words, in one forward pass (teacher forcing).
 
 Shapes: `N` samples, `L` tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from actmat.api.loading import Loaded
 from actmat.errors import StatisticsError
 from actmat.extras.collect.data import DataOptions, class_prompts, make_batches
-from actmat.extras.collect.models import Loaded
 
 __all__ = ["ExpertInputs", "InputBatch", "Source", "prepare_inputs"]
 
@@ -82,8 +82,9 @@ def prepare_inputs(
     new_tokens: int = 32,
     labels: bool = False,
     measuring: bool = False,
+    note: Callable[[str], object] = lambda text: None,
 ) -> ExpertInputs:
-    """Read the inputs of an expert, and let it write continuations where it is a generating model.
+    """Read the inputs of an expert, and let it write continuations if it is a generating model.
 
     Samples with even numbers go to the search, those with odd ones to the final comparison; numbers are by batch.
 
@@ -94,12 +95,13 @@ def prepare_inputs(
         new_tokens: tokens that a generating model adds to an input; 0: the input's own tokens are predicted.
         labels: read labels too (`label_column`).
         measuring: set every second input of the search apart to measure statistics on.
+        note: see `make_batches`.
 
     Raises:
         StatisticsError: too few inputs for a sample in each part, or data that cannot be used.
     """
     search, final, measured = _Part(), _Part(), _Part()
-    given, shared, name = _batches(loaded, source, labels=labels)
+    given, shared, name = _batches(loaded, source, note, labels=labels)
     for batch in given:
         whole = replace(_completed(loaded, batch, new_tokens), shared=shared)
         even, odd = range(0, whole.samples, 2), range(1, whole.samples, 2)
@@ -136,7 +138,7 @@ class _Part:
 
 
 def _batches(
-    loaded: Loaded, source: Source, *, labels: bool
+    loaded: Loaded, source: Source, note: Callable[[str], object], *, labels: bool
 ) -> tuple[Iterable[Mapping[str, Tensor]], Mapping[str, Tensor], str]:
     """Batches, keyword arguments that all of them share, and the name of the data for messages."""
     if not isinstance(source, DataOptions):
@@ -144,7 +146,7 @@ def _batches(
         return ({k: v.to(device) for k, v in b.items()} for b in source), {}, "the given batches"
     reading = replace(source, batch_size=2 * source.batch_size)
     shared = class_prompts(loaded, source) if source.classes else {}
-    given = make_batches(loaded, reading, labels=labels and source.label_column is not None, apart=True)
+    given = make_batches(loaded, reading, labels=labels and source.label_column is not None, apart=True, note=note)
     return given, shared, source.location
 
 

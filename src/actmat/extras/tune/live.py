@@ -1,41 +1,101 @@
 """A model in memory whose parameters become `W_0 + factor * D*`, in place, for one candidate after another.
 
 Checkpoints are loaded by transformers, which may rename, stack or transpose tensors; all of that is linear, so the
-difference of two loaded models is the loaded difference. The group of every entry is found in the same way: by loading
-a checkpoint that holds the number of the group in every tensor.
+difference of two loaded models is the loaded difference.
 
-`W_0` and `D*` are kept in memory; or, where they do not fit, in files from which a candidate is formed tensor by
-tensor. Then only one model is in memory at any time: one that is loaded takes the place of the live one.
+`W_0` and `D*` are kept in memory; or, if they do not fit, in files from which a candidate is formed tensor by tensor.
+Then only one model is in memory at any time: one that is loaded takes the place of the live one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from actmat.extras.tune.stored import StoredTensors
+from actmat.api.loading import Loaded, load_model
+from actmat.checkpoints.base import Checkpoint, torch_dtype
+from actmat.checkpoints.raw import raw_bytes
+from actmat.errors import RecipeError, StatisticsError
+from actmat.experts.resolve import needs_base
+from actmat.extras.collect.binding import locate_parameters
+from actmat.extras.tune.groups import FIXED
+from actmat.extras.tune.merges import Merges
+from actmat.extras.tune.space import MergeChoice
 
-__all__ = ["FIXED", "Direction", "LiveModel", "group_numbers", "state_of"]
+__all__ = ["Direction", "Directions", "LiveModel", "Loader", "StoredTensors", "group_numbers", "state_of"]
 
-FIXED = "fixed"
-"""Name of the group of tensors that the scale of a merge does not reach, such as biases."""
+ALIGNMENT = 64
+"""Bytes: where a tensor may begin in the file."""
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The float tensors of a model in one file that `store` wrote; each is mapped into memory when it is asked for.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     stored = StoredTensors.store(Path(folder) / "a", {"w": torch.tensor([1.0, 2.0])})
+    ...     stored["w"].clone(), list(stored)
+    (tensor([1., 2.]), ['w'])
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._index: dict[str, tuple[int, list[int], str]] = json.loads(_index_of(path).read_text(encoding="utf-8"))
+
+    @classmethod
+    def store(cls, path: Path, tensors: Mapping[str, Tensor]) -> StoredTensors:
+        """Write tensors one after the other; the index, which makes the file complete, comes last."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        index: dict[str, tuple[int, list[int], str]] = {}
+        with path.open("wb") as file:
+            for name, tensor in tensors.items():
+                file.write(bytes(-file.tell() % ALIGNMENT))
+                index[name] = (file.tell(), list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+                file.write(raw_bytes(tensor.detach().cpu().contiguous()))
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(json.dumps(index), encoding="utf-8")
+        os.replace(part, _index_of(path))
+        return cls(path)
+
+    @staticmethod
+    def is_complete(path: Path) -> bool:
+        """True if `store` has finished there."""
+        return _index_of(path).is_file()
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor in mapped memory, which is not to be written to."""
+        start, shape, dtype = self._index[name]
+        kind = torch_dtype(dtype)
+        stop = start + math.prod(shape) * kind.itemsize
+        mapped = torch.from_file(str(self._path), shared=False, size=stop, dtype=torch.uint8)
+        return mapped[start:].view(kind).view(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+
+def _index_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.json")
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Float parameters and buffers by name; tensors that share memory once."""
-    found: dict[tuple[int, int], str] = {}
-    out = {}
+    first: dict[tuple[int, int], tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and tensor.numel():
-            if (tensor.data_ptr(), tensor.numel()) in found:
-                continue
-            found[tensor.data_ptr(), tensor.numel()] = name
-            out[name] = tensor
-    return out
+            first.setdefault((tensor.data_ptr(), tensor.numel()), (name, tensor))
+    return dict(first.values())
 
 
 @dataclass(frozen=True)
@@ -58,7 +118,7 @@ class LiveModel:
     Args:
         model: loaded from the base; its parameters are changed.
         groups: names of the groups of layers, by their numbers.
-        numbers: per parameter, the number of its group: one for all entries, or one each; see the module's text.
+        numbers: see `group_numbers`.
         folder: for files of the base and of merged deltas; None: these stay in memory.
     """
 
@@ -86,18 +146,29 @@ class LiveModel:
         """`D*` of a merged model at scale 1.
 
         Args:
-            name: of its file, where deltas are kept in files.
+            name: of its file, if deltas are kept in files.
             load: loads the merged model.
+
+        Raises:
+            StatisticsError: a changed parameter is of no known group.
         """
         if self._folder is None:
-            return Direction(dict(self._deltas(state_of(load()), in_place=False)))
+            return Direction(self._known(dict(self._deltas(state_of(load()), in_place=False))))
         path = self._folder / name
         if not StoredTensors.is_complete(path):
             self._state, self._model = {}, None  # freed before the other one is loaded, which takes its place
             self._model = load()
             self._state = state_of(self._model)
-            StoredTensors.store(path, dict(self._deltas(self._state, in_place=True)))
+            StoredTensors.store(path, self._known(dict(self._deltas(self._state, in_place=True))))
         return Direction(StoredTensors(path))
+
+    def _known(self, deltas: dict[str, Tensor]) -> dict[str, Tensor]:
+        if unknown := [name for name in deltas if name not in self._numbers]:
+            raise StatisticsError(
+                f"'{unknown[0]}' changes in a merge, and the base's checkpoint has no tensor of this name, so that its "
+                "scale is not known. Models of load= keep the names of their checkpoint, with or without a prefix."
+            )
+        return deltas
 
     def _deltas(self, state: Mapping[str, Tensor], *, in_place: bool) -> list[tuple[str, Tensor]]:
         """The merged deltas that are not zero; `in_place`: the merged weights are overwritten by them."""
@@ -131,11 +202,82 @@ def _add(tensor: Tensor, delta: Tensor, number: Tensor, table: Tensor) -> None:
         tensor.addcmul_(delta, table.to(tensor)[number.to(tensor.device, torch.long)])
 
 
-def group_numbers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Group numbers from a model that was loaded from a checkpoint of them; one number where all entries agree."""
-    out = {}
-    for name, tensor in state.items():
-        number = tensor.round().to(torch.uint8)
-        first = number.reshape(-1)[:1]
-        out[name] = (first if bool((number == first).all()) else number).clone()
+@dataclass(frozen=True)
+class Loader:
+    """Loads models of transformers, or as `given` says; adapters get the base."""
+
+    base: str
+    model_class: str | None = None
+    dtype: str = "float32"
+    device: str = "cpu"
+    given: Callable[[str], Loaded] | None = None
+
+    def load(self, location: str) -> Loaded:
+        """The model at a location."""
+        if self.given is not None:
+            return self.given(location)
+        base = self.base if needs_base(location) else None
+        return load_model(location, base=base, model_class=self.model_class, dtype=self.dtype, device=self.device)
+
+
+class Directions:
+    """Merged deltas by choice; those used last stay in memory.
+
+    Args:
+        live: the base's model.
+        merges: makes what is missing.
+        loader: of the merged models.
+        memory: bytes of directions that are kept.
+    """
+
+    def __init__(self, live: LiveModel, merges: Merges, loader: Loader, memory: int) -> None:
+        self._live, self._merges, self._loader, self._memory = live, merges, loader, memory
+        self._kept: OrderedDict[str, Direction] = OrderedDict()
+
+    def of(self, choice: MergeChoice) -> Direction:
+        """The direction of a merge, which is made if it is missing.
+
+        Raises:
+            RecipeError: it cannot be merged.
+        """
+        if choice.key not in self._kept:
+            if not self._merges.make([choice]):
+                raise RecipeError(f"{choice} cannot be merged: {self._merges.refused[choice.key]}")
+            folder = self._merges.folder_of(choice)
+            loaded = self._live.direction(folder.name, lambda: self._loader.load(str(folder)).model)
+            while self._kept and sum(d.nbytes for d in self._kept.values()) + loaded.nbytes > self._memory:
+                self._kept.popitem(last=False)
+            self._kept[choice.key] = loaded
+        self._kept.move_to_end(choice.key)
+        return self._kept[choice.key]
+
+
+def group_numbers(
+    model: nn.Module, base: Checkpoint, groups: Mapping[str, str], names: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """Parameter of a model -> number of its group: one for all entries, or one each if they are of several groups.
+
+    Parameters that are not found in the checkpoint are left out, unless there is only one group.
+
+    Args:
+        model: loaded from `base`.
+        groups: tensor of the checkpoint -> name of its group.
+        names: of the groups, by their numbers.
+    """
+    number_of = {name: names.index(group) for name, group in groups.items()}
+    state = model.state_dict()
+    first = {(t.data_ptr(), t.numel()): name for name, t in state_of(model).items()}  # of those that share memory
+    located, _ = locate_parameters(model, list(state), base)
+    out = {name: torch.zeros(1, dtype=torch.uint8) for name in first.values()} if len(names) == 1 else {}
+    for name, found in located.items():
+        name_in_state = first.get((state[name].data_ptr(), state[name].numel()))
+        pieces = [(piece, number_of[piece.name]) for piece in found.slices if piece.name in number_of]
+        if name_in_state is None or not pieces:
+            continue
+        if len({number for _, number in pieces}) == 1:
+            out[name_in_state] = torch.tensor([pieces[0][1]], dtype=torch.uint8)
+            continue
+        out[name_in_state] = torch.zeros(state[name].shape, dtype=torch.uint8)
+        for piece, number in pieces:
+            piece.of(out[name_in_state]).fill_(number)
     return out

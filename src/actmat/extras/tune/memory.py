@@ -17,20 +17,20 @@ from actmat.engine.devices.names import check_device, parse_devices
 from actmat.engine.memory import available_memory
 from actmat.errors import RecipeError, format_size
 from actmat.extras.collect.data import DataOptions
-from actmat.extras.tune.answers import TOP
+from actmat.extras.tune.evaluate import TOP
 from actmat.extras.tune.inputs import Source
 from actmat.settings import RunSettings
 
 __all__ = ["MemoryPlan", "Sizes", "model_device", "plan_memory", "sizes_of"]
 
 USABLE = 0.9
-"""Share of the free memory that is planned with, where no limit is given."""
+"""Share of the free memory that is planned with, if no limit is given."""
 COPIES = 4
 """Tensors of the size of a batch's logits in float32 that a comparison holds at most."""
 SAMPLES = 256
 """Samples of a data set of unknown size."""
 TENSORS = 3
-"""Tensors that are in memory at a time where deltas are in files: the base's, the delta, the result."""
+"""Tensors in memory at a time if deltas are in files: the base's, the delta, the result."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class MemoryPlan:
 
     Args:
         limit: bytes that may be used.
-        source: where the limit is from.
+        source: origin of the limit, in words.
         device: of the models.
         model: one model: an expert while it is asked; the live model.
         answers: the experts' predictions, kept for all of the search.
@@ -243,7 +243,7 @@ def _limit(run: RunSettings, device: str) -> tuple[int, str]:
 
 
 def model_device(text: str) -> tuple[str, str]:
-    """The device that models run on, and a note where it is one of several; merges use all of them.
+    """The device that models run on, and a note if it is one of several; merges use all of them.
 
     >>> model_device("cuda:1,2")
     ('cuda:1', 'models run on cuda:1, the first of cuda:1,2; merges use all of these')

@@ -1,4 +1,4 @@
-"""Merges at scale 1, in float32, kept on disk while candidates are tried: each method merges once.
+"""Merges at scale 1, in float32, kept on disk while candidates are tried: each choice is planned and merged once.
 
 The folder survives an interruption, and so do the merges that are complete.
 """
@@ -7,24 +7,40 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-
-from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.writing.sidecars import copy_sidecars, side_folder
 from actmat.errors import MergeError
 from actmat.extras.tune.space import MergeChoice
-from actmat.inputs import opened_inputs, plans_of
 from actmat.planning.model import MergePlan
 from actmat.recipe import ExpertRef, Recipe
-from actmat.run import run_recipes
+from actmat.run import plan_recipe, run_recipes
 from actmat.settings import RunSettings
 
-__all__ = ["Merges", "number_checkpoint"]
+__all__ = ["Merges", "peak_bytes", "recipe_of"]
+
+
+def recipe_of(recipe: Recipe, choice: MergeChoice, scale: float = 1.0) -> Recipe:
+    """The recipe of a choice."""
+    experts = recipe.experts
+    if choice.weights is not None:
+        pairs = zip(experts, choice.weights, strict=True)
+        experts = tuple(ExpertRef.model_validate({**e.model_dump(), "weight": w}) for e, w in pairs)
+    changes = {"method": choice.method, "options": dict(choice.options), "scale": scale, "experts": experts}
+    return recipe.model_copy(update=changes)
+
+
+def peak_bytes(recipe: Recipe, choices: Sequence[MergeChoice]) -> int:
+    """Peak memory of the choices that can be planned, with one worker.
+
+    Raises:
+        MergeError: the first cannot be planned.
+    """
+    found = [plan_recipe(recipe_of(recipe, choices[0])).peak_bytes(1)]
+    for choice in choices[1:]:
+        with contextlib.suppress(MergeError):
+            found.append(plan_recipe(recipe_of(recipe, choice)).peak_bytes(1))
+    return max(found)
 
 
 class Merges:
@@ -34,52 +50,20 @@ class Merges:
         recipe: inputs, scope, rules and all else that every candidate shares; its scale is ignored.
         folder: where the merges are kept.
         settings: of the runs.
-        refused: choice -> why it cannot be merged.
+
+    Attributes:
+        plans: choice -> the plan by which it was merged.
+        refused: choice -> the reason why it cannot be merged.
         mark: hash of the recipe, and of sizes and times of its local files.
     """
 
     def __init__(self, recipe: Recipe, folder: Path, settings: RunSettings) -> None:
-        self._recipe = recipe
+        self.recipe = recipe
         self._folder = folder
         self._settings = settings
+        self.plans: dict[str, MergePlan] = {}
         self.refused: dict[str, str] = {}
         self.mark = _mark_of(recipe)
-
-    @property
-    def base(self) -> str:
-        """Location of the base."""
-        return self._recipe.base
-
-    def peak_bytes(self, choices: Sequence[MergeChoice]) -> int:
-        """Peak memory of the choices that can be planned, with one worker.
-
-        Raises:
-            MergeError: the first cannot be planned.
-        """
-        found = [self.plan(choices[0]).peak_bytes(1)]
-        for choice in choices[1:]:
-            with contextlib.suppress(MergeError):
-                found.append(self.plan(choice).peak_bytes(1))
-        return max(found)
-
-    def recipe_of(self, choice: MergeChoice, scale: float = 1.0) -> Recipe:
-        """The recipe of a choice, without an output."""
-        experts = self._recipe.experts
-        if choice.weights is not None:
-            pairs = zip(experts, choice.weights, strict=True)
-            experts = tuple(ExpertRef.model_validate({**e.model_dump(), "weight": w}) for e, w in pairs)
-        changes = {"method": choice.method, "options": dict(choice.options), "scale": scale, "experts": experts}
-        return self._recipe.model_copy(update=changes)
-
-    def plan(self, choice: MergeChoice, scale: float = 1.0) -> MergePlan:
-        """The plan of a choice.
-
-        Raises:
-            MergeError: it cannot be merged.
-        """
-        recipe = self.recipe_of(choice, scale)
-        with opened_inputs([recipe]) as inputs:
-            return plans_of([recipe], inputs)[0]
 
     def folder_of(self, choice: MergeChoice) -> Path:
         """Folder of the merge of a choice, made or not; another one if the recipe or a local input is another."""
@@ -91,34 +75,35 @@ class Merges:
 
         A choice that cannot be planned or merged is noted in `refused` and left out.
         """
-        possible = []
-        for choice in choices:
-            try:
-                self.plan(choice)
-                possible.append(choice)
-            except MergeError as error:
-                self.refused[choice.key] = error.problems[0] if error.problems else str(error)
-        missing = [c for c in possible if not (self.folder_of(c) / "actmat_manifest.json").is_file()]
-        if missing:
+        if missing := [c for c in choices if c.key not in self.plans and c.key not in self.refused]:
             self._merge(missing)
-        return [c for c in possible if c.key not in self.refused]
+        return [c for c in choices if c.key in self.plans]
 
     def _merge(self, choices: Sequence[MergeChoice]) -> None:
-        recipes = [
-            self.recipe_of(c).model_copy(update={"out": str(self.folder_of(c)), "dtype": "float32"}) for c in choices
-        ]
+        fields = [{"out": str(self.folder_of(c)), "dtype": "float32"} for c in choices]
+        recipes = [recipe_of(self.recipe, c).model_copy(update=f) for c, f in zip(choices, fields, strict=True)]
         try:
-            run_recipes(recipes, self._settings)
+            reports = run_recipes(recipes, self._settings)
         except MergeError as error:
             if len(choices) == 1:
                 self.refused[choices[0].key] = error.problems[0] if error.problems else str(error)
                 return
-            for choice in choices:  # one of them cannot be computed: find out which
-                self._merge([choice])
+            possible = [c for c in choices if self._can_be_planned(c)]
+            if len(possible) == len(choices):  # one of them cannot be computed: find out which
+                for choice in choices:
+                    self._merge([choice])
+            elif possible:
+                self._merge(possible)
+            return
+        self.plans |= {c.key: report.plan for c, report in zip(choices, reports, strict=True)}
 
-    def remove(self) -> None:
-        """Free the disk."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def _can_be_planned(self, choice: MergeChoice) -> bool:
+        try:
+            plan_recipe(recipe_of(self.recipe, choice))
+        except MergeError as error:
+            self.refused[choice.key] = error.problems[0] if error.problems else str(error)
+            return False
+        return True
 
 
 def _mark_of(recipe: Recipe) -> str:
@@ -128,15 +113,3 @@ def _mark_of(recipe: Recipe) -> str:
     files = sorted(f for p in places if p.exists() for f in ([p] if p.is_file() else p.iterdir()) if f.is_file())
     stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return hashlib.sha256(f"{shared} {stats}".encode()).hexdigest()[:12]
-
-
-def number_checkpoint(
-    folder: Path, specs: Sequence[TensorSpec], groups: Mapping[str, str], names: Sequence[str], files: Path
-) -> Path:
-    """A checkpoint with the number of its group in every entry of every tensor, and the base's config files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    numbers = {n: float(i) for i, n in enumerate(names)}
-    tensors = {s.name: torch.full(s.shape, numbers[groups[s.name]]) for s in specs if s.name in groups}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    copy_sidecars(side_folder(files), side_folder(files), folder, "float32")
-    return folder

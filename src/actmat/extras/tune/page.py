@@ -1,4 +1,4 @@
-"""The page of a search: what was chosen and how sure that is, every candidate as a point, scales, and a table."""
+"""The page of a search: the choice and its certainty, every candidate as a point, scales, and a table."""
 
 from __future__ import annotations
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from actmat.extras.tune.answers import Comparison
-from actmat.extras.tune.evaluate import Named, Trial, loss_of
+from actmat.extras.tune.evaluate import Comparison, Named, Trial, loss_of
+from actmat.extras.tune.groups import group_rules
 from actmat.extras.tune.memory import MemoryPlan
+from actmat.extras.tune.space import Candidate, MergeChoice, Space
 from actmat.foreign import html_table, terminal
-from actmat.recipe import Recipe
+from actmat.methods import get_method
+from actmat.recipe import ExpertRef, Recipe
 from actmat.run import MergeReport
 from actmat.version import __version__
 
-__all__ = ["Rival", "TuneReport", "compare_finally"]
+__all__ = ["Rival", "TuneReport", "compare_finally", "final_recipe", "notes_on_choice", "notes_on_space"]
 
 RESAMPLES = 2000
+KEPT = "kept-statistics"
+"""Folder of the statistics that the chosen method needs."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Rival:
     """A merge in the final comparison, on inputs that the search did not see.
 
     Args:
-        name: what it is.
+        name: the candidate in words.
         losses, agreement: per expert.
         mean: mean loss over the experts.
         low, high: 95 % interval (bootstrap over inputs, within each expert) of its mean loss minus the chosen one's;
@@ -60,9 +65,9 @@ class TuneReport:
         trials: everything that was tried, in order.
         front: trials that no other beats in both the mean and the worst loss.
         finals: the final comparison, the chosen merge first.
-        score: what was minimised.
-        refused: merge -> why it could not be made.
-        notes: what to know, in words.
+        score: name of the minimised score.
+        refused: merge -> the reason why it could not be made.
+        notes: facts for the user, in words.
         seconds: wall time.
         memory: the plan of the search's memory.
         merged: report of the final merge.
@@ -91,7 +96,7 @@ class TuneReport:
 
     @property
     def compared(self) -> str:
-        """The loss of the final comparison: the score, or the divergence where the score is not of the inputs."""
+        """The loss of the final comparison: the score, or the divergence if the score is not of the inputs."""
         return self.score if self.score in get_args(Named) else "divergence"
 
     def to_json(self) -> dict[str, Any]:
@@ -167,3 +172,66 @@ def _drawn(rng: random.Random, found: Comparison, score: Any) -> list[int]:
     counts = found.labelled if score in ("accuracy", "perplexity") else found.predictions
     usable = [n for n, count in enumerate(counts) if count]
     return rng.choices(usable, k=len(usable))
+
+
+def final_recipe(
+    made: Recipe, given: Recipe, chosen: Candidate, groups: Mapping[str, str], work: Path, collected: Path
+) -> Recipe:
+    """The recipe that makes the chosen merge; needs data only if its method needs statistics.
+
+    Args:
+        made: the recipe of the chosen merge at its scale, without an output.
+        given: the user's recipe.
+        groups: tensor -> group.
+        work: folder of the search, where statistics that are needed are kept.
+        collected: folder of the statistics that were measured for the search.
+    """
+    keep = get_method(chosen.merge.method).needs_statistics
+
+    def kept(expert: ExpertRef) -> str:
+        place = Path(expert.statistics)
+        if not keep or place.parent != collected:
+            return expert.statistics if keep else ""
+        target = work / KEPT / place.name
+        if not target.exists():
+            shutil.copytree(place, target)
+        return str(target)
+
+    experts = tuple(ExpertRef.model_validate({**e.model_dump(), "statistics": kept(e)}) for e in made.experts)
+    factors = {g: chosen.factor(g) for g in chosen.groups}
+    rules = (*made.rules, *group_rules(groups, factors))
+    fields = {"experts": experts, "rules": rules, "out": given.out, "to": given.to or made.to}
+    return Recipe.model_validate({**made.model_dump(), **fields})
+
+
+def notes_on_choice(finals: Sequence[Rival], *, allowed: bool, least_agreement: float) -> Iterator[str]:
+    """Rivals that are as good or better, and a constraint that nothing keeps."""
+    for rival in finals[1:]:
+        if rival.name == "base" or rival.verdict == "worse":
+            continue
+        if rival.verdict == "not told apart":
+            yield f"On unseen inputs, the chosen merge is not distinguishable from {rival.name}."
+        else:
+            yield (
+                f"On unseen inputs, {rival.name} is better than the chosen merge: there are too few inputs to choose "
+                "from so many candidates."
+            )
+    if not allowed:
+        yield (
+            f"No candidate keeps {least_agreement:.0%} of every expert's predictions; the one whose worst expert keeps "
+            "most was taken."
+        )
+
+
+def notes_on_space(space: Space, choices: Sequence[MergeChoice]) -> Iterator[str]:
+    """Methods for which the experts' weights are not searched, although that was asked for."""
+    if not space.weights:
+        return
+    without = sorted({c.method for c in choices if not get_method(c.method).is_weighted})
+    if len(without) == len({c.method for c in choices}):
+        yield f"Weights of the experts were not searched: no method takes any ({', '.join(without)})."
+    elif without:
+        yield (
+            "Weights of the experts were searched around the best merge whose method takes weights, so not with "
+            f"{', '.join(without)}."
+        )

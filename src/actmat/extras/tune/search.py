@@ -13,7 +13,7 @@ from actmat.extras.tune.evaluate import Evaluator, Trial
 from actmat.extras.tune.space import Candidate, MergeChoice, Space
 from actmat.methods import get_method
 
-__all__ = ["Around", "Budget", "choose", "pareto_front", "parse_budget", "search"]
+__all__ = ["Budget", "Varied", "choose", "pareto_front", "parse_budget", "search"]
 
 SHARES = (0.25, 0.5, 1.0)
 """Shares of the inputs of the rounds of successive halving."""
@@ -71,8 +71,8 @@ def parse_budget(text: str | int | None) -> Budget:
 
 
 @dataclass(frozen=True)
-class Around:
-    """Surroundings of a search: its inputs and what else is varied.
+class Varied:
+    """Size of a search's inputs, and the numbers that are varied besides the scale.
 
     Args:
         samples: inputs per expert.
@@ -92,13 +92,13 @@ def search(
     merges: Sequence[MergeChoice],
     evaluator: Evaluator,
     budget: Budget,
-    around: Around,
+    varied: Varied,
     report: Callable[[Trial], None] = lambda trial: None,
 ) -> list[Trial]:
     """All trials, in order; the last round's are on all inputs.
 
     Args:
-        merges: what could be merged; the first stage tries each at every scale of the space.
+        merges: choices that could be merged; the first stage tries each at every scale of the space.
         report: called after each trial.
 
     Raises:
@@ -114,7 +114,7 @@ def search(
         return found
 
     candidates = [Candidate(m, s) for m in merges for s in space.scales]
-    shares = SHARES if around.samples >= FEWEST_INPUTS else (1.0,)
+    shares = SHARES if varied.samples >= FEWEST_INPUTS else (1.0,)
     for number, share in enumerate(shares):
         found = [run(c, share) for c in candidates if not budget.is_spent]
         ranked = [t.candidate for t in sorted(found, key=lambda t: t.mean)]
@@ -128,19 +128,19 @@ def search(
         )
     for trial in _best_of_each(trials)[:REFINED]:
         _refine_scale(trial.candidate, run, budget.left(SCALE_STEPS))
-    for start, vary in _starts(_whole(trials), around):
+    for start, vary in _starts(_whole(trials), varied):
         _refine(start, run, budget.left(12 * (len(vary.groups) + vary.weighted)), vary)
     return trials
 
 
-def _starts(whole: Sequence[Trial], around: Around) -> list[tuple[Candidate, Around]]:
-    """Candidates to refine, and what is varied: the best one, and for weights the best whose method takes some."""
+def _starts(whole: Sequence[Trial], varied: Varied) -> list[tuple[Candidate, Varied]]:
+    """Candidates to refine, with the numbers to vary: the best, and for weights the best that takes some."""
     best = min(whole, key=lambda t: t.mean)
-    weighted = [t for t in whole if get_method(t.candidate.merge.method).is_weighted] if around.weighted else []
-    first = around if best in weighted else replace(around, weighted=0)
+    weighted = [t for t in whole if get_method(t.candidate.merge.method).is_weighted] if varied.weighted else []
+    first = varied if best in weighted else replace(varied, weighted=0)
     starts = [(best.candidate, first)] if first.groups or first.weighted else []
     if weighted and best not in weighted:
-        starts.append((min(weighted, key=lambda t: t.mean).candidate, replace(around, groups=())))
+        starts.append((min(weighted, key=lambda t: t.mean).candidate, replace(varied, groups=())))
     return starts
 
 
@@ -169,7 +169,7 @@ def _refine_scale(start: Candidate, run: Callable[[Candidate], Trial], steps: in
     minimize_scalar(loss, bounds=(middle - reach, middle + reach), method="bounded", options={"maxiter": steps})
 
 
-def _refine(start: Candidate, run: Callable[[Candidate], Trial], steps: int, around: Around) -> None:
+def _refine(start: Candidate, run: Callable[[Candidate], Trial], steps: int, varied: Varied) -> None:
     """Minimise over scale, factors of groups and weights of experts together, near a candidate (Optuna's TPE)."""
     if steps < 1:
         return
@@ -179,23 +179,23 @@ def _refine(start: Candidate, run: Callable[[Candidate], Trial], steps: int, aro
 
     def objective(trial: Any) -> float:
         scale = trial.suggest_float("scale", start.scale / SCALE_RANGE, start.scale * SCALE_RANGE, log=True)
-        factors = {g: trial.suggest_float(f"group {g}", *GROUP_RANGE, log=True) for g in around.groups}
+        factors = {g: trial.suggest_float(f"group {g}", *GROUP_RANGE, log=True) for g in varied.groups}
         merge = start.merge
-        if around.weighted:
-            names = [f"weight {t}" for t in range(around.weighted)]
+        if varied.weighted:
+            names = [f"weight {t}" for t in range(varied.weighted)]
             weights = tuple(round(trial.suggest_float(n, *WEIGHT_RANGE, log=True), 2) for n in names)
             merge = MergeChoice(merge.method, merge.options, weights)
         return run(Candidate(merge, scale, factors)).mean
 
-    sampler = optuna.samplers.TPESampler(seed=around.seed, multivariate=True, n_startup_trials=4)
+    sampler = optuna.samplers.TPESampler(seed=varied.seed, multivariate=True, n_startup_trials=4)
     study = optuna.create_study(sampler=sampler)
-    centre = {"scale": start.scale} | {f"group {g}": 1.0 for g in around.groups}
-    study.enqueue_trial(centre | {f"weight {t}": 1.0 for t in range(around.weighted)})
+    centre = {"scale": start.scale} | {f"group {g}": 1.0 for g in varied.groups}
+    study.enqueue_trial(centre | {f"weight {t}": 1.0 for t in range(varied.weighted)})
     study.optimize(objective, n_trials=steps)
 
 
 def choose(trials: Sequence[Trial], least_agreement: float = 0.0) -> tuple[Trial, bool]:
-    """The trial on all inputs with the least mean loss among those with enough agreement; and if there was any.
+    """The trial on all inputs with the least mean loss among those with enough agreement; and True if there was any.
 
     Where no candidate agrees enough, the one whose worst agreement is largest.
     """

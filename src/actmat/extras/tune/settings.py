@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from actmat.extras.collect.models import Loaded
-from actmat.extras.tune.answers import Predict, default_predict
-from actmat.extras.tune.evaluate import Score, Trial
+from actmat.api.loading import Loaded
+from actmat.extras.tune.evaluate import Predict, Score, Trial, default_predict
+from actmat.extras.tune.live import Loader
 from actmat.extras.tune.memory import MemoryPlan
 from actmat.extras.tune.search import Budget
 from actmat.notebook import NotebookLine, in_notebook
@@ -26,9 +26,9 @@ class TuneSettings:
         least_agreement: share of its own predictions that every expert must keep in the chosen merge.
         model_class, dtype, device: of the models while they run.
         new_tokens: tokens that a generating expert adds to an input.
-        predict: logits of a model, for models that transformers does not load as they should be asked; or one for
-            each expert by its name, where they have heads of their own.
-        load: from a location to a model, in place of `load_model`.
+        predict: logits of a model, for models whose output has none; or one for
+            each expert by its name, if they have heads of their own.
+        load: from a location to a model, in place of `api.loading.load_model`.
         average: compare the chosen merge with the average in the end.
         seed: of the search and of the bootstrap.
         keep: keep the merges that were tried in the work folder.
@@ -50,6 +50,10 @@ class TuneSettings:
     def predict_of(self, label: str) -> Predict:
         """Logits for the inputs of an expert."""
         return self.predict[label] if isinstance(self.predict, Mapping) else self.predict
+
+    def loader(self, base: str) -> Loader:
+        """Loads the models of a search."""
+        return Loader(base, self.model_class, self.dtype, self.device, self.load)
 
     @property
     def score_name(self) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from actmat.api.loading import Loaded, extra
 from actmat.errors import StatisticsError
-from actmat.extras.collect.data import IMAGES, TEMPLATE, DataOptions, class_names, class_prompts
-from actmat.extras.collect.models import Loaded, extra
+from actmat.extras.collect.data import IMAGES, TEMPLATE, DataOptions, class_names, class_prompts, pad_token
 from actmat.foreign import in_one_line
 
 __all__ = ["Classified", "answer", "classify", "images_of"]
@@ -56,9 +56,11 @@ def answer(loaded: Loaded, prompt: str, *, new_tokens: int = 64, chat: bool | No
         given = tokenizer(prompt, return_tensors="pt")
     device = next(model.parameters()).device
     inputs = {k: given[k].to(device) for k in ("input_ids", "attention_mask") if k in given}
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    pad_token(tokenizer)
     with torch.inference_mode():
-        found = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, pad_token_id=pad)[0]
+        found = model.generate(
+            **inputs, max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
+        )[0]
     if not getattr(model.config, "is_encoder_decoder", False):
         found = found[inputs["input_ids"].shape[1] :]
     return str(tokenizer.decode(found, skip_special_tokens=True))

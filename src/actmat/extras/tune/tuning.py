@@ -1,4 +1,4 @@
-"""`tune`: find the best merge of some experts from a few unlabelled inputs of each."""
+"""`actmat.tune` and `actmat.tune_scale`: find the best merge of some experts from a few unlabelled inputs of each."""
 
 from __future__ import annotations
 
@@ -8,39 +8,179 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from actmat.api.merging import Location, make_arguments
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.experts.resolve import needs_base, open_adapter
-from actmat.extras.collect.api_agreement import DataSource, data_of, prepare_data
-from actmat.extras.collect.data import DataOptions
-from actmat.extras.tune.asking import Questioner, load_with, mark_of
-from actmat.extras.tune.evaluate import Evaluator, Trial
-from actmat.extras.tune.finishing import final_recipe, notes_on_choice, notes_on_space
-from actmat.extras.tune.groups import groups_of, scaled_names
+from actmat.extras.collect.data import (
+    SAMPLES,
+    DataOptions,
+    DataSource,
+    class_names,
+    data_of,
+    is_contrastive,
+    prepare_data,
+)
+from actmat.extras.tune.asking import ask_experts, mark_of
+from actmat.extras.tune.evaluate import Asked, Evaluator, Trial
+from actmat.extras.tune.groups import FIXED, Grouping, groups_of
 from actmat.extras.tune.inputs import Source
-from actmat.extras.tune.live import FIXED, Direction, LiveModel, group_numbers, state_of
+from actmat.extras.tune.live import Directions, LiveModel, Loader, group_numbers
 from actmat.extras.tune.memory import MemoryPlan, model_device, plan_memory, sizes_of
-from actmat.extras.tune.merges import Merges, number_checkpoint
+from actmat.extras.tune.merges import Merges, peak_bytes, recipe_of
 from actmat.extras.tune.page import write_tune
-from actmat.extras.tune.report import Rival, TuneReport, compare_finally
-from actmat.extras.tune.search import Around, choose, pareto_front, search
-from actmat.extras.tune.settings import TuneProgress, TuneSettings
-from actmat.extras.tune.space import Candidate, MergeChoice, Space
+from actmat.extras.tune.report import (
+    Rival,
+    TuneReport,
+    compare_finally,
+    final_recipe,
+    notes_on_choice,
+    notes_on_space,
+)
+from actmat.extras.tune.search import Varied, choose, pareto_front, parse_budget, search
+from actmat.extras.tune.settings import TuneProgress, TuneSettings, usual_tune_progress
+from actmat.extras.tune.space import Candidate, MergeChoice, Space, make_space
+from actmat.planning.model import MergePlan
 from actmat.recipe import Recipe
 from actmat.recipe.vocabulary import Vocabulary
 from actmat.run import run_recipes
 from actmat.settings import RunSettings
 
-__all__ = ["TuneData", "open_live", "tune_recipe"]
+__all__ = ["TuneData", "open_live", "scale_space", "tune", "tune_recipe", "tune_scale", "usual_inputs"]
 
 BATCH = 4
 """Methods that are merged in one reading of the inputs."""
-MADE = ("merges", "statistics", "groups", "directions")
+MADE = ("merges", "statistics", "directions")
 """Folders of the work folder that are removed in the end."""
 
 TuneData = DataSource | Source
 """Inputs of an expert: a location, `DataOptions`, or batches that are ready."""
+
+Data = TuneData | Mapping[str, TuneData]
+
+_SEARCH = frozenset(f.name for f in dataclasses.fields(TuneSettings)) - {"device", "dtype", "budget"}
+_MOST = 2 * SAMPLES
+"""Inputs per expert that are read of a location: half choose (some of these measure), half compare."""
+
+
+def tune(
+    base: Location | None = None,
+    experts: Sequence[Location | Mapping[str, Any]] = (),
+    *,
+    data: Data,
+    out: Location,
+    space: Space | Mapping[str, Any] | None = None,
+    budget: str | int | None = None,
+    progress: TuneProgress | None = None,
+    **fields: Any,
+) -> TuneReport:
+    """Find the best merge of some experts from a few unlabelled inputs of each, and write it.
+
+    Every method of the space is merged once; every scale is written into one model in memory and scored by the mean
+    divergence `KL(expert || merged)` of the experts' own predictions on their inputs (docs/tune.md says how far to
+    trust it). Half of the inputs are kept back to compare the chosen merge with the average.
+
+    Args:
+        base: as for `merge`; None: the one that the adapters name.
+        experts: as for `merge`.
+        data: expert -> its unlabelled inputs (32 to 256), or one data set for all: a location, `DataOptions`, or
+            batches of keyword arguments of the model.
+        out: directory to write; the search itself is described in `OUT.tune`.
+        space: the candidates: `{"methods": [...], "scales": [...], "groups": "kind", "weights": True}`; default:
+            twelve methods at six scales.
+        budget: evaluations (200) or time ("15m").
+        progress: receives callbacks.
+        fields: fields of `TuneSettings` (`score`, `least_agreement`, `predict`, `load`, `model_class`, `new_tokens`,
+            ...; `model_dtype` is the dtype of the models while they run), of a recipe, and of `RunSettings`.
+
+    Returns:
+        The report: the chosen recipe, all trials, the final comparison with intervals.
+
+    Raises:
+        MergeError: see `actmat.errors`; nothing is left at `out`.
+    """
+    recipe, settings, run = _arguments(base, experts, {"out": str(out), **fields}, budget)
+    chosen = space if isinstance(space, Space) else make_space(space or {})
+    return tune_recipe(recipe, chosen, usual_inputs(recipe, data), settings, run, progress or usual_tune_progress())
+
+
+def tune_scale(
+    base: Location | None = None,
+    experts: Sequence[Location | Mapping[str, Any]] = (),
+    *,
+    data: Data,
+    out: Location,
+    scales: Sequence[float] | None = None,
+    progress: TuneProgress | None = None,
+    **fields: Any,
+) -> TuneReport:
+    """Merge as `merge` does, at the scale that unlabelled inputs of the experts choose.
+
+    The method and its options are those of the arguments; it is merged once for the search and once for the output.
+    In the end, the chosen scale is compared with the one that was asked for and with the base.
+
+    Args:
+        base, experts: as for `merge`.
+        data: as for `tune`.
+        out: directory to write; the search is described in `OUT.tune`.
+        scales: to try first; default: six from 0.3 to 2. The best is refined within a factor of 1.5.
+        progress: receives callbacks.
+        fields: as for `tune`; `method` and `options` among them.
+
+    Raises:
+        MergeError: see `actmat.errors`; nothing is left at `out`.
+    """
+    recipe, settings, run = _arguments(base, experts, {"out": str(out), **fields}, None)
+    settings = dataclasses.replace(settings, average=False)
+    return tune_recipe(
+        recipe,
+        scale_space(recipe, scales),
+        usual_inputs(recipe, data),
+        settings,
+        run,
+        progress or usual_tune_progress(),
+    )
+
+
+def scale_space(recipe: Recipe, scales: Sequence[float] | None = None) -> Space:
+    """The method of a recipe at several scales.
+
+    >>> space = scale_space(Recipe(experts=("a", "b"), method="ties", options={"density": 0.3}), [0.5, 1.0])
+    >>> [str(c) for c in space.merges()], space.scales
+    (['ties[density=0.3]'], (0.5, 1.0))
+    """
+    method = {"method": recipe.method, "options": {name: [value] for name, value in recipe.options.items()}}
+    return make_space({"methods": [method]} | ({} if scales is None else {"scales": list(scales)}))
+
+
+def _arguments(
+    base: Location | None,
+    experts: Sequence[Location | Mapping[str, Any]],
+    fields: dict[str, Any],
+    budget: str | int | None,
+) -> tuple[Recipe, TuneSettings, RunSettings]:
+    """Recipe and settings from the fields of all three."""
+    search = {k: fields.pop(k) for k in _SEARCH & fields.keys()} | {"dtype": fields.pop("model_dtype", "float32")}
+    recipe, run = make_arguments(base, experts, fields)
+    return recipe, TuneSettings(budget=parse_budget(budget), **search), run
+
+
+def usual_inputs(recipe: Recipe, data: Data) -> dict[str, TuneData]:
+    """Expert -> its data; of a location, as many inputs as are usual.
+
+    Folders of images have their classes by name where the base compares images with texts.
+    """
+    given: Mapping[str, TuneData] = data if isinstance(data, Mapping) else dict.fromkeys(recipe.labels, data)
+    places = {label: str(d) for label, d in given.items() if isinstance(d, str | Path)}
+    classes = {label: class_names(place) for label, place in places.items()}
+    named = any(classes.values()) and recipe.base is not None and is_contrastive(recipe.base)
+    read = {
+        label: DataOptions(place, max_samples=_MOST, classes=classes[label] if named else ())
+        for label, place in places.items()
+    }
+    return {label: read.get(label, d) for label, d in given.items()}
 
 
 def tune_recipe(
@@ -58,7 +198,7 @@ def tune_recipe(
 
     Args:
         recipe: base, experts, scope, rules, output; its method and scale are one candidate of the final comparison.
-        space: what is tried.
+        space: all candidates.
         data: expert -> its inputs.
         settings: of the search.
         run: of the merges.
@@ -69,20 +209,35 @@ def tune_recipe(
     """
     settings, run, progress = settings or TuneSettings(), run or RunSettings(), progress or TuneProgress()
     began = time.perf_counter()
+    out = _checked_out(recipe)
+    sources = _sources(recipe, data)
+    device, note = model_device(run.device)
+    settings = dataclasses.replace(settings, device=device)
+    with _work_folder(out, run, keep=settings.keep) as work:
+        searching = _Search(recipe, space, settings, run, progress, work)
+        if note:
+            searching.say(note)
+        return searching.report(sources, began)
+
+
+def _checked_out(recipe: Recipe) -> Path:
+    """The output folder of a recipe that can be searched around.
+
+    Raises:
+        RecipeError, OutputError: it has no output or one at a URL, numbers that vary, or a vocabulary of its own.
+    """
     if recipe.out is None:
         raise RecipeError("Where shall the merged model go? Give --out, or 'out' in the recipe.")
     if not isinstance(recipe.scale, float) or not all(isinstance(w, float) for w in recipe.weights):
         raise RecipeError("A search needs plain numbers: give 'scale' and weights without gradients and entries.")
     if "://" in recipe.out:
         raise OutputError(f"{recipe.out} is a URL: tune writes to a local folder; copy that when it is complete.")
-    options = _sources(recipe, data)
-    device, note = model_device(run.device)
-    with _work_folder(Path(recipe.out), run, keep=settings.keep) as work:
-        chosen = dataclasses.replace(settings, device=device)
-        searched = _Search(recipe, space, options, chosen, run, progress, work)
-        if note:
-            searched.say(note)
-        return searched.report(began)
+    if recipe.vocabulary is not None and recipe.vocabulary != Vocabulary(source="base"):
+        raise RecipeError(
+            "tune compares predictions over one vocabulary, and the recipe's 'vocabulary' gives the merged model "
+            "another than the base's. Fix: tune with 'vocabulary: base', then merge with the choice"
+        )
+    return Path(recipe.out)
 
 
 def _sources(recipe: Recipe, data: Mapping[str, TuneData]) -> dict[str, Source]:
@@ -123,52 +278,45 @@ class _Search:
 
     def __init__(
         self,
-        recipe: Recipe,
+        given: Recipe,
         space: Space,
-        data: Mapping[str, Source],
         settings: TuneSettings,
         run: RunSettings,
         progress: TuneProgress,
         work: Path,
     ) -> None:
-        if recipe.vocabulary is not None and recipe.vocabulary != Vocabulary(source="base"):
-            raise RecipeError(
-                "tune compares predictions over one vocabulary, and the recipe's 'vocabulary' gives the merged model "
-                "another than the base's. Fix: tune with 'vocabulary: base', then merge with the choice"
-            )
-        self.space, self.settings, self.run = space, settings, run
-        self.progress, self.work = progress, work
-        self.given = recipe
+        self.given, self.space, self.settings = given, space, settings
+        self.run, self.progress, self.work = run, progress, work
         self.notes: list[str] = []
-        self.base = recipe.base or _base_of_adapters(recipe)
-        self.load = load_with(settings, self.base)
-        self.inner = dataclasses.replace(run, overwrite=False, diagnose=False, durable=False, sha256=False)
-        wanted = recipe.model_copy(update={"base": self.base, "to": "model", "out": None})
-        self.memory = self._planned(wanted, data)
-        kinds, collected = space.statistics, work / "statistics"
-        questioner = Questioner(data, settings, kinds, collected, self.load, progress.doing)
-        asking, self.asked = questioner.ask(wanted)
-        self.merges = Merges(asking, work / "merges", self.inner)
+        self.loader = settings.loader(given.base or _base_of_adapters(given))
 
     def say(self, note: str) -> None:
         """A note now, and in the report."""
         self.notes.append(note)
         self.progress.note(note)
 
-    def report(self, began: float) -> TuneReport:
-        """Search, compare, merge."""
-        choices = self._merged(self.space.merges())
+    def report(self, data: Mapping[str, Source], began: float) -> TuneReport:
+        """Ask the experts, merge, search, compare, write the chosen merge."""
+        recipe = self.given.model_copy(update={"base": self.loader.base, "to": "model", "out": None})
+        memory = self._planned(recipe, data)
+        collected = self.work / "statistics"
+        recipe, asked = ask_experts(
+            recipe, data, self.settings, self.loader, self.space.statistics, collected, self.progress
+        )
+        inner = dataclasses.replace(self.run, overwrite=False, diagnose=False, durable=False, sha256=False)
+        merges = Merges(recipe, self.work / "merges", inner)
+        choices = self._merged(merges)
         for note in notes_on_space(self.space, choices):
             self.say(note)
-        live, groups = open_live(self.merges, choices[0], self.space, self.settings, self.work, self.memory.held)
-        evaluator = self._evaluator(live)
-        names = sorted({g for g in groups.values() if g != FIXED}) if self.space.groups != "none" else []
-        trials = self._search(choices, names, evaluator)
+        folder = self.work / "directions" if memory.held == "files" else None
+        live, groups = open_live(merges.plans[choices[0].key], self.space.groups, self.loader, folder)
+        evaluator = self._evaluator(live, merges, asked, memory)
+        trials = self._trials(choices, asked, groups, evaluator)
         least = self.settings.least_agreement
         chosen, allowed = choose(trials, least)
-        finals = self._finals(chosen.candidate, evaluator)
-        made = self.merges.recipe_of(chosen.candidate.merge, chosen.candidate.scale)
-        final = final_recipe(made, self.given, chosen.candidate, groups, self.work, self.work / "statistics")
+        finals = self._finals(chosen.candidate, evaluator, merges)
+        made = recipe_of(recipe, chosen.candidate.merge, chosen.candidate.scale)
+        final = final_recipe(made, self.given, chosen.candidate, groups, self.work, collected)
         self.progress.doing("merging the chosen one")
         (merged,) = run_recipes([final], self.run)
         report = TuneReport(
@@ -179,10 +327,10 @@ class _Search:
             front=pareto_front(trials),
             finals=finals,
             score=self.settings.score_name,
-            refused=self.merges.refused,
+            refused=merges.refused,
             notes=[*self.notes, *notes_on_choice(finals, allowed=allowed, least_agreement=least)],
             seconds=time.perf_counter() - began,
-            memory=self.memory,
+            memory=memory,
             merged=merged,
         )
         report.save(self.work)
@@ -191,16 +339,15 @@ class _Search:
 
     def _planned(self, recipe: Recipe, data: Mapping[str, Source]) -> MemoryPlan:
         """The memory plan, checked and told."""
-        with open_checkpoint(self.base) as base:
+        with open_checkpoint(self.loader.base) as base:
             sizes = sizes_of(data, base.config or {}, self.settings.new_tokens)
             specs = dict(base.specs)
-        merges = Merges(recipe, self.work / "merges", self.inner)
         plan = plan_memory(
             specs,
             sizes,
             self.run,
             dtype=self.settings.dtype,
-            merging=merges.peak_bytes([MergeChoice("average"), MergeChoice(recipe.method, recipe.options)]),
+            merging=peak_bytes(recipe, [MergeChoice("average"), MergeChoice(recipe.method, recipe.options)]),
             merges=len(self.space.merges()),
             gram="gram" in self.space.statistics,
         )
@@ -210,37 +357,35 @@ class _Search:
             self.notes.append(why)
         return plan
 
-    def _merged(self, choices: Sequence[MergeChoice]) -> list[MergeChoice]:
-        made: list[MergeChoice] = []
+    def _merged(self, merges: Merges) -> list[MergeChoice]:
+        """The choices of the space that can be merged.
+
+        Raises:
+            RecipeError: none can.
+        """
+        choices, made = self.space.merges(), []
         for start in range(0, len(choices), BATCH):
             batch = choices[start : start + BATCH]
             self.progress.doing(f"merging {', '.join(map(str, batch))}")
-            made += self.merges.make(batch)
+            made += merges.make(batch)
         if not made:
-            raise RecipeError("None of the methods can merge these experts.", self.merges.refused.values())
+            raise RecipeError("None of the methods can merge these experts.", merges.refused.values())
         return made
 
-    def _evaluator(self, live: LiveModel) -> Evaluator:
-        def load(wanted: MergeChoice) -> Direction:
-            self.merges.make([wanted])
-            if wanted.key in self.merges.refused:
-                raise RecipeError(f"{wanted} cannot be merged: {self.merges.refused[wanted.key]}")
-            folder = self.merges.folder_of(wanted)
-            return live.direction(folder.name, lambda: self.load(str(folder)).model)
-
+    def _evaluator(self, live: LiveModel, merges: Merges, asked: Mapping[str, Asked], memory: MemoryPlan) -> Evaluator:
         settings = self.settings
-        inputs = {label: a.inputs for label, a in self.asked.items()}
-        return Evaluator(
-            live,
-            load,
-            self.asked,
-            settings.score,
-            self.work / "trials.jsonl",
-            mark=mark_of(inputs, settings.score_name, settings.dtype, self.merges.mark),
-            memory=self.memory.deltas,
-        )
+        inputs = {label: a.inputs for label, a in asked.items()}
+        mark = mark_of(inputs, settings.score_name, settings.dtype, merges.mark)
+        directions = Directions(live, merges, self.loader, memory.deltas)
+        return Evaluator(live, directions, asked, settings.score, self.work / "trials.jsonl", mark=mark)
 
-    def _search(self, choices: Sequence[MergeChoice], names: Sequence[str], evaluator: Evaluator) -> list[Trial]:
+    def _trials(
+        self,
+        choices: Sequence[MergeChoice],
+        asked: Mapping[str, Asked],
+        groups: Mapping[str, str],
+        evaluator: Evaluator,
+    ) -> list[Trial]:
         best: dict[float, Trial] = {}
 
         def report(trial: Trial) -> None:
@@ -249,12 +394,12 @@ class _Search:
             self.progress.trial(trial, best[trial.share])
 
         self.progress.doing("searching")
-        samples = min(sum(b.samples for b in a.inputs.search) for a in self.asked.values())
-        weighted = len(self.asked) if self.space.weights else 0
-        around = Around(samples, names, weighted, self.settings.seed)
-        return search(self.space, choices, evaluator, self.settings.budget, around, report)
+        names = sorted({g for g in groups.values() if g != FIXED}) if self.space.groups != "none" else []
+        samples = min(sum(b.samples for b in a.inputs.search) for a in asked.values())
+        varied = Varied(samples, names, len(asked) if self.space.weights else 0, self.settings.seed)
+        return search(self.space, choices, evaluator, self.settings.budget, varied, report)
 
-    def _finals(self, chosen: Candidate, evaluator: Evaluator) -> list[Rival]:
+    def _finals(self, chosen: Candidate, evaluator: Evaluator, merges: Merges) -> list[Rival]:
         """The chosen merge, the average, the recipe's own method at its own scale, and the base, on unseen inputs."""
         self.progress.doing("comparing on inputs that were kept back")
         assert isinstance(self.given.scale, float), "checked by `tune_recipe`"
@@ -263,7 +408,7 @@ class _Search:
         if self.settings.average:
             rivals = {"average": Candidate(MergeChoice("average"), 1.0), **rivals}
         found = {f"{chosen} (chosen)": evaluator.final(chosen)}
-        made = {c.key for c in self.merges.make([c.merge for c in rivals.values()])}
+        made = {c.key for c in merges.make([c.merge for c in rivals.values()])}
         for name, candidate in rivals.items():
             if candidate.merge.key in made and candidate.key != chosen.key:
                 found[name] = evaluator.final(candidate)
@@ -272,22 +417,20 @@ class _Search:
 
 
 def open_live(
-    merges: Merges, choice: MergeChoice, space: Space, settings: TuneSettings, work: Path, held: str = "memory"
+    plan: MergePlan, grouping: Grouping, loader: Loader, folder: Path | None = None
 ) -> tuple[LiveModel, dict[str, str]]:
     """The live model, and the group of every tensor.
 
     Args:
-        choice: a merge that was made; its files say what a checkpoint of these models looks like.
-        held: place of base and deltas, see `MemoryPlan`.
+        plan: of a merge at scale 1; says which tensors the scale reaches.
+        folder: for files of base and deltas; None: these stay in memory.
     """
-    plan = merges.plan(choice)
-    groups = groups_of(plan, scaled_names(plan, merges.plan(choice, scale=2.0)), space.groups)
+    groups = groups_of(plan, grouping)
     names = tuple(dict.fromkeys(groups.values()))
-    load = load_with(settings, merges.base)
-    numbered = number_checkpoint(work / "groups", plan.specs, groups, names, merges.folder_of(choice))
-    numbers = group_numbers(state_of(load(str(numbered)).model))
-    folder = work / "directions" if held == "files" else None
-    return LiveModel(load(merges.base).model, names, numbers, folder), groups
+    model = loader.load(loader.base).model
+    with open_checkpoint(loader.base) as base:
+        numbers = group_numbers(model, base, groups, names)
+    return LiveModel(model, names, numbers, folder), groups
 
 
 def _base_of_adapters(recipe: Recipe) -> str:

@@ -1,10 +1,4 @@
 """`actmat ui`: a page on this machine to choose inputs, see the plan, merge, watch and compare.
 
-It writes recipes and calls the library: nothing is in it that the command line lacks.
+It writes recipes and calls the library, and can do nothing that the command line cannot.
 """
-
-from __future__ import annotations
-
-from actmat.extras.ui.server import Server
-
-__all__ = ["Server"]

@@ -10,10 +10,12 @@ from typing import Annotated
 import typer
 
 from actmat.cli import flags
+from actmat.cli.listing import command
 
 __all__ = ["ui"]
 
 
+@command("choose", "ended by Ctrl-C", "the page cannot be opened on that port")
 def ui(
     port: Annotated[int, typer.Option("--port", help="Port on this machine; 0: one that is free.", min=0)] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
@@ -29,9 +31,8 @@ def ui(
     On a remote machine: ssh -L 8000:127.0.0.1:8000 HOST actmat ui --port 8000
     """
     from actmat.cli.catalogue import read_catalogue
-    from actmat.cli.results import print_result
-    from actmat.cli.screen import console
-    from actmat.extras.ui import Server
+    from actmat.cli.screen import console, print_result
+    from actmat.extras.ui.server import Server
 
     with Server(list(read_catalogue().values()), port) as server:
         if json:

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from actmat.errors import RecipeError
-from actmat.extras.tune.groups import Grouping, group_rules, groups_of, scaled_names
-from actmat.extras.tune.live import FIXED
+from actmat.extras.tune.groups import FIXED, Grouping, group_rules, groups_of
 from actmat.planning.choose import depth_of
 from actmat.recipe import Recipe, make_recipe
 from actmat.recipe.load import recipe_yaml
@@ -66,9 +65,7 @@ def _groups(recipe: Recipe, form: Mapping[str, Any]) -> dict[str, str]:
         raise RecipeError(f"Layers are grouped by {', '.join(get_args(Grouping))}; found {str(grouping)[:80]!r}.")
     if not isinstance(recipe.scale, int | float):
         raise RecipeError("Groups of layers get scales where the recipe's scale is one number; it varies here.")
-    plan = plan_recipe(recipe)
-    doubled = plan_recipe(recipe.model_copy(update={"scale": 2.0 * (recipe.scale or 1.0)}))
-    return groups_of(plan, scaled_names(plan, doubled), grouping)
+    return groups_of(plan_recipe(recipe), grouping)
 
 
 def settings_of(form: Mapping[str, Any]) -> RunSettings:

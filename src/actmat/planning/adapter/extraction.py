@@ -26,11 +26,11 @@ from actmat.layout.ties import is_output_head, is_token_table
 from actmat.layout.types import LayoutMap, Role
 from actmat.linalg.svd import svd_workspace
 from actmat.methods import get_method
+from actmat.planning.align import resolve_roles
 from actmat.planning.choose import Chooser
 from actmat.planning.cost import MATRIX_BYTES
-from actmat.planning.draft import Draft
-from actmat.planning.model import Cost, Extraction, Item, MergePlan
-from actmat.planning.roles import resolve_roles
+from actmat.planning.item import Extraction, Item
+from actmat.planning.model import Draft, MergePlan
 from actmat.planning.statistics import ExpertStatistics
 from actmat.planning.tensors import plan_tensors
 from actmat.recipe import Recipe
@@ -48,7 +48,7 @@ STORED = "base_model.model.{}"
 
 def has_ranks(recipe: Recipe, experts: Sequence[Expert]) -> bool:
     """True if ranks can be told: by the recipe, or by experts that are all adapters."""
-    return recipe.rank is not None or recipe.energy is not None or all(e.kind == "adapter" for e in experts)
+    return recipe.rank is not None or recipe.energy is not None or all(e.needs_base for e in experts)
 
 
 def plan_extraction(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], statistics: ExpertStatistics) -> Draft:
@@ -228,12 +228,14 @@ def _item(item: Item, found: Extraction, aliases: Sequence[str], names: Mapping[
         flops=item.cost.flops + _flops(item, found),
     )
     return dataclasses.replace(
-        item, outputs=outputs, reason=f"{item.reason}; {words}", cost=_on_host(cost), extraction=found
+        item,
+        outputs=outputs,
+        reason=f"{item.reason}; {words}",
+        kernel="extracted",
+        obeys_scale=item.obeys_scale and found.kind != "left out",
+        cost=dataclasses.replace(cost, device_bytes=0),
+        extraction=found,
     )
-
-
-def _on_host(cost: Cost) -> Cost:
-    return dataclasses.replace(cost, device_bytes=0)
 
 
 def _factor_specs(item: Item, found: Extraction, dtype: str) -> tuple[TensorSpec, ...]:

@@ -1,17 +1,82 @@
-"""The layout in which a merged adapter is written: names of its modules, and the tensors of each."""
+"""Form of a merged adapter: the tensors of the base that it implies, its own names and tensors, its config.
+
+Scaling is exactly 1, module names are full, ranks as written.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule
 from actmat.experts.resolve import module_names
+from actmat.layout.fused import GATED
+from actmat.planning.item import Item
 from actmat.recipe import Recipe
 
-__all__ = ["ALPHA", "STEMS", "in_one_layout", "module_outputs", "output_layout"]
+__all__ = [
+    "ALPHA",
+    "STEMS",
+    "in_one_layout",
+    "is_transposed",
+    "module_outputs",
+    "output_config",
+    "output_layout",
+    "stored_spec",
+]
+
+
+def _tensor_name(name: str, found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> str:
+    """Name of the tensor that a module's delta belongs to, as the model has it."""
+    plain = name.replace(".base_layer", "")
+    for adapter, module in zip(adapters, found, strict=True):
+        if module is not None and module.kind == "parameter":
+            return f"{plain}.{_parameter_name(plain, module, adapter)}"
+    return f"{plain}.weight"
+
+
+def _parameter_name(owner: str, module: AdapterModule, adapter: Adapter) -> str:
+    """Name of the bare parameter that a module adapts.
+
+    Several parameters of one owner are told apart by their place in a nest of wrappers, whose order only the model
+    knows. Of a pair that is gated (`gate_up_proj`, `down_proj`) the shapes tell as well: the first has two rows for
+    every column of the second.
+    """
+    parameters = adapter.config.parameters_of(owner)
+    if len(parameters) == 1:
+        return parameters[0]
+    nest = [m for m in adapter.modules.values() if m.name.replace(".base_layer", "") == owner]
+    down = next((GATED[p] for p in parameters if GATED.get(p) in parameters), None)
+    if down is not None and len(parameters) == len(nest) == 2:
+        (other,) = (m for m in nest if m is not module)
+        (a, b), (c, d) = module.shape[-2:], other.shape[-2:]
+        if (a, b) in ((2 * d, c), (d, 2 * c)):
+            return next(p for p in parameters if p != down)
+        if (c, d) in ((2 * b, a), (b, 2 * a)):
+            return down
+    return module.name[len(owner) :].lstrip(".") or "weight"
+
+
+def is_transposed(found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> bool:
+    """True if the base stores the tensor of a module as `I O` (GPT-2's `Conv1D`)."""
+    adapter, module = next((a, m) for a, m in zip(adapters, found, strict=True) if m is not None)
+    return module.kind == "linear" and adapter.config.fan_in_fan_out
+
+
+def stored_spec(name: str, found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> TensorSpec:
+    """The base's tensor as the adapters imply it: its shape, transposed for Conv1D, opened up for convolutions."""
+    adapter, module = next((a, m) for a, m in zip(adapters, found, strict=True) if m is not None)
+    shape = module.shape
+    if is_transposed(found, adapters):
+        shape = (shape[1], shape[0])
+    elif module.kind == "convolution":
+        shape = (shape[0], *module.kernel)
+    return TensorSpec(_tensor_name(name, found, adapters), shape, adapter.dtype, adapter.location)
+
 
 ALPHA = ".alpha"
 """End of the name of a scale in kohya's layout: the rank, so that the factor of `B A` is 1."""
@@ -78,3 +143,53 @@ def _factor_names(name: str, module: AdapterModule, layout: AdapterLayout) -> tu
     if module.name == name and not module.path:  # as PEFT, or a list of pairs, stores it
         return module.a, module.b
     return f"base_model.model.{name}.lora_A.weight", f"base_model.model.{name}.lora_B.weight"
+
+
+def output_config(
+    recipe: Recipe, adapters: Sequence[Adapter], modules: Sequence[Item], extras: Sequence[Item]
+) -> dict[str, Any]:
+    """Config with which PEFT loads the output: `lora_alpha = r` everywhere, so that its scaling is 1.
+
+    Modules are listed with their full names, because endings would also match modules that no expert adapted. Where
+    ranks differ (`ranks: pattern`), `rank_pattern` and `alpha_pattern` name each.
+    """
+    ranks = [m.pair.rank for m in modules]
+    r = max(set(ranks), key=lambda n: (ranks.count(n), n)) if ranks else 1
+    odd = {re.escape(_pattern_name(m, adapters)): m.pair.rank for m in modules if m.pair.rank != r}
+    first = adapters[0].config.fields
+    bias_kinds = {a.config.bias for a in adapters}
+    by_bias = bool(bias_kinds - {"none"})  # then biases are known to `bias`, not to `modules_to_save`
+    saved = [e.name.rpartition(".")[0] for e in extras if not (by_bias and e.name.endswith(".bias"))]
+    parameters = sorted({p for a in adapters for p in a.config.target_parameters})
+    bases = [a.config.base_model for a in adapters if a.config.base_model]
+    return {
+        "peft_type": "LORA",
+        "task_type": first.get("task_type"),
+        "auto_mapping": first.get("auto_mapping"),
+        "base_model_name_or_path": bases[0] if bases else (recipe.base or None),
+        "revision": first.get("revision"),
+        "inference_mode": True,
+        "r": r,
+        "lora_alpha": r,
+        "use_rslora": False,
+        "use_dora": False,
+        "lora_dropout": 0.0,
+        "lora_bias": any(len(m.outputs) > 2 for m in modules),
+        "bias": next(iter(sorted(bias_kinds - {"none"})), "none"),
+        "fan_in_fan_out": any(a.config.fan_in_fan_out for a in adapters),
+        "init_lora_weights": True,
+        "target_modules": [m.name for m in modules if m.pair.kind != "parameter"],
+        "target_parameters": parameters or None,
+        "modules_to_save": sorted(set(saved)) or None,
+        "rank_pattern": odd,
+        "alpha_pattern": dict(odd),
+    }
+
+
+def _pattern_name(module: Item, adapters: Sequence[Adapter]) -> str:
+    """Name that PEFT matches patterns against: the module, or the bare parameter of a module."""
+    plain = module.name.replace(".base_layer", "")
+    if module.pair.kind != "parameter":
+        return plain
+    names = {p for a in adapters for p in a.config.parameters_of(plain)}
+    return f"{plain}.{next(iter(names))}" if len(names) == 1 else plain

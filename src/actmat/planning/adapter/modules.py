@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,26 +12,139 @@ from actmat.errors import AlignmentError, RecipeError
 from actmat.experts.base import Source
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule
-from actmat.layout.types import Block, TensorLayout
+from actmat.layout.types import Block, Role, TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import get_method
-from actmat.planning.adapter.config import output_config
-from actmat.planning.adapter.full_tensors import plan_full_tensors, shapes_text
-from actmat.planning.adapter.implied import is_transposed, stored_spec
-from actmat.planning.adapter.layouts import STEMS, in_one_layout, module_outputs, output_layout
-from actmat.planning.adapter.notes import plan_notes
-from actmat.planning.adapter.problems import adapter_problems, problems_of_full_tensors, recipe_problems
+from actmat.planning.adapter.layouts import (
+    STEMS,
+    in_one_layout,
+    is_transposed,
+    module_outputs,
+    output_config,
+    output_layout,
+    stored_spec,
+)
+from actmat.planning.adapter.serving import plan_notes
+from actmat.planning.align import resolve_roles
 from actmat.planning.choose import Chooser, Decision, depth_factors
-from actmat.planning.cost import factored_bytes, statistics_bytes
-from actmat.planning.draft import Draft
-from actmat.planning.model import Cost, FactorPlan, Item, MethodCall
-from actmat.planning.operations import item_operations
+from actmat.planning.cost import factored_bytes, item_operations, statistics_bytes
+from actmat.planning.item import Cost, FactorPlan, Item, MethodCall
+from actmat.planning.model import Draft
 from actmat.planning.post import factor_problems, in_space, post_problems
-from actmat.planning.roles import resolve_roles
 from actmat.planning.statistics import ExpertStatistics, module_statistics
 from actmat.recipe import Recipe
 
-__all__ = ["plan_modules"]
+__all__ = ["adapter_problems", "plan_modules"]
+
+
+def adapter_problems(recipe: Recipe, adapters: Sequence[Adapter]) -> list[str]:
+    """Problems of the adapters themselves, and of their combination."""
+    pairs = list(zip(recipe.labels, adapters, strict=True))
+    problems = [f"expert '{label}' ({a.location}): {p}" for label, a in pairs for p in a.problems]
+    lists = [label for label, a in pairs if a.is_pair_list]
+    if 0 < len(lists) < len(pairs):
+        problems.append(
+            f"{', '.join(lists)}: a list of (up, down) pairs names no modules, and the other adapters do; nothing says "
+            "which pair belongs to which module"
+        )
+    bases = {a.config.base_model: label for label, a in reversed(pairs) if a.config.base_model}
+    if len(bases) > 1 and not recipe.any_base:
+        listed = ", ".join(f"'{b}' ({label})" for b, label in reversed(bases.items()))
+        problems.append(
+            f"the adapters name different bases: {listed}. Deltas of different bases do not add up; if these are "
+            "copies of one model, say so with --any-base ('any_base: true' in a recipe)"
+        )
+    return problems
+
+
+def recipe_problems(recipe: Recipe, decided: Mapping[str, Decision]) -> list[str]:
+    """Wishes of the recipe that an adapter cannot hold."""
+    problems = []
+    for name in dict.fromkeys(d.call.method for d in decided.values() if d.call is not None):
+        if get_method(name).needs_base and get_method(name).lowrank is None:
+            problems.append(f"method '{name}' looks at the base's weights; write a full model (--base ..., --to model)")
+    if recipe.pool:
+        problems.append("'pool' merges layers as one matrix, of which modules are no factors; write a full model")
+    if recipe.allow_nonfinite:
+        problems.append("'allow_nonfinite' acts on single entries of a delta, and NaN in a factor reaches whole rows")
+    if recipe.files_from != "base":
+        problems.append("'files_from': an adapter is written without tokenizer files; copy them, or write a full model")
+    return problems
+
+
+def problems_of_full_tensors(recipe: Recipe, adapters: Sequence[Adapter], kept: Mapping[str, str]) -> list[str]:
+    """Tensors that one expert trained in full and another adapted: without the base these do not add up."""
+    problems = []
+    labelled = list(zip(recipe.labels, adapters, strict=True))
+    for name in {n: None for a in adapters for n in a.extras if n not in kept}:
+        module = name.rpartition(".")[0]
+        full = [label for label, a in labelled if name in a.extras]
+        factored = [label for label, a in labelled if module in a.modules and name.endswith(".weight")]
+        if factored:
+            problems.append(
+                f"tensor '{name}' is trained in full in {', '.join(full)} and adapted in {', '.join(factored)}; only "
+                "the base tells the difference of the two: write a full model (--base ..., --to model), or keep it"
+            )
+    return problems
+
+
+def plan_full_tensors(
+    recipe: Recipe, adapters: Sequence[Adapter], chooser: Chooser, kept: dict[str, str], dtype: str
+) -> tuple[tuple[Item, ...], list[str], list[str]]:
+    """Tensors trained in full, problems and notes; names that the recipe keeps go to `kept`."""
+    out, problems, notes = [], [], []
+    for name in {n: None for a in adapters for n in a.extras}:
+        if (pattern := chooser.keeps(name)) is not None:
+            kept[name] = pattern
+            continue
+        weights = chooser.average(name).weights
+        stored = [a.weights.specs[a.extras[name]] if name in a.extras else None for a in adapters]
+        shapes = {s.shape: None for s in stored if s is not None}
+        if len(shapes) > 1:
+            problems.append(
+                f"tensor '{name}' has shapes {shapes_text(shapes)} in the adapters; other numbers of classes?"
+            )
+            continue
+        missing = [label for label, s in zip(recipe.labels, stored, strict=True) if s is None]
+        reason = "trained in full: mean over the experts"
+        if missing:
+            reason += f" that have it; not in {', '.join(missing)}"
+            notes.append(f"'{name}' is not in {', '.join(missing)}: mean over the others")
+        if weights is not None and sum(w for w, s in zip(weights, stored, strict=True) if s is not None) == 0:
+            having = ", ".join(label for label in recipe.labels if label not in missing)
+            problems.append(
+                f"tensor '{name}' is trained in full in {having} only, of total weight 0; give a weight, or keep the "
+                "tensor as it is in the base (--keep)"
+            )
+            continue
+        shape = next(iter(shapes))
+        output = TensorSpec(next(s.name for s in stored if s is not None), shape, dtype, "")
+        out.append(
+            Item(
+                name=name,
+                shape=shape,
+                layout=TensorLayout(Role.VECTOR, reason),
+                action="average",
+                reason=reason,
+                outputs=(output,),
+                call=MethodCall("average", {}, 1.0, weights),
+                kernel="combine",
+                sources=tuple(None if s is None else Source(s.name, "stored", s.dtype, s.nbytes) for s in stored),
+                cost=Cost(
+                    read_bytes=sum(s.nbytes for s in stored if s is not None),
+                    write_bytes=output.nbytes,
+                    flops=output.numel * len(stored),
+                    host_bytes=24 * output.numel,
+                ),
+            )
+        )
+    return tuple(out), problems, notes
+
+
+def shapes_text(shapes: Iterable[tuple[int, ...]]) -> str:
+    """Shapes as a reader writes them: `4x8 and 4x16`."""
+    return " and ".join("x".join(map(str, s)) for s in shapes)
+
 
 ONE_FILE = 1 << 62
 """Bytes: PEFT reads one file only, so an adapter is never sharded."""
@@ -202,6 +315,8 @@ class _ModulePlanner:
             reason=reason,
             outputs=self._outputs(module.name, first, rank, has_bias=any(biased)),
             call=call,
+            kernel="factored",
+            obeys_scale=decision.action == "merge",
             form="dense" if why_dense else "factored",
             sources=tuple(
                 None if m is None else _source(a, m) for a, m in zip(self.adapters, module.modules, strict=True)

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from actmat.demo.heads import Head, load_heads
-from actmat.demo.model import Encoder, EncoderConfig, load_encoder
-from actmat.demo.output import DemoFolder
-from actmat.demo.run import DemoSettings, load_data
-from actmat.demo.tasks import TASKS, Examples, Task, TaskData
-from actmat.demo.training import Schedule, generator_for
 from actmat.errors import CheckpointError, RecipeError, did_you_mean
+from actmat.extras.demo.heads import Head, load_heads
+from actmat.extras.demo.merging import DemoFolder
+from actmat.extras.demo.model import Encoder, EncoderConfig, load_encoder
+from actmat.extras.demo.run import DemoSettings, load_data
+from actmat.extras.demo.tasks import TASKS, Examples, Task, TaskData
+from actmat.extras.demo.training import Schedule, generator_for
 from actmat_experiments.analyses.correlation import CorrelationResult, correlation
 from actmat_experiments.analyses.distribution import DistributionResult, distribution
 from actmat_experiments.analyses.estimates import CosineResult, ScaleResult, cosine, scale

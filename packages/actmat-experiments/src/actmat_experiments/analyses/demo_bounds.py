@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from actmat.demo.model import load_encoder
 from actmat.errors import RecipeError, did_you_mean
+from actmat.extras.demo.model import load_encoder
 from actmat_experiments.analyses.demo import DemoModels, demo_grams, load_demo
 from actmat_experiments.analyses.perturbation import PerturbationResult, perturbation
 from actmat_experiments.analyses.transfer import Losses, TransferResult, transfer

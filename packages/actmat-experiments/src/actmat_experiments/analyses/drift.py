@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from actmat.demo.tasks import Examples
+from actmat.extras.demo.tasks import Examples
 from actmat_experiments.analyses.angles import RIGHT_ANGLE, DriftAngles
 from actmat_experiments.analyses.demo import batches, load_demo
 from actmat_experiments.analyses.monitor import DriftMonitor, MonitorCallback
@@ -172,8 +172,8 @@ def drift(
         CheckpointError: no demo there.
         RecipeError: an unknown task or layer.
     """
-    from actmat.demo.train import finetune
-    from actmat.demo.training import generator_for, steps_of
+    from actmat.extras.demo.train import finetune
+    from actmat.extras.demo.training import generator_for, steps_of
     from actmat_experiments.core import one_thread
 
     models = load_demo(demo)

@@ -249,7 +249,7 @@ class DriftMonitor:
 
 
 class MonitorCallback:
-    """A monitor as a callback of `actmat.demo.training.descend`: every backward pass of the run is watched.
+    """A monitor as a callback of `actmat.extras.demo.training.descend`: every backward pass of the run is watched.
 
     Args:
         after: called with the number of finished steps after each; measurements of inputs belong there.

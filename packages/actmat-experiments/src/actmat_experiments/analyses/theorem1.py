@@ -99,8 +99,8 @@ def theorem1(
         NumericalError: the descent diverged, or the inequality does not hold (which would be an error of this package).
         MergeError: scikit-learn is missing.
     """
-    from actmat.demo.data import load_photographs
-    from actmat.demo.training import generator_for
+    from actmat.extras.demo.tasks import load_photographs
+    from actmat.extras.demo.training import generator_for
 
     photographs = load_photographs()
     order_N = torch.randperm(len(photographs), generator=generator_for(seed, "theorem1"))[:n_images]
@@ -183,7 +183,7 @@ def _network(network: Network, width: int, seed: int) -> tuple[nn.Module, Callab
     if network == "mlp":
         mlp = new_mlp((_PIXELS, width, width, _CLASSES), seed=seed)
         return mlp, mlp
-    from actmat.demo.model import EncoderConfig, new_encoder
+    from actmat.extras.demo.model import EncoderConfig, new_encoder
 
     encoder = new_encoder(EncoderConfig(hidden_size=width, intermediate_size=2 * width), seed=seed).double()
     generator = torch.Generator().manual_seed(seed)

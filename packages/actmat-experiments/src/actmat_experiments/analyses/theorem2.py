@@ -31,7 +31,7 @@ from actmat_experiments.harness.table import new_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from actmat.demo.tasks import Examples
+    from actmat.extras.demo.tasks import Examples
 
 __all__ = ["Sample", "best_scale", "least_interference", "merge_mlps", "minimiser_gap", "theorem2", "transfer_bound"]
 
@@ -379,9 +379,8 @@ def theorem2(
         NumericalError: an inequality does not hold.
         MergeError: scikit-learn is missing.
     """
-    from actmat.demo.data import load_photographs, split_photographs
-    from actmat.demo.tasks import TASKS, pose_split
-    from actmat.demo.training import generator_for
+    from actmat.extras.demo.tasks import TASKS, load_photographs, pose_split, split_photographs
+    from actmat.extras.demo.training import generator_for
 
     if not 2 <= n_tasks <= len(TASKS):
         raise RecipeError(f"theorem2 merges 2 to {len(TASKS)} tasks; got {n_tasks}.")

@@ -12,7 +12,8 @@ from typing import Annotated, Any, cast
 import typer
 
 from actmat.cli import flags
-from actmat.cli.signature import with_flags
+from actmat.cli.flags import with_flags
+from actmat.cli.listing import BAD_INPUTS, command
 from actmat.errors import RecipeError
 from actmat_experiments.commands.own import (
     OwnMerge,
@@ -32,6 +33,7 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Measure what the theorems behind ACTMat suppose; each analysis gives a table, JSON and a figure.",
 )
+command("research", "measured and saved", f"there are results already; {BAD_INPUTS}")(app)
 
 Out = Annotated[Path, typer.Option("--out", help="Folder of NAME.json, NAME.png and NAME.svg.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace earlier results there.")]
@@ -372,7 +374,7 @@ def _finish(result: Any, out: Path, *, overwrite: bool, json: bool, quiet: bool)
 
     paths = save_analysis(result, out, overwrite=overwrite)
     if json:
-        from actmat.cli.results import print_result
+        from actmat.cli.screen import print_result
 
         print_result("analyze", {**result.to_json(), "files": [str(path) for path in paths]})
     if json or quiet:

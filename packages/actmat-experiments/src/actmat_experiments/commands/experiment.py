@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from actmat.cli import flags
+from actmat.cli.listing import command
 
 if TYPE_CHECKING:
     from actmat_experiments.suites import RunRequest
@@ -20,6 +21,9 @@ experiment = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     help="Run the experiments of the paper, or the same at laptop size, and show their tables.",
+)
+command("research", "run, or shown", "no such suite or method, data are missing, or nothing was run with this cache")(
+    experiment
 )
 
 _CACHE = Path("experiment-cache")
@@ -48,8 +52,7 @@ def list_suites(json: flags.Json = False, quiet: flags.Quiet = False) -> None:
     """The suites and what they are about."""
     from rich.table import Table
 
-    from actmat.cli.results import print_result
-    from actmat.cli.screen import console
+    from actmat.cli.screen import console, print_result
     from actmat_experiments.suites import SUITES
 
     if json:
@@ -116,7 +119,7 @@ def study(
 
     text = get_suite(suite).study(request)
     if json:
-        from actmat.cli.results import print_result
+        from actmat.cli.screen import print_result
         from actmat_experiments.harness.study import read_study
 
         print_result("experiment", {"suite": suite, "study": read_study(suite, cache)})
@@ -143,7 +146,7 @@ def table(
     shown = SafeConsole(quiet=True) if json or quiet else console
     request = TableRequest(suite=suite, cache=cache, markdown=markdown, figures=figures, console=shown)
     if json:
-        from actmat.cli.results import print_result
+        from actmat.cli.screen import print_result
         from actmat_experiments.harness.report import stored_scores
 
         data = found.data(request)

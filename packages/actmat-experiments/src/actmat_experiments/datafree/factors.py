@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from actmat.demo.training import generator_for
+from actmat.extras.demo.training import generator_for
 from actmat_experiments.forecast.models import Factors
 from actmat_experiments.vision.train import with_adapter
 

@@ -18,12 +18,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from actmat.demo.heads import Head, features, fit_head
-from actmat.demo.model import Encoder, EncoderConfig
-from actmat.demo.run import DemoSettings, load_data
-from actmat.demo.tasks import TASKS, Examples, TaskData
-from actmat.demo.train import finetune, pretrain
-from actmat.demo.training import Schedule, descend, generator_for, steps_of
+from actmat.extras.demo.heads import Head, features, fit_head
+from actmat.extras.demo.model import Encoder, EncoderConfig
+from actmat.extras.demo.run import DemoSettings, load_data
+from actmat.extras.demo.tasks import TASKS, Examples, TaskData
+from actmat.extras.demo.train import finetune, pretrain
+from actmat.extras.demo.training import Schedule, descend, generator_for, steps_of
 from actmat_experiments.core import collect, unpack
 
 __all__ = ["FAMILIES", "Factors", "Family", "Key", "Trained", "input_grams", "matrices", "train"]

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from actmat import merge_matrices
-from actmat.demo.heads import correct
-from actmat.demo.heads import features as encode
-from actmat.demo.model import Encoder
+from actmat.extras.demo.heads import correct
+from actmat.extras.demo.heads import features as encode
+from actmat.extras.demo.model import Encoder
 from actmat_experiments.core import METHODS, get_method, one_thread, output_features
 from actmat_experiments.forecast.features import Leading, activation_features, energies, features
 from actmat_experiments.forecast.models import FAMILIES, Family, Key, Trained, input_grams, matrices, train

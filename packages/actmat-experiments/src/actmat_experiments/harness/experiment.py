@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actmat.demo.training import side_by_side
+from actmat.extras.demo.training import side_by_side
 from actmat_experiments.harness.cache import Cache, code_digest, file_digest, library_versions
 from actmat_experiments.harness.merging import (
     KINDS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actmat.demo.merging import choose_methods
 from actmat.errors import RecipeError, did_you_mean
+from actmat.extras.demo.merging import choose_methods
 from actmat_experiments import paper
 from actmat_experiments.core import METHODS, get_method
 from actmat_experiments.harness.merging import Candidate

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from actmat.demo.intervals import Z_95
-from actmat.demo.training import generator_for
+from actmat.extras.demo.results import Z_95
+from actmat.extras.demo.training import generator_for
 from actmat_experiments.harness.merging import Candidate
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.table import markdown

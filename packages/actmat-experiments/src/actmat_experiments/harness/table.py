@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from actmat.demo.intervals import Z_95, Interval, wilson_interval
+from actmat.extras.demo.results import Z_95, Interval, wilson_interval
 from actmat_experiments.harness.results import REFERENCES, ScaleKind, Score
 
 __all__ = [

@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from actmat.demo.training import Schedule, descend, generator_for
+from actmat.extras.demo.training import Schedule, descend, generator_for
 from actmat_experiments.harness.cache import library_versions
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import Part, Regime

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from actmat.demo.training import OnStep, Schedule, descend, generator_for, steps_of
 from actmat.errors import CheckpointError
+from actmat.extras.demo.training import OnStep, Schedule, descend, generator_for, steps_of
 from actmat_experiments.harness.progress import LOADING, quiet
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.training import Resume

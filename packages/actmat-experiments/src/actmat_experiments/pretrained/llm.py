@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from actmat.demo.training import Schedule, generator_for, steps_of
+from actmat.extras.demo.training import Schedule, generator_for, steps_of
 from actmat_experiments.core import collect
 from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share

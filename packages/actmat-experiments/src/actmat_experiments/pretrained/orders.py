@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from actmat.demo.training import Schedule, generator_for
+from actmat.extras.demo.training import Schedule, generator_for
 
 __all__ = ["order_of"]
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actmat.demo.training import Schedule
 from actmat.errors import RecipeError, did_you_mean
+from actmat.extras.demo.training import Schedule
 from actmat_experiments.harness.cache import digest
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.merging import KINDS, Candidate, needs_statistics

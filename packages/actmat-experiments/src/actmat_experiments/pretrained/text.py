@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.demo.heads import Head, fit_head
-from actmat.demo.training import Schedule, generator_for, side_by_side, steps_of
 from actmat.errors import RecipeError
+from actmat.extras.demo.heads import Head, fit_head
+from actmat.extras.demo.training import Schedule, generator_for, side_by_side, steps_of
 from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
 from actmat_experiments.harness.hub import model_folder
@@ -70,7 +70,7 @@ class TextSettings:
         epochs, rate: full fine-tuning of all weights but the embeddings; the same for all tasks.
         lora_epochs, lora_rate, ranks: LoRA on all linear layers, an experiment per rank.
         batch_size: of all runs.
-        ridge, logit_scale: of the heads, see `actmat.demo.heads`.
+        ridge, logit_scale: of the heads, see `actmat.extras.demo.heads`.
         samples: training examples per task that statistics are measured on.
         scales: that tuning tries.
     """

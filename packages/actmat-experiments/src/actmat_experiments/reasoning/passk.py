@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from rich.table import Table
 
-from actmat.demo.intervals import Z_95, Interval, wilson_interval
+from actmat.extras.demo.results import Z_95, Interval, wilson_interval
 from actmat_experiments.harness.results import Score
 from actmat_experiments.harness.table import markdown, new_table
 

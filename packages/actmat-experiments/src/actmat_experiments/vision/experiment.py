@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from actmat.demo.heads import Head
-from actmat.demo.training import Schedule, generator_for, side_by_side, steps_of
+from actmat.extras.demo.heads import Head
+from actmat.extras.demo.training import Schedule, generator_for, side_by_side, steps_of
 from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
 from actmat_experiments.harness.measuring import measure_classifier

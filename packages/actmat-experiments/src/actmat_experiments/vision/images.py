@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from actmat.demo.training import generator_for
 from actmat.errors import CheckpointError
+from actmat.extras.demo.training import generator_for
 from actmat_experiments.harness.cache import Cache, digest, file_digest, library_versions
 from actmat_experiments.harness.hub import check_malformed, load_splits
 from actmat_experiments.harness.progress import Stage, Watch

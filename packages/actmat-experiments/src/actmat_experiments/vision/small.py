@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from actmat.demo.heads import fit_head
-from actmat.demo.training import Schedule, steps_of
 from actmat.errors import RecipeError
+from actmat.extras.demo.heads import fit_head
+from actmat.extras.demo.training import Schedule, steps_of
 from actmat_experiments.harness.cache import Cache, digest, library_versions
 from actmat_experiments.harness.progress import Watch, one_thread_on, quiet_libraries
 from actmat_experiments.harness.results import Regime
@@ -41,7 +41,7 @@ class SmallSettings:
         epochs, rate, lora_epochs, lora_rate: fine-tuning; the same for all tasks.
         batch_size: of all runs.
         rank: of LoRA.
-        ridge, logit_scale: of the heads, see `actmat.demo.heads`.
+        ridge, logit_scale: of the heads, see `actmat.extras.demo.heads`.
         samples: training images per task that statistics are measured on.
         subsets: subsets of experts per size, for the figure of accuracy against their number; 0 for none.
     """

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from actmat.demo.training import Schedule
 from actmat.errors import RecipeError, did_you_mean
+from actmat.extras.demo.training import Schedule
 from actmat_experiments.harness.cache import Cache, digest
 from actmat_experiments.harness.progress import Watch, quiet_libraries
 from actmat_experiments.harness.results import REGIMES, Part, Regime

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmat.demo.heads import Head
-from actmat.demo.training import Callback, OnStep, Schedule, descend, generator_for, steps_of
+from actmat.extras.demo.heads import Head
+from actmat.extras.demo.training import Callback, OnStep, Schedule, descend, generator_for, steps_of
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.training import Resume
 from actmat_experiments.vision.backbones import Backbone, ClipHead, Precision, autocast

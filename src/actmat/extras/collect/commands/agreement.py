@@ -1,48 +1,32 @@
-"""`--data` and `--statistics` of `actmat diagnose MERGED`: compare a merged model with its experts on data."""
+"""`actmat diagnose MERGED --data`: compare a merged model with its experts on data."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from actmat.cli import flags
-from actmat.cli.recipes import split_name, statistics_of
+from actmat.cli.flags import DataFlags, split_name
 
 if TYPE_CHECKING:
-    from actmat.diagnostics.model import AgreementRow, DataResidual
+    from actmat.diagnostics.model import AgreementRow
     from actmat.extras.collect.data import DataOptions
 
-__all__ = ["DataFlags", "compare_answers", "measure_on_data", "pairs_of"]
+__all__ = ["compare_answers", "data_options", "pairs_of"]
 
 
-@dataclass(frozen=True)
-class DataFlags:
-    """Data, how to read it, and how to load the models that answer."""
+def data_options(given: DataFlags, location: str, **changed: Any) -> DataOptions:
+    """Options to read the data set at `location`; `changed` ones go before the flags."""
+    from actmat.extras.collect.data import DataOptions
 
-    data: flags.Data = None
-    samples: flags.Samples = 64
-    split: flags.Split = "train"
-    subset: flags.Subset = None
-    text_column: flags.TextColumn = None
-    image_column: flags.ImageColumn = None
-    target_column: flags.TargetColumn = None
-    batch_size: flags.BatchSize = 8
-    max_length: flags.MaxLength = 512
-    model_class: flags.ModelClass = None
-    dtype: flags.ModelDtype = "float32"
-
-    def options(self, location: str, **changed: Any) -> DataOptions:
-        """Options to read the data set at `location`; `changed` ones go before the flags."""
-        from actmat.extras.collect.data import DataOptions
-
-        same = ("split", "subset", "text_column", "image_column", "target_column", "batch_size", "max_length")
-        options = DataOptions(location, max_samples=self.samples, **{name: getattr(self, name) for name in same})
-        return replace(options, **changed)
+    same = ("split", "subset", "text_column", "image_column", "target_column", "batch_size", "max_length")
+    options = DataOptions(location, max_samples=given.samples, **{name: getattr(given, name) for name in same})
+    return replace(options, **changed)
 
 
 def compare_answers(
@@ -55,29 +39,22 @@ def compare_answers(
     from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
     from actmat.cli.screen import progress_bar
-    from actmat.extras.collect.api_agreement import agreement
+    from actmat.extras.collect.on_data import agreement
 
     columns = (BarColumn(24), MofNCompleteColumn(), "samples", TimeRemainingColumn())
     with progress_bar("{task.description}", *columns, quiet=quiet) as bar:
         task = bar.add_task("loading the merged model", total=given.samples)
         return agreement(
             merged,
-            given.options(pairs) if isinstance(pairs, str) else {n: given.options(p) for n, p in pairs.items()},
+            data_options(given, pairs)
+            if isinstance(pairs, str)
+            else {n: data_options(given, p) for n, p in pairs.items()},
             base=base,
             model_class=given.model_class,
             dtype=given.dtype,
             device=device,
             progress=lambda expert, done: bar.update(task, description=f"asking {expert}", completed=done),
         )
-
-
-def measure_on_data(merged: Path, given: Sequence[str], *, quiet: bool) -> tuple[DataResidual, ...]:
-    """`actmat.residual_on_data` of --statistics, with a progress bar unless `quiet`."""
-    from actmat.cli.screen import counting
-    from actmat.extras.collect.api_agreement import residual_on_data
-
-    with counting("measuring on data", quiet=quiet) as progress:
-        return residual_on_data(merged, statistics_of(given), progress=progress)
 
 
 def pairs_of(given: Sequence[str], flag: str = "--data") -> dict[str, str] | str:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from actmat.cli import flags
-from actmat.cli.signature import Fields, with_flags
+from actmat.cli.flags import Fields, with_flags
+from actmat.cli.listing import command
 
 if TYPE_CHECKING:
     from actmat.extras.collect.data import DataOptions
-    from actmat.extras.collect.settings import CollectOptions
     from actmat.statistics.header import Header
 
 __all__ = ["collect", "merge", "show", "staged", "statistics"]
@@ -25,6 +25,7 @@ statistics = typer.Typer(
     no_args_is_help=True,
     help="Measure experts on data: Gram matrices of layer inputs (regmean, lot, cat), diagonal Fisher (fisher).",
 )
+command("research", "measured, added up or shown", "the model, the data or the statistics are wrong")(statistics)
 Out = Annotated[Path, typer.Option("--out", help="Folder to write.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace earlier statistics there.")]
 Stored = Annotated[str | None, typer.Option("--store-dtype", help="dtype of the stored sums: float32 or float64.")]
@@ -86,7 +87,7 @@ class Measuring:
     ] = True
     seed: Annotated[int, typer.Option("--seed", help="Seed of the labels drawn for the Fisher.")] = 0
 
-    def options(self, data: DataOptions) -> CollectOptions:
+    def options(self, data: DataOptions) -> dict[str, Any]:
         """Options of `actmat.statistics.collect` for a data set."""
         return {
             "gram": self.gram,
@@ -114,7 +115,7 @@ def collect(
     overwrite: Overwrite = False,
     shown: Annotated[flags.OutputFlags, Fields(without=("full",))],
 ) -> None:
-    """Run a model over data and store what its layers read, padding left out.
+    """Run a model over data and store sums over the inputs of its layers, padding left out.
 
     actmat statistics collect EXPERT --data texts.jsonl --out STATS
     actmat statistics collect ADAPTER --base BASE --data images/ --out STATS
@@ -127,10 +128,11 @@ def collect(
     _one_of("--dtype", loading.dtype, flags.MODEL_DTYPES)
     from rich.progress import BarColumn, TimeRemainingColumn
 
+    from actmat.api.loading import load_model
     from actmat.cli.screen import progress_bar
+    from actmat.cli.streams import say
     from actmat.extras.collect.collect import collect as measure
     from actmat.extras.collect.data import make_batches
-    from actmat.extras.collect.models import load_model
     from actmat.statistics.store import check_output
 
     check_output(out, overwrite=overwrite)
@@ -138,6 +140,7 @@ def collect(
     loaded = load_model(model, **asdict(loading))
     labels = measuring.fisher and measuring.fisher_labels == "given"
     settings = measuring.options(options)
+    notes: list[str] = []
     counts = "{task.completed} samples, {task.fields[tokens]} tokens"
     if getattr(loaded.model, "main_input_name", "") == "pixel_values":
         counts = "{task.completed} images"
@@ -145,7 +148,7 @@ def collect(
         task = bar.add_task("measuring", total=reading.samples, tokens=0)
         result = measure(
             loaded.model,
-            make_batches(loaded, options, labels=labels),
+            make_batches(loaded, options, labels=labels, note=notes.append),
             checkpoint=loaded.checkpoint,
             adapter=loaded.adapter,
             out=out,
@@ -153,6 +156,8 @@ def collect(
             progress=lambda samples, tokens: bar.update(task, completed=samples, tokens=tokens),
             **settings,
         )
+    for note in () if shown.quiet else notes:
+        say(f"note: {note}")
     _show({out: result.header}, json=shown.json, quiet=shown.quiet)
 
 
@@ -160,9 +165,6 @@ def collect(
 class Staging:
     """Flags of the stages."""
 
-    model_class: flags.ModelClass = None
-    dtype: flags.ModelDtype = "float32"
-    device: Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:N or mps.")] = "cpu"
     blocks: Annotated[
         str | None, typer.Option("--blocks", help="The module whose children are the blocks (default: found).")
     ] = None
@@ -188,22 +190,22 @@ def staged(
     ],
     out: Out,
     *,
+    loading: Annotated[Loading, Fields(without=("base",))],
     staging: Staging,
     reading: Annotated[Reading, Fields(without=("label_column",))],
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
+    shown: Annotated[flags.OutputFlags, Fields(without=("full",))],
 ) -> None:
-    """Measure all experts block by block, each block on what comes through the merged blocks before it (RegMean++).
+    """Measure all experts block by block, each on the output of the merged blocks before it (RegMean++).
 
     actmat statistics staged -b BASE -e math=MATH -e code=CODE --data math=a.jsonl --data code=b.jsonl --out STATS
 
     Writes STATS/NAME for every expert, for 'actmat merge -m regmean'. A call that was interrupted goes on.
     """
     _one_of("--compute-dtype", staging.compute_dtype, ("float32", "float64"))
-    _one_of("--dtype", staging.dtype, flags.MODEL_DTYPES)
-    from actmat.cli.recipes import split_name
+    _one_of("--dtype", loading.dtype, flags.MODEL_DTYPES)
+    from actmat.api.loading import load_model
+    from actmat.cli.flags import split_name
     from actmat.extras.collect.data import make_batches
-    from actmat.extras.collect.models import load_model
     from actmat.extras.collect.staged import staged_statistics
     from actmat.recipe import ExpertRef
     from actmat.statistics import open_statistics
@@ -212,7 +214,7 @@ def staged(
     experts = {name or ExpertRef(path=place).label: place for name, place in named}
     if len(experts) < len(expert):
         raise typer.BadParameter("two experts have one name; give them as NAME=PATH")
-    loaded = load_model(base, model_class=staging.model_class, dtype=staging.dtype, device=staging.device)
+    loaded = load_model(base, model_class=loading.model_class, dtype=loading.dtype, device=loading.device)
     sources = {name: reading.options(place) for name, place in map(split_name, data)}
     written = staged_statistics(
         loaded.model,
@@ -228,7 +230,7 @@ def staged(
     for folder in written.values():
         with open_statistics(folder) as opened:
             headers[folder] = opened.header
-    _show(headers, json=json, quiet=quiet)
+    _show(headers, json=shown.json, quiet=shown.quiet)
 
 
 @statistics.command()
@@ -254,7 +256,7 @@ def show(
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Tell what a statistics file holds: model, data, what was measured and what was not, and why."""
+    """Show the content of a statistics file: model, data, measured tensors, and the others with the reasons."""
     from actmat.statistics import open_statistics
 
     with open_statistics(path) as opened:
@@ -262,9 +264,9 @@ def show(
 
 
 def _show(headers: Mapping[Path, Header], *, json: bool, quiet: bool, every: bool = False) -> None:
-    """Say what was measured; as JSON if that was asked for."""
+    """Print what was measured, as JSON if that was asked for."""
     if json:
-        from actmat.cli.results import print_result
+        from actmat.cli.screen import print_result
 
         print_result("statistics", {"statistics": [_data(path, header) for path, header in headers.items()]})
     for path, header in () if json or quiet else headers.items():

@@ -44,7 +44,7 @@ class ParameterIndex:
         self._starts = sorted(self._known)
 
     def linear_map(self, weight: Tensor, *, out_axis: int) -> LinearMap | None:
-        """The linear map of a 2-D weight, `O I` for `out_axis` 0, `I O` for 1; None where some inputs are missing."""
+        """The linear map of a 2-D weight, `O I` for `out_axis` 0, `I O` for 1; None if some inputs are missing."""
         found = self._owner(weight)
         if found is None or weight.ndim != 2:
             return None
@@ -72,7 +72,7 @@ class ParameterIndex:
         return found[0] if found is not None and found[2] == 0 and found[1].shape == weight.shape else None
 
     def stack(self, weight: Tensor) -> tuple[str, int] | None:
-        """Name and number of experts, where the weight is a whole stack."""
+        """Name and number of experts, if the weight is a whole stack."""
         found = self._owner(weight)
         if found is None or weight.ndim != 3 or found[2] != 0 or weight.numel() != found[1].numel():
             return None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from actmat.cli import flags
+from actmat.cli.listing import command
 
 if TYPE_CHECKING:
     from actmat.extras.pages.comparison import Comparison
@@ -19,6 +20,7 @@ MOST = 10
 """Largest number of tensors listed."""
 
 
+@command("look", "compared, whether they differ or not", "no two merges of the same base and experts")
 def compare(
     first: Annotated[Path, typer.Argument(metavar="OUT1", help="Directory of a merged model.")],
     second: Annotated[Path, typer.Argument(metavar="OUT2", help="Another merge of the same experts.")],
@@ -36,8 +38,7 @@ def compare(
     --diagnose. Merges of different bases or experts are refused: all
     differences are listed and the exit code is 1.
     """
-    from actmat.cli.results import print_result
-    from actmat.cli.screen import console, counting, escape
+    from actmat.cli.screen import console, counting, escape, print_result
     from actmat.extras.pages.comparison import compare as compare_outputs
 
     with counting("comparing", quiet=quiet) as seen:

@@ -1,44 +1,32 @@
-"""`actmat history`: which merges were made, from what, and what changed between two."""
+"""`actmat inspect --history`: merges in some folders, their inputs, and the differences of two."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from json import dumps as json_text
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-
-from actmat.cli import flags
 
 if TYPE_CHECKING:
     from actmat.extras.pages.history import Changes, Found, PastMerge
 
-__all__ = ["history"]
+__all__ = ["show_history"]
 
 
-def history(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders to search; two merges: compared.")],
-    contains: Annotated[
-        str | None, typer.Option("--contains", help="Only merges of this expert: name, folder, hub id or hash.")
-    ] = None,
-    made: Annotated[
-        Path | None, typer.Option("--made", help="Only merges that wrote this file; their recipes are printed.")
-    ] = None,
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
-) -> None:
-    """Tell what merges were made, from the manifests that they left.
+def show_history(folders: Sequence[Path], contains: str | None, made: Path | None, *, json: bool, quiet: bool) -> None:
+    """Print the merges in some folders, or the differences of two.
 
-    actmat history merges
-    actmat history merges --contains experts/math   (which merges hold it?)
-    actmat history merges --made model.safetensors  (which recipe made it?)
-    actmat history merges/old merges/new            (what changed?)
+    Args:
+        folders: to search; two merges are compared.
+        contains: only merges of this expert: name, folder, hub id or hash.
+        made: only merges that wrote this file; their recipes are printed.
 
-    Files and experts are known by the hashes of their content, wherever they
-    lie now. Exit code 1: with --contains or --made, no merge was found.
+    Raises:
+        typer.Exit: with 1, where `contains` or `made` finds no merge.
     """
-    from actmat.cli.results import print_result
+    from actmat.cli.screen import print_result
     from actmat.extras.pages.history import changes_between, find_merges, made_by
 
     if contains is not None and made is not None:

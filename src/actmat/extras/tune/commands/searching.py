@@ -1,17 +1,19 @@
-"""A search for a merge on the terminal: its memory plan, the best candidate so far, and what it found."""
+"""A search for a merge on the terminal: its memory plan, the best candidate so far, and the result."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from actmat.extras.tune import TuneProgress, TuneReport
+    from actmat.extras.tune.report import TuneReport
+    from actmat.extras.tune.settings import TuneProgress
     from actmat.recipe import Recipe
+    from actmat.run import MergeReport
     from actmat.settings import RunSettings
 
-__all__ = ["merge_at_tuned_scales", "print_search", "showing_search"]
+__all__ = ["print_search", "showing_search", "tune_scales"]
 
 
 @contextlib.contextmanager
@@ -21,7 +23,9 @@ def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
 
     from actmat.cli.screen import escape, progress_bar
     from actmat.cli.streams import say
-    from actmat.extras.tune import MemoryPlan, Trial, TuneProgress
+    from actmat.extras.tune.evaluate import Trial
+    from actmat.extras.tune.memory import MemoryPlan
+    from actmat.extras.tune.settings import TuneProgress
 
     with progress_bar("{task.description}", TimeElapsedColumn(), quiet=quiet) as bar:
         task = bar.add_task("starting", total=None)
@@ -45,7 +49,7 @@ def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
 
 
 def print_search(report: TuneReport) -> None:
-    """The chosen merge, the final comparison, and where the rest is."""
+    """The chosen merge, the final comparison, and the folder of the rest."""
     from actmat.cli.screen import console, escape, plain_table
 
     console.print(f"[bold]{escape(report.out)}[/bold]: {escape(report.chosen.candidate)}")
@@ -63,16 +67,28 @@ def print_search(report: TuneReport) -> None:
     console.print(f"\n{escape(report.out)}.tune: recipe.yaml, tune.json, tune.html")
 
 
-def merge_at_tuned_scales(
-    recipes: list[Recipe], data: Mapping[str, str] | str, run: RunSettings, *, quiet: bool
-) -> list[TuneReport]:
-    """Merge each recipe at the scale that unlabelled inputs choose, with the settings that `actmat tune` has."""
-    from actmat.extras.tune import TuneSettings, scale_space, tune_recipe, usual_inputs
+def tune_scales(recipes: Sequence[Recipe], data: Sequence[str], run: RunSettings, *, quiet: bool) -> list[MergeReport]:
+    """Merge each recipe at the scale that unlabelled inputs choose (`actmat merge --tune-scale`), and print summaries.
 
+    Args:
+        data: values of the flag: NAME=DATA, or one data set for all experts.
+    """
+    from actmat.cli.streams import optional_stdout
+    from actmat.cli.summary import print_summary
+    from actmat.extras.collect.commands.agreement import pairs_of
+    from actmat.extras.tune.settings import TuneSettings
+    from actmat.extras.tune.tuning import scale_space, tune_recipe, usual_inputs
+
+    places = pairs_of(data, "--tune-scale")
     reports = []
     with showing_search(quiet=quiet) as progress:
         for recipe in recipes:
-            inputs = usual_inputs(recipe, data)
+            inputs = usual_inputs(recipe, places)
             settings = TuneSettings(average=False)
             reports.append(tune_recipe(recipe, scale_space(recipe), inputs, settings, run, progress))
-    return reports
+    if not quiet:
+        with optional_stdout("The merge is complete."):
+            for report in reports:
+                print_summary(report.merged)
+                print_search(report)
+    return [report.merged for report in reports]

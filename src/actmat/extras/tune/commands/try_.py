@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from actmat.cli import flags
-from actmat.cli.recipes import RecipeFlags
-from actmat.cli.signature import Fields
+from actmat.cli.flags import Fields, RecipeFlags
+from actmat.cli.listing import command
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
-    from actmat.extras.collect.models import Loaded
+    from actmat.api.loading import Loaded
     from actmat.recipe import Recipe
 
 __all__ = ["try_"]
@@ -26,7 +26,7 @@ def _option(flag: str, text: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class QuestionFlags:
-    """Flags of what is asked."""
+    """Flags of the question."""
 
     prompt: Annotated[list[str] | None, _option("--prompt", "Text to continue, or a question. Repeatable.")] = None
     new_tokens: Annotated[int, _option("--new-tokens", "Tokens of an answer at most.", min=1)] = 64
@@ -85,6 +85,7 @@ class QuestionFlags:
         return ask
 
 
+@command("choose", "answered", imports_torch=True)
 def try_(
     *,
     recipe: flags.RecipeFile = None,
@@ -115,7 +116,7 @@ def try_(
         if not json:
             _print(found, question.prompt or [])
     if json:
-        from actmat.cli.results import print_result
+        from actmat.cli.screen import print_result
 
         print_result("try", {"prompts": question.prompt or [], "models": results})
 
@@ -123,10 +124,10 @@ def try_(
 def _models(
     recipes: Sequence[Recipe], run: RunSettings, question: QuestionFlags, *, quiet: bool
 ) -> Iterator[tuple[str, Loaded]]:
-    """Name and model of each merge, and of the inputs where they are compared; one at a time is in memory."""
+    """Name and model of each merge, and of the inputs if they are compared; one at a time is in memory."""
+    from actmat.api.loading import load_model
     from actmat.cli.screen import showing_progress
     from actmat.experts.resolve import needs_base
-    from actmat.extras.collect.models import load_model
     from actmat.extras.tune.memory import model_device
     from actmat.extras.tune.space import MergeChoice
     from actmat.in_memory import run_in_memory

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from actmat.cli import flags
-from actmat.cli.recipes import RecipeFlags, split_name
-from actmat.cli.signature import Fields
-from actmat.extras.collect.commands.agreement import DataFlags, pairs_of
+from actmat.cli.flags import DataFlags, Fields, RecipeFlags, split_name
+from actmat.cli.listing import command
+from actmat.extras.collect.commands.agreement import data_options, pairs_of
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
     from actmat.extras.collect.data import DataOptions
-    from actmat.extras.tune import Space
     from actmat.extras.tune.evaluate import Score
+    from actmat.extras.tune.space import Space
     from actmat.recipe import Recipe
 
 __all__ = ["tune"]
@@ -72,7 +72,7 @@ class SearchFlags:
         Raises:
             RecipeError: it is not valid.
         """
-        from actmat.extras.tune import load_space, make_space
+        from actmat.extras.tune.space import load_space, make_space
 
         if self.space is not None:
             if self.methods or self.scales:
@@ -104,7 +104,7 @@ class SearchFlags:
         return cast("Score", self.score)
 
     def with_classes(self, sources: dict[str, DataOptions], base: str) -> dict[str, DataOptions]:
-        """The data with the classes of the images, where the base compares images with texts."""
+        """The data with the classes of the images, if the base compares images with texts."""
         from dataclasses import replace
 
         from actmat.extras.collect.data import class_names, is_contrastive
@@ -137,6 +137,7 @@ def _named_classes(given: Sequence[str], names: Sequence[str]) -> dict[str, tupl
     return out
 
 
+@command("choose", "found and merged", imports_torch=True)
 def tune(
     *,
     recipe: flags.RecipeFile = None,
@@ -160,9 +161,10 @@ def tune(
     recipe, all trials (tune.json) and a page (tune.html). The same command goes
     on after an interruption.
     """
-    from actmat.extras.tune import TuneSettings, tune_recipe
     from actmat.extras.tune.commands.searching import print_search, showing_search
     from actmat.extras.tune.search import parse_budget
+    from actmat.extras.tune.settings import TuneSettings
+    from actmat.extras.tune.tuning import tune_recipe
 
     (wanted, *_) = given.recipes(recipe)
     if wanted.out is None:
@@ -181,7 +183,7 @@ def tune(
         keep=search.keep_work,
     )
     sources = {
-        name: data.options(place, max_samples=search.inputs, label_column=search.label_column)
+        name: data_options(data, place, max_samples=search.inputs, label_column=search.label_column)
         for name, place in places.items()
     }
     if wanted.base:
@@ -189,7 +191,7 @@ def tune(
     with showing_search(quiet=quiet or json) as progress:
         report = tune_recipe(wanted, search.chosen_space(), sources, settings, run, progress)
     if json:
-        from actmat.cli.results import print_result
+        from actmat.cli.screen import print_result
 
         print_result("tune", report.to_json(), long=("trials",), full=full)
     elif not quiet:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.demo.training import Schedule, descend, generator_for
+from actmat.extras.demo.training import Schedule, descend, generator_for
 from actmat_experiments.language.exams import Encoded
 from actmat_experiments.language.train import summed_loss
 

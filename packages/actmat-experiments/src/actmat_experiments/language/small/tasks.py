@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from actmat.demo.training import generator_for
 from actmat.errors import CheckpointError
+from actmat.extras.demo.training import generator_for
 from actmat_experiments.language.questions import Item, TextTask
 
 __all__ = ["SMALL_TASKS", "SmallData", "load_small"]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from actmat.demo.training import Schedule
+from actmat.extras.demo.training import Schedule
 from actmat_experiments.harness.progress import quiet
 
 __all__ = ["Learning", "Size", "SmallSettings", "load_model", "new_model", "new_tokenizer", "save_model"]

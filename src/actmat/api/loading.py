@@ -1,0 +1,200 @@
+"""Load a model to run: a transformers model, or an adapter on its base. Runs no code from the hub."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from actmat.checkpoints.base import torch_dtype
+from actmat.checkpoints.resolve import HUB_ID, open_checkpoint
+from actmat.errors import StatisticsError, did_you_mean
+from actmat.experts.resolve import needs_base, open_adapter
+from actmat.foreign import in_brief
+
+__all__ = ["Loaded", "extra", "load_model", "load_tensors"]
+
+POOLING = "add_pooling_layer"
+"""Argument of encoders in transformers."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, ready to run, and its origin."""
+
+    model: nn.Module  # in evaluation mode
+    checkpoint: str  # location of the checkpoint
+    adapter: str | None  # location of the adapter on it, or None
+    files: str  # location of tokenizer and image processor: the checkpoint's or the adapter's
+
+
+def extra(name: str) -> Any:
+    """Import a library of the extra `actmat[statistics]`, or say how to install it."""
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise StatisticsError(
+            f"Running a model from its files needs {name}, which is not installed: pip install 'actmat[statistics]'"
+        ) from None
+
+
+def load_model(
+    location: str,
+    *,
+    base: str | None = None,
+    model_class: str | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> Loaded:
+    """Load a model, or an adapter on its `base` (default: the one that its config names).
+
+    `model_class` is a class of transformers, such as `AutoModelForCausalLM`; default: the config's architecture. A
+    model with parameters that the checkpoint lacks is refused.
+    """
+    adapter = location if needs_base(location) else None
+    checkpoint = location
+    if adapter is not None:
+        with open_adapter(adapter) as opened:
+            if opened.problems:
+                raise StatisticsError(f"{adapter}: the adapter cannot be used.", opened.problems)
+            if opened.layout != "peft":
+                raise StatisticsError(
+                    f"{adapter}: models are loaded with adapters of PEFT, found one in the layout '{opened.layout}'"
+                )
+            checkpoint = base or opened.config.base_model or ""
+        if not checkpoint:
+            raise StatisticsError(f"{adapter} names no base; give it with --base")
+    elif base is not None:
+        raise StatisticsError(f"--base goes with an adapter, and {location} is none")
+    with open_checkpoint(checkpoint) as found:
+        config = found.config or {}
+    model = _load(checkpoint, model_class or next(iter(config.get("architectures") or ()), None), dtype)
+    if adapter is not None:
+        path, revision = _local(adapter)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of PEFT, about transformers
+            model = extra("peft").PeftModel.from_pretrained(model, path, **revision)
+    return Loaded(model.to(device).eval(), checkpoint, adapter, _files(adapter, checkpoint))
+
+
+def load_tensors(
+    tensors: Mapping[str, Tensor],
+    location: str,
+    files: str,
+    *,
+    config: Mapping[str, Any],
+    adapter: Mapping[str, Any] | None = None,
+    model_class: str | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> Loaded:
+    """A model of tensors in memory, as `load_model` gives one of files.
+
+    Args:
+        tensors: named as in a checkpoint; of an adapter, as in its weight file.
+        location: of the base, for messages, and to load it for an adapter.
+        files: location of tokenizer and image processor.
+        config: content of `config.json`, of a whole model.
+        adapter: content of `adapter_config.json`; None for a whole model.
+        model_class, dtype, device: as in `load_model`.
+
+    Raises:
+        StatisticsError: it cannot be loaded, or parameters are missing.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        if adapter is not None:
+            loaded = load_model(location, model_class=model_class, dtype=dtype, device=device)
+            peft = extra("peft")
+            Path(folder, "adapter_config.json").write_text(json.dumps(dict(adapter)), encoding="utf-8")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of PEFT, about transformers
+                model = peft.get_peft_model(loaded.model, peft.PeftConfig.from_pretrained(folder))
+            found = peft.set_peft_model_state_dict(model, dict(tensors))
+            if found.unexpected_keys:
+                raise StatisticsError(f"PEFT has no place for {found.unexpected_keys[0]} on {location}")
+            return Loaded(model.to(device).eval(), location, None, files)
+        Path(folder, "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+        given = extra("transformers").AutoConfig.from_pretrained(folder)
+    architecture = model_class or next(iter(config.get("architectures") or ()), None)
+    model = _load(location, architecture, dtype, config=given, state_dict=dict(tensors))
+    return Loaded(model.to(device).eval(), location, None, files)
+
+
+def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> Any:
+    """A model of transformers; `more`: a config and tensors, in place of the files at `location`."""
+    transformers = extra("transformers")
+    if model_class is None:
+        raise StatisticsError(
+            f"{location}: config.json names no architecture; say how to load it with --model-class, such as "
+            "AutoModelForCausalLM"
+        )
+    kind = getattr(transformers, model_class, None)
+    if kind is None or not hasattr(kind, "from_pretrained"):
+        near = did_you_mean(model_class, [n for n in dir(transformers) if "Model" in n or "For" in n])
+        raise StatisticsError(f"transformers {transformers.__version__} has no model class '{model_class}'.{near}")
+    path, revision = (None, {}) if "state_dict" in more else _local(location)
+    try:
+        with _without_bars(transformers):
+            model, found = kind.from_pretrained(
+                path, dtype=torch_dtype(dtype), output_loading_info=True, **revision, **more
+            )
+    except (OSError, ValueError) as error:
+        raise StatisticsError(
+            f"{location}: transformers {transformers.__version__} cannot load it as {model_class}: {in_brief(error)}. "
+            "Choose another class (--model-class), or a version of transformers that knows the model"
+        ) from error
+    missing = sorted(found.get("missing_keys") or ())
+    if missing and _is_optional_pooler(kind, missing) and POOLING not in more:
+        return _load(location, model_class, dtype, **more, **{POOLING: False})
+    if missing:
+        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise StatisticsError(
+            f"{location}: {model_class} has {len(missing)} parameters that the checkpoint lacks ({shown}); they would "
+            "be random, and so would the statistics of what follows them. Choose the class that it was saved from "
+            "(--model-class)."
+        )
+    return model
+
+
+def _is_optional_pooler(kind: Any, missing: Sequence[str]) -> bool:
+    """True if a class can be loaded without the missing parameters: encoders are often saved without their pooler."""
+    optional = POOLING in inspect.signature(kind.__init__).parameters
+    return optional and all(".pooler." in f".{name}" for name in missing)
+
+
+@contextlib.contextmanager
+def _without_bars(transformers: Any) -> Iterator[None]:
+    logging = transformers.utils.logging
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _local(location: str) -> tuple[str, dict[str, str]]:
+    """Arguments of `from_pretrained`: a path or an id, and the revision."""
+    if Path(location).expanduser().exists():
+        return str(Path(location).expanduser()), {}
+    match = HUB_ID.fullmatch(location)
+    if match is None:
+        return location, {}
+    return match["repo"], {"revision": match["revision"]} if match["revision"] else {}
+
+
+def _files(adapter: str | None, checkpoint: str) -> str:
+    """Location of tokenizer and image processor."""
+    names = ("tokenizer_config.json", "tokenizer.json", "preprocessor_config.json")
+    return adapter if adapter is not None and any((Path(adapter) / n).is_file() for n in names) else checkpoint

@@ -1,0 +1,172 @@
+"""The commands: their groups in `actmat --help`, their exit codes, those that plug-ins add, and earlier names.
+
+A command is a function, or a `typer.Typer`, that `command` marks with its group and exit codes. Its module is imported
+for `actmat --help`, which shows the first line of its help, and when the command is invoked: it must be light. Its
+flags are built only when it is invoked.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import typer
+import typer.core
+import typer.main
+
+from actmat.cli.flags import with_flags
+from actmat.cli.streams import say, starting
+from actmat.plugins import entries
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+__all__ = ["BAD_INPUTS", "COMMANDS", "COMMON", "RENAMED", "CommandInfo", "Commands", "command", "info_of"]
+
+ENTRY_POINTS = "actmat.commands"
+
+COMMANDS = ("merge", "plan", "extract", "inspect", "verify", "diagnose", "methods", "push")
+"""Commands of the core: a module of `actmat.cli` each, which has a function of the module's name."""
+
+GROUPS = ("merge", "look", "choose", "share", "research", "more")
+"""Panels of `actmat --help`, in their order."""
+
+RENAMED: Mapping[str, str] = {
+    "add": "actmat merge, with all experts",
+    "average": "actmat merge --average uniform CHECKPOINT...",
+    "calibrate": "actmat plan, which predicts the time from operation counts",
+    "finish": "actmat merge --finish OUT",
+    "history": "actmat inspect --history DIR...",
+    "import": "actmat plan MERGEKIT.yml --as-recipe",
+    "remove": "actmat merge, with the experts that stay",
+    "report": "actmat diagnose OUT --out PAGE.html",
+    "serve-command": "actmat inspect OUT --serve",
+}
+"""Name of an earlier command -> the present way."""
+
+DISTRIBUTIONS = {"analyze": "actmat-experiments", "experiment": "actmat-experiments"}
+"""Commands that are documented here but installed by another distribution."""
+
+COMMON: Mapping[int, str] = {
+    2: "the command line is wrong",
+    3: "failed while running: numerically, for want of memory, or because of a bug, of which a report is written",
+    130: "interrupted (Ctrl-C); 143: SIGTERM, 129: SIGHUP",
+    141: "the reader of stdout went away",
+}
+"""Exit codes that every command may return."""
+
+BAD_INPUTS = "the inputs, the recipe or the output place are wrong; all problems are listed"
+
+Declared = TypeVar("Declared", bound=Callable[..., Any] | typer.Typer)
+
+
+@dataclass(frozen=True)
+class CommandInfo:
+    """Facts about a command.
+
+    Args:
+        group: panel of `actmat --help`.
+        exits: exit code -> meaning, besides `COMMON`.
+        imports_torch: the command begins with importing torch, which takes seconds, and says so.
+    """
+
+    group: Literal["merge", "look", "choose", "share", "research", "more"] = "more"
+    exits: Mapping[int, str] = field(default_factory=dict)
+    imports_torch: bool = False
+
+
+def command(
+    group: Any, done: str, refused: str = BAD_INPUTS, *, imports_torch: bool = False
+) -> Callable[[Declared], Declared]:
+    """Decorator of a command.
+
+    Args:
+        group: panel of `actmat --help`.
+        done: meaning of exit code 0.
+        refused: meaning of exit code 1.
+        imports_torch: see `CommandInfo`.
+    """
+
+    def mark(declared: Declared) -> Declared:
+        vars(declared)["command_info"] = CommandInfo(group, {0: done, 1: refused}, imports_torch)
+        return declared
+
+    return mark
+
+
+def info_of(declared: Any) -> CommandInfo:
+    """The marks of a command; the defaults for one without marks."""
+    return getattr(declared, "command_info", None) or CommandInfo()
+
+
+@functools.cache
+def plugged_in() -> dict[str, EntryPoint]:
+    """Name of a plug-in's command -> entry point."""
+    return dict(entries(ENTRY_POINTS))
+
+
+def declared_command(name: str) -> Any:
+    """The function or application of a command, imported; None where there is none or it cannot be imported."""
+    if name in COMMANDS:
+        return getattr(importlib.import_module(f"actmat.cli.{name}"), name)
+    try:
+        return plugged_in()[name].load()
+    except (KeyError, ImportError):
+        return None
+
+
+def _typer_command(name: str, declared: Any, *, flags: bool) -> Any:
+    """The typer command of a function, without its flags unless asked for, or the group of a `typer.Typer`."""
+    info = info_of(declared)
+    codes = "; ".join(f"{code} {meaning.replace('`', '')}" for code, meaning in info.exits.items())
+    epilog = f"Exit codes: {codes}. Others: see 'actmat --help'." if codes else None
+    if isinstance(declared, typer.Typer):
+        made: Any = typer.main.get_command(declared)
+        for each in (made, *made.commands.values()):
+            each.epilog = epilog
+    else:
+        single = typer.Typer(add_completion=False, rich_markup_mode="rich")
+        callback = with_flags(declared) if flags else lambda: None
+        single.command(name, help=declared.__doc__, epilog=epilog)(callback)
+        made = typer.main.get_command(single)
+    made.name, made.rich_help_panel = name, info.group.capitalize()
+    return made
+
+
+class Commands(typer.core.TyperGroup):
+    """The group of all commands. Those of the core take precedence over plug-ins."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All commands that can be imported, group by group."""
+        names = [*COMMANDS, *(n for n in plugged_in() if n not in COMMANDS)]
+        found = {n: declared for n in names if (declared := declared_command(n)) is not None}
+        return sorted(found, key=lambda n: GROUPS.index(info_of(found[n]).group))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command as `actmat --help` lists it, without flags; None where there is none."""
+        declared = declared_command(cmd_name)
+        return None if declared is None else _typer_command(cmd_name, declared, flags=False)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command of the arguments, with its flags; answer to earlier names and to a missing distribution."""
+        name = args[0]
+        declared = declared_command(name)
+        if declared is not None:
+            if info_of(declared).imports_torch:
+                starting(name, args[1:])
+            return name, _typer_command(name, declared, flags=True), args[1:]
+        if name in RENAMED:
+            say(f"'{name}' is now: {RENAMED[name]}")
+            raise typer.Exit(2)
+        if name in DISTRIBUTIONS:
+            ctx.fail(
+                f"'{name}' belongs to the distribution {DISTRIBUTIONS[name]}, which is not installed here or does not "
+                f"match this version of actmat. Install it with: pip install {DISTRIBUTIONS[name]}, or in a checkout "
+                f"of actmat: pip install packages/{DISTRIBUTIONS[name]}"
+            )
+        names: Any = dict.fromkeys(self.list_commands(ctx))
+        self.commands.update(names)  # typer suggests close names of these
+        return super().resolve_command(ctx, args)

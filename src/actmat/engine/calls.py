@@ -1,0 +1,360 @@
+"""Call the method of a task on one region: its needs, logical matrices, post-processing, and a check of the result.
+
+Steps of post-processing act where the method did: on the dense matrix, on its factors, or in the space of the method.
+Caps and factors of layers come after them, on the delta itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import torch_dtype
+from actmat.engine.deltas import LazySequence, mapped
+from actmat.engine.task import Task
+from actmat.errors import NumericalError, RecipeError
+from actmat.layout.types import TensorLayout
+from actmat.linalg.caps import cap_delta, cap_lowrank
+from actmat.linalg.lowrank import LowRank
+from actmat.methods import Merged, MergeMethod
+from actmat.methods.post import apply_steps, apply_steps_lowrank
+from actmat.methods.spaces import merge_in_space
+from actmat.planning.post import has_spectrum
+from actmat.planning.regions import Region, cut, matrix_label
+from actmat.planning.statistics import ExpertStatistics
+
+__all__ = [
+    "CallContext",
+    "apply_method",
+    "apply_to_factors",
+    "checked_finite",
+    "compute_dtype",
+    "finish_factors",
+    "finish_matrix",
+    "finish_tensor",
+    "generator_for",
+    "limit_factors",
+    "merge_factors",
+    "named_errors",
+    "narrowed",
+    "needs_of",
+    "stacked",
+    "stage_key",
+]
+
+
+@contextlib.contextmanager
+def named_errors(task: Task) -> Iterator[None]:
+    """Raise errors of a task's method with the method's and the item's name.
+
+    Raises:
+        NumericalError: the method's own, or a factor that the compute dtype does not hold.
+        RecipeError: for a ValueError: an option or a weight that only the values show to be wrong.
+    """
+    kind = "tensor" if task.item.factors is None else "module"
+    where = f"{kind} '{task.item.name}', method '{task.call.method}'"
+    try:
+        yield
+    except NumericalError as error:
+        raise NumericalError(f"{where}: {error}") from error
+    except ValueError as error:
+        raise RecipeError(f"{where}: {error}") from error
+    except RuntimeError as error:
+        if "without overflow" not in str(error):  # torch's words for a factor that the dtype does not hold
+            raise
+        raise NumericalError(
+            f"{where}: an option or a weight gives a factor beyond the compute dtype's range; use values nearer to 1, "
+            "or --compute-dtype float64"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """Values besides the deltas of one region that a method may need.
+
+    Args:
+        statistics: of the experts.
+        dtype, device: of what the method is given.
+        base: `W_0` on the region in that dtype, shaped like the region; None where no method takes it.
+        stages: first stages that were computed, by `stage_key`, for variants of one family and observers; None where
+            nothing else takes them, so that a method may write its result over them.
+    """
+
+    statistics: ExpertStatistics
+    dtype: torch.dtype
+    device: torch.device | str = "cpu"
+    base: Tensor | None = None
+    stages: dict[Any, Any] | None = None
+
+    def first_stages(self, task: Task) -> Mapping[int, Any]:
+        """Logical matrix -> what the first stage of a task's method gave for it."""
+        if task.method.stages is None or self.stages is None:
+            return {}
+        of_task = stage_key(task, 0)[:2]
+        return {key[2]: state for key, state in self.stages.items() if key[:2] == of_task}
+
+
+def needs_of(task: Task, region: Region, k: int, label: str, context: CallContext) -> dict[str, Any]:
+    """Keyword arguments of the method of a task, for logical matrix `k` of a region.
+
+    Args:
+        label: of the matrix; with the tensor's name and the recipe's seed it decides what a random method draws.
+    """
+    method, call = task.method, task.call
+    needs: dict[str, Any] = {}
+    if method.is_weighted:
+        needs["weights"] = call.weights
+    if method.uses_base(call.options) and (base := context.base) is not None:
+        needs["base"] = region.layout.to_matrices(base)[k] if method.acts_on == "matrix" else base
+    if method.is_random:
+        tensor = task.item.name if task.item.factors is None else task.item.factors.tensor
+        needs["generator"] = generator_for(task.plan.recipe.seed, tensor, label or str(region.start))
+    if "survey" in method.needs:
+        needs["survey"] = task.survey
+    if method.needs_statistics and context.statistics.any:
+        needs["statistics"] = _statistics(task, region, k, context)
+    return needs
+
+
+def generator_for(seed: int, name: str, label: str) -> torch.Generator:
+    """A generator of its own for every tensor and region: order, threads and shards change nothing."""
+    digest = hashlib.sha256(f"{seed}\0{name}\0{label}".encode()).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _statistics(task: Task, region: Region, k: int, context: CallContext) -> Mapping[str, Sequence[Tensor]]:
+    """Statistics of all experts for matrix `k` of a region, read when asked for."""
+    method, files = task.method, context.statistics.files
+    if "fisher" in method.needs_statistics:
+        return {"fisher": _kept(method, len(files), lambda t: _fisher(task, t, context))}
+    keys = context.statistics.gram_keys(task.item, region, k)
+    width = region.layout.matrix_shapes(region.shape)[k][-1]
+
+    def gram(t: int) -> Tensor:
+        file, key = files[t], keys[t]
+        assert file is not None, "the plan chose a method that needs it"
+        if key is None:
+            return torch.zeros((width, width), dtype=context.dtype, device=context.device)
+        return file.gram(key, mean=task.plan.recipe.gram_mean, dtype=context.dtype).to(context.device)
+
+    return {"gram": _kept(method, len(files), gram)}
+
+
+def _fisher(task: Task, t: int, context: CallContext) -> Tensor:
+    file, source = context.statistics.files[t], task.item.sources[t]
+    assert file is not None, "the plan chose a method that needs it"
+    assert source is not None
+    return file.fisher(source.name, dtype=context.dtype).to(context.device)
+
+
+def _kept(method: MergeMethod, count: int, read: Callable[[int], Tensor]) -> Sequence[Tensor]:
+    """One at a time for a method that takes one pass over the experts; any other may ask again, so they are kept."""
+    lazy = LazySequence(count, read)
+    return lazy if method.access.one_pass else list(lazy)
+
+
+_ALIGNMENT = 64
+"""Bytes: what torch's CPU allocator gives every new tensor."""
+
+
+def finish_matrix(task: Task, merged: Tensor, deltas: Sequence[Tensor], layout: TensorLayout, label: str) -> Tensor:
+    """Steps, caps and factor of one matrix; a table of vectors has no singular values, so only its norm is capped."""
+    steps, caps = task.call.matrix_steps, task.caps
+    if steps:
+        changed = apply_steps(merged, deltas, steps)
+        task.note(label, changed.stats)
+        merged = changed.value
+    if caps.caps:
+        limit = caps.singular_value_cap if has_spectrum(layout) else None
+        merged, stats = cap_delta(merged, deltas, norm_cap=caps.norm_cap, singular_value_cap=limit)
+        task.note(label, stats)
+    factor = _layer_factor(task, label)
+    return merged if factor is None else merged * factor
+
+
+def finish_tensor(task: Task, merged: Tensor, deltas: Sequence[Tensor], whole: Region) -> Tensor:
+    """`finish_matrix` after a method that knows no matrices, for each matrix of the tensor all the same."""
+    if not task.looks_again:
+        return merged
+    out = torch.empty_like(merged).reshape(-1)
+    for region in cut(whole.shape, whole.layout, "matrix"):
+        value, *own = (region.layout.to_matrices(narrowed(x, region).view(region.shape)) for x in (merged, *deltas))
+        finished = [
+            finish_matrix(task, matrix, [matrices[k] for matrices in own], region.layout, matrix_label(region, k))
+            for k, matrix in enumerate(value)
+        ]
+        out[region.start : region.stop].copy_(region.layout.from_matrices(finished, region.shape).reshape(-1))
+    return out.view(merged.shape)
+
+
+def finish_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], layout: TensorLayout, label: str) -> LowRank:
+    """Steps, caps and factor of one merged delta; of each of a stack of experts, as a full model has them."""
+    steps = task.call.matrix_steps
+    if not steps:
+        return limit_factors(task, value, deltas, layout, label)
+    found = []
+    for own_label, (one, *own) in _each(label, value, *deltas):
+        changed = apply_steps_lowrank(one, own, steps)
+        task.note(own_label, changed.stats)
+        found.append(changed.value)
+    return limit_factors(task, found[0] if value.b_OR.ndim == 2 else stacked(found), deltas, layout, label)
+
+
+def limit_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], layout: TensorLayout, label: str) -> LowRank:
+    """Caps and factor of one merged delta whose steps are done; of each of a stack."""
+    value, stack = value.to(torch.float64), value.b_OR.ndim > 2
+    if task.caps.caps:
+        limit = task.caps.singular_value_cap if has_spectrum(layout) else None
+        capped = [
+            cap_lowrank(one, own, norm_cap=task.caps.norm_cap, singular_value_cap=limit)
+            for _, (one, *own) in _each(label, value, *deltas)
+        ]
+        value = stacked([one for one, _ in capped]) if stack else capped[0][0]
+        task.note(label, {"caps": {str(e): stats for e, (_, stats) in enumerate(capped)}} if stack else capped[0][1])
+    factors = [f for own_label, _ in _each(label, value) if (f := _layer_factor(task, own_label)) is not None]
+    if not factors:
+        return value
+    by_matrix = torch.tensor(factors, dtype=torch.float64).view(-1, 1, 1) if stack else factors[0]
+    return LowRank(value.b_OR * by_matrix, value.a_RI)
+
+
+def stacked(found: Sequence[LowRank]) -> LowRank:
+    """Matrices as one stack; zeros make their ranks equal."""
+    pad, top = torch.nn.functional.pad, max(f.rank for f in found)
+    return LowRank(
+        torch.stack([pad(f.b_OR, (0, top - f.rank)) for f in found]),
+        torch.stack([pad(f.a_RI, (0, 0, 0, top - f.rank)) for f in found]),
+    )
+
+
+def narrowed(whole: Tensor, own: Region) -> Tensor:
+    """Entries of a region of a whole tensor; at an aligned address, on which the last bits of a BLAS may depend."""
+    entries = whole.reshape(-1)[own.start : own.stop]
+    return entries if entries.data_ptr() % _ALIGNMENT == 0 else entries.clone()
+
+
+def _each(label: str, *deltas: LowRank) -> Iterator[tuple[str, Sequence[LowRank]]]:
+    """Deltas matrix by matrix where they are stacks of experts, with the labels that a full model gives them."""
+    if deltas[0].b_OR.ndim == 2:
+        yield label, deltas
+        return
+    for e in range(deltas[0].b_OR.shape[0]):
+        yield f"{e}/{label}" if label else str(e), [LowRank(d.b_OR[e], d.a_RI[e]) for d in deltas]
+
+
+def _layer_factor(task: Task, label: str) -> float | None:
+    """Factor of a matrix, which goes into the record; None while layers are measured, or where nothing scales them."""
+    if task.layer_factors is None:
+        return None
+    factor = task.layer_factors[label]
+    task.note(label, {"layer_factor": factor})
+    return factor
+
+
+def apply_method(task: Task, region: Region, deltas: Sequence[Tensor], context: CallContext) -> Tensor:
+    """Merged delta of one region, flat, in the compute dtype.
+
+    Raises:
+        NumericalError, RecipeError: from the method, with the name of the tensor.
+    """
+    with named_errors(task):
+        if task.method.acts_on == "matrix":
+            value = _merge_matrices(task, region, deltas, context)
+        else:
+            merged = _call(task, region, 0, region.label, deltas, context)
+            if task.method.acts_on == "tensor":
+                task.note(region.label, merged.stats)
+            value = finish_tensor(task, merged.value, deltas, region)
+        return checked_finite(value.reshape(-1), task)
+
+
+def apply_to_factors(task: Task, region: Region, factors: Sequence[Sequence[LowRank]], context: CallContext) -> Tensor:
+    """`apply_method` by the method's low-rank form; multiplied out once.
+
+    Args:
+        factors: per logical matrix of the region, the factors of every expert, float64.
+        context: its dtype is that of the factors.
+    """
+    values = []
+    with named_errors(task):
+        for k, deltas in enumerate(factors):
+            merged = merge_factors(task, region, k, deltas, context)
+            values.append(merged.dense().to(compute_dtype(task)))
+        return checked_finite(region.layout.from_matrices(values, region.shape).reshape(-1), task)
+
+
+def merge_factors(task: Task, region: Region, k: int, deltas: Sequence[LowRank], context: CallContext) -> LowRank:
+    """Merged delta of logical matrix `k` of a region, as factors, finished."""
+    method, call, label = task.method, task.call, matrix_label(region, k)
+    needs = needs_of(task, region, k, label, context)
+    if call.space != "full":
+        merged = merge_in_space(call.space, method, deltas, needs, call.options, call.matrix_steps)
+        task.note(label, merged.stats)
+        return limit_factors(task, merged.value, deltas, region.layout, label)
+    assert method.lowrank is not None, "the plan chose the factored form"
+    merged = method.lowrank.merge(deltas, **needs, **call.options)
+    task.note(label, merged.stats)
+    return finish_factors(task, merged.value, deltas, region.layout, label)
+
+
+def compute_dtype(task: Task) -> torch.dtype:
+    """dtype of deltas and methods."""
+    return torch_dtype(task.plan.recipe.compute_dtype)
+
+
+def _merge_matrices(task: Task, region: Region, deltas: Sequence[Tensor], context: CallContext) -> Tensor:
+    layout = region.layout
+    count = len(layout.matrix_shapes(region.shape))
+    is_plain = not layout.blocks and layout.orientation == "OI" and len(region.shape) == 2
+    split = [layout.to_matrices(d) for d in deltas] if count > 1 else None
+    values = []
+    for k in range(count):
+        if split is not None:
+            matrices: Sequence[Tensor] = [s[k] for s in split]
+        else:  # deltas that are read on request share their memory: one matrix at a time
+            matrices = deltas if is_plain else mapped(deltas, lambda d: layout.to_matrices(d)[0])
+        label = matrix_label(region, k)
+        merged = _call(task, region, k, label, matrices, context)
+        task.note(label, merged.stats)
+        values.append(finish_matrix(task, merged.value, matrices, layout, label))
+    return layout.from_matrices(values, region.shape)
+
+
+def _call(task: Task, region: Region, k: int, label: str, deltas: Sequence[Tensor], context: CallContext) -> Merged:
+    """Result of the method for one logical matrix, from its first stage where that was computed."""
+    method, call, stages = task.method, task.call, context.stages
+    needs = needs_of(task, region, k, label, context)
+    if method.stages is None or stages is None:
+        return method.merge(deltas, **needs, **call.options)
+    key = stage_key(task, k)
+    if key not in stages:
+        stages[key] = method.stages.prepare(deltas, **needs, **call.options)
+    return method.stages.finish(stages[key], **needs, **call.options)
+
+
+def stage_key(task: Task, k: int) -> tuple[Any, ...]:
+    """Key of the first stage of a task's method on logical matrix `k`; variants with equal keys share it."""
+    assert task.method.stages is not None
+    return (task.method.stages.key(task.call.options), str(task.call.weights), k)
+
+
+def checked_finite(value: Tensor, task: Task) -> Tensor:
+    """The value itself, once it is known to be finite.
+
+    Raises:
+        NumericalError: not all of it is finite.
+    """
+    # a sum is finite if every entry is (or it overflows): one cheap pass, an exact one only then
+    if not bool(torch.isfinite(value.sum())) and not bool(torch.isfinite(value).all()):
+        raise NumericalError(
+            f"gave NaN or Inf for finite deltas, with options {dict(task.call.options)}. Likely cause: options out "
+            "of proportion to the deltas, or deltas whose squares overflow; try --compute-dtype float64, other "
+            "options, or another method for this tensor"
+        )
+    return value

@@ -1,0 +1,141 @@
+"""Checks of contents: tensors that are tied are one, statistics are of the models that are merged.
+
+A config that says "tied" while a checkpoint stores two different tensors is not rare (a head that was trained apart, a
+table that was resized on its own). Merging one of them for both would silently drop the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.hashing import ContentHash
+from actmat.engine.inputs import Inputs
+from actmat.errors import StatisticsError
+from actmat.experts.base import Expert
+from actmat.planning.model import Item
+from actmat.statistics.header import adapter_content
+from actmat.statistics.store import Statistics
+
+__all__ = ["FOREIGN", "broken_ties", "check_adapters", "check_probes", "content_hash", "foreign_tensors"]
+
+_CHUNK_BYTES = 1 << 20
+
+
+def content_hash(stored: Checkpoint | Expert, name: str) -> str:
+    """Content hash of one stored tensor, read in chunks."""
+    nbytes = stored.specs[name].nbytes
+    seen, buffer = ContentHash(), memoryview(bytearray(min(_CHUNK_BYTES, max(nbytes, 1))))
+    while seen.size < nbytes:
+        chunk = buffer[: min(_CHUNK_BYTES, nbytes - seen.size)]
+        stored.read_into(name, seen.size, chunk)
+        seen.update(chunk)
+    return seen.hexdigest()
+
+
+def broken_ties(item: Item, inputs: Inputs, base_hash: str, expert_hashes: Sequence[str]) -> list[str]:
+    """One sentence for each tied name of the item that a checkpoint stores with other content.
+
+    Args:
+        base_hash, expert_hashes: content hashes of the tensor that was read.
+    """
+    assert inputs.base is not None
+    groups: list[tuple[str, Checkpoint | Expert, str, str, tuple[str, ...]]] = [
+        ("the base", inputs.base, item.name, base_hash, item.aliases)
+    ]
+    rows = zip(inputs.labels, inputs.experts, item.sources, expert_hashes, item.twins, strict=False)
+    for label, expert, source, digest, twins in rows:
+        if source is not None:
+            groups.append((f"expert '{label}'", expert, source.name, digest, twins))
+    return [
+        f"'{name}' and '{first}' of {who} are tied by config.json, but their values differ; to merge each by itself, "
+        "write 'ties: false' in the recipe (--no-ties) and check 'tie_word_embeddings'"
+        for who, stored, first, digest, names in groups
+        for name in names
+        if content_hash(stored, name) != digest
+    ]
+
+
+PROBES = 8
+"""Tensors per expert that are compared before the work begins: the smallest, norms and biases as a rule."""
+
+FOREIGN = (
+    "Statistics are not of the models that are merged; collect them again (actmat statistics collect), or give the "
+    "experts that they were measured on."
+)
+
+
+def check_probes(inputs: Inputs) -> None:
+    """Compare a few small tensors before hours of work; every tensor is compared when it is read.
+
+    Raises:
+        StatisticsError: statistics of another model; every expert that is concerned is listed.
+    """
+    problems = []
+    for label, file, expert in zip(inputs.labels, inputs.statistics.files, inputs.experts, strict=True):
+        if file is None or (expert.needs_base and inputs.base is None):
+            continue
+        source: Checkpoint | Expert = expert
+        who = f"expert '{label}'"
+        if expert.needs_base:
+            assert inputs.base is not None
+            source, who = inputs.base, "the base"
+        known = file.header.model.tensors
+        names = sorted((n for n in source.specs if n in known), key=lambda n: (source.specs[n].nbytes, n))
+        found = {n: content_hash(source, n) for n in names[:PROBES]}
+        other = [n for n in found if found[n] != known[n]]
+        if other:
+            problems.append(_foreign(other[0], who, found[other[0]], label, file))
+    if problems:
+        raise StatisticsError(FOREIGN, problems)
+
+
+def foreign_tensors(item: Item, inputs: Inputs, base_hash: str, expert_hashes: Sequence[str]) -> list[str]:
+    """One sentence for each expert whose statistics were measured with another content of this tensor.
+
+    Args:
+        base_hash, expert_hashes: content hashes of what was read.
+    """
+    problems = []
+    rows = zip(inputs.labels, inputs.statistics.files, inputs.experts, item.sources, expert_hashes, strict=False)
+    for label, file, expert, source, digest in rows:
+        if file is None or source is None:
+            continue
+        on_base = source.kind != "stored"
+        if expert.needs_base and not on_base:
+            continue  # the adapter's own tensor: its hash was compared with the adapter's
+        name, found = (item.name, base_hash) if on_base else (source.name, digest)
+        expected = file.header.model.tensors.get(name)
+        if expected is not None and expected != found:
+            problems.append(_foreign(name, "the base" if on_base else f"expert '{label}'", found, label, file))
+    return problems
+
+
+def check_adapters(inputs: Inputs) -> None:
+    """Compare the state of every adapter with the one that its statistics were measured on.
+
+    Raises:
+        StatisticsError: another state; all of them are listed.
+    """
+    problems = []
+    for label, expert, file in zip(inputs.labels, inputs.experts, inputs.statistics.files, strict=True):
+        adapter = expert.adapter
+        if adapter is None or file is None or file.header.model.adapter is None:
+            continue
+        expected, found = file.header.model.adapter.content, adapter_content(adapter)
+        if expected != found:
+            problems.append(
+                f"the adapter '{label}' ({adapter.location}) has content {found}; its statistics ({file.location}) "
+                f"were measured with {expected} ({file.header.model.adapter.location})"
+            )
+    if problems:
+        raise StatisticsError(
+            "Statistics are of another state of an adapter; collect them again (actmat statistics collect).", problems
+        )
+
+
+def _foreign(name: str, who: str, found: str, label: str, file: Statistics) -> str:
+    return (
+        f"tensor '{name}' of {who} has content {found}; the statistics of '{label}' ({file.location}) were measured "
+        f"with {file.header.model.tensors[name]}"
+    )

@@ -1,0 +1,80 @@
+"""Kernel `dense`: a method on deltas that are formed, for all outputs that share the reading of one tensor.
+
+Several outputs (methods, options, scopes) of one run share the reading, and those of one family share the first stage
+of the computation. Each is given the regions that it would be given on its own, so that its bytes do not depend on the
+other outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from actmat.engine.calls import apply_method, narrowed
+from actmat.engine.deltas import Deltas
+from actmat.engine.kernels.factored import merged_by_factors
+from actmat.engine.kernels.regions import BaseEntries, by_regions, context_of
+from actmat.engine.observer import Merged
+from actmat.engine.reader import TensorReader
+from actmat.engine.task import Record, Task
+from actmat.planning.regions import Region
+
+__all__ = ["run"]
+
+
+def run(tasks: Sequence[Task], reader: TensorReader) -> list[Record]:
+    """Merge one tensor for all tasks.
+
+    Raises:
+        NumericalError, RecipeError: from a method, with the name of the tensor.
+    """
+    return by_regions(tasks, reader, _merge)
+
+
+def _merge(tasks: Sequence[Task], region: Region, base_raw: BaseEntries, reader: TensorReader) -> bool:
+    """Merge a region that was read for all tasks; each gets the regions of its own in it."""
+    assert reader.reading is not None, "the plan says how deltas are read"
+    deltas = Deltas(reader, region, base_raw, reader.reading.strategy, reader.reading.times)
+    alike: dict[tuple[Region, ...], list[Task]] = {}
+    for task in tasks:
+        alike.setdefault(task.regions, []).append(task)
+    for regions, group in alike.items():
+        if len(alike) == 1:
+            _merge_group(group, region, deltas, base_raw, reader, changed=None)
+            continue
+        for own in regions:
+            given = [narrowed(d, own).view(own.shape) for d in deltas.held()]
+            base = narrowed(base_raw, own) if isinstance(base_raw, Tensor) else base_raw
+            _merge_group(group, own, given, base, reader, changed=any(bool(d.any()) for d in given))
+    changed = deltas.changed or any(t.method.moves_base(t.call.options) for t in tasks)
+    deltas.release()
+    return changed
+
+
+def _merge_group(
+    group: Sequence[Task],
+    region: Region,
+    deltas: Sequence[Tensor],
+    base_raw: BaseEntries,
+    reader: TensorReader,
+    *,
+    changed: bool | None,
+) -> None:
+    """Merge and write a region for tasks that want the same; `changed`: None asks the deltas once they were read."""
+    keeps = len(group) > 1 or any(t.observer is not None for t in group)
+    context = context_of(group, region, base_raw, reader, keeps_stages=keeps)
+    for task in group:
+        factors = None
+        if task.item.form == "factored":  # beside others that take dense deltas
+            factors, value = merged_by_factors(task, region, reader)
+        else:
+            with reader.computing():
+                value = apply_method(task, region, deltas, context)
+        if task.observer is not None:
+            assert isinstance(base_raw, Tensor), "an observer is given everything whole"
+            stages = context.first_stages(task)
+            task.observer.region(Merged(region, deltas, factors, base_raw, value, stages, task.stats))
+        moved = deltas.changed if isinstance(deltas, Deltas) else bool(changed)
+        moved = moved or task.method.moves_base(task.call.options)
+        task.output.take(region, base_raw, value if moved else None, reader)

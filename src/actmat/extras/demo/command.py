@@ -1,0 +1,36 @@
+"""`actmat demo`: the embedded example, from training to a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from actmat.cli import flags
+from actmat.cli.listing import command
+
+__all__ = ["demo"]
+
+
+@command("merge", "all merges are there", "the output place or a method is wrong")
+def demo(
+    out: Annotated[Path, typer.Option("--out", help="Where checkpoints and results go.")] = Path("demo-output"),
+    method: Annotated[list[str] | None, typer.Option("--method", "-m", help="Only these methods.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of data splits and training.")] = 0,
+    threads: Annotated[int | None, typer.Option("--threads", help="Workers of the merges.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier demo there.")] = False,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
+) -> None:
+    """Train a small transformer and several experts on real digits, merge them with every method, compare.
+
+    Takes about a minute on two cores and keeps all checkpoints, so that you can go on with 'actmat merge'.
+    """
+    from actmat.cli.screen import SafeConsole, console, print_result
+    from actmat.extras.demo.run import run_demo
+
+    shown = SafeConsole(quiet=True) if quiet or json else console
+    result = run_demo(out, seed=seed, methods=method, threads=threads, overwrite=overwrite, console=shown)
+    if json:
+        print_result("demo", result.to_json())

@@ -1,0 +1,190 @@
+"""Storage of the inputs and its consequences for the output: components, side files, codes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.codecs.checkpoint import coding_of
+from actmat.experts.base import Expert, Source
+from actmat.layout.components import component_configs, parts_of, single_file_of
+from actmat.recipe import Recipe
+
+__all__ = [
+    "absent_parts",
+    "encoding_problems",
+    "files_left_out",
+    "left_out_note",
+    "part_notes",
+    "quantisation_notes",
+    "scheme_words",
+    "stems_of",
+]
+
+DIFFUSERS_STEM = "diffusion_pytorch_model"
+"""Start of the names of diffusers' weight files."""
+
+
+def absent_parts(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str]) -> dict[str, str]:
+    """Base tensor -> why it is copied: an expert has no tensor at all of its part, or its layout has no such tensor.
+
+    An expert that is one component of a pipeline has its names without the component's prefix.
+    """
+    out: dict[str, str] = {}
+    for part, prefix in parts_of(base.specs, base.config).items():
+        names = [n for n in base.specs if n.startswith(prefix)]
+        lacking = [
+            label
+            for label, expert in zip(labels, experts, strict=True)
+            if not expert.needs_base
+            and not any(n.startswith(prefix) for n in expert.specs)
+            and not any(n.removeprefix(prefix) in expert.specs for n in names)
+        ]
+        if lacking:
+            who = ", ".join(f"'{label}'" for label in lacking)
+            out |= dict.fromkeys(names, f"expert {who} has no {part} ({prefix}*): copied from the base")
+    for label, expert in zip(labels, experts, strict=True):
+        for name, why in expert.lacks.items():
+            out.setdefault(name, f"{why}, expert '{label}': copied from the base")
+    return out
+
+
+def stems_of(base: Checkpoint) -> tuple[str, Mapping[str, str]]:
+    """Name of the output's weight files; and for a pipeline, prefix of a component -> folder and name of its files."""
+    components = component_configs(base.config)
+    if components is None:
+        return _stem(base.config), {}
+    return "model", {f"{name}.": f"{name}/{_stem(config)}" for name, config in components.items()}
+
+
+def part_notes(base: Checkpoint) -> list[str]:
+    """Notes on a base that is a single file of an image or video tool, or a pipeline."""
+    components = component_configs(base.config)
+    if components is not None:
+        return [f"the base is a pipeline with weights in {', '.join(components)}; its other files are copied"]
+    single = single_file_of(base.specs)
+    return [] if single is None else [f"the base is {single.words}"]
+
+
+def _stem(config: Mapping[str, object] | None) -> str:
+    return DIFFUSERS_STEM if config is not None and "_class_name" in config else "model"
+
+
+SHOWN = 8
+"""Files that a note names."""
+UNSAID = ("hidden", "written anew")
+"""Reasons that need no note: nobody looks for such files in an output."""
+
+
+def files_left_out(recipe: Recipe, base: Checkpoint | None, experts: Sequence[Expert]) -> dict[str, str]:
+    """Path -> reason, for the base's folder and that of the expert that `files_from` names (its label in brackets)."""
+    if base is None:
+        return {}
+    found = dict(base.side_files().left_out)
+    if recipe.files_of in recipe.labels:
+        expert = experts[recipe.labels.index(recipe.files_of)]
+        found |= {f"{path} ({recipe.files_of})": why for path, why in expert.side_files().left_out.items()}
+    return found
+
+
+def left_out_note(left_out: Mapping[str, str]) -> list[str]:
+    """One sentence on them; none where there is nothing to say.
+
+    >>> left_out_note({"optimizer.pt": "a pickle", ".git/": "hidden"})
+    ['not copied with the output: optimizer.pt (a pickle)']
+    """
+    told = [f"{path} ({why})" for path, why in left_out.items() if why not in UNSAID]
+    more = [f"and {len(told) - SHOWN} more, see the manifest"] if len(told) > SHOWN else []
+    return [f"not copied with the output: {', '.join(told[:SHOWN] + more)}"] if told else []
+
+
+def scheme_words(
+    name: str, base: Checkpoint, sources: Sequence[Source | None], experts: Sequence[Expert], labels: Sequence[str]
+) -> str:
+    """Sentence part about the inputs that store a tensor as codes; empty where none does.
+
+    Args:
+        name: of the tensor in the base.
+        sources: per expert, where its delta comes from; none where no expert is read.
+    """
+    found: dict[str, list[str]] = {}
+    if scheme := base.scheme(name):
+        found.setdefault(scheme, []).append("the base")
+    for label, expert, source in zip(labels, experts, sources, strict=False):
+        if source is not None and (scheme := expert.scheme(source.name)):
+            found.setdefault(scheme, []).append(f"expert '{label}'")
+    return "".join(f"; decoded from {scheme} in {_listed(who)}" for scheme, who in found.items())
+
+
+def encoding_problems(recipe: Recipe, base: Checkpoint, names: Mapping[str, Sequence[str]]) -> list[str]:
+    """Reasons why the output cannot be written in the base's layout of codes; none where that is not asked for.
+
+    Args:
+        names: tensors of the base -> those tied to each.
+    """
+    if recipe.quantise is None:
+        return []
+    asked = "--quantise same writes the base's layout of codes"
+    coded = {n: c for n in names if (c := coding_of(base, n)) is not None}
+    if not coded:
+        return [f"{asked}, and the base ({base.location}) stores none of its own. Fix: leave it out"]
+    problems = []
+    if recipe.dtype is not None:
+        problems.append(f"{asked}, which --dtype {recipe.dtype} would change. Fix: leave one of them out")
+    reasons: dict[str, list[str]] = {}
+    for name, coding in coded.items():
+        if names[name]:
+            reasons.setdefault("tied tensors are not written as codes", []).append(name)
+        elif coding.why_not_written:
+            reasons.setdefault(f"{coding.scheme}: {coding.why_not_written}", []).append(name)
+    for reason, listed in reasons.items():
+        problems.append(f"{len(listed)} tensors such as '{listed[0]}' ({reason}). Fix: leave out --quantise same")
+    if base.unused:
+        problems.append(
+            f"the base has scales of activations that were measured on it, such as '{base.unused[0]}', and a merged "
+            "model has others. Fix: leave out --quantise same, and quantise the merged model"
+        )
+    return problems
+
+
+def quantisation_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
+    """Notes about quantised inputs: their layouts, the form of the output, and differences."""
+    labels = recipe.labels
+    of_base = _schemes(base)
+    of_experts = [(label, _schemes(expert)) for label, expert in zip(labels, experts, strict=True)]
+    notes = [
+        f"{who} stores {sum(schemes.values())} tensors as codes ({'; '.join(schemes)}): they are decoded as they are "
+        "read"
+        for who, schemes in (("the base", of_base), *((f"expert '{n}'", s) for n, s in of_experts))
+        if schemes
+    ]
+    if of_base and recipe.quantise is not None:
+        notes.append(
+            "merged tensors are written in the base's layouts of codes; the relative error of each is its "
+            "'quantisation_error' in the manifest"
+        )
+    elif of_base:
+        notes.append(
+            "the output is not quantised: decoded tensors are written as floats, and config.json without its entry "
+            "about quantisation"
+        )
+    full = [(n, set(s)) for (n, s), e in zip(of_experts, experts, strict=True) if not e.needs_base]
+    other = [n for n, schemes in full if schemes != set(of_base)]
+    if other:
+        notes.append(
+            f"{_listed([f'expert {n!r}' for n in other])} and the base are quantised in different ways, or one of them "
+            "is not: their deltas hold the rounding errors of both"
+        )
+    elif of_base and full:
+        notes.append("base and experts were rounded to codes each by itself: deltas hold the rounding errors of both")
+    return notes
+
+
+def _schemes(source: Checkpoint | Expert) -> Counter[str]:
+    """Number of tensors of each scheme."""
+    return Counter(s for name in source.specs if (s := source.scheme(name)))
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
