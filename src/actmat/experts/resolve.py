@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actmat import plugins
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, versions_of_files
-from actmat.checkpoints.file_names import ADAPTER_CONFIG
+from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.errors import CheckpointError
