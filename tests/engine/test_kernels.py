@@ -14,10 +14,10 @@ from tests.helpers.one_tensor import digest
 from tests.helpers.sessions import run_here
 from torch import Tensor
 
-from actmat.engine.executors.samples import Samples
 from actmat.engine.kernels import KERNELS
 from actmat.engine.task import Record
 from actmat.errors import NumericalError
+from actmat.extras.conformance.samples import Samples
 from actmat.methods import get_method
 from actmat.planning.item import Item, Kernel
 

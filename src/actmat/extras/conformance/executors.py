@@ -33,7 +33,6 @@ from torch import Tensor
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.executors.base import Executor, survey_in
-from actmat.engine.executors.samples import Samples
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import Merged, ObserverFactory, SinkSource
@@ -44,6 +43,7 @@ from actmat.engine.task import Record
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import NumericalError
 from actmat.experts.resolve import open_expert
+from actmat.extras.conformance.samples import Samples
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 from actmat.planning import build_plan
