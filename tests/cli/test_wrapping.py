@@ -16,7 +16,8 @@ from rich.cells import cell_len
 from tests.helpers.merging import Family, actmat
 from tests.helpers.repository import ROOT
 
-from actmat.cli.screen import SafeConsole, escape, plain_table, wrapped
+from actmat.cli.screen import SafeConsole, escape, plain_table
+from actmat.cli.streams import wrapped
 
 FORGED = "actmat:all-good"
 

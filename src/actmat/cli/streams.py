@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,23 @@ from typing import Any, TextIO
 
 import typer
 
-__all__ = ["BROKEN_PIPE", "Notes", "checked_stdout", "open_closed_streams", "optional_stdout", "say"]
+__all__ = [
+    "BROKEN_PIPE",
+    "INDENT",
+    "Notes",
+    "breaks_of",
+    "checked_stdout",
+    "open_closed_streams",
+    "optional_stdout",
+    "say",
+    "wrapped",
+]
+
+INDENT = 4
+"""Of the lines in which a long one is continued."""
+_START = re.compile(r"\s*(?:- )?")
+"""Beginning of a line that is not broken: its indentation and the mark of a problem."""
+_WORD = re.compile(r"\S+\s*|\s+")
 
 BROKEN_PIPE = 141
 """Exit code after the reader of stdout went away, as shells report a process that SIGPIPE ended."""
@@ -30,8 +47,6 @@ def say(message: str, **style: Any) -> None:
     """Print a message on stderr, if that can be written to; a terminal gets its lines wrapped with an indentation."""
     try:
         if sys.stderr is not None and sys.stderr.isatty():
-            from actmat.cli.screen import wrapped
-
             message = wrapped(message, shutil.get_terminal_size().columns)
         typer.secho(message, err=True, **style)
     except OSError:
@@ -144,3 +159,40 @@ def _mute(stream: TextIO | None) -> None:
             os.dup2(null, stream.fileno())
         finally:
             os.close(null)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Plain text with every line that is longer than `width` cells continued in indented ones.
+
+    >>> print(wrapped("the tensor 'all good' differs", 16))
+    the tensor 'all
+        good'
+        differs
+    """
+    lines = []
+    for line in text.split("\n"):
+        ends = [*breaks_of(line, width, INDENT), len(line)]
+        pieces = [line[a:b].rstrip() for a, b in zip([0, *ends], ends, strict=False)]
+        lines += [pieces[0], *(" " * INDENT + piece for piece in pieces[1:])]
+    return "\n".join(lines)
+
+
+def breaks_of(line: str, width: int, indent: int) -> list[int]:
+    """Positions at which a line is broken: between words, inside those that are longer than a line."""
+    from rich.cells import cell_len, chop_cells
+
+    found = _START.match(line)
+    start = found.end() if found and found.end() <= width // 2 else 0
+    breaks: list[int] = []
+    column = start
+    for word in _WORD.finditer(line, start):
+        if column > (start if not breaks else indent) and column + cell_len(word[0].rstrip()) > width:
+            breaks.append(word.start())
+            column = indent
+        at, room = word.start(), max(width - column, 2)
+        while cell_len(line[at : word.end()].rstrip()) > room:
+            at += len(chop_cells(line[at : word.end()], room)[0])
+            breaks.append(at)
+            column, room = indent, max(width - indent, 2)
+        column += cell_len(line[at : word.end()])
+    return breaks
