@@ -28,7 +28,7 @@ from actmat.engine.kernels import dense
 from actmat.engine.reader import TensorReader
 from actmat.engine.session import Session
 from actmat.engine.writing import TensorOutput
-from actmat.linalg.masks import random
+from actmat.linalg.masks import mask
 from benchmarks.common import WORK, fresh, markdown, torch_threads, write_result
 from benchmarks.make_llama import INITIAL_RMS, noise
 from benchmarks.stages import Stages
@@ -46,7 +46,7 @@ def instrumented(stages: Stages) -> Iterator[None]:
         (TensorReader, "read_chunk", "read"),
         (dense, "apply_method", "method"),
         (TensorOutput, "take", "write"),
-        (random, "_draws", "draw"),
+        (mask, "_draws", "draw"),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, stage in places:

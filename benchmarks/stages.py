@@ -35,7 +35,7 @@ from actmat.engine.reader import TensorReader
 from actmat.engine.session import Session
 from actmat.engine.writing import TensorOutput
 from actmat.linalg import operations
-from actmat.linalg.interference import gains, moments, rereading, solver, spectral_solve
+from actmat.linalg.interference import moments, rereading, solver, spectral_solve
 from benchmarks.common import WORK, fresh, markdown, torch_threads, write_result
 from benchmarks.make_llama import INITIAL_RMS, noise
 from benchmarks.matrix import make_deltas
@@ -144,7 +144,7 @@ def _whole_flops(found: Any, sym_NN: Tensor) -> float:
     return operations.eigh(sym_NN.shape[0]).flops
 
 
-def _gain_flops(found: Any, gain: gains.Gain, rows: int) -> float:
+def _gain_flops(found: Any, gain: spectral_solve.Gain, rows: int) -> float:
     return 2.0 * gain.products(rows)
 
 
@@ -171,13 +171,13 @@ def instrumented(stages: Stages) -> Iterator[None]:
         (rereading, "add_gram", GRAM, _gram_flops),
         (rereading, "gram_of_rows", TARGET, None),
         (rereading, "multiply", TARGET, _product_flops),
-        (rereading.Rereading, "merged", TARGET, None),
+        (rereading.GramMoments, "merged", TARGET, None),
         (rereading, "apply_in_panels", APPLY, _factor_flops),
         (spectral_solve, "certified_cholesky", PROOF, None),
         (moments, "leading", PART, _part_flops),
         (moments, "eigh", WHOLE, _whole_flops),
-        (gains.EigenPairs, "applier", APPLY, _gain_flops),
-        (gains.Inverse, "applier", APPLY, _gain_flops),
+        (spectral_solve.EigenPairs, "applier", APPLY, _gain_flops),
+        (spectral_solve.Inverse, "applier", APPLY, _gain_flops),
         (solver, "apply_gain", APPLY, _right_flops),
         (TensorOutput, "take", WRITE, None),
     ]

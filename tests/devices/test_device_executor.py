@@ -20,7 +20,6 @@ from actmat.engine.devices.device import SimulatedDevice
 from actmat.engine.executors import lockstep
 from actmat.engine.executors.base import Executor
 from actmat.engine.executors.batches import batches_of
-from actmat.engine.executors.conformance import ExecutorConformance, _Run
 from actmat.engine.executors.devices import DeviceExecutor
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import SinkSource
@@ -28,7 +27,8 @@ from actmat.engine.resources import Resources
 from actmat.engine.session import Session
 from actmat.engine.units import Unit
 from actmat.errors import CheckpointError, MergeError
-from actmat.extras.collect.samples import Samples
+from actmat.extras.conformance.executors import ExecutorConformance, _Run
+from actmat.extras.conformance.samples import Samples
 
 
 class TestOneDevice(ExecutorConformance):

@@ -15,7 +15,7 @@ from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat
 import actmat as library
 from actmat.engine.units import plan_units
 from actmat.experts.base import Source
-from actmat.extras.collect.samples import Samples
+from actmat.extras.conformance.samples import Samples
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.planning import MergePlan

@@ -18,7 +18,7 @@ from actmat import api
 from actmat.api.matrices import merge_matrices
 from actmat.errors import MergeError
 from actmat.planning import MergePlan
-from actmat.planning.model import PostCall
+from actmat.planning.item import PostCall
 from actmat.planning.post import layers_of
 
 LINEAR = tuple(

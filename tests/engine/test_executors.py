@@ -20,7 +20,6 @@ import actmat
 from actmat.engine import executors
 from actmat.engine.executors import EXECUTORS
 from actmat.engine.executors.base import Executor, survey_in
-from actmat.engine.executors.conformance import ExecutorConformance
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import SinkSource
@@ -29,6 +28,7 @@ from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.survey import SurveyKey, run_surveys
 from actmat.engine.units import Unit
 from actmat.errors import MergeError, RecipeError
+from actmat.extras.conformance.executors import ExecutorConformance
 from actmat.planning.model import Item
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from actmat.engine.kernels import KERNELS
 from actmat.engine.task import Record
 from actmat.errors import NumericalError
-from actmat.extras.collect.samples import Samples
+from actmat.extras.conformance.samples import Samples
 from actmat.methods import get_method
 from actmat.planning.item import Item, Kernel
 

@@ -23,13 +23,13 @@ from tests.helpers.troubles import Trouble
 
 import actmat as package
 from actmat.engine.executors.base import Executor
-from actmat.engine.executors.conformance import ExecutorConformance
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import SinkSource
 from actmat.engine.resources import Resources
 from actmat.engine.session import UnitResult
 from actmat.errors import MergeError
-from actmat.extras.collect.samples import Samples
+from actmat.extras.conformance.executors import ExecutorConformance
+from actmat.extras.conformance.samples import Samples
 from actmat.extras.ray import RayExecutor, cluster
 from actmat.extras.ray.batches import Offer
 from actmat.extras.ray.dispatch import ATTEMPTS, Dispatcher

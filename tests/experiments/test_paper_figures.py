@@ -11,6 +11,7 @@ from tests.tolerances import F64_ORACLE, relative_error
 from actmat import merge_matrices
 from actmat.errors import RecipeError
 from actmat.layout.patterns import compile_pattern
+from actmat.methods import get_method
 from actmat_experiments import paper
 from actmat_experiments.analyses.packed import packed
 from actmat_experiments.harness.merging import needs_statistics
@@ -166,16 +167,12 @@ def test_rms_keeps_the_norm_of_a_full_sum_and_is_exact_on_factors():
     deltas = random_deltas(3, 12, 18)
     found = merge_matrices("iso_c", deltas, mean="rms")
     assert float(found.norm()) == pytest.approx(float(sum(deltas).norm()), rel=F64_ORACLE)
-    from actmat.methods.iso_c import merge_lowrank
-    from actmat.methods.knots import merge_lowrank as knots_lowrank
-
     pairs = random_lowrank(3, 12, 18, rank=2)
     dense = [p.dense() for p in pairs]
-    for lowrank, method, options in (
-        (merge_lowrank, "iso_c", {}),
-        (knots_lowrank, "knots", {"rule": "iso_c", "order": "actmat"}),
-    ):
-        factored = lowrank(pairs, mean="rms", **options).value.dense()
+    for method, options in (("iso_c", {}), ("knots", {"rule": "iso_c", "order": "actmat"})):
+        lowrank = get_method(method).lowrank
+        assert lowrank is not None
+        factored = lowrank.merge(pairs, mean="rms", **options).value.dense()
         plain = merge_matrices(method, dense, mean="rms", **options)
         assert relative_error(factored, plain) < F64_ORACLE
         assert relative_error(plain, merge_matrices(method, dense, **options)) > 0.01

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from actmat.engine.devices.device import Device
-from actmat.engine.executors.conformance import _opened, _Run
 from actmat.engine.executors.devices import DeviceExecutor
 from actmat.engine.resources import Resources
-from actmat.extras.collect.samples import Samples
+from actmat.extras.conformance.executors import _opened, _Run
+from actmat.extras.conformance.samples import Samples
 
 __all__ = ["executor_of", "large", "opened", "plain"]
 

@@ -54,6 +54,7 @@ LAYERS = (
 EXTRAS: dict[str, set[str]] = {
     "adapters": set(),
     "collect": set(),
+    "conformance": set(),
     "demo": set(),
     "diffusion": {"adapters"},
     "gguf": set(),
@@ -65,10 +66,9 @@ EXTRAS: dict[str, set[str]] = {
     "training": set(),
     "tune": {"collect", "pages"},
     "ui": {"pages", "tune"},
+    "vocabulary": set(),
 }
 """Extra -> the others that it needs."""
-UNPLUGGED = {"checkpoints", "experts", "engine", "report", "api", "cli"}
-"""Layers that still import extras by name; those must come in by entry points."""
 PUBLIC = {
     "__init__",
     "api",
@@ -121,7 +121,7 @@ def problem(layer: str, imported: Import) -> str | None:
     name = layer.removeprefix("extras.")
     if target.startswith("extras."):
         needed = EXTRAS.get(name, set()) if layer != name else set()
-        allowed = target.removeprefix("extras.") in needed or layer in UNPLUGGED or layer == "__init__"
+        allowed = target.removeprefix("extras.") in needed or layer == "__init__"
         return None if allowed else f"{layer} does not need the extra {target}: it comes in by an entry point"
     if layer != name:
         return None if target != "__main__" else "extras are no programs"

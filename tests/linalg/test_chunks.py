@@ -15,7 +15,7 @@ from torch import Tensor
 from actmat.linalg import chunks
 from actmat.linalg.chunks import CHUNK_ENTRIES, Streamed, empty_result, prepend, walk
 from actmat.linalg.masks.election import elect, masked_sum
-from actmat.linalg.masks.random import Drop
+from actmat.linalg.masks.mask import Drop
 from actmat.linalg.masks.threshold import true_indices
 from actmat.methods import METHODS, get_method
 

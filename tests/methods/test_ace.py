@@ -12,7 +12,10 @@ from torch import Tensor
 
 from actmat.errors import NumericalError, RecipeError
 from actmat.linalg.lowrank import LowRank
-from actmat.methods.ace import ACE, heterogeneity, merge, merge_lowrank
+from actmat.methods.ace import ACE, heterogeneity, merge
+
+assert ACE.lowrank is not None
+merge_lowrank = ACE.lowrank.merge
 
 
 def naive(deltas: list[Tensor], *, eps: float, is_open: bool, leading: float = 0.3) -> Tensor:

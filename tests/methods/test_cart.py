@@ -8,7 +8,10 @@ from tests.helpers.laws import law_gap
 from tests.helpers.spectra import graded, random_deltas, random_lowrank
 from tests.tolerances import F32_ELEMENTWISE, relative_error
 
-from actmat.methods.cart import CART, kept_directions, merge, merge_lowrank
+from actmat.methods.cart import CART, kept_directions, merge
+
+assert CART.lowrank is not None
+merge_lowrank = CART.lowrank.merge
 
 
 def naive(deltas, k, scaling):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actmat.errors import RecipeError
 from actmat.linalg.lowrank import LowRank
-from actmat.methods import METHODS, MergedLowRank, MergeMethod
+from actmat.methods import METHODS, MergedLowRank, MergeMethod, get_method
 
 FACTORED = [m for m in METHODS if m.lowrank is not None]
 each_factored = pytest.mark.parametrize("method", FACTORED, ids=lambda m: m.name)
@@ -192,9 +192,10 @@ def test_the_row_space_is_kept_exactly_where_it_is_declared(method: MergeMethod)
     assert (off_the_rows(method) < 1e-10) == method.keeps_row_space
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m.meets_every_expert], ids=lambda m: m.name)
-def test_methods_that_meet_every_expert_are_near_them_on_their_rows(method: MergeMethod) -> None:
+@pytest.mark.parametrize("name", ["actmat", "actmat_ridge", "actmat_bounded"])
+def test_experts_with_independent_rows_are_all_met(name: str) -> None:
     """`D* D_t^T = c D_t D_t^T` for all experts, as the ridge vanishes; `c = 1` unless the norm is bounded."""
+    method = get_method(name)
     deltas = factors((12, 40), [2, 2])
     options = method.resolve_options({"ridge": 1e-9} if "ridge" in method.options else {})
     assert method.lowrank is not None

@@ -9,7 +9,10 @@ from tests.helpers.spectra import orthonormal, random_deltas, random_lowrank, wi
 from tests.tolerances import F64_ORACLE, relative_error
 from torch import Tensor
 
-from actmat.methods.dc_merge import DC_MERGE, merge, merge_lowrank, smoothed
+from actmat.methods.dc_merge import DC_MERGE, merge, smoothed
+
+assert DC_MERGE.lowrank is not None
+merge_lowrank = DC_MERGE.lowrank.merge
 
 
 def naive(deltas: list[Tensor], k: int, kept: int, smoothing: str = "none", rho: float = 5.0) -> Tensor:

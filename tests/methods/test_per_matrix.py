@@ -9,8 +9,8 @@ from tests.helpers.spectra import random_deltas
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
 
 
-def rule(deltas, base):
-    total = deltas[0] + deltas[1] + (0 if base is None else base)
+def rule(deltas):
+    total = sum(deltas)
     size = float(total.norm())
     return OneMatrix(total, {"size_max": size, "size_min": size, "count": 1}, ("jitter",) if size > 5 else ())
 
@@ -26,9 +26,8 @@ def test_one_matrix_is_given_as_it_is():
 @pytest.mark.parametrize("batch", [(5,), (2, 3)])
 def test_batches_keep_their_axes_and_share_a_record(batch):
     deltas = random_deltas(2, *batch, 3, 4)
-    base = random_deltas(1, *batch, 3, 4, seed=9)[0]
-    value, stats = each_matrix(rule, deltas, base)
-    assert torch.equal(value, deltas[0] + deltas[1] + base)
+    value, stats = each_matrix(rule, deltas)
+    assert torch.equal(value, deltas[0] + deltas[1])
     norms = torch.linalg.matrix_norm(value)
     assert stats["count"] == norms.numel()
     assert stats["size_max"] == pytest.approx(float(norms.max()))

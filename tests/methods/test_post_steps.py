@@ -14,7 +14,7 @@ from actmat.errors import RecipeError
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import Merged
 from actmat.methods.post import STEPS, Layer, PostStep, apply_steps, get_step
-from actmat.methods.post.larv import conflict, effective_rank
+from actmat.methods.post.layer_steps import conflict, effective_rank
 
 MATRIX_STEPS = [s for s in STEPS if s.layers is None]
 SHAPES = [(9, 9), (6, 11), (11, 6)]

@@ -13,7 +13,10 @@ from tests.tolerances import F64_ORACLE, relative_error
 from torch import Tensor
 
 from actmat.linalg.lowrank import LowRank
-from actmat.methods.resmerge import RESMERGE, merge, merge_lowrank
+from actmat.methods.resmerge import RESMERGE, merge
+
+assert RESMERGE.lowrank is not None
+merge_lowrank = RESMERGE.lowrank.merge
 
 
 def cosine(a: Tensor, b: Tensor) -> float:

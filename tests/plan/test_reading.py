@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import actmat
-from actmat.extras.collect.samples import Samples
+from actmat.extras.conformance.samples import Samples
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.planning import MergePlan

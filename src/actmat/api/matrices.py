@@ -12,7 +12,7 @@ from actmat.errors import AlignmentError, NumericalError, RecipeError
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import MergeMethod, Survey, get_method
 from actmat.methods.post import Step, apply_steps, get_step
-from actmat.methods.spaces import Space, as_factors, merge_in_space, space_problems
+from actmat.methods.spaces import MERGE_IN, Space, as_factors, space_problems
 from actmat.recipe import PostRef
 
 __all__ = ["merge_matrices"]
@@ -175,7 +175,7 @@ def _merge_pairs(
     dtype = pairs[0].b_OR.dtype
     with torch.no_grad():
         exact = [p.to(torch.float64) for p in pairs]
-        merged = merge_in_space(space, method, exact, needs, options, steps)
+        merged = MERGE_IN[space](method, exact, needs, options, steps)
         return _checked(merged.value.dense().to(dtype), method.name, [p.dense() for p in pairs])
 
 

@@ -1,4 +1,4 @@
-"""Config and shard index of a checkpoint folder, and the check of file names before they are opened.
+"""Names of files in a checkpoint folder, its config and shard index, and the check of names before they are opened.
 
 An index comes with a download, so the file names in it are untrusted: only plain names that stay in the folder are
 opened.
@@ -15,9 +15,40 @@ from typing import Any
 from actmat.bounds import kind_of_file, read_object
 from actmat.errors import CheckpointError
 
-__all__ = ["INDEX_SUFFIX", "is_plain_name", "member", "nested_member", "read_config", "read_index", "shown"]
+__all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_WEIGHTS",
+    "INDEX_SUFFIX",
+    "LORA_FILES",
+    "NOT_WEIGHTS",
+    "foreign_format",
+    "is_plain_name",
+    "member",
+    "nested_member",
+    "read_config",
+    "read_index",
+    "shown",
+]
 
 INDEX_SUFFIX = ".index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+LORA_FILES = ("pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
+"""Names that diffusers gives to LoRA files without a config."""
+_OF_TRAINING = "training_args.bin optimizer.pt optimizer.bin scheduler.pt scheduler.bin rng_state.pth scaler.pt"
+NOT_WEIGHTS = (*ADAPTER_WEIGHTS, *_OF_TRAINING.split())
+"""Files of adapters and of training, which have the suffixes of weights."""
+
+FOREIGN = {
+    ".ggml": "a GGML file: quantised or laid out for llama.cpp",
+    ".h5": "a TensorFlow checkpoint",
+    ".ckpt.index": "a TensorFlow checkpoint",
+    ".msgpack": "a Flax checkpoint",
+    ".onnx": "an ONNX graph",
+    ".npz": "a NumPy archive",
+    ".tflite": "a TensorFlow Lite graph",
+}
+"""Suffix of weight files in formats that are not read -> description."""
 
 
 def read_config(directory: Path | None) -> Mapping[str, Any] | None:
@@ -105,3 +136,8 @@ def _hub_blobs(folder: Path) -> tuple[Path, ...]:
     if folder.parent.name != "snapshots" or not folder.parents[1].name.startswith("models--"):
         return ()
     return folder.parents[1] / "blobs", folder.parents[2] / "blobs"
+
+
+def foreign_format(name: str) -> str:
+    """Description of a file in a format that is not read, by its suffix; empty for any other file."""
+    return next((text for suffix, text in FOREIGN.items() if name.endswith(suffix)), "")

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from actmat.bounds import read_bytes, read_object
-from actmat.checkpoints.file_names import ADAPTER_CONFIG
-from actmat.checkpoints.folder import INDEX_SUFFIX, is_plain_name, nested_member
+from actmat.checkpoints.folder import ADAPTER_CONFIG, INDEX_SUFFIX, is_plain_name, nested_member
 from actmat.errors import CheckpointError
 
 __all__ = [

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from actmat.bounds import kind_of_file, list_folder
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, versions_of_files
-from actmat.checkpoints.file_names import NOT_WEIGHTS
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec, versions_of_files
 from actmat.checkpoints.files import file_identity
-from actmat.checkpoints.folder import INDEX_SUFFIX, is_plain_name, member, read_config, read_index
+from actmat.checkpoints.folder import INDEX_SUFFIX, NOT_WEIGHTS, is_plain_name, member, read_config, read_index, shown
 from actmat.checkpoints.side_files import SideFiles, side_files_of
 from actmat.errors import CheckpointError
 
-__all__ = ["Format", "LocalSource", "Source", "StoredCheckpoint"]
+__all__ = ["Format", "LocalSource", "Source", "StoredCheckpoint", "join_shards"]
 
 
 class Source(abc.ABC):
@@ -221,6 +220,35 @@ class StoredCheckpoint(Checkpoint):
         return CheckpointHandle(
             source.address, self.format, self.location, str(source.cache_dir or ""), source.streams, etags
         )
+
+
+def join_shards(
+    shards: Mapping[str, Mapping[str, TensorSpec]], weight_map: Mapping[str, str] | None, *, location: str
+) -> dict[str, TensorSpec]:
+    """Specs of all files in order; every disagreement between files, or with the index, is an error."""
+    specs: dict[str, TensorSpec] = {}
+    problems: list[str] = []
+    for label, shard in shards.items():
+        for name, spec in shard.items():
+            if name in specs:
+                problems.append(f"tensor {shown(name)}: in {specs[name].file} and again in {label}")
+            elif weight_map is not None and name not in weight_map:
+                problems.append(f"tensor {shown(name)}: in {label}, but not in the index")
+            else:
+                specs[name] = spec
+    for name, label in (weight_map or {}).items():
+        found = specs.get(name)
+        if found is None:
+            problems.append(f"tensor {shown(name)}: the index says {label}, which does not hold it")
+        elif found.file != label:
+            problems.append(f"tensor {shown(name)}: the index says {label}, it is in {found.file}")
+    if problems:
+        raise CheckpointError(
+            f"{location}: the shards do not agree with each other or with the index. Likely cause: files of two saves "
+            "mixed in one folder. Fix: fetch or save the whole folder again",
+            problems,
+        )
+    return specs
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from actmat.linalg.caps import cap_delta, cap_lowrank
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import Merged, MergeMethod
 from actmat.methods.post import apply_steps, apply_steps_lowrank
-from actmat.methods.spaces import merge_in_space
+from actmat.methods.spaces import MERGE_IN
 from actmat.planning.post import has_spectrum
 from actmat.planning.regions import Region, cut, matrix_label
 from actmat.planning.statistics import ExpertStatistics
@@ -294,7 +294,7 @@ def merge_factors(task: Task, region: Region, k: int, deltas: Sequence[LowRank],
     method, call, label = task.method, task.call, matrix_label(region, k)
     needs = needs_of(task, region, k, label, context)
     if call.space != "full":
-        merged = merge_in_space(call.space, method, deltas, needs, call.options, call.matrix_steps)
+        merged = MERGE_IN[call.space](method, deltas, needs, call.options, call.matrix_steps)
         task.note(label, merged.stats)
         return limit_factors(task, merged.value, deltas, region.layout, label)
     assert method.lowrank is not None, "the plan chose the factored form"

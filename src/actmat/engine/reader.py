@@ -373,7 +373,7 @@ class AdapterReader:
         return out
 
     def biases(self, item: Item) -> list[Tensor | None]:
-        """What each expert adds to the bias of a module's layer, in float64; None where it adds nothing."""
+        """Addition of each expert to the bias of a module's layer, in float64; None where it has none."""
         return [
             None if s is None else (a := _adapter(e)).bias_delta(a.modules[s.name], torch.float64)
             for e, s in zip(self.inputs.experts, item.sources, strict=True)

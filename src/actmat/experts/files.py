@@ -13,8 +13,7 @@ from pathlib import Path
 
 from actmat.bounds import is_url, list_folder, local_path
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.file_names import ADAPTER_CONFIG, LORA_FILES
-from actmat.checkpoints.folder import member
+from actmat.checkpoints.folder import ADAPTER_CONFIG, LORA_FILES, member
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
 from actmat.checkpoints.resolve import HUB_ID, find_source

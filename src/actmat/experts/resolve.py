@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from actmat import plugins
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, versions_of_files
-from actmat.checkpoints.file_names import ADAPTER_CONFIG
+from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.errors import CheckpointError
@@ -78,7 +79,7 @@ def open_stored(location: str | Path) -> Checkpoint:
     return open_adapter(location).weights if is_adapter(location) else open_checkpoint(location)
 
 
-def describe_adapter(location: str | Path, adapter: Adapter) -> Mapping[str, object]:
+def describe_adapter(location: str | Path, adapter: Adapter) -> dict[str, Any]:
     """Entries of `inspect` that the family of an open adapter has of its own; none for plain LoRA."""
     family = _family(location)
     return {} if family is None or family.describe is None else family.describe(adapter)

@@ -141,10 +141,6 @@ class Above:
         bound = self.share * float(values_J[0])
         return int((values_J > bound).sum()), bound
 
-    def hopeless(self, ritz: _Ritz) -> bool:
-        """True if a glance shows that too many are wanted: all that were found."""
-        return self.of(ritz.values_J)[0] == len(ritz.values_J)
-
     def basis(self, ritz: _Ritz, dtype: torch.dtype, limit: float) -> tuple[float, float]:
         """Expected size of the basis, and the size at which to look again."""
         count, _ = self.of(ritz.values_J)
@@ -165,10 +161,6 @@ class Largest:
         lowest = self._lowest(values_J)
         above = int((values_J > lowest).sum())
         return (self.known, float(values_J[self.known - 1])) if above >= self.known else (above, lowest)
-
-    def hopeless(self, ritz: _Ritz) -> bool:
-        """A glance does not show how far the wanted ones reach."""
-        return False
 
     def basis(self, ritz: _Ritz, dtype: torch.dtype, limit: float) -> tuple[float, float]:
         """Expected size of the basis (infinity above `limit`), and the size at which to look again."""
@@ -270,7 +262,8 @@ def leading(sym_NN: Tensor, wanted: Above | Largest, dtype: torch.dtype) -> Lead
         return f"at least {wanted.known} directions are kept"
     basis = _Basis(sym_NN, int(LIMIT * size) // BLOCK * BLOCK)
     basis.grow(EARLY_CHECK * BLOCK)
-    if wanted.hopeless(basis.ritz()):
+    values_J = basis.ritz().values_J
+    if isinstance(wanted, Above) and wanted.of(values_J)[0] == len(values_J):
         return "all directions of a first look are kept"
     look, before = FIRST_LOOK * BLOCK, None
     while True:

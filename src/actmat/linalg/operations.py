@@ -43,47 +43,40 @@ Kind = Literal["product", "cholesky", "eigh", "svd", "entry"]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Operations of one class.
-
-    Args:
-        kind: the class.
-        flops: number of operations.
-        double: in float64, whatever the compute dtype.
-    """
+    """A number of operations of one class."""
 
     kind: Kind
     flops: int
-    double: bool = False
 
 
-def product(rows: int, columns: int, inner: int, *, double: bool = False) -> Operation:
+def product(rows: int, columns: int, inner: int) -> Operation:
     """An `M x K` by `K x N` product."""
-    return Operation("product", 2 * rows * columns * inner, double)
+    return Operation("product", 2 * rows * columns * inner)
 
 
-def gram(rows: int, width: int, *, double: bool = False) -> Operation:
+def gram(rows: int, width: int) -> Operation:
     """`A^T A` of an `M x N` factor in the blocks on and above the diagonal only.
 
     >>> gram(100, 400).flops == 2 * 100 * 400 * 400, gram(100, 800).flops == 2 * 100 * 800 * 800 * 5 // 8
     (True, True)
     """
     upper = sum((c.stop - c.start) * (width - c.start) for c in gram_panels(width))
-    return Operation("product", 2 * rows * upper, double)
+    return Operation("product", 2 * rows * upper)
 
 
-def cholesky(size: int, *, inverse: bool = False, double: bool = True) -> Operation:
+def cholesky(size: int, *, inverse: bool = False) -> Operation:
     """Factorisation of a symmetric `N x N` matrix, with its inverse if asked for."""
-    return Operation("cholesky", size**3 // 3 + (2 * size**3 // 3 if inverse else 0), double)
+    return Operation("cholesky", size**3 // 3 + (2 * size**3 // 3 if inverse else 0))
 
 
-def cholesky_solve(size: int, right_hand_sides: int, *, double: bool = True) -> Operation:
+def cholesky_solve(size: int, right_hand_sides: int) -> Operation:
     """Two triangular solves with `M` right-hand sides."""
-    return Operation("cholesky", 2 * right_hand_sides * size**2, double)
+    return Operation("cholesky", 2 * right_hand_sides * size**2)
 
 
-def eigh(size: int, *, double: bool = True) -> Operation:
+def eigh(size: int) -> Operation:
     """All eigenvalues and eigenvectors of a symmetric matrix."""
-    return Operation("eigh", 9 * size**3, double)
+    return Operation("eigh", 9 * size**3)
 
 
 def leading_eigh(size: int, wanted: int) -> list[Operation]:
@@ -97,15 +90,15 @@ def leading_eigh(size: int, wanted: int) -> list[Operation]:
     basis = planned_basis(size, wanted)
     if not basis:
         return [eigh(size)]
-    grown = [product(size, basis, size, double=True), product(size, basis, basis, double=True)]
-    found = [eigh(basis), product(size, wanted, basis, double=True)]
-    return [*grown, *found, gram(wanted, size, double=True), cholesky(size)]
+    grown = [product(size, basis, size), product(size, basis, basis)]
+    found = [eigh(basis), product(size, wanted, basis)]
+    return [*grown, *found, gram(wanted, size), cholesky(size)]
 
 
-def svd(rows: int, columns: int, *, double: bool = False) -> Operation:
+def svd(rows: int, columns: int) -> Operation:
     """All `min(M, N)` singular triplets by LAPACK."""
     short, long = sorted((rows, columns))
-    return Operation("svd", 6 * long * short**2 + 20 * short**3, double)
+    return Operation("svd", 6 * long * short**2 + 20 * short**3)
 
 
 def entries(count: int) -> Operation:
@@ -117,8 +110,8 @@ def thin_svd(rows: int, columns: int, kept: int, *, double: bool) -> list[Operat
     """`linalg.svd.thin_svd`: through the short side's Gram matrix in float64, or by LAPACK for float64 accuracy."""
     short, long = sorted((rows, columns))
     if double:
-        return [svd(rows, columns, double=True)]
-    gram_and_long = [gram(long, short, double=True), product(long, kept, short, double=True)]
+        return [svd(rows, columns)]
+    gram_and_long = [gram(long, short), product(long, kept, short)]
     return [*gram_and_long, *leading_eigh(short, kept), entries(4 * rows * columns)]
 
 
@@ -126,9 +119,9 @@ def polar_factor(rows: int, columns: int, *, double: bool) -> list[Operation]:
     """`linalg.singular.polar_factor`: through the short side's Gram matrix, or by LAPACK for float64 accuracy."""
     short, long = sorted((rows, columns))
     if double:
-        return [svd(rows, columns, double=True), product(rows, columns, short, double=True)]
-    both = [gram(long, short, double=True), product(short, long, short, double=True)]
-    return [*both, product(short, short, short, double=True), eigh(short), entries(2 * rows * columns)]
+        return [svd(rows, columns), product(rows, columns, short)]
+    both = [gram(long, short), product(short, long, short)]
+    return [*both, product(short, short, short), eigh(short), entries(2 * rows * columns)]
 
 
 def repeated(operations: Iterable[Operation], count: int) -> list[Operation]:

@@ -12,8 +12,9 @@ delta, or equal rows) is left out: the code divides by its trace, which is zero.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -22,19 +23,17 @@ import torch
 from torch import Tensor
 
 from actmat.errors import NumericalError
+from actmat.linalg import operations as ops
 from actmat.linalg.lapack import Retries
-from actmat.linalg.lowrank import LowRank, common_bases
-from actmat.linalg.operations import Operation, cholesky, cholesky_solve, entries, product, repeated
-from actmat.linalg.operations import thin_svd as thin_svd_operations
+from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, svd_workspace, thin_svd
-from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
+from actmat.methods._shared.per_matrix import OneMatrix, each_matrix, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.facets import About, Cost, LowRankForm, Merged, MergedLowRank
+from actmat.methods.facets import About, Cost, Merged
 
-__all__ = ["ACE", "heterogeneity", "merge", "merge_lowrank"]
+__all__ = ["ACE", "heterogeneity", "merge"]
 
 Gate = Literal["auto", "on", "off"]
-Epsilon = Annotated[float, Bounds(low=0, open_low=True)]
 TINY = 1e-12
 """Added by the published code to everything that it divides by."""
 
@@ -51,8 +50,9 @@ class _Frame:
 
 def merge(
     deltas: Sequence[Tensor],
+    frames: Iterable[_Frame] | None = None,
     *,
-    eps: Epsilon = 1e-2,
+    eps: Annotated[float, Bounds(low=0, open_low=True)] = 1e-2,
     gate: Gate = "auto",
     threshold: Annotated[float, Bounds(low=0)] = 0.3,
     leading: Fraction = 0.3,
@@ -70,33 +70,23 @@ def merge(
         threshold: of the heterogeneity, above which experts count as different in size.
         leading: share of the singular directions that the refinement raises.
     """
-    options = partial(_merge, eps=eps, gate=gate, threshold=threshold, leading=leading)
-    rows, columns = deltas[0].shape[-2:]
-    ones_O, ones_I = (torch.ones(n, dtype=torch.float64, device=deltas[0].device) for n in (rows, columns))
-    frame = _Frame(ones_O / math.sqrt(rows), ones_I, columns, min(rows, columns))
-    value, stats = each_matrix(lambda each, _: options(each, frame=frame, accuracy=accuracy_of(each[0])), deltas)
+    if frames is None:
+        rows, columns = deltas[0].shape[-2:]
+        ones_O, ones_I = (torch.ones(n, dtype=torch.float64, device=deltas[0].device) for n in (rows, columns))
+        frames = itertools.repeat(_Frame(ones_O / math.sqrt(rows), ones_I, columns, min(rows, columns)))
+    own, rule = iter(frames), partial(_merge, eps=eps, gate=gate, threshold=threshold, leading=leading)
+    value, stats = each_matrix(lambda each: rule(each, frame=next(own)), deltas)
     return Merged(value.to(deltas[0].dtype), stats)
 
 
-def merge_lowrank(
-    deltas: Sequence[LowRank],
-    *,
-    eps: Epsilon = 1e-2,
-    gate: Gate = "auto",
-    threshold: Annotated[float, Bounds(low=0)] = 0.3,
-    leading: Fraction = 0.3,
-) -> MergedLowRank:
-    """The same merge on the cores of the common bases, to which the direction of equal rows is added. Exact."""
-    options = partial(_merge, eps=eps, gate=gate, threshold=threshold, leading=leading, accuracy=torch.float64)
-    exact = [d.to(torch.float64) for d in deltas]
-    *batch, rows, columns = exact[0].shape
-    ones_O1 = exact[0].b_OR.new_ones((*batch, rows, 1))
-    bases = common_bases([*exact, LowRank(ones_O1, exact[0].a_RI.new_zeros((*batch, 1, columns)))])
+def _site(deltas: Sequence[LowRank]) -> tuple[CommonBases, Iterable[_Frame]]:
+    """The common bases with the direction of equal rows among the columns, and the frame of each matrix in them."""
+    *batch, rows, columns = deltas[0].shape
+    ones_O1 = deltas[0].b_OR.new_ones((*batch, rows, 1))
+    bases = common_bases([*deltas, LowRank(ones_O1, deltas[0].a_RI.new_zeros((*batch, 1, columns)))])
     same_P = (bases.p_OP.mT @ ones_O1).reshape(-1, bases.p_OP.shape[-1]) / math.sqrt(rows)
     ones_Q = bases.q_IQ.sum(-2).reshape(-1, bases.q_IQ.shape[-1])
-    frames = (_Frame(same, ones, columns, min(rows, columns)) for same, ones in zip(same_P, ones_Q, strict=True))
-    value, stats = each_matrix(lambda each, _: options(each, frame=next(frames)), bases.cores_PQ[:-1])
-    return MergedLowRank(bases.lift(value).to(deltas[0].b_OR.dtype), stats)
+    return bases, (_Frame(p, q, columns, min(rows, columns)) for p, q in zip(same_P, ones_Q, strict=True))
 
 
 def heterogeneity(squares: Sequence[float]) -> float:
@@ -116,14 +106,7 @@ def heterogeneity(squares: Sequence[float]) -> float:
 
 
 def _merge(
-    deltas: Sequence[Tensor],
-    *,
-    frame: _Frame,
-    eps: float,
-    gate: Gate,
-    threshold: float,
-    leading: float,
-    accuracy: torch.dtype,
+    deltas: Sequence[Tensor], *, frame: _Frame, eps: float, gate: Gate, threshold: float, leading: float
 ) -> OneMatrix:
     """One matrix, in float64; `deltas` may be small cores."""
     norms = [_squares(delta, frame) for delta in deltas]
@@ -149,9 +132,7 @@ def _merge(
     value_OI = _solved(left_OI, sum_II, frame.ones_I, row_I)
     if not is_open:
         return OneMatrix(value_OI, numbers)
-    refined_OI, retries, ways = _refinement(
-        value_OI, [deltas[t] for t in used], traces, sum_II, frame, leading, accuracy
-    )
+    refined_OI, retries, ways = _refinement(value_OI, [deltas[t] for t in used], traces, sum_II, frame, leading)
     return OneMatrix(value_OI + refined_OI, numbers, retries, ways)
 
 
@@ -185,7 +166,6 @@ def _refinement(
     sum_II: Tensor,
     frame: _Frame,
     leading: float,
-    accuracy: torch.dtype,
 ) -> tuple[Tensor, Retries, Sequence[Way]]:
     """`mean(s_1..K) U_K V_K^T` of `D_0 + sum_t D_t (S_t - sum_u R_u / T)`."""
     kept = int(frame.directions * leading)
@@ -199,7 +179,7 @@ def _refinement(
         target_OI += (wide_OI @ centred_OI.mT) @ centred_OI / trace
         total_OI += wide_OI
     target_OI -= total_OI @ sum_II / len(deltas)
-    svd = thin_svd(target_OI, k=kept, accuracy=accuracy)
+    svd = thin_svd(target_OI, k=kept, accuracy=accuracy_of(deltas[0]))
     return (float(svd.s_K.sum()) / kept) * (svd.u_OK @ svd.v_IK.mT), svd.retries, (svd.way,)
 
 
@@ -212,17 +192,17 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return one + 2 * math.prod(batch) * rows * columns
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
-    wide = [product(columns, columns, rows, double=True), product(rows, columns, columns, double=True)]
-    found = [*repeated(wide, n_experts), entries(12 * n_experts * rows * columns)]
-    found += [cholesky(columns), cholesky_solve(columns, rows)]
+    wide = [ops.product(columns, columns, rows), ops.product(rows, columns, columns)]
+    found = [*ops.repeated(wide, n_experts), ops.entries(12 * n_experts * rows * columns)]
+    found += [ops.cholesky(columns), ops.cholesky_solve(columns, rows)]
     if options["gate"] == "on":
-        own = [product(rows, rows, columns, double=True), product(rows, columns, rows, double=True)]
+        own = [ops.product(rows, rows, columns), ops.product(rows, columns, rows)]
         kept = int(min(rows, columns) * options["leading"])
-        found += [*repeated(own, n_experts), product(rows, columns, columns, double=True)]
-        found += thin_svd_operations(rows, columns, kept, double=double)
-    return repeated(found, math.prod(batch))
+        found += [*ops.repeated(own, n_experts), ops.product(rows, columns, columns)]
+        found += ops.thin_svd(rows, columns, kept, double=double)
+    return ops.repeated(found, math.prod(batch))
 
 
 ACE = MergeMethod(
@@ -240,6 +220,6 @@ ACE = MergeMethod(
         formerly="Before, 'ace' was the centring step alone; that method is now called 'centred'",
     ),
     laws=frozenset({"permutation", "odd", "zero_expert", "zeros"}),
-    lowrank=LowRankForm(merge_lowrank),
+    lowrank=in_cores(merge, site_of=_site),
     cost=Cost("(2T + 2) N^3", workspace=_workspace, operations=_operations),
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from actmat.errors import RecipeError
-from actmat.linalg.interference.rule import Estimator, Fill, Filter, FilterKind, Normalizer, Rule, Solver
+from actmat.linalg.interference.rule import Estimator, Filter, FilterKind, Normalizer, Rule, Solver
 from actmat.methods._shared.interference import SHARED_LAWS, FillOption, member
 from actmat.methods.contract import Bounds
 from actmat.methods.facets import About
@@ -69,26 +69,17 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     >>> ACTMAT.merge(deltas).value.tolist()
     [[1.0, 2.0]]
     """
+    if form == "weight" and not (null == "zero" and filter in ("hard", "adaptive")):
+        raise RecipeError(
+            f"actmat: form='weight' takes null='zero' and filter='hard' or 'adaptive'; got null='{null}' and "
+            f"filter='{filter}'. It removes the base weights from the directions that are cut, which leaves nothing to "
+            "fill. Take form='delta' for these options."
+        )
     return Rule(
         estimator=Estimator(trim=trim, centre=centre, power=power, normalize=normalise),
         spectral=Filter(filter, rtol=rtol, ridge=ridge, time=time),
-        null=null if form == "delta" else _minus_base(null, filter),
+        null=null if form == "delta" else "minus_base",
         solver=solver,
-    )
-
-
-def _minus_base(null: FillOption, filter: FilterKind) -> Fill:
-    """The fill of the weight form.
-
-    Raises:
-        RecipeError: the other options leave it no meaning.
-    """
-    if null == "zero" and filter in ("hard", "adaptive"):
-        return "minus_base"
-    raise RecipeError(
-        f"actmat: form='weight' takes null='zero' and filter='hard' or 'adaptive'; got null='{null}' and "
-        f"filter='{filter}'. It removes the base weights from the directions that are cut, which leaves nothing to "
-        "fill. Take form='delta' for these options."
     )
 
 
@@ -103,5 +94,4 @@ ACTMAT = member(
     laws=SHARED_LAWS
     | {"single", "identical", "left_orthogonal", "right_orthogonal", "orthogonal_rows_sum", "zero_expert"},
     base=lambda options: options["form"] == "weight",
-    meets_every_expert=True,
 )

@@ -17,7 +17,7 @@ from actmat.methods._shared.per_expert import weights_and_sum
 from actmat.methods.contract import MergeMethod, Weights
 from actmat.methods.facets import MEAN_LAWS, About, Access, Cost, LowRankForm, Merged, MergedLowRank
 
-__all__ = ["AVERAGE", "finish_sum", "merge", "merge_lowrank"]
+__all__ = ["AVERAGE", "merge", "merge_lowrank"]
 
 
 def merge(deltas: Sequence[Tensor], *, weights: Weights = None) -> Merged:
@@ -30,13 +30,8 @@ def merge(deltas: Sequence[Tensor], *, weights: Weights = None) -> Merged:
     >>> merge([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.0])]).value.tolist()
     [2.0, 1.0]
     """
-    share, _ = _shares(len(deltas), weights)
-    return finish_sum(one_pass_sum(deltas, share), len(deltas), weights=weights)
-
-
-def finish_sum(total: Tensor, n_experts: int, *, weights: Weights = None) -> Merged:
-    """The mean from `sum_t w_t D_t`, which is overwritten; errors as in `merge`."""
-    return Merged(total.div_(_shares(n_experts, weights)[1]))
+    share, total = _shares(len(deltas), weights)
+    return Merged(one_pass_sum(deltas, share).div_(total))
 
 
 def merge_lowrank(deltas: Sequence[LowRank], *, weights: Weights = None) -> MergedLowRank:
@@ -66,5 +61,4 @@ AVERAGE = MergeMethod(
     lowrank=LowRankForm(merge_lowrank, why_not=_lowrank_problem),
     access=Access(one_pass=True, baseless=True),
     cost=Cost("T N^2"),
-    finish_sum=finish_sum,
 )

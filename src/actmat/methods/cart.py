@@ -15,26 +15,25 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from actmat.linalg import operations as ops
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import Retries, retry_stats
-from actmat.linalg.lowrank import LowRank, common_bases
-from actmat.linalg.operations import Operation, entries, product, repeated
-from actmat.linalg.operations import thin_svd as thin_svd_operations
-from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
+from actmat.linalg.svd import RANK_RTOL, Way, part_stats, svd_workspace, thin_svd
+from actmat.methods._shared.per_matrix import Shape, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.facets import MEAN_LAWS, About, Cost, LowRankForm, Merged, MergedLowRank
+from actmat.methods.facets import MEAN_LAWS, About, Cost, Merged
 
-__all__ = ["CART", "kept_directions", "merge", "merge_lowrank"]
+__all__ = ["CART", "kept_directions", "merge"]
 
 Rounding = Literal["down", "up"]
-Scaling = Annotated[float, Bounds(low=0)]
 
 
 def merge(
     deltas: Sequence[Tensor],
+    shape: Shape = None,
     *,
     rank: Fraction = 0.08,
-    scaling: Scaling = 1.0,
+    scaling: Annotated[float, Bounds(low=0)] = 1.0,
     rounding: Rounding = "down",
     rtol: Fraction = RANK_RTOL,
 ) -> Merged:
@@ -46,24 +45,20 @@ def merge(
         rounding: "down" as in the code of the authors' group; "up" (without the least of one) as in Core Space's.
         rtol: directions at or below `rtol ||D_t||` count as zero.
     """
-    kept = kept_directions(deltas[0].shape, rank, rounding)
-    value_OI, stats = _merge(deltas, kept, scaling, rtol, accuracy_of(deltas[0]))
-    return Merged(value_OI, stats)
-
-
-def merge_lowrank(
-    deltas: Sequence[LowRank],
-    *,
-    rank: Fraction = 0.08,
-    scaling: Scaling = 1.0,
-    rounding: Rounding = "down",
-    rtol: Fraction = RANK_RTOL,
-) -> MergedLowRank:
-    """The same merge on the cores of the common bases; `K` comes from the full shape. Exact, in float64."""
-    kept = kept_directions(deltas[0].shape, rank, rounding)
-    bases = common_bases([d.to(torch.float64) for d in deltas])
-    value_PQ, stats = _merge(bases.cores_PQ, kept, scaling, rtol, torch.float64)
-    return MergedLowRank(bases.lift(value_PQ).to(deltas[0].b_OR.dtype), stats)
+    kept = kept_directions(shape or deltas[0].shape, rank, rounding)
+    mean_OI = one_pass_sum(deltas, [1 / len(deltas)] * len(deltas))
+    out_OI, retries, found = mean_OI.clone(), Retries(), 0
+    ways: list[Way] = []
+    for delta_OI in deltas:
+        # The distance of an expert from an average of equal ones is rounding: judge it by the delta, not by itself.
+        floor = rtol * torch.linalg.vector_norm(delta_OI, dim=(-2, -1), dtype=torch.float64)
+        part = thin_svd(delta_OI - mean_OI, k=kept, rtol=rtol, floor=floor)
+        left_OK = (part.u_OK * (scaling * part.s_K).unsqueeze(-2)).to(out_OI.dtype)
+        out_OI += left_OK @ part.v_IK.mT.to(out_OI.dtype)
+        retries += part.retries
+        ways.append(part.way)
+        found = max(found, int(part.rank.clamp_max(kept).max())) if part.rank.numel() else found
+    return Merged(out_OI, {"k": kept, "rank_max": found, **part_stats(ways), **retry_stats(retries)})
 
 
 def kept_directions(shape: Sequence[int], rank: float, rounding: Rounding) -> int:
@@ -76,24 +71,6 @@ def kept_directions(shape: Sequence[int], rank: float, rounding: Rounding) -> in
     return math.ceil(wanted) if rounding == "up" else max(1, int(wanted))
 
 
-def _merge(
-    deltas: Sequence[Tensor], kept: int, scaling: float, rtol: float, accuracy: torch.dtype
-) -> tuple[Tensor, dict[str, float | int | str | bool]]:
-    mean_OI = one_pass_sum(deltas, [1 / len(deltas)] * len(deltas))
-    out_OI, retries, rank = mean_OI.clone(), Retries(), 0
-    ways: list[Way] = []
-    for delta_OI in deltas:
-        # The distance of an expert from an average of equal ones is rounding: judge it by the delta, not by itself.
-        floor = rtol * torch.linalg.vector_norm(delta_OI, dim=(-2, -1), dtype=torch.float64)
-        part = thin_svd(delta_OI - mean_OI, k=kept, accuracy=accuracy, rtol=rtol, floor=floor)
-        left_OK = (part.u_OK * (scaling * part.s_K).unsqueeze(-2)).to(out_OI.dtype)
-        out_OI += left_OK @ part.v_IK.mT.to(out_OI.dtype)
-        retries += part.retries
-        ways.append(part.way)
-        rank = max(rank, int(part.rank.clamp_max(kept).max())) if part.rank.numel() else rank
-    return out_OI, {"k": kept, "rank_max": rank, **part_stats(ways), **retry_stats(retries)}
-
-
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
     *batch, rows, columns = shape
     kept = min(kept_directions(shape, options["rank"], options["rounding"]), *shape[-2:])
@@ -102,11 +79,11 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * one
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
     kept = min(kept_directions(shape, options["rank"], options["rounding"]), *shape[-2:])
-    each = [*thin_svd_operations(rows, columns, kept, double=double), product(rows, columns, kept)]
-    return repeated([*repeated(each, n_experts), entries(4 * n_experts * rows * columns)], math.prod(batch))
+    each = [*ops.thin_svd(rows, columns, kept, double=double), ops.product(rows, columns, kept)]
+    return ops.repeated([*ops.repeated(each, n_experts), ops.entries(4 * n_experts * rows * columns)], math.prod(batch))
 
 
 CART = MergeMethod(
@@ -119,6 +96,6 @@ CART = MergeMethod(
         "Choi et al., Revisiting Weight Averaging for Model Merging, arXiv:2412.12153",
     ),
     laws=MEAN_LAWS,
-    lowrank=LowRankForm(merge_lowrank),
+    lowrank=in_cores(merge),
     cost=Cost("T N^3", workspace=_workspace, operations=_operations),
 )

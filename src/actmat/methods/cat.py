@@ -14,9 +14,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from actmat.linalg import operations as ops
 from actmat.linalg.lapack import Retries, economy_svd, eigh, retry_stats
-from actmat.linalg.operations import Operation, entries, product, repeated, svd
-from actmat.linalg.operations import eigh as eigh_operations
 from actmat.linalg.scaling import exponent_of, largest_entry, scaled
 from actmat.methods.contract import Bounds, MergeMethod
 from actmat.methods.facets import About, Cost, Merged
@@ -103,14 +102,14 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * one
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, n_out, n_in = shape
     pairs, dim = n_experts * (n_experts - 1), min(options["rank"], n_out)
-    conflict = [product(n_out, n_in, n_in), product(n_out, n_out, n_in), entries(2 * n_in * n_in)]
+    conflict = [ops.product(n_out, n_in, n_in), ops.product(n_out, n_out, n_in), ops.entries(2 * n_in * n_in)]
     others = (n_experts - 1) * dim
-    removed = [svd(n_out, others), *repeated([product(n_out, n_in, others)], 2)] if others else []
-    each = [eigh_operations(n_out, double=double), *removed, entries(4 * n_out * n_in)]
-    return repeated([*repeated(conflict, pairs), *repeated(each, n_experts)], math.prod(batch))
+    removed = [ops.svd(n_out, others), *ops.repeated([ops.product(n_out, n_in, others)], 2)] if others else []
+    each = [ops.eigh(n_out), *removed, ops.entries(4 * n_out * n_in)]
+    return ops.repeated([*ops.repeated(conflict, pairs), *ops.repeated(each, n_experts)], math.prod(batch))
 
 
 CAT = MergeMethod(

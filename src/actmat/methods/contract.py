@@ -13,7 +13,8 @@ A merge function has the form
   (twice where `Access.reads_again` says so).
 * Needs are the keyword-only parameters named in `NEEDS`; every other keyword-only parameter is an option. Names,
   defaults, types and bounds of options are read from the signature (`Annotated[float, Bounds(0, 1)]`), and their
-  documentation from the annotation (`Annotated[float, "what it does"]`) or from `Args:` in the docstring.
+  documentation from the annotation (`Annotated[float, "its meaning"]`) or from `Args:` in the docstring. A second
+  positional parameter serves the method's own low-rank form (`_shared.per_matrix.in_cores`).
 * It reads no files, logs nothing, picks no device, draws no global randomness, mutates no input and never
   falls back to another method.
 """
@@ -139,9 +140,6 @@ class MergeMethod:
         combine: `(gram, *, <weights>, <options>) -> Combination`, where the result is a sum over `D_1 .. D_T` (with
             `W_0` before them, if it takes the base) whose coefficients depend only on their inner products `gram`; or
             None. Where the method streams, the engine then adds up and writes chunk by chunk and holds no whole delta.
-        finish_sum: `(total, n_experts, *, <needs>, <options>) -> Merged`, where the result depends on the deltas only
-            through `total = sum_t w_t D_t` (`linalg.inner.one_pass_sum`; all weights 1 unless given), which it may
-            overwrite; or None. The sum can then be kept, and continued with further experts.
 
     Raises:
         TypeError: a field of another type, or a merge function whose options cannot be read from its signature.
@@ -160,7 +158,6 @@ class MergeMethod:
     stages: Stages | None = None
     survey: Survey | None = None
     combine: Callable[..., Combination] | None = None
-    finish_sum: Callable[..., Merged] | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _FACETS.items():
@@ -245,11 +242,6 @@ class MergeMethod:
     def keeps_row_space(self) -> bool:
         """True if merges of several row blocks of one tensor share their rows; see `LowRankForm`."""
         return self.lowrank is None or self.lowrank.keeps_row_space
-
-    @property
-    def meets_every_expert(self) -> bool:
-        """True if experts with independent row spaces are all met; see `LowRankForm`."""
-        return self.lowrank is not None and self.lowrank.meets_every_expert
 
     def why_dense(
         self, options: Mapping[str, Any], n_experts: int, weights: Sequence[float] | None = None

@@ -18,12 +18,11 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from actmat.linalg import operations as ops
 from actmat.linalg.lapack import Retries
 from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.masks.election import election_workspace
 from actmat.linalg.masks.threshold import selection_workspace
-from actmat.linalg.operations import Operation, entries, product, repeated
-from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.svd import Way, accuracy_of, svd_workspace, thin_svd
 from actmat.methods import ties
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
@@ -62,10 +61,10 @@ def merge(
         sweeps: alternating refinements (HOOI) of the leading singular subspaces (HOSVD) from which they start.
     """
     slots = min(rank, *deltas[0].shape[-2:])
-    options = partial(_merge, slots=slots, balance=balance, rule=rule, density=density, sweeps=sweeps)
+    rule_of = partial(_merge, slots=slots, balance=balance, rule=rule, density=density, sweeps=sweeps)
 
-    def dense(each: Sequence[Tensor], _: Tensor | None) -> OneMatrix:
-        left_OR, right_RI, retries, ways = options(each, accuracy=accuracy_of(each[0]))
+    def dense(each: Sequence[Tensor]) -> OneMatrix:
+        left_OR, right_RI, retries, ways = rule_of(each)
         return OneMatrix(left_OR @ right_RI, {"rank_max": _rank(right_RI)}, retries, ways)
 
     value, stats = each_matrix(dense, deltas)
@@ -83,13 +82,13 @@ def merge_lowrank(
 ) -> MergedLowRank:
     """The same merge on the cores of the common bases; its factors have `R` columns at most. Exact, in float64."""
     slots = min(rank, *deltas[0].shape[-2:])
-    options = partial(_merge, slots=slots, balance=balance, rule=rule, density=density, sweeps=sweeps)
+    rule_of = partial(_merge, slots=slots, balance=balance, rule=rule, density=density, sweeps=sweeps)
     bases = common_bases([d.to(torch.float64) for d in deltas])
     lefts: list[Tensor] = []
     rights: list[Tensor] = []
 
-    def factored(each: Sequence[Tensor], _: Tensor | None) -> OneMatrix:
-        left_PR, right_RQ, retries, ways = options(each, accuracy=torch.float64)
+    def factored(each: Sequence[Tensor]) -> OneMatrix:
+        left_PR, right_RQ, retries, ways = rule_of(each)
         lefts.append(left_PR)
         rights.append(right_RQ)
         return OneMatrix(left_PR[:0], {"rank_max": _rank(right_RQ)}, retries, ways)
@@ -127,14 +126,13 @@ def _merge(
     rule: InnerRule,
     density: float,
     sweeps: int,
-    accuracy: torch.dtype,
 ) -> tuple[Tensor, Tensor, Retries, Sequence[Way]]:
     """The factors `U rule(..)` and `V^T` of one matrix, in float64; `deltas` may be small cores."""
     norms = [float(torch.linalg.vector_norm(delta, dtype=torch.float64)) for delta in deltas]
     mean = math.fsum(norms) / len(norms)
     shares = [(balance * norm + (1 - balance) * mean) / norm if norm > 0 else 0.0 for norm in norms]
     targets = [delta * share for delta, share in zip(deltas, shares, strict=True)]
-    left_OR, right_IR, retries, ways = shared_subspaces(targets, slots, sweeps, accuracy)
+    left_OR, right_IR, retries, ways = shared_subspaces(targets, slots, sweeps, accuracy_of(deltas[0]))
     parts = [_without_rounding(left_OR.mT @ delta.double() @ right_IR) for delta in deltas]
     if rule == "ties":
         rows, columns = parts[0].shape  # fewer than the slots where the deltas are small cores
@@ -170,17 +168,17 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return whole
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
     rank, count = min(options["rank"], rows, columns), n_experts
-    found = thin_svd_operations(rows, count * columns, rank, double=double)
-    found += thin_svd_operations(columns, count * rows, rank, double=double)
-    sweep = repeated([product(rows, rank, columns, double=True)], 2 * count)
+    found = ops.thin_svd(rows, count * columns, rank, double=double)
+    found += ops.thin_svd(columns, count * rows, rank, double=double)
+    sweep = ops.repeated([ops.product(rows, rank, columns)], 2 * count)
     for side in (rows, columns):
-        sweep += thin_svd_operations(side, count * rank, rank, double=True)
-    found += repeated(sweep, options["sweeps"])
-    found += repeated([product(rows, rank, columns, double=True), entries(2 * rows * columns)], count)
-    return repeated([*found, product(rows, columns, rank, double=True)], math.prod(batch))
+        sweep += ops.thin_svd(side, count * rank, rank, double=True)
+    found += ops.repeated(sweep, options["sweeps"])
+    found += ops.repeated([ops.product(rows, rank, columns), ops.entries(2 * rows * columns)], count)
+    return ops.repeated([*found, ops.product(rows, columns, rank)], math.prod(batch))
 
 
 CTM = MergeMethod(

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from actmat.errors import RecipeError
 from actmat.linalg.masks.election import elect, masked_sum
-from actmat.linalg.masks.mask import l1_factors
-from actmat.linalg.masks.random import Drop
+from actmat.linalg.masks.mask import Drop, l1_factors
 from actmat.methods._shared.per_expert import per_expert, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
 from actmat.methods.facets import About, Access, Cost, Merged
@@ -38,7 +37,7 @@ def merge(
     """`D* = rule(m_1 * D_1 / d, ..., m_T * D_T / d)`, entries of `m_t` independent Bernoulli(`d`); `E[m D / d] = D`.
 
     The masks depend only on the generator: one seed per expert is drawn from it, in expert order, and each
-    mask is drawn in the order of the entries, exact to 2^-50 in probability (see `linalg.masks.random.Drop`).
+    mask is drawn in the order of the entries, exact to 2^-50 in probability (see `linalg.masks.mask.Drop`).
 
     Args:
         weights: one per expert, applied after masking; 1 unless given.

@@ -20,30 +20,27 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.lowrank import LowRank, common_bases
-from actmat.linalg.operations import Operation, entries, polar_factor, product, repeated
-from actmat.linalg.operations import thin_svd as thin_svd_operations
+from actmat.linalg import operations as ops
 from actmat.linalg.singular import join, slots_per_expert
 from actmat.linalg.singular import polar_factor as polar
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
-from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
+from actmat.methods._shared.per_matrix import OneMatrix, Shape, each_matrix, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.facets import LINEAR_LAWS, About, Cost, LowRankForm, Merged, MergedLowRank
+from actmat.methods.facets import LINEAR_LAWS, About, Cost, Merged
 
-__all__ = ["DC_MERGE", "merge", "merge_lowrank", "smoothed"]
+__all__ = ["DC_MERGE", "merge", "smoothed"]
 
 Smoothing = Literal["none", "mean", "linear"]
-Directions = Annotated[int | None, Bounds(low=0)]
-Ratio = Annotated[float, Bounds(low=1)]
 
 
 def merge(
     deltas: Sequence[Tensor],
+    shape: Shape = None,
     *,
     density: Fraction = 1e-3,
-    k: Directions = None,
+    k: Annotated[int | None, Bounds(low=0)] = None,
     smoothing: Smoothing = "none",
-    rho: Ratio = 5.0,
+    rho: Annotated[float, Bounds(low=1)] = 5.0,
     rtol: Fraction = RANK_RTOL,
 ) -> Merged:
     """`D* = U (ties(top(M_1), .., top(M_T)) o mask) V^T`, `M_t = U^T D_t^(K) V`, the mask block-diagonal.
@@ -61,27 +58,10 @@ def merge(
         rho: see `smoothing`.
         rtol: singular values, and entries of a core, at or below `rtol` times the expert's largest count as zero.
     """
-    slots, kept = _sizes(deltas[0].shape, len(deltas), k, density)
-    options = partial(_merge, slots=slots, kept=kept, smoothing=smoothing, rho=rho, rtol=rtol)
-    value, stats = each_matrix(lambda each, _: options(each, accuracy=accuracy_of(each[0])), deltas)
+    slots, kept = _sizes(shape or deltas[0].shape, len(deltas), k, density)
+    rule = partial(_merge, slots=slots, kept=kept, smoothing=smoothing, rho=rho, rtol=rtol)
+    value, stats = each_matrix(rule, deltas)
     return Merged(value.to(deltas[0].dtype), stats | {"k": slots})
-
-
-def merge_lowrank(
-    deltas: Sequence[LowRank],
-    *,
-    density: Fraction = 1e-3,
-    k: Directions = None,
-    smoothing: Smoothing = "none",
-    rho: Ratio = 5.0,
-    rtol: Fraction = RANK_RTOL,
-) -> MergedLowRank:
-    """The same merge on the cores of the common bases; `K` comes from the full shape. Exact, in float64."""
-    slots, kept = _sizes(deltas[0].shape, len(deltas), k, density)
-    options = partial(_merge, slots=slots, kept=kept, smoothing=smoothing, rho=rho, rtol=rtol)
-    bases = common_bases([d.to(torch.float64) for d in deltas])
-    value, stats = each_matrix(lambda each, _: options(each, accuracy=torch.float64), bases.cores_PQ)
-    return MergedLowRank(bases.lift(value).to(deltas[0].b_OR.dtype), stats | {"k": slots})
 
 
 def smoothed(s_K: Tensor, smoothing: Smoothing, rho: float) -> Tensor:
@@ -109,20 +89,14 @@ def _sizes(shape: Sequence[int], n_experts: int, k: int | None, density: float) 
 
 
 def _merge(
-    deltas: Sequence[Tensor],
-    *,
-    slots: int,
-    kept: int,
-    smoothing: Smoothing,
-    rho: float,
-    rtol: float,
-    accuracy: torch.dtype,
+    deltas: Sequence[Tensor], *, slots: int, kept: int, smoothing: Smoothing, rho: float, rtol: float
 ) -> OneMatrix:
     """One matrix, in float64; `deltas` may be small cores."""
+    accuracy = accuracy_of(deltas[0])
     if slots == 0:
         return OneMatrix(torch.zeros_like(deltas[0], dtype=torch.float64), {"entries_kept": 0})
     count = len(deltas)
-    parts = [thin_svd(delta, k=slots, accuracy=accuracy, rtol=rtol) for delta in deltas]
+    parts = [thin_svd(delta, k=slots, rtol=rtol) for delta in deltas]
     u_OJ, _, v_IJ = join(parts)
     left, right = polar(u_OJ, accuracy=accuracy), polar(v_IJ, accuracy=accuracy)
     size = parts[0].s_K.shape[-1]  # fewer than the slots where the deltas are small cores
@@ -168,17 +142,17 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return max(decompose, factors, cores) + 3 * math.prod(batch) * rows * columns
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
     slots, _ = _sizes(shape, n_experts, options["k"], options["density"])
     joint = n_experts * slots
-    each = [*thin_svd_operations(rows, columns, slots, double=double), product(joint, joint, slots, double=True)]
-    each += [product(joint, slots, side, double=True) for side in (rows, columns)]
-    found = [*repeated([*each, entries(6 * joint * joint)], n_experts)]
+    each = [*ops.thin_svd(rows, columns, slots, double=double), ops.product(joint, joint, slots)]
+    each += [ops.product(joint, slots, side) for side in (rows, columns)]
+    found = [*ops.repeated([*each, ops.entries(6 * joint * joint)], n_experts)]
     for side in (rows, columns):
-        found += polar_factor(side, joint, double=double)
-    found += [product(rows, columns, joint, double=True), product(rows, joint, slots, double=True)]
-    return repeated(found, math.prod(batch))
+        found += ops.polar_factor(side, joint, double=double)
+    found += [ops.product(rows, columns, joint), ops.product(rows, joint, slots)]
+    return ops.repeated(found, math.prod(batch))
 
 
 DC_MERGE = MergeMethod(
@@ -195,6 +169,6 @@ DC_MERGE = MergeMethod(
         ),
     ),
     laws=LINEAR_LAWS,
-    lowrank=LowRankForm(merge_lowrank),
+    lowrank=in_cores(merge),
     cost=Cost("T N^3", workspace=_workspace, operations=_operations),
 )

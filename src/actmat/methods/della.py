@@ -14,8 +14,7 @@ from torch import Tensor
 
 from actmat.errors import RecipeError
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
-from actmat.linalg.masks.mask import Keep
-from actmat.linalg.masks.random import magnitude_sampled
+from actmat.linalg.masks.mask import Keep, magnitude_sampled
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Fractions, MergeMethod, Weights
 from actmat.methods.facets import About, Access, Cost, Merged

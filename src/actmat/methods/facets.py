@@ -159,14 +159,11 @@ class LowRankForm:
             RecipeError for weights that no form takes. None: it applies under all options.
         keeps_row_space: every row of the result lies in the span of the rows of all deltas, so that maps which are
             packed into one tensor and merged separately still share their rows.
-        meets_every_expert: for deltas with independent row spaces, the result equals each `D_t` on the
-            rows of `D_t` and is thus near the plain sum; plans for adapters then say so.
     """
 
     merge: Callable[..., MergedLowRank]
     why_not: Callable[[Options, int, Sequence[float] | None], str | None] | None = None
     keeps_row_space: bool = True
-    meets_every_expert: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,19 +20,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
+from actmat.linalg import operations as ops
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import retry_stats
-from actmat.linalg.lowrank import LowRank, common_bases
-from actmat.linalg.operations import Operation, entries, polar_factor, repeated
-from actmat.linalg.singular import Mean, Polar, isotropic
+from actmat.linalg.singular import Mean, isotropic
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
+from actmat.methods._shared.per_matrix import Shape, in_cores
 from actmat.methods.contract import Fraction, MergeMethod, Weights
-from actmat.methods.facets import SUM_LAWS, About, Access, Cost, LowRankForm, Merged, MergedLowRank
+from actmat.methods.facets import SUM_LAWS, About, Access, Cost, Merged
 
-__all__ = ["ISO_C", "merge", "merge_lowrank"]
+__all__ = ["ISO_C", "merge"]
 
 Null = Literal["zero", "fill"]
 
@@ -44,6 +43,7 @@ _FULL_RANK = (
 
 def merge(
     deltas: Sequence[Tensor],
+    shape: Shape = None,
     *,
     weights: Weights = None,
     mean: Mean = "all",
@@ -60,32 +60,10 @@ def merge(
         rtol: singular values at or below `rtol` times the largest one count as zero.
     """
     total_OI = one_pass_sum(deltas, [1.0] * len(deltas) if weights is None else weights)
-    directions = min(total_OI.shape[-2:])
+    directions = min((shape or total_OI.shape)[-2:])
     value_OI, polar = isotropic(total_OI, directions, mean=mean, complete=null == "fill", rtol=rtol)
-    return Merged(value_OI.to(total_OI.dtype), _stats(polar, directions))
-
-
-def merge_lowrank(
-    deltas: Sequence[LowRank],
-    *,
-    weights: Weights = None,
-    mean: Mean = "all",
-    null: Null = "zero",
-    rtol: Fraction = RANK_RTOL,
-) -> MergedLowRank:
-    """The same merge on the sum of the cores; the mean is over `min(O, I)` of the full shape. Exact, in float64."""
-    if null == "fill":
-        raise ValueError(_FULL_RANK)
-    dtype, directions = deltas[0].b_OR.dtype, min(deltas[0].shape[-2:])
-    bases = common_bases([d.to(torch.float64) for d in deltas])
-    total_PQ = one_pass_sum(bases.cores_PQ, [1.0] * len(deltas) if weights is None else weights)
-    value_PQ, polar = isotropic(total_PQ, directions, mean=mean, rtol=rtol, accuracy=torch.float64)
-    return MergedLowRank(bases.lift(value_PQ).to(dtype), _stats(polar, directions))
-
-
-def _stats(polar: Polar, directions: int) -> dict[str, float | int | str | bool]:
     rank = {"rank_min": int(polar.rank.min()), "rank_max": int(polar.rank.max())}
-    return {"directions": directions, **rank, **retry_stats(polar.retries)}
+    return Merged(value_OI.to(total_OI.dtype), {"directions": directions, **rank, **retry_stats(polar.retries)})
 
 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
@@ -94,10 +72,10 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * (4 * rows * columns + svd_workspace(rows, columns))
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
-    polar = polar_factor(rows, columns, double=double or options["null"] == "fill")
-    return repeated([entries((n_experts + 2) * rows * columns), *polar], math.prod(batch))
+    polar = ops.polar_factor(rows, columns, double=double or options["null"] == "fill")
+    return ops.repeated([ops.entries((n_experts + 2) * rows * columns), *polar], math.prod(batch))
 
 
 ISO_C = MergeMethod(
@@ -110,9 +88,7 @@ ISO_C = MergeMethod(
         "Marczak et al., No Task Left Behind: Isotropic Model Merging, ICML 2025",
     ),
     laws=SUM_LAWS,
-    lowrank=LowRankForm(
-        merge_lowrank, why_not=lambda options, n_experts, weights: _FULL_RANK if options["null"] == "fill" else None
-    ),
+    lowrank=in_cores(merge, refused=("null", "fill", _FULL_RANK)),
     access=Access(one_pass=True),
     cost=Cost("N^3", workspace=_workspace, operations=_operations),
 )

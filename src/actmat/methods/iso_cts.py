@@ -20,21 +20,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actmat.linalg import operations as ops
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import retry_stats
-from actmat.linalg.lowrank import LowRank, common_bases
-from actmat.linalg.operations import Operation, entries, polar_factor, product, repeated
-from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.singular import join, orthogonalised_sum
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, part_stats, svd_workspace, thin_svd
+from actmat.methods._shared.per_matrix import Shape, in_cores
 from actmat.methods.contract import Fraction, MergeMethod, Weights
-from actmat.methods.facets import LINEAR_LAWS, About, Cost, LowRankForm, Merged, MergedLowRank
+from actmat.methods.facets import LINEAR_LAWS, About, Cost, Merged
 
-__all__ = ["ISO_CTS", "merge", "merge_lowrank", "split_directions"]
+__all__ = ["ISO_CTS", "merge", "split_directions"]
 
 
 def merge(
-    deltas: Sequence[Tensor], *, weights: Weights = None, common_fraction: Fraction = 0.8, rtol: Fraction = RANK_RTOL
+    deltas: Sequence[Tensor],
+    shape: Shape = None,
+    *,
+    weights: Weights = None,
+    common_fraction: Fraction = 0.8,
+    rtol: Fraction = RANK_RTOL,
 ) -> Merged:
     """`D* = mean(s) polar([U_1 .. U_T U_c]) polar([V_1 .. V_T V_c])^T`, `s = [s_1 .. s_T s_c]`.
 
@@ -48,22 +52,27 @@ def merge(
     """
     shares = [1.0] * len(deltas) if weights is None else list(weights)
     total_OI = one_pass_sum(deltas, shares)
-    sizes = split_directions(min(total_OI.shape[-2:]), len(deltas), common_fraction)
-    left, right, stats = _merge(total_OI, deltas, shares, sizes, rtol, accuracy_of(total_OI))
-    return Merged(left.to(total_OI.dtype) @ right.to(total_OI.dtype), stats)
-
-
-def merge_lowrank(
-    deltas: Sequence[LowRank], *, weights: Weights = None, common_fraction: Fraction = 0.8, rtol: Fraction = RANK_RTOL
-) -> MergedLowRank:
-    """The same merge on the cores of the common bases; `C`, `K` and the mean come from the full shape. Exact."""
-    dtype, directions = deltas[0].b_OR.dtype, min(deltas[0].shape[-2:])
-    shares = [1.0] * len(deltas) if weights is None else list(weights)
-    bases = common_bases([d.to(torch.float64) for d in deltas])
-    total_PQ = one_pass_sum(bases.cores_PQ, shares)
-    sizes = split_directions(directions, len(deltas), common_fraction)
-    left, right, stats = _merge(total_PQ, bases.cores_PQ, shares, sizes, rtol, torch.float64)
-    return MergedLowRank(bases.lift(left @ right).to(dtype), stats)
+    n_common, n_task = split_directions(min((shape or total_OI.shape)[-2:]), len(deltas), common_fraction)
+    common = thin_svd(total_OI, k=n_common, rtol=rtol)
+    common_OC = common.u_OK.to(total_OI.dtype)
+    parts: list[ThinSVD] = []
+    for delta_OI, weight in zip(deltas, shares, strict=True) if n_task else ():
+        rest_OI = delta_OI - common_OC @ (common_OC.mT @ delta_OI)
+        # The residual of a delta inside the common space is rounding: judge it by the delta, not by itself.
+        floor = rtol * torch.linalg.vector_norm(delta_OI, dim=(-2, -1), dtype=torch.float64)
+        parts.append(thin_svd(rest_OI, k=n_task, rtol=rtol, floor=floor).scaled(weight))
+    u_OJ, s_J, v_IJ = join([*parts, common])
+    level = s_J.sum(-1, keepdim=True) / (n_common + n_task * len(deltas))
+    left_OJ, right_JI, retries = orthogonalised_sum(u_OJ, level.expand_as(s_J), v_IJ, accuracy_of(total_OI))
+    found = (common, *parts)
+    stats: dict[str, float | int | str | bool] = {
+        "common": n_common,
+        "per_expert": n_task,
+        "common_rank_min": int(common.rank.min()),
+        **part_stats(p.way for p in found),
+        **retry_stats((*retries, *(name for p in found for name in p.retries))),
+    }
+    return Merged(left_OJ.to(total_OI.dtype) @ right_JI.to(total_OI.dtype), stats)
 
 
 def split_directions(directions: int, n_experts: int, common_fraction: float) -> tuple[int, int]:
@@ -76,40 +85,6 @@ def split_directions(directions: int, n_experts: int, common_fraction: float) ->
     return directions - per_expert * n_experts, per_expert
 
 
-def _merge(
-    total_OI: Tensor,
-    deltas: Sequence[Tensor],
-    shares: Sequence[float],
-    sizes: tuple[int, int],
-    rtol: float,
-    accuracy: torch.dtype,
-) -> tuple[Tensor, Tensor, dict[str, float | int | str | bool]]:
-    """The two factors of the merged delta, `O x J` and `J x I`; `total_OI` may be a small core."""
-    n_common, n_task = sizes
-    common = thin_svd(total_OI, k=n_common, accuracy=accuracy, rtol=rtol)
-    common_OC = common.u_OK.to(total_OI.dtype)
-    parts: list[ThinSVD] = []
-    if n_task:
-        for delta_OI, weight in zip(deltas, shares, strict=True):
-            rest_OI = delta_OI - common_OC @ (common_OC.mT @ delta_OI)
-            # The residual of a delta inside the common space is rounding: judge it by the delta, not by itself.
-            floor = rtol * torch.linalg.vector_norm(delta_OI, dim=(-2, -1), dtype=torch.float64)
-            parts.append(thin_svd(rest_OI, k=n_task, accuracy=accuracy, rtol=rtol, floor=floor).scaled(weight))
-    u_OJ, s_J, v_IJ = join([*parts, common])
-    level = s_J.sum(-1, keepdim=True) / (n_common + n_task * len(deltas))
-    left_OJ, right_JI, retries = orthogonalised_sum(u_OJ, level.expand_as(s_J), v_IJ, accuracy)
-    for part in (common, *parts):
-        retries += part.retries
-    stats: dict[str, float | int | str | bool] = {
-        "common": n_common,
-        "per_expert": n_task,
-        "common_rank_min": int(common.rank.min()),
-        **part_stats(p.way for p in (common, *parts)),
-        **retry_stats(retries),
-    }
-    return left_OJ, right_JI, stats
-
-
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
     *batch, rows, columns = shape
     short = min(rows, columns)
@@ -119,17 +94,17 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * max(decompose, orthogonalise)
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
     common, own = split_directions(min(rows, columns), n_experts, options["common_fraction"])
     joint = common + n_experts * own
-    rest = [product(common, columns, rows), product(rows, columns, common)] if own else []
-    rest += thin_svd_operations(rows, columns, own, double=double) if own else []
-    found = [*thin_svd_operations(rows, columns, common, double=double), *repeated(rest, n_experts)]
+    rest = [ops.product(common, columns, rows), ops.product(rows, columns, common)] if own else []
+    rest += ops.thin_svd(rows, columns, own, double=double) if own else []
+    found = [*ops.thin_svd(rows, columns, common, double=double), *ops.repeated(rest, n_experts)]
     for side in (rows, columns):
-        found += polar_factor(side, joint, double=double)
-    found += [entries(n_experts * rows * columns), product(rows, columns, joint)]
-    return repeated(found, math.prod(batch))
+        found += ops.polar_factor(side, joint, double=double)
+    found += [ops.entries(n_experts * rows * columns), ops.product(rows, columns, joint)]
+    return ops.repeated(found, math.prod(batch))
 
 
 ISO_CTS = MergeMethod(
@@ -142,6 +117,6 @@ ISO_CTS = MergeMethod(
         "Marczak et al., No Task Left Behind: Isotropic Model Merging, ICML 2025",
     ),
     laws=LINEAR_LAWS,
-    lowrank=LowRankForm(merge_lowrank),
+    lowrank=in_cores(merge),
     cost=Cost("T N^3", workspace=_workspace, operations=_operations),
 )

@@ -23,25 +23,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
+from actmat.linalg import operations as ops
 from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
 from actmat.linalg.masks.mask import Trim
 from actmat.linalg.masks.threshold import StreamedCut, kth_magnitudes, selection_workspace
-from actmat.linalg.operations import Operation, eigh, entries, gram, polar_factor, product, repeated
-from actmat.linalg.operations import thin_svd as thin_svd_operations
 from actmat.linalg.singular import JointBasis, Mean, isotropic, join, joint_basis, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
 from actmat.methods.dare import drops
-from actmat.methods.facets import About, Cost, LowRankForm, Merged, MergedLowRank, Survey
-from actmat.methods.ties import kept_entries
+from actmat.methods.facets import About, Cost, LowRankForm, Merged, MergedLowRank
+from actmat.methods.ties import SURVEY, TrimSurvey, kept_entries
 
 __all__ = ["KNOTS", "merge", "merge_lowrank"]
 
@@ -202,20 +202,16 @@ def _stats(basis: JointBasis, retries: Retries, ways: Sequence[Way]) -> dict[str
     return {"rank_min": int(rank.min()), "rank_max": int(rank.max()), **part_stats(ways), **retry_stats(retries)}
 
 
-_SurveyState = tuple[StreamedCut, ...]
-"""One selection per expert."""
-
-
 def _is_surveyed(options: Mapping[str, Any]) -> bool:
     return bool(options["rule"] == "ties" and options["trim"] == "global")
 
 
-def _start(n_experts: int, options: Mapping[str, Any]) -> _SurveyState:
+def _start(n_experts: int, options: Mapping[str, Any]) -> TrimSurvey:
     rank = partial(_kept, _density(options["rule"], options["density"]))
-    return tuple(StreamedCut(rank) for _ in range(n_experts))
+    return TrimSurvey([StreamedCut(rank) for _ in range(n_experts)], wants_votes=False)
 
 
-def _observe(state: _SurveyState, deltas: Sequence[Tensor] | Sequence[LowRank], options: Mapping[str, Any]) -> None:
+def _observe(state: TrimSurvey, deltas: Sequence[Tensor] | Sequence[LowRank], options: Mapping[str, Any]) -> None:
     """Pass the coordinates of a merge to the selections, without the padding of lower ranks."""
     order: Order = options["order"]
     atol, rtol = options["atol"], options["rtol"]
@@ -225,26 +221,8 @@ def _observe(state: _SurveyState, deltas: Sequence[Tensor] | Sequence[LowRank], 
         parts_RI = [_expanded(part_RQ, bases, factored[0]) for part_RQ in parts_RQ]
     else:
         basis, parts_RI = _dense_parts([d for d in deltas if isinstance(d, Tensor)], order, atol, rtol)
-    for selection, part_RI in zip(state, parts_RI, strict=True):
+    for selection, part_RI in zip(state.selections, parts_RI, strict=True):
         selection.observe(part_RI[basis.on_R].reshape(-1))
-
-
-def _fork(state: _SurveyState) -> _SurveyState:
-    return tuple(selection.fork() for selection in state)
-
-
-def _join(state: _SurveyState, other: _SurveyState) -> None:
-    for selection, theirs in zip(state, other, strict=True):
-        selection.join(theirs)
-
-
-def _advance(state: _SurveyState) -> bool:
-    unfinished = [selection.advance() for selection in state]
-    return any(unfinished)
-
-
-def _finish(state: _SurveyState) -> tuple[float, ...]:
-    return tuple(selection.cut.value for selection in state if selection.cut is not None)
 
 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
@@ -263,24 +241,28 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * matrix + scratch
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
     kept, rule = min(rows, n_experts * columns), options["rule"]
     side = n_experts * columns
     if double or rows > side:
-        found = thin_svd_operations(rows, side, kept, double=double)
+        found = ops.thin_svd(rows, side, kept, double=double)
     else:
-        found = [gram(side, rows, double=True), eigh(rows), entries(2 * rows * side)]
-    found += repeated([product(kept, columns, rows, double=True)], n_experts)
+        found = [ops.gram(side, rows), ops.eigh(rows), ops.entries(2 * rows * side)]
+    found += ops.repeated([ops.product(kept, columns, rows)], n_experts)
     if rule == "tsv":
         slots = min(rows, columns) // n_experts
-        found += repeated(thin_svd_operations(kept, columns, slots, double=double), n_experts)
-        found += [o for n in (kept, columns) for o in polar_factor(n, n_experts * slots, double=double)]
+        found += ops.repeated(ops.thin_svd(kept, columns, slots, double=double), n_experts)
+        found += [o for n in (kept, columns) for o in ops.polar_factor(n, n_experts * slots, double=double)]
     elif rule == "iso_c":
-        found += polar_factor(kept, columns, double=double)
+        found += ops.polar_factor(kept, columns, double=double)
     rounds = 2 if rule == "ties" and options["trim"] == "global" else 1  # the survey decomposes once, as the merge does
-    found = [*repeated(found, rounds), entries(4 * n_experts * kept * columns), product(rows, columns, kept)]
-    return repeated(found, math.prod(batch))
+    found = [
+        *ops.repeated(found, rounds),
+        ops.entries(4 * n_experts * kept * columns),
+        ops.product(rows, columns, kept),
+    ]
+    return ops.repeated(found, math.prod(batch))
 
 
 KNOTS = MergeMethod(
@@ -295,5 +277,11 @@ KNOTS = MergeMethod(
     laws=frozenset({"permutation", "odd", "left_orthogonal", "zero_expert", "zeros"}),
     lowrank=LowRankForm(merge_lowrank, keeps_row_space=False),  # `ties` and `dare` select single coordinates
     cost=Cost("T N^3", workspace=_workspace, operations=_operations),
-    survey=Survey(_is_surveyed, _start, _observe, _fork, _join, _advance, _finish),
+    survey=replace(
+        SURVEY,
+        applies=_is_surveyed,
+        start=_start,
+        observe=_observe,
+        finish=lambda state: tuple(cut.value for cut in state.cuts),
+    ),
 )

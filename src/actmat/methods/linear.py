@@ -17,7 +17,7 @@ from actmat.methods._shared.per_expert import weights_and_sum
 from actmat.methods.contract import MergeMethod, Weights
 from actmat.methods.facets import MEAN_LAWS, About, Access, Cost, LowRankForm, Merged, MergedLowRank
 
-__all__ = ["LINEAR", "finish_sum", "merge", "merge_lowrank"]
+__all__ = ["LINEAR", "merge", "merge_lowrank"]
 
 _SCALES_THE_BASE = (
     "linear: normalize=False is not available for low-rank deltas: it scales the base weights too, which is not a "
@@ -35,16 +35,8 @@ def merge(
             summed: `D* = sum_t w_t D_t + (sum_t w_t - 1) W_0`, which also scales the base. `task_arithmetic` with
             `scaling=1` is the sum of deltas.
     """
-    share, _ = _shares(len(deltas), weights, normalize)
+    share, divisor = _shares(len(deltas), weights, normalize)
     total = one_pass_sum(deltas, share)
-    return finish_sum(total, len(deltas), weights=weights, base=base, normalize=normalize)
-
-
-def finish_sum(
-    total: Tensor, n_experts: int, *, weights: Weights = None, base: Tensor | None = None, normalize: bool = True
-) -> Merged:
-    """The merge from `sum_t w_t D_t`, which is overwritten; errors as in `merge`."""
-    _, divisor = _shares(n_experts, weights, normalize)
     if normalize:
         return Merged(total.div_(divisor))
     if base is None:
@@ -92,5 +84,4 @@ LINEAR = MergeMethod(
         baseless=True,
     ),
     cost=Cost("T N^2"),
-    finish_sum=finish_sum,
 )

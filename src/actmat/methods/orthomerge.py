@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from actmat.errors import NumericalError
+from actmat.linalg import operations as ops
 from actmat.linalg.lapack import Retries, economy_svd
-from actmat.linalg.operations import Operation, entries, product, repeated, svd
 from actmat.methods import tsv
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
@@ -69,8 +69,8 @@ def merge(
         density: fraction of the residuals' entries that `ties` keeps.
     """
     factor = SCALINGS[rule] if scaling is None else scaling
-    options = partial(_merge, targets=targets, rule=rule, scaling=factor, density=density)
-    value, stats = each_matrix(lambda each, own: options(each, own), deltas, base)
+    own = partial(_merge, targets=targets, rule=rule, scaling=factor, density=density)
+    value, stats = each_matrix(own, [given_base("orthomerge", base), *deltas])
     return Merged(value.to(deltas[0].dtype), stats)
 
 
@@ -113,16 +113,9 @@ def generator_of(rotation_II: Tensor) -> Tensor:
 
 
 def _merge(
-    deltas: Sequence[Tensor],
-    base_OI: Tensor | None,
-    *,
-    targets: Targets,
-    rule: InnerRule,
-    scaling: float,
-    density: float,
+    base_and_deltas: Sequence[Tensor], *, targets: Targets, rule: InnerRule, scaling: float, density: float
 ) -> OneMatrix:
-    base_OI = given_base("orthomerge", base_OI).double()
-    wide = [delta_OI.double() for delta_OI in deltas]
+    base_OI, *wide = (matrix_OI.double() for matrix_OI in base_and_deltas)
     mean_OI = torch.stack(wide).mean(0)
     total_II = base_OI.new_zeros((base_OI.shape[-1],) * 2)
     residuals, angles, retries = [], [], Retries()
@@ -182,20 +175,20 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return each + 2 * math.prod(batch) * rows * columns
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
-    cube = product(columns, columns, columns, double=True)
-    each = [product(columns, columns, rows, double=True), svd(columns, columns, double=True)]
-    each += [*repeated([cube], 4), product(rows, columns, columns, double=True)]
+    cube = ops.product(columns, columns, columns)
+    each = [ops.product(columns, columns, rows), ops.svd(columns, columns)]
+    each += [*ops.repeated([cube], 4), ops.product(rows, columns, columns)]
     if rows < columns:
-        each += [*repeated([cube], 2), svd(columns, columns, double=True)]
-    found = [*repeated(each, n_experts), cube, product(rows, columns, columns, double=True)]
-    found.append(entries(8 * n_experts * rows * columns))
+        each += [*ops.repeated([cube], 2), ops.svd(columns, columns)]
+    found = [*ops.repeated(each, n_experts), cube, ops.product(rows, columns, columns)]
+    found.append(ops.entries(8 * n_experts * rows * columns))
     if options["rule"] == "tsv":
         method = tsv.TSV
         assert method.cost.operations is not None
         found += method.cost.operations((rows, columns), n_experts, method.resolve_options({}), True)
-    return repeated(found, math.prod(batch))
+    return ops.repeated(found, math.prod(batch))
 
 
 ORTHOMERGE = MergeMethod(

@@ -17,12 +17,12 @@ adds texts, laws and cost. Weights are non-negative in all of them.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Unpack
+from typing import Annotated, Any, Literal
 
 from actmat.linalg.interference.descent import Adam
 from actmat.linalg.interference.rule import Estimator, Filter, Null, Rule
 from actmat.methods import regmean
-from actmat.methods._shared.interference import Declared, FillOption, RelativeCutoff, RuleOf, SolverOption, member
+from actmat.methods._shared.interference import FillOption, RelativeCutoff, RuleOf, SolverOption, member
 from actmat.methods.contract import Bounds, MergeMethod
 from actmat.methods.facets import MEAN_LAWS, SUM_LAWS, About, Law
 
@@ -143,9 +143,7 @@ def lot(*, rtol: Annotated[float | None, Bounds(0, 1)] = None) -> Rule:
     return regmean.rule(rtol=rtol)
 
 
-def _row(
-    rule: RuleOf, summary: str, equation: str, reference: str, of: str = "actmat", **declared: Unpack[Declared]
-) -> MergeMethod:
+def _row(rule: RuleOf, summary: str, equation: str, reference: str, of: str = "actmat", **declared: Any) -> MergeMethod:
     return member(rule.__name__, rule, About(summary, equation, reference, preset_of=of), **declared)
 
 
@@ -157,7 +155,6 @@ PRESETS: tuple[MergeMethod, ...] = (
         "Tikhonov filter of ACTMat (Model Merging via Data-Free Covariance Estimation)",
         laws=SUM_LAWS,
         flops="(2T + 2) N^3",
-        meets_every_expert=True,
     ),
     _row(
         actmat_bounded,
@@ -166,7 +163,6 @@ PRESETS: tuple[MergeMethod, ...] = (
         "this project's study of variants of ACTMat (Model Merging via Data-Free Covariance Estimation)",
         laws=MEAN_LAWS,
         flops="(2T + 4) N^3",
-        meets_every_expert=True,
     ),
     _row(
         tact,

@@ -20,18 +20,16 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from actmat.linalg import operations as ops
 from actmat.linalg.lapack import Retries
-from actmat.linalg.lowrank import LowRank, common_bases
-from actmat.linalg.operations import Operation, entries, product, repeated
-from actmat.linalg.operations import thin_svd as thin_svd_operations
-from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, svd_workspace, thin_svd
-from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
+from actmat.linalg.singular import join
+from actmat.linalg.svd import RANK_RTOL, Way, svd_workspace, thin_svd
+from actmat.methods._shared.per_matrix import OneMatrix, Shape, each_matrix, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.facets import LINEAR_LAWS, About, Cost, LowRankForm, Merged, MergedLowRank
+from actmat.methods.facets import LINEAR_LAWS, About, Cost, Merged
 
-__all__ = ["RESMERGE", "merge", "merge_lowrank"]
+__all__ = ["RESMERGE", "merge"]
 
-Head = Annotated[int, Bounds(low=1)]
 OPPOSED = 1e-8
 """Length of the sum of unit residuals below which it has no direction; as in the published code."""
 
@@ -41,8 +39,9 @@ BLOCK = 1 << 18
 
 def merge(
     deltas: Sequence[Tensor],
+    _: Shape = None,
     *,
-    head: Head = 1,
+    head: Annotated[int, Bounds(low=1)] = 1,
     damping: Fraction = 0.3,
     score: bool = True,
     head_budget: Fraction = 0.2,
@@ -62,25 +61,9 @@ def merge(
         head_budget: norm of the heads' part relative to that of `A`, where the heads agree fully.
         rtol: a residual of norm at or below `rtol ||D_t||` counts as zero.
     """
-    options = partial(_merge, head=head, damping=damping if score else 0.0, budget=head_budget, rtol=rtol)
-    value, stats = each_matrix(lambda each, _: options(each, accuracy=accuracy_of(each[0])), deltas)
+    rule = partial(_merge, head=head, damping=damping if score else 0.0, budget=head_budget, rtol=rtol)
+    value, stats = each_matrix(rule, deltas)
     return Merged(value.to(deltas[0].dtype), stats)
-
-
-def merge_lowrank(
-    deltas: Sequence[LowRank],
-    *,
-    head: Head = 1,
-    damping: Fraction = 0.3,
-    score: bool = True,
-    head_budget: Fraction = 0.2,
-    rtol: Fraction = RANK_RTOL,
-) -> MergedLowRank:
-    """The same merge on the cores of the common bases. Exact, in float64."""
-    options = partial(_merge, head=head, damping=damping if score else 0.0, budget=head_budget, rtol=rtol)
-    bases = common_bases([d.to(torch.float64) for d in deltas])
-    value, stats = each_matrix(lambda each, _: options(each, accuracy=torch.float64), bases.cores_PQ)
-    return MergedLowRank(bases.lift(value).to(deltas[0].b_OR.dtype), stats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +89,9 @@ class _Heads:
         return every_JJ.view(count, self.size, count, self.size).sum((1, 3)).cpu()
 
 
-def _merge(
-    deltas: Sequence[Tensor], *, head: int, damping: float, budget: float, rtol: float, accuracy: torch.dtype
-) -> OneMatrix:
+def _merge(deltas: Sequence[Tensor], *, head: int, damping: float, budget: float, rtol: float) -> OneMatrix:
     """One matrix, in float64; `deltas` may be small cores."""
-    heads = _heads(deltas, head, accuracy)
+    heads = _heads(deltas, head)
     residual_TT, head_TT = _residual_gram(deltas, heads, rtol), heads.gram()
     weights_T, numbers = _residual_weights(residual_TT, damping)
     length = math.sqrt(max(0.0, float(weights_T @ residual_TT @ weights_T)))
@@ -126,9 +107,9 @@ def _merge(
     return OneMatrix(out_OI, numbers | {"head_agreement_max": agreement}, heads.retries, heads.ways)
 
 
-def _heads(deltas: Sequence[Tensor], size: int, accuracy: torch.dtype) -> _Heads:
-    parts = [thin_svd(delta, k=size, accuracy=accuracy) for delta in deltas]
-    u_OJ, s_J, v_IJ = (torch.cat(side, -1) for side in zip(*((p.u_OK, p.s_K, p.v_IK) for p in parts), strict=True))
+def _heads(deltas: Sequence[Tensor], size: int) -> _Heads:
+    parts = [thin_svd(delta, k=size) for delta in deltas]
+    u_OJ, s_J, v_IJ = join(parts)
     retries = tuple(name for part in parts for name in part.retries)
     return _Heads(u_OJ, s_J, v_IJ, parts[0].s_K.shape[-1], retries, [p.way for p in parts])
 
@@ -200,13 +181,13 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return whole
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
     size = min(options["head"], rows, columns)
-    found = repeated(thin_svd_operations(rows, columns, size, double=double), n_experts)
-    found += repeated([product(rows, columns, size, double=True)], 2 * n_experts)
-    found += [product(n_experts, n_experts, rows * columns, double=True), entries(6 * n_experts * rows * columns)]
-    return repeated(found, math.prod(batch))
+    found = ops.repeated(ops.thin_svd(rows, columns, size, double=double), n_experts)
+    found += ops.repeated([ops.product(rows, columns, size)], 2 * n_experts)
+    found += [ops.product(n_experts, n_experts, rows * columns), ops.entries(6 * n_experts * rows * columns)]
+    return ops.repeated(found, math.prod(batch))
 
 
 RESMERGE = MergeMethod(
@@ -223,6 +204,6 @@ RESMERGE = MergeMethod(
         ),
     ),
     laws=LINEAR_LAWS,
-    lowrank=LowRankForm(merge_lowrank),
+    lowrank=in_cores(merge),
     cost=Cost("T N^3", workspace=_workspace, operations=_operations),
 )

@@ -13,7 +13,7 @@ Shapes: `T` experts, `O` out_features, `I` in_features, `R` rank, `P`, `Q` sides
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,11 +26,11 @@ from actmat.methods.facets import MergedLowRank
 from actmat.methods.post.contract import Step, apply_steps, apply_steps_lowrank
 
 __all__ = [
+    "MERGE_IN",
     "Space",
     "as_factors",
     "merge_in_core",
     "merge_in_factors",
-    "merge_in_space",
     "space_problems",
     "space_words",
 ]
@@ -41,27 +41,6 @@ ROTATIONS = frozenset({"left_orthogonal", "right_orthogonal"})
 """Laws of a method that is the same in every basis of the rows and of the columns."""
 
 
-def merge_in_space(
-    space: Space,
-    method: MergeMethod,
-    deltas: Sequence[LowRank],
-    needs: Mapping[str, Any],
-    options: Mapping[str, Any],
-    steps: Sequence[Step] = (),
-) -> MergedLowRank:
-    """Merge deltas of one matrix in a space other than the full one; post-processing steps act in that space.
-
-    Args:
-        deltas: one per expert, in two dimensions, float64.
-        needs, options: keyword arguments of the method.
-        steps: matrix steps of post-processing.
-    """
-    if space == "core":
-        return merge_in_core(method, deltas, needs, options, steps)
-    assert space == "factors", "the full space has the method's own forms"
-    return merge_in_factors(method, deltas, needs, options, steps)
-
-
 def merge_in_core(
     method: MergeMethod,
     deltas: Sequence[LowRank],
@@ -70,6 +49,11 @@ def merge_in_core(
     steps: Sequence[Step] = (),
 ) -> MergedLowRank:
     """`D* = U method(M_1 .. M_T) V^T` with `M_t = U^T b_t a_t V`, which loses nothing of any delta.
+
+    Args:
+        deltas: one per expert, in two dimensions, float64.
+        needs, options: keyword arguments of the method.
+        steps: matrix steps of post-processing, which act in the space.
 
     The inputs do not determine the singular vectors of a repeated singular value, nor the result of a method that looks
     at single entries in their basis. A change of their signs changes no method that treats plus and minus alike.
@@ -105,6 +89,10 @@ def merge_in_factors(
     changed = apply_steps_lowrank(LowRank(b.value, a.value), deltas, steps)
     sides = {f"{side}_{name}": value for side, part in (("b", b), ("a", a)) for name, value in part.stats.items()}
     return MergedLowRank(changed.value, {**sides, **changed.stats})
+
+
+MERGE_IN: Mapping[Space, Callable[..., MergedLowRank]] = {"core": merge_in_core, "factors": merge_in_factors}
+"""Merges of the deltas of one matrix in spaces other than the full one, which has the method's own forms."""
 
 
 def space_problems(space: Space, method: MergeMethod, options: Mapping[str, Any]) -> list[str]:

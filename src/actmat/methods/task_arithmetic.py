@@ -14,7 +14,7 @@ from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods.contract import MergeMethod, Weights
 from actmat.methods.facets import SUM_LAWS, About, Access, Cost, LowRankForm, Merged, MergedLowRank
 
-__all__ = ["TASK_ARITHMETIC", "finish_sum", "merge", "merge_lowrank"]
+__all__ = ["TASK_ARITHMETIC", "merge", "merge_lowrank"]
 
 
 def merge(deltas: Sequence[Tensor], *, weights: Weights = None, scaling: float = 0.4) -> Merged:
@@ -24,12 +24,7 @@ def merge(deltas: Sequence[Tensor], *, weights: Weights = None, scaling: float =
         scaling: lambda; 0.4 is the usual choice without validation data.
     """
     share = [1.0] * len(deltas) if weights is None else weights
-    return finish_sum(one_pass_sum(deltas, share), len(deltas), weights=weights, scaling=scaling)
-
-
-def finish_sum(total: Tensor, n_experts: int, *, weights: Weights = None, scaling: float = 0.4) -> Merged:
-    """The merge from `sum_t w_t D_t`, which is overwritten."""
-    return Merged(total.mul_(scaling))
+    return Merged(one_pass_sum(deltas, share).mul_(scaling))
 
 
 def merge_lowrank(deltas: Sequence[LowRank], *, weights: Weights = None, scaling: float = 0.4) -> MergedLowRank:
@@ -51,5 +46,4 @@ TASK_ARITHMETIC = MergeMethod(
     lowrank=LowRankForm(merge_lowrank),
     access=Access(one_pass=True),
     cost=Cost("T N^2"),
-    finish_sum=finish_sum,
 )

@@ -34,10 +34,9 @@ from actmat.methods._shared.per_expert import per_expert, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
 from actmat.methods.facets import About, Access, Cost, Merged, Survey
 
-__all__ = ["TIES", "GlobalTrim", "kept_entries", "merge"]
+__all__ = ["SURVEY", "TIES", "GlobalTrim", "TrimSurvey", "kept_entries", "merge"]
 
 Variant = Literal["original", "mergekit", "actmat"]
-Density = Fractions
 ZERO_SIGN: dict[Variant, ZeroSign] = {"original": "majority", "mergekit": "positive", "actmat": "zero"}
 
 
@@ -61,7 +60,7 @@ def merge(
     *,
     weights: Weights = None,
     survey: GlobalTrim | None = None,
-    density: Density = 0.2,
+    density: Fractions = 0.2,
     trim: Literal["tensor", "global"] = "tensor",
     reduce: Literal["mean", "sum"] = "mean",
     rescale: Literal["none", "l1"] = "none",
@@ -123,7 +122,7 @@ def kept_entries(density: float, total: int, *, variant: Variant) -> int:
 
 
 @dataclass(slots=True)
-class _SurveyState:
+class TrimSurvey:
     """Rounds that find the thresholds, then one round of votes where cancelled votes follow the majority."""
 
     selections: list[StreamedCut]
@@ -137,14 +136,14 @@ class _SurveyState:
         return [s.cut for s in self.selections if s.cut is not None]
 
 
-def _start(n_experts: int, options: Mapping[str, Any]) -> _SurveyState:
+def _start(n_experts: int, options: Mapping[str, Any]) -> TrimSurvey:
     variant: Variant = options["variant"]
     densities = per_expert("density", options["density"], n_experts)
     selections = [StreamedCut(partial(kept_entries, d, variant=variant)) for d in densities]
-    return _SurveyState(selections, wants_votes=ZERO_SIGN[variant] == "majority")
+    return TrimSurvey(selections, wants_votes=ZERO_SIGN[variant] == "majority")
 
 
-def _observe(state: _SurveyState, deltas: Sequence[Tensor], options: Mapping[str, Any]) -> None:
+def _observe(state: TrimSurvey, deltas: Sequence[Tensor], options: Mapping[str, Any]) -> None:
     if not state.votes_open:
         for selection, delta in zip(state.selections, deltas, strict=True):
             selection.observe(delta.reshape(-1))
@@ -152,17 +151,17 @@ def _observe(state: _SurveyState, deltas: Sequence[Tensor], options: Mapping[str
     state.balance += sign_balance(deltas, [Trim.at(c.value, deltas[0].dtype) for c in state.cuts])
 
 
-def _fork(state: _SurveyState) -> _SurveyState:
+def _fork(state: TrimSurvey) -> TrimSurvey:
     return replace(state, selections=[s.fork() for s in state.selections], balance=0)
 
 
-def _join(state: _SurveyState, other: _SurveyState) -> None:
+def _join(state: TrimSurvey, other: TrimSurvey) -> None:
     for selection, theirs in zip(state.selections, other.selections, strict=True):
         selection.join(theirs)
     state.balance += other.balance
 
 
-def _advance(state: _SurveyState) -> bool:
+def _advance(state: TrimSurvey) -> bool:
     if state.votes_open:
         return False
     unfinished = [s.advance() for s in state.selections]
@@ -170,7 +169,7 @@ def _advance(state: _SurveyState) -> bool:
     return any(unfinished) or state.wants_votes
 
 
-def _finish(state: _SurveyState) -> GlobalTrim:
+def _finish(state: TrimSurvey) -> GlobalTrim:
     cuts = state.cuts
     return GlobalTrim(
         cuts=tuple(c.value for c in cuts),
@@ -178,6 +177,9 @@ def _finish(state: _SurveyState) -> GlobalTrim:
         majority=(state.balance > 0) - (state.balance < 0),
     )
 
+
+SURVEY = Survey(lambda options: options["trim"] == "global", _start, _observe, _fork, _join, _advance, _finish)
+"""Thresholds of a whole model, over as many passes as it takes to find them."""
 
 TIES = MergeMethod(
     "ties",
@@ -195,5 +197,5 @@ TIES = MergeMethod(
         walks_again=True,
     ),
     cost=Cost("T N^2", workspace=workspace_of_election),
-    survey=Survey(lambda options: options["trim"] == "global", _start, _observe, _fork, _join, _advance, _finish),
+    survey=SURVEY,
 )

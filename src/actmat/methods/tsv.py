@@ -16,17 +16,15 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from actmat.linalg.lapack import Retries, retry_stats
-from actmat.linalg.lowrank import LowRank, common_bases
-from actmat.linalg.operations import Operation, product, repeated
-from actmat.linalg.operations import polar_factor as polar_factor_operations
-from actmat.linalg.operations import thin_svd as thin_svd_operations
+from actmat.linalg import operations as ops
+from actmat.linalg.lapack import retry_stats
 from actmat.linalg.singular import join, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, orthogonal_svd, part_stats, svd_workspace, thin_svd
+from actmat.methods._shared.per_matrix import Shape, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod, Weights
-from actmat.methods.facets import About, Access, Cost, LowRankForm, Merged, MergedLowRank
+from actmat.methods.facets import About, Access, Cost, Merged
 
-__all__ = ["TSV", "merge", "merge_lowrank"]
+__all__ = ["TSV", "merge"]
 
 _NEEDS_NULL_SPACE = (
     "tsv: rank_aware=False asks for null-space vectors of the full matrices, which low-rank factors do not have; merge "
@@ -36,6 +34,7 @@ _NEEDS_NULL_SPACE = (
 
 def merge(
     deltas: Sequence[Tensor],
+    shape: Shape = None,
     *,
     weights: Weights = None,
     k: Annotated[int | None, Bounds(low=0)] = None,
@@ -58,37 +57,17 @@ def merge(
     parts: list[ThinSVD] = []
     shares = [1.0] * len(deltas) if weights is None else weights
     for delta_OI, weight in zip(deltas, shares, strict=True):
-        slots = _slots(delta_OI.shape, len(deltas), k, min_k)
+        slots = _slots(shape or delta_OI.shape, len(deltas), k, min_k)
         if slots == 0:
             return Merged(torch.zeros_like(delta_OI), {"k": 0, "rank_min": 0, "rank_max": 0})
         parts.append(_triplets(delta_OI, slots, rank_aware, rtol).scaled(weight))
     assert parts, "a merge has at least one expert"
     left_OJ, right_JI, retries = orthogonalised_sum(*join(parts), accuracy=accuracy_of(delta_OI))
-    return Merged(left_OJ.to(delta_OI.dtype) @ right_JI.to(delta_OI.dtype), _stats(parts, slots, retries))
-
-
-def merge_lowrank(
-    deltas: Sequence[LowRank],
-    *,
-    weights: Weights = None,
-    k: Annotated[int | None, Bounds(low=0)] = None,
-    min_k: Annotated[int, Bounds(low=0)] = 0,
-    rank_aware: bool = True,
-    rtol: Fraction = RANK_RTOL,
-) -> MergedLowRank:
-    """The same merge on the cores of the common bases; `K` comes from the full shape. Exact, in float64."""
-    if not rank_aware:
-        raise ValueError(_NEEDS_NULL_SPACE)
-    dtype, shape = deltas[0].b_OR.dtype, deltas[0].shape
-    bases = common_bases([d.to(torch.float64) for d in deltas])
-    slots = _slots(shape, len(deltas), k, min_k)
-    shares = [1.0] * len(deltas) if weights is None else weights
-    parts = [
-        thin_svd(core, k=slots, accuracy=torch.float64, rtol=rtol).scaled(weight)
-        for core, weight in zip(bases.cores_PQ, shares, strict=True)
-    ]
-    left, right, retries = orthogonalised_sum(*join(parts), accuracy=torch.float64)
-    return MergedLowRank(bases.lift(left @ right).to(dtype), _stats(parts, slots, retries))
+    kept = torch.stack([p.rank.clamp_max(slots) for p in parts])
+    ranks = {"rank_min": int(kept.min()), "rank_max": int(kept.max())}
+    retries += tuple(name for part in parts for name in part.retries)
+    stats = {"k": slots, **ranks, **part_stats(p.way for p in parts), **retry_stats(retries)}
+    return Merged(left_OJ.to(delta_OI.dtype) @ right_JI.to(delta_OI.dtype), stats)
 
 
 def _slots(shape: Sequence[int], n_experts: int, k: int | None, min_k: int) -> int:
@@ -105,14 +84,6 @@ def _triplets(delta_OI: Tensor, slots: int, rank_aware: bool, rtol: float) -> Th
     return ThinSVD(u[..., :slots].clone(), s[..., :slots].clone(), v[..., :slots].clone(), rank, retries)
 
 
-def _stats(parts: Sequence[ThinSVD], slots: int, retries: Retries) -> dict[str, float | int | str | bool]:
-    kept = torch.stack([p.rank.clamp_max(slots) for p in parts])
-    for part in parts:
-        retries += part.retries
-    ranks = {"rank_min": int(kept.min()), "rank_max": int(kept.max())}
-    return {"k": slots, **ranks, **part_stats(p.way for p in parts), **retry_stats(retries)}
-
-
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
     *batch, rows, columns = shape
     slots = _slots(shape, n_experts, options["k"], options["min_k"])
@@ -125,14 +96,14 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     return math.prod(batch) * max(decompose, orthogonalise)
 
 
-def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
     *batch, rows, columns = shape
     slots = _slots(shape, n_experts, options["k"], options["min_k"])
     joint = n_experts * slots
-    found = repeated(thin_svd_operations(rows, columns, slots, double=double or not options["rank_aware"]), n_experts)
+    found = ops.repeated(ops.thin_svd(rows, columns, slots, double=double or not options["rank_aware"]), n_experts)
     for side in (rows, columns):
-        found += polar_factor_operations(side, joint, double=double)
-    return repeated([*found, product(rows, columns, joint)], math.prod(batch))
+        found += ops.polar_factor(side, joint, double=double)
+    return ops.repeated([*found, ops.product(rows, columns, joint)], math.prod(batch))
 
 
 TSV = MergeMethod(
@@ -145,9 +116,7 @@ TSV = MergeMethod(
         "Gargiulo et al., Task Singular Vectors, CVPR 2025",
     ),
     laws=frozenset({"permutation", "single", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
-    lowrank=LowRankForm(
-        merge_lowrank, why_not=lambda options, n_experts, weights: None if options["rank_aware"] else _NEEDS_NULL_SPACE
-    ),
+    lowrank=in_cores(merge, refused=("rank_aware", False, _NEEDS_NULL_SPACE)),
     access=Access(one_pass=True),
     cost=Cost("T N^3", workspace=_workspace, operations=_operations),
 )

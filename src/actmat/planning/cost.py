@@ -221,7 +221,7 @@ def method_operations(
             if term["power"] == "2":
                 found.append(entries(factor * math.prod(shape)))
             else:
-                found.append(Operation("product", factor * math.prod(shape) * shape[-1], double))
+                found.append(Operation("product", factor * math.prod(shape) * shape[-1]))
     return found
 
 
@@ -276,7 +276,7 @@ def _steps(item: Item, call: MethodCall, *, double: bool) -> list[Operation]:
         kept = min(rows, columns, inner or rows)
         wide, long = (rows, columns) if inner is None else (kept, kept)
         once = [*thin_svd(wide, long, kept, double=double or inner is not None)]
-        once += [product(rows, columns, kept, double=True)] * (1 + len(item.sources))
+        once += [product(rows, columns, kept)] * (1 + len(item.sources))
         found += repeated(once, len(call.matrix_steps) * math.prod(batch))
     return found
 
@@ -287,12 +287,12 @@ def _factored(item: Item, call: MethodCall) -> list[Operation]:
     ranks = [0 if s is None else s.rank for s in item.sources] if item.factors is None else list(item.factors.ranks)
     total = max(1, sum(ranks))
     left, right = min(total, rows), min(total, columns)
-    bases = [product(rows, left, total, double=True), product(columns, right, total, double=True)]
-    cores = [product(left, right, rank, double=True) for rank in ranks if rank]
+    bases = [product(rows, left, total), product(columns, right, total)]
+    cores = [product(left, right, rank) for rank in ranks if rank]
     rule = method_operations(get_method(call.method), [(left, right)], len(ranks), call.options, double=True)
-    lifted = [product(rows, right, left, double=True)]
+    lifted = [product(rows, right, left)]
     if item.factors is None:  # a tensor of a full model
-        lifted += [product(rows, columns, right, double=True), entries(2 * rows * columns)]
+        lifted += [product(rows, columns, right), entries(2 * rows * columns)]
     return repeated([*repeated(bases, 2), *cores, *rule, *lifted], math.prod(batch))
 
 
@@ -300,4 +300,4 @@ def _dense_module(shape: tuple[int, ...], rank: int) -> list[Operation]:
     *batch, rows, columns = shape
     kept = min(rank, rows, columns)
     formed = product(rows, columns, max(rank, 1))
-    return repeated([formed, product(rows, columns, max(kept, 1), double=True)], math.prod(batch))
+    return repeated([formed, product(rows, columns, max(kept, 1))], math.prod(batch))

@@ -8,11 +8,10 @@ from tests.helpers.interference import EPS32
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.linalg.interference.lowrank import solve_lowrank, solve_lowrank_with_grams
 from actmat.linalg.interference.rule import Estimator, Filter, Rule
-from actmat.linalg.interference.solver import finish, prepare
+from actmat.linalg.interference.solver import finish, prepare, solve_lowrank, solve_lowrank_with_grams
 from actmat.linalg.lowrank import LowRank
-from actmat.methods import Merged
+from actmat.methods import Merged, get_method
 
 
 def adapters(ranks: list[int], *shape: int, dtype: torch.dtype = torch.float64) -> list[LowRank]:
@@ -84,7 +83,7 @@ def test_independent_row_spaces_leave_no_interference():
 
 def test_trim_is_refused_by_name():
     with pytest.raises(ValueError, match="'trim' is not available for low-rank"):
-        solve_lowrank(adapters([2], 5, 6), Rule(Estimator(trim=0.5)))
+        get_method("actmat").lowrank.merge(adapters([2], 5, 6), trim=0.5)
 
 
 @pytest.mark.parametrize("shape", [(20, 12), (3, 12)])

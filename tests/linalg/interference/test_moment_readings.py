@@ -42,10 +42,10 @@ def reduced(form: Literal["primal", "dual", "stacked"], given: list[torch.Tensor
         for delta in given:
             moments.add(delta, delta, 1.0)
         return moments.reduced()
-    stacked = StackedMoments(rows, len(given), rows, given[0])
+    stacked = StackedMoments(form, rows, len(given), rows, given[0])
     for delta in given:
         stacked.add(delta, delta, 1.0)
-    return stacked.reduced(form)
+    return stacked.reduced()
 
 
 @pytest.mark.parametrize("form", ["primal", "dual", "stacked"])

@@ -14,12 +14,11 @@ from tests.tolerances import F64_ORACLE, relative_error
 from torch import Tensor
 
 from actmat.linalg.interference import rereading
-from actmat.linalg.interference.gains import EigenPairs, Inverse
-from actmat.linalg.interference.operations import operations
+from actmat.linalg.interference.cost import operations
 from actmat.linalg.interference.rereading import products, second_reading
 from actmat.linalg.interference.rule import FLOAT32_EPS, Estimator, Filter, FilterKind, Rule
 from actmat.linalg.interference.solver import finish, prepare
-from actmat.linalg.interference.spectral_solve import Stats
+from actmat.linalg.interference.spectral_solve import EigenPairs, Inverse, Stats
 from actmat.linalg.operations import total
 
 EXPERTS, TALL, WIDE = 3, (260, 48), (40, 96)
@@ -225,7 +224,7 @@ def test_planned_operations_are_fewer_than_in_one_reading(
 ) -> None:
     """A head, half of whose directions are kept."""
     shape, rule = (32000, 2048), Rule(spectral=Filter(kind))
-    twice = total(operations(shape, 3, rule, has_grams=False, double=False))
+    twice = total(operations(shape, 3, rule, has_grams=False))
     monkeypatch.setattr(rereading, "SMALLEST", 10**6)
-    once = total(operations(shape, 3, rule, has_grams=False, double=False))
+    once = total(operations(shape, 3, rule, has_grams=False))
     assert spared <= 1 - twice / once < spared + 0.05

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from actmat.linalg import krylov
 from actmat.linalg.interference import moments, rereading
+from actmat.linalg.interference.cost import workspace
 from actmat.linalg.interference.rule import Estimator, Filter, Rule
 from actmat.linalg.interference.solver import finish, prepare
-from actmat.linalg.interference.workspace import workspace
 
 
 class Peak(TorchDispatchMode):
@@ -172,9 +172,9 @@ def test_nothing_of_a_delta_is_alive_when_the_sums_are_finished(monkeypatch):
     for kind in (moments.PrimalMoments, moments.StackedMoments):
         reduced = kind.reduced
 
-        def watched(self, form, reduced=reduced):
+        def watched(self, reduced=reduced):
             seen.append([storage() for storage in read.alive])
-            return reduced(self, form)
+            return reduced(self)
 
         monkeypatch.setattr(kind, "reduced", watched)
     prepare(read, Rule())

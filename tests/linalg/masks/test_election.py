@@ -15,8 +15,7 @@ from tests.tolerances import relative_error
 from actmat.linalg import chunks
 from actmat.linalg.masks import election
 from actmat.linalg.masks.election import elect, masked_sum, sign_balance
-from actmat.linalg.masks.mask import Keep, top_trims
-from actmat.linalg.masks.random import Drop
+from actmat.linalg.masks.mask import Drop, Keep, top_trims
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,21 @@ from tests.helpers.spectra import seeded
 from torch import Tensor
 
 from actmat.linalg import chunks
-from actmat.linalg.masks import random, threshold
-from actmat.linalg.masks.mask import Band, Keep, Mask, Trim, Where, l1_factors, top_trims
-from actmat.linalg.masks.random import Drop, magnitude_sampled, normalized_ranks, random_int32
+from actmat.linalg.masks import mask as masks
+from actmat.linalg.masks import threshold
+from actmat.linalg.masks.mask import (
+    Band,
+    Drop,
+    Keep,
+    Mask,
+    Trim,
+    Where,
+    l1_factors,
+    magnitude_sampled,
+    normalized_ranks,
+    random_int32,
+    top_trims,
+)
 
 
 def apply(mask: Mask, flat: Tensor) -> Tensor:
@@ -28,7 +40,7 @@ def apply(mask: Mask, flat: Tensor) -> Tensor:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK_ENTRIES", 6)
-    monkeypatch.setattr(random, "CHUNK_ENTRIES", 6)
+    monkeypatch.setattr(masks, "CHUNK_ENTRIES", 6)
     monkeypatch.setattr(threshold, "CHUNK_ENTRIES", 6)
 
 

@@ -12,8 +12,7 @@ from fnmatch import fnmatch
 from pathlib import PurePath
 
 from actmat import plugins
-from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, foreign_format
-from actmat.checkpoints.folder import INDEX_SUFFIX
+from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_SUFFIX, foreign_format
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
 from actmat.checkpoints.source import Format, Source

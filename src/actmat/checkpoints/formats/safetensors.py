@@ -29,10 +29,9 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.folder import INDEX_SUFFIX
 from actmat.checkpoints.header import read_header
-from actmat.checkpoints.joining import join_shards
 from actmat.checkpoints.ranges import BLOCK_BYTES, BLOCKS_PER_THREAD, RangeReader
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
-from actmat.checkpoints.source import Format, Source, StoredCheckpoint
+from actmat.checkpoints.source import Format, Source, StoredCheckpoint, join_shards
 from actmat.errors import CheckpointError
 
 __all__ = ["SAFETENSORS", "STEMS", "SafetensorsCheckpoint"]

@@ -29,9 +29,8 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import CHANGED, file_identity
 from actmat.checkpoints.folder import INDEX_SUFFIX
 from actmat.checkpoints.formats.pickles import PickleBoundsError, check_pickle
-from actmat.checkpoints.joining import join_shards
 from actmat.checkpoints.memory import HeldTensors, shared_storage, tensor_specs
-from actmat.checkpoints.source import Format, Source, StoredCheckpoint
+from actmat.checkpoints.source import Format, Source, StoredCheckpoint, join_shards
 from actmat.errors import CheckpointError
 from actmat.system import total_memory
 

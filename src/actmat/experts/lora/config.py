@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actmat import plugins
-from actmat.checkpoints.file_names import ADAPTER_CONFIG
-from actmat.checkpoints.folder import shown
+from actmat.checkpoints.folder import ADAPTER_CONFIG, shown
 from actmat.experts.lora.patterns import PatternTable
 from actmat.layout.matching import MatchError
 from actmat.linalg.scaling import FLOAT32_MAX

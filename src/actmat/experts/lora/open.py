@@ -17,8 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from actmat.bounds import is_url, list_folder, local_path, read_object
-from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NOT_WEIGHTS
-from actmat.checkpoints.folder import member
+from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NOT_WEIGHTS, member
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES, TORCH_SUFFIXES, load_torch
 from actmat.checkpoints.memory import MemoryCheckpoint

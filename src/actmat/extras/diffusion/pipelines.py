@@ -19,7 +19,7 @@ from actmat.bounds import read_object
 from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
 from actmat.checkpoints.codecs import decoded
 from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
-from actmat.checkpoints.file_names import foreign_format
+from actmat.checkpoints.folder import foreign_format
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
 from actmat.checkpoints.raw import find_spec

@@ -20,8 +20,14 @@ from typing import Any
 
 from actmat.bounds import MAX_BYTES
 from actmat.checkpoints.base import FileIdentity
-from actmat.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from actmat.checkpoints.folder import INDEX_SUFFIX, is_plain_name, read_config, read_index
+from actmat.checkpoints.folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    INDEX_SUFFIX,
+    is_plain_name,
+    read_config,
+    read_index,
+)
 from actmat.checkpoints.ranges import BLOCK_BYTES
 from actmat.checkpoints.retry import FIRST_RANGE, retried
 from actmat.checkpoints.side_files import SideFiles, side_files_in

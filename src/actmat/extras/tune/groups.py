@@ -8,9 +8,9 @@ from typing import Literal
 
 from actmat.layout.patterns import compile_pattern
 from actmat.planning.choose import depth_of
-from actmat.planning.model import Item, MergePlan
+from actmat.planning.model import MergePlan
 
-__all__ = ["FIXED", "Grouping", "group_rules", "groups_of", "obeys_scale"]
+__all__ = ["FIXED", "Grouping", "group_rules", "groups_of"]
 
 Grouping = Literal["none", "kind", "depth", "kind-depth"]
 ALL = "all"
@@ -29,16 +29,11 @@ def groups_of(plan: MergePlan, grouping: Grouping) -> dict[str, str]:
     out = {}
     for item in plan.items:
         has_own = next((scale for patterns, scale in own if any(matches(item.name) for matches in patterns)), False)
-        group = _group(item.name, deepest, grouping) if obeys_scale(item) and not has_own else FIXED
+        group = _group(item.name, deepest, grouping) if item.obeys_scale and not has_own else FIXED
         out.update({spec.name: group for spec in item.outputs})
         if item.tied_to is not None:
             out[item.name] = out.get(item.tied_to, group)
     return out
-
-
-def obeys_scale(item: Item) -> bool:
-    """True if the merged delta is multiplied by the scale of the recipe or of a rule; averaged tensors are not."""
-    return item.action == "merge"
 
 
 def _group(name: str, deepest: int, grouping: Grouping) -> str:

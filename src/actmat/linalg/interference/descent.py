@@ -22,7 +22,7 @@ from actmat.linalg.interference.solver import batch_items, checked_deltas, check
 from actmat.linalg.interference.spectral_solve import Stats
 from actmat.linalg.scaling import exponent_of, scaled
 
-__all__ = ["Adam", "Descent", "accumulate", "descend", "descent_workspace"]
+__all__ = ["Adam", "Descent", "accumulate", "descend"]
 
 ADAM_BETAS = (0.9, 0.999)
 ADAM_EPS = 1e-8
@@ -104,12 +104,3 @@ def descend(start: Descent, adam: Adam) -> tuple[Tensor, Stats]:
     value = out_BOI.view(start.shape)
     norms = {"norm": frobenius_norm64(value), "mean_expert_norm": sum(start.norms) / len(start.norms)}
     return value, {"solver": "adam", "steps": adam.steps, **norms}
-
-
-def descent_workspace(shape: Sequence[int]) -> int:
-    """Elements that `accumulate` and `descend` hold at their peak, including the result."""
-    # per batch item: sum, S, residual, result; in work: a term of S and a delta that is brought near 1, or step, two
-    # moments, gradient, root
-    entries, square = math.prod(shape[-2:]), shape[-1] ** 2
-    batch = math.prod(shape[:-2])
-    return batch * (2 * entries + square) + max(square + entries, (batch + 5) * entries)

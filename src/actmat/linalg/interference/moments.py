@@ -29,7 +29,7 @@ from actmat.linalg.lapack import Retries, economy_svd, eigh
 from actmat.linalg.panels import add_gram, mirror, multiply
 from actmat.linalg.scaling import scaled
 
-__all__ = ["Form", "PrimalMoments", "Reduced", "Spectrum", "StackedMoments", "form_for", "gram_of_rows"]
+__all__ = ["Form", "PrimalMoments", "Reduced", "Spectrum", "StackedMoments", "gram_of_rows"]
 
 Form = Literal["primal", "dual", "stacked"]
 
@@ -127,11 +127,6 @@ class Reduced:
         return scaled / spectrum.values_N[last].clamp_min(0).sqrt().to(scaled.dtype)
 
 
-def form_for(factor_rows: int, n_experts: int, width: int) -> Form:
-    """The cheaper exact form: dual when the stacked factors have fewer rows than `I` columns."""
-    return "dual" if factor_rows * n_experts < width else "primal"
-
-
 def gram_of_rows(factors: Sequence[Tensor]) -> Tensor:
     """`sum_t A_t^T A_t`, `I I`, for factors `R I`."""
     width = factors[0].shape[-1]
@@ -160,10 +155,6 @@ class PrimalMoments:
         """True if `D_t K_t` (`O I^2` once `K_t` is formed) is cheaper than `(D_t A_t^T) A_t` (`2 O R I`)."""
         return 2 * factor_rows >= width
 
-    def _term(self) -> Tensor:
-        assert self._term_II is not None, "a buffer for K_t was given"
-        return self._term_II
-
     def add(self, delta_OI: Tensor, factor_RI: Tensor, weight: float) -> None:
         """Add one expert with `K_t = A_t^T A_t`; a negative weight removes it again."""
         if not self.needs_term(factor_RI.shape[-2], factor_RI.shape[-1]):
@@ -172,31 +163,31 @@ class PrimalMoments:
             products_OR = gram_of_rows([delta_OI.mT]) if same else multiply(delta_OI, factor_RI.mT)
             multiply(products_OR, factor_RI, self.left_OI, alpha=weight)
             return
-        term = self._term().zero_()
-        add_gram(term, factor_RI)
-        mirror(term)
-        self._add_term(delta_OI, weight)
+        assert self._term_II is not None, "a buffer for K_t was given"
+        add_gram(self._term_II.zero_(), factor_RI)
+        mirror(self._term_II)
+        self._add_term(delta_OI, self._term_II, weight)
 
     def add_gram(self, delta_OI: Tensor, gram_II: Tensor, weight: float, off_diagonal: float) -> None:
         """Add one expert with a given `K_t` whose off-diagonal entries are multiplied by `off_diagonal`."""
-        term = self._term().copy_(gram_II)
+        assert self._term_II is not None, "a buffer for K_t was given"
+        term = self._term_II.copy_(gram_II)
         if off_diagonal != 1.0:
             diagonal = term.diagonal().clone()
             term.mul_(off_diagonal).diagonal().copy_(diagonal)
-        self._add_term(delta_OI, weight)
+        self._add_term(delta_OI, term, weight)
 
-    def _add_term(self, delta_OI: Tensor, weight: float) -> None:
-        self.gram_II.add_(self._term(), alpha=weight)
-        multiply(delta_OI, self._term(), self.left_OI, alpha=weight)
+    def _add_term(self, delta_OI: Tensor, term_II: Tensor, weight: float) -> None:
+        self.gram_II.add_(term_II, alpha=weight)
+        multiply(delta_OI, term_II, self.left_OI, alpha=weight)
 
     def rescale(self, exponent: float, gram_exponent: float) -> None:
         """Multiply what was added by powers of two: `B` as the deltas and `S` together, `S` by the second."""
         scaled(self.left_OI, exponent + gram_exponent, out=self.left_OI)
         scaled(self.gram_II, gram_exponent, out=self.gram_II)
 
-    def reduced(self, form: Form = "primal") -> Reduced:
+    def reduced(self) -> Reduced:
         """The finished sums; the accumulator must not be used afterwards."""
-        assert form == "primal", "the other forms have accumulators of their own"
         self._term_II = None
         mirror(self.gram_II)
         return Reduced(self.left_OI, self.gram_II, None, "primal", len(self.gram_II), self.gram_II.dtype)
@@ -205,7 +196,8 @@ class PrimalMoments:
 class StackedMoments:
     """`A` and `M` for `rows = O`, filled expert by expert; `like` has the width `I`, dtype and device."""
 
-    def __init__(self, rows: int, n_experts: int, factor_rows: int, like: Tensor) -> None:
+    def __init__(self, form: Form, rows: int, n_experts: int, factor_rows: int, like: Tensor) -> None:
+        self._form = form
         self._rows = factor_rows
         self._filled = 0
         self.a_NI = like.new_empty(n_experts * factor_rows, like.shape[-1])
@@ -224,11 +216,11 @@ class StackedMoments:
         scaled(self.m_ON[:, filled], exponent + gram_exponent / 2, out=self.m_ON[:, filled])
         scaled(self.a_NI[filled], gram_exponent / 2, out=self.a_NI[filled])
 
-    def reduced(self, form: Form) -> Reduced:
+    def reduced(self) -> Reduced:
         """The problem in the `A A^T` form, or un-squared from the SVD of `A`."""
         assert self._filled == self.a_NI.shape[0], "every expert has been added"
         dtype = self.a_NI.dtype
-        if form == "dual":
+        if self._form == "dual":
             return Reduced(self.m_ON, gram_of_rows([self.a_NI.mT]), self.a_NI, "dual", len(self.a_NI), dtype)
         svd = economy_svd(self.a_NI)
         order = torch.arange(svd.s_R.numel() - 1, -1, -1, device=svd.s_R.device)

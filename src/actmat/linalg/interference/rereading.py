@@ -18,20 +18,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
-from actmat.linalg.interference.gains import EigenPairs, Gain
-from actmat.linalg.interference.moments import Form, PrimalMoments, Reduced, gram_of_rows
+from actmat.linalg.interference.moments import PrimalMoments, Reduced, gram_of_rows
 from actmat.linalg.interference.rule import Rule
-from actmat.linalg.interference.spectral_solve import apply_in_panels
+from actmat.linalg.interference.spectral_solve import EigenPairs, Gain, apply_in_panels
 from actmat.linalg.operations import gram
 from actmat.linalg.panels import add_gram, mirror, multiply
 from actmat.linalg.scaling import scaled
 
-__all__ = ["GramMoments", "Rereading", "Second", "Way", "products", "second_reading"]
+__all__ = ["GramMoments", "Second", "Way", "products", "second_reading"]
 
 Second = Literal["grams", "deltas"]
 """Source of `K_t` in the second reading: those kept from the first, or the delta."""
@@ -90,10 +88,19 @@ def _products_by_delta(rows: int, width: int, kept: int) -> tuple[int, bool]:
 
 
 class GramMoments:
-    """Only `S`, accumulated in place, and the inputs of a second reading besides the gain."""
+    """Only `S`, accumulated in place, and the inputs of a second reading besides the gain.
 
-    def __init__(self, second: Second, like: Tensor) -> None:
+    Args:
+        second: source of `K_t` in the second reading.
+        like: of the width `I`, dtype and device of a delta.
+        deltas: for the second reading, `O I` each, or with batch axes of one item; each is asked for once more.
+        unit: exponent of the power of two that they are multiplied by.
+    """
+
+    def __init__(self, second: Second, like: Tensor, deltas: Sequence[Tensor] = (), unit: int = 0) -> None:
         self._second = second
+        self.deltas = deltas
+        self.unit = unit
         self._gram_II = like.new_zeros(like.shape[-1], like.shape[-1])
         self._weights: list[float] = []
         self._grams: list[Tensor] = []
@@ -113,33 +120,13 @@ class GramMoments:
         if self._second == "grams":
             self._weights = [w * 2.0**gram_exponent for w in self._weights]
 
-    def reduced(self, form: Form = "primal") -> Reduced:
+    def reduced(self) -> Reduced:
         """The problem without its numerator; the accumulator must not be used afterwards."""
-        assert form == "primal", "the other forms have accumulators of their own"
         if self._second == "deltas":
             mirror(self._gram_II)
-        return Reduced(None, self._gram_II, None, form, len(self._gram_II), self._gram_II.dtype)
-
-    def rereading(self, deltas: Sequence[Tensor], unit: int) -> Rereading:
-        """The second reading of these deltas, times `2^unit`, in which the last of the first reading were taken."""
-        return Rereading(deltas, unit, self._weights, list(self._grams) or None)
-
-
-@dataclass(slots=True)
-class Rereading:
-    """Second reading of the deltas of one problem: all that it needs besides the gain.
-
-    Args:
-        deltas: `O I` each, or with batch axes of one item; each is asked for once more.
-        unit: exponent of the power of two that they are multiplied by.
-        weights: `w_t`.
-        grams: every `K_t`, or None where the deltas give it.
-    """
-
-    deltas: Sequence[Tensor]
-    unit: int
-    weights: list[float]
-    grams: list[Tensor] | None
+        gram_II = self._gram_II
+        del self._gram_II  # freed with the problem
+        return Reduced(None, gram_II, None, "primal", len(gram_II), gram_II.dtype)
 
     def merged(self, gain: Gain, out_OI: Tensor, *, spent: bool) -> Way:
         """Write `sum_t w_t D_t K_t G` to `out_OI`; returns the way that was taken.
@@ -147,17 +134,16 @@ class Rereading:
         Args:
             spent: nothing is merged by these moments afterwards: each `K_t` is freed when it has been used.
         """
-        second: Second = "deltas" if self.grams is None else "grams"
-        costs = products(second, out_OI.shape, len(self.weights), gain)
+        costs = products(self._second, out_OI.shape, len(self._weights), gain)
         way = min(costs, key=lambda w: costs[w])
         out_OI.zero_()
         if isinstance(gain, EigenPairs) and way == "factors":
             self._by_factors(gain, out_OI, spent=spent)
             return way
-        by_gram = gain.applier(len(self.weights) * out_OI.shape[-1]) if way == "grams" else None
-        for t, weight in enumerate(self.weights):
+        by_gram = gain.applier(len(self._weights) * out_OI.shape[-1]) if way == "grams" else None
+        for t, weight in enumerate(self._weights):
             delta_OI = self._delta(t)
-            if self.grams is None:
+            if self._second == "deltas":
                 multiply(gram_of_rows([delta_OI.mT]), delta_OI, out_OI, alpha=weight)
             else:
                 gram_II = self._taken_gram(t, spent=spent)
@@ -171,9 +157,9 @@ class Rereading:
         kept = gain.vectors_NK.shape[1]
         sum_OK = out_OI[:, :kept]  # the result takes its place, panel by panel
         _, forms_square = _products_by_delta(out_OI.shape[0], out_OI.shape[1], kept)
-        for t, weight in enumerate(self.weights):
+        for t, weight in enumerate(self._weights):
             delta_OI = self._delta(t)
-            if self.grams is not None:
+            if self._second == "grams":
                 right_IK = multiply(self._taken_gram(t, spent=spent), gain.scaled_NK)
                 multiply(delta_OI, right_IK, sum_OK, alpha=weight)
                 continue
@@ -189,8 +175,7 @@ class Rereading:
         return scaled(delta.view(delta.shape[-2:]), self.unit)
 
     def _taken_gram(self, t: int, *, spent: bool) -> Tensor:
-        assert self.grams is not None
-        gram_II = self.grams[t]
+        gram_II = self._grams[t]
         if spent:
-            self.grams[t] = gram_II.new_empty(0)
+            self._grams[t] = gram_II.new_empty(0)
         return gram_II

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.interference.moments import Form, form_for
+from actmat.linalg.interference.moments import Form
 from actmat.linalg.lapack import Retries, economy_svd
 from actmat.linalg.masks.mask import trim_to_top
 
@@ -157,12 +157,6 @@ class Rule:
     per_trace: bool = False  # divide each given Gram matrix by its trace
     bounded: bool = False  # scale each merged matrix down to `||N||_F` where it is longer; not for `null="zero"`
 
-    def __post_init__(self) -> None:
-        if self.null == "minus_base" and self.spectral.kind not in ("hard", "adaptive"):
-            raise ValueError(f"form='weight' is defined with filter='hard' or 'adaptive', not '{self.spectral.kind}'")
-        if self.bounded and self.null == "zero":
-            raise ValueError("a bounded rule needs a fill to be bounded by: null='sum' or 'mean', not 'zero'")
-
     @property
     def needs_sum(self) -> bool:
         """True if the fill is computed from `sum_t v_t D_t`."""
@@ -189,7 +183,9 @@ class Rule:
         """The form used for `n_experts` factors of `factor_rows x width`."""
         if has_grams or self.solver == "eigh":
             return "primal"
-        return form_for(factor_rows, n_experts, width) if self.solver == "auto" else self.solver
+        if self.solver != "auto":
+            return self.solver
+        return "dual" if factor_rows * n_experts < width else "primal"  # fewer rows of all factors than columns
 
 
 def weights_problem(weights: Sequence[float]) -> str | None:

@@ -17,15 +17,24 @@ of `B` are independent, so nothing else is needed.
 Where the deltas are far from 1, the problem is solved for the deltas times a power of two, at which float32 holds their
 cubes: the same bits at any size, and records in the units of the deltas.
 
-Shapes: `T` experts, `O` out_features, `I` in_features, `R` rows of one factor, `N` side of the reduced problem (see
-`moments`), `B` batch items. Leading batch axes are allowed; every item is a separate problem.
+Low-rank deltas are solved exactly, and no `O x I` matrix is formed:
+
+    D_t = b_t a_t = p M_t q^T        D* = p rule(M_1, ..., M_T) q^T
+
+with orthonormal `p`, `q` from `common_bases`, because the family commutes with orthogonal changes of basis: `S`, `B`
+and `N` live in the joint row space, and the eigenvalues of `S` outside it are zero, where a filter is 0. Two quantities
+refer to the whole layer and use its `I`: the default cut-off and the mean eigenvalue. All small matrices are float64.
+
+Shapes: `T` experts, `O` out_features, `I` in_features, `R` rows of one factor (or rank of one pair), `N` side of the
+reduced problem (see `moments`), `P`, `Q` ranks of the common bases, `B` batch items. Leading batch axes are allowed;
+every item is a separate problem.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,15 +42,25 @@ from torch import Tensor
 from actmat.errors import NumericalError, StatisticsError
 from actmat.linalg.inner import frobenius_norm64
 from actmat.linalg.interference.moments import Form, PrimalMoments, Reduced, StackedMoments
-from actmat.linalg.interference.rereading import GramMoments, Rereading, Second, second_reading
+from actmat.linalg.interference.rereading import GramMoments, Second, second_reading
 from actmat.linalg.interference.rule import ZERO_MEAN, Rule, weights_problem
 from actmat.linalg.interference.spectral_solve import Stats, apply_gain, solve
 from actmat.linalg.lapack import Retries, retry_stats
+from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.scaling import exponent_of, scaled
 
 Moments = PrimalMoments | StackedMoments | GramMoments
 
-__all__ = ["State", "batch_items", "checked_deltas", "checked_weight", "finish", "prepare"]
+__all__ = [
+    "State",
+    "batch_items",
+    "checked_deltas",
+    "checked_weight",
+    "finish",
+    "prepare",
+    "solve_lowrank",
+    "solve_lowrank_with_grams",
+]
 
 
 @dataclass(slots=True)
@@ -53,13 +72,13 @@ class State:
     like: Tensor  # of the compute dtype and device
     left_BOI: Tensor | None  # buffer of all primal numerators, which a consuming `finish` turns into the result
     sum_BOI: Tensor | None  # `sum_t v_t D_t`, where the rule's fill needs it
-    weight_sum: float  # `sum_t v_t`
     width: int  # in_features of the layer; more than `I` when the problem was compressed to a smaller basis
-    squared_norms: list[float]  # `||D_t||_F^2` per expert, over the whole batch
     exponents: list[int]  # per batch item: its sums are those of `D_t 2^-exponent`
     largest: list[float]  # per batch item: the largest `||D_t||_F` so far
-    retries: Retries
-    rereading: Rereading | None = None  # of the deltas of the only item, where its numerator was not accumulated
+    weight_sum: float = 0.0  # `sum_t v_t`
+    squared_norms: list[float] = field(default_factory=list)  # `||D_t||_F^2` per expert, over the whole batch
+    retries: Retries = ()
+    rereading: GramMoments | None = None  # of the deltas of the only item, where its numerator was not accumulated
 
 
 def prepare(
@@ -106,9 +125,10 @@ def prepare(
         state.squared_norms.append(sum(squared_norms))
     assert state is not None
     del delta  # frees it before Gram matrices are formed of what was stacked
-    state.items = [accumulator.reduced(form) for accumulator in moments]
+    state.items = [accumulator.reduced() for accumulator in moments]
     if isinstance(moments[0], GramMoments):
-        state.rereading = moments[0].rereading(deltas, -state.exponents[0])
+        state.rereading = moments[0]
+        state.rereading.deltas, state.rereading.unit = deltas, -state.exponents[0]
     return state
 
 
@@ -134,7 +154,8 @@ def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: boo
         if out_BOI is None:
             out_BOI = state.like.new_empty(len(state.items), *state.shape[-2:])
         fill_OI = None if fill is None else (batch_items(fill[0])[item], fill[1])
-        if consume and not _takes_gram_again(rule, reduced):
+        again = rule.null == "minus_base" or (rule.needs_sum and reduced.right_NI is None)
+        if consume and not again:  # a fill takes it for its eigenvectors, or as `right`
             reduced.gram_NN = None
         if state.rereading is not None and gain is not None:
             record["second_reading"] = state.rereading.merged(gain, out_BOI[item], spent=consume)
@@ -158,9 +179,47 @@ def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: boo
     return value, {**_summary(records, state, value), **retry_stats(retries)}
 
 
-def _takes_gram_again(rule: Rule, reduced: Reduced) -> bool:
-    """True if a fill takes the Gram matrix of a problem whose gain is known: for its eigenvectors, or as `right`."""
-    return rule.null == "minus_base" or (rule.needs_sum and reduced.right_NI is None)
+def solve_lowrank(
+    deltas: Sequence[LowRank], rule: Rule, *, weights: Sequence[float] | None = None
+) -> tuple[LowRank, Stats]:
+    """The dense answer, factored, with rank at most `sum_t R_t`. Cost `O((O + I) r'^2 + T r'^3)`, `r' = sum_t R_t`.
+
+    The rule does not trim: the largest entries depend on the basis, so there is no exact short form.
+    """
+    exact = [d.to(torch.float64) for d in deltas]
+    bases = common_bases(exact)
+    factors = None
+    if rule.estimator.centre:
+        # (b - 1 mean(b)) a: centring acts on the rows of b. Its Gram needs only the R of b's QR, and q.
+        centred = (d.b_OR - d.b_OR.mean(dim=-2, keepdim=True) for d in exact)
+        factors = [
+            _padded(torch.linalg.qr(b).R @ (d.a_RI @ bases.q_IQ), bases.q_IQ.shape[-1])
+            for b, d in zip(centred, exact, strict=True)
+        ]
+    state = prepare(bases.cores_PQ, rule, weights=weights, factors=factors, width=deltas[0].shape[-1])
+    core_PQ, stats = finish(state, rule, consume=True)
+    return bases.lift(core_PQ).to(deltas[0].b_OR.dtype), stats
+
+
+def solve_lowrank_with_grams(
+    deltas: Sequence[LowRank], grams: Sequence[Tensor], rule: Rule, *, weights: Sequence[float] | None = None
+) -> tuple[LowRank, Stats]:
+    """The dense answer where `K_t` is given, factored, with rank at most `sum_t R_t`.
+
+    `S` is a full `I x I` matrix, which no basis of the deltas' rows reduces: `q^T S^+ q` is not `(q^T S q)^+`. Only
+    the deltas' rows are compressed: `D* = p ((sum_t w_t (p^T b_t) a_t K_t) S^+)`. Cost `O(O r'^2 + T r' I^2 + I^3)`.
+    """
+    exact = [d.to(torch.float64) for d in deltas]
+    p_OP = torch.linalg.qr(torch.cat([d.b_OR for d in exact], dim=-1)).Q
+    rows_PI = [(p_OP.mT @ d.b_OR) @ d.a_RI for d in exact]
+    state = prepare(rows_PI, rule, weights=weights, grams=grams)
+    core_PI, stats = finish(state, rule, consume=True)
+    return LowRank(p_OP, core_PI).to(deltas[0].b_OR.dtype), stats
+
+
+def _padded(factor_RQ: Tensor, rows: int) -> Tensor:
+    """Zero rows below, so that experts of different rank have factors of one height."""
+    return torch.nn.functional.pad(factor_RQ, (0, 0, 0, max(0, rows - factor_RQ.shape[-2])))
 
 
 def _start(
@@ -179,21 +238,10 @@ def _start(
         term_II = delta.new_empty(columns, columns) if needs_term else None
         moments = [PrimalMoments(left_BOI[item], term_II) for item in range(count)]
     else:
-        moments = [StackedMoments(rows, *stack, delta) for _ in range(count)]
+        moments = [StackedMoments(form, rows, *stack, delta) for _ in range(count)]
     sum_BOI = delta.new_zeros(count, rows, columns) if rule.needs_sum else None
-    state = State(
-        items=[],
-        shape=delta.shape,
-        like=delta.new_empty(0),
-        left_BOI=left_BOI,
-        sum_BOI=sum_BOI,
-        weight_sum=0.0,
-        width=columns,
-        squared_norms=[],
-        exponents=[0] * count,
-        largest=[0.0] * count,
-        retries=(),
-    )
+    like = delta.new_empty(0)
+    state = State([], delta.shape, like, left_BOI, sum_BOI, columns, [0] * count, [0.0] * count)
     return state, moments
 
 

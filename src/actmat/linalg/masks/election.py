@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.chunks import CHUNK_ENTRIES, chunk_size, empty_result, walk
-from actmat.linalg.masks.mask import Mask
-from actmat.linalg.masks.random import Drop
+from actmat.linalg.masks.mask import Drop, Mask
 from actmat.linalg.masks.threshold import true_indices
 
 __all__ = ["ZeroSign", "elect", "election_workspace", "masked_sum", "sign_balance"]

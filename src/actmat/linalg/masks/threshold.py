@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.linalg.chunks import CHUNK_ENTRIES, chunks_of
+from actmat.linalg.chunks import CHUNK_ENTRIES, chunks_of, shape_and_dtype, walk
 
-__all__ = ["Cut", "StreamedCut", "kth_magnitudes", "outer_cut", "selection_workspace", "true_indices"]
+__all__ = ["Cut", "StreamedCut", "cuts_each", "kth_magnitudes", "outer_cut", "selection_workspace", "true_indices"]
 
 DIGIT = 16
 """Bits of a digit."""
@@ -55,22 +55,30 @@ def kth_magnitudes(flat_N: Tensor, ranks: Sequence[int]) -> list[Cut]:
         flat_N: 1-D, float16, bfloat16, float32 or float64, any stride.
         ranks: `k >= 1` counts from the largest; see `Cut` for `k <= 0` and `k >= N`.
     """
-    total, shifts = flat_N.numel(), _shifts(flat_N.dtype)
-    top_counts = _counts(flat_N, shifts[0], None) if any(0 < k < total for k in ranks) else None
-    cuts = []
-    for k in ranks:
-        if top_counts is None or not 0 < k < total:
-            cuts.append(outer_cut(k, total))
-            continue
-        counts = top_counts
-        bits, above = _locate(counts, k)
-        for shift in shifts[1:]:
-            counts = _counts(flat_N, shift, bits)
-            digit, larger = _locate(counts, k - above)
-            bits, above = (bits << DIGIT) | digit, above + larger
-        equal = int(counts[bits & (counts.numel() - 1)])
-        cuts.append(Cut(_from_bits(bits, flat_N.dtype), k, above, equal, total))
-    return cuts
+    return cuts_each([flat_N], [ranks])[0]
+
+
+def cuts_each(deltas: Sequence[Tensor], ranks: Sequence[Sequence[int]]) -> list[list[Cut]]:
+    """The `k`-th largest magnitudes of each delta, for every `k` of its own `ranks`; deltas may be streamed.
+
+    The ranks of one delta share the first pass, and all deltas share their passes.
+    """
+    total = math.prod(shape_and_dtype(deltas)[0])
+    selections = [[StreamedCut(k, None if 0 < k < total else outer_cut(k, total)) for k in own] for own in ranks]
+    unfinished = [[s for s in own if s.cut is None] for own in selections]
+    is_first = True
+    while any(unfinished):
+        for _, chunks_TP in walk(deltas):
+            for own, chunk_P in zip(unfinished, chunks_TP, strict=True):
+                for selection in own[:1] if is_first else own:
+                    selection.observe(chunk_P)
+        for own in unfinished:
+            for other in own[1:] if is_first else ():
+                other.join(own[0])
+            for selection in own:
+                selection.advance()
+        unfinished, is_first = [[s for s in own if s.cut is None] for own in unfinished], False
+    return [[s.cut for s in own if s.cut is not None] for own in selections]
 
 
 @dataclass(slots=True)
@@ -83,10 +91,10 @@ class StreamedCut:
     share their passes.
 
     Args:
-        rank: maps the total number of entries to `k`; called once the first round has counted them.
+        rank: `k`, or a function of the total number of entries, which the first round has counted.
     """
 
-    rank: Callable[[int], int]
+    rank: Callable[[int], int] | int
     cut: Cut | None = None
     _dtype: torch.dtype | None = None
     _round: int = 0
@@ -136,13 +144,13 @@ class StreamedCut:
             return False
         if self._round == 0:
             self._total = 0 if self._histogram is None else int(self._histogram.counts().sum())
-            k = self.rank(self._total)
-            if not 0 < k < self._total:
-                self.cut = outer_cut(k, self._total)
-                return False
+        k = self.rank if isinstance(self.rank, int) else self.rank(self._total)
+        if not 0 < k < self._total:
+            self.cut = outer_cut(k, self._total)
+            return False
         assert self._histogram is not None, "every round sees the same chunks"
         assert self._dtype is not None
-        k, counts = self.rank(self._total), self._histogram.counts()
+        counts = self._histogram.counts()
         digit, larger = _locate(counts, k - self._above)
         equal = int(counts[digit])
         self._bits, self._above = (self._bits << DIGIT) | digit, self._above + larger
@@ -226,12 +234,6 @@ class _Histogram:
     def _tally(self, digits_P: Tensor) -> None:
         found = torch.bincount(digits_P, minlength=self._bins)
         self._counts = found if self._counts is None else self._counts.add_(found)
-
-
-def _counts(flat_N: Tensor, shift: int, prefix: int | None) -> Tensor:
-    histogram = _Histogram(shift, prefix)
-    histogram.add(flat_N)
-    return histogram.counts()
 
 
 def _at_least(numbers_P: Tensor, low: int) -> Tensor:

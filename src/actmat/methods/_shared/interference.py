@@ -9,25 +9,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NotRequired, TypedDict, Unpack
+from typing import Annotated, Any
 
 from torch import Tensor
 
 from actmat.errors import StatisticsError
-from actmat.linalg.interference.descent import Adam, Descent, accumulate, descend, descent_workspace
-from actmat.linalg.interference.lowrank import TRIM_NEEDS_ENTRIES, solve_lowrank, solve_lowrank_with_grams
-from actmat.linalg.interference.operations import descent_operations, operations
+from actmat.linalg.interference import cost, solver
+from actmat.linalg.interference.descent import Adam, Descent, accumulate, descend
 from actmat.linalg.interference.rereading import second_reading
 from actmat.linalg.interference.rule import Estimator, Null, Rule, Solver
-from actmat.linalg.interference.solver import State, finish, prepare
-from actmat.linalg.interference.workspace import workspace
 from actmat.linalg.lowrank import LowRank
 from actmat.linalg.operations import Operation
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import NEEDS, Bounds, MergeMethod, Weights
 from actmat.methods.facets import About, Access, Cost, Law, LowRankForm, Merged, MergedLowRank, Stages, When
 
-__all__ = ["SHARED_LAWS", "Declared", "FillOption", "RelativeCutoff", "RuleOf", "SolverOption", "member"]
+__all__ = ["SHARED_LAWS", "FillOption", "RelativeCutoff", "RuleOf", "SolverOption", "member"]
 
 SHARED_LAWS: frozenset[Law] = frozenset({"permutation", "homogeneous", "odd", "zeros"})
 """Laws of every member."""
@@ -50,53 +47,48 @@ _ADAM_NEEDS_ENTRIES = (
     "optimiser='adam' is not available for low-rank deltas: Adam scales each entry of the O x I matrix by itself, "
     "which the factors do not show"
 )
+_TRIM_NEEDS_ENTRIES = (
+    "option 'trim' is not available for low-rank deltas: it selects single entries of the O x I matrix, which the "
+    "factors do not show"
+)
 _FILL_IS_DENSE = (
     "form='weight' is not available for low-rank deltas: it removes the base weights from directions that no data "
     "reached, which is not a low-rank change"
 )
 
 
-class Declared(TypedDict):
-    """Facts that a member declares.
-
-    laws, flops: see `MergeMethod` and `Cost`; by default, the cost of accumulating both sums and one decomposition.
-    has_grams: given Gram matrices take the place of the estimates, as `statistics`.
-    has_lowrank: some options have a low-rank form.
-    base: takes the base, and reads it under these options; see `Access`.
-    meets_every_expert: see `LowRankForm`.
-    """
-
-    laws: frozenset[Law]
-    flops: NotRequired[str]
-    has_grams: NotRequired[bool]
-    has_lowrank: NotRequired[bool]
-    base: NotRequired[When]
-    meets_every_expert: NotRequired[bool]
-
-
-def member(name: str, rule_of: RuleOf, about: About, **declared: Unpack[Declared]) -> MergeMethod:
+def member(
+    name: str,
+    rule_of: RuleOf,
+    about: About,
+    laws: frozenset[Law],
+    *,
+    flops: str = "(2T + 3) N^3",
+    has_grams: bool = False,
+    has_lowrank: bool = True,
+    base: When = False,
+) -> MergeMethod:
     """Declare a member of the family.
 
     Args:
         rule_of: its options -> the rule. Its docstring becomes that of the merge.
+        flops: see `Cost`; by default, of accumulating both sums and one decomposition.
+        has_grams: given Gram matrices take the place of the estimates, as `statistics`.
+        has_lowrank: some options have a low-rank form.
+        base: the base is taken, and read under these options; see `Access`.
     """
-    has_grams, base = declared.get("has_grams", False), declared.get("base", False)
     family = _Family(rule_of, has_grams)
     needs = (("statistics",) if has_grams else ()) + (("base",) if base else ()) + ("weights",)
-    lowrank = LowRankForm(
-        _published(family.merge_lowrank, rule_of, needs),
-        why_not=family.lowrank_problem,
-        meets_every_expert=declared.get("meets_every_expert", False),
-    )
+    lowrank = LowRankForm(_published(family.merge_lowrank, rule_of, needs), why_not=family.lowrank_problem)
     return MergeMethod(
         name,
         _published(family.merge, rule_of, needs),
         "matrix",
         about,
-        laws=declared["laws"],
-        lowrank=lowrank if declared.get("has_lowrank", True) else None,
+        laws=laws,
+        lowrank=lowrank if has_lowrank else None,
         access=Access(one_pass=True, reads_again=family.reads_again, base=base),
-        cost=Cost(declared.get("flops", "(2T + 3) N^3"), workspace=family.workspace, operations=family.operations),
+        cost=Cost(flops, workspace=family.workspace, operations=family.operations),
         needs_statistics=("gram",) if has_grams else (),
         stages=Stages(
             family.key, family.prepare, family.finish, sums_own_grams=False if has_grams else family.sums_own_grams
@@ -122,22 +114,16 @@ class _Family:
     def merge_lowrank(self, deltas: Sequence[LowRank], **given: Any) -> MergedLowRank:
         """The same answer in factored form, of rank at most `sum_t R_t`."""
         rule, weights = self.rule(given), given.get("weights")
-        if isinstance(rule, Adam):
-            raise ValueError(f"{_ADAM_NEEDS_ENTRIES}. Merge the dense deltas, or take optimiser='closed'.")
-        if rule.null == "minus_base":
-            raise ValueError(f"{_FILL_IS_DENSE}. Merge the dense deltas, or take form='delta'.")
+        if problem := _why_dense(rule, weights):
+            raise ValueError(f"{problem}. Merge the dense deltas, or take other options.")
+        assert isinstance(rule, Rule), "Adam has no low-rank form"
         if self.has_grams:
-            return MergedLowRank(*solve_lowrank_with_grams(deltas, _grams(given), rule, weights=weights))
-        return MergedLowRank(*solve_lowrank(deltas, rule, weights=weights))
+            return MergedLowRank(*solver.solve_lowrank_with_grams(deltas, _grams(given), rule, weights=weights))
+        return MergedLowRank(*solver.solve_lowrank(deltas, rule, weights=weights))
 
     def lowrank_problem(self, options: Mapping[str, Any], n_experts: int, weights: Weights) -> str | None:
         """See `LowRankForm.why_not`."""
-        rule = self.rule_of(**options)
-        if isinstance(rule, Adam):
-            return _ADAM_NEEDS_ENTRIES
-        if rule.null == "minus_base":
-            return _FILL_IS_DENSE
-        return rule.weights_problem(weights) if rule.estimator.trim is None else TRIM_NEEDS_ENTRIES
+        return _why_dense(self.rule_of(**options), weights)
 
     def key(self, given: Mapping[str, Any]) -> Hashable:
         """See `Stages`. Equal keys mean equal states, between members of the family too."""
@@ -145,14 +131,14 @@ class _Family:
         sums = (self.rule(given).moments_key(), None if weights is None else tuple(weights))
         return ("gram", *sums) if self.has_grams else sums
 
-    def prepare(self, deltas: Sequence[Tensor], **given: Any) -> State | Descent:
+    def prepare(self, deltas: Sequence[Tensor], **given: Any) -> solver.State | Descent:
         """First stage. A state belongs to one thread: the first `finish` stores its eigendecomposition there."""
         rule, weights = self.rule(given), given.get("weights")
         if isinstance(rule, Adam):
             return accumulate(deltas, weights)
-        return prepare(deltas, rule, weights=weights, grams=_grams(given) if self.has_grams else None)
+        return solver.prepare(deltas, rule, weights=weights, grams=_grams(given) if self.has_grams else None)
 
-    def finish(self, state: State | Descent, **given: Any) -> Merged:
+    def finish(self, state: solver.State | Descent, **given: Any) -> Merged:
         """Second stage; the state remains usable."""
         return self._solved(state, given, consume=False)
 
@@ -160,8 +146,8 @@ class _Family:
         """See `Cost`."""
         rule = self.rule_of(**options)
         if isinstance(rule, Adam):
-            return descent_workspace(shape)
-        return workspace(shape, n_experts, rule, has_grams=self.has_grams)
+            return cost.descent_workspace(shape)
+        return cost.workspace(shape, n_experts, rule, has_grams=self.has_grams)
 
     def operations(
         self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool
@@ -169,8 +155,8 @@ class _Family:
         """See `Cost`."""
         rule = self.rule_of(**options)
         if isinstance(rule, Adam):
-            return descent_operations(shape, n_experts, rule)
-        return operations(shape, n_experts, rule, has_grams=self.has_grams, double=double)
+            return cost.descent_operations(shape, n_experts, rule)
+        return cost.operations(shape, n_experts, rule, has_grams=self.has_grams)
 
     def reads_again(self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> bool:
         """See `Access`."""
@@ -182,7 +168,7 @@ class _Family:
         rule = self.rule_of(**options)
         return isinstance(rule, Rule) and rule.estimator == Estimator()
 
-    def _solved(self, state: State | Descent, given: Mapping[str, Any], *, consume: bool) -> Merged:
+    def _solved(self, state: solver.State | Descent, given: Mapping[str, Any], *, consume: bool) -> Merged:
         rule, base = self.rule(given), given.get("base")
         if isinstance(state, Descent):
             assert isinstance(rule, Adam), "the state and the options belong together"
@@ -190,7 +176,15 @@ class _Family:
         assert isinstance(rule, Rule), "the state and the options belong together"
         if rule.null == "minus_base":
             given_base("form='weight'", base)
-        return Merged(*finish(state, rule, base=base, consume=consume))
+        return Merged(*solver.finish(state, rule, base=base, consume=consume))
+
+
+def _why_dense(rule: Rule | Adam, weights: Weights) -> str | None:
+    if isinstance(rule, Adam):
+        return _ADAM_NEEDS_ENTRIES
+    if rule.null == "minus_base":
+        return _FILL_IS_DENSE
+    return rule.weights_problem(weights) if rule.estimator.trim is None else _TRIM_NEEDS_ENTRIES
 
 
 def _published(form: Callable[..., Any], rule_of: RuleOf, needs: Sequence[str]) -> Callable[..., Any]:

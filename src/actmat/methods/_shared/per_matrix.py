@@ -1,20 +1,27 @@
-"""Rules written for one matrix, applied to every matrix of a batch.
+"""Methods written for one matrix, applied to every matrix of a batch and to the cores of low-rank deltas.
 
 Shapes: `T` experts, `O` out_features, `I` in_features; any leading batch axes.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from actmat.linalg.lapack import Retries, retry_stats
+from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.svd import Way, part_stats
+from actmat.methods.facets import LowRankForm, Merged, MergedLowRank
 
-__all__ = ["OneMatrix", "each_matrix"]
+__all__ = ["OneMatrix", "Shape", "each_matrix", "in_cores"]
+
+Shape = Sequence[int] | None
+"""Shape of a layer's matrix where deltas are its cores; None where they are whole."""
 
 Stats = dict[str, float | int | str | bool]
 
@@ -32,25 +39,19 @@ class OneMatrix:
     ways: Sequence[Way] = ()
 
 
-def each_matrix(
-    rule: Callable[[Sequence[Tensor], Tensor | None], OneMatrix], deltas: Sequence[Tensor], base: Tensor | None = None
-) -> tuple[Tensor, Stats]:
-    """`rule(deltas, base)` of every `O x I` matrix of the batch, and one record of all.
+def each_matrix(rule: Callable[[Sequence[Tensor]], OneMatrix], tensors: Sequence[Tensor]) -> tuple[Tensor, Stats]:
+    """`rule` of every `O x I` matrix of the batch, as a list with one of each tensor, and one record of all.
 
-    >>> each_matrix(lambda ds, _: OneMatrix(ds[0] + ds[1], {"n": 1}), [torch.ones(2, 1, 1)] * 2)[1]
+    >>> each_matrix(lambda ds: OneMatrix(ds[0] + ds[1], {"n": 1}), [torch.ones(2, 1, 1)] * 2)[1]
     {'n': 2}
     """
-    first = deltas[0]
-    if first.ndim == 2:
-        found = [rule(deltas, base)]
-        return found[0].value_OI, _record(found)
-    rows, columns = first.shape[-2:]
-    flats = [delta.reshape(-1, rows, columns) for delta in deltas]
-    bases = None if base is None else base.reshape(-1, rows, columns)
-    found = [rule([flat[b] for flat in flats], None if bases is None else bases[b]) for b in range(flats[0].shape[0])]
+    first = tensors[0]
+    found = [rule(items) for items in zip(*(t.reshape(-1, *t.shape[-2:]) for t in tensors), strict=True)]
     if not found:
         return torch.zeros_like(first), {}
-    return torch.stack([f.value_OI for f in found]).reshape(first.shape[:-2] + found[0].value_OI.shape), _record(found)
+    values = [f.value_OI for f in found]
+    value = values[0] if len(values) == 1 else torch.stack(values)
+    return value.reshape(first.shape[:-2] + values[0].shape), _record(found)
 
 
 def _record(found: Sequence[OneMatrix]) -> Stats:
@@ -60,3 +61,34 @@ def _record(found: Sequence[OneMatrix]) -> Stats:
         out[name] = min(values) if name.endswith("_min") else max(values) if name.endswith("_max") else sum(values)
     ways = part_stats(way for f in found for way in f.ways)
     return {**out, **ways, **retry_stats(name for f in found for name in f.retries)}
+
+
+def in_cores(
+    merge: Callable[..., Merged],
+    refused: tuple[str, Any, str] | None = None,
+    *,
+    site_of: Callable[[Sequence[LowRank]], tuple[CommonBases, Any]] | None = None,
+) -> LowRankForm:
+    """The exact low-rank form of a method that commutes with rotations of rows and columns: a merge of small cores.
+
+    Args:
+        merge: `(deltas, site=None, *, <needs>, <options>)`. Called with float64 cores of the common bases; `site` tells
+            what they do not show of their layer, the shape of its matrix by default.
+        refused: option, value, and the reason why there is no low-rank form with it.
+        site_of: `(deltas) -> (bases, site)`, of float64 deltas; the last cores of the bases may be of other matrices.
+    """
+
+    @functools.wraps(merge, assigned=())
+    def merge_lowrank(deltas: Sequence[LowRank], **given: Any) -> MergedLowRank:
+        """The same merge on the cores of the common bases; sizes come from the full shape. Exact, in float64."""
+        if refused is not None and given.get(refused[0]) == refused[1]:
+            raise ValueError(refused[2])
+        exact = [d.to(torch.float64) for d in deltas]
+        bases, site = (common_bases(exact), exact[0].shape) if site_of is None else site_of(exact)
+        merged = merge(bases.cores_PQ[: len(deltas)], site, **given)
+        return MergedLowRank(bases.lift(merged.value).to(deltas[0].b_OR.dtype), merged.stats)
+
+    def why_not(options: Mapping[str, Any], n_experts: int, weights: Sequence[float] | None) -> str | None:
+        return refused[2] if refused is not None and options[refused[0]] == refused[1] else None
+
+    return LowRankForm(merge_lowrank, why_not=why_not)

@@ -1,14 +1,11 @@
-"""Post-processing steps: one file each, listed once in `STEPS`."""
+"""Post-processing steps: of single matrices and of layers, listed once in `STEPS`."""
 
 from __future__ import annotations
 
 from actmat.errors import RecipeError, did_you_mean
 from actmat.methods.post.contract import Layer, LayerStep, Measures, PostStep, Step, apply_steps, apply_steps_lowrank
-from actmat.methods.post.esm import ESM
-from actmat.methods.post.isotropise import ISOTROPISE
-from actmat.methods.post.larv import LARV
-from actmat.methods.post.subspace_boosting import SUBSPACE_BOOSTING
-from actmat.methods.post.svc import SVC
+from actmat.methods.post.layer_steps import ESM, LARV
+from actmat.methods.post.matrix_steps import ISOTROPISE, SUBSPACE_BOOSTING, SVC
 
 __all__ = [
     "STEPS",

@@ -1,9 +1,12 @@
-"""LARV: factors of layers from spectra, from their conflict with the base, and from depth (the continuous form).
+"""Steps that give every merged matrix one factor, which depends on measures of all of them.
 
-X. Wang et al., "LARV: Data-Free Layer-wise Adaptive Rescaling Veneer for Model Merging", arXiv:2602.09413, 2026.
+| step | source |
+|---|---|
+| `larv` | X. Wang et al., "LARV: Data-Free Layer-wise Adaptive Rescaling Veneer for Model Merging", arXiv:2602.09413, 2026 (the continuous form). |
+| `esm` | L. Li, L. Qi, Q. Tian, X. Geng, "Model Merging in the Essential Subspace", CVPR 2026, arXiv:2602.20208. Of its three levels of "polarized scaling" this is the one between layers, which uses the merged delta only. The others belong to the paper's own rule, which needs the experts' activations. |
 
-Shapes: `O` out_features, `I` in_features, `S` the smaller side of a matrix.
-"""
+Shapes: `O` out_features, `I` in_features, `S` the smaller side of a matrix, `L` the larger.
+"""  # noqa: E501 - rows of a table
 
 from __future__ import annotations
 
@@ -14,13 +17,14 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from actmat.linalg.inner import frobenius_norm64
 from actmat.linalg.lapack import only_eigenvalues
-from actmat.linalg.lowrank import LowRank
+from actmat.linalg.lowrank import LowRank, frobenius_norm
 from actmat.linalg.svd import short_gram
 from actmat.methods.contract import Bounds
 from actmat.methods.post.contract import LayerStep, Measures, PostStep
 
-__all__ = ["LARV", "conflict", "effective_rank", "factors", "measure"]
+__all__ = ["ESM", "LARV", "conflict", "effective_rank"]
 
 
 def effective_rank(matrix_OI: Tensor) -> float:
@@ -51,7 +55,7 @@ def conflict(base_OI: Tensor, delta_OI: Tensor) -> float:
     return (short + long) / (2 * float(torch.linalg.norm(base_SL)) * float(torch.linalg.norm(delta_SL)))
 
 
-def measure(merged: Tensor | LowRank, base: Tensor | None) -> tuple[float, ...]:
+def larv_measure(merged: Tensor | LowRank, base: Tensor | None) -> tuple[float, ...]:
     """Contrast of effective ranks `r_eff(W_0) / r_eff(D)` and conflict; nothing for a zero delta or a zero base."""
     assert base is not None, "the plan checked that there is one"
     delta_OI = merged.dense() if isinstance(merged, LowRank) else merged
@@ -60,7 +64,7 @@ def measure(merged: Tensor | LowRank, base: Tensor | None) -> tuple[float, ...]:
     return effective_rank(base) / effective_rank(delta_OI), conflict(base, delta_OI)
 
 
-def factors(
+def larv_factors(
     measures: Measures,
     *,
     eta: Annotated[float, Bounds(low=0)] = 1.0,
@@ -109,5 +113,43 @@ LARV = PostStep(
     summary="Scale each layer by its effective rank against the base's, its conflict with it, and its depth.",
     equation="D_l <- D_l (1 + tanh(3 (e (l/L)^0.5 / (1 + softplus(z(c))) - 1)) / 2)",
     reference="Wang et al., LARV, arXiv:2602.09413, 2026",
-    layers=LayerStep(measure, factors, needs_base=True),
+    layers=LayerStep(larv_measure, larv_factors, needs_base=True),
+)
+
+
+def esm_measure(merged: Tensor | LowRank, base: Tensor | None) -> tuple[float, ...]:
+    """`||D||_F` in float64."""
+    return (frobenius_norm(merged) if isinstance(merged, LowRank) else frobenius_norm64(merged),)
+
+
+def esm_factors(measures: Measures, *, power: Annotated[float, Bounds(low=0)] = 2.0) -> dict[tuple[str, str], float]:
+    """`(||D_l|| / mean_l' ||D_l'||)^power`, the mean over the matrices of the same kind.
+
+    A kind that occurs once, or whose deltas are all zero, keeps the factor 1.
+
+    Args:
+        power: 2 in the authors' code.
+
+    >>> from actmat.methods.post.contract import Layer
+    >>> found = {(f"{n}.q", ""): (Layer("*.q", n + 1, 2), (norm,)) for n, norm in enumerate([1.0, 3.0])}
+    >>> esm_factors(found)
+    {('0.q', ''): 0.25, ('1.q', ''): 2.25}
+    """
+    by_kind: dict[str, list[float]] = {}
+    for key in sorted(measures):
+        layer, (norm,) = measures[key]
+        by_kind.setdefault(layer.kind, []).append(norm)
+    means = {kind: math.fsum(norms) / len(norms) for kind, norms in by_kind.items()}
+    return {
+        key: (norm / means[layer.kind]) ** power if means[layer.kind] > 0 else 1.0
+        for key, (layer, (norm,)) in measures.items()
+    }
+
+
+ESM = PostStep(
+    name="esm",
+    summary="Scale each layer by the squared ratio of its merged norm to the mean over layers of its kind.",
+    equation="D_l <- D_l (||D_l|| / mean_l' ||D_l'||)^2",
+    reference="Li et al., Model Merging in the Essential Subspace, CVPR 2026",
+    layers=LayerStep(esm_measure, esm_factors),
 )

@@ -43,7 +43,7 @@ from actmat.engine.task import Record
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import NumericalError
 from actmat.experts.resolve import open_expert
-from actmat.extras.collect.samples import Samples
+from actmat.extras.conformance.samples import Samples
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 from actmat.planning import build_plan

@@ -1,4 +1,4 @@
-"""Small stored inputs for `conformance.ExecutorConformance`: checkpoints with statistics, and LoRA adapters.
+"""Small stored inputs for `ExecutorConformance`: checkpoints with statistics, and LoRA adapters.
 
 Shapes: `V` tokens, `N` samples, `I` and `O` features in and out, `R` rank.
 """

@@ -1,0 +1,210 @@
+"""Cost of the interference solver, from shapes: its peak memory, and its operations by class.
+
+Memory is in elements of float32, the usual compute dtype; a float64 matrix counts twice. Counted on top of the given
+deltas, including the result, for the most expensive of the paths that the data may choose.
+
+Operations are counted as `linalg.operations` counts them, for the usual path: the cut-off removes something, so that
+the spectrum is computed after a first factorisation has failed to prove the contrary, and half of the directions are
+kept.
+
+Shapes: `O` out_features, `I` in_features, `R` rows of one factor, `N` side of the reduced problem, `T R` rows of all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from actmat.linalg.interference.descent import Adam
+from actmat.linalg.interference.moments import PrimalMoments
+from actmat.linalg.interference.rereading import Second, products, second_reading
+from actmat.linalg.interference.rule import Estimator, Rule
+from actmat.linalg.interference.spectral_solve import PANEL_ROWS, EigenPairs, Inverse
+from actmat.linalg.masks.threshold import selection_workspace
+from actmat.linalg.operations import Operation, cholesky, cholesky_solve, eigh, entries, gram, product, repeated, svd
+
+__all__ = ["KEPT_SHARE", "descent_operations", "descent_workspace", "operations", "workspace"]
+
+KEPT_SHARE = 0.5
+"""Share of the directions that a cut-off is taken to keep; real deltas of language models keep 0.1 to 0.7."""
+
+
+def workspace(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bool = False) -> int:
+    """Peak of `finish(prepare(...), consume=True)` for deltas `*batch O I`, in elements.
+
+    Where deltas are read twice on the CPU and once elsewhere, the larger peak of both.
+    """
+    once = _read_once(shape, n_experts, rule, has_grams=has_grams)
+    second = second_reading(rule, shape, n_experts, has_grams=has_grams)
+    return once if second is None else max(once, _read_twice(shape, n_experts, rule, second))
+
+
+def _read_twice(shape: Sequence[int], n_experts: int, rule: Rule, second: Second) -> int:
+    rows, width = shape[-2:]
+    square, panel = width * width, min(rows, PANEL_ROWS) * width * 2
+    kept_grams = n_experts * square if second == "grams" else 0
+    estimate = _estimate(rows, width, rule.estimator) + _scaled_copies(rows, width, rule.estimator)
+    solving = square + _solving(rows, width, rule, panel)
+    # the eigenvectors, with and without gains, or a gain that is formed; and the product of one expert
+    inner = max(square, rows * width, rows * rows) if second == "deltas" else square
+    applying = rows * width + 3 * square + max(inner, panel)
+    return kept_grams + max(square + estimate, solving, applying)
+
+
+def _read_once(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bool) -> int:
+    rows, width = shape[-2:]
+    batch = math.prod(shape[:-2])
+    factor_rows = rule.estimator.rows(rows, width)
+    form = rule.form(factor_rows, width, n_experts, has_grams=has_grams)
+    fill = batch * rows * width if rule.needs_sum else 0
+    panel = min(rows, PANEL_ROWS) * width * (3 if rule.needs_sum else 2)
+    estimate = 0 if has_grams else _estimate(rows, width, rule.estimator) + _scaled_copies(rows, width, rule.estimator)
+    if rule.null == "minus_base":  # the identity, eigenvectors of `S`, and the base in their coordinates and back
+        panel += 3 * width * width + 2 * rows * width
+    if form == "primal":
+        held = fill + batch * (rows * width + width * width)
+        needs_term = has_grams or PrimalMoments.needs_term(factor_rows, width)
+        adding = estimate + (width * width if needs_term else rows * factor_rows)
+        return held + max(adding, _solving(rows, width, rule, panel))
+    stack = n_experts * factor_rows
+    held = fill + batch * (stack * width + rows * stack)
+    if form == "dual":
+        held += batch * stack * stack
+        return held + max(estimate, batch * rows * width + _solving(rows, stack, rule, panel))
+    kept = min(stack, width)
+    solved = kept * (rows + width)  # left and right of one item
+    decomposing = stack * width + 2 * kept * (stack + width) + 4 * kept * kept
+    finishing = batch * rows * width + panel
+    return held + batch * solved + max(estimate, decomposing, finishing)
+
+
+def _solving(rows: int, size: int, rule: Rule, panel: int) -> int:
+    """Peak of one solve on top of its moments and its result."""
+    square = size * size
+    # LAPACK's divide and conquer in float64: input, vectors and 2 N^2 of work; afterwards only rounded vectors,
+    # scaled vectors and their product
+    spectrum = max(8 * square, 3 * square + panel)
+    if rule.solver != "auto" or rule.spectral.kind not in ("hard", "tikhonov"):
+        return spectrum
+    # float64: the shifted copy and its factor; then the factor and either its inverse or panels of right-hand sides
+    factorising = 4 * square
+    if rows > size:
+        return max(spectrum, factorising, 5 * square, square + panel)
+    return max(spectrum, factorising, 2 * square + 5 * min(rows, PANEL_ROWS) * size + panel)
+
+
+def _scaled_copies(rows: int, width: int, estimator: Estimator) -> int:
+    """Copies of one delta that is far from 1: times the power of two of all experts, and of its own."""
+    return rows * width * (2 if estimator.normalize == "norm" else 1)
+
+
+def _estimate(rows: int, width: int, estimator: Estimator) -> int:
+    """Peak of computing the factor of one delta, including the factor."""
+    entries, peak = rows * width, 0
+    if estimator.trim is not None:
+        peak = 2 * entries + selection_workspace(entries)  # a contiguous copy and the result
+    if estimator.centre:
+        peak = max(peak, entries * (1 if estimator.trim is None else 2))
+    if estimator.power != 1.0:
+        small = min(rows, width)
+        peak = max(peak, entries + small * (rows + 2 * width) + 4 * small * small)
+    return peak
+
+
+def descent_workspace(shape: Sequence[int]) -> int:
+    """Elements that `accumulate` and `descend` hold at their peak, including the result."""
+    # per batch item: sum, S, residual, result; in work: a term of S and a delta that is brought near 1, or step, two
+    # moments, gradient, root
+    entries, square = math.prod(shape[-2:]), shape[-1] ** 2
+    batch = math.prod(shape[:-2])
+    return batch * (2 * entries + square) + max(square + entries, (batch + 5) * entries)
+
+
+def operations(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bool) -> list[Operation]:
+    """Operations of `finish(prepare(...))` for deltas `*batch O I`."""
+    rows, width = shape[-2:]
+    factor_rows = rule.estimator.rows(rows, width)
+    if second := second_reading(rule, shape, n_experts, has_grams=has_grams):
+        return _operations_of_two((rows, width), n_experts, rule, second)
+    form = rule.form(factor_rows, width, n_experts, has_grams=has_grams)
+    added = _estimating(rows, width, rule, has_grams=has_grams)
+    if form == "primal":
+        if has_grams:
+            added += [product(rows, width, width), entries(3 * width**2)]
+        elif PrimalMoments.needs_term(factor_rows, width):
+            added += [gram(factor_rows, width), product(rows, width, width), entries(4 * width**2)]
+        else:
+            by_factor = product(rows, width, factor_rows)
+            symmetric = rule.estimator.is_delta
+            added += [gram(factor_rows, width), gram(width, rows) if symmetric else by_factor, by_factor]
+        done, size = repeated(added, n_experts), width
+    else:
+        size = n_experts * factor_rows
+        added += [product(rows, factor_rows, width), entries(factor_rows * width)]
+        done = repeated(added, n_experts)
+        if form == "stacked":
+            kept = min(size, width)
+            left = [svd(size, width), product(rows, kept, size), product(rows, width, kept)]
+            if rule.null != "zero":
+                left.append(product(rows, kept, width))
+            return repeated([*done, *left, entries(rows * width)], math.prod(shape[:-2]))
+        done.append(gram(width, size))
+    done += _solved(rows, size, rule)
+    if rule.null != "zero":
+        done.append(product(rows, size, width))
+    if form == "dual":
+        done.append(product(rows, width, size))
+    done.append(entries(3 * rows * width))
+    return repeated(done, math.prod(shape[:-2]))
+
+
+def _operations_of_two(shape: tuple[int, int], n_experts: int, rule: Rule, second: Second) -> list[Operation]:
+    """Two readings of one matrix: the sum of the Gram matrices, one problem, and the products with its gain."""
+    rows, width = shape
+    first = [*_estimating(rows, width, rule, has_grams=False), gram(rule.estimator.rows(rows, width), width)]
+    solved, gain = _found(width, rule)
+    by_way = products(second, shape, n_experts, gain)
+    again = Operation("product", 2 * min(by_way.values()))
+    passes = entries((4 * width * width if second == "grams" else 0) + rows * width)
+    return [*repeated([*first, passes], n_experts), *solved, again, entries(4 * rows * width)]
+
+
+def descent_operations(shape: Sequence[int], n_experts: int, adam: Adam) -> list[Operation]:
+    """Operations of `descend(accumulate(...))`: three products per expert, one and ten passes per step."""
+    rows, width = shape[-2:]
+    sums = [product(width, width, rows), *repeated([product(rows, width, width)], 2), entries(4 * rows * width)]
+    step = [product(rows, width, width), entries(10 * rows * width)]
+    return repeated([*repeated(sums, n_experts), *repeated(step, adam.steps)], math.prod(shape[:-2]))
+
+
+def _estimating(rows: int, width: int, rule: Rule, *, has_grams: bool) -> list[Operation]:
+    """The norm of one delta, its factor, and its part of the fill."""
+    passes = 2 + (1 if rule.needs_sum else 0)
+    found: list[Operation] = []
+    if not has_grams:
+        passes += (8 if rule.estimator.trim is not None else 0) + (2 if rule.estimator.centre else 0)
+        if rule.estimator.power != 1.0:
+            found.append(svd(rows, width))
+    return [entries(passes * rows * width), *found]
+
+
+def _solved(rows: int, size: int, rule: Rule) -> list[Operation]:
+    """One reduced problem, by triangular factors or by its spectrum."""
+    solved, gain = _found(size, rule)
+    if isinstance(gain, Inverse):
+        if rows > size:
+            return [*solved, product(rows, size, size)]
+        return [cholesky(size), cholesky_solve(size, rows)]
+    return [*solved, Operation("product", 2 * gain.products(rows))]
+
+
+def _found(size: int, rule: Rule) -> tuple[list[Operation], Inverse | EigenPairs]:
+    """Operations that find the gain of one reduced problem, and a gain of its size that holds no data."""
+    if rule.solver == "auto" and rule.spectral.kind == "tikhonov":
+        return [cholesky(size, inverse=True)], Inverse(torch.empty(size, size, device="meta"), torch.float32)
+    tried = [cholesky(size)] if rule.solver == "auto" and rule.spectral.kind == "hard" else []
+    kept = size if rule.spectral.kind in ("tikhonov", "exponential") else max(1, int(KEPT_SHARE * size))
+    vectors_NK = torch.empty(size, kept, device="meta")
+    return [*tried, eigh(size), entries(4 * size * size)], EigenPairs(vectors_NK, vectors_NK)
