@@ -92,7 +92,7 @@ class Server:
 
 def _page() -> tuple[bytes, str]:
     """The page, and its content security policy: one style and one script, by their hashes, and this origin."""
-    own, reports = files("actmat.ui"), files("actmat.extras.pages.html")
+    own, reports = files("actmat.extras.ui"), files("actmat.extras.pages.html")
     page, script = (own.joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "page.js"))
     style = "\n".join(f.read_text(encoding="utf-8") for f in (reports.joinpath("style.css"), own.joinpath("page.css")))
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
