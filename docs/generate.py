@@ -44,7 +44,7 @@ from actmat.cli.flags import with_flags
 from actmat.cli.listing import COMMON, declared_command, info_of
 from actmat.cli.screen import LAYOUTS
 from actmat.errors import MergeError
-from actmat.extras.pages.html.explained import FILE as EXPLAINED
+from actmat.extras.pages.html.verdicts import FILE as EXPLAINED
 from actmat.layout.families import FAMILIES, PLAIN
 from actmat.methods import METHODS, Bounds, MergeMethod, Option, get_method
 from actmat.methods.post import STEPS, get_step

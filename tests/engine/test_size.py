@@ -15,7 +15,7 @@ from tests.helpers.merging import actmat as run
 
 import actmat
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.diagnostics.checks.size import size_warning
+from actmat.diagnostics.checks.merged import size_warning
 from actmat.engine.size import RUN, RUNS, InputSample, Sample, sample_runs
 from actmat.engine.task import Record
 from actmat.experts.base import Source

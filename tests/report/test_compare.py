@@ -18,8 +18,8 @@ from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import AlignmentError, CheckpointError
 from actmat.extras.pages.comparison import Comparison, TensorDifference, compare
-from actmat.extras.pages.comparison import tensors as tensors_module
-from actmat.extras.pages.comparison.tensors import Sums, difference, stored_sums
+from actmat.extras.pages.comparison import merges as merges_module
+from actmat.extras.pages.comparison.merges import Sums, difference, stored_sums
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_all_differing_tensors_together(family: Family) -> None:
 
 def test_chunks_do_not_change_the_sums(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = between(family, "actmat", "ties")
-    monkeypatch.setattr(tensors_module, "CHUNK", 7)
+    monkeypatch.setattr(merges_module, "CHUNK", 7)
     pieces = between(family, "actmat", "ties")
     for a, b in zip(whole.tensors, pieces.tensors, strict=True):
         assert a.name == b.name
@@ -94,12 +94,12 @@ def test_reading_is_in_chunks_of_bounded_size() -> None:
             read.append(len(out))
             super().read_into(name, start, out)
 
-    size = tensors_module.CHUNK * 2 + 5
+    size = merges_module.CHUNK * 2 + 5
     sides = [Watched({"w": torch.full((size,), value, dtype=torch.bfloat16)}) for value in (1.0, 3.0, 0.0)]
     found = between_stored(*sides)
     assert found.distance == pytest.approx(2 * math.sqrt(size))
     assert (found.relative, found.cosine) == (pytest.approx(1.0), pytest.approx(1.0))
-    assert max(read) == tensors_module.CHUNK * 2
+    assert max(read) == merges_module.CHUNK * 2
     assert len(read) == 9
 
 

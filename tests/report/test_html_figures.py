@@ -19,7 +19,14 @@ from actmat.diagnostics.model import Spectrum
 from actmat.extras.pages.html import render_html
 from actmat.extras.pages.html.charts import Cell, Line, Strip, curve, largest_strips, layer_lines, scree, strips
 from actmat.extras.pages.html.elements import Markup, columns_table, data_block, el, join
-from actmat.extras.pages.html.layers import kind_of_name, kinds, layers_of, overall_cosine, overall_share, residual_over
+from actmat.extras.pages.html.measures import (
+    kind_of_name,
+    kinds,
+    layers_of,
+    overall_cosine,
+    overall_share,
+    residual_over,
+)
 from actmat.extras.pages.html.scales import (
     diverging,
     log_axis,

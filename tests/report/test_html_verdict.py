@@ -17,11 +17,11 @@ from tests.helpers.reports import diagnosis_json
 from actmat.diagnostics.checks import CHECKS
 from actmat.diagnostics.model import Diagnosis
 from actmat.extras.pages.html import render_html
+from actmat.extras.pages.html.charts import end_labels
 from actmat.extras.pages.html.comparison import render_comparison
 from actmat.extras.pages.html.elements import dotted, el
-from actmat.extras.pages.html.explained import explanation, next_step
-from actmat.extras.pages.html.figures import end_labels
 from actmat.extras.pages.html.scales import HeatScale, range_axis, spread
+from actmat.extras.pages.html.verdicts import explanation, next_step
 
 SIZE = {
     "code": "AM402", "title": "Merged delta is much larger than the experts'", "severity": "tip", "verdict": "found",

@@ -18,7 +18,7 @@ from actmat.layout.types import Role, TensorLayout
 from actmat.planning import MergePlan
 from actmat.planning.model import InputSummary, Item
 from actmat.recipe import make_recipe
-from actmat.report.contents import model_contents
+from actmat.report.manifest import model_contents
 from actmat.report.rows import Rows, canonical_json, indented_json
 from actmat.report.totals import sum_records
 from actmat.run.stage import JournalRecords

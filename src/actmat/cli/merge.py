@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from actmat.cli import flags
-from actmat.cli.flags import RecipeFlags
+from actmat.cli.flags import Fields, RecipeFlags
 from actmat.cli.listing import BAD_INPUTS, command
 from actmat.cli.streams import optional_stdout
 from actmat.settings import RunSettings
@@ -27,6 +28,52 @@ OF_AVERAGES = ("out", "dtype", "compute_dtype", "max_shard_size", "allow_nonfini
 """Fields of a recipe that an average of checkpoints takes."""
 
 
+@dataclass(frozen=True)
+class MergeFlags:
+    """Ways to merge, and what follows a merge."""
+
+    plan: Annotated[bool, typer.Option("--plan", help="Show what would be done, as 'actmat plan'.")] = False
+    average: Annotated[
+        str | None,
+        typer.Option(
+            "--average",
+            metavar="WEIGHTS",
+            help="Average checkpoints of one run, without a base: uniform, linear, ema:DECAY, wsd, or a number per "
+            "checkpoint.",
+        ),
+    ] = None
+    as_given: Annotated[
+        bool, typer.Option("--as-given", help="With --average: keep this order (default: by step numbers).")
+    ] = False
+    tune_scale: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tune-scale",
+            metavar="DATA",
+            help="Choose the scale by unlabelled inputs of the experts; NAME=DATA, once per expert.",
+        ),
+    ] = None
+    part: flags.PartOption = None
+    finish: Annotated[
+        Path | None, typer.Option("--finish", metavar="OUT", help="Make one output of the parts that are in OUT.")
+    ] = None
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="With --finish: hash every tensor again as it lies on the disk.")
+    ] = True
+    strict: flags.Strict = False
+
+    def refuse_contradictions(self, recipes: Sequence[Recipe], given: RecipeFlags, run: RunSettings) -> None:
+        """Raise `typer.BadParameter` for flags that do not go together."""
+        if (self.strict or run.exact) and not run.diagnose:
+            raise typer.BadParameter("--strict and --exact go with --diagnose")
+        if any(r.out is None for r in recipes):
+            raise typer.BadParameter("say where the merged model goes: --out OUT, or 'out' in the recipe")
+        if self.part is not None and self.tune_scale:
+            raise typer.BadParameter("--tune-scale needs the whole merge: find the scale first, then merge in parts")
+        if self.tune_scale and "scale" in given:
+            raise typer.BadParameter("--tune-scale chooses the scale: drop --scale")
+
+
 @command(
     "merge",
     "merged, or found complete and intact",
@@ -39,43 +86,13 @@ def merge(
     inputs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="RECIPE.yaml",
-            help="A recipe file; flags replace its fields. With --average: the checkpoints.",
+            metavar="RECIPE.yaml", help="A recipe file; flags replace its fields. With --average: the checkpoints."
         ),
     ] = None,
     given: RecipeFlags,
     run: RunSettings,
-    plan: Annotated[bool, typer.Option("--plan", help="Show what would be done, as 'actmat plan'.")] = False,
-    average: Annotated[
-        str | None,
-        typer.Option(
-            "--average",
-            metavar="WEIGHTS",
-            help="Average checkpoints of one run, without a base: uniform, linear, ema:DECAY, wsd, or "
-            "a number per checkpoint.",
-        ),
-    ] = None,
-    as_given: Annotated[
-        bool, typer.Option("--as-given", help="With --average: keep this order (default: by step numbers).")
-    ] = False,
-    tune_scale: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--tune-scale",
-            metavar="DATA",
-            help="Choose the scale by unlabelled inputs of the experts; NAME=DATA, once per expert.",
-        ),
-    ] = None,
-    part: flags.PartOption = None,
-    finish: Annotated[
-        Path | None, typer.Option("--finish", metavar="OUT", help="Make one output of the parts that are in OUT.")
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check/--no-check", help="With --finish: hash every tensor again as it lies on the disk.")
-    ] = True,
-    strict: flags.Strict = False,
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
+    how: MergeFlags,
+    shown: Annotated[flags.OutputFlags, Fields(without=("full",))],
 ) -> None:
     """Merge fine-tuned checkpoints of one base into one model.
 
@@ -94,37 +111,33 @@ def merge(
     the one at which the merged model answers most as the experts do ('actmat
     tune' searches methods, too).
     """
-    if finish is not None:
-        _finish(finish, run, given, inputs, check=check, json=json, quiet=quiet)
+    if how.finish is not None:
+        if given.given or inputs:
+            raise typer.BadParameter("--finish takes the recipe of the parts: give no other inputs")
+        _finish(how.finish, run, shown, check=how.check)
         return
-    recipes = _recipes(inputs, given, average, as_given=as_given)
-    if plan:
+    recipes = _recipes(inputs, given, how.average, as_given=how.as_given)
+    if how.plan:
         from actmat.cli.plan import show_plans
 
-        show_plans(recipes, run, part, json=json, quiet=quiet)
+        show_plans(recipes, run, how.part, json=shown.json, quiet=shown.quiet)
         return
-    if (strict or run.exact) and not run.diagnose:
-        raise typer.BadParameter("--strict and --exact go with --diagnose")
-    if any(r.out is None for r in recipes):
-        raise typer.BadParameter("say where the merged model goes: --out OUT, or 'out' in the recipe")
-    if part is not None:
-        if tune_scale:
-            raise typer.BadParameter("--tune-scale needs the whole merge: find the scale first, then merge in parts")
-        _merge_part(recipes, part, run, json=json, quiet=quiet)
+    how.refuse_contradictions(recipes, given, run)
+    if how.part is not None:
+        _merge_part(recipes, how.part, run, shown)
         return
-    if tune_scale:
-        if "scale" in given:
-            raise typer.BadParameter("--tune-scale chooses the scale: drop --scale")
-        reports = flags.behind("tune-scale")(recipes, tune_scale, run, quiet=quiet or json)
+    quiet = shown.quiet or shown.json
+    if how.tune_scale:
+        reports = flags.behind("tune-scale")(recipes, how.tune_scale, run, quiet=quiet)
     else:
-        reports = _merge(recipes, run, quiet=quiet or json)
-    if json:
+        reports = _merge(recipes, run, quiet=quiet)
+    if shown.json:
         from actmat.cli.screen import print_result
         from actmat.cli.summary import merge_data
 
         with optional_stdout("The merge is complete."):
             print_result("merge", {"outputs": [merge_data(r) for r in reports]})
-    if strict and any(r.diagnosis is not None and r.diagnosis.issues for r in reports):
+    if how.strict and any(r.diagnosis is not None and r.diagnosis.issues for r in reports):
         raise typer.Exit(1)
 
 
@@ -168,7 +181,7 @@ def _showing(recipes: Sequence[Recipe], *, quiet: bool) -> Iterator[MergeProgres
         yield progress
 
 
-def _merge_part(recipes: Sequence[Recipe], text: str, run: RunSettings, *, json: bool, quiet: bool) -> None:
+def _merge_part(recipes: Sequence[Recipe], text: str, run: RunSettings, shown: flags.OutputFlags) -> None:
     """Run one part and print its result."""
     if len(recipes) > 1:
         raise typer.BadParameter("--part goes with one method and one value of each option")
@@ -180,13 +193,13 @@ def _merge_part(recipes: Sequence[Recipe], text: str, run: RunSettings, *, json:
     arguments = sys.argv[1:]  # those of another part: without --part
     kept = [a for before, a in zip(["", *arguments], arguments, strict=False) if "--part" not in (before, a)]
     again = flags.shell_command(a for a in kept if not a.startswith("--part="))
-    with showing_progress(f"part {part}", quiet=quiet or json) as progress:
+    with showing_progress(f"part {part}", quiet=shown.quiet or shown.json) as progress:
         report = run_part(recipes[0], part, run, progress, command=again)
     with optional_stdout("The part is complete."):
-        if json:
+        if shown.json:
             done = {"part": str(part), "out": str(report.out), "tensors": report.items, "resumed": report.resumed}
             print_result("merge", {"outputs": [], "part": {**done, "was_finished": report.was_finished}})
-        if quiet or json:
+        if shown.quiet or shown.json:
             return
         if report.was_finished:
             console.print(f"{escape(report.out)} is complete: all parts were finished earlier; nothing was done")
@@ -197,12 +210,8 @@ def _merge_part(recipes: Sequence[Recipe], text: str, run: RunSettings, *, json:
         console.print(f"  in {seconds}; when all parts are there: actmat merge --finish {out}")
 
 
-def _finish(
-    out: Path, run: RunSettings, given: RecipeFlags, inputs: list[str] | None, *, check: bool, json: bool, quiet: bool
-) -> None:
+def _finish(out: Path, run: RunSettings, shown: flags.OutputFlags, *, check: bool) -> None:
     """Complete a merge that was made in parts, or verify one that is complete."""
-    if given.given or inputs:
-        raise typer.BadParameter("--finish takes the recipe of the parts: give no other inputs")
     from actmat.cli.screen import print_result
     from actmat.cli.summary import finished_data, print_finished
     from actmat.run.parts import finish_parts
@@ -211,7 +220,7 @@ def _finish(
         out, check=check, overwrite=run.overwrite, durable=run.durable, sha256=run.sha256, threads=run.threads
     )
     with optional_stdout("The merge is complete."):
-        if json:
+        if shown.json:
             print_result("finish", finished_data(report, out))
-        elif not quiet:
+        elif not shown.quiet:
             print_finished(report, out)

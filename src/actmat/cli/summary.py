@@ -13,7 +13,7 @@ from rich.table import Table
 
 from actmat.api.extracting import extracted_rows
 from actmat.cli.screen import console, escape, plain_table
-from actmat.diagnostics.checks.size import SIZE_CHECKS
+from actmat.diagnostics.checks.merged import SIZE_CHECKS
 from actmat.diagnostics.model import AgreementRow, CheckResult, DataResidual, Diagnosis, Measure
 from actmat.errors import format_size
 from actmat.planning.model import Item, count_actions

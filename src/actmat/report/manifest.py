@@ -1,4 +1,4 @@
-"""`actmat_manifest.json`: recipe, inputs, and the record of every tensor."""
+"""`actmat_manifest.json`: recipe, inputs, the record of every tensor, and content hashes of the whole."""
 
 from __future__ import annotations
 
@@ -7,28 +7,81 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from actmat.bounds import MAX_WRITTEN_VALUES, local_path, read_object
-from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names
+from actmat.checkpoints.hashing import HASH_NAME, ContentHash, NamesHash, hash_file, hash_names
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, MANIFEST_NAME
 from actmat.engine.task import Record
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
 from actmat.planning.model import InputSummary, Item, MergePlan
-from actmat.report.contents import model_contents
 from actmat.report.rows import Rows, canonical_json, indented_json
 
 __all__ = [
+    "Contents",
     "build_manifest",
     "expert_hashes",
     "input_location",
     "manifest_content",
+    "model_contents",
     "read_manifest",
     "total_error",
     "write_manifest",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Hashes as `hashing.hash_names` gives them.
+
+    Args:
+        output: over the tensors of the merged model.
+        base, experts: over the tensors that were read.
+    """
+
+    output: str
+    base: str
+    experts: tuple[str, ...]
+
+
+def model_contents(plan: MergePlan, records: Mapping[str, Record]) -> Contents:
+    """Hashes over the tensors of a model, and over those that were read from its base and from each expert.
+
+    A record is read from the disk once for all that list it at the same place: names that differ in a prefix have the
+    same order.
+    """
+    items = plan.items
+    everything = tuple(sorted(range(len(items)), key=lambda n: items[n].name))
+    orders: dict[tuple[int, ...], list[int]] = {}
+    for t in range(len(plan.experts)):
+        read = [n for n in everything if _name_in(items[n], t) is not None]
+        orders.setdefault(tuple(sorted(read, key=lambda n: _name_in(items[n], t) or "")), []).append(t)
+    output, base = NamesHash(), NamesHash()
+    experts = [NamesHash() for _ in plan.experts]
+    same = orders.pop(everything, [])
+    for n in everything:
+        item = items[n]
+        record = records[item.tied_to or item.name]
+        output.add(item.name, record.hash)
+        base.add(item.name, record.base_hash)
+        for t in same:
+            experts[t].add(_name_in(item, t) or "", record.expert_hashes[t])
+    for order, listed in orders.items():
+        for n in order:
+            record = records[items[n].tied_to or items[n].name]
+            for t in listed:
+                experts[t].add(_name_in(items[n], t) or "", record.expert_hashes[t])
+    return Contents(output.hexdigest(), base.hexdigest(), tuple(e.hexdigest() for e in experts))
+
+
+def _name_in(item: Item, t: int) -> str | None:
+    """Name of the tensor that was read from expert `t`, or None."""
+    source = item.sources[t] if item.sources else None
+    return None if source is None else source.name
+
 
 FORMAT = 1
 """Version of the manifest's layout; see docs/formats/manifest.md."""

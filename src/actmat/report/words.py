@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from actmat.diagnostics.checks.size import size_warning
+from actmat.diagnostics.checks.merged import size_warning
 from actmat.errors import format_size
 from actmat.planning.model import Item, MergePlan, count_actions
 from actmat.report.totals import Norms

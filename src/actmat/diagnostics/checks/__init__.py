@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from actmat.diagnostics.checks.balance import BALANCE_CHECKS
 from actmat.diagnostics.checks.base import Check, Facts, Outcome
-from actmat.diagnostics.checks.identity import IDENTITY_CHECKS
-from actmat.diagnostics.checks.signal import SIGNAL_CHECKS
-from actmat.diagnostics.checks.size import SIZE_CHECKS
-from actmat.diagnostics.checks.tables import TABLE_CHECKS
+from actmat.diagnostics.checks.deltas import IDENTITY_CHECKS, SIGNAL_CHECKS
+from actmat.diagnostics.checks.merged import BALANCE_CHECKS, SIZE_CHECKS, TABLE_CHECKS
 from actmat.diagnostics.model import CheckResult
 from actmat.errors import RecipeError, did_you_mean
 

@@ -6,9 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from actmat.extras.pages.html.document import document, write_document
-from actmat.extras.pages.html.elements import Child, Markup, bullets, el, listed, section, stacked_table, tiles
-from actmat.extras.pages.html.figures import Bar, bars, figure, frame, line_legend, numbers, plot, x_labels, y_labels
+from actmat.extras.pages.html.charts import Bar, bars, figure, frame, line_legend, numbers, plot, x_labels, y_labels
+from actmat.extras.pages.html.elements import (
+    Child,
+    Markup,
+    bullets,
+    document,
+    el,
+    listed,
+    section,
+    stacked_table,
+    tiles,
+    write_document,
+)
 from actmat.extras.pages.html.scales import number, range_axis
 from actmat.extras.pages.html.tensors import Column, big_table
 from actmat.extras.tune.evaluate import Trial

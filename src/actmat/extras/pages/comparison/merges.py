@@ -1,18 +1,24 @@
-"""Compare two outputs of `actmat merge`: their tensors, manifests and reports."""
+"""Compare two merges of the same experts: inputs, recipes, weights, residuals, checks."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.diagnostics.model import REPORT_NAME, CheckResult, Diagnosis, read_diagnosis
-from actmat.errors import CheckpointError, MergeError
-from actmat.extras.pages.comparison.inputs import matched_experts
+from actmat.errors import AlignmentError, CheckpointError, MergeError
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.resolve import open_adapter
 from actmat.extras.pages.comparison.model import (
     CheckDifference,
     Comparison,
@@ -20,12 +26,300 @@ from actmat.extras.pages.comparison.model import (
     SettingDifference,
     TensorDifference,
 )
-from actmat.extras.pages.comparison.outputs import Output, open_output
-from actmat.extras.pages.comparison.tensors import difference, factored_sums, stored_sums
-from actmat.report.manifest import input_location, read_manifest
+from actmat.linalg.lowrank import LowRank, frobenius_norm, weighted_sum
+from actmat.report.manifest import expert_hashes, input_location, read_manifest
 from actmat.report.totals import Norms, recorded_totals
 
-__all__ = ["compare"]
+__all__ = [
+    "Output",
+    "Sums",
+    "compare",
+    "difference",
+    "factored_sums",
+    "items_of",
+    "makes_adapter",
+    "matched_experts",
+    "open_output",
+    "stored_sums",
+]
+
+
+Manifest = Mapping[str, Any]
+MOST = 3
+"""Names listed in one problem."""
+
+
+def matched_experts(first: Manifest, second: Manifest, names: tuple[str, str]) -> list[tuple[str, str]]:
+    """Names of the same experts in both merges, in the order of the first.
+
+    Experts are the same where every tensor that both merges read has one hash, under whatever name.
+    Where no tensor was read by both, name and location decide.
+
+    Args:
+        first, second: manifests.
+        names: of the two merges, for errors.
+
+    Raises:
+        AlignmentError: another base, other experts, or another kind of output; lists all differences.
+    """
+    headline = f"{names[0]} and {names[1]} cannot be compared: they are no merges of the same base and experts."
+    kinds = [m.get("kind", "model") for m in (first, second)]
+    if kinds[0] != kinds[1]:
+        raise AlignmentError(headline, [f"{n} is a merged {k}" for n, k in zip(names, kinds, strict=True)])
+    if first["hash"] != second["hash"]:
+        found = f"{names[0]} has {first['hash']}, {names[1]} has {second['hash']}"
+        raise AlignmentError(headline, [f"the inputs were hashed in two ways: {found}; merge one of them again"])
+    pairs, problems = _matched(first, second, names)
+    problems = [*_base_problems(first, second, names), *problems, *_item_problems(first, second, names)]
+    if problems:
+        raise AlignmentError(headline, problems)
+    return pairs
+
+
+def _matched(first: Manifest, second: Manifest, names: tuple[str, str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Pairs of names, and a problem for every expert without a counterpart."""
+    left = {e["name"]: e for e in second["experts"]}
+    pairs: list[tuple[str, str]] = []
+    problems = []
+    for expert in first["experts"]:
+        candidates = sorted(left.values(), key=lambda e: e["name"] != expert["name"])
+        found = next((e["name"] for e in candidates if _same(expert, e, first, second)), None)
+        if found is not None:
+            pairs.append((expert["name"], found))
+            del left[found]
+        else:
+            problems.append(f"expert '{expert['name']}' of {names[0]} {_reason(expert, first, second, names[1])}")
+    problems += [f"expert '{n}' of {names[1]} is none of {names[0]}" for n in left if not _named(first, n)]
+    return pairs, problems
+
+
+def _named(manifest: Manifest, name: str) -> Mapping[str, Any] | None:
+    return next((e for e in manifest["experts"] if e["name"] == name), None)
+
+
+def _reason(expert: Mapping[str, Any], first: Manifest, second: Manifest, name: str) -> str:
+    twin = _named(second, expert["name"])
+    if twin is None:
+        return f"is none of {name}, which has {', '.join(e['name'] for e in second['experts'])}"
+    mine, other = expert_hashes(first, expert["name"]), expert_hashes(second, twin["name"])
+    differing = _differing(mine, other)
+    if not differing:
+        return f"lies at {expert['location']}, that of {name} at {twin['location']}; no tensor was read by both"
+    return f"differs from that of {name} in {len(differing)} of {len(mine)} tensors ({_some(differing)})"
+
+
+def _same(a: Mapping[str, Any], b: Mapping[str, Any], first: Manifest, second: Manifest) -> bool:
+    mine, other = expert_hashes(first, a["name"]), expert_hashes(second, b["name"])
+    if mine.keys() & other.keys():
+        return not _differing(mine, other)
+    return bool(a["name"] == b["name"] and a["location"] == b["location"])
+
+
+def _differing(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Names that both have with another value."""
+    return [n for n in mine if n in other and mine[n] != other[n]]
+
+
+def _base_problems(first: Manifest, second: Manifest, names: tuple[str, str]) -> list[str]:
+    if first["base"] is None or second["base"] is None:
+        return []  # adapters, merged without one
+    mine, other = ({r["name"]: r["input_hashes"]["base"] for r in m["tensors"]} for m in (first, second))
+    differing = _differing(mine, other)
+    if not differing:
+        return []
+    locations = f"{first['base']['location']} in {names[0]}, {second['base']['location']} in {names[1]}"
+    return [f"the base differs in {len(differing)} of {len(mine)} tensors ({_some(differing)}): {locations}"]
+
+
+def _item_problems(first: Manifest, second: Manifest, names: tuple[str, str]) -> list[str]:
+    mine, other = ({n: tuple(r["shape"]) for n, r in items_of(m).items()} for m in (first, second))
+    word = "module" if makes_adapter(first) else "tensor"
+
+    def only(here: Collection[str], there: Collection[str], name: str) -> list[str]:
+        found = [n for n in here if n not in there]
+        return [f"{len(found)} {word}(s) are only in {name} ({_some(found)})"] if found else []
+
+    shapes = _differing(mine, other)
+    said = [f"{len(shapes)} {word}(s) have other shapes ({_some(shapes)})"] if shapes else []
+    return [*only(mine, other, names[0]), *only(other, mine, names[1]), *said]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:MOST]) + (", ..." if len(names) > MOST else "")
+
+
+Row = Mapping[str, Any]
+
+
+def makes_adapter(manifest: Row) -> bool:
+    """True for the manifest of a merged adapter."""
+    return manifest.get("kind") == "adapter"
+
+
+def items_of(manifest: Row) -> dict[str, Row]:
+    """Name -> row of every item: tensors of a model, modules and full tensors of an adapter."""
+    return {row["name"]: row for row in manifest["modules" if makes_adapter(manifest) else "tensors"]}
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An opened output: its manifest and items, the stored tensors, and the adapter if it is one."""
+
+    directory: Path
+    manifest: Row
+    items: Mapping[str, Row]
+    checkpoint: Checkpoint
+    adapter: Adapter | None = None
+
+    def factors(self, item: str) -> LowRank | None:
+        """The item's delta in float64, where it is stored as factors."""
+        module = None if self.adapter is None else self.adapter.modules.get(item)
+        return None if module is None or self.adapter is None else self.adapter.factors(module, torch.float64)
+
+    def stored_name(self, item: str) -> str:
+        """Name under which an item that has no factors is stored."""
+        return item if self.adapter is None else self.adapter.extras.get(item, item)
+
+    def shape(self, item: str) -> tuple[int, ...] | None:
+        """Shape of the stored item, None where it is missing."""
+        if self.adapter is not None and item in self.adapter.modules:
+            return self.adapter.modules[item].shape
+        spec = self.checkpoint.specs.get(self.stored_name(item))
+        return None if spec is None else spec.shape
+
+    def identity(self, item: str) -> tuple[str, str] | None:
+        """Hash and dtype of the stored bytes, where the manifest gives a hash per item.
+
+        The dtype matters: small integers and zeros may have the same bytes in two dtypes by chance.
+        """
+        found = self.items[item].get("hash")
+        return None if found is None else (found, self.checkpoint.specs[item].dtype)
+
+    def action(self, item: str) -> str:
+        """`copy`, `tie`, ..., or the method's name where one was used."""
+        row = self.items[item]
+        return str(row["method"] if row["action"] == "merge" else row["action"])
+
+    def missing(self) -> list[str]:
+        """Problems: items that the output does not store in the shape that the manifest gives."""
+        return [
+            f"{self.checkpoint.location} has no tensor '{n}' of shape {row['shape']}, which its manifest lists"
+            for n, row in self.items.items()
+            if self.shape(n) != tuple(row["shape"])
+        ]
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.checkpoint.close()
+
+
+def open_output(directory: Path, manifest: Row) -> Output:
+    """Open the output in `directory`, whose manifest was read already.
+
+    Raises:
+        CheckpointError: its files cannot be read.
+    """
+    adapter = open_adapter(directory) if makes_adapter(manifest) else None
+    checkpoint = open_checkpoint(directory) if adapter is None else adapter.weights
+    return Output(directory, manifest, items_of(manifest), checkpoint, adapter)
+
+
+CHUNK = 1 << 20
+"""Entries of a tensor that are in memory at once, times three inputs: about 50 MB at most."""
+
+
+@dataclass(slots=True)
+class Sums:
+    """Sums of squares and products of `D_1 - D_2`, `D_1`, `D_2`; those of single deltas are None without a base."""
+
+    apart: float
+    first: float | None = None
+    second: float | None = None
+    inner: float = 0.0
+
+
+def stored_sums(first: Checkpoint, second: Checkpoint, base: Checkpoint | None, name: str) -> Sums:
+    """Sums over a stored tensor of any two dtypes; `base` holds it under the same name."""
+    apart = norm_first = norm_second = inner = 0.0
+    for start in range(0, first.specs[name].numel, CHUNK):
+        w_first, w_second = (_chunk(c, name, start) for c in (first, second))
+        apart += _square(w_first - w_second)
+        if base is not None:
+            w_base = _chunk(base, name, start)
+            d_first, d_second = w_first - w_base, w_second - w_base
+            norm_first += _square(d_first)
+            norm_second += _square(d_second)
+            inner += float(torch.dot(d_first, d_second))
+    return Sums(apart) if base is None else Sums(apart, norm_first, norm_second, inner)
+
+
+def factored_sums(first: LowRank, second: LowRank) -> Sums:
+    """Sums over two factored deltas, exactly; no delta is formed.
+
+    >>> x = LowRank(torch.ones(2, 1), torch.ones(1, 3))
+    >>> sums = factored_sums(x, LowRank(-x.b_OR, x.a_RI))
+    >>> round(sums.apart, 6), round(sums.inner, 6)
+    (24.0, -6.0)
+    """
+    if torch.equal(first.b_OR, second.b_OR) and torch.equal(first.a_RI, second.a_RI):
+        square = frobenius_norm(first) ** 2
+        return Sums(0.0, square, square, square)  # without the rounding of a difference
+    # <b_1 a_1, b_2 a_2> = sum (b_1^T b_2) * (a_1 a_2^T), over batches too
+    inner = float(((first.b_OR.mT @ second.b_OR) * (first.a_RI @ second.a_RI.mT)).sum())
+    apart = frobenius_norm(weighted_sum((first, second), (1.0, -1.0)))
+    return Sums(apart**2, frobenius_norm(first) ** 2, frobenius_norm(second) ** 2, inner)
+
+
+def difference(
+    name: str,
+    shape: tuple[int, ...],
+    actions: tuple[str, str],
+    sums: Sums,
+    dtypes: tuple[str, str] | None = None,
+) -> TensorDifference:
+    """The difference of two tensors from their sums; without norms only the distance.
+
+    >>> difference("w", (2,), ("a", "b"), Sums(4.0, 1.0, 1.0, -1.0)).relative
+    2.0
+
+    Args:
+        name, shape, actions: of the tensor.
+        sums: over its entries.
+        dtypes: in which it is stored, where these differ: then it is not the same at any distance.
+    """
+    distance = math.sqrt(sums.apart)
+    same = distance == 0 and dtypes is None
+    if sums.first is None or sums.second is None:
+        return TensorDifference(name, shape, actions, same=same, distance=distance, dtypes=dtypes)
+    norms = math.sqrt(sums.first), math.sqrt(sums.second)
+    product = norms[0] * norms[1]
+    return TensorDifference(
+        name,
+        shape,
+        actions,
+        same=same,
+        distance=distance,
+        norms=norms,
+        relative=2 * distance / sum(norms) if sum(norms) else None,
+        cosine=max(-1.0, min(1.0, sums.inner / product)) if product else None,
+        dtypes=dtypes,
+    )
+
+
+def _chunk(checkpoint: Checkpoint, name: str, start: int) -> Tensor:
+    """Up to `CHUNK` entries from entry `start` on, as float64."""
+    spec = checkpoint.specs[name]
+    count = min(CHUNK, spec.numel - start)
+    buffer = bytearray(count * spec.itemsize)
+    checkpoint.read_into(name, start * spec.itemsize, memoryview(buffer))
+    return torch.frombuffer(buffer, dtype=torch_dtype(spec.dtype)).double()
+
+
+def _square(values: Tensor) -> float:
+    return float(torch.dot(values, values))
+
 
 ExpertNames = Sequence[tuple[str, str]]
 

@@ -9,13 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from actmat.extras.pages.comparison import CheckDifference, Comparison, TensorDifference
-from actmat.extras.pages.html.charts import Cell, largest_strips, strips
-from actmat.extras.pages.html.document import document, write_document
+from actmat.extras.pages.html.charts import (
+    TENTHS,
+    Bar,
+    Cell,
+    bars,
+    figure,
+    gauge,
+    heat_legend,
+    largest_strips,
+    line_key,
+    strips,
+)
 from actmat.extras.pages.html.elements import (
     Child,
     Markup,
     bullets,
     caveat,
+    document,
     dotted,
     el,
     join,
@@ -24,12 +35,12 @@ from actmat.extras.pages.html.elements import (
     stacked_table,
     tensor_link,
     tiles,
+    write_document,
 )
-from actmat.extras.pages.html.explained import explanation
-from actmat.extras.pages.html.figures import TENTHS, Bar, bars, figure, gauge, heat_legend, line_key
-from actmat.extras.pages.html.layers import kind_of_name
+from actmat.extras.pages.html.measures import kind_of_name
 from actmat.extras.pages.html.scales import HeatScale, number, residual_text, spread
 from actmat.extras.pages.html.tensors import Column, big_table
+from actmat.extras.pages.html.verdicts import explanation
 from actmat.report.words import IN_PLACES, plural, size_words
 from actmat.version import __version__
 

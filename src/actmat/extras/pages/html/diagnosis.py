@@ -10,13 +10,21 @@ from urllib.parse import quote
 
 from actmat.diagnostics.model import Diagnosis
 from actmat.errors import format_size
-from actmat.extras.pages.html.document import document, write_document
-from actmat.extras.pages.html.elements import Markup, code_block, el, join, section, tensor_link, tiles
+from actmat.extras.pages.html.elements import (
+    Markup,
+    code_block,
+    document,
+    el,
+    join,
+    section,
+    tensor_link,
+    tiles,
+    write_document,
+)
 from actmat.extras.pages.html.measures import norms, overlap, residuals, rounding, spectra
 from actmat.extras.pages.html.scales import number
 from actmat.extras.pages.html.tensors import tensors
-from actmat.extras.pages.html.verdict import summary
-from actmat.extras.pages.html.verdicts import checks, experts
+from actmat.extras.pages.html.verdicts import checks, experts, summary
 from actmat.recipe.load import printable_yaml
 from actmat.report.words import plural
 

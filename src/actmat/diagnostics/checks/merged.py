@@ -1,14 +1,66 @@
-"""AM4xx: size of the merged delta."""
+"""Checks of the merge. AM3xx: balance between experts; AM4xx: size of the merged delta; AM5xx: embeddings and heads."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
-from actmat.diagnostics.checks.base import Check, Facts, Outcome, clear, found, not_applicable
+from actmat.diagnostics.checks.base import Check, Facts, Outcome, clear, found, not_applicable, percent
 from actmat.diagnostics.model import Measure
 
-__all__ = ["SIZE_CHECKS", "size_warning"]
+__all__ = ["BALANCE_CHECKS", "SIZE_CHECKS", "TABLE_CHECKS", "size_warning"]
+
+
+DOMINANT = 3.0
+"""Norm of one expert against the median of the others. Gram matrices weigh with its square: nine times as much."""
+
+LOST = 0.1
+"""Share of an expert's energy outside the kept directions."""
+
+
+def _dominates(facts: Facts) -> Outcome:
+    norms = [facts.total_norm(t) for t in range(len(facts.labels))]
+    if sum(n > 0 for n in norms) < 2:
+        return not_applicable("fewer than two experts have deltas")
+    top = max(range(len(norms)), key=norms.__getitem__)
+    others = statistics.median(n for t, n in enumerate(norms) if t != top and n > 0)
+    if norms[top] > DOMINANT * others:
+        return found(
+            f"'{facts.labels[top]}' has {norms[top] / others:.3g} times the norm of the other experts (median) and "
+            f"{percent(norms[top] ** 2, math.fsum(n * n for n in norms))} of all energy. Rules that weigh by Gram "
+            "matrices follow it almost alone: normalise (wudi, or actmat with normalise=norm), or scale it down"
+        )
+    return clear(f"the largest expert has {norms[top] / others:.3g} times the norm of the others (median)")
+
+
+def _cut_away(facts: Facts) -> Outcome:
+    rows = [(m, m.energy_kept) for m in facts.measures if m.energy_kept is not None]
+    if not rows:
+        return not_applicable("the rule cuts no directions off")
+    said, names, worst = [], [], 0.0
+    for t, label in enumerate(facts.labels):
+        whole = math.fsum(m.norms[t] ** 2 for m, _ in rows)
+        lost = math.fsum(m.norms[t] ** 2 * (1 - kept[t]) for m, kept in rows)
+        share = lost / whole if whole else 0.0
+        worst = max(worst, share)
+        if share > LOST:
+            said.append(f"'{label}' {percent(share)}")
+            names += [m.name for m, kept in rows if kept[t] < 1 - LOST]
+    if said:
+        return found(
+            f"The cut-off drops directions that hold much of an expert's energy: {'; '.join(said)}. Usually it is far "
+            "smaller than the others: normalise, lower rtol, or use actmat_ridge",
+            names,
+        )
+    return clear(f"the cut-off drops at most {percent(worst)} of an expert's energy")
+
+
+BALANCE_CHECKS = (
+    Check("AM301", "One expert dominates", "issue", _dominates),
+    Check("AM302", "Cut-off removes an expert's energy", "issue", _cut_away),
+)
+
 
 ORTHOGONAL = 0.1
 """Largest overlap of row spaces that counts as nearly orthogonal."""
@@ -128,4 +180,58 @@ SIZE_CHECKS = (
     Check("AM401", "Merge of low-rank experts is about their sum", "issue", _plain_sum),
     Check("AM402", "Merged delta is much larger than the experts'", "tip", _far_out),
     Check("AM403", "Merged delta collapsed or exploded", "issue", _out_of_bounds),
+)
+
+
+SURPRISING = 3.0
+"""Relative change of a table against the median matrix of the same expert."""
+
+
+def _tables_move(facts: Facts) -> Outcome:
+    tables = [r.name for r in facts.tensors if r.role == "embedding" and facts.norms.get(r.name, {}).get("base_norm")]
+    medians = [facts.median_relative_norm(t) for t in range(len(facts.labels))]
+    if not tables or not any(medians):
+        return not_applicable("no table of vectors is merged beside matrices of a base")
+    said, names = [], []
+    for t, label in enumerate(facts.labels):
+        usual = medians[t]
+        if not usual:
+            continue
+        for name in tables:
+            change = facts.norms[name]["norms"][t] / facts.norms[name]["base_norm"]
+            if change > SURPRISING * usual:
+                said.append(f"'{label}' changes {name} by {change:.2g} of its norm, its matrices by {usual:.2g}")
+                names.append(name)
+    if said:
+        return found(
+            f"Tables move more than the layers: {'; '.join(said[:3])}. New or re-initialised tokens do "
+            "that, and the mean over experts dilutes them. Keep the base's table (--keep), or write a rule for it",
+            names,
+        )
+    return clear("tables of vectors move no more than the layers")
+
+
+def _untied_twins(facts: Facts) -> Outcome:
+    rows = {r.name: r for r in facts.tensors}
+    apart = [
+        (a, b)
+        for a, b in facts.twins
+        if (rows[a].action, rows[a].method, rows[a].options) != (rows[b].action, rows[b].method, rows[b].options)
+    ]
+    if not facts.twins:
+        return not_applicable("no two large tensors hold the same bytes in every checkpoint")
+    if apart:
+        pairs = "; ".join(f"{a} and {b}" for a, b in apart[:3])
+        return found(
+            f"These hold the same bytes in the base and in every expert, but are merged in different ways and will "
+            f"differ afterwards: {pairs}. If the model ties them, config.json should say so (tie_word_embeddings); "
+            "else give both one rule",
+            [n for pair in apart for n in pair],
+        )
+    return clear("tensors that hold the same bytes everywhere are merged alike")
+
+
+TABLE_CHECKS = (
+    Check("AM501", "Embeddings move more than the layers", "tip", _tables_move),
+    Check("AM502", "Equal tables are merged apart", "issue", _untied_twins),
 )
