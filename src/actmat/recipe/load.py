@@ -74,7 +74,7 @@ class Importer(Protocol):
     """A reader of another tool's configurations: a plug-in of the group `actmat.recipes`."""
 
     expected: str
-    """What it reads, for messages, such as "a configuration of mergekit"."""
+    """Name of the files that it reads, for messages, such as "a configuration of mergekit"."""
 
     def claims(self, data: Mapping[str, Any]) -> bool:
         """True for the data of such a configuration."""
