@@ -13,7 +13,7 @@ from tests.helpers.merging import Family, actmat
 
 from actmat.errors import RecipeError
 from actmat.extras.mergekit import convert, is_mergekit
-from actmat.recipe import import_recipe, load_recipe, make_recipe
+from actmat.recipe import load_recipe, make_recipe
 from actmat.recipe.text import parse_yaml
 
 
@@ -268,13 +268,12 @@ def test_import_prints_a_recipe_that_gives_the_same_bytes(tmp_path: Path, monkey
     assert '"method": "slerp"' in as_json.out.replace('":"', '": "')
 
 
-def test_import_refuses_what_is_no_foreign_recipe(tmp_path: Path) -> None:
+def test_a_recipe_of_ours_is_printed_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("base: a\nexperts: [b]\n")
-    refused = actmat(["plan", str(tmp_path / "r.yaml"), "--as-recipe"])
-    assert refused.code == 1
-    assert "names a 'merge_method'; found the fields base, experts" in " ".join(refused.err.split())
+    printed = actmat(["plan", str(tmp_path / "r.yaml"), "--as-recipe"])
+    assert (printed.code, printed.out) == (0, "base: a\nexperts:\n- path: b\n")
     with pytest.raises(RecipeError, match="Cannot read"):
-        import_recipe(tmp_path / "missing.yml")
+        load_recipe(tmp_path / "missing.yml")
 
 
 def test_any_data_is_converted_or_refused() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actmat.recipe.load import import_recipe, load_recipe, recipe_yaml
+from actmat.recipe.load import load_recipe, recipe_yaml
 from actmat.recipe.schema import ExpertRef, Postprocess, PostRef, Recipe, RoleRule, Rule, add_statistics, make_recipe
 from actmat.recipe.variants import parse_option, variants
 
@@ -14,7 +14,6 @@ __all__ = [
     "RoleRule",
     "Rule",
     "add_statistics",
-    "import_recipe",
     "load_recipe",
     "make_recipe",
     "parse_option",

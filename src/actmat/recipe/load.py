@@ -19,14 +19,14 @@ from actmat.recipe.output import LOOSE
 from actmat.recipe.schema import Recipe, make_recipe
 from actmat.recipe.text import UnreadableError, parse_yaml
 
-__all__ = ["Importer", "import_recipe", "load_recipe", "printable_yaml", "recipe_yaml"]
+__all__ = ["Importer", "load_recipe", "printable_yaml", "recipe_yaml"]
 
 MAX_BYTES = 1_000_000
 """Largest recipe file; reading it takes seconds."""
 
 
 def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    r"""Read a recipe file; relative paths in it are relative to the file's folder.
+    r"""Read a recipe file, or that of another tool; relative paths in it are relative to the file's folder.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -52,29 +52,8 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     return make_recipe(fields, where={k: v for k, v in where.items() if k.partition(".")[0] not in given})
 
 
-def import_recipe(path: str | Path) -> Recipe:
-    """Read the file of another tool's recipe; local paths become those of the working directory.
-
-    Raises:
-        RecipeError: unreadable, no such recipe, or what has no counterpart; every problem with `file:line`.
-    """
-    file = local_path(path, error=RecipeError)
-    data, where = _parsed(file)
-    importer = _importer(data)
-    if importer is None:
-        expected = "; ".join(i.expected for i in _importers()) or "nothing, as no importer is installed"
-        raise RecipeError(
-            f"{file}: expected {expected}; found the fields {', '.join(list(data)[:8]) or 'none'}. A recipe of actmat "
-            f"needs no import: actmat merge {file}"
-        )
-    return make_recipe(_with_local_paths(importer.convert(data, where), file.parent))
-
-
 class Importer(Protocol):
     """A reader of another tool's configurations: a plug-in of the group `actmat.recipes`."""
-
-    expected: str
-    """Name of the files that it reads, for messages, such as "a configuration of mergekit"."""
 
     def claims(self, data: Mapping[str, Any]) -> bool:
         """True for the data of such a configuration."""
@@ -91,14 +70,11 @@ class Importer(Protocol):
         """
 
 
-def _importers() -> list[Importer]:
-    return list(plugins.load_all("actmat.recipes").values())
-
-
 def _importer(data: Mapping[str, Any]) -> Importer | None:
     """The reader of a configuration; None for a recipe of actmat."""
     known = data.keys() <= {*Recipe.model_fields, *LOOSE, "to"}  # a recipe: no plug-in is imported
-    return None if known else next((i for i in _importers() if i.claims(data)), None)
+    importers: list[Importer] = [] if known else list(plugins.load_all("actmat.recipes").values())
+    return next((i for i in importers if i.claims(data)), None)
 
 
 def _parsed(file: Path) -> tuple[dict[str, Any], dict[str, str]]:

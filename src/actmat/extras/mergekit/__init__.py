@@ -14,7 +14,6 @@ __all__ = ["MERGEKIT", "convert", "is_mergekit"]
 class _Mergekit:
     """Configurations of mergekit; see `recipe.load.Importer`."""
 
-    expected = "a configuration of mergekit, which names a 'merge_method'"
     claims = staticmethod(is_mergekit)
     convert = staticmethod(convert)
 
