@@ -16,8 +16,9 @@ CLAUSES = ("What", "Who", "Where", "Whether", "How")
 LONGEST_FUNCTION = 60
 MOST_PARAMETERS = 8
 MOST_SUPPRESSED = 15
-CORE_CODE, ALL_CODE, EXPERIMENTS_CODE = 24_000, 38_000, 12_500
-"""Lines of code of the package without its extras, with them, and of the experiments."""
+CORE_CODE, ALL_CODE, EXPERIMENTS_CODE = 28_400, 43_400, 12_500
+"""Lines of code of the package without its extras, with them, and of the experiments. The aim is 24,000 and 38,000:
+lower these when something goes."""
 
 LONG: dict[str, str] = {}
 """Function of more than `LONGEST_FUNCTION` lines -> reason."""
@@ -39,8 +40,8 @@ SILENT = frozenset({
 })  # fmt: skip
 """Tokens that are no code."""
 
-OPENS_EXPERTS = frozenset({"run/open.py"})
-"""The file that looks, once, at what lies at a location."""
+OPENS_EXPERTS = frozenset({"run/open.py", "api/extracting.py"})
+"""Files that look at a location: one for every run, and one that asks whether there is anything to extract."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -5,6 +5,8 @@ The lists are read from the page. A row is `module:function`, without `actmat.`;
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import sys
 import threading
@@ -24,21 +26,41 @@ SECTION = re.compile(r"^## The way of one merge\n(.*?)^## ", re.DOTALL | re.MULT
 LIST = re.compile(r"^\*\*(.+?)\*\*.*?```text\n(.*?)```", re.DOTALL | re.MULTILINE)
 
 
-def full(root: Path) -> None:
+Run = Callable[[], object]
+
+
+def full(root: Path) -> Run:
     family = Family.make(root, layers=1)
-    actmat.merge(family.base, family.experts, method="actmat", out=root / "out", threads=1)
+    return lambda: actmat.merge(family.base, family.experts, method="actmat", out=root / "out", threads=1)
 
 
-def adapter(root: Path) -> None:
+def adapter(root: Path) -> Run:
     from tests.e2e.test_short_forms import write_adapter
 
     for seed, name in enumerate(("one", "two")):
         write_adapter(root / name, seed=seed)
-    actmat.merge(None, [root / "one", root / "two"], method="actmat", out=root / "out", threads=1)
+    experts = [root / "one", root / "two"]
+    return lambda: actmat.merge(None, experts, method="actmat", out=root / "out", threads=1)
 
 
-RUNS: dict[str, Callable[[Path], None]] = {"A full merge": full, "A merge of adapters": adapter}
-"""Title of a list -> a small run that passes it."""
+def tune(root: Path) -> Run:
+    from tests.helpers.docs_fixture import write_models
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    for module in ("actmat.extras.tune.tuning", "accelerate", "datasets", "optuna", "peft", "scipy.stats"):
+        importlib.import_module(module)  # imports take long while calls are watched
+    write_models(root)
+    LlamaForCausalLM.from_pretrained(root / "base")
+    AutoTokenizer.from_pretrained(root / "base")
+    experts = [root / "experts" / name for name in ("math", "code")]
+    inputs = root / "inputs.jsonl"
+    inputs.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one two", "three", "four five", "six")))
+    space = {"methods": ["average"], "scales": [1.0]}
+    return lambda: actmat.tune(root / "base", experts, data=inputs, space=space, out=root / "out", threads=1)
+
+
+RUNS: dict[str, Callable[[Path], Run]] = {"A full merge": full, "A merge of adapters": adapter, "A tune": tune}
+"""Title of a list -> preparation of a small run that passes it."""
 
 
 def lists() -> dict[str, list[tuple[int, str]]]:
@@ -90,7 +112,7 @@ class Calls:
             self.edges.setdefault((above[0] if above else None, name), len(self.edges))
 
 
-def passed(names: set[str], run: Callable[[], None]) -> dict[tuple[str | None, str], int]:
+def passed(names: set[str], run: Run) -> dict[tuple[str | None, str], int]:
     """(the nearest function above, a function) -> order of its first call there, while `run` runs."""
     calls = Calls(names)
     threading.setprofile(calls)
@@ -107,7 +129,7 @@ def passed(names: set[str], run: Callable[[], None]) -> dict[tuple[str | None, s
 def test_a_merge_passes_the_functions_that_are_listed(title: str, tmp_path: Path) -> None:
     rows = lists()[title]
     assert len(rows) <= MOST
-    edges = passed({name for _, name in rows}, lambda: RUNS[title](tmp_path))
+    edges = passed({name for _, name in rows}, RUNS[title](tmp_path))
     above: list[str] = []
     last = -1
     for depth, name in rows:
@@ -126,6 +148,6 @@ def test_every_list_has_a_run() -> None:
 def test_what_is_not_below_is_seen(tmp_path: Path) -> None:
     """A function that runs, but elsewhere, is no step of the way."""
     names = {"actmat.run.recipes:run_recipes", "actmat.run.resume:resume", "actmat.run.prepare:prepare"}
-    edges = passed(names, lambda: full(tmp_path))
+    edges = passed(names, full(tmp_path))
     assert ("actmat.run.recipes:run_recipes", "actmat.run.resume:resume") in edges
     assert ("actmat.run.prepare:prepare", "actmat.run.resume:resume") not in edges

@@ -25,7 +25,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from actmat.cli.streams import INDENT, Notes, breaks_of
+from actmat.cli.streams import INDENT, Notes, line_breaks
 from actmat.foreign import terminal
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Hanging:
         text = console.render_str(self._text) if isinstance(self._text, str) else self._text
         for line in text.split("\n", allow_blank=True):
             indent = min(self._indent, options.max_width // 4)
-            breaks = breaks_of(line.plain, options.max_width, indent)
+            breaks = line_breaks(line.plain, options.max_width, indent)
             for n, piece in enumerate(line.divide(breaks)):
                 piece.rstrip()
                 yield Text(" " * indent * (n > 0), no_wrap=True, overflow="ignore", end="") + piece + Text("\n")

@@ -16,24 +16,23 @@ import typer
 
 __all__ = [
     "BROKEN_PIPE",
-    "INDENT",
     "Notes",
-    "breaks_of",
     "checked_stdout",
+    "line_breaks",
     "open_closed_streams",
     "optional_stdout",
     "say",
     "wrapped",
 ]
 
+BROKEN_PIPE = 141
+"""Exit code after the reader of stdout went away, as shells report a process that SIGPIPE ended."""
+
+
 INDENT = 4
-"""Of the lines in which a long one is continued."""
 _START = re.compile(r"\s*(?:- )?")
 """Beginning of a line that is not broken: its indentation and the mark of a problem."""
 _WORD = re.compile(r"\S+\s*|\s+")
-
-BROKEN_PIPE = 141
-"""Exit code after the reader of stdout went away, as shells report a process that SIGPIPE ended."""
 
 
 def open_closed_streams() -> None:
@@ -171,13 +170,13 @@ def wrapped(text: str, width: int) -> str:
     """
     lines = []
     for line in text.split("\n"):
-        ends = [*breaks_of(line, width, INDENT), len(line)]
+        ends = [*line_breaks(line, width, INDENT), len(line)]
         pieces = [line[a:b].rstrip() for a, b in zip([0, *ends], ends, strict=False)]
         lines += [pieces[0], *(" " * INDENT + piece for piece in pieces[1:])]
     return "\n".join(lines)
 
 
-def breaks_of(line: str, width: int, indent: int) -> list[int]:
+def line_breaks(line: str, width: int, indent: int) -> list[int]:
     """Positions at which a line is broken: between words, inside those that are longer than a line."""
     from rich.cells import cell_len, chop_cells
 

@@ -55,9 +55,8 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
         trim: estimate `K_t` from this fraction of the entries of `D_t`, the largest magnitudes.
         centre: subtract the mean row from `D_t` in the estimate.
         power: `K_t = (D_t^T D_t)^power`.
-        form: "delta" keeps the base weights in the directions that the filter drops. "weight", for study, is the
-            paper's boxed formula `W* = (sum_t W_t K_t) (sum_t K_t)^+`: the same answer where `S` is regular, but
-            elsewhere it sets the weights to zero, base included. It takes `null="zero"` and a filter that cuts.
+        form: "delta" keeps the base in the directions that the filter drops. "weight", for study, is the paper's boxed
+            formula `W* = (sum_t W_t K_t) (sum_t K_t)^+`, which sets the weights there to zero, base included.
 
     Raises:
         RecipeError: `form="weight"` with a fill, or with a filter that does not cut.
@@ -72,8 +71,7 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     if form == "weight" and not (null == "zero" and filter in ("hard", "adaptive")):
         raise RecipeError(
             f"actmat: form='weight' takes null='zero' and filter='hard' or 'adaptive'; got null='{null}' and "
-            f"filter='{filter}'. It removes the base weights from the directions that are cut, which leaves nothing to "
-            "fill. Take form='delta' for these options."
+            f"filter='{filter}'. It sets cut directions to zero, which leaves nothing to fill. Take form='delta'."
         )
     return Rule(
         estimator=Estimator(trim=trim, centre=centre, power=power, normalize=normalise),

@@ -26,7 +26,7 @@ MAX_BYTES = 1_000_000
 
 
 def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    r"""Read a recipe file; relative paths in it are relative to the file's folder.
+    r"""Read a recipe file, or that of another tool; relative paths in it are relative to the file's folder.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +73,8 @@ class Importer(Protocol):
 def _importer(data: Mapping[str, Any]) -> Importer | None:
     """The reader of a configuration; None for a recipe of actmat."""
     known = data.keys() <= {*Recipe.model_fields, *LOOSE, "to"}  # a recipe: no plug-in is imported
-    return None if known else next((i for i in plugins.load_all("actmat.recipes").values() if i.claims(data)), None)
+    importers: list[Importer] = [] if known else list(plugins.load_all("actmat.recipes").values())
+    return next((i for i in importers if i.claims(data)), None)
 
 
 def _parsed(file: Path) -> tuple[dict[str, Any], dict[str, str]]:

@@ -146,7 +146,7 @@ def gathered(data: Any) -> Any:
     """Fields of a recipe with those of its output in `output`, and the kind that they mean.
 
     >>> gathered({"to": "peft", "rank": 8})
-    {'output': {'kind': 'adapter', 'layout': 'peft', 'rank': 8}}
+    {'output': {'kind': 'adapter', 'rank': 8, 'layout': 'peft'}}
     >>> gathered({"base": "base", "to": "adapter", "energy": 0.99})["output"]
     {'kind': 'extracted', 'energy': 0.99}
     """

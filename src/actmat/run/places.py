@@ -29,7 +29,7 @@ from actmat.settings import RunSettings
 __all__ = ["Place", "find_place", "has_manifest_of", "present_output"]
 
 Writes = Literal["nothing", "outputs", "part"]
-"""What a run writes: nothing, whole outputs, or a part of one, beside which other parts may be."""
+"""Outputs of a run: none, whole ones, or a part of one, alongside which other parts may be."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, ExpertHandle, Source, SourceKind
-from actmat.experts.resolve import is_adapter, open_expert, open_handle
+from actmat.experts.resolve import needs_base, open_expert, open_handle
 
 __all__ = ["ExpertConformance", "StoredExpert"]
 
@@ -80,7 +80,7 @@ class ExpertConformance(abc.ABC):
         stored = self.store(tmp_path / "seed1", 1)
         with open_checkpoint(stored.base) as base, open_expert(stored.expert, base) as expert:
             assert expert.location == str(stored.expert), f"location is {expert.location!r}"
-            assert expert.kind == ("adapter" if is_adapter(stored.expert) else "model"), f"kind is {expert.kind!r}"
+            assert expert.kind == ("adapter" if needs_base(stored.expert) else "model"), f"kind is {expert.kind!r}"
             assert expert.n_tensors > 0, "nothing is stored"
             assert expert.nbytes > 0, "what is stored has no bytes"
 
