@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.merging import Family
 
 import actmat
-from actmat import notebook
+from actmat.api import notebook
 from actmat.api.notebook import NotebookLine, NotebookProgress, in_notebook, usual_progress
 from actmat.extras.tune.settings import NotebookTuneProgress, TuneProgress, usual_tune_progress
 from actmat.progress import NoProgress

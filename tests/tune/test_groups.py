@@ -14,13 +14,12 @@ from tests.tune.conftest import TEXTS
 from torch import nn
 
 import actmat
-from actmat import inputs
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import StatisticsError
 from actmat.extras.tune.groups import FIXED, groups_of
 from actmat.extras.tune.live import LiveModel, group_numbers, state_of
 from actmat.recipe import Recipe
-from actmat.run import plan_recipe
+from actmat.run import plan_recipe, prepare
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -70,13 +69,13 @@ def test_one_plan_says_which_tensors_obey_the_scale(family: Path) -> None:
 
 def test_a_search_plans_each_merge_once(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plans: Counter[str] = Counter()
-    real = inputs.build_plan
+    real = prepare.build_plan
 
     def counting(recipe: Recipe, *args: Any, **more: Any) -> Any:
         plans[f"{recipe.method} {recipe.dtype}"] += 1
         return real(recipe, *args, **more)
 
-    monkeypatch.setattr(inputs, "build_plan", counting)
+    monkeypatch.setattr(prepare, "build_plan", counting)
     actmat.tune(
         family / "base", [family / "experts" / n for n in TEXTS], out=tmp_path / "best", new_tokens=0, budget=4,
         data={n: family / f"{n}.jsonl" for n in TEXTS}, space={"methods": ["average", "tsv"], "scales": [1.0]},

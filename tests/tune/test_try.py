@@ -18,7 +18,7 @@ from tests.tolerances import F32_PRODUCT
 from tests.tune.conftest import TEXTS
 
 import actmat
-from actmat import in_memory
+from actmat.api import in_memory
 from actmat.api.loading import Loaded, load_model
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.extras.tune import harness, trying
