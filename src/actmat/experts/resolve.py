@@ -128,7 +128,9 @@ def open_base(location: str | Path | Mapping[str, Tensor] | Checkpoint) -> Check
     return opened
 
 
-def open_expert(location: str | Path | Mapping[str, Tensor] | Checkpoint, base: Checkpoint | None) -> Expert:
+def open_expert(
+    location: str | Path | Mapping[str, Tensor] | Checkpoint, base: Checkpoint | None, *, is_full: bool = False
+) -> Expert:
     """Open what `location` names; reads headers, and no tensor of a full checkpoint.
 
     >>> import torch
@@ -140,12 +142,13 @@ def open_expert(location: str | Path | Mapping[str, Tensor] | Checkpoint, base: 
 
     Args:
         base: what the deltas are added to. None opens an adapter for its factors.
+        is_full: whether the location is known to hold no adapter, so that it need not be looked at again.
 
     Raises:
         CheckpointError: nothing there, damaged, or an adapter that cannot be merged into this base; carries all
             problems.
     """
-    family = _family(location) if isinstance(location, str | Path) else None
+    family = _family(location) if isinstance(location, str | Path) and not is_full else None
     if base is not None:
         if family is not None:
             return family.open(str(location), base)

@@ -71,6 +71,7 @@ def open_inputs(
         MergeError: all inputs that cannot be opened, with all problems of the places.
     """
     began, problems = time.perf_counter(), Problems()
+    adapters: dict[str, bool] = {}
     with problems.noted():
         adapters = {e.path: is_adapter(e.path) for r in recipes for e in r.experts}
         recipes = [resolved(r, adapters) for r in recipes]
@@ -84,9 +85,9 @@ def open_inputs(
         opening = _Opening(stack)
         base = opening(lambda: open_base(recipe.base)) if not merges_adapters else None
         if (vocabulary := recipe.model.vocabulary) is not None and base is not None:
-            base, experts = _aligned(recipe, vocabulary.policy(), base, opening)
+            base, experts = _aligned(recipe, adapters, vocabulary.policy(), base, opening)
         else:
-            experts = [opening(_opener(e.path, base, merges_adapters)) for e in recipe.experts]
+            experts = [opening(_opener(e.path, adapters, base, merges_adapters)) for e in recipe.experts]
         if opening.problems:
             many = "s" * (len(opening.problems) > 1)
             headline = f"{len(opening.problems)} problem{many} with the inputs."
@@ -240,24 +241,28 @@ class _Opening:
 
 
 def _aligned(
-    recipe: Recipe, policy: VocabularyPolicy, base: Checkpoint, opening: _Opening
+    recipe: Recipe, adapters: Mapping[str, bool], policy: VocabularyPolicy, base: Checkpoint, opening: _Opening
 ) -> tuple[Checkpoint, list[Expert | None]]:
     """The base and the experts with the rows of one vocabulary; adapters are fitted to that base."""
-    full = {e.label: opening(partial(open_base, e.path)) for e in recipe.experts if not is_adapter(e.path)}
+    full = {e.label: opening(partial(open_base, e.path)) for e in recipe.experts if not adapters.get(e.path, False)}
     found = {label: checkpoint for label, checkpoint in full.items() if checkpoint is not None}
     if len(found) == len(full):
         with opening.noted():
             base, found = align_vocabularies(base, found, policy)
     experts: dict[str, Any] = {label: CheckpointExpert(checkpoint) for label, checkpoint in found.items()}
     return base, [
-        experts.get(e.label) if e.label in full else opening(_opener(e.path, base, False)) for e in recipe.experts
+        experts.get(e.label) if e.label in full else opening(_opener(e.path, adapters, base, False))
+        for e in recipe.experts
     ]
 
 
-def _opener(location: str, base: Checkpoint | None, merges_adapters: bool) -> Callable[[], Expert]:
-    if base is None and not merges_adapters and not is_adapter(location):  # look only for further problems
+def _opener(
+    location: str, adapters: Mapping[str, bool], base: Checkpoint | None, merges_adapters: bool
+) -> Callable[[], Expert]:
+    is_full = not adapters.get(location, True)
+    if base is None and not merges_adapters and is_full:  # look only for further problems
         return lambda: CheckpointExpert(open_checkpoint(location))
-    return lambda: open_expert(location, base)
+    return lambda: open_expert(location, base, is_full=is_full)
 
 
 def _check_copied_files(recipes: Sequence[Recipe], inputs: Inputs) -> None:
