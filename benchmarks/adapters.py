@@ -219,9 +219,9 @@ def named_pairs(path: Path, out: Path) -> Path:
 
 def group_of(folder: Path, scratch: Path) -> list[Path]:
     """The adapters of a group; lists of pairs are converted by `named_pairs`, which is said."""
-    from actmat.experts.resolve import is_adapter
+    from actmat.experts.resolve import needs_base
 
-    found = [p for p in sorted(folder.iterdir()) if p.is_dir() and is_adapter(p)]
+    found = [p for p in sorted(folder.iterdir()) if p.is_dir() and needs_base(p)]
     lists = sorted([*folder.glob("*.pt"), *folder.glob("*/*.pt")])
     if lists:
         print(f"{folder.name}: {len(lists)} lists of pairs, converted to PEFT's layout (pairs.NNNN, scaling 1)")

@@ -10,7 +10,7 @@ from actmat.api.diagnosing import recipe_of_output
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.staging import check_output_path
 from actmat.errors import MergeError
-from actmat.experts.resolve import is_adapter
+from actmat.experts.resolve import needs_base
 from actmat.recipe import load_recipe
 from actmat.report.manifest import read_manifest
 from actmat.statistics.store import open_statistics
@@ -37,7 +37,7 @@ def _read(files: Files) -> str:
     place = files["path"].decode("utf-8", "surrogatepass")
     readers: tuple[Callable[[], object], ...] = (
         lambda: open_checkpoint(place),
-        lambda: is_adapter(place),
+        lambda: needs_base(place),
         lambda: open_statistics(place),
         lambda: load_recipe(place),
         lambda: read_manifest(Path(place)),

@@ -28,7 +28,7 @@ from torch import Tensor
 import actmat
 from actmat.errors import MergeError
 from actmat.experts.files import holds_factors
-from actmat.experts.resolve import is_adapter, open_adapter
+from actmat.experts.resolve import needs_base, open_adapter
 from actmat.extras.diffusion.names import find_flat_names, foreign_factor, parse_factor, unflatten
 from actmat.report import verify
 
@@ -104,7 +104,7 @@ def test_what_is_written_is_the_sum_of_the_deltas(
     assert sorted(p.name for p in out.iterdir()) == [
         "README.md", "actmat_manifest.json", "pytorch_lora_weights.safetensors"
     ]  # fmt: skip
-    assert is_adapter(out)
+    assert needs_base(out)
     with open_adapter(out) as adapter:
         assert adapter.layout == layout
         assert not adapter.problems
@@ -180,7 +180,7 @@ DAMAGE: list[tuple[dict[str, Tensor | None], str]] = [
 def test_damage_of_a_file_is_named(change: dict[str, Tensor | None], words: str, tmp_path: Path) -> None:
     tensors = {n: t for n, t in {**FILE, **change}.items() if t is not None}
     save_file(tensors, tmp_path / "lora.safetensors")
-    assert is_adapter(tmp_path / "lora.safetensors")
+    assert needs_base(tmp_path / "lora.safetensors")
     with open_adapter(tmp_path / "lora.safetensors") as adapter:
         assert any(words in p for p in adapter.problems), adapter.problems
 

@@ -15,7 +15,7 @@ import actmat
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import CheckpointError
-from actmat.experts.resolve import is_adapter, open_expert, open_handle
+from actmat.experts.resolve import needs_base, open_expert, open_handle
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 BASE = {WEIGHT: torch.arange(12.0).view(3, 4), "b": torch.ones(3)}
@@ -47,13 +47,13 @@ def test_a_new_family_is_merged_with_full_checkpoints(method: str, tmp_path: Pat
 
 def test_an_unregistered_family_is_no_adapter(tmp_path: Path) -> None:
     save_toy(tmp_path / "toy", WEIGHT, torch.ones(3), torch.ones(4))
-    assert not is_adapter(tmp_path / "toy")
+    assert not needs_base(tmp_path / "toy")
 
 
 @pytest.mark.usefixtures("toy")
 def test_a_family_without_factors_needs_a_base(tmp_path: Path) -> None:
     save_toy(tmp_path / "toy", WEIGHT, torch.ones(3), torch.ones(4))
-    assert is_adapter(tmp_path / "toy")
+    assert needs_base(tmp_path / "toy")
     with pytest.raises(CheckpointError, match="a toy adapter has no factors"):
         open_expert(tmp_path / "toy", None)
 

@@ -293,13 +293,11 @@ def test_a_codec_comes_in(toy: Shell) -> None:
     assert (toy.folder / "asked_codec").exists()
 
 
-@pytest.mark.xfail(strict=False, reason="executors are not looked up by entry point yet")
 def test_an_executor_comes_in(toy: Shell) -> None:
     assert merged(toy, "run", "-e", "a", "-e", "b", "-m", "average", "--executor", "toy") == 1.5
     assert (toy.folder / "ran_executor").exists()
 
 
-@pytest.mark.xfail(strict=False, reason="the executor of Ray and the collection of statistics are imported by the core")
 def test_a_plain_merge_imports_no_extra(toy: Shell) -> None:
     code = """
 import sys

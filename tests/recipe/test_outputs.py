@@ -11,7 +11,7 @@ from tests.helpers.merging import Family
 
 import actmat
 from actmat.errors import MergeError, RecipeError
-from actmat.experts.resolve import is_adapter
+from actmat.experts.resolve import needs_base
 from actmat.recipe import Recipe, load_recipe, make_recipe, recipe_yaml
 from actmat.recipe.output import Adapter, Extracted, Model, Output, Vocabulary
 from actmat.run.open import resolved
@@ -92,7 +92,7 @@ def test_the_experts_decide_once(tmp_path: Path) -> None:
 
     def kind(fields: dict[str, Any]) -> Recipe:
         recipe = make_recipe(fields)
-        return resolved(recipe, {e.path: is_adapter(e.path) for e in recipe.experts})
+        return resolved(recipe, {e.path: needs_base(e.path) for e in recipe.experts})
 
     assert kind({"experts": lora}).output == Adapter()
     assert kind({"base": base, "experts": lora}).output == Model()

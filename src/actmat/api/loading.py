@@ -52,14 +52,22 @@ def load_model(
     location: str,
     *,
     base: str | None = None,
+    adapters_base: str | None = None,
     model_class: str | None = None,
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Loaded:
-    """Load a model, or an adapter on its `base` (default: the one that its config names).
+    """Load a model, or an adapter on its base; a model with parameters that the checkpoint lacks is refused.
 
-    `model_class` is a class of transformers, such as `AutoModelForCausalLM`; default: the config's architecture. A
-    model with parameters that the checkpoint lacks is refused.
+    Args:
+        location: of the model or adapter.
+        base: of the adapter that is at `location`; default: the one that its config names.
+        adapters_base: the same, for callers that load models and adapters alike: not used for a model.
+        model_class: of transformers, such as `AutoModelForCausalLM`; default: the config's architecture.
+        dtype, device: of the model.
+
+    Raises:
+        StatisticsError: it cannot be loaded, or a base is given for a model.
     """
     adapter = location if needs_base(location) else None
     checkpoint = location
@@ -71,7 +79,7 @@ def load_model(
                 raise StatisticsError(
                     f"{adapter}: models are loaded with adapters of PEFT, found one in the layout '{opened.layout}'"
                 )
-            checkpoint = base or opened.config.base_model or ""
+            checkpoint = base or adapters_base or opened.config.base_model or ""
         if not checkpoint:
             raise StatisticsError(f"{adapter} names no base; give it with --base")
     elif base is not None:

@@ -29,7 +29,6 @@ __all__ = [
     "convert",
     "describe_adapter",
     "has_factors",
-    "is_adapter",
     "module_names",
     "needs_base",
     "open_adapter",
@@ -45,14 +44,9 @@ SIGNED = ("lycoris", "lora_file")
 """Plug-ins for single files of factors, in the order in which they are asked."""
 
 
-def is_adapter(location: str | Path) -> bool:
-    """True where an adapter is, and no full checkpoint; reads no tensor of a full checkpoint."""
-    return _family(location) is not None
-
-
 def needs_base(location: str | Path) -> bool:
     """True where changes to a base are, which are no model by themselves; reads no tensor of a full checkpoint."""
-    return is_adapter(location)
+    return _family(location) is not None
 
 
 def has_factors(location: str | Path) -> bool:
@@ -76,7 +70,7 @@ def open_adapter(location: str | Path) -> Adapter:
 
 def open_stored(location: str | Path) -> Checkpoint:
     """The stored tensors of a checkpoint or of an adapter, by their stored names."""
-    return open_adapter(location).weights if is_adapter(location) else open_checkpoint(location)
+    return open_adapter(location).weights if needs_base(location) else open_checkpoint(location)
 
 
 def describe_adapter(location: str | Path, adapter: Adapter) -> dict[str, Any]:

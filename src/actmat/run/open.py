@@ -18,7 +18,7 @@ from actmat.errors import CheckpointError, Problems, RecipeError
 from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.policy import VocabularyPolicy, align_vocabularies
-from actmat.experts.resolve import has_factors, is_adapter, open_base, open_expert
+from actmat.experts.resolve import has_factors, needs_base, open_base, open_expert
 from actmat.methods import METHODS, get_method
 from actmat.planning.choose import Chooser
 from actmat.planning.statistics import declared_kinds, opened_statistics
@@ -73,7 +73,7 @@ def open_inputs(
     began, problems = time.perf_counter(), Problems()
     adapters: dict[str, bool] = {}
     with problems.noted():
-        adapters = {e.path: is_adapter(e.path) for r in recipes for e in r.experts}
+        adapters = {e.path: needs_base(e.path) for r in recipes for e in r.experts}
         recipes = [resolved(r, adapters) for r in recipes]
     _check_shared(recipes)
     place = find_place(recipes, settings or RunSettings(), writes, problems, here=here)

@@ -95,13 +95,7 @@ def agreement(  # noqa: PLR0913 - keyword arguments of a public function
 
     def load(location: str) -> Loaded:
         under = str(base or recipe.base or "") or None
-        return load_model(
-            location,
-            base=under if needs_base(location) else None,
-            model_class=model_class,
-            dtype=dtype,
-            device=device,
-        )
+        return load_model(location, adapters_base=under, model_class=model_class, dtype=dtype, device=device)
 
     comparison = _Comparison(place, load(str(place)).model, load, logits, mask, progress)
     return tuple(comparison.row(label, experts[label], chosen[label]) for label in experts)

@@ -24,7 +24,6 @@ from actmat.api.loading import Loaded, load_model
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import RecipeError, StatisticsError
-from actmat.experts.resolve import needs_base
 from actmat.extras.collect.binding import locate_parameters
 from actmat.extras.tune.groups import FIXED
 from actmat.extras.tune.merges import Merges
@@ -216,8 +215,9 @@ class Loader:
         """The model at a location."""
         if self.given is not None:
             return self.given(location)
-        base = self.base if needs_base(location) else None
-        return load_model(location, base=base, model_class=self.model_class, dtype=self.dtype, device=self.device)
+        return load_model(
+            location, adapters_base=self.base, model_class=self.model_class, dtype=self.dtype, device=self.device
+        )
 
 
 class Directions:

@@ -128,7 +128,6 @@ def _models(
     from actmat.api.in_memory import run_in_memory
     from actmat.api.loading import load_model
     from actmat.cli.screen import showing_progress
-    from actmat.experts.resolve import needs_base
     from actmat.extras.tune.memory import model_device
     from actmat.extras.tune.space import MergeChoice
 
@@ -146,8 +145,10 @@ def _models(
     if question.compare:
         yield "base", load_model(base, model_class=model_class, dtype=dtype, device=device)
         for expert in recipes[0].experts:
-            under = base if needs_base(expert.path) else None
-            yield expert.label, load_model(expert.path, base=under, model_class=model_class, dtype=dtype, device=device)
+            yield (
+                expert.label,
+                load_model(expert.path, adapters_base=base, model_class=model_class, dtype=dtype, device=device),
+            )
 
 
 def _print(found: dict[str, Any], prompts: Sequence[str]) -> None:
