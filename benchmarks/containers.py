@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "Step", "steps", "variables"]
-
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "containers.json"
 INSTRUCTIONS = ("FROM", "ENV", "ARG", "COPY", "RUN", "WORKDIR", "ENTRYPOINT", "CMD")

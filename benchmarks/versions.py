@@ -31,8 +31,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RESULTS", "TESTS", "WITHOUT_TORCH", "borrowed", "pinned", "summary"]
-
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 MERGEKIT = """\

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ERRORS", "READS", "WRITES", "Fault", "install"]
-
 WRITES = ("pwrite", "fsync", "fdatasync", "rename", "ftruncate", "mkdir", "unlink", "open", "append", "copyfile")
 READS = ("preadv", "pread")
 HALF_A_FILE = 3000

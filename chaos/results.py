@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["RESULTS", "Record", "read_record", "write_record"]
-
 RESULTS = Path(__file__).parent / "results.json"
 
 

@@ -17,8 +17,6 @@ from actmat.settings import RunSettings
 from chaos.faults import ERRORS, READS, WRITES, Fault, install
 from chaos.sorts import FIRST_EXECUTOR, SORTS, Sort, command, contents, leftovers, make_inputs, prepare, weights
 
-__all__ = ["KINDS", "Chaos"]
-
 KINDS = ("kill", "half", "term", "full", *ERRORS, "read", "clock", "rival")
 """kill: at an operation on the disk; half: after half a write; term: SIGTERM; full: files cannot grow; read: an error
 of a read; clock: killed at a random moment; rival: two or three processes at once."""

@@ -12,8 +12,6 @@ from safetensors.torch import save_file
 
 from actmat.engine.executors import EXECUTORS
 
-__all__ = ["SORTS", "Sort", "command", "contents", "leftovers", "make_inputs", "prepare", "weights"]
-
 WIDTH, LAYERS, RANK = 16, 6, 2
 FIRST_EXECUTOR = "threads"
 

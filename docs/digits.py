@@ -6,8 +6,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["demo_table"]
-
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "demo.json"
 SHOWN = ("average", "ties", "tsv", "actmat", "actmat_ridge", "aswudi")
 """Methods of the table, in its order: two that add, and what the evidence on larger models puts first."""

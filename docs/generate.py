@@ -53,8 +53,6 @@ from actmat.recipe.output import KINDS as OUTPUTS
 from actmat.recipe.output import TokenRow, Vocabulary
 from actmat.recipe.values import Entry
 
-__all__ = ["filled", "pages"]
-
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = re.compile(r"(<!-- generated: (?P<kind>[\w-]+) ?(?P<name>[\w-]*) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 SCHEMAS = (Recipe, ExpertRef, Entry, Rule, RoleRule, PostRef, Postprocess, *OUTPUTS.values(), Vocabulary, TokenRow)

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["family_table"]
-
 RESULT = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "families.json"
 STAGES = {
     "ran": "merged, loaded without a missing or unexpected key, run: finite outputs",

@@ -10,8 +10,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NOTEBOOK", "kinds", "run"]
-
 NOTEBOOK = Path(__file__).with_name("tutorial.ipynb")
 SECONDS = 120
 

@@ -19,8 +19,6 @@ from docs.generate import ROOT, pages
 from tests.helpers.docs_fixture import write_models
 from tests.helpers.docs_run import Run, agrees, blocks, commands, run_page
 
-__all__ = ["recorded"]
-
 
 def recorded(page: str, run: Run) -> str:
     """The page with the outputs of a run in place of those it shows, where they disagree."""

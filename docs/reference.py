@@ -10,8 +10,6 @@ from typing import Any
 
 import actmat
 
-__all__ = ["api"]
-
 WIDTH = 80
 SECTION = re.compile(r"^(Args|Returns|Raises|Attributes|Yields):$", re.MULTILINE)
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from chaos.results import read_record
 from fuzz.results import read_results
 
-__all__ = ["chaos_table", "fuzz_table"]
-
 Table = Callable[[list[str], list[list[str]]], str]
 
 

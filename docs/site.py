@@ -22,8 +22,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["build", "navigation", "notebook_page", "relinked", "run_mkdocs", "stage"]
-
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 ELSEWHERE = {

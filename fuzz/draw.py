@@ -8,8 +8,6 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["ODD_TEXTS", "json_text", "mutated_bytes", "mutated_json", "scalar", "text", "value"]
-
 ODD_TEXTS = (
     "", "x", "\x1b[2J", "../x", "/", ".", "\u202e", "\ud800", "\x9b1m", "a" * 300, "model.safetensors", "NaN", "a|b",
     "<b>", "\n", "\r\nactmat: intact", "\0", "\u2028", "\ufeff", "base", "weight", "1e400", "0x10", "null", "~", "\x7f",

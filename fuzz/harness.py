@@ -25,22 +25,6 @@ from pathlib import Path
 
 from actmat.errors import MEMORY_MESSAGES, MergeError
 
-__all__ = [
-    "DOORS",
-    "MAX_BYTES",
-    "MAX_SECONDS",
-    "BrokenPromise",
-    "Door",
-    "Files",
-    "Memory",
-    "case_of",
-    "door",
-    "guarded",
-    "keep_case",
-    "kept_cases",
-    "signature",
-]
-
 MAX_SECONDS = 1.0
 """Processor time of one case."""
 MAX_BYTES = 300_000_000

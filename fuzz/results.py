@@ -11,8 +11,6 @@ from pathlib import Path
 
 from fuzz.worker import Batch
 
-__all__ = ["RESULTS", "Row", "read_results", "write_results"]
-
 RESULTS = Path(__file__).parent / "results.json"
 
 

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from fuzz.harness import DOORS, MAX_BYTES, Door, Files, Memory, case_of, guarded, signature
 
-__all__ = ["Batch", "run_batch", "run_files"]
-
 KILLED_AFTER = 20.0
 """Seconds of processor time after which a case is killed."""
 STUCK_AFTER = 120.0

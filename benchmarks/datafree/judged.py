@@ -24,8 +24,6 @@ from benchmarks.datafree.picks import (
     rules_of,
 )
 
-__all__ = ["near_rows", "verdict"]
-
 GAIN_LORA, GAIN_FULL, LOSS = 1.0, 2.0, 0.5
 """Points."""
 NEAREST = 8

@@ -16,34 +16,6 @@ from scipy.stats import t
 
 from benchmarks.common import RESULTS
 
-__all__ = [
-    "FILE",
-    "PRETRAINED",
-    "SEES_DATA",
-    "SUITES",
-    "Merge",
-    "Pick",
-    "Row",
-    "average",
-    "best",
-    "cells",
-    "chosen_on",
-    "differences",
-    "found",
-    "groups",
-    "has",
-    "is_lora",
-    "least_noise",
-    "least_of_all",
-    "length_picks",
-    "lengthened",
-    "lengths_of",
-    "measured_lengths",
-    "pooled",
-    "read_rows",
-    "rules_of",
-]
-
 FILE = RESULTS / "datafree.jsonl"
 PRETRAINED = RESULTS / "pretrained.jsonl"
 SUITES = {"digits": "digits", "vision-vits14": "ViT-S/14", "text-minilm": "MiniLM", "reasoning-small": "puzzles, by RL"}

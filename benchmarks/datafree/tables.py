@@ -34,8 +34,6 @@ from benchmarks.datafree.picks import (
     rules_of,
 )
 
-__all__ = ["TABLES", "datafree_table"]
-
 
 def subject_rows(rows: Sequence[Row]) -> list[list[str]]:
     """Subjects, and how much there is to gain."""

@@ -23,8 +23,6 @@ from benchmarks.evidence.group import FOLDER, SUITES
 from benchmarks.evidence.small import FOLDER as SMALL_FOLDER
 from benchmarks.evidence.small import SMALL
 
-__all__ = ["collect"]
-
 
 def collect(cache: Path, folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> list[Path]:
     """Add what the cache holds to the result files; the files that were written."""

@@ -13,8 +13,6 @@ from actmat_experiments.harness.experiment import Experiment
 from benchmarks.evidence.group import Group
 from benchmarks.evidence.intervals import interval, paired
 
-__all__ = ["HEAD", "check_file", "check_rows", "findings"]
-
 HEAD = ["experts", "seed", "row", "length", "issues", "default scale", "- average"]
 
 

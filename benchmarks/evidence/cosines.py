@@ -10,8 +10,6 @@ from typing import Any
 
 from benchmarks.evidence.group import SUITES
 
-__all__ = ["HEAD", "SWEEP_HEAD", "kind_rows", "sweep_file", "sweep_rows"]
-
 HEAD = ["experts", "layer", "n", "`D^T D`", "identity", "`D^T D` nearer", "change of weights"]
 SWEEP_HEAD = [
     *("experts", "steps", "rate", "own accuracy", "`D^T D`", "identity", "`D^T D` nearer"),

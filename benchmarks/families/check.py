@@ -20,8 +20,6 @@ from benchmarks.families.inputs import batch_of
 from benchmarks.families.splits import observed_pieces
 from benchmarks.families.tiny import Architecture, build, parameters_of
 
-__all__ = ["check"]
-
 SMALL = 0.05
 """Size of the perturbation, relative to the spread of a tensor."""
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from benchmarks.families.tiny import VOCABULARY
 
-__all__ = ["batch_of"]
-
 Batch = dict[str, Any]
 LENGTH = 7
 

@@ -7,8 +7,6 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["serve"]
-
 
 def serve(connection: Any) -> None:
     """Check classes until told to stop."""

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["observed_pieces"]
-
 _MOVES = {
     "transpose", "permute", "view", "reshape", "flatten", "unflatten", "contiguous", "squeeze", "unsqueeze", "movedim",
     "swapaxes", "swapdims", "narrow", "select", "clone", "float", "to", "mT", "T",

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Architecture", "TooLarge", "architectures", "build"]
-
 MOST_PARAMETERS = 12_000_000
 VOCABULARY = 120
 

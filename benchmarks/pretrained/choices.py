@@ -12,8 +12,6 @@ from statistics import mean
 from benchmarks.evidence.group import Candidate, Group
 from benchmarks.evidence.tables import rank
 
-__all__ = ["HEADER", "Choice", "choices", "evidence_lines", "evidence_rows"]
-
 HEADER = [
     *("experts", "seed", "candidates", "rank correlation", "chosen", "regret", "- average", "- `actmat`"),
     *("- chosen by labels", "with `regmean`", "regret", "- average"),

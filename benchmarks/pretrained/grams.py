@@ -17,8 +17,6 @@ from actmat_experiments.core import collect_unbound, unpack
 from actmat_experiments.datafree.matrices import Key
 from benchmarks.pretrained.subjects import Inputs, Subject
 
-__all__ = ["StoredGrams", "store_grams"]
-
 
 class StoredGrams(Mapping[Key, Tensor]):
     """Gram matrices of one expert, each read when it is asked for."""

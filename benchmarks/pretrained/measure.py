@@ -20,8 +20,6 @@ from actmat_experiments.datafree.lengths import LENGTHS, inner
 from benchmarks.pretrained.merges import CHOICES, Merge, aligned, by_method, estimate, rules
 from benchmarks.pretrained.subjects import Inputs, Subject
 
-__all__ = ["DRAWS", "LENGTHENED", "NUMBERS", "SCALES", "measure", "measure_methods"]
-
 SCALES = (0.5, 1.0, 2.0)
 LENGTHENED = ("average", "tsv")
 """Rules whose length is varied; the others have length one."""

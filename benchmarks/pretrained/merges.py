@@ -18,8 +18,6 @@ from actmat_experiments.datafree.matrices import Key, matrices
 from benchmarks.pretrained.grams import StoredGrams, store_grams
 from benchmarks.pretrained.subjects import Inputs, Subject
 
-__all__ = ["CHOICES", "CLOSED", "Estimates", "Merge", "aligned", "by_method", "estimate", "rules"]
-
 CHOICES = ("average", "tsv", "iso_c", "actmat", "actmat_ridge", "aswudi")
 """Methods without data among which inputs choose, at every scale."""
 CLOSED = ("cart", "dc_merge")

@@ -22,8 +22,6 @@ from actmat_experiments.forecast.models import Factors
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.suites import RunRequest
 
-__all__ = ["DATA", "Inputs", "Subject", "open_subject"]
-
 BATCH = 16
 LEFT_OVER = 192
 """Inputs per task that are looked for beyond the training's; small tasks have fewer."""

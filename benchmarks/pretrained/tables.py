@@ -23,8 +23,6 @@ from benchmarks.evidence.group import groups as groups_of_evidence
 from benchmarks.evidence.intervals import Points, paired
 from benchmarks.pretrained.choices import HEADER, evidence_lines, evidence_rows
 
-__all__ = ["FILE", "TABLES", "adamerging_rows", "chosen", "pretrained_table", "read_rows", "regret"]
-
 FILE = RESULTS / "pretrained.jsonl"
 ADAMERGING = RESULTS / "pretrained-adamerging.jsonl"
 NAMES = {"vision-vits14": "ViT-S/14", "text-minilm": "MiniLM-L6"}

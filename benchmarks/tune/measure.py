@@ -24,8 +24,6 @@ from actmat.settings import RunSettings
 from actmat_experiments.adamerging import learn
 from benchmarks.tune.subjects import VALIDATION, Batch, Subject
 
-__all__ = ["measure"]
-
 NUMBERS = (8, 16, 32, 64, 128, 256)
 """Inputs per expert by which a merge is chosen."""
 GIVEN = 128

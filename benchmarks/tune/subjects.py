@@ -22,8 +22,6 @@ from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.suites import RunRequest
 
-__all__ = ["SUITES", "Subject", "subjects"]
-
 BATCH = 32
 VALIDATION = 256
 """Inputs per task that are not trained on: the search sees them without labels, the tuned baseline with."""

@@ -17,8 +17,6 @@ from scipy.stats import spearmanr, t
 
 from benchmarks.common import RESULTS
 
-__all__ = ["TABLES", "read_rows", "tune_table"]
-
 FILE = RESULTS / "tune.jsonl"
 SUITES = {
     "digits": "digits, six tasks",

@@ -16,8 +16,6 @@ import typer
 
 from fuzz.harness import Files
 
-__all__ = ["in_folder", "printed", "root", "shows_table"]
-
 
 @cache
 def root() -> Path:

@@ -20,23 +20,6 @@ from typing import IO, Any
 from actmat.errors import CheckpointError, MergeError
 from actmat.system import BINARY, NONBLOCK
 
-__all__ = [
-    "MAX_BYTES",
-    "MAX_VALUES",
-    "MAX_WRITTEN_VALUES",
-    "URL",
-    "check_values",
-    "is_url",
-    "kind_of_file",
-    "list_folder",
-    "local_path",
-    "open_regular",
-    "parse_object",
-    "read_bytes",
-    "read_object",
-    "unique_keys",
-]
-
 MAX_BYTES = 200_000_000
 """Largest JSON file. The index of a model with 100,000 tensors takes 10 MB."""
 

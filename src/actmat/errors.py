@@ -14,20 +14,6 @@ from typing import ClassVar
 
 from actmat.foreign import terminal
 
-__all__ = [
-    "AlignmentError",
-    "CheckpointError",
-    "MergeError",
-    "NumericalError",
-    "OutputError",
-    "Problems",
-    "RecipeError",
-    "StatisticsError",
-    "did_you_mean",
-    "format_size",
-    "memory_errors",
-]
-
 SHOWN_PROBLEMS = 50
 
 

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup, escape
 
-__all__ = ["html", "html_table", "in_brief", "in_one_line", "markdown", "terminal"]
-
 _MARKDOWN = re.compile(r"[\\`*\[\]|~#$]|(?<![^\W_])_|_(?![^\W_])")
 """Signs with a meaning in Markdown; an underscore inside a word has none."""
 

@@ -36,8 +36,6 @@ from actmat.errors import MergeError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["entries", "hint", "load", "load_all", "needed"]
-
 EXTRAS = "actmat.extras"
 
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from actmat.planning import MergePlan
 
-__all__ = ["NoProgress", "Progress"]
-
 
 class Progress(Protocol):
     """Callbacks of a running merge."""

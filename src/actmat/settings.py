@@ -7,8 +7,6 @@ from typing import Annotated
 
 from actmat.flag import Flag
 
-__all__ = ["RunSettings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:

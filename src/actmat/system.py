@@ -16,24 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = [
-    "BINARY",
-    "DSYNC",
-    "NOFOLLOW",
-    "NONBLOCK",
-    "free_memory",
-    "optional_module",
-    "peak_memory",
-    "read_at",
-    "rename_folder",
-    "stored_bytes",
-    "sync_data",
-    "sync_directory",
-    "total_memory",
-    "usable_cores",
-    "write_at",
-]
-
 BINARY: int = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 """Flags of every file that is opened: bytes as they are (Windows), not for child processes."""
 NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)

@@ -16,7 +16,7 @@ CLAUSES = ("What", "Who", "Where", "Whether", "How")
 LONGEST_FUNCTION = 60
 MOST_PARAMETERS = 8
 MOST_SUPPRESSED = 15
-CORE_CODE, ALL_CODE, EXPERIMENTS_CODE = 28_400, 43_400, 12_500
+CORE_CODE, ALL_CODE, EXPERIMENTS_CODE = 27_800, 42_400, 12_200
 """Lines of code of the package without its extras, with them, and of the experiments. The aim is 24,000 and 38,000:
 lower these when something goes."""
 
@@ -160,6 +160,18 @@ def code_lines(path: Path) -> int:
         tokens = [t for t in tokenize.tokenize(file.readline) if t.type not in SILENT]
     code = {line for t in tokens for line in range(t.start[0], t.end[0] + 1)}
     return len(code - set(documentation(tree(path))))
+
+
+def passes_names_on(tree: ast.Module) -> bool:
+    """True if `__all__` names anything that the file has imported."""
+    imported = {a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+    lists = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
+    return any(isinstance(v, ast.List) and imported & {ast.literal_eval(e) for e in v.elts} for v in lists)
+
+
+def test_lists_of_names_stand_where_names_are_passed_on() -> None:
+    files = [p for p in modules(PACKAGE) if p.name != "__init__.py" and "__all__" in p.read_text()]
+    assert not [p for p in files if not passes_names_on(tree(p))], "an underscore says the same with less"
 
 
 def documentation(tree: ast.Module) -> Iterator[int]:

@@ -16,8 +16,6 @@ from actmat.report.manifest import input_location, read_manifest
 from actmat.run import diagnose_recipe
 from actmat.settings import RunSettings
 
-__all__ = ["diagnose", "diagnose_output", "recipe_of_output"]
-
 
 def diagnose(
     base: Location | None = None,

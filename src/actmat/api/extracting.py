@@ -16,8 +16,6 @@ from actmat.recipe import Recipe, make_recipe
 from actmat.run import MergeReport, run_recipes
 from actmat.settings import RunSettings
 
-__all__ = ["ExtractReport", "extract", "extract_recipe", "extracted_rows"]
-
 LABEL = "model"
 """Name of the fine-tuned model in plans and records."""
 

@@ -26,8 +26,6 @@ from actmat.run.prepare import prepare
 from actmat.run.stage import StagedOutput
 from actmat.settings import RunSettings
 
-__all__ = ["MemoryMerge", "run_in_memory"]
-
 
 class _Sink:
     """Fills one tensor."""

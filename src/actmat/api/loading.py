@@ -20,8 +20,6 @@ from actmat.errors import StatisticsError, did_you_mean
 from actmat.experts.resolve import needs_base, open_adapter
 from actmat.foreign import in_brief
 
-__all__ = ["Loaded", "extra", "load_model", "load_tensors"]
-
 POOLING = "add_pooling_layer"
 """Argument of encoders in transformers."""
 

@@ -15,8 +15,6 @@ from actmat.methods.post import Step, apply_steps, get_step
 from actmat.methods.spaces import MERGE_IN, Space, as_factors, space_problems
 from actmat.recipe import PostRef
 
-__all__ = ["merge_matrices"]
-
 Pair = tuple[Tensor, Tensor]
 
 

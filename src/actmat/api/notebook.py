@@ -17,8 +17,6 @@ from actmat.progress import NoProgress, Progress
 if TYPE_CHECKING:
     from actmat.planning import MergePlan
 
-__all__ = ["NotebookLine", "NotebookProgress", "in_notebook", "usual_progress"]
-
 SECONDS = 0.2
 """Between two updates of a line at least: a notebook keeps every message until it is saved."""
 

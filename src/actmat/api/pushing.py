@@ -15,8 +15,6 @@ from actmat.report.verify import VERSIONING
 if TYPE_CHECKING:
     from actmat.checkpoints.hub_push import PushedFile
 
-__all__ = ["PushReport", "push"]
-
 ADDED = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 """Beginnings of names of files that are pushed although no merge wrote them."""
 CARD = "README.md"

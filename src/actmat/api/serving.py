@@ -15,8 +15,6 @@ from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError
 from actmat.planning.adapter.serving import VLLM_DEFAULT_RANK, VLLM_RANKS
 
-__all__ = ["Serving", "serving_commands"]
-
 TASKS = {
     "CAUSAL_LM": "AutoModelForCausalLM",
     "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",

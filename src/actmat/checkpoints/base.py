@@ -22,16 +22,6 @@ from actmat.checkpoints.side_files import SideFiles, side_files_of
 from actmat.errors import CheckpointError, format_size
 from actmat.foreign import html_table, terminal
 
-__all__ = [
-    "DTYPES",
-    "Checkpoint",
-    "CheckpointHandle",
-    "FileIdentity",
-    "TensorSpec",
-    "torch_dtype",
-    "versions_of_files",
-]
-
 DTYPES: dict[str, tuple[torch.dtype, str]] = {
     "float64": (torch.float64, "F64"),
     "float32": (torch.float32, "F32"),

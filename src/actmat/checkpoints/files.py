@@ -18,8 +18,6 @@ from actmat.checkpoints.base import FileIdentity
 from actmat.errors import CheckpointError
 from actmat.system import BINARY, read_at
 
-__all__ = ["FileReader", "file_identity"]
-
 KEEP_OPEN = 16
 MAX_READ = 1 << 30
 """Bytes per system call: Linux stops at 2 GiB - 4 KiB, macOS refuses more than 2 GiB - 1."""

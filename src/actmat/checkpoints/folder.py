@@ -15,21 +15,6 @@ from typing import Any
 from actmat.bounds import kind_of_file, read_object
 from actmat.errors import CheckpointError
 
-__all__ = [
-    "ADAPTER_CONFIG",
-    "ADAPTER_WEIGHTS",
-    "INDEX_SUFFIX",
-    "LORA_FILES",
-    "NOT_WEIGHTS",
-    "foreign_format",
-    "is_plain_name",
-    "member",
-    "nested_member",
-    "read_config",
-    "read_index",
-    "shown",
-]
-
 INDEX_SUFFIX = ".index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import xxhash
 
-__all__ = ["HASH_NAME", "ContentHash", "NamesHash", "hash_file", "hash_names", "sha256_file"]
-
 HASH_NAME = "xxh3_128"
 
 

@@ -21,8 +21,6 @@ from actmat.checkpoints.base import DTYPES, TensorSpec
 from actmat.checkpoints.folder import shown
 from actmat.errors import CheckpointError
 
-__all__ = ["MAX_HEADER_BYTES", "Header", "header_length", "read_header"]
-
 MAX_HEADER_BYTES = 100_000_000
 """The cap of the reference implementation."""
 

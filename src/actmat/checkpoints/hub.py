@@ -31,8 +31,6 @@ from actmat.checkpoints.side_files import SideFiles, side_files_in
 from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
 
-__all__ = ["HTTP_ERROR", "HubFile", "HubRepository", "open_repository"]
-
 TIMEOUT = 30.0  # seconds
 HTTP_ERROR: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # of whichever httpx the hub library uses
 

@@ -28,19 +28,6 @@ from actmat.checkpoints.writing.staging import MANIFEST_NAME, disk_errors
 from actmat.errors import CheckpointError, OutputError
 from actmat.foreign import in_one_line
 
-__all__ = [
-    "HubPlace",
-    "HubPush",
-    "PushedFile",
-    "check_place",
-    "create",
-    "hub_name",
-    "listed_files",
-    "look_up",
-    "plan_push",
-    "send",
-]
-
 KEPT = frozenset({".gitattributes", ".gitignore"})
 """Files of a repository that belong to git."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")

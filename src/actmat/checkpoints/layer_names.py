@@ -10,8 +10,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["StackPart", "is_before_layers", "split_layer", "stack_parts"]
-
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _PART = re.compile(r"\s*(?P<location>[^\[\]]+?)\[(?P<start>\d{1,6}):(?P<stop>\d{1,6})\]\s*")
 _TABLES = re.compile(r"(?:^|\.)(?:embed|wte|wpe|tok_embed|word_embed|shared\.|embeddings?\b|\w*embed_tokens)")

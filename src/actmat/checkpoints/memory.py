@@ -13,8 +13,6 @@ from actmat.checkpoints.base import DTYPES, Checkpoint, FileIdentity, TensorSpec
 from actmat.checkpoints.raw import check_range, copy_range, empty_tensor, find_spec
 from actmat.errors import CheckpointError
 
-__all__ = ["HeldTensors", "MemoryCheckpoint", "shared_storage", "tensor_specs"]
-
 LABEL = "<memory>"
 NAME_OF_DTYPE = {dtype: name for name, (dtype, _) in DTYPES.items()}
 

@@ -12,8 +12,6 @@ from typing import Any
 from actmat import plugins
 from actmat.checkpoints.base import TensorSpec
 
-__all__ = ["has_signs", "quantisation_problems"]
-
 NF4, FP4 = (f".quant_state.bitsandbytes__{code}" for code in ("nf4", "fp4"))
 SUFFIXES = {
     "GPTQ or AWQ": (".qweight", ".qzeros"),

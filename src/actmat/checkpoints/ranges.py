@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import CheckpointError
 
-__all__ = ["BLOCKS_PER_THREAD", "BLOCK_BYTES", "IN_FLIGHT", "Block", "RangeReader", "plan_blocks"]
-
 BLOCK_BYTES = 8 << 20
 """Bytes of one request: large enough that its latency is a small part, small enough to keep several."""
 

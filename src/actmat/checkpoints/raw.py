@@ -14,8 +14,6 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
 from actmat.errors import CheckpointError, did_you_mean
 
-__all__ = ["check_range", "copy_range", "empty_tensor", "find_spec", "raw_bytes"]
-
 MAX_DID_YOU_MEAN = 2000
 
 

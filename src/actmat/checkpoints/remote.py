@@ -18,17 +18,6 @@ from actmat.checkpoints.writing.shards import Shard
 from actmat.checkpoints.writing.staging import Staging
 from actmat.errors import CheckpointError, MergeError
 
-__all__ = [
-    "MARK_NAME",
-    "Storage",
-    "check_upload_url",
-    "clear_upload",
-    "open_remote",
-    "present_sizes",
-    "staging_folder",
-    "staging_for",
-]
-
 GROUP = "actmat.stores"
 MARK_NAME = ".actmat-upload.json"
 """File that marks a remote folder as an output that is being written; `clearing` in it: an older one is removed."""

@@ -26,8 +26,6 @@ from actmat.checkpoints.source import LocalSource, Source
 from actmat.checkpoints.stack import open_stack
 from actmat.errors import CheckpointError, did_you_mean
 
-__all__ = ["HUB_ID", "commit_of", "find_source", "hub_id_of", "open_checkpoint", "open_handle", "pinned_stack"]
-
 
 class View(Protocol):
     """Checkpoints made of others, a plug-in of the group `actmat.views`, named by the format in their handles."""

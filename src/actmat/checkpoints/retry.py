@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 from actmat.errors import CheckpointError, MergeError
 
-__all__ = ["CONTENT_RANGE", "FIRST_RANGE", "TRANSIENT", "TransientError", "pause_of", "read_body", "retried"]
-
 ATTEMPTS = 6
 FIRST_PAUSE = 0.5
 """Seconds before the second attempt; each later pause is twice as long: 15 s in all."""

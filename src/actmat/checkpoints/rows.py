@@ -21,8 +21,6 @@ from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
 from actmat.checkpoints.side_files import SideFiles
 
-__all__ = ["RowRange", "RowsCheckpoint", "TensorRows", "numbered_rows", "ranges_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class RowRange:

@@ -20,18 +20,6 @@ from actmat.bounds import read_bytes, read_object
 from actmat.checkpoints.folder import ADAPTER_CONFIG, INDEX_SUFFIX, is_plain_name, nested_member
 from actmat.errors import CheckpointError
 
-__all__ = [
-    "DEEPEST",
-    "PIPELINE",
-    "SideFiles",
-    "is_of_architecture",
-    "is_weights",
-    "list_tree",
-    "side_files_in",
-    "side_files_of",
-    "sort_side_files",
-]
-
 LARGEST = 200_000_000
 """Bytes of the largest side file; the largest tokenizers take 50 MB."""
 DEEPEST = 4

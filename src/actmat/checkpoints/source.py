@@ -22,8 +22,6 @@ from actmat.checkpoints.folder import INDEX_SUFFIX, NOT_WEIGHTS, is_plain_name, 
 from actmat.checkpoints.side_files import SideFiles, side_files_of
 from actmat.errors import CheckpointError
 
-__all__ = ["Format", "LocalSource", "Source", "StoredCheckpoint", "join_shards"]
-
 
 class Source(abc.ABC):
     """Files by name.

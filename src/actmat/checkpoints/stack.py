@@ -23,8 +23,6 @@ from actmat.checkpoints.raw import find_spec
 from actmat.checkpoints.side_files import SideFiles
 from actmat.errors import CheckpointError
 
-__all__ = ["StackedCheckpoint", "open_stack"]
-
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Names of the number of layers in configs."""
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from actmat.foreign import terminal
 from actmat.version import __version__
 
-__all__ = ["describe_bug"]
-
 RECIPES = (".yaml", ".yml", ".json")
 LONGEST_RECIPE = 100_000
 LIBRARIES = ("torch", "numpy", "safetensors", "pydantic", "transformers", "huggingface_hub")

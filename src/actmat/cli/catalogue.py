@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from actmat.methods import MergeMethod
 
-__all__ = ["describe", "read_catalogue"]
-
 FILE = "methods.json"
 
 

@@ -17,8 +17,6 @@ from actmat.settings import RunSettings
 if TYPE_CHECKING:
     from actmat.diagnostics.model import Diagnosis
 
-__all__ = ["diagnose"]
-
 OF_OUTPUT = ("dtype", "files_from", "max_shard_size", "quantise", "rank", "ranks", "out")
 """Fields of a recipe that only matter to what is written."""
 MEASURING = ("device", "device_memory", "max_memory", "threads", "exact", "executor")

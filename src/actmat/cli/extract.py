@@ -12,8 +12,6 @@ from actmat.cli.listing import command
 from actmat.cli.streams import optional_stdout
 from actmat.settings import RunSettings
 
-__all__ = ["extract"]
-
 
 @command("merge", "extracted, or found complete", imports_torch=True)
 def extract(

@@ -27,18 +27,6 @@ if TYPE_CHECKING:
 
     from actmat.recipe import Recipe
 
-__all__ = [
-    "DataFlags",
-    "Fields",
-    "OutputFlags",
-    "RecipeFlags",
-    "behind",
-    "shell_command",
-    "split_name",
-    "statistics_of",
-    "with_flags",
-]
-
 MODEL_DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Dtypes in which a model can run."""
 

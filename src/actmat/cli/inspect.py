@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from actmat.checkpoints.base import Checkpoint
     from actmat.layout.types import LayoutMap
 
-__all__ = ["inspect"]
-
 
 def _history(flag: str, text: str) -> Any:
     return typer.Option(flag, help=text, rich_help_panel="Earlier merges")

@@ -24,8 +24,6 @@ from actmat.plugins import entries
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["BAD_INPUTS", "COMMANDS", "COMMON", "RENAMED", "CommandInfo", "Commands", "command", "info_of"]
-
 ENTRY_POINTS = "actmat.commands"
 
 COMMANDS = ("merge", "plan", "extract", "inspect", "verify", "diagnose", "methods", "push")

@@ -22,8 +22,6 @@ from actmat.errors import MergeError, memory_errors
 from actmat.foreign import terminal
 from actmat.version import __version__
 
-__all__ = ["app", "main"]
-
 
 class Stopped(KeyboardInterrupt):
     """SIGTERM or SIGHUP arrived."""

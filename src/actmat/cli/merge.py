@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from actmat.cli.screen import MergeProgress
     from actmat.recipe import Recipe
 
-__all__ = ["merge"]
-
 OF_AVERAGES = ("out", "dtype", "compute_dtype", "max_shard_size", "allow_nonfinite", "ties")
 """Fields of a recipe that an average of checkpoints takes."""
 

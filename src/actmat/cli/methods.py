@@ -9,8 +9,6 @@ import typer
 from actmat.cli import flags
 from actmat.cli.listing import command
 
-__all__ = ["methods"]
-
 
 @command("choose", "listed", "there is no such method")
 def methods(

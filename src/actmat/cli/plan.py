@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from actmat.planning import MergePlan
     from actmat.recipe import Recipe
 
-__all__ = ["plan", "show_plans"]
-
 
 @command("merge", "the merge can be done")
 def plan(

@@ -15,8 +15,6 @@ from actmat.cli.streams import optional_stdout
 if TYPE_CHECKING:
     from actmat.api.pushing import PushReport
 
-__all__ = ["push"]
-
 
 @command("share", "sent, or listed with `--dry-run`", "no finished merge, or the hub refuses it")
 def push(

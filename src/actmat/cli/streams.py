@@ -14,17 +14,6 @@ from typing import Any, TextIO
 
 import typer
 
-__all__ = [
-    "BROKEN_PIPE",
-    "Notes",
-    "checked_stdout",
-    "line_breaks",
-    "open_closed_streams",
-    "optional_stdout",
-    "say",
-    "wrapped",
-]
-
 BROKEN_PIPE = 141
 """Exit code after the reader of stdout went away, as shells report a process that SIGPIPE ended."""
 

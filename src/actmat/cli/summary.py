@@ -29,21 +29,6 @@ if TYPE_CHECKING:
     from actmat.run import MergeReport
     from actmat.run.parts import FinishReport
 
-__all__ = [
-    "compact_plan",
-    "extraction_data",
-    "finished_data",
-    "merge_data",
-    "print_checks",
-    "print_diagnosis",
-    "print_finished",
-    "print_part",
-    "print_plan",
-    "print_size",
-    "print_summary",
-    "size_data",
-]
-
 WORST = 3
 """Layers of an extraction that are listed by name."""
 

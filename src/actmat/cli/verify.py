@@ -9,8 +9,6 @@ import typer
 from actmat.cli import flags
 from actmat.cli.listing import command
 
-__all__ = ["verify"]
-
 
 @command("look", "everything matches", "something differs, or there is no finished merge")
 def verify(

@@ -25,8 +25,6 @@ from actmat.layout.types import Role
 from actmat.planning.model import Item, MergePlan
 from actmat.system import peak_memory
 
-__all__ = ["build_diagnosis", "is_observation", "storage_dtypes"]
-
 WORST = 5
 """Matrices listed per expert."""
 

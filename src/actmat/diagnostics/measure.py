@@ -22,8 +22,6 @@ from actmat.linalg.interference.moments import Reduced
 from actmat.linalg.lapack import eigh
 from actmat.linalg.lowrank import LowRank, frobenius_norm
 
-__all__ = ["Kept", "against_base", "measure_dense", "measure_lowrank", "tidy"]
-
 Numbers = dict[str, Any]
 """Fields of a `Measure`, from `norms` on, without those that need the base."""
 

@@ -32,8 +32,6 @@ from actmat.planning.model import Item, MethodCall
 from actmat.planning.regions import Region, cut
 from actmat.recipe import Recipe
 
-__all__ = ["ItemObserver", "Observers", "check_mutes", "sums_plainly"]
-
 WORKSPACE_ROWS = 512
 """Rows for which `Observers.memory` makes room on top of the matrices: probes, panels, chunks."""
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Pairs", "cosines", "normalised", "pairs"]
-
 CHUNK = 1 << 14
 """Entries per chunk: a handful of rows of this length stay in a core's cache."""
 

@@ -31,8 +31,6 @@ from actmat.diagnostics.pairs import normalised
 from actmat.linalg.interference.rule import FLOAT32_EPS
 from actmat.linalg.lapack import only_eigenvalues
 
-__all__ = ["PROBES", "RowMeasures", "Rows", "eigen_rank", "measure_rows", "random_signs"]
-
 PROBES = 128
 """`m`: random combinations of output rows. Matrices with no more rows than this are taken as they are."""
 

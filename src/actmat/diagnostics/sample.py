@@ -15,8 +15,6 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.engine.observer import Merged
 from actmat.planning.model import Item
 
-__all__ = ["ENTRIES", "GROUP", "take_sample"]
-
 ENTRIES = 4096
 """Entries looked at."""
 

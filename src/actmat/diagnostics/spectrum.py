@@ -19,8 +19,6 @@ from actmat.diagnostics.rows import eigen_rank
 from actmat.linalg.interference.moments import Reduced, gram_of_rows
 from actmat.linalg.lapack import only_eigenvalues
 
-__all__ = ["binned", "condition", "participation", "sum_eigenvalues"]
-
 EDGES = tuple(k / 4 - 8 for k in range(33))
 """log10 of eigenvalues relative to the largest: a quarter of a decade per bin, down to float32's rounding."""
 

@@ -29,25 +29,6 @@ from actmat.planning.post import has_spectrum
 from actmat.planning.regions import Region, cut, matrix_label
 from actmat.planning.statistics import ExpertStatistics
 
-__all__ = [
-    "CallContext",
-    "apply_method",
-    "apply_to_factors",
-    "checked_finite",
-    "compute_dtype",
-    "finish_factors",
-    "finish_matrix",
-    "finish_tensor",
-    "generator_for",
-    "limit_factors",
-    "merge_factors",
-    "named_errors",
-    "narrowed",
-    "needs_of",
-    "stacked",
-    "stage_key",
-]
-
 
 @contextlib.contextmanager
 def named_errors(task: Task) -> Iterator[None]:

@@ -17,8 +17,6 @@ from actmat.planning.model import Item
 from actmat.statistics.header import adapter_content
 from actmat.statistics.store import Statistics
 
-__all__ = ["FOREIGN", "broken_ties", "check_adapters", "check_probes", "content_hash", "foreign_tensors"]
-
 _CHUNK_BYTES = 1 << 20
 
 

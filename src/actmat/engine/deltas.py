@@ -25,8 +25,6 @@ from actmat.linalg.inner import PRODUCT
 from actmat.planning.item import Strategy
 from actmat.planning.regions import CHUNK, Region
 
-__all__ = ["Deltas", "LazySequence", "RowChunk", "RowDeltas", "mapped", "stacked"]
-
 
 class LazySequence(Sequence[Tensor]):
     """One tensor per expert, made when it is asked for."""

@@ -10,8 +10,6 @@ from actmat.experts.base import Expert
 from actmat.planning.item import Item
 from actmat.planning.statistics import ExpertStatistics
 
-__all__ = ["Inputs"]
-
 
 @dataclass(frozen=True, slots=True)
 class Inputs:

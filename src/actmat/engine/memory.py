@@ -11,8 +11,6 @@ from torch import Tensor
 
 from actmat.system import free_memory
 
-__all__ = ["Budget", "Room", "Scratch", "available_memory"]
-
 _ALIGNMENT = 64
 """Bytes: what torch's CPU allocator gives every new tensor; the last bits of a BLAS may depend on it."""
 

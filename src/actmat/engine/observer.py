@@ -16,8 +16,6 @@ from actmat.linalg.lowrank import LowRank
 from actmat.planning.item import Item
 from actmat.planning.regions import Region
 
-__all__ = ["Merged", "NoWriter", "Observer", "ObserverFactory", "Sink", "SinkSource"]
-
 
 @dataclass(frozen=True, slots=True)
 class Merged:

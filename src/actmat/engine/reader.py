@@ -28,8 +28,6 @@ from actmat.linalg.lowrank import LowRank
 from actmat.planning.item import Item, Reading
 from actmat.planning.regions import CHUNK, Region
 
-__all__ = ["AdapterReader", "PoolReader", "StreamedBase", "TensorReader", "same_bits"]
-
 PREFIX_BYTES = 256
 """Bytes that are compared before all are."""
 

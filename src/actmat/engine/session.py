@@ -47,8 +47,6 @@ from actmat.planning.reading import regions_of, shared_regions, shared_way
 from actmat.planning.regions import cut
 from actmat.planning.statistics import opened_statistics
 
-__all__ = ["Session", "SessionSpec", "UnitResult"]
-
 
 @dataclass(frozen=True)
 class SessionSpec:

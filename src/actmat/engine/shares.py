@@ -22,8 +22,6 @@ from actmat.methods import get_method
 from actmat.planning.cost import NOMINAL_BYTES, NOMINAL_FLOPS
 from actmat.planning.model import MergePlan
 
-__all__ = ["FLOPS_PER_BYTE", "Part", "PartPlan", "plan_part", "share_units", "survey_bytes", "work_of"]
-
 FLOPS_PER_BYTE = round(NOMINAL_FLOPS / NOMINAL_BYTES)
 """Operations that take as long as one byte to or from storage."""
 

@@ -22,8 +22,6 @@ from actmat.checkpoints.base import torch_dtype
 from actmat.experts.base import Expert, Source
 from actmat.planning.item import Item
 
-__all__ = ["RUN", "RUNS", "InputSample", "Sample", "sample_runs", "size_of"]
-
 RUNS = 16
 RUN = 2048
 """Consecutive entries. 32,768 in all take 128 kB for the base and 256 kB for the sum, per worker and however many

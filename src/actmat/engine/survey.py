@@ -24,17 +24,6 @@ from actmat.planning.model import MergePlan
 from actmat.planning.post import layer_items, layers_of
 from actmat.planning.regions import cut, matrix_label
 
-__all__ = [
-    "LayerFactors",
-    "LayerObserver",
-    "LayerState",
-    "Observe",
-    "SurveyKey",
-    "layer_key",
-    "run_surveys",
-    "survey_key",
-]
-
 SurveyKey = tuple[int, str, str, str]
 """Items whose calls agree in this are surveyed together: plan, method, options and weights, but not the scale."""
 

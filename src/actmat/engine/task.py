@@ -20,8 +20,6 @@ from actmat.planning.reading import regions_of
 from actmat.planning.regions import Region
 from actmat.recipe import Postprocess
 
-__all__ = ["OBSERVED", "Record", "Task", "join_stats"]
-
 OBSERVED = "watched"
 """Key of a record's JSON under which lies what its observer measured."""
 

@@ -13,8 +13,6 @@ from actmat.planning.item import Item, Kernel, Reading
 from actmat.planning.model import MergePlan
 from actmat.planning.reading import shared_way
 
-__all__ = ["Unit", "long_seconds", "plan_units", "planned_seconds"]
-
 Member = tuple[int, int]
 """Position of a plan in the run, and of an item in that plan."""
 

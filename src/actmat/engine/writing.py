@@ -27,8 +27,6 @@ from actmat.layout.classify import is_variance
 from actmat.planning.item import Item
 from actmat.planning.regions import CHUNK, Region
 
-__all__ = ["Output", "TensorOutput", "check_range", "check_sign", "rounded", "write_tensor"]
-
 
 def rounded(spec: TensorSpec, value: Tensor) -> Tensor:
     """A whole tensor in the dtype of its spec.

@@ -23,8 +23,6 @@ from actmat.experts.lora.modules import AdapterLayout
 from actmat.foreign import terminal
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["AdapterHandle", "Conversion", "ConvertedHandle", "Expert", "ExpertHandle", "Family", "Source", "SourceKind"]
-
 SourceKind = Literal["stored", "formed", "zero"]
 """stored: `W_t` is in storage, to be reduced by `W_0`; formed: a product of factors, or what is added to a bias; zero:
 the expert does not change the tensor."""

@@ -12,8 +12,6 @@ from actmat.checkpoints.base import Checkpoint, FileIdentity
 from actmat.checkpoints.side_files import SideFiles
 from actmat.experts.base import Expert, ExpertHandle, Source
 
-__all__ = ["CheckpointExpert"]
-
 
 class CheckpointExpert(Expert):
     """The tensors `W_t` of an open checkpoint, which is closed with the expert."""

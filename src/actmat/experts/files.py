@@ -20,8 +20,6 @@ from actmat.checkpoints.resolve import HUB_ID, find_source
 from actmat.checkpoints.source import LocalSource
 from actmat.errors import CheckpointError
 
-__all__ = ["holds_factors", "open_weights", "tensor_names", "unmerged_problem"]
-
 _MODEL_FILES = ("config.json", "model_index.json", ADAPTER_CONFIG)
 _FACTOR = re.compile(
     r".\.(?:lora_(?:down|up|[AB]|[AB]\.default)\.weight|(?:to_\w+_lora|lora|lora_linear_layer)\.(?:down|up)\.weight"

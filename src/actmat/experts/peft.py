@@ -18,8 +18,6 @@ from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.expert import fitted_expert, unfitted_expert
 from actmat.experts.lora.open import is_adapter, open_adapter
 
-__all__ = ["PEFT", "reader_of"]
-
 READERS: tuple[Reader, ...] = (DORA, RESIDUAL, LORA_TOKENS, TOKENS)
 """Families of the core that are no plain LoRA. The first that claims a config reads the adapter; plug-ins of the group
 `actmat.readers` are asked after them, about configs that are not those of plain LoRA."""

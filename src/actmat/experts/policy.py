@@ -11,8 +11,6 @@ from actmat import plugins
 if TYPE_CHECKING:
     from actmat.checkpoints.base import Checkpoint
 
-__all__ = ["TokenSource", "VocabularyPolicy", "align_vocabularies"]
-
 
 @dataclass(frozen=True, slots=True)
 class TokenSource:

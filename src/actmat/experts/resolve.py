@@ -25,20 +25,6 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.experts.peft import PEFT
 
-__all__ = [
-    "convert",
-    "describe_adapter",
-    "has_factors",
-    "module_names",
-    "needs_base",
-    "open_adapter",
-    "open_base",
-    "open_expert",
-    "open_handle",
-    "open_stored",
-    "shares_names",
-]
-
 GROUP = "actmat.experts"
 SIGNED = ("lycoris", "lora_file")
 """Plug-ins for single files of factors, in the order in which they are asked."""

@@ -16,8 +16,6 @@ import re
 
 from actmat.layout.packing import Packing
 
-__all__ = ["PARTNERS_OF_BRANCHES", "branch_packing"]
-
 PARTNERS_OF_BRANCHES = {"linear1": ("linear2",), "to_qkv_mlp_proj": ("to_out",), "proj_mlp": ("proj_out",)}
 """Layer -> the layer that reads all its branches: its inputs tell the width of the feed-forward branch."""
 

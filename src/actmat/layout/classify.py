@@ -26,8 +26,6 @@ from actmat.layout.modulation import modulation_packing
 from actmat.layout.packing import first_int
 from actmat.layout.types import Role, TensorLayout
 
-__all__ = ["classify", "is_variance", "owner_of"]
-
 # modules that wrap a layer; not part of the layer's name
 _WRAPPERS = frozenset({"base_layer", "parametrizations", "module", "_orig_mod", "original_module"})
 _WEIGHTS = frozenset({"weight", "weight_v", "weight_orig", "original1", "original", "kernel"})

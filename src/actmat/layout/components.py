@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["COMPONENTS", "SingleFile", "component_configs", "parts_of", "single_file_of"]
-
 COMPONENTS = "components"
 """Key of a pipeline's config under which the configs of its components stand (`checkpoints.formats.pipelines`)."""
 

@@ -17,8 +17,6 @@ from typing import Any
 from actmat.layout.packing import first_int
 from actmat.layout.types import Orientation
 
-__all__ = ["FAMILIES", "PLAIN", "TIED_BY_DEFAULT", "Family", "Tower", "Towers", "recognise", "text_config_of"]
-
 Config = Mapping[str, Any]
 
 

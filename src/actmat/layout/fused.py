@@ -21,8 +21,6 @@ from actmat.layout.families import Tower
 from actmat.layout.packing import SCHEMES, Packing, attention_of, first_int
 from actmat.layout.types import Orientation, Role, TensorLayout
 
-__all__ = ["FEED_FORWARD", "GATED", "PARTNERS", "QKV", "is_stacked", "linear_layout", "stacked_layout"]
-
 Shape = tuple[int, ...]
 
 GATED: Mapping[str, str] = {

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 
-__all__ = ["Located", "Slice", "locate", "names_in_memory", "names_on_disk"]
-
 
 @dataclass(frozen=True, slots=True)
 class Slice:

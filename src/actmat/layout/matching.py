@@ -15,8 +15,6 @@ from typing import Any
 
 import re2
 
-__all__ = ["MatchError", "Regex", "RegexSet"]
-
 LONGEST = 10_000
 """Characters of a pattern."""
 MEMORY = 1 << 18

@@ -12,8 +12,6 @@ import re
 
 from actmat.layout.packing import Packing
 
-__all__ = ["modulation_packing"]
-
 _MODULATION = re.compile(
     r"(?:.*\.)?(?:norm\w*\.linear(?:_1)?|adaLN_modulation(?:\.\d+)?|adaln_modulation(?:\.\d+)?|\w*_mod(?:\.lin|\.\d+)|"
     r"\w*modulation(?:_\w+)?\.lin(?:ear)?|\w*modulations\.\w+\.lin(?:ear)?|time_modulation\.\d+|proj_out_1)\.weight"

@@ -16,8 +16,6 @@ from typing import Any
 
 from actmat.layout.types import Block
 
-__all__ = ["SCHEMES", "Attention", "Packing", "attention_of", "first_int"]
-
 Config = Mapping[str, Any]
 
 

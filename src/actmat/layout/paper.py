@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from actmat.checkpoints.base import TensorSpec
 
-__all__ = ["LARGEST_SIDE", "paper_scope"]
-
 LARGEST_SIDE = 20_000
 """Matrices with a side this long or longer are taken for vocabularies and averaged."""
 

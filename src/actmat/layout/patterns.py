@@ -20,8 +20,6 @@ from functools import lru_cache
 from actmat.errors import RecipeError
 from actmat.layout.matching import MatchError, Regex
 
-__all__ = ["compile_pattern"]
-
 
 @lru_cache(maxsize=1024)
 def compile_pattern(text: str) -> Callable[[str], bool]:

@@ -17,8 +17,6 @@ from actmat.layout.patterns import compile_pattern
 from actmat.layout.ties import find_ties, is_output_head, is_token_table, is_vocabulary, ties_embeddings
 from actmat.layout.types import Block, LayoutMap, Orientation, Role, RoleOverride, TensorLayout
 
-__all__ = ["resolve_layout"]
-
 _INDEX = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")  # of a layer or an expert; the digits of fc1 and w2 are names
 
 Shape = tuple[int, ...]

@@ -15,16 +15,6 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.layout.families import TIED_BY_DEFAULT, recognise, text_config_of
 from actmat.layout.packing import first_int
 
-__all__ = [
-    "OUTPUT_HEADS",
-    "find_ties",
-    "is_output_head",
-    "is_token_table",
-    "is_vocabulary",
-    "tied_partner",
-    "ties_embeddings",
-]
-
 Config = Mapping[str, Any]
 
 _OUTPUT_HEADS = """

@@ -14,8 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "LayoutMap", "Orientation", "Role", "RoleOverride", "TensorLayout"]
-
 
 class Role(StrEnum):
     """Meaning of a tensor."""

@@ -17,8 +17,6 @@ from actmat.linalg.inner import frobenius_norm64
 from actmat.linalg.lapack import Retries, economy_svd, only_singular_values, retry_stats
 from actmat.linalg.lowrank import LowRank, frobenius_norm, orthogonal_core
 
-__all__ = ["NormCap", "cap_delta", "cap_lowrank"]
-
 NormCap = Literal["mean", "sum", "average"] | float
 """The mean or the sum of the experts' norms, that many times their mean, or the norm of the experts' average."""
 

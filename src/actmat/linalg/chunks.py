@@ -13,22 +13,6 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = [
-    "CHUNK_ENTRIES",
-    "CHUNK_ON_DEVICE",
-    "SHORT_CHUNK",
-    "AllocatesResult",
-    "Prepended",
-    "Stacked",
-    "Streamed",
-    "chunk_size",
-    "chunks_of",
-    "empty_result",
-    "prepend",
-    "shape_and_dtype",
-    "walk",
-]
-
 CHUNK_ENTRIES = 1 << 19
 """Entries of a chunk: 2 MiB of float32. Smaller chunks stay in a core's private cache, but operations then become so
 short that two workers spend their time passing the interpreter's lock: with 2^16 the second worker gains nothing,

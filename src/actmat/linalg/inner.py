@@ -23,8 +23,6 @@ from torch import Tensor
 
 from actmat.linalg.chunks import SHORT_CHUNK, Stacked, empty_result, shape_and_dtype, walk
 
-__all__ = ["PRODUCT", "Products", "add_up", "frobenius_norm64", "inner_products", "inner_workspace", "one_pass_sum"]
-
 RUN = 1 << 8
 """Entries whose products are added in float32. The error grows with it."""
 

@@ -39,18 +39,6 @@ from torch import Tensor
 from actmat.linalg.lapack import eigh
 from actmat.linalg.panels import add_gram, multiply, row_panels, run_panels
 
-__all__ = [
-    "SMALLEST",
-    "Above",
-    "Largest",
-    "Leading",
-    "basis_for",
-    "leading",
-    "none_above",
-    "planned_basis",
-    "quantile",
-]
-
 SMALLEST = 2048
 """Side below which callers decompose all: there the first look is more than 3 % of a full decomposition."""
 

@@ -21,17 +21,6 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # public, bu
 
 from actmat.errors import NumericalError
 
-__all__ = [
-    "Attempt",
-    "Retries",
-    "decomposed_by",
-    "economy_svd",
-    "eigh",
-    "only_eigenvalues",
-    "only_singular_values",
-    "retry_stats",
-]
-
 Retries = tuple[str, ...]
 """Retries after a first failure, in order: "float64", "jitter". Empty if the first attempt converged."""
 

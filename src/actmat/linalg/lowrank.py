@@ -15,18 +15,6 @@ from torch import Tensor
 
 from actmat.linalg.lapack import Retries, economy_svd
 
-__all__ = [
-    "CommonBases",
-    "LowRank",
-    "Truncated",
-    "common_bases",
-    "core_bases",
-    "frobenius_norm",
-    "orthogonal_core",
-    "truncate",
-    "weighted_sum",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class LowRank:

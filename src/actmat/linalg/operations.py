@@ -21,23 +21,6 @@ from typing import Literal
 from actmat.linalg.krylov import planned_basis
 from actmat.linalg.panels import gram_panels
 
-__all__ = [
-    "Kind",
-    "Operation",
-    "cholesky",
-    "cholesky_solve",
-    "eigh",
-    "entries",
-    "gram",
-    "leading_eigh",
-    "polar_factor",
-    "product",
-    "repeated",
-    "svd",
-    "thin_svd",
-    "total",
-]
-
 Kind = Literal["product", "cholesky", "eigh", "svd", "entry"]
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["output_energy", "output_features"]
-
 
 def output_energy(matrix_OI: Tensor, gram_II: Tensor) -> float:
     """`E||A z||^2 = tr(A C A^T)` with `C = E[z z^T]`, in float64, not below zero."""

@@ -20,8 +20,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Helpers", "add_gram", "gram_panels", "helped_by", "mirror", "multiply", "row_panels", "run_panels"]
-
 SPLIT_ENTRIES = 1 << 22
 """Entries `O x I` from which a product is computed in panels of rows: 2048 x 2048. Smaller ones take less than a tenth
 of a second, and keep the bytes that one call gives."""

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["FLOAT32_MAX", "exponent_of", "largest_entry", "scaled"]
-
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 SMALLEST, LARGEST = 2.0**-20, 2.0**30

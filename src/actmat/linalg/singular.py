@@ -35,8 +35,6 @@ from actmat.linalg.svd import (
     thin_svd,
 )
 
-__all__ = ["JointBasis", "Polar", "isotropic", "join", "joint_basis", "orthogonalised_sum", "polar_factor"]
-
 EXACT_GRAM_CONDITION = 10.0
 """Largest condition number at which `A (A^T A)^(-1/2)` loses no more than two digits of float64."""
 

@@ -38,23 +38,6 @@ from actmat.linalg.krylov import SMALLEST, Largest, leading
 from actmat.linalg.lapack import Retries, economy_svd, eigh
 from actmat.linalg.panels import add_gram, mirror
 
-__all__ = [
-    "RANK_RTOL",
-    "ThinSVD",
-    "Way",
-    "accuracy_of",
-    "column_slices",
-    "gram_is_enough",
-    "gram_spectrum",
-    "numerical_range",
-    "orthogonal_svd",
-    "part_stats",
-    "row_gram",
-    "short_gram",
-    "svd_workspace",
-    "thin_svd",
-]
-
 RANK_RTOL = 2.0**-20
 """Relative singular value at or below which a direction is rounding, in float32 and float64 alike."""
 

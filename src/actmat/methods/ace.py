@@ -31,8 +31,6 @@ from actmat.methods._shared.per_matrix import OneMatrix, each_matrix, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
 from actmat.methods.facets import About, Cost, Merged
 
-__all__ = ["ACE", "heterogeneity", "merge"]
-
 Gate = Literal["auto", "on", "off"]
 TINY = 1e-12
 """Added by the published code to everything that it divides by."""

@@ -16,8 +16,6 @@ from actmat.methods._shared.interference import SHARED_LAWS, FillOption, member
 from actmat.methods.contract import Bounds
 from actmat.methods.facets import About
 
-__all__ = ["ACTMAT", "rule"]
-
 
 def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     *,

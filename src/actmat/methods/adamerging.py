@@ -26,8 +26,6 @@ from actmat.linalg.inner import inner_products, one_pass_sum
 from actmat.methods.contract import MergeMethod
 from actmat.methods.facets import SUM_LAWS, About, Access, Cost, Merged
 
-__all__ = ["ADAMERGING", "AdamState", "adam_step", "coefficient_gradient", "entropy", "merge"]
-
 
 def merge(
     deltas: Sequence[Tensor],

@@ -17,8 +17,6 @@ from actmat.methods._shared.per_expert import weights_and_sum
 from actmat.methods.contract import MergeMethod, Weights
 from actmat.methods.facets import MEAN_LAWS, About, Access, Cost, LowRankForm, Merged, MergedLowRank
 
-__all__ = ["AVERAGE", "merge", "merge_lowrank"]
-
 
 def merge(deltas: Sequence[Tensor], *, weights: Weights = None) -> Merged:
     """`D* = sum_t w_t D_t / sum_t w_t`, all weights 1 unless given.

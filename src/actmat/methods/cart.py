@@ -23,8 +23,6 @@ from actmat.methods._shared.per_matrix import Shape, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
 from actmat.methods.facets import MEAN_LAWS, About, Cost, Merged
 
-__all__ = ["CART", "kept_directions", "merge"]
-
 Rounding = Literal["down", "up"]
 
 

@@ -20,8 +20,6 @@ from actmat.linalg.scaling import exponent_of, largest_entry, scaled
 from actmat.methods.contract import Bounds, MergeMethod
 from actmat.methods.facets import About, Cost, Merged
 
-__all__ = ["CAT", "merge", "removal_basis"]
-
 _POSITIVE = 1e-5
 """Eigenvalues below this share of the largest magnitude are rounding (float32): their eigenvectors are arbitrary."""
 

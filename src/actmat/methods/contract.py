@@ -48,18 +48,6 @@ from actmat.methods.facets import (
     holds,
 )
 
-__all__ = [
-    "NEEDS",
-    "Bounds",
-    "Fraction",
-    "Fractions",
-    "MergeMethod",
-    "Option",
-    "Weights",
-    "declared_options",
-    "resolved_options",
-]
-
 NEEDS = ("weights", "base", "statistics", "generator", "survey")
 """Keyword-only parameters that the engine fills in; they are not options.
 

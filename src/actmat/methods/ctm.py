@@ -29,8 +29,6 @@ from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
 from actmat.methods.facets import LINEAR_LAWS, About, Cost, LowRankForm, Merged, MergedLowRank
 
-__all__ = ["CTM", "merge", "merge_lowrank", "shared_subspaces"]
-
 InnerRule = Literal["ties", "sum", "average"]
 Directions = Annotated[int, Bounds(low=1)]
 Sweeps = Annotated[int, Bounds(low=0)]

@@ -20,8 +20,6 @@ from actmat.methods._shared.per_expert import per_expert, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
 from actmat.methods.facets import About, Access, Cost, Merged
 
-__all__ = ["DARE", "drops", "merge"]
-
 
 def merge(
     deltas: Sequence[Tensor],

@@ -28,8 +28,6 @@ from actmat.methods._shared.per_matrix import OneMatrix, Shape, each_matrix, in_
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
 from actmat.methods.facets import LINEAR_LAWS, About, Cost, Merged
 
-__all__ = ["DC_MERGE", "merge", "smoothed"]
-
 Smoothing = Literal["none", "mean", "linear"]
 
 

@@ -19,8 +19,6 @@ from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Fractions, MergeMethod, Weights
 from actmat.methods.facets import About, Access, Cost, Merged
 
-__all__ = ["DELLA", "merge"]
-
 
 def merge(
     deltas: Sequence[Tensor],

@@ -12,25 +12,6 @@ from torch import Tensor
 from actmat.linalg.lowrank import LowRank
 from actmat.linalg.operations import Operation
 
-__all__ = [
-    "LINEAR_LAWS",
-    "MEAN_LAWS",
-    "SUM_LAWS",
-    "About",
-    "Access",
-    "ActsOn",
-    "Combination",
-    "Cost",
-    "Law",
-    "LowRankForm",
-    "Merged",
-    "MergedLowRank",
-    "Stages",
-    "Survey",
-    "When",
-    "holds",
-]
-
 ActsOn = Literal["matrix", "tensor", "elementwise"]
 """matrix: `*batch O I`, a logical linear map; tensor: a whole tensor of any shape; elementwise: every entry of the
 result depends only on the same entry of the inputs, so that the engine may pass flat chunks of any size."""

@@ -15,8 +15,6 @@ from torch import Tensor
 from actmat.methods.contract import Bounds, MergeMethod, Weights
 from actmat.methods.facets import About, Access, Cost, Merged
 
-__all__ = ["FISHER", "merge"]
-
 _NOWHERE = 1e-30
 """Added to every Fisher entry, far below any real one: entries without Fisher information get the mean."""
 

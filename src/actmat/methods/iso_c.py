@@ -31,8 +31,6 @@ from actmat.methods._shared.per_matrix import Shape, in_cores
 from actmat.methods.contract import Fraction, MergeMethod, Weights
 from actmat.methods.facets import SUM_LAWS, About, Access, Cost, Merged
 
-__all__ = ["ISO_C", "merge"]
-
 Null = Literal["zero", "fill"]
 
 _FULL_RANK = (

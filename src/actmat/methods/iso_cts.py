@@ -29,8 +29,6 @@ from actmat.methods._shared.per_matrix import Shape, in_cores
 from actmat.methods.contract import Fraction, MergeMethod, Weights
 from actmat.methods.facets import LINEAR_LAWS, About, Cost, Merged
 
-__all__ = ["ISO_CTS", "merge", "split_directions"]
-
 
 def merge(
     deltas: Sequence[Tensor],

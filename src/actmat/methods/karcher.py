@@ -22,8 +22,6 @@ from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import Bounds, MergeMethod, Weights
 from actmat.methods.facets import About, Access, Combination, Cost, Merged
 
-__all__ = ["KARCHER", "merge", "sphere_mean"]
-
 
 def merge(
     deltas: Sequence[Tensor],

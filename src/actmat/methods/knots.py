@@ -43,8 +43,6 @@ from actmat.methods.dare import drops
 from actmat.methods.facets import About, Cost, LowRankForm, Merged, MergedLowRank
 from actmat.methods.ties import SURVEY, TrimSurvey, kept_entries
 
-__all__ = ["KNOTS", "merge", "merge_lowrank"]
-
 Rule = Literal["ties", "task_arithmetic", "dare", "tsv", "iso_c"]
 Order = Literal["official", "actmat"]
 ELEMENTWISE = ("ties", "dare")

@@ -17,8 +17,6 @@ from actmat.methods._shared.per_expert import weights_and_sum
 from actmat.methods.contract import MergeMethod, Weights
 from actmat.methods.facets import MEAN_LAWS, About, Access, Cost, LowRankForm, Merged, MergedLowRank
 
-__all__ = ["LINEAR", "merge", "merge_lowrank"]
-
 _SCALES_THE_BASE = (
     "linear: normalize=False is not available for low-rank deltas: it scales the base weights too, which is not a "
     "low-rank change"

@@ -18,8 +18,6 @@ from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
 from actmat.methods.contract import MergeMethod
 from actmat.methods.facets import MEAN_LAWS, About, Access, Combination, Cost, Merged
 
-__all__ = ["MODEL_STOCK", "merge"]
-
 _SINGULAR = 1e-6
 """`|1 + (T - 1) cos|` below which opposing experts give no finite estimate; the filter then keeps the base."""
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from actmat.methods.contract import Bounds, MergeMethod
 from actmat.methods.facets import About, Access, Cost, Merged
 
-__all__ = ["NEARSWAP", "merge"]
-
 
 def merge(deltas: Sequence[Tensor], *, t: Annotated[float, Bounds(0, open_low=True)] = 1e-4) -> Merged:
     """`W* = W_0 + min(t / |D|, 1) D`, which is the delta clipped to `[-t, t]`.

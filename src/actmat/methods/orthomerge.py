@@ -31,8 +31,6 @@ from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
 from actmat.methods.facets import About, Cost, Merged
 
-__all__ = ["ORTHOMERGE", "generator_of", "merge", "nearest_rotation"]
-
 Targets = Literal["expert", "conflict"]
 InnerRule = Literal["task_arithmetic", "ties", "tsv"]
 SCALINGS: dict[InnerRule, float] = {"task_arithmetic": 0.2, "ties": 1.0, "tsv": 1.0}

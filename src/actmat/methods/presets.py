@@ -26,8 +26,6 @@ from actmat.methods._shared.interference import FillOption, RelativeCutoff, Rule
 from actmat.methods.contract import Bounds, MergeMethod
 from actmat.methods.facets import MEAN_LAWS, SUM_LAWS, About, Law
 
-__all__ = ["PRESETS"]
-
 Positive = Annotated[float, Bounds(0, open_low=True)]
 PER_NORM = Estimator(normalize="norm")
 FROM_SUM: frozenset[Law] = SUM_LAWS | {"single", "orthogonal_rows_sum"}

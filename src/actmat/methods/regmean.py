@@ -14,8 +14,6 @@ from actmat.methods._shared.interference import SHARED_LAWS, member
 from actmat.methods.contract import Bounds, Fraction
 from actmat.methods.facets import About
 
-__all__ = ["REGMEAN", "rule"]
-
 
 def rule(
     *,

@@ -28,8 +28,6 @@ from actmat.methods._shared.per_matrix import OneMatrix, Shape, each_matrix, in_
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
 from actmat.methods.facets import LINEAR_LAWS, About, Cost, Merged
 
-__all__ = ["RESMERGE", "merge"]
-
 OPPOSED = 1e-8
 """Length of the sum of unit residuals below which it has no direction; as in the published code."""
 

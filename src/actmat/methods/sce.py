@@ -21,8 +21,6 @@ from actmat.linalg.scaling import exponent_of, largest_entry, scaled
 from actmat.methods.contract import Fraction, MergeMethod
 from actmat.methods.facets import About, Cost, Merged
 
-__all__ = ["SCE", "merge"]
-
 
 def merge(deltas: Sequence[Tensor], *, select_topk: Fraction = 1.0) -> Merged:
     """`D* = sum_{t in A} e_t D_t / sum_{t in A} e_t`, `e_t = ||D_t||_F^2`, `A = {t: sign(D_t) = sign(sum_t D_t)}`.

@@ -19,8 +19,6 @@ from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import Fraction, MergeMethod
 from actmat.methods.facets import About, Access, Combination, Cost, Merged
 
-__all__ = ["SLERP", "merge"]
-
 
 def merge(deltas: Sequence[Tensor], *, base: Tensor, t: Fraction = 0.5, linear_above: Fraction = 0.9995) -> Merged:
     """`W* = sin((1-t) a)/sin(a) X + sin(t a)/sin(a) Y`, `a` the angle between `X` and `Y`; `D* = W* - W_0`.

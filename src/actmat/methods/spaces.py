@@ -25,16 +25,6 @@ from actmat.methods.contract import MergeMethod
 from actmat.methods.facets import MergedLowRank
 from actmat.methods.post.contract import Step, apply_steps, apply_steps_lowrank
 
-__all__ = [
-    "MERGE_IN",
-    "Space",
-    "as_factors",
-    "merge_in_core",
-    "merge_in_factors",
-    "space_problems",
-    "space_words",
-]
-
 Space = Literal["full", "core", "factors"]
 
 ROTATIONS = frozenset({"left_orthogonal", "right_orthogonal"})

@@ -14,8 +14,6 @@ from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods.contract import MergeMethod, Weights
 from actmat.methods.facets import SUM_LAWS, About, Access, Cost, LowRankForm, Merged, MergedLowRank
 
-__all__ = ["TASK_ARITHMETIC", "merge", "merge_lowrank"]
-
 
 def merge(deltas: Sequence[Tensor], *, weights: Weights = None, scaling: float = 0.4) -> Merged:
     """`D* = scaling * sum_t w_t D_t`.

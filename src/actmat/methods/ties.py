@@ -34,8 +34,6 @@ from actmat.methods._shared.per_expert import per_expert, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
 from actmat.methods.facets import About, Access, Cost, Merged, Survey
 
-__all__ = ["SURVEY", "TIES", "GlobalTrim", "TrimSurvey", "kept_entries", "merge"]
-
 Variant = Literal["original", "mergekit", "actmat"]
 ZERO_SIGN: dict[Variant, ZeroSign] = {"original": "majority", "mergekit": "positive", "actmat": "zero"}
 

@@ -24,8 +24,6 @@ from actmat.methods._shared.per_matrix import Shape, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod, Weights
 from actmat.methods.facets import About, Access, Cost, Merged
 
-__all__ = ["TSV", "merge"]
-
 _NEEDS_NULL_SPACE = (
     "tsv: rank_aware=False asks for null-space vectors of the full matrices, which low-rank factors do not have; merge "
     "the dense deltas, or leave rank_aware at True"

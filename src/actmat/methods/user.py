@@ -19,14 +19,6 @@ from pathlib import Path
 from actmat.errors import RecipeError, did_you_mean
 from actmat.methods.contract import MergeMethod
 
-__all__ = [
-    "installed_methods",
-    "is_user_method",
-    "load_installed_method",
-    "load_user_method",
-    "method_version",
-]
-
 GROUP = "actmat.methods"
 
 

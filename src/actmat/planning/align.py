@@ -15,8 +15,6 @@ from actmat.layout.ties import is_output_head, tied_partner
 from actmat.layout.types import Block, LayoutMap, Role, RoleOverride
 from actmat.recipe import Recipe
 
-__all__ = ["Alignment", "align", "resolve_roles"]
-
 
 def resolve_roles(
     recipe: Recipe, specs: Mapping[str, TensorSpec], config: Mapping[str, Any] | None

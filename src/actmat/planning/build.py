@@ -27,8 +27,6 @@ from actmat.recipe import Recipe
 from actmat.recipe.output import Extracted
 from actmat.version import __version__
 
-__all__ = ["build_plan", "versions_of"]
-
 
 def build_plan(
     recipe: Recipe,

@@ -15,8 +15,6 @@ from actmat.methods import MergeMethod
 from actmat.planning.item import MethodCall
 from actmat.recipe.values import Entry, Gradient, Value, is_varying, leaves
 
-__all__ = ["NOWHERE", "CallTemplate", "Place", "WeightsTemplate", "depth_factors", "depth_of", "places_of", "resolved"]
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

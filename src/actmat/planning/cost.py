@@ -32,25 +32,6 @@ from actmat.planning.item import Item, MethodCall, Reading
 from actmat.planning.regions import CHUNK, Region
 from actmat.recipe import Postprocess
 
-__all__ = [
-    "BASELINE_BYTES",
-    "ITEM_BYTES",
-    "MATRIX_BYTES",
-    "NOMINAL_BYTES",
-    "NOMINAL_FLOPS",
-    "SOURCE_BYTES",
-    "CallShape",
-    "different",
-    "factored_bytes",
-    "factored_tensor_bytes",
-    "item_operations",
-    "method_operations",
-    "nominal_seconds",
-    "region_peak_bytes",
-    "statistics_bytes",
-    "tensor_peak_bytes",
-]
-
 BASELINE_BYTES = 300_000_000
 """Anonymous memory of the process itself with torch loaded; see `benchmarks/memory.py`."""
 

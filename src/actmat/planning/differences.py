@@ -7,8 +7,6 @@ from typing import Any
 
 from actmat.planning.model import InputSummary, MergePlan
 
-__all__ = ["plan_differences"]
-
 LONGEST = 80
 
 

@@ -14,21 +14,6 @@ from actmat.layout.types import Block, TensorLayout
 from actmat.methods.post import PostStep, Step, get_step
 from actmat.methods.spaces import Space
 
-__all__ = [
-    "Action",
-    "Cost",
-    "Extraction",
-    "FactorPlan",
-    "Form",
-    "Item",
-    "Kernel",
-    "MethodCall",
-    "Plain",
-    "PostCall",
-    "Reading",
-    "Strategy",
-]
-
 Action = Literal["merge", "average", "copy", "tie"]
 """merge: by the method the recipe asks for; average: mean of the deltas, because the method does not apply there;
 copy: the base's bytes; tie: the bytes of the tensor it is tied to."""

@@ -25,8 +25,6 @@ from actmat.planning.item import Item, Kernel, Reading
 from actmat.planning.reading import regions_of, way_of
 from actmat.planning.regions import Region
 
-__all__ = ["BLOCK_BYTES", "HOST", "STAGED_BLOCKS", "STAGING_BYTES", "DeviceRoom", "Placed", "place"]
-
 BLOCK_BYTES = 32 << 20
 """Bytes that are moved to a device at a time: enough to reach the bandwidth of a link."""
 

@@ -15,8 +15,6 @@ from actmat.methods import get_method
 from actmat.planning.item import Item
 from actmat.planning.placement import Placed
 
-__all__ = ["PooledLayout", "assign_pools", "pooled"]
-
 PooledLayout = TensorLayout(Role.LINEAR, "pooled with the layers that read the same input")
 
 

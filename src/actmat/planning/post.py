@@ -18,18 +18,6 @@ from actmat.methods.spaces import space_words
 from actmat.planning.item import Item, MethodCall, PostCall
 from actmat.recipe import Recipe
 
-__all__ = [
-    "factor_problems",
-    "has_spectrum",
-    "in_space",
-    "layer_items",
-    "layer_notes",
-    "layers_of",
-    "post_calls",
-    "post_problems",
-    "space_input_problems",
-]
-
 _NUMBER = re.compile(r"(?:(?<=[./])|^)\d+(?=[./]|$)")
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 

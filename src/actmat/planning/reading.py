@@ -17,8 +17,6 @@ from actmat.planning.item import Item, Kernel, Reading
 from actmat.planning.regions import CHUNK, Region, cut, granularity, streams
 from actmat.recipe import Postprocess
 
-__all__ = ["Access", "reading_of", "regions_of", "shared_regions", "shared_way", "way_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Access:

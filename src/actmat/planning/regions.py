@@ -20,8 +20,6 @@ from actmat.methods.facets import ActsOn
 from actmat.methods.spaces import Space
 from actmat.recipe import Postprocess
 
-__all__ = ["CHUNK", "HELD_BYTES", "Region", "cut", "granularity", "matrix_label", "streams"]
-
 CHUNK = 1 << 19
 """Entries of a chunk: 1 MB of bfloat16, 2 MB of float32. Fixed, because results must not depend on it."""
 

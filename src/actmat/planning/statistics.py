@@ -23,15 +23,6 @@ from actmat.recipe import Recipe
 from actmat.statistics.header import amount, describe
 from actmat.statistics.store import Statistics, open_statistics
 
-__all__ = [
-    "ExpertStatistics",
-    "declared_kinds",
-    "gram_key",
-    "module_statistics",
-    "opened_statistics",
-    "with_statistics",
-]
-
 
 @dataclass(frozen=True)
 class ExpertStatistics:

@@ -11,17 +11,6 @@ from actmat.experts.base import Expert, Source
 from actmat.layout.components import component_configs, parts_of, single_file_of
 from actmat.recipe import Recipe
 
-__all__ = [
-    "absent_parts",
-    "encoding_problems",
-    "files_left_out",
-    "left_out_note",
-    "part_notes",
-    "quantisation_notes",
-    "scheme_words",
-    "stems_of",
-]
-
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 """Start of the names of diffusers' weight files."""
 

@@ -37,8 +37,6 @@ from actmat.planning.storage import (
 )
 from actmat.recipe import Recipe
 
-__all__ = ["plan_tensors"]
-
 
 def plan_tensors(
     recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], statistics: ExpertStatistics, room: DeviceRoom = HOST

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ALIASES", "real_method", "real_options", "with_real_method", "without_sums"]
-
 ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "dare_ties": ("dare", {"rule": "ties", "rescale": "l1", "reduce": "sum"}),
     "dare_linear": ("dare", {"rule": "linear", "rescale": "l1"}),

@@ -19,8 +19,6 @@ from actmat.recipe.output import LOOSE
 from actmat.recipe.schema import Recipe, make_recipe
 from actmat.recipe.text import UnreadableError, parse_yaml
 
-__all__ = ["Importer", "load_recipe", "printable_yaml", "recipe_yaml"]
-
 MAX_BYTES = 1_000_000
 """Largest recipe file; reading it takes seconds."""
 

@@ -11,8 +11,6 @@ from actmat.experts.policy import TokenSource, VocabularyPolicy
 from actmat.flag import Flag
 from actmat.recipe.values import Strict
 
-__all__ = ["KINDS", "LOOSE", "Adapter", "Extracted", "Model", "Output", "TokenRow", "Vocabulary", "gathered"]
-
 
 class TokenRow(Strict):
     """The row of one token; as text, the model it is taken from."""

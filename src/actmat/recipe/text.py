@@ -7,8 +7,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["MAX_VALUES", "UnreadableError", "parse_yaml"]
-
 MAX_VALUES = 100_000
 """Most values of one text, its anchors written out."""
 

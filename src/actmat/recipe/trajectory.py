@@ -14,8 +14,6 @@ from typing import Any
 from actmat.errors import RecipeError
 from actmat.recipe.schema import Recipe, make_recipe
 
-__all__ = ["average_recipe", "distinct_names", "in_order", "trajectory_weights"]
-
 FORMS = "uniform, linear, ema:DECAY (such as ema:0.9), wsd, or one number per checkpoint"
 
 

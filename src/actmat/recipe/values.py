@@ -23,25 +23,6 @@ from pydantic import (
     model_validator,
 )
 
-__all__ = [
-    "FLOAT32_MAX",
-    "Entry",
-    "Factor",
-    "Gradient",
-    "Patterns",
-    "Strict",
-    "Value",
-    "Weight",
-    "WeightOrNone",
-    "is_varying",
-    "leaves",
-    "listed",
-    "numbers",
-    "read_option",
-    "read_value",
-    "shown_value",
-]
-
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127  # without torch, which takes a second to import
 _FLOAT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
 

@@ -14,8 +14,6 @@ from actmat.recipe.aliases import real_method, real_options
 from actmat.recipe.schema import Recipe
 from actmat.recipe.text import MAX_BITS, UnreadableError, parse_yaml
 
-__all__ = ["parse_option", "variants"]
-
 
 def variants(
     recipe: Recipe, methods: Sequence[str] = (), options: Mapping[str, Sequence[Any]] | None = None

@@ -16,8 +16,6 @@ from actmat.recipe.load import recipe_yaml
 from actmat.recipe.values import shown_value
 from actmat.report.licences import Origin, combine, origins_of
 
-__all__ = ["model_card"]
-
 
 def model_card(plan: MergePlan) -> str:
     """Markdown with a YAML head: `base_model`, `license`, `tags: [merge]`, the recipe, what was done.

@@ -16,8 +16,6 @@ from actmat.errors import MergeError
 from actmat.foreign import in_one_line, markdown, terminal
 from actmat.planning.model import InputSummary
 
-__all__ = ["Card", "CombinedLicence", "Origin", "combine", "origins_of", "read_card"]
-
 MAX_TEXT = 1 << 20
 """Bytes of a card."""
 

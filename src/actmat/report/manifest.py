@@ -20,18 +20,6 @@ from actmat.experts.base import Expert
 from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.report.rows import Rows, canonical_json, indented_json
 
-__all__ = [
-    "Contents",
-    "build_manifest",
-    "expert_hashes",
-    "input_location",
-    "manifest_content",
-    "model_contents",
-    "read_manifest",
-    "total_error",
-    "write_manifest",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Contents:

@@ -6,8 +6,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["Rows", "canonical_json", "indented_json"]
-
 
 class Rows:
     """A list that is made anew each time it is iterated over.

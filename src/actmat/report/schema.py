@@ -13,8 +13,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-__all__ = ["manifest_problems"]
-
 LONGEST_PATH = 4096
 
 

@@ -12,8 +12,6 @@ from actmat.engine.task import Record
 from actmat.errors import CheckpointError
 from actmat.planning.model import MergePlan
 
-__all__ = ["Norms", "Totals", "recorded_totals", "sum_records"]
-
 
 @dataclass(frozen=True, slots=True)
 class Norms:

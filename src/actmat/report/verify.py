@@ -34,8 +34,6 @@ from actmat.statistics.store import open_statistics
 if TYPE_CHECKING:
     from actmat.checkpoints.hub import HubFile, HubRepository
 
-__all__ = ["OutputFiles", "Verification", "open_output", "verify"]
-
 
 class OutputFiles(abc.ABC):
     """Files by name; a name of a deeper one has slashes.

@@ -13,20 +13,6 @@ from actmat.errors import format_size
 from actmat.planning.model import Item, MergePlan, count_actions
 from actmat.report.totals import Norms
 
-__all__ = [
-    "IN_PLACES",
-    "SIZE_CODES",
-    "ItemGroup",
-    "action_counts",
-    "item_groups",
-    "plan_time",
-    "plan_traffic",
-    "plural",
-    "size_finding",
-    "size_ratios",
-    "size_words",
-]
-
 IN_PLACES = {"AM403": " in places"}
 """Words after `its size is off` for a check that looks at single matrices."""
 

@@ -9,8 +9,6 @@ from actmat.diagnostics.model import Diagnosis, write_diagnosis
 from actmat.errors import MergeError
 from actmat.plugins import load
 
-__all__ = ["write_report"]
-
 
 def write_report(diagnosis: Diagnosis, path: str | Path) -> list[Path]:
     """Write one file if its name ends in .html (the page) or .json, else both into a directory, which is made.

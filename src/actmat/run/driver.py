@@ -20,8 +20,6 @@ from actmat.run.prepare import Prepared
 from actmat.run.resume import MergeReport
 from actmat.run.stage import StagedOutput
 
-__all__ = ["execute", "finish"]
-
 
 def execute(outputs: Sequence[StagedOutput], prepared: Prepared, progress: Progress) -> None:
     """Merge everything that is not done yet; keep the journal, judge the findings.

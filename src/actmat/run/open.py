@@ -29,8 +29,6 @@ from actmat.recipe.values import leaves
 from actmat.run.places import Place, Writes, find_place
 from actmat.settings import RunSettings
 
-__all__ = ["Opened", "base_problems", "check_values", "open_inputs", "resolved"]
-
 BASELESS = tuple(m.name for m in METHODS if m.access.baseless)
 PEFT = ("same", "peft")
 """Layouts of adapters that can be extracted."""

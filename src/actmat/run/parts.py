@@ -45,8 +45,6 @@ from actmat.run.stage import JournalRecords, StagedOutput, check_room, intact_it
 from actmat.settings import RunSettings
 from actmat.system import usable_cores
 
-__all__ = ["FinishReport", "PartReport", "finish_parts", "run_part"]
-
 SHOWN = 8
 """Missing parts that an error lists with their commands."""
 

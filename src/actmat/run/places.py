@@ -26,8 +26,6 @@ from actmat.recipe import Recipe
 from actmat.report import read_manifest
 from actmat.settings import RunSettings
 
-__all__ = ["Place", "find_place", "has_manifest_of", "present_output"]
-
 Writes = Literal["nothing", "outputs", "part"]
 """Outputs of a run: none, whole ones, or a part of one, alongside which other parts may be."""
 

@@ -16,8 +16,6 @@ from actmat.planning.placement import DeviceRoom
 from actmat.run.open import Opened
 from actmat.run.places import Place
 
-__all__ = ["Prepared", "plans_of", "prepare"]
-
 
 @dataclass(frozen=True)
 class Prepared:

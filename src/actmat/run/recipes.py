@@ -19,8 +19,6 @@ from actmat.run.resume import MergeReport, resume
 from actmat.run.stage import StagedOutput, stage
 from actmat.settings import RunSettings
 
-__all__ = ["diagnose_recipe", "plan_recipe", "run_recipes"]
-
 
 @memory_errors()  # outside of the staged outputs, which keep what is finished
 def run_recipes(

@@ -29,8 +29,6 @@ from actmat.run.places import present_output
 from actmat.run.prepare import Prepared
 from actmat.settings import RunSettings
 
-__all__ = ["MergeReport", "Resumed", "check_same_merge", "has_same_inputs", "resume"]
-
 
 @dataclass(frozen=True, repr=False)
 class MergeReport:

@@ -32,9 +32,6 @@ from actmat.run.resume import Resumed
 from actmat.settings import RunSettings
 from actmat.system import stored_bytes
 
-__all__ = ["JournalRecords", "StagedOutput", "check_room", "intact_items", "stage"]
-
-
 Entries = Mapping[str, Mapping[str, Any]]
 """Journal entries by the name of their item."""
 

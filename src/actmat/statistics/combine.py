@@ -16,8 +16,6 @@ from actmat.statistics.header import Header, content_hash
 from actmat.statistics.kinds import KINDS, added_fields, get_kind
 from actmat.statistics.store import Statistics, open_statistics, write_statistics
 
-__all__ = ["join_statistics", "merge_statistics"]
-
 
 def merge_statistics(
     inputs: Sequence[str | Path], out: str | Path, *, dtype: str | None = None, overwrite: bool = False

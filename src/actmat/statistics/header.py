@@ -19,23 +19,6 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import StatisticsError
 from actmat.experts.lora.adapter import Adapter
 
-__all__ = [
-    "FILE_NAME",
-    "METADATA_KEY",
-    "DataInfo",
-    "GramInfo",
-    "Header",
-    "ModelInfo",
-    "adapter_content",
-    "amount",
-    "content_hash",
-    "describe",
-    "header_hash",
-    "is_of_images",
-    "parse_header",
-    "patches",
-]
-
 FILE_NAME = "statistics.safetensors"
 METADATA_KEY = "actmat_statistics"
 MAX_WIDTH = 1 << 20

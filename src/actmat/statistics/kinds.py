@@ -17,21 +17,6 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.errors import StatisticsError, did_you_mean
 from actmat.statistics.header import GramInfo, GramOf, Header, SumInfo
 
-__all__ = [
-    "BLOCK",
-    "FISHER",
-    "GRAM",
-    "KINDS",
-    "Kind",
-    "Mean",
-    "SumKind",
-    "added_fields",
-    "get_kind",
-    "packed_shape",
-    "packed_size",
-    "unpack",
-]
-
 Mean = Literal["token", "sample", "sum"]
 """Divisor of a Gram matrix: the tokens seen, the samples, or 1."""
 

@@ -25,8 +25,6 @@ from torch.func import functional_call
 from actmat.errors import AlignmentError
 from actmat_experiments.core import AdamState, adam_step, entropy
 
-__all__ = ["Coefficients", "learn"]
-
 Batch = Mapping[str, Tensor]
 
 

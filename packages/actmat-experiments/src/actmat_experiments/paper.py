@@ -14,17 +14,6 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Literal
 
-__all__ = [
-    "ATTENTION",
-    "FOREIGN",
-    "LORA_VARIANTS",
-    "REASONING",
-    "VARIANTS",
-    "paper_figures",
-    "paper_models",
-    "paper_tasks",
-]
-
 Regime = Literal["full", "lora"]
 Kind = Literal["default", "tuned"]
 

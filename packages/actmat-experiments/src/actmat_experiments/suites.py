@@ -13,8 +13,6 @@ from actmat.errors import RecipeError, did_you_mean
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["SUITES", "RunRequest", "Suite", "TableRequest", "get_suite"]
-
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:

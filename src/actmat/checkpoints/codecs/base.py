@@ -20,8 +20,6 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 
-__all__ = ["Claims", "Codec", "CodedTensor", "Headers", "StoredParts", "float_dtype", "quantisation_config"]
-
 LEVELS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Parts of a config that may have the settings of a whole text model."""
 

@@ -16,8 +16,6 @@ from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_byt
 from actmat.checkpoints.side_files import SideFiles
 from actmat.errors import CheckpointError
 
-__all__ = ["QuantisedCheckpoint", "coding_of", "without_quantisation"]
-
 BYTES_PER_ENTRY = 24
 """Memory while an entry is decoded: code, indices, scale and value as float32, and the result."""
 

@@ -14,8 +14,6 @@ from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.raw import raw_bytes
 
-__all__ = ["EncodingSink", "encoding_bytes"]
-
 BYTES_PER_ENTRY = 40
 """Memory while a run is encoded: its floats, their codes and scales on the way, and the decoded floats."""
 

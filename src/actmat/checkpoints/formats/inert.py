@@ -13,8 +13,6 @@ import struct
 from collections.abc import Callable, Collection
 from typing import Any
 
-__all__ = ["Inert", "InertError", "parse_pickle"]
-
 MAX_OPCODES = 20_000_000
 """About 50 per shard of a tensor: 400,000 shards; they take some 30 s."""
 

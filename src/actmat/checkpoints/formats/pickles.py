@@ -12,8 +12,6 @@ import pickletools
 from collections.abc import Iterator
 from typing import IO, Any, NamedTuple, cast
 
-__all__ = ["PickleBoundsError", "check_pickle"]
-
 MAX_OPCODES = 1_000_000
 """Those of 31,000 tensors in one file; they take a few seconds to follow."""
 

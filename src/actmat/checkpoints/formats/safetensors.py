@@ -34,8 +34,6 @@ from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_byt
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint, join_shards
 from actmat.errors import CheckpointError
 
-__all__ = ["SAFETENSORS", "STEMS", "SafetensorsCheckpoint"]
-
 STEMS = ("model", "diffusion_pytorch_model")
 """Starts of the names of weight files that libraries save: transformers' and diffusers'."""
 _INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(?:\.(?P<variant>[\w-]+))?\.json")

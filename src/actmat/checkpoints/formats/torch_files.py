@@ -34,8 +34,6 @@ from actmat.checkpoints.source import Format, Source, StoredCheckpoint, join_sha
 from actmat.errors import CheckpointError
 from actmat.system import total_memory
 
-__all__ = ["TORCH_FILES", "TORCH_SUFFIXES", "TorchCheckpoint", "load_torch"]
-
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 BIN_NAME = "pytorch_model.bin"
 BIN_INDEX_SUFFIX = ".bin.index.json"

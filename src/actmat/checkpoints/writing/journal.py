@@ -18,8 +18,6 @@ from actmat.bounds import open_regular, parse_object
 from actmat.errors import OutputError
 from actmat.system import BINARY, NOFOLLOW, read_at
 
-__all__ = ["Journal"]
-
 MAX_LINE_BYTES = 1 << 26
 """Longest line; one with the measures of a matrix takes some kilobytes."""
 

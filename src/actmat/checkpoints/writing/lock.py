@@ -11,8 +11,6 @@ from filelock import FileLock, Timeout
 
 from actmat.errors import OutputError
 
-__all__ = ["OutputLock"]
-
 WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
 """Errors of file systems that offer no locks."""
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from actmat.checkpoints.base import DTYPES, TensorSpec
 from actmat.errors import RecipeError
 
-__all__ = ["Extent", "Shard", "index_files", "index_json", "parse_size", "plan_shards"]
-
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 

@@ -33,8 +33,6 @@ from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import OutputError
 from actmat.system import rename_folder, sync_directory
 
-__all__ = ["SharedStage"]
-
 PLAN_NAME = "plan.json"
 HEAD_NAME = "parts.json"
 SUFFIX = "parts"

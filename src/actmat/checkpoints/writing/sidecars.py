@@ -16,8 +16,6 @@ from actmat.checkpoints.folder import nested_member
 from actmat.checkpoints.side_files import SideFiles, is_of_architecture, side_files_of
 from actmat.errors import CheckpointError
 
-__all__ = ["SideFolder", "check_sidecars", "copy_sidecars", "side_folder"]
-
 DTYPE_KEYS = {"dtype", "torch_dtype"}
 
 

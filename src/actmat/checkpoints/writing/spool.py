@@ -17,8 +17,6 @@ from actmat.checkpoints.writing.shards import Shard
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter
 
-__all__ = ["SPOOL", "SpoolSink", "SpoolWriter"]
-
 SPOOL = ".spool"
 """Folder of the tensors' files, in that of the output."""
 

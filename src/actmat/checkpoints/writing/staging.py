@@ -30,18 +30,6 @@ from actmat.checkpoints.writing.shards import Shard
 from actmat.errors import OutputError, format_size
 from actmat.system import rename_folder, sync_directory
 
-__all__ = [
-    "JOURNAL_NAME",
-    "MANIFEST_NAME",
-    "CheckedJournal",
-    "Staging",
-    "check_output_path",
-    "disk_errors",
-    "left_journal",
-    "occupied",
-    "sibling",
-]
-
 JOURNAL_NAME = "journal.jsonl"
 MANIFEST_NAME = "actmat_manifest.json"
 LONGEST_NAME = 255

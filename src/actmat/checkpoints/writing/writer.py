@@ -16,8 +16,6 @@ from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import OutputError
 from actmat.system import BINARY, DSYNC, NOFOLLOW, read_at, sync_data, write_at
 
-__all__ = ["ShardWriter", "TensorSink"]
-
 _CHECK_BYTES = 1 << 22
 _FLUSH_BYTES = 1 << 26
 READ_FLAGS = os.O_RDONLY | NOFOLLOW | BINARY

@@ -15,8 +15,6 @@ from typing import Any
 
 from actmat.diagnostics.model import CheckResult, Measure, Severity, TensorRow, Verdict
 
-__all__ = ["Check", "Facts", "Outcome", "clear", "found", "not_applicable", "percent"]
-
 SHOWN_TENSORS = 20
 
 

@@ -10,9 +10,6 @@ from typing import Any
 
 from actmat.diagnostics.checks.base import Check, Facts, Outcome, clear, found, not_applicable
 
-__all__ = ["IDENTITY_CHECKS", "SIGNAL_CHECKS"]
-
-
 MOST = 0.5
 """Least share of an expert's tensors at which the expert is reported."""
 

@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from actmat.diagnostics.checks.base import Check, Facts, Outcome, clear, found, not_applicable, percent
 from actmat.diagnostics.model import Measure
 
-__all__ = ["BALANCE_CHECKS", "SIZE_CHECKS", "TABLE_CHECKS", "size_warning"]
-
-
 DOMINANT = 3.0
 """Norm of one expert against the median of the others. Gram matrices weigh with its square: nine times as much."""
 

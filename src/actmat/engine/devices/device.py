@@ -22,8 +22,6 @@ from actmat.errors import RecipeError, format_size
 from actmat.planning.placement import BLOCK_BYTES, HOST, STAGED_BLOCKS, STAGING_BYTES, DeviceRoom
 from actmat.planning.regions import CHUNK
 
-__all__ = ["SLOTS", "CudaDevice", "Device", "Mark", "MetalDevice", "SimulatedDevice", "device_room", "open_devices"]
-
 SLOTS = STAGED_BLOCKS - 2
 """Blocks that are read ahead: enough for the next matrix while one is merged. Two more are for what was not."""
 

@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from actmat.errors import format_size
 
-__all__ = ["Ledger"]
-
 
 class Ledger:
     """Bytes in use of one simulated device; threads share it.

@@ -10,8 +10,6 @@ import torch
 
 from actmat.errors import RecipeError
 
-__all__ = ["DeviceNames", "check_device", "check_device_name", "parse_devices"]
-
 FORMS = "'cpu', 'cuda', 'cuda:N', 'cuda:N,M', 'mps', or for simulated devices 'cpu:N,M'"
 
 

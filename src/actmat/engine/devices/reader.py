@@ -24,8 +24,6 @@ from actmat.engine.reader import StreamedBase, TensorReader
 from actmat.planning.model import Item
 from actmat.planning.regions import Region
 
-__all__ = ["DeviceReader"]
-
 
 class DeviceReader(TensorReader):
     """As `TensorReader`; deltas, results and the base that methods are given lie on a device.

@@ -20,8 +20,6 @@ from torch import Tensor
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.devices.device import SLOTS, Device, Mark
 
-__all__ = ["Arrived", "Staging", "Transfer"]
-
 
 class Slot:
     """A buffer on the host and one on the device.

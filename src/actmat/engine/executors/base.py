@@ -13,8 +13,6 @@ from actmat.engine.survey import SurveyKey, run_surveys
 from actmat.engine.units import Unit
 from actmat.planning.model import Item
 
-__all__ = ["Executor", "ExecutorFactory", "survey_in"]
-
 
 class Executor(Protocol):
     """Runs units somewhere and returns their results; a class that is made as `ExecutorFactory` says.

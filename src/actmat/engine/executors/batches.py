@@ -8,8 +8,6 @@ from actmat.engine.units import Unit
 from actmat.methods import get_method
 from actmat.planning.model import MergePlan
 
-__all__ = ["Batch", "batches_of"]
-
 Batch = Sequence[Unit]
 """Units that one worker merges together; most are alone."""
 

@@ -35,8 +35,6 @@ from actmat.engine.units import Unit, planned_seconds
 from actmat.errors import MEMORY_MESSAGES, MergeError, format_size
 from actmat.planning.model import Item
 
-__all__ = ["DeviceExecutor"]
-
 
 class DeviceExecutor:
     """Devices of this machine, and threads for what the plan leaves to the host.

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from actmat.engine.memory import Budget
 from actmat.planning.cost import MATRIX_BYTES
 
-__all__ = ["HelpersOfUnit", "IdleWorkers"]
-
 PATIENCE = 0.05
 """Seconds after which a helper asks again for memory that was not free."""
 

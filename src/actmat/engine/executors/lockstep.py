@@ -22,8 +22,6 @@ from torch import Tensor
 
 from actmat.linalg.lapack import Attempt, decomposed_by
 
-__all__ = ["Lockstep", "in_lockstep"]
-
 STACKED_ON = ("cuda",)
 """Kinds of devices on which stacks are decomposed."""
 

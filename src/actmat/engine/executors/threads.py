@@ -25,8 +25,6 @@ from actmat.engine.units import Unit, long_seconds, planned_seconds
 from actmat.linalg.panels import helped_by
 from actmat.planning.model import Item
 
-__all__ = ["ThreadExecutor", "room_for"]
-
 
 class ThreadExecutor:
     """Threads of this process, which share the open inputs and output files.

@@ -20,8 +20,6 @@ from actmat.engine.task import Record, Task
 from actmat.linalg.inner import add_up, inner_products
 from actmat.planning.regions import Region
 
-__all__ = ["run"]
-
 
 def run(tasks: Sequence[Task], reader: TensorReader | AdapterReader) -> list[Record]:
     """Combine one tensor.

@@ -8,8 +8,6 @@ from actmat.engine.kernels.regions import by_regions
 from actmat.engine.reader import TensorReader
 from actmat.engine.task import Record, Task
 
-__all__ = ["run"]
-
 
 def run(tasks: Sequence[Task], reader: TensorReader) -> list[Record]:
     """Copy one tensor into the outputs of all tasks."""

@@ -20,8 +20,6 @@ from actmat.engine.reader import TensorReader
 from actmat.engine.task import Record, Task
 from actmat.planning.regions import Region
 
-__all__ = ["run"]
-
 
 def run(tasks: Sequence[Task], reader: TensorReader) -> list[Record]:
     """Merge one tensor for all tasks.

@@ -28,8 +28,6 @@ from actmat.linalg.svd import thin_svd
 from actmat.planning.item import Extraction
 from actmat.planning.regions import Region
 
-__all__ = ["DeltaFactors", "run"]
-
 ROUNDING = 2.0**-40
 """Share of the energy that rounding may hide: the smallest rank that reaches the energy is not one more for it."""
 

@@ -40,8 +40,6 @@ from actmat.planning.adapter.layouts import ALPHA
 from actmat.planning.item import Item
 from actmat.planning.regions import Region, cut, matrix_label
 
-__all__ = ["merged_by_factors", "module_deltas", "run"]
-
 
 def run(tasks: Sequence[Task], reader: TensorReader | AdapterReader) -> list[Record]:
     """Merge one tensor, or one module, by its factors.

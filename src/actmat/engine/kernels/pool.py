@@ -22,8 +22,6 @@ from actmat.engine.task import Record, Task
 from actmat.planning.pools import pooled
 from actmat.planning.regions import Region
 
-__all__ = ["run"]
-
 
 def run(tasks: Sequence[Task], reader: PoolReader) -> list[Record]:
     """Merge one pool for all outputs; tasks are those of the first tensor, then those of the next.

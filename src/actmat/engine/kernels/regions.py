@@ -18,8 +18,6 @@ from actmat.engine.writing import write_tensor
 from actmat.planning.item import Reading
 from actmat.planning.regions import CHUNK, Region
 
-__all__ = ["BaseEntries", "MergeRegion", "adapter_record", "by_regions", "context_of", "record_of"]
-
 BaseEntries = Tensor | StreamedBase
 """Entries of the base on a region as stored, flat, held or read chunk by chunk."""
 

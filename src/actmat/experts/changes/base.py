@@ -18,8 +18,6 @@ from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
 from actmat.experts.lora.modules import quantised_problem
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["Change", "Content", "Group", "Reader", "group_tensors", "scaling_config", "shape_misfit"]
-
 _PREFIX = "base_model.model."
 
 

@@ -27,8 +27,6 @@ from actmat.layout.in_memory import Located, locate
 from actmat.layout.types import LayoutMap
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["FormedExpert"]
-
 _SLAB = 1 << 20
 """Entries of a delta that are formed at a time."""
 

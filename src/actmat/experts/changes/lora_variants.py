@@ -29,8 +29,6 @@ from actmat.experts.lora.modules import AdapterModule, list_modules
 from actmat.linalg.lapack import economy_svd
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["DORA", "LORA_TOKENS", "RESIDUAL", "TOKENS"]
-
 _MAGNITUDE = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_magnitude_vector(?:\.weight)?")
 _TOKENS = re.compile(r"(?:base_model\.model\.)?(?P<module>.+?)(?:\.token_adapter)?\.trainable_tokens_delta")
 _STARTS: dict[str, Literal["pissa", "olora"]] = {"pissa": "pissa", "olora": "olora"}

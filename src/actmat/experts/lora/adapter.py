@@ -20,8 +20,6 @@ from actmat.experts.lora.config import AdapterConfig
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, list_modules
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["Adapter", "module_product"]
-
 
 class Adapter:
     """An open adapter: its modules, and all problems, one sentence each. Use as a context manager.

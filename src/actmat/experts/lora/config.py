@@ -21,8 +21,6 @@ from actmat.experts.lora.patterns import PatternTable
 from actmat.layout.matching import MatchError
 from actmat.linalg.scaling import FLOAT32_MAX
 
-__all__ = ["AdapterConfig", "parse_adapter_config"]
-
 MAX_RANK = 2**31 - 1
 """Far above the side of any matrix."""
 

@@ -21,8 +21,6 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fitting import Fit, fit_adapter
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["AdapterExpert", "entries_of", "fitted_expert", "unfitted_expert"]
-
 _SLAB = 1 << 22
 """Entries of a product that are formed at a time."""
 

@@ -12,8 +12,6 @@ from actmat.layout import resolve_layout
 from actmat.layout.in_memory import Located, locate
 from actmat.layout.types import LayoutMap
 
-__all__ = ["Fit", "Piece", "fit_adapter", "hidden_names", "is_transposed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -23,8 +23,6 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.experts.lora.config import AdapterConfig
 from actmat.layout.matching import MatchError
 
-__all__ = ["AdapterLayout", "AdapterModule", "Listing", "ModuleKind", "list_modules", "quantised_problem"]
-
 ModuleKind = Literal["linear", "embedding", "convolution", "parameter"]
 
 AdapterLayout = Literal["peft", "kohya", "diffusers", "pairs"]

@@ -29,8 +29,6 @@ from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
 from actmat.experts.lora.modules import list_modules
 from actmat.experts.lora.patterns import PatternTable
 
-__all__ = ["PAIR_LIST", "is_adapter", "open_adapter"]
-
 PAIR_LIST = "pairs"
 """First component of the module names in an adapter from a list of pairs."""
 

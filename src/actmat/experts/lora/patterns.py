@@ -16,8 +16,6 @@ from typing import Any
 
 from actmat.layout.matching import MatchError, Regex, RegexSet
 
-__all__ = ["PatternTable"]
-
 MOST_ENTRIES = 200_000
 """Of one table; models with the most experts have half as many modules."""
 MOST_INSTRUCTIONS = 100_000

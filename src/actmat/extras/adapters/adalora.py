@@ -22,8 +22,6 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.experts.changes.base import Change, Content, Reader, group_tensors, shape_misfit
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["ADALORA"]
-
 ROLES = ("lora_A", "lora_B", "lora_E")
 SHIFT = 1e-5
 """Added to the rank by PEFT."""

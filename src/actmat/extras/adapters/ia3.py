@@ -18,8 +18,6 @@ from torch import Tensor
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.changes.base import Change, Content, Group, Reader, group_tensors
 
-__all__ = ["IA3", "Scaled"]
-
 
 @dataclass(frozen=True)
 class Scaled(Change):

@@ -20,8 +20,6 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.experts.changes.base import Change, Content, Group, Reader, group_tensors, scaling_config, shape_misfit
 from actmat.layout.matching import MatchError
 
-__all__ = ["LOHA", "loha_change"]
-
 ROLES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2")
 
 

@@ -21,8 +21,6 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.experts.changes.base import Change, Content, Group, Reader, group_tensors, scaling_config, shape_misfit
 from actmat.layout.matching import MatchError
 
-__all__ = ["LOKR", "lokr_change"]
-
 ROLES = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
 
 

@@ -20,8 +20,6 @@ from torch import Tensor
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.changes.base import Change, Content, Reader, group_tensors
 
-__all__ = ["OFT"]
-
 
 @dataclass(frozen=True)
 class _Rotation(Change):

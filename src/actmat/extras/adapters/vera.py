@@ -17,8 +17,6 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.experts.changes.base import Change, Content, Reader, group_tensors
 from actmat.linalg.lowrank import LowRank
 
-__all__ = ["VERA"]
-
 SHARED_A, SHARED_B = "base_model.vera_A", "base_model.vera_B"
 
 

@@ -20,8 +20,6 @@ from actmat.errors import StatisticsError
 from actmat.extras.collect.batches import Batch, call_model, evaluating
 from actmat.linalg.outputs import output_features
 
-__all__ = ["Agreement", "agreement"]
-
 
 @dataclass(frozen=True, slots=True)
 class Agreement:

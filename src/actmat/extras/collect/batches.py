@@ -13,8 +13,6 @@ from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import StatisticsError
 
-__all__ = ["Batch", "DataSeen", "call_model", "evaluating", "named_tensors"]
-
 Batch = Mapping[str, Tensor] | tuple[Tensor, ...] | list[Tensor] | Tensor
 """Keyword arguments of a model, its positional ones, or the only one."""
 

@@ -21,8 +21,6 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.layout.in_memory import Located, Slice, locate, names_on_disk
 from actmat.statistics.header import AdapterInfo, ModelInfo, adapter_content, content_hash
 
-__all__ = ["Binding", "bind", "locate_parameters", "transformers_model"]
-
 _WRAPPED = re.compile(r"\.(base_layer|modules_to_save\.[^.]+)(?=\.|$)")
 _ADAPTER_PARTS = (".lora_", ".original_module.", "lora_magnitude_vector", ".ranknum")
 

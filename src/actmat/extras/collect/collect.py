@@ -24,8 +24,6 @@ from actmat.statistics.kinds import added_fields, get_kind
 from actmat.statistics.store import check_output, write_statistics
 from actmat.version import __version__
 
-__all__ = ["Collected", "collect", "measured"]
-
 
 @dataclass(frozen=True)
 class Collected:

@@ -22,21 +22,6 @@ from actmat.errors import RecipeError, StatisticsError, did_you_mean
 from actmat.foreign import in_brief, in_one_line
 from actmat.recipe import Recipe
 
-__all__ = [
-    "SAMPLES",
-    "TEMPLATE",
-    "DataOptions",
-    "DataSource",
-    "check_data",
-    "class_names",
-    "class_prompts",
-    "data_of",
-    "is_contrastive",
-    "make_batches",
-    "pad_token",
-    "prepare_data",
-]
-
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
 IMAGES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 TEXT_COLUMNS = ("text", "sentence", "content", "prompt", "document", "question")

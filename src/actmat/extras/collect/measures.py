@@ -38,8 +38,6 @@ from actmat.extras.collect.settings import FLOATS, Labels, Settings
 from actmat.statistics.header import GramInfo, GramOf, SumInfo, content_hash
 from actmat.statistics.kinds import BLOCK, SumKind, get_kind, packed_shape, packed_size
 
-__all__ = ["MEASURES", "GramSum", "Measure", "Run", "StoredTensors", "log_likelihood", "store_sums"]
-
 
 @dataclass(frozen=True)
 class Run:

@@ -46,8 +46,6 @@ from actmat.recipe import ExpertRef, add_statistics
 from actmat.run.open import open_inputs
 from actmat.run.prepare import plans_of
 
-__all__ = ["agreement", "residual_on_data"]
-
 
 def agreement(  # noqa: PLR0913 - keyword arguments of a public function
     directory: str | Path,

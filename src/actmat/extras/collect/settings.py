@@ -9,8 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FLOATS", "Labels", "LogLikelihood", "Settings", "TokenMask"]
-
 Labels = Literal["drawn", "given"]
 """Labels for the Fisher: drawn from the model's predictions, or given with the batches."""
 

@@ -31,8 +31,6 @@ from actmat.statistics.combine import join_statistics
 from actmat.statistics.header import ModelInfo, content_hash
 from actmat.statistics.store import open_statistics
 
-__all__ = ["staged_statistics"]
-
 Batches = Callable[[], Iterable[Batch]]
 """Makes the batches of an expert's task, the same ones every time."""
 

@@ -28,8 +28,6 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.resolve import open_handle
 from actmat.errors import CheckpointError
 
-__all__ = ["CheckpointConformance", "conformance_tensors"]
-
 
 def conformance_tensors() -> dict[str, Tensor]:
     """Tensors that every format must hold: all common dtypes; no, one and many entries."""

@@ -52,8 +52,6 @@ from actmat.planning.placement import DeviceRoom
 from actmat.planning.statistics import opened_statistics
 from actmat.recipe import make_recipe
 
-__all__ = ["ExecutorConformance"]
-
 Fields = Mapping[str, Any]
 """Fields of a recipe other than its inputs."""
 

@@ -35,8 +35,6 @@ from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, ExpertHandle, Source, SourceKind
 from actmat.experts.resolve import needs_base, open_expert, open_handle
 
-__all__ = ["ExpertConformance", "StoredExpert"]
-
 
 @dataclass(frozen=True)
 class StoredExpert:

@@ -21,8 +21,6 @@ from actmat.checkpoints.hashing import hash_names
 from actmat.statistics.header import DataInfo, GramInfo, GramOf, Header, ModelInfo, content_hash
 from actmat.statistics.store import write_statistics
 
-__all__ = ["Samples"]
-
 WIDTH, INNER, VOCABULARY, LAYERS, RANK = 6, 10, 12, 2, 2
 CONFIG = {
     "model_type": "llama",

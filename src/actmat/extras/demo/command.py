@@ -10,8 +10,6 @@ import typer
 from actmat.cli import flags
 from actmat.cli.listing import command
 
-__all__ = ["demo"]
-
 
 @command("merge", "all merges are there", "the output place or a method is wrong")
 def demo(

@@ -19,8 +19,6 @@ from torch import Tensor
 from actmat.extras.demo.model import Encoder
 from actmat.extras.demo.tasks import Examples
 
-__all__ = ["Head", "correct", "features", "fit_head", "load_heads", "majority_correct", "save_heads"]
-
 _BATCH = 100
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from actmat.errors import OutputError, RecipeError
 from actmat.methods import METHODS, MergeMethod, get_method
 
-__all__ = ["DemoFolder", "choose_methods", "claim_folder", "merge_experts"]
-
 _MARK = ".actmat-demo"
 
 

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from actmat.errors import CheckpointError
 
-__all__ = ["Encoder", "EncoderConfig", "load_encoder", "new_encoder", "save_encoder"]
-
 MODEL_TYPE = "actmat-demo-vit"
 _INITIAL_STD = 0.02
 

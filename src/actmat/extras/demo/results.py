@@ -22,22 +22,6 @@ from torch import Tensor
 
 from actmat.version import __version__
 
-__all__ = [
-    "Z_95",
-    "DemoResult",
-    "Interval",
-    "Row",
-    "accuracy_table",
-    "drop_table",
-    "mean_interval",
-    "next_command",
-    "score_row",
-    "score_rows",
-    "seconds_of",
-    "versions_of",
-    "wilson_interval",
-]
-
 Z_95 = 1.959963984540054
 """97.5 % quantile of the normal distribution."""
 

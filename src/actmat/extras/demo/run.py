@@ -43,8 +43,6 @@ from actmat.extras.demo.train import finetune, pretrain
 from actmat.extras.demo.training import Schedule, generator_for, side_by_side, steps_of
 from actmat.foreign import terminal
 
-__all__ = ["DemoSettings", "load_data", "run_demo"]
-
 
 @dataclass(frozen=True, slots=True)
 class DemoSettings:

@@ -20,26 +20,6 @@ from torch import Tensor
 from actmat.errors import MergeError
 from actmat.extras.demo.training import generator_for
 
-__all__ = [
-    "LOOKS",
-    "QUESTIONS",
-    "SIDE",
-    "TASKS",
-    "Examples",
-    "Look",
-    "Photographs",
-    "Question",
-    "Split",
-    "Task",
-    "TaskData",
-    "load_photographs",
-    "moved_views",
-    "pose",
-    "pose_split",
-    "shift",
-    "split_photographs",
-]
-
 SIDE = 8
 _WHITE = 16.0
 

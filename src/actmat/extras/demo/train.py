@@ -18,8 +18,6 @@ from actmat.extras.demo.model import Encoder, EncoderConfig, new_encoder
 from actmat.extras.demo.tasks import LOOKS, Examples, Photographs, pose
 from actmat.extras.demo.training import Callback, OnStep, Schedule, descend, generator_for, steps_of
 
-__all__ = ["finetune", "pretrain"]
-
 
 def pretrain(
     config: EncoderConfig, photographs: Photographs, schedule: Schedule, *, seed: int, on_step: OnStep = lambda: None

@@ -12,8 +12,6 @@ from typing import Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Callback", "OnStep", "Schedule", "descend", "generator_for", "side_by_side", "steps_of", "warm_cosine"]
-
 _WARM_UP = 0.1
 _LONGEST_GRADIENT = 1.0
 

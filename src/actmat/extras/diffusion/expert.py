@@ -22,8 +22,6 @@ from actmat.experts.base import Conversion, ConvertedHandle
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.layout.components import component_configs, single_file_of
 
-__all__ = ["CONVERSION", "ConvertedExpert"]
-
 _OPEN_CLIP = ("conditioner.embedders.1.model.", "conditioner.embedders.0.model.", "cond_stage_model.model.")
 _TRANSFORMERS = (
     "cond_stage_model.transformer.", "conditioner.embedders.0.transformer.", "text_encoders.clip_l.transformer.",

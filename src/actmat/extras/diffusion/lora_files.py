@@ -30,8 +30,6 @@ from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, M
 from actmat.extras.diffusion.names import FactorName, find_modules, foreign_factor, module_names, parse_factor
 from actmat.layout.matching import MatchError
 
-__all__ = ["LORA_FILE", "METADATA_KEY", "open_lora_file"]
-
 METADATA_KEY = "lora_adapter_metadata"
 """Metadata in which diffusers keeps the configs of all components of a file, as JSON."""
 

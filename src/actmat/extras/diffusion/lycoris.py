@@ -44,8 +44,6 @@ from actmat.extras.adapters.lokr import lokr_change
 from actmat.extras.diffusion.lora_files import open_lora_file
 from actmat.extras.diffusion.names import KOHYA_PREFIXES, find_flat_names
 
-__all__ = ["LYCORIS", "LycorisModule", "lycoris_modules"]
-
 _PREFIXES = {**KOHYA_PREFIXES, "lycoris_": ""}
 _ROLES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2", "lokr_w1", "lokr_w1_a",
           "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2", "lora_down", "lora_up", "lora_mid", "on_input",

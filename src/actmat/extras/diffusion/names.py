@@ -24,18 +24,6 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule
 
-__all__ = [
-    "COMPONENTS",
-    "KOHYA_PREFIXES",
-    "FactorName",
-    "find_flat_names",
-    "find_modules",
-    "foreign_factor",
-    "module_names",
-    "parse_factor",
-    "unflatten",
-]
-
 Side = Literal["A", "B", "alpha"]
 _WEIGHT = ".weight"
 

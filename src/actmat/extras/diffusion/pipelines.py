@@ -27,8 +27,6 @@ from actmat.checkpoints.side_files import PIPELINE, SideFiles
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
 
-__all__ = ["COMPONENTS", "PIPELINES", "PipelineCheckpoint"]
-
 COMPONENTS = "components"
 """Key of a pipeline's config under which the configs of its components stand; `layout.components` reads it."""
 _INSIDE = (SAFETENSORS, TORCH_FILES)

@@ -25,8 +25,6 @@ from actmat.extras.gguf.splits import joined, parts_of
 if TYPE_CHECKING:
     import numpy
 
-__all__ = ["GGUF", "GgufFile"]
-
 SUFFIX = ".gguf"
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 QUANTISED = (

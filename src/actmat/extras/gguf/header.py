@@ -15,8 +15,6 @@ from typing import Any
 
 from actmat.errors import CheckpointError
 
-__all__ = ["GgufHeader", "SkippedList", "StoredTensor", "read_gguf_header"]
-
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MOST_TENSORS, MOST_ENTRIES = 1_000_000, 100_000
 MOST_TEXT = 1 << 24  # bytes; a chat template is one text

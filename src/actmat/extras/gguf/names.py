@@ -8,8 +8,6 @@ from typing import Any
 from actmat.errors import CheckpointError
 from actmat.extras.gguf.header import GgufHeader, SkippedList
 
-__all__ = ["ARCHITECTURES", "UNUSED", "added", "config_of", "names_of", "rotated_heads", "undescribed"]
-
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",

@@ -9,8 +9,6 @@ from typing import Any
 from actmat.errors import CheckpointError
 from actmat.extras.gguf.header import GgufHeader
 
-__all__ = ["joined", "parts_of"]
-
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MOST_PARTS = 1000
 

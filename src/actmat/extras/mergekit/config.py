@@ -8,8 +8,6 @@ from typing import Any
 
 from actmat.errors import did_you_mean
 
-__all__ = ["Config", "Findings", "Slice", "Source", "read_config"]
-
 FILES = ("tokenizer_source", "tokenizer", "chat_template")
 TOP = ("merge_method", "base_model", "models", "slices", "modules", "parameters", "dtype", "out_dtype", *FILES)
 IGNORED = ("name", "random_seed")

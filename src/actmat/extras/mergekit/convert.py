@@ -12,8 +12,6 @@ from actmat.extras.mergekit.config import Config, Findings, Slice, Source, read_
 from actmat.extras.mergekit.methods import FOREIGN, METHODS, Arrangement, Choice, Method
 from actmat.extras.mergekit.parameters import Parameters
 
-__all__ = ["convert", "is_mergekit"]
-
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from actmat.extras.mergekit.config import Source
 from actmat.extras.mergekit.parameters import REQUIRED, Parameters
 
-__all__ = ["FOREIGN", "METHODS", "Arrangement", "Choice", "Method"]
-
 FOREIGN = {
     "multislerp": "karcher, the mean on the sphere, is near to it",
     "arcee_fusion": "it keeps entries by their effect on a softmax of the weights; breadcrumbs or sce select too",

@@ -15,8 +15,6 @@ from typing import Any
 from actmat.extras.mergekit.config import Config, Findings, Source
 from actmat.recipe.values import numbers
 
-__all__ = ["REQUIRED", "Parameters"]
-
 REQUIRED = object()
 """Default of a parameter that has none."""
 

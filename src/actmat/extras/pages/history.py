@@ -21,8 +21,6 @@ from actmat.errors import CheckpointError, MergeError
 from actmat.experts.resolve import open_stored
 from actmat.report.manifest import input_location, read_manifest
 
-__all__ = ["Changes", "Found", "PastMerge", "changes_between", "find_merges", "made_by"]
-
 CHUNK = 1 << 22
 """Bytes of a file that are hashed at a time."""
 SHORTEST_HASH = 8

@@ -20,8 +20,6 @@ from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts, count
 from actmat.errors import CheckpointError
 
-__all__ = ["BITSANDBYTES", "FourBitTensor", "RowTensor"]
-
 STATE = ".quant_state.bitsandbytes__"
 MOST_STATE_BYTES = 1 << 16
 MOST_BLOCK = 1 << 20

@@ -19,8 +19,6 @@ from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, 
 from actmat.extras.quantised.mxfp4 import E2M1, OFFSET
 from actmat.extras.quantised.scaled import ACTIVATIONS
 
-__all__ = ["FP4", "Fp4Tensor"]
-
 NV_GROUP, MX_GROUP = 16, 32
 """Columns that share a scale."""
 

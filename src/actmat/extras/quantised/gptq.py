@@ -18,8 +18,6 @@ from torch import Tensor
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts, group_index, unpack_words
 
-__all__ = ["GPTQ", "PackedLinear"]
-
 WORD_BITS = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column of its word's eight that each 4-bit code is, from the lowest bits on."""

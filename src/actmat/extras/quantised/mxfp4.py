@@ -15,8 +15,6 @@ from torch import Tensor
 
 from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts, nibbles
 
-__all__ = ["E2M1", "MXFP4", "Mxfp4Tensor"]
-
 BLOCK, OFFSET = 32, 127
 HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*HALF, *(-value for value in HALF))

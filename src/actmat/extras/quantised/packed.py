@@ -29,8 +29,6 @@ from actmat.checkpoints.codecs.base import (
 from actmat.errors import CheckpointError
 from actmat.extras.quantised.scaled import Grid
 
-__all__ = ["PACKED", "PackedTensor"]
-
 WORD_BITS = 32
 
 

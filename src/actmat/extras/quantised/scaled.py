@@ -22,8 +22,6 @@ from torch import Tensor
 from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.checkpoints.codecs.base import WINDOW, Claims, Codec, CodedTensor, Headers, StoredParts, count, group_index
 
-__all__ = ["SCALED", "Grid", "ScaledTensor", "blocks_of_config", "grid_of"]
-
 METHODS = ("", "fp8", "compressed-tensors")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 BLOCK = (128, 128)

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from actmat.engine.units import Unit
 from actmat.errors import MergeError, format_size
 
-__all__ = ["Batch", "Node", "Offer", "make_batches", "plan_offers", "unit_seconds"]
-
 FLOPS_PER_SECOND = 2e10
 BYTES_PER_SECOND = 5e8
 UNIT_SECONDS = 1e-3

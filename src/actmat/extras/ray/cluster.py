@@ -15,8 +15,6 @@ from actmat.errors import MergeError, RecipeError
 from actmat.extras.ray.batches import Node
 from actmat.system import usable_cores
 
-__all__ = ["check_address", "cluster_nodes", "connect", "driver_node", "node_name"]
-
 AUTO, LOCAL = "auto", "local"
 ANSWER_SECONDS = 10.0
 """Wait for a cluster to accept a connection; Ray itself goes on trying for many minutes."""

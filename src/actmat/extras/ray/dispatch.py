@@ -14,8 +14,6 @@ from actmat.extras.ray.batches import Batch, Offer
 from actmat.extras.ray.cluster import node_name
 from actmat.extras.ray.worker import Answer, Opening, Worker
 
-__all__ = ["Dispatcher"]
-
 ATTEMPTS = 4
 """Workers that may be lost at one unit, and workers in a row that may be lost before any has started."""
 POLL_SECONDS = 10.0

@@ -26,8 +26,6 @@ from actmat.extras.ray.worker import Answer, Opening
 from actmat.planning.model import Item
 from actmat.planning.placement import STAGING_BYTES
 
-__all__ = ["RayExecutor"]
-
 
 class RayExecutor:
     """One worker per core of a Ray cluster, each with a session of its own; see docs/cluster.md.

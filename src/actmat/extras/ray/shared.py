@@ -15,8 +15,6 @@ from actmat.engine.session import SessionSpec
 from actmat.experts.base import Expert
 from actmat.system import BINARY, NOFOLLOW
 
-__all__ = ["input_problems", "prepared_storage", "storage_problems"]
-
 
 def _token_path(folder: Path) -> Path:
     """A sibling: everything in the folder itself becomes part of the output."""

@@ -25,8 +25,6 @@ from actmat.errors import MergeError
 from actmat.extras.ray.shared import input_problems, storage_problems
 from actmat.planning.build import versions_of
 
-__all__ = ["Answer", "Opening", "Worker"]
-
 
 @dataclass(frozen=True)
 class Opening:

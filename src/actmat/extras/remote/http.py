@@ -20,8 +20,6 @@ from actmat.checkpoints.retry import CONTENT_RANGE, TRANSIENT, TransientError, p
 from actmat.errors import CheckpointError
 from actmat.extras.remote.store import MissingFileError, RemoteFile, Store
 
-__all__ = ["HttpStore"]
-
 TIMEOUT = 30.0  # seconds without a byte
 MISSING = {404: "not found", 410: "gone", 401: "a login is wanted", 403: "forbidden"}
 

@@ -13,8 +13,6 @@ from actmat.checkpoints.writing.shards import Shard
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging, disk_errors
 from actmat.errors import OutputError
 
-__all__ = ["HUB", "HubStaging"]
-
 
 class _Hub(Storage):
     def upload_problems(self, url: str) -> list[str]:

@@ -16,8 +16,6 @@ from actmat.checkpoints.side_files import DEEPEST
 from actmat.errors import CheckpointError, MergeError
 from actmat.extras.remote.store import MissingFileError, RemoteFile, Store
 
-__all__ = ["PACKAGES", "ObjectStore", "open_store"]
-
 PACKAGES = {
     "s3": ("s3fs", "s3"),
     "s3a": ("s3fs", "s3"),

@@ -36,8 +36,6 @@ from actmat.errors import CheckpointError
 from actmat.extras.remote.objects import open_store
 from actmat.extras.remote.store import MissingFileError, RemoteFile, Store, check_url, split_url
 
-__all__ = ["RemoteSource", "open_remote"]
-
 MODEL_NAMES = ("model.safetensors.index.json", "model.safetensors", "config.json", ADAPTER_CONFIG, *ADAPTER_WEIGHTS)
 TORCH_NAMES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 UNLISTED = "the web server cannot list its files: only well-known names were asked for"

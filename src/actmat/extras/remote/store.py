@@ -16,8 +16,6 @@ from actmat.bounds import URL
 from actmat.checkpoints.folder import is_plain_name
 from actmat.errors import CheckpointError
 
-__all__ = ["MissingFileError", "RemoteFile", "Store", "check_url", "split_url"]
-
 FILE_SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".ckpt")
 """Endings of names that are files; a URL that ends otherwise is a folder."""
 

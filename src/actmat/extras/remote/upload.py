@@ -39,8 +39,6 @@ from actmat.errors import CheckpointError, OutputError
 from actmat.extras.remote.objects import open_store
 from actmat.extras.remote.store import MissingFileError, RemoteFile, Store, check_url
 
-__all__ = ["UploadStaging", "clear_upload"]
-
 NOTE_PREFIX = ".actmat-upload."
 FORMAT = 1
 PARALLEL_UPLOADS = 2

@@ -16,8 +16,6 @@ from actmat.extras.remote.source import open_remote
 from actmat.extras.remote.store import check_url
 from actmat.extras.remote.upload import UploadStaging, clear_upload
 
-__all__ = ["URLS"]
-
 
 class _Urls(Storage):
     def open_source(self, url: str, *, pinned: Mapping[str, tuple[int, str]]) -> Source:

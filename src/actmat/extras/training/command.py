@@ -11,8 +11,6 @@ from actmat.cli import flags
 from actmat.cli.listing import command
 from actmat.cli.streams import optional_stdout
 
-__all__ = ["export"]
-
 
 @command("share", "written", "the checkpoint cannot be read, or the output place is wrong", imports_torch=True)
 def export(

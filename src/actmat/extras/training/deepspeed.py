@@ -14,8 +14,6 @@ from typing import NoReturn
 from actmat.checkpoints.source import Format, Source
 from actmat.errors import CheckpointError
 
-__all__ = ["DEEPSPEED"]
-
 STATES = re.compile(
     r"(bf16_|fp16_)?(zero_pp_rank_\d+_)?mp_rank_\d+.*_(model|optim)_states\.pt|layer_\d+-model_.*states\.pt"
 )

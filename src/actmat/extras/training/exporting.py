@@ -9,8 +9,6 @@ from typing import Literal
 from actmat.api.merging import Location
 from actmat.checkpoints.resolve import open_checkpoint
 
-__all__ = ["export"]
-
 
 def export(checkpoint: Location, *, out: Location, to: Literal["dcp"] = "dcp", under: str = "") -> None:
     """Write a checkpoint, such as a merged model, for `torch.distributed.checkpoint.load`.

@@ -26,8 +26,6 @@ from actmat.checkpoints.writing.sidecars import SideFolder, copy_sidecars
 from actmat.checkpoints.writing.staging import check_output_path, disk_errors
 from actmat.errors import OutputError
 
-__all__ = ["write_dcp"]
-
 
 def write_dcp(checkpoint: Checkpoint, out: Path, *, under: str = "") -> None:
     """Write all tensors of a checkpoint to `out`, which appears when it is complete, with config and tokenizer files.

@@ -18,8 +18,6 @@ from actmat.extras.tune.live import Loader
 from actmat.extras.tune.settings import TuneProgress, TuneSettings
 from actmat.recipe import ExpertRef, Recipe
 
-__all__ = ["ask_experts", "mark_of"]
-
 
 def ask_experts(
     recipe: Recipe,

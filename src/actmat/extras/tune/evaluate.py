@@ -25,21 +25,6 @@ from actmat.extras.tune.inputs import ExpertInputs, InputBatch
 from actmat.extras.tune.live import Directions, LiveModel
 from actmat.extras.tune.space import Candidate
 
-__all__ = [
-    "Answers",
-    "Asked",
-    "Comparison",
-    "Evaluator",
-    "Named",
-    "Predict",
-    "Score",
-    "TaskScore",
-    "Trial",
-    "compare_answers",
-    "keep_answers",
-    "loss_of",
-]
-
 Predict = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 """`predict(model, batch)`: logits `* C` of a model for the keyword arguments of a batch."""
 

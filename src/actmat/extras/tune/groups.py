@@ -10,8 +10,6 @@ from actmat.layout.patterns import compile_pattern
 from actmat.planning.choose import depth_of
 from actmat.planning.model import MergePlan
 
-__all__ = ["FIXED", "Grouping", "group_rules", "groups_of"]
-
 Grouping = Literal["none", "kind", "depth", "kind-depth"]
 ALL = "all"
 FIXED = "fixed"

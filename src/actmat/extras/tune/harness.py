@@ -19,8 +19,6 @@ from actmat.errors import RecipeError, did_you_mean
 from actmat.extras.collect.data import pad_token
 from actmat.foreign import in_one_line
 
-__all__ = ["PREFIX", "LmEval"]
-
 SEED = 1234
 """Of lm-eval's few-shot examples and of torch, as lm-eval has them."""
 PREFIX = "lm-eval:"

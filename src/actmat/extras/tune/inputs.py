@@ -22,8 +22,6 @@ from actmat.api.loading import Loaded
 from actmat.errors import StatisticsError
 from actmat.extras.collect.data import DataOptions, class_prompts, make_batches
 
-__all__ = ["ExpertInputs", "InputBatch", "Source", "prepare_inputs"]
-
 Source = DataOptions | Sequence[Mapping[str, Tensor]]
 """A data set, or batches of keyword arguments of the model that are ready; `labels` among them are taken out."""
 

@@ -29,8 +29,6 @@ from actmat.extras.tune.groups import FIXED
 from actmat.extras.tune.merges import Merges
 from actmat.extras.tune.space import MergeChoice
 
-__all__ = ["Direction", "Directions", "LiveModel", "Loader", "StoredTensors", "group_numbers", "state_of"]
-
 ALIGNMENT = 64
 """Bytes: where a tensor may begin in the file."""
 

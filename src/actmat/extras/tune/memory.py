@@ -21,8 +21,6 @@ from actmat.extras.tune.evaluate import TOP
 from actmat.extras.tune.inputs import Source
 from actmat.settings import RunSettings
 
-__all__ = ["MemoryPlan", "Sizes", "model_device", "plan_memory", "sizes_of"]
-
 USABLE = 0.9
 """Share of the free memory that is planned with, if no limit is given."""
 COPIES = 4

@@ -17,8 +17,6 @@ from actmat.recipe import ExpertRef, Recipe
 from actmat.run import plan_recipe, run_recipes
 from actmat.settings import RunSettings
 
-__all__ = ["Merges", "peak_bytes", "recipe_of"]
-
 
 def recipe_of(recipe: Recipe, choice: MergeChoice, scale: float = 1.0) -> Recipe:
     """The recipe of a choice."""

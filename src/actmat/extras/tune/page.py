@@ -25,8 +25,6 @@ from actmat.extras.tune.evaluate import Trial
 from actmat.extras.tune.report import TuneReport
 from actmat.version import __version__
 
-__all__ = ["render_tune", "write_tune"]
-
 FAR = 5.0
 """Times the median loss, beyond which a loss stands at the edge of a figure."""
 

@@ -20,8 +20,6 @@ from actmat.recipe import ExpertRef, Recipe
 from actmat.run import MergeReport
 from actmat.version import __version__
 
-__all__ = ["Rival", "TuneReport", "compare_finally", "final_recipe", "notes_on_choice", "notes_on_space"]
-
 RESAMPLES = 2000
 KEPT = "kept-statistics"
 """Folder of the statistics that the chosen method needs."""

@@ -13,8 +13,6 @@ from actmat.extras.tune.evaluate import Evaluator, Trial
 from actmat.extras.tune.space import Candidate, MergeChoice, Space
 from actmat.methods import get_method
 
-__all__ = ["Budget", "Varied", "choose", "pareto_front", "parse_budget", "search"]
-
 SHARES = (0.25, 0.5, 1.0)
 """Shares of the inputs of the rounds of successive halving."""
 KEPT = 1 / 3

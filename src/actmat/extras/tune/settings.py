@@ -13,8 +13,6 @@ from actmat.extras.tune.live import Loader
 from actmat.extras.tune.memory import MemoryPlan
 from actmat.extras.tune.search import Budget
 
-__all__ = ["NotebookTuneProgress", "TuneProgress", "TuneSettings", "usual_tune_progress"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSettings:

@@ -15,8 +15,6 @@ from actmat.errors import RecipeError
 from actmat.methods import METHODS, get_method
 from actmat.recipe.text import UnreadableError, parse_yaml
 
-__all__ = ["Candidate", "MergeChoice", "MethodChoice", "Space", "load_space", "make_space"]
-
 DEFAULT_METHODS = (
     *("average", "ties", "tsv", "iso_c", "knots", "cart", "dc_merge", "actmat", "actmat_ridge", "swudi", "aswudi"),
     "regmean",

@@ -14,8 +14,6 @@ from actmat.errors import StatisticsError
 from actmat.extras.collect.data import IMAGES, TEMPLATE, DataOptions, class_names, class_prompts, pad_token
 from actmat.foreign import in_one_line
 
-__all__ = ["Classified", "answer", "classify", "images_of"]
-
 BATCH = 16
 """Images in one forward pass."""
 

@@ -48,8 +48,6 @@ from actmat.recipe.output import Vocabulary
 from actmat.run import run_recipes
 from actmat.settings import RunSettings
 
-__all__ = ["TuneData", "open_live", "scale_space", "tune", "tune_recipe", "tune_scale", "usual_inputs"]
-
 BATCH = 4
 """Methods that are merged in one reading of the inputs."""
 MADE = ("merges", "statistics", "directions")

@@ -25,8 +25,6 @@ from actmat.extras.ui.form import recipe_of, settings_of
 from actmat.planning import MergePlan
 from actmat.run import diagnose_recipe, run_recipes
 
-__all__ = ["main"]
-
 INTERVAL_S = 0.1
 """Shortest time between two lines about progress."""
 

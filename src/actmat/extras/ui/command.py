@@ -12,8 +12,6 @@ import typer
 from actmat.cli import flags
 from actmat.cli.listing import command
 
-__all__ = ["ui"]
-
 
 @command("choose", "ended by Ctrl-C", "the page cannot be opened on that port")
 def ui(

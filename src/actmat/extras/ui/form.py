@@ -18,8 +18,6 @@ from actmat.recipe.load import recipe_yaml
 from actmat.run import plan_recipe
 from actmat.settings import RunSettings
 
-__all__ = ["command_of", "groups_in", "recipe_of", "settings_of"]
-
 SETTINGS = ("device", "max_memory", "threads", "overwrite", "diagnose")
 """Settings that the page offers."""
 

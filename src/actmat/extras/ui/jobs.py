@@ -13,8 +13,6 @@ from typing import Any
 
 from actmat.errors import OutputError
 
-__all__ = ["Jobs"]
-
 COMMAND = [sys.executable, "-m", "actmat.extras.ui.child"]
 PATIENCE_S = 20.0
 """Time that a job has to stop: it finishes the tensors that it is at."""

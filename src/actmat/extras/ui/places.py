@@ -9,8 +9,6 @@ from typing import Any
 from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError
 
-__all__ = ["cached_models", "folder_of", "found_on_hub"]
-
 MOST = 500
 """Largest number of entries of a folder that are listed."""
 

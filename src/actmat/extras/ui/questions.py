@@ -17,8 +17,6 @@ from actmat.report.words import action_counts, item_groups, plan_traffic
 from actmat.run import plan_recipe
 from actmat.version import __version__
 
-__all__ = ["Questions"]
-
 Data = Mapping[str, Any]
 MOST_PATTERNS = 6
 

@@ -23,8 +23,6 @@ from actmat.errors import OutputError
 from actmat.extras.ui.jobs import Jobs
 from actmat.extras.ui.questions import Questions
 
-__all__ = ["Server"]
-
 ADDRESS = "127.0.0.1"
 TOKEN_HEADER = "X-Actmat-Token"
 MAX_BODY = 2_000_000

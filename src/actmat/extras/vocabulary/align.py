@@ -22,8 +22,6 @@ from actmat.extras.vocabulary.rows import OWN_MEAN, RowsHandle, TableContext, To
 from actmat.extras.vocabulary.tables import table_names, token_tables
 from actmat.extras.vocabulary.tokenizer import ADDED, TOKENIZER, config_with_tokens, read_tokenizer, written_tokenizer
 
-__all__ = ["VOCABULARY", "align_vocabularies", "read_vocabulary"]
-
 BASE, UNION = "base", "union"
 SHOWN = 12
 """New tokens that a note lists."""

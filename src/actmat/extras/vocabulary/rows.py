@@ -27,8 +27,6 @@ from actmat.checkpoints.base import (
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
 from actmat.checkpoints.side_files import SideFiles
 
-__all__ = ["OWN_MEAN", "RowRun", "RowsHandle", "TableContext", "TokenRowsCheckpoint", "joined_runs"]
-
 OWN_MEAN = ((-1, -1),)
 """Sources of a row that is the mean of the table's other rows."""
 

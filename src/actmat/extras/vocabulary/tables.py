@@ -8,8 +8,6 @@ from typing import Any
 from actmat.checkpoints.base import Checkpoint
 from actmat.layout.ties import is_output_head, is_token_table, tied_partner
 
-__all__ = ["table_names", "token_tables"]
-
 HEAD_BIASES = tuple(
     f"{head}.bias" for head in ("lm_head", "predictions", "predictions.decoder", "lm_head.decoder", "embed_out")
 )

@@ -13,8 +13,6 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.folder import member
 from actmat.errors import CheckpointError
 
-__all__ = ["ADDED", "TOKENIZER", "config_with_tokens", "read_tokenizer", "written_tokenizer"]
-
 TOKENIZER = "tokenizer.json"
 ADDED: Mapping[str, Any] = {
     "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False,

@@ -25,8 +25,6 @@ from actmat.linalg.interference.spectral_solve import PANEL_ROWS, EigenPairs, In
 from actmat.linalg.masks.threshold import selection_workspace
 from actmat.linalg.operations import Operation, cholesky, cholesky_solve, eigh, entries, gram, product, repeated, svd
 
-__all__ = ["KEPT_SHARE", "descent_operations", "descent_workspace", "operations", "workspace"]
-
 KEPT_SHARE = 0.5
 """Share of the directions that a cut-off is taken to keep; real deltas of language models keep 0.1 to 0.7."""
 

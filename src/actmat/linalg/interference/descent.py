@@ -22,8 +22,6 @@ from actmat.linalg.interference.solver import batch_items, checked_deltas, check
 from actmat.linalg.interference.spectral_solve import Stats
 from actmat.linalg.scaling import exponent_of, scaled
 
-__all__ = ["Adam", "Descent", "accumulate", "descend"]
-
 ADAM_BETAS = (0.9, 0.999)
 ADAM_EPS = 1e-8
 

@@ -29,8 +29,6 @@ from actmat.linalg.lapack import Retries, economy_svd, eigh
 from actmat.linalg.panels import add_gram, mirror, multiply
 from actmat.linalg.scaling import scaled
 
-__all__ = ["Form", "PrimalMoments", "Reduced", "Spectrum", "StackedMoments", "gram_of_rows"]
-
 Form = Literal["primal", "dual", "stacked"]
 
 

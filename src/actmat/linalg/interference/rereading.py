@@ -29,8 +29,6 @@ from actmat.linalg.operations import gram
 from actmat.linalg.panels import add_gram, mirror, multiply
 from actmat.linalg.scaling import scaled
 
-__all__ = ["GramMoments", "Second", "Way", "products", "second_reading"]
-
 Second = Literal["grams", "deltas"]
 """Source of `K_t` in the second reading: those kept from the first, or the delta."""
 

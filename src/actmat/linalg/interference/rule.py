@@ -21,8 +21,6 @@ from actmat.linalg.interference.moments import Form
 from actmat.linalg.lapack import Retries, economy_svd
 from actmat.linalg.masks.mask import trim_to_top
 
-__all__ = ["FLOAT32_EPS", "Estimator", "Fill", "Filter", "FilterKind", "Normalizer", "Null", "Rule", "Solver", "gain"]
-
 ZERO_MEAN = "null='mean' divides by the sum of the weights, which is zero; give a positive weight"
 
 FLOAT32_EPS = 2.0**-23

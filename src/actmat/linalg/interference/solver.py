@@ -51,17 +51,6 @@ from actmat.linalg.scaling import exponent_of, scaled
 
 Moments = PrimalMoments | StackedMoments | GramMoments
 
-__all__ = [
-    "State",
-    "batch_items",
-    "checked_deltas",
-    "checked_weight",
-    "finish",
-    "prepare",
-    "solve_lowrank",
-    "solve_lowrank_with_grams",
-]
-
 
 @dataclass(slots=True)
 class State:

@@ -27,8 +27,6 @@ from actmat.linalg.interference.rule import Filter, gain
 from actmat.linalg.lapack import Retries
 from actmat.linalg.panels import multiply, run_panels
 
-__all__ = ["EigenPairs", "Gain", "Inverse", "Stats", "apply_gain", "apply_in_panels", "certified_cholesky", "solve"]
-
 Stats = dict[str, float | int | str | bool]
 
 FLOAT32_CONDITION = 1e5

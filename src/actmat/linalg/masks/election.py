@@ -21,8 +21,6 @@ from actmat.linalg.chunks import CHUNK_ENTRIES, chunk_size, empty_result, walk
 from actmat.linalg.masks.mask import Drop, Mask
 from actmat.linalg.masks.threshold import true_indices
 
-__all__ = ["ZeroSign", "elect", "election_workspace", "masked_sum", "sign_balance"]
-
 ZeroSign = Literal["majority", "positive", "zero"]
 """Sign elected where the votes cancel exactly: that of the sum of all elected signs (a draw elects nothing),
 always plus, or none (the merged entry is 0)."""

@@ -18,19 +18,6 @@ from torch import Tensor
 from actmat.linalg.chunks import CHUNK_ENTRIES, chunks_of, shape_and_dtype
 from actmat.linalg.masks.threshold import Cut, cuts_each, kth_magnitudes, true_indices
 
-__all__ = [
-    "Band",
-    "Drop",
-    "Keep",
-    "Mask",
-    "Trim",
-    "Where",
-    "l1_factors",
-    "magnitude_sampled",
-    "top_trims",
-    "trim_to_top",
-]
-
 
 class Mask(Protocol):
     """A function that zeroes some entries of a flat delta. Chunks come in order, from `start = 0` on."""

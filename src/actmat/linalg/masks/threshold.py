@@ -24,8 +24,6 @@ from torch import Tensor
 
 from actmat.linalg.chunks import CHUNK_ENTRIES, chunks_of, shape_and_dtype, walk
 
-__all__ = ["Cut", "StreamedCut", "cuts_each", "kth_magnitudes", "outer_cut", "selection_workspace", "true_indices"]
-
 DIGIT = 16
 """Bits of a digit."""
 

@@ -24,8 +24,6 @@ from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import NEEDS, Bounds, MergeMethod, Weights
 from actmat.methods.facets import About, Access, Cost, Law, LowRankForm, Merged, MergedLowRank, Stages, When
 
-__all__ = ["SHARED_LAWS", "FillOption", "RelativeCutoff", "RuleOf", "SolverOption", "member"]
-
 SHARED_LAWS: frozenset[Law] = frozenset({"permutation", "homogeneous", "odd", "zeros"})
 """Laws of every member."""
 

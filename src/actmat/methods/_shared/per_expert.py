@@ -11,8 +11,6 @@ from torch import Tensor
 from actmat.errors import RecipeError
 from actmat.linalg.masks.election import election_workspace
 
-__all__ = ["given_base", "per_expert", "weights_and_sum", "workspace_of_election"]
-
 
 def workspace_of_election(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
     """Workspace of a method that masks deltas and elects signs, and of its result; see `Cost`."""

@@ -18,8 +18,6 @@ from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.svd import Way, part_stats
 from actmat.methods.facets import LowRankForm, Merged, MergedLowRank
 
-__all__ = ["OneMatrix", "Shape", "each_matrix", "in_cores"]
-
 Shape = Sequence[int] | None
 """Shape of a layer's matrix where deltas are its cores; None where they are whole."""
 

@@ -20,8 +20,6 @@ from actmat.linalg.lowrank import LowRank
 from actmat.methods.contract import Option, declared_options, resolved_options
 from actmat.methods.facets import Merged, MergedLowRank
 
-__all__ = ["Layer", "LayerStep", "Measures", "PostStep", "Step", "apply_steps", "apply_steps_lowrank"]
-
 
 @dataclass(frozen=True, slots=True)
 class Layer:

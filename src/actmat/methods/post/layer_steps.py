@@ -24,8 +24,6 @@ from actmat.linalg.svd import short_gram
 from actmat.methods.contract import Bounds
 from actmat.methods.post.contract import LayerStep, Measures, PostStep
 
-__all__ = ["ESM", "LARV", "conflict", "effective_rank"]
-
 
 def effective_rank(matrix_OI: Tensor) -> float:
     """`exp(H(p))`, `p_j = s_j^2 / sum(s^2)`: 1 for a matrix of rank 1, `min(O, I)` for a multiple of an isometry.

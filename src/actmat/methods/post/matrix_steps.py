@@ -25,8 +25,6 @@ from actmat.methods.contract import Bounds, Fraction
 from actmat.methods.facets import Merged, MergedLowRank
 from actmat.methods.post.contract import PostStep
 
-__all__ = ["ISOTROPISE", "SUBSPACE_BOOSTING", "SVC"]
-
 
 def calibrate(
     merged: Tensor,

@@ -35,8 +35,6 @@ from actmat.planning.statistics import ExpertStatistics
 from actmat.planning.tensors import plan_tensors
 from actmat.recipe import Recipe
 
-__all__ = ["ONE_FILE", "plan_extraction", "settled_plan"]
-
 ONE_FILE = 1 << 62
 """Bytes: PEFT reads one file only, so an adapter is never sharded."""
 

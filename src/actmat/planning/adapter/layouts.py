@@ -18,17 +18,6 @@ from actmat.layout.fused import GATED
 from actmat.planning.item import Item
 from actmat.recipe import Recipe
 
-__all__ = [
-    "ALPHA",
-    "STEMS",
-    "in_one_layout",
-    "is_transposed",
-    "module_outputs",
-    "output_config",
-    "output_layout",
-    "stored_spec",
-]
-
 
 def _tensor_name(name: str, found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> str:
     """Name of the tensor that a module's delta belongs to, as the model has it."""

@@ -34,8 +34,6 @@ from actmat.planning.post import factor_problems, in_space, post_problems
 from actmat.planning.statistics import ExpertStatistics, module_statistics
 from actmat.recipe import Recipe
 
-__all__ = ["adapter_problems", "plan_modules"]
-
 
 def adapter_problems(recipe: Recipe, adapters: Sequence[Adapter]) -> list[str]:
     """Problems of the adapters themselves, and of their combination."""

@@ -20,8 +20,6 @@ from actmat.experts.lora.open import PAIR_LIST
 from actmat.planning.item import Item
 from actmat.recipe import Recipe
 
-__all__ = ["VLLM_RANKS", "plan_notes", "vllm_problems"]
-
 
 def plan_notes(
     recipe: Recipe,

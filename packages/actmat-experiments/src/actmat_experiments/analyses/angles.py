@@ -15,9 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["RIGHT_ANGLE", "DriftAngles", "angle", "cosine", "drift_angles", "gram_of", "relative_scale"]
-
-
 RIGHT_ANGLE = math.pi / 2
 """The largest angle between positive semi-definite matrices."""
 

@@ -31,16 +31,6 @@ from actmat_experiments.harness.table import new_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = [
-    "CorrelationResult",
-    "correlation",
-    "entry_correlations",
-    "null_rms",
-    "permuted_rms",
-    "rms_correlation",
-    "token_records",
-]
-
 
 def entry_correlations(z_NI: Tensor, size_N: Tensor) -> Tensor:
     """Pearson's correlation over tokens of every product `z_i z_j` with `||g||^2`; `I x I`, symmetric, float64.

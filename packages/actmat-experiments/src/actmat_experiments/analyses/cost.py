@@ -33,8 +33,6 @@ from actmat_experiments.harness.table import new_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["PAPER_FLOPS", "cost", "flop_count"]
-
 PAPER_FLOPS = {rule.method: rule.formula for rule in RULES}
 """The paper's table, with the constants of decompositions that the declared leading terms leave out."""
 

@@ -13,8 +13,6 @@ from rich.table import Table
 
 from actmat_experiments.harness.table import new_table
 
-__all__ = ["INVERSE", "RULES", "SVD", "RuleCost", "Terms", "rule_table"]
-
 INVERSE, SVD = 2, 22
 """Of an `N x N` matrix, in units of `N^3`."""
 

@@ -29,20 +29,6 @@ from actmat_experiments.analyses.matrices import Source
 from actmat_experiments.analyses.monitor import token_rows
 from actmat_experiments.analyses.taps import Tap, find_taps, reading
 
-__all__ = [
-    "DemoModels",
-    "batches",
-    "demo_correlation",
-    "demo_cosine",
-    "demo_distribution",
-    "demo_grams",
-    "demo_interference",
-    "demo_scale",
-    "input_grams",
-    "load_demo",
-]
-
-
 _BATCH = 100
 
 

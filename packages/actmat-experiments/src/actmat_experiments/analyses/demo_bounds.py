@@ -12,8 +12,6 @@ from actmat_experiments.analyses.demo import DemoModels, demo_grams, load_demo
 from actmat_experiments.analyses.perturbation import PerturbationResult, perturbation
 from actmat_experiments.analyses.transfer import Losses, TransferResult, transfer
 
-__all__ = ["demo_perturbation", "demo_transfer"]
-
 
 def demo_perturbation(demo: Path) -> PerturbationResult:
     """`perturbation` of the demo's experts, on the test photographs."""

@@ -27,8 +27,6 @@ from actmat_experiments.harness.table import new_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["QUANTILES", "DistributionResult", "Spread", "distribution", "half_normal"]
-
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _ERROR = (0.062707, 0.318639, 0.674490, 1.150349, 1.959964)
 """Quantiles of the absolute value of a standard normal number, at `QUANTILES`."""

@@ -28,8 +28,6 @@ from actmat_experiments.harness.table import new_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["DriftResult", "Moment", "drift", "moments_until"]
-
 
 ROUNDING = 1e-9
 """By how much (radians) the inequality may fail for rounding alone."""

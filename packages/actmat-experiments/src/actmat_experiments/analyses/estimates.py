@@ -31,8 +31,6 @@ from actmat_experiments.harness.table import new_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["CosineResult", "ScaleResult", "cosine", "scale"]
-
 
 Drawn = Callable[[str, int], Sequence[Mapping[str, Tensor]]]
 """(expert, number of samples) -> for every draw the Gram matrices by name of the linear map."""

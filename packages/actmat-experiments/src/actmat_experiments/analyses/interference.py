@@ -25,8 +25,6 @@ from actmat_experiments.harness.table import new_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["InterferenceResult", "interference", "relative_interference"]
-
 
 @dataclass(frozen=True)
 class InterferenceResult(Analysis):

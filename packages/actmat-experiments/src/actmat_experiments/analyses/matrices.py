@@ -17,8 +17,6 @@ from actmat import open_checkpoint
 from actmat.errors import AlignmentError, RecipeError
 from actmat_experiments.core import Checkpoint, Statistics, resolve_layout
 
-__all__ = ["Grams", "Layer", "Source", "grams_of", "layers_of", "need_experts"]
-
 Source = str | Path | Checkpoint
 """A checkpoint, or where it is."""
 

@@ -33,8 +33,6 @@ from actmat.errors import MergeError
 from actmat_experiments.analyses.angles import DriftAngles, drift_angles
 from actmat_experiments.analyses.taps import LinearMap, Tap, find_taps, reading
 
-__all__ = ["DriftMonitor", "MonitorCallback", "token_rows"]
-
 
 class _Sums:
     """Sums of one linear map, over all steps and over the current step."""

@@ -18,8 +18,6 @@ from actmat_experiments.analyses.subjects import Batch, Subject, no_loss, open_s
 from actmat_experiments.analyses.transfer import Losses, TransferResult, transfer
 from actmat_experiments.core import DataOptions, load_model
 
-__all__ = ["transfer_of_models"]
-
 AGREEMENT = 1e-3
 """Largest relative difference of the mean of the samples' losses from the loss that the model gives, a mean, too."""
 

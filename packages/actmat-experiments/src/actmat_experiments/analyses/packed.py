@@ -25,8 +25,6 @@ from actmat_experiments.paper import paper_figures, paper_models
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Arms", "PackedResult", "packed"]
-
 ROWS = ("average", "regmean_packed", "regmean")
 
 

@@ -35,8 +35,6 @@ from actmat_experiments.harness.table import new_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Perturbation", "PerturbationResult", "perturbation", "perturbed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Perturbation:

@@ -23,8 +23,6 @@ from actmat.version import __version__
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Analysis", "degrees", "need_matplotlib", "save_analysis", "short_names", "shown"]
-
 
 PALETTE = 256
 """Colours of a PNG: those of the series and their shades towards the background."""

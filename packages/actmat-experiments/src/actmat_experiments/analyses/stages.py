@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from actmat_experiments.analyses.taps import Tap, find_taps, reading
 
-__all__ = ["Stage", "by_sample", "outputs_of", "stages_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stage:

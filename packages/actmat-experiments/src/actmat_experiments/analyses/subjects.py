@@ -19,8 +19,6 @@ from actmat_experiments.analyses.drift import DriftAlongRun, Moment, moments_unt
 from actmat_experiments.analyses.monitor import DriftMonitor
 from actmat_experiments.core import DataOptions, load_model, make_batches
 
-__all__ = ["Finetuning", "Subject", "finetune", "no_loss", "open_subject"]
-
 Batch = Mapping[str, Tensor]
 
 

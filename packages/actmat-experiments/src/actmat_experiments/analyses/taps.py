@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from actmat.errors import RecipeError, did_you_mean
 from actmat_experiments.core import TensorLayout, resolve_layout, tensor_specs
 
-__all__ = ["LinearMap", "Tap", "find_taps", "reading"]
-
 
 @dataclass(frozen=True, slots=True)
 class LinearMap:

@@ -22,9 +22,6 @@ from actmat.errors import NumericalError
 from actmat_experiments.analyses.drift import ROUNDING, DriftResult, Moment, moments_until
 from actmat_experiments.analyses.monitor import DriftMonitor
 
-__all__ = ["ACTIVATIONS", "MLP", "ActivationName", "descend_watched", "new_mlp", "theorem1"]
-
-
 ActivationName = Literal["relu", "tanh"]
 
 ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "tanh": torch.tanh}

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from actmat.extras.demo.tasks import Examples
 
-__all__ = ["Sample", "best_scale", "least_interference", "merge_mlps", "minimiser_gap", "theorem2", "transfer_bound"]
-
 
 EPS = torch.finfo(torch.float64).eps
 

@@ -32,8 +32,6 @@ from actmat_experiments.harness.table import new_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["KeptGrams", "TrajectoryResult", "trajectory_of_statistics"]
-
 
 @dataclass(frozen=True)
 class TrajectoryResult(Analysis):

@@ -38,8 +38,6 @@ from actmat_experiments.harness.table import new_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["StageTerms", "TaskTransfer", "TransferResult", "transfer"]
-
 State = Mapping[str, Tensor]
 Losses = Callable[[nn.Module], Tensor]
 """From the model to the loss of every sample, `N`, in one forward pass."""

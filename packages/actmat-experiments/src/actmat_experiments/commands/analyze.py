@@ -26,8 +26,6 @@ from actmat_experiments.commands.own import (
     shape_of,
 )
 
-__all__ = ["app"]
-
 app = typer.Typer(
     name="analyze",
     no_args_is_help=True,

@@ -14,8 +14,6 @@ from actmat.cli.listing import command
 if TYPE_CHECKING:
     from actmat_experiments.suites import RunRequest
 
-__all__ = ["experiment", "run", "study", "table"]
-
 experiment = typer.Typer(
     name="experiment",
     no_args_is_help=True,

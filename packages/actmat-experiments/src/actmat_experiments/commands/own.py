@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from actmat_experiments.analyses.transfer import TransferResult
     from actmat_experiments.core import Statistics as StatisticsFile
 
-__all__ = ["OwnMerge", "OwnModel", "OwnRun", "named", "numbered", "numbers", "own_checkpoints", "shape_of"]
-
 
 @dataclass(frozen=True)
 class OwnModel:

@@ -16,8 +16,6 @@ from actmat.extras.demo.training import generator_for
 from actmat_experiments.forecast.models import Factors
 from actmat_experiments.vision.train import with_adapter
 
-__all__ = ["peft_factors", "read_factors", "save_factors"]
-
 _FILE = "factors-{}.safetensors"
 
 

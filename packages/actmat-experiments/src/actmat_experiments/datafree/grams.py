@@ -15,18 +15,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-__all__ = [
-    "SHARES",
-    "alignment",
-    "delta_gram",
-    "excess_gram",
-    "left_out_share",
-    "merge_by",
-    "mixed",
-    "moved_gram",
-    "unit",
-]
-
 SHARES = (0.0, 0.1, 0.5, 0.9)
 """Shares of the estimate among which `left_out_share` chooses; the identity has the rest."""
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["LENGTHS", "Inner", "inner"]
-
 
 class Inner:
     """Sums over layers: `merged = ||D*||^2`, `own[t] = ||D_t||^2`, `cross[t] = <D*, D_t>`, `mean = ||mean_t D_t||^2`.

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from actmat_experiments.core import collect_unbound, unpack
 
-__all__ = ["Key", "assembled", "input_grams", "linear_maps", "matrices"]
-
 Key = tuple[str, int]
 """Name of a tensor and number of the block in it."""
 

@@ -21,9 +21,6 @@ from torch import Tensor
 
 from actmat_experiments.core import output_energy
 
-__all__ = ["FEATURES", "Leading", "activation_features", "energies", "features"]
-
-
 FEATURES: Mapping[str, str] = {
     "residual": "rho_t, what ACTMat minimises: rms of ||E_t D_t^T|| / ||D_t D_t^T||, weighted by ||D_t||^2",
     "residual_root": "the same with (D_t^T D_t)^(1/2) for the inputs: sqrt(tr(E_t |D_t| E_t^T) / tr(D_t |D_t| D_t^T))",

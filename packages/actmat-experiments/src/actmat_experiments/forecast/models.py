@@ -26,9 +26,6 @@ from actmat.extras.demo.train import finetune, pretrain
 from actmat.extras.demo.training import Schedule, descend, generator_for, steps_of
 from actmat_experiments.core import collect, unpack
 
-__all__ = ["FAMILIES", "Factors", "Family", "Key", "Trained", "input_grams", "matrices", "train"]
-
-
 Key = tuple[str, int]
 """Name of a tensor and number of the block in it."""
 Factors = Mapping[Key, tuple[Tensor, Tensor, Tensor]]

@@ -26,9 +26,6 @@ from actmat_experiments.forecast.features import Leading, activation_features, e
 from actmat_experiments.forecast.models import FAMILIES, Family, Key, Trained, input_grams, matrices, train
 from actmat_experiments.harness.cache import Cache, library_versions
 
-__all__ = ["SUBSETS", "Row", "measure", "measured", "read_rows", "rows_of", "rules"]
-
-
 UNLABELLED = 64
 """Images of the validation part that the numbers with data see, without their labels."""
 

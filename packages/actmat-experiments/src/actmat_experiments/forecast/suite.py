@@ -19,8 +19,6 @@ from actmat_experiments.harness.table import markdown as write_markdown
 from actmat_experiments.harness.table import new_table
 from actmat_experiments.suites import RunRequest, TableRequest
 
-__all__ = ["draw", "markdown", "run", "table", "verdict_lines"]
-
 
 def draw(found: Sequence[Candidate], folder: Path) -> Path:
     """Write `forecast.png` into the folder: a dot with its interval per number and family."""

@@ -21,23 +21,6 @@ from numpy.typing import NDArray
 from actmat_experiments.forecast.features import FEATURES
 from actmat_experiments.forecast.rows import Row
 
-__all__ = [
-    "BAR",
-    "WITH_DATA",
-    "Candidate",
-    "Correlation",
-    "best_single",
-    "between",
-    "candidates",
-    "held_out",
-    "judge",
-    "ridge",
-    "rule_mean",
-    "spearman",
-    "within",
-]
-
-
 RESAMPLES = 500
 """Draws of clusters: the ends of a 95 % interval are good to a few hundredths of its width."""
 

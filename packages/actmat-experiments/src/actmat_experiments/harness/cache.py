@@ -23,8 +23,6 @@ from typing import Any
 
 from actmat.errors import OutputError
 
-__all__ = ["Cache", "canonical", "code_digest", "digest", "file_digest", "library_versions", "meaning"]
-
 _KEY_FILE = "key.json"
 _HEX = 16
 _CHUNK = 1 << 20

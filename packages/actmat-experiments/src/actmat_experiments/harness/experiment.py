@@ -31,8 +31,6 @@ from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
 from actmat_experiments.harness.results import Part, Regime, ScaleKind, Score, append_scores
 from actmat_experiments.harness.study import Answers, Subject
 
-__all__ = ["Counts", "Experiment", "Made", "MergeInputs", "Share"]
-
 _VERSION = 3
 _STATISTICS_VERSION = 2
 _VERSIONS = ("actmat", "torch", "transformers", "peft")

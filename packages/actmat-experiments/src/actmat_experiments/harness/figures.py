@@ -14,8 +14,6 @@ from matplotlib.figure import Figure
 
 from actmat.errors import MergeError
 
-__all__ = ["COLOURS", "MARKERS", "finish_panels", "layer_axis", "new_axes", "new_panels"]
-
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _INK = "#333333"

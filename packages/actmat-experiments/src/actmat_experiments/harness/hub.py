@@ -17,8 +17,6 @@ from actmat.errors import CheckpointError
 from actmat_experiments.core import in_one_line
 from actmat_experiments.harness.cache import file_digest
 
-__all__ = ["WEIGHTS", "check_malformed", "kept_rows", "load_splits", "model_folder"]
-
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 """Weight files, the first kind that a repository has; other formats (Flax, TensorFlow, ONNX) are left there."""
 _BESIDE = ("*.json", "*.txt", "*.model", "*.jinja")

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from actmat_experiments.core import collect
 
-__all__ = ["measure_classifier", "to_measure"]
-
 Batch = Mapping[str, Tensor]
 
 

@@ -17,18 +17,6 @@ from actmat_experiments.harness.cache import code_digest
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "KINDS",
-    "SCALES",
-    "Candidate",
-    "best_scale",
-    "kinds_needed",
-    "merge_candidates",
-    "merging_code",
-    "needs_statistics",
-    "rescaled",
-]
-
 KINDS = ("gram", "fisher")
 """Statistics that the suites measure on experts."""
 

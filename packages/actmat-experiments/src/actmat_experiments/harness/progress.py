@@ -29,8 +29,6 @@ from rich.progress import (
 
 from actmat_experiments.core import one_thread
 
-__all__ = ["LOADING", "Stage", "Watch", "one_thread_on", "placed", "quiet", "quiet_libraries"]
-
 
 class Stage:
     """One stage while it runs: advance its bar, write to its log."""

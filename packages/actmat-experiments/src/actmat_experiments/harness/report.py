@@ -24,9 +24,6 @@ from actmat_experiments.harness.table import (
 from actmat_experiments.paper import paper_figures, paper_tasks
 from actmat_experiments.suites import TableRequest
 
-__all__ = ["NOTES", "TITLES", "balanced", "latest", "paper_lines", "show", "stored_scores"]
-
-
 _PAPER_ROWS = (
     "What the paper prints as data-free task arithmetic with 0.4 is lambda = 1, the row task_arithmetic_1. Its "
     "figures stand by the rows of the authors' rules: iso_c_paper, tsv_paper. Not in its tables, but in the authors' "

@@ -17,18 +17,6 @@ from typing import Any, Literal
 
 from actmat.errors import CheckpointError
 
-__all__ = [
-    "REFERENCES",
-    "REGIMES",
-    "Part",
-    "Regime",
-    "ScaleKind",
-    "Score",
-    "append_scores",
-    "majority_share",
-    "read_scores",
-]
-
 Regime = Literal["full", "lora"]
 REGIMES: tuple[Regime, ...] = ("full", "lora")
 ScaleKind = Literal["default", "tuned"]

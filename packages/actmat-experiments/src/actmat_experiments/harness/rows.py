@@ -11,8 +11,6 @@ from actmat_experiments.core import METHODS, get_method
 from actmat_experiments.harness.merging import Candidate
 from actmat_experiments.harness.results import REGIMES
 
-__all__ = ["candidates", "more_rows"]
-
 _PAPER = tuple(Candidate(name, method, options) for name, (method, options) in paper.VARIANTS.items())
 _PACKED = Candidate("regmean_packed", "regmean", fields={"rules": [{"match": paper.ATTENTION, "method": "average"}]})
 """RegMean where attention is packed and not split: no module is called with its inputs, so there are no statistics, and

@@ -11,8 +11,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from actmat.errors import RecipeError, did_you_mean
 
-__all__ = ["changed", "names_of"]
-
 Settings = TypeVar("Settings")
 
 

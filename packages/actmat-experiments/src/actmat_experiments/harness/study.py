@@ -27,20 +27,6 @@ from actmat_experiments.harness.merging import Candidate
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.table import markdown
 
-__all__ = [
-    "NEIGHBOURS",
-    "VARIANTS",
-    "Answers",
-    "Half",
-    "Point",
-    "Subject",
-    "compare_variants",
-    "halves",
-    "markdown_study",
-    "run_study",
-    "subsets_within",
-]
-
 
 def _variant(name: str, scale: float = 1.0, fields: Mapping[str, Any] | None = None, **options: Any) -> Candidate:
     return Candidate(name, "actmat", options, scale, fields or {})

@@ -14,8 +14,6 @@ from actmat_experiments.harness.rows import candidates
 from actmat_experiments.harness.study import NEIGHBOURS, VARIANTS, run_study
 from actmat_experiments.suites import RunRequest
 
-__all__ = ["Experiments", "run_experiments", "score_file", "study_experiments"]
-
 Experiments = Callable[[RunRequest, Watch], Iterator[Experiment]]
 """One experiment per model, seed and regime of a request; what they share is made when the first is asked for."""
 

@@ -12,18 +12,6 @@ from rich.table import Table
 from actmat.extras.demo.results import Z_95, Interval, wilson_interval
 from actmat_experiments.harness.results import REFERENCES, ScaleKind, Score
 
-__all__ = [
-    "Figure",
-    "Line",
-    "average_table",
-    "figure_table",
-    "markdown",
-    "markdown_table",
-    "new_table",
-    "summarise",
-    "task_table",
-]
-
 Figure = Mapping[tuple[str, ScaleKind], float]
 """(row, kind of scale) -> the paper's average, in percent."""
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Progress", "Resume", "Selection"]
-
 
 @dataclass(frozen=True, slots=True)
 class Resume:

@@ -21,23 +21,6 @@ from torch import Tensor
 from actmat.errors import CheckpointError
 from actmat_experiments.language.questions import Item, TextTask
 
-__all__ = [
-    "IGNORED",
-    "Counts",
-    "Encoded",
-    "Exam",
-    "batches_by_length",
-    "choice_tensors",
-    "chosen",
-    "counts",
-    "encode",
-    "examine",
-    "make_exams",
-    "score_choices",
-    "training_tensors",
-]
-
-
 IGNORED = -100
 """Label of a position that has no loss."""
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["add_lora", "is_adapter_folder", "load_model", "load_tokenizer", "measure", "save_expert"]
-
 
 def load_model(base: str | Path, expert: Path | None = None, *, device: str = "cpu") -> Any:
     """The base, a full checkpoint, or the base with an adapter, in float32 and in eval mode.

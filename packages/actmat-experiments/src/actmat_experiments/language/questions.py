@@ -22,20 +22,6 @@ from actmat.errors import CheckpointError, did_you_mean
 from actmat_experiments.harness.hub import kept_rows
 from actmat_experiments.harness.results import majority_share
 
-__all__ = [
-    "FORMS",
-    "OWN",
-    "PAPER",
-    "Asking",
-    "Item",
-    "Row",
-    "Template",
-    "TextTask",
-    "read_rows",
-    "render",
-    "to_items",
-]
-
 Asking = Literal["paper", "own", "cycled"]
 """Wording of items: by the paper's template, by the first of this project's, or, in training, by all of these in
 turn."""

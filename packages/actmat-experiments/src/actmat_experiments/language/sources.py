@@ -24,8 +24,6 @@ from actmat.errors import CheckpointError, MergeError
 from actmat_experiments.harness.hub import load_splits
 from actmat_experiments.language.questions import Asking, Row, TextTask, read_rows, to_items
 
-__all__ = ["SOURCES", "Source", "from_hub", "load_rows_file", "load_tasks"]
-
 N_VALIDATION, _SHUFFLE = 32, 42
 """Rows of the test split that are chosen on, and the seed of the paper's code that picks them."""
 

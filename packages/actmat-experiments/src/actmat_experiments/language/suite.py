@@ -30,9 +30,6 @@ from actmat_experiments.language.sources import load_tasks
 from actmat_experiments.language.train import LanguageSettings, PaperSettings, expert_key, train_expert
 from actmat_experiments.suites import RunRequest, TableRequest
 
-__all__ = ["MODELS", "Language", "run", "table"]
-
-
 _SHUFFLE = 4
 """Seed of the paper's code for the order of the items, of which statistics see the first ones."""
 

@@ -29,18 +29,6 @@ from actmat_experiments.language.exams import IGNORED, Encoded, Exam, batches_by
 from actmat_experiments.language.models import add_lora, load_model, load_tokenizer, save_expert
 from actmat_experiments.language.questions import Asking
 
-__all__ = [
-    "ExpertSettings",
-    "FineTuning",
-    "LanguageSettings",
-    "PaperSettings",
-    "batch_at",
-    "expert_key",
-    "finetune",
-    "summed_loss",
-    "train_expert",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class FineTuning:

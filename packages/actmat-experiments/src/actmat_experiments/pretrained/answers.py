@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["counted", "divergence"]
-
 
 def counted(logits_NC: Tensor, labels_N: Tensor, expert_NC: Tensor | None = None) -> dict[str, Any]:
     """Right answers, `correct`, of all, `total`; and, given the expert's logits, the `divergence` from the expert:

@@ -25,22 +25,6 @@ from actmat_experiments.pretrained.generated import Question
 from actmat_experiments.pretrained.orders import order_of
 from actmat_experiments.vision.train import with_adapter
 
-__all__ = [
-    "Batch",
-    "Coded",
-    "Coder",
-    "Teaching",
-    "answer_logits",
-    "collated",
-    "greedy",
-    "load_decoder",
-    "logits_of",
-    "right",
-    "supervise",
-    "trainable",
-    "write_base",
-]
-
 _TESTED = 64
 _SAVE_EVERY = 20
 _FROZEN = ("embed", "lm_head")

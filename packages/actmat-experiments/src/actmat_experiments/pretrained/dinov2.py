@@ -18,8 +18,6 @@ from torch import Tensor
 from actmat.errors import CheckpointError
 from actmat_experiments.harness.progress import LOADING
 
-__all__ = ["convert_vit", "vit_tensors"]
-
 _MATMUL = "/MatMul"
 _EMBEDDINGS = "embeddings.position_embeddings"
 

@@ -16,8 +16,6 @@ from typing import Literal, NamedTuple
 
 from actmat_experiments.harness.cache import digest
 
-__all__ = ["TASKS", "Generated", "Question", "Task", "draw_task"]
-
 END_OF_TURN = "<|im_end|>"
 _MONTHS = (
     *("January", "February", "March", "April", "May", "June", "July"),

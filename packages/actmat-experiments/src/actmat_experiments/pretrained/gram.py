@@ -20,8 +20,6 @@ from actmat_experiments.core import open_statistics
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.vision.backbones import read_tensors
 
-__all__ = ["gram_file", "gram_rows", "store_gram"]
-
 
 def gram_file(cache: Path, suite: str) -> Path:
     """File of a suite's cosines."""

@@ -58,8 +58,6 @@ from actmat_experiments.reasoning.small.train import Run, reinforce
 from actmat_experiments.suites import RunRequest, TableRequest
 from actmat_experiments.vision.backbones import load_expert
 
-__all__ = ["ROWS", "LlmSettings", "PretrainedLlm", "Rewards", "experiments", "run", "table"]
-
 NAME = "SmolLM2-135M-Instruct from Q4_1"
 ROWS = (
     *("average", "task_arithmetic", "ties", "tsv", "iso_c", "actmat", "actmat_ridge", "actmat_bounded", "regmean"),

@@ -8,8 +8,6 @@ import torch
 
 from actmat.extras.demo.training import Schedule, generator_for
 
-__all__ = ["order_of"]
-
 
 def order_of(n: int, schedule: Schedule, seed: int, name: str, first: int = 0) -> Iterator[list[int]]:
     """Positions of each step's examples among `n`, from step `first` on; every epoch has an order of its own.

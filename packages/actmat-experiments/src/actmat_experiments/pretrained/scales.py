@@ -11,8 +11,6 @@ from torch import Tensor
 
 from actmat_experiments.vision.backbones import read_tensors
 
-__all__ = ["in_place"]
-
 
 def in_place(load: Callable[[Path], Any], base: Path, merged: Path, acted: Sequence[str]) -> Callable[[float], Any]:
     """From a scale to the merged model at it; see `rescaled`. It is one model, whose weights the next call replaces.

@@ -14,8 +14,6 @@ from actmat_experiments.harness.cache import code_digest
 from actmat_experiments.harness.experiment import Experiment, Made, MergeInputs
 from actmat_experiments.harness.merging import Candidate, merging_code
 
-__all__ = ["REGMEAN_PP", "HasInputs", "staged_inputs"]
-
 REGMEAN_PP = Candidate("regmean++", "regmean", {"off_diagonal": 0.95})
 """With the factor that was published for vision; the options of `regmean` itself are the paper's of ACTMat."""
 

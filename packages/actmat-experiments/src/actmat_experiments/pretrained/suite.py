@@ -23,19 +23,6 @@ from actmat_experiments.suites import RunRequest
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = [
-    "ENCODER",
-    "ROWS",
-    "SCALES",
-    "TOGETHER",
-    "chosen_tasks",
-    "copy_model",
-    "run_pretrained",
-    "schedule_of",
-    "settings_digest",
-    "variants",
-]
-
 SCALES = (0.5, 1.0, 2.0)
 """Factors of the merged delta that tuning tries."""
 

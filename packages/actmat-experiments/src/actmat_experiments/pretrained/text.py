@@ -51,8 +51,6 @@ from actmat_experiments.pretrained.wheels import MINILM, unpacked
 from actmat_experiments.suites import RunRequest, TableRequest
 from actmat_experiments.vision.backbones import load_expert, load_head, save_head
 
-__all__ = ["PretrainedText", "TextSettings", "experiments", "run", "table"]
-
 NAME = "MiniLM-L6"
 _VERSION = 1
 _BATCH = 32

@@ -22,8 +22,6 @@ from actmat_experiments.pretrained.orders import order_of
 from actmat_experiments.pretrained.text_tasks import Example
 from actmat_experiments.vision.train import with_adapter
 
-__all__ = ["Reader", "TextTraining", "finetune", "text_features", "write_base"]
-
 _TESTED = 64
 _FIRST_LAYER = "encoder."
 

@@ -20,8 +20,6 @@ from actmat.extras.demo.training import generator_for
 from actmat_experiments.harness.cache import digest
 from actmat_experiments.harness.results import majority_share
 
-__all__ = ["TASKS", "Example", "TextSet", "load_texts"]
-
 
 class Example(NamedTuple):
     """A text, or two, and the position of its label among the task's."""

@@ -41,8 +41,6 @@ from actmat_experiments.vision.backbones import IMAGENET_SCALE, Backbone, featur
 from actmat_experiments.vision.experiment import Vision, common
 from actmat_experiments.vision.images import ImageTask, Limits, local_task, prepare_task
 
-__all__ = ["TASKS", "PretrainedVision", "VitSettings", "experiments", "run", "table"]
-
 TASKS = ("mnist", "eurosat", "gtsrb", "sign_digits", "cifar10", "usps", "dtd10")
 NAME = "ViT-S/14"
 _VERSION = 1

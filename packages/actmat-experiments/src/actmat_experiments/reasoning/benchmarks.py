@@ -33,8 +33,6 @@ from actmat_experiments.reasoning.marks import (
 )
 from actmat_experiments.reasoning.sandbox import Limits, require_protections, run_program
 
-__all__ = ["BENCHMARKS", "Benchmark", "Format", "Prompt", "Sampling", "get_benchmarks"]
-
 Problem = Mapping[str, Any]
 Marks = Mapping[str, bool]
 """Name of the score -> whether the answer is right."""

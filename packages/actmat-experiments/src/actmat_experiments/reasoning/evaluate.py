@@ -20,8 +20,6 @@ from actmat_experiments.reasoning.benchmarks import Benchmark, Format, Problem
 from actmat_experiments.reasoning.generate import Engine, Job, Questions, answer_all, read_answers, release
 from actmat_experiments.reasoning.memory import host_memory, planned_batch
 
-__all__ = ["Counts", "Exam", "ReasoningSettings", "unsolvable"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSettings:

@@ -25,9 +25,6 @@ from actmat_experiments.harness.progress import quiet
 from actmat_experiments.reasoning.benchmarks import Prompt, Sampling
 from actmat_experiments.reasoning.memory import passes_of
 
-__all__ = ["Engine", "Job", "Measuring", "Questions", "answer_all", "in_template", "measure", "read_answers", "release"]
-
-
 _PROBLEMS_AT_ONCE = 16
 
 

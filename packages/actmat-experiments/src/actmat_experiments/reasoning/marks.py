@@ -14,18 +14,6 @@ from typing import Any
 
 from actmat.errors import MergeError
 
-__all__ = [
-    "aime_answer",
-    "check_sentence_model",
-    "first_before",
-    "flexible_number",
-    "followed",
-    "program",
-    "same_number",
-    "strict_number",
-]
-
-
 _SAID = re.compile(r"answer\s*(?:is|:|=)?\s*[:=]?\s*\**\s*(\$?\\?\(?\s*[\d,]+)", re.IGNORECASE)
 _WRAPPING = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}|\\[,;!: ]|[\s$*]|\\[()\[\]]|\{,\}")
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")

@@ -12,8 +12,6 @@ from typing import Any
 
 from actmat.errors import MergeError
 
-__all__ = ["GIB", "cache_bytes", "gram_bytes", "host_memory", "passes_of", "planned_batch"]
-
 _SHARE = 0.8
 """Share of the memory beside the weights that keys and values may take; the rest is for activations and fragments."""
 _LARGEST_BATCH = 64

@@ -18,8 +18,6 @@ from actmat.extras.demo.results import Z_95, Interval, wilson_interval
 from actmat_experiments.harness.results import Score
 from actmat_experiments.harness.table import markdown, new_table
 
-__all__ = ["Columns", "at", "at_k_markdown", "at_k_table", "estimate", "pass_at_k", "scores_at_k"]
-
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """`1 - C(n - c, k) / C(n, k)` as `1 - prod_{i = n - c + 1}^{n} (1 - k / i)`, which neither overflows nor cancels.

@@ -32,8 +32,6 @@ from actmat_experiments.reasoning.memory import GIB
 from actmat_experiments.reasoning.passk import Columns, at, at_k_markdown, at_k_table, scores_at_k
 from actmat_experiments.suites import RunRequest, TableRequest
 
-__all__ = ["NAME", "NOTES", "run", "table"]
-
 NAME = "reasoning"
 AVERAGED = ("humaneval", "humaneval_plus", "aime24", "aime25", "ifeval")
 """The paper's average is over these at one answer; IFEval counts whole prompts, loosely. GSM8K is an addition."""

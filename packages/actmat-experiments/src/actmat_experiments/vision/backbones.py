@@ -25,23 +25,6 @@ from actmat.extras.demo.heads import Head
 from actmat_experiments.harness.progress import LOADING
 from actmat_experiments.vision.images import Examples, PixelScale
 
-__all__ = [
-    "CLIP_SCALE",
-    "IMAGENET_SCALE",
-    "PLAIN_SCALE",
-    "Backbone",
-    "ClipHead",
-    "Precision",
-    "autocast",
-    "features",
-    "load_expert",
-    "load_head",
-    "read_tensors",
-    "right_answers",
-    "save_head",
-]
-
-
 Precision = Literal["float32", "bfloat16", "float16"]
 
 CLIP_SCALE = PixelScale((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))

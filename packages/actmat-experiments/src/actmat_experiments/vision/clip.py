@@ -27,17 +27,6 @@ from actmat_experiments.vision.backbones import ClipHead, save_head
 from actmat_experiments.vision.images import HubSet, ImageTask
 from actmat_experiments.vision.open_clip import clip_model, from_package, is_open_clip, read_open_clip
 
-__all__ = [
-    "ClipTask",
-    "class_words",
-    "clip_base",
-    "clip_head",
-    "clip_source",
-    "clip_tasks",
-    "public_expert",
-    "text_feature",
-]
-
 _VERSION = 1
 _TEXT_BATCH = 64
 _TOKENIZER = ("openai/clip-vit-base-patch32", "3d74acf9a28c67741b2f4f2ea7635f0aaf6f0268")

@@ -25,9 +25,6 @@ from actmat_experiments.suites import RunRequest
 from actmat_experiments.vision.backbones import read_tensors
 from actmat_experiments.vision.experiment import Vision
 
-__all__ = ["ESTIMATES", "curve_file", "estimates", "read_estimates", "run_vision", "subsets_of"]
-
-
 ESTIMATES = ("D^T D", "(D^T D)^1/2", "identity")
 
 

@@ -31,8 +31,6 @@ from actmat_experiments.vision.backbones import (
 from actmat_experiments.vision.images import ImageTask
 from actmat_experiments.vision.train import Training, finetune
 
-__all__ = ["Vision", "common"]
-
 _EXPERT_VERSION = 1
 _BATCH = 32
 _MOST_BYTES, _MOST_ROWS = 8e9, 16

@@ -18,8 +18,6 @@ from actmat_experiments.harness.table import Line, summarise
 from actmat_experiments.suites import TableRequest
 from actmat_experiments.vision.curves import curve_file, read_estimates
 
-__all__ = ["draw", "show_and_draw"]
-
 _COLOURS = {"full": COLOURS[0], "lora": COLOURS[1]}
 _ACCURACY = "Test accuracy, mean over tasks"
 

@@ -38,22 +38,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
-__all__ = [
-    "Examples",
-    "HubSet",
-    "ImageTask",
-    "Limits",
-    "PixelScale",
-    "RawTask",
-    "load_task",
-    "local_task",
-    "open_folder",
-    "open_hub",
-    "open_npz",
-    "prepare_task",
-    "split_indices",
-]
-
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".ppm", ".webp", ".tif", ".tiff")
 

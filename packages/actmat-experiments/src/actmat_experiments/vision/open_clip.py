@@ -25,17 +25,6 @@ from torch import Tensor
 
 from actmat.errors import CheckpointError
 
-__all__ = [
-    "CONFIG",
-    "WEIGHTS",
-    "clip_model",
-    "from_package",
-    "is_open_clip",
-    "read_open_clip",
-    "transformers_config",
-    "translated",
-]
-
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 _HEAD_WIDTH = 64
 _SIZES = {

@@ -23,8 +23,6 @@ from actmat_experiments.vision.experiment import Vision, common
 from actmat_experiments.vision.images import ImageTask, Limits, local_task, prepare_task
 from actmat_experiments.vision.train import VitSizes, pretrain
 
-__all__ = ["TASKS", "SmallSettings", "experiments", "run", "study", "table"]
-
 TASKS = ("mnist", "eurosat", "gtsrb", "dtd10", "sign_digits", "usps", "cifar10")
 _BASE_TASK = "cifar100"
 _VERSION = 1

@@ -20,8 +20,6 @@ from actmat_experiments.vision.curves import run_vision
 from actmat_experiments.vision.experiment import Vision, common
 from actmat_experiments.vision.images import ImageTask, Limits, RawTask, local_task, open_hub, prepare_task
 
-__all__ = ["MODELS", "experiments", "run", "study", "table"]
-
 MODELS = {
     "ViT-B/32": "openai/clip-vit-base-patch32@3d74acf9a28c67741b2f4f2ea7635f0aaf6f0268",
     "ViT-B/16": "openai/clip-vit-base-patch16@57c216476eefef5ab752ec549e440a49ae4ae5f3",

@@ -21,9 +21,6 @@ from actmat_experiments.harness.training import Resume
 from actmat_experiments.vision.backbones import Backbone, ClipHead, Precision, autocast
 from actmat_experiments.vision.images import Examples, ImageTask
 
-__all__ = ["Training", "VitSizes", "augmented", "batches", "finetune", "pretrain", "with_adapter"]
-
-
 CallbacksOf = Callable[[Any], Sequence[Callback]]
 """Makes the callbacks of a run from its model."""
 

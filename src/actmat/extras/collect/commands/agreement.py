@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from actmat.diagnostics.model import AgreementRow
     from actmat.extras.collect.data import DataOptions
 
-__all__ = ["compare_answers", "data_options", "pairs_of"]
-
 
 def data_options(given: DataFlags, location: str, **changed: Any) -> DataOptions:
     """Options to read the data set at `location`; `changed` ones go before the flags."""

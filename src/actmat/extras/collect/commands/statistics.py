@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from actmat.extras.collect.data import DataOptions
     from actmat.statistics.header import Header
 
-__all__ = ["collect", "merge", "show", "staged", "statistics"]
-
 statistics = typer.Typer(
     add_completion=False,
     no_args_is_help=True,

@@ -28,8 +28,6 @@ from actmat.extras.collect.inputs.masks import RoutedTokens, Scope, Scopes, iden
 from actmat.extras.collect.inputs.sums import Input, InputSums, LinearMap, ParameterIndex, S
 from actmat.extras.collect.settings import TokenMask
 
-__all__ = ["LayerInputs", "NamedSum", "Observer", "unfold"]
-
 _ATTENTION = inspect.signature(functional.multi_head_attention_forward)
 
 

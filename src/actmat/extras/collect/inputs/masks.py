@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["RoutedTokens", "Scope", "Scopes", "identity", "real_rows"]
-
 INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "pixel_values", "input_features", "input_values")
 SIGNALS = frozenset({"pixel_values", "input_features", "input_values"})
 TORCH_MODULES = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder, nn.TransformerDecoderLayer)

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from actmat.errors import StatisticsError
 
-__all__ = ["Input", "InputSums", "LinearMap", "ParameterIndex", "RowSum", "SharedSum"]
-
 
 @dataclass(frozen=True, slots=True)
 class LinearMap:

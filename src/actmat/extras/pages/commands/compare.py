@@ -14,8 +14,6 @@ from actmat.cli.listing import command
 if TYPE_CHECKING:
     from actmat.extras.pages.comparison import Comparison
 
-__all__ = ["compare"]
-
 MOST = 10
 """Largest number of tensors listed."""
 

@@ -12,8 +12,6 @@ import typer
 if TYPE_CHECKING:
     from actmat.extras.pages.history import Changes, Found, PastMerge
 
-__all__ = ["show_history"]
-
 
 def show_history(folders: Sequence[Path], contains: str | None, made: Path | None, *, json: bool, quiet: bool) -> None:
     """Print the merges in some folders, or the differences of two.

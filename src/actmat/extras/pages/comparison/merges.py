@@ -30,20 +30,6 @@ from actmat.linalg.lowrank import LowRank, frobenius_norm, weighted_sum
 from actmat.report.manifest import expert_hashes, input_location, read_manifest
 from actmat.report.totals import Norms, recorded_totals
 
-__all__ = [
-    "Output",
-    "Sums",
-    "compare",
-    "difference",
-    "factored_sums",
-    "items_of",
-    "makes_adapter",
-    "matched_experts",
-    "open_output",
-    "stored_sums",
-]
-
-
 Manifest = Mapping[str, Any]
 MOST = 3
 """Names listed in one problem."""

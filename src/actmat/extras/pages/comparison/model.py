@@ -14,8 +14,6 @@ from actmat.planning.choose import depth_of
 from actmat.report.totals import Norms
 from actmat.report.words import SIZE_CODES, size_finding, size_ratios
 
-__all__ = ["CheckDifference", "Comparison", "ResidualDifference", "SettingDifference", "TensorDifference"]
-
 FORMAT = 1
 
 

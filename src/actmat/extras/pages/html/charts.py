@@ -15,9 +15,6 @@ from actmat.diagnostics.model import Spectrum
 from actmat.extras.pages.html.elements import Child, Markup, columns_table, dotted, el, join
 from actmat.extras.pages.html.scales import EXPERT_COLOURS, Axis, number, tick_indices
 
-__all__ = ["Cell", "Line", "Strip", "largest_strips", "layer_lines", "scree", "strips"]
-
-
 TENTHS = tuple(f"q{i}" for i in range(10))
 """Colour classes of the tenths from 0 to 1."""
 

@@ -44,8 +44,6 @@ from actmat.extras.pages.html.verdicts import explanation
 from actmat.report.words import IN_PLACES, plural, size_words
 from actmat.version import __version__
 
-__all__ = ["render_comparison", "write_comparison"]
-
 MOST_TENSORS = 10
 MOST_KINDS = 14
 FURTHEST = 2.0

@@ -28,8 +28,6 @@ from actmat.extras.pages.html.verdicts import checks, experts, summary
 from actmat.recipe.load import printable_yaml
 from actmat.report.words import plural
 
-__all__ = ["render_html", "write_html"]
-
 SLOWEST = 8
 
 

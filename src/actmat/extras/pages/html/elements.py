@@ -23,9 +23,6 @@ from actmat.errors import OutputError
 from actmat.foreign import html, terminal
 from actmat.version import __version__
 
-__all__ = ["document", "write_document"]
-
-
 Child = str | int | Markup | None
 
 _VOID = frozenset({"meta", "rect", "path", "line", "input", "wbr"})

@@ -40,8 +40,6 @@ from actmat.extras.pages.html.scales import (
 )
 from actmat.report.words import plural
 
-__all__ = ["norms", "overlap", "residuals", "rounding", "spectra"]
-
 
 @dataclass(frozen=True, slots=True)
 class Layer:

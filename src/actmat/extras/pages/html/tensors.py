@@ -12,8 +12,6 @@ from actmat.extras.pages.html.elements import Markup, data_block, dotted, el, jo
 from actmat.extras.pages.html.scales import number
 from actmat.report.words import plural
 
-__all__ = ["DETAILED", "PAGE_ROWS", "Column", "big_table", "tensors"]
-
 PAGE_ROWS = 50
 """Rows on one page of the table, and rows that are shown without a script."""
 

@@ -36,20 +36,6 @@ from actmat.extras.pages.html.elements import (
 from actmat.extras.pages.html.scales import number, percent, residual_level, residual_sign, residual_text
 from actmat.report.words import SIZE_CODES, plural
 
-__all__ = [
-    "FILE",
-    "checks",
-    "experts",
-    "explanation",
-    "next_step",
-    "off_where",
-    "rho_words",
-    "size_finding",
-    "spelled",
-    "summary",
-]
-
-
 FILE = "checks.json"
 
 _NEXT = {

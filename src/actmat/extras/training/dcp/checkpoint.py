@@ -25,8 +25,6 @@ from actmat.extras.training.dcp.items import Item, locate
 from actmat.extras.training.dcp.metadata import Chunk, StoredTensor, read_metadata
 from actmat.extras.training.dcp.names import model_part
 
-__all__ = ["DCP", "METADATA", "DcpCheckpoint"]
-
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 1_000_000_000
 NESTED = re.compile(r"pytorch_model_fsdp_\d+|model|weights")

@@ -15,8 +15,6 @@ from typing import Any
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.formats.inert import Inert, InertError, parse_pickle
 
-__all__ = ["Item", "locate"]
-
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",

@@ -15,8 +15,6 @@ from actmat.checkpoints.folder import is_plain_name, shown
 from actmat.checkpoints.formats.inert import Inert, InertError, parse_pickle
 from actmat.errors import CheckpointError
 
-__all__ = ["MAX_AXES", "Chunk", "DcpMetadata", "StoredTensor", "covers", "read_metadata"]
-
 _DCP = "torch.distributed.checkpoint"
 _SHARD = "torch.distributed._shard.sharded_tensor.metadata"
 _CLASSES = "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex StorageMeta"

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from actmat.errors import CheckpointError
 
-__all__ = ["ModelPart", "model_part"]
-
 WRAPPERS = ("app", "state", "state_dict", "model", "model_state_dict", "module")
 """Keys under which training programs put the model's state dict."""
 

@@ -23,8 +23,6 @@ from actmat.extras.training.dcp.checkpoint import DcpCheckpoint
 from actmat.extras.training.dcp.items import Item
 from actmat.extras.training.dcp.metadata import MAX_AXES, Chunk, StoredTensor, covers
 
-__all__ = ["RANK_SHARDS", "RankShardsCheckpoint"]
-
 PART = re.compile(r"shard-(?P<rank>\d{5})-model-(?P<file>\d{5})-of-(?P<count>\d{5})\.safetensors")
 KEY, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from actmat.run import MergeReport
     from actmat.settings import RunSettings
 
-__all__ = ["print_search", "showing_search", "tune_scales"]
-
 
 @contextlib.contextmanager
 def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from actmat.api.loading import Loaded
     from actmat.recipe import Recipe
 
-__all__ = ["try_"]
-
 
 def _option(flag: str, text: str, **more: Any) -> Any:
     return typer.Option(flag, help=text, rich_help_panel="Question", **more)

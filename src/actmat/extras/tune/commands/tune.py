@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from actmat.extras.tune.space import Space
     from actmat.recipe import Recipe
 
-__all__ = ["tune"]
-
 
 def _option(flag: str, text: str, **more: Any) -> Any:
     return typer.Option(flag, help=text, rich_help_panel="Search", **more)

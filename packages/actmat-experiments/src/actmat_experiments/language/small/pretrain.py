@@ -22,18 +22,6 @@ from actmat.extras.demo.training import Schedule, descend, generator_for
 from actmat_experiments.language.exams import Encoded
 from actmat_experiments.language.train import summed_loss
 
-__all__ = [
-    "Architecture",
-    "Pretraining",
-    "corrupt",
-    "new_model",
-    "pretrain",
-    "sentinels",
-    "span_lengths",
-    "train_tokenizer",
-]
-
-
 PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
 _N_SENTINELS = 16
 

@@ -30,8 +30,6 @@ from actmat_experiments.language.suite import Language
 from actmat_experiments.language.train import ExpertSettings, FineTuning, LanguageSettings
 from actmat_experiments.suites import RunRequest, TableRequest
 
-__all__ = ["SmallSettings", "run", "study", "table"]
-
 _VERSION = 3
 _FULL = FineTuning(
     learning_rate=1e-2,

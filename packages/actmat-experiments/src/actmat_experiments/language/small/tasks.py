@@ -19,8 +19,6 @@ from actmat.errors import CheckpointError
 from actmat.extras.demo.training import generator_for
 from actmat_experiments.language.questions import Item, TextTask
 
-__all__ = ["SMALL_TASKS", "SmallData", "load_small"]
-
 
 @dataclass(frozen=True, slots=True)
 class SmallTask:

@@ -16,8 +16,6 @@ import os
 import struct
 from collections.abc import Sequence
 
-__all__ = ["give_up_rights", "landlock", "new_namespaces", "private_scratch", "read_only_everywhere"]
-
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE = {"mount": 0x00020000, "ipc": 0x08000000, "user": 0x10000000, "processes": 0x20000000, "network": 0x40000000}
 _MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 2, 4, 16384, 1 << 18

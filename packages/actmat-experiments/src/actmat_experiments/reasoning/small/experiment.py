@@ -27,8 +27,6 @@ from actmat_experiments.reasoning.small.model import SmallSettings, load_model, 
 from actmat_experiments.reasoning.small.puzzles import PUZZLES, Parts, Puzzle, split
 from actmat_experiments.reasoning.small.train import Run, pretrain, reinforce, right_answers
 
-__all__ = ["STORAGES", "Small", "half_ulp", "stored", "survival", "trained_base"]
-
 
 @dataclass(frozen=True, slots=True)
 class Survival:

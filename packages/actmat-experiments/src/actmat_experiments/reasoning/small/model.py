@@ -14,9 +14,6 @@ import torch
 from actmat.extras.demo.training import Schedule
 from actmat_experiments.harness.progress import quiet
 
-__all__ = ["Learning", "Size", "SmallSettings", "load_model", "new_model", "new_tokenizer", "save_model"]
-
-
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789+= "
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 LONGEST = 32

@@ -19,8 +19,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["PUZZLES", "Parts", "Puzzle", "split", "unreliable"]
-
 LETTERS = "abcdefghjk"
 _FORM = re.compile(r"form (\d) ([a-z])(\d) ([a-z])=")
 

@@ -22,8 +22,6 @@ from actmat_experiments.reasoning.small.model import SmallSettings
 from actmat_experiments.reasoning.small.puzzles import PUZZLES, Puzzle
 from actmat_experiments.suites import RunRequest, TableRequest
 
-__all__ = ["NAME", "run", "table"]
-
 NAME = "reasoning-small"
 STATISTICS = ("gram",)
 """Kinds of statistics that are measured on the experts' training prompts."""

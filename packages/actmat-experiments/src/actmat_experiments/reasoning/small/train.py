@@ -26,9 +26,6 @@ from actmat_experiments.harness.progress import quiet
 from actmat_experiments.reasoning.small.model import Learning, Size, new_model, new_tokenizer
 from actmat_experiments.reasoning.small.puzzles import Puzzle, unreliable
 
-__all__ = ["LONGEST_ANSWER", "Run", "answers", "new_trainer", "pretrain", "reinforce", "right_answers"]
-
-
 LONGEST_ANSWER = 10
 """Tokens of an answer with its end: the longest right one has 8 letters."""
 _IGNORED = -100
