@@ -46,7 +46,7 @@ from actmat.cli.screen import LAYOUTS
 from actmat.errors import MergeError
 from actmat.extras.pages.html.verdicts import FILE as EXPLAINED
 from actmat.layout.families import FAMILIES, PLAIN
-from actmat.methods import METHODS, Bounds, MergeMethod, Option, get_method
+from actmat.methods import Bounds, MergeMethod, Option, all_methods, get_method
 from actmat.methods.post import STEPS, get_step
 from actmat.recipe import ExpertRef, Postprocess, PostRef, Recipe, RoleRule, Rule
 from actmat.recipe.output import KINDS as OUTPUTS
@@ -88,7 +88,7 @@ def _escaped(cell: str) -> str:
 
 def methods(_: str) -> str:
     """What every method needs, does and costs."""
-    rows = [[f"[`{m.name}`]({m.name}.md)", m.about.summary, *_facts(m)] for m in METHODS]
+    rows = [[f"[`{m.name}`]({m.name}.md)", m.about.summary, *_facts(m)] for m in all_methods()]
     return table(["method", "idea", "data", "LoRA", "weights", "random", "acts on", "FLOPs"], rows)
 
 
@@ -348,7 +348,7 @@ KINDS: dict[str, Callable[[str], str]] = {
 
 def catalogue() -> str:
     """The declarations of all methods, as `actmat methods` reads them."""
-    return json.dumps([describe(m) for m in METHODS], indent=1) + "\n"
+    return json.dumps([describe(m) for m in all_methods()], indent=1) + "\n"
 
 
 def explanations() -> str:

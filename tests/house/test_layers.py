@@ -63,6 +63,7 @@ EXTRAS: dict[str, set[str]] = {
     "quantised": set(),
     "ray": set(),
     "remote": set(),
+    "research": set(),
     "training": set(),
     "tune": {"collect", "pages"},
     "ui": {"pages", "tune"},

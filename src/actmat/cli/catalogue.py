@@ -9,6 +9,8 @@ import json
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from actmat.plugins import removed
+
 if TYPE_CHECKING:
     from actmat.methods import MergeMethod
 
@@ -16,9 +18,9 @@ FILE = "methods.json"
 
 
 def read_catalogue() -> dict[str, dict[str, Any]]:
-    """Declarations by the name of the method, in the order of `METHODS`."""
+    """Declarations by the name of the method, in the order of `all_methods`, without those of a removed extra."""
     text = files("actmat.cli").joinpath(FILE).read_text(encoding="utf-8")
-    return {entry["name"]: entry for entry in json.loads(text)}
+    return {entry["name"]: entry for entry in json.loads(text) if entry["name"] not in removed("actmat.methods")}
 
 
 def describe(m: MergeMethod) -> dict[str, Any]:

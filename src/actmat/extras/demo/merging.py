@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from actmat.errors import OutputError, RecipeError
-from actmat.methods import METHODS, MergeMethod, get_method
+from actmat.methods import MergeMethod, all_methods, get_method
 
 _MARK = ".actmat-demo"
 
@@ -74,7 +74,7 @@ def choose_methods(
     Raises:
         RecipeError: a wanted rule is unknown or cannot run here.
     """
-    chosen = METHODS if wanted is None else list(map(get_method, wanted))
+    chosen = all_methods() if wanted is None else list(map(get_method, wanted))
     reasons = {m.name: _why_not(m, n_experts, statistics) for m in chosen}
     left_out = {name: reason for name, reason in reasons.items() if reason}
     if wanted is not None and left_out:

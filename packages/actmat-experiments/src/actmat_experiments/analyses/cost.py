@@ -27,7 +27,7 @@ from actmat import merge_matrices
 from actmat.errors import RecipeError
 from actmat_experiments.analyses.cost_table import RULES, rule_table
 from actmat_experiments.analyses.result import Analysis, shown
-from actmat_experiments.core import METHODS, MergeMethod, get_method
+from actmat_experiments.core import MergeMethod, all_methods, get_method
 from actmat_experiments.harness.table import new_table
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def cost(
         raise RecipeError(
             f"cost needs shapes with entries, experts and repeats; got {list(shapes)}, {n_experts}, {repeats}."
         )
-    chosen = [get_method(n) for n in methods] if methods is not None else list(METHODS)
+    chosen = [get_method(n) for n in methods] if methods is not None else all_methods()
     rates, costs = {}, []
     for shape in shapes:
         layer = _Layer(shape, n_experts, device, seed)

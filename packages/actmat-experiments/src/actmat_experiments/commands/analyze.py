@@ -338,10 +338,10 @@ def cost(
 ) -> Any:
     """Operations and measured time of every method on given layer shapes."""
     from actmat_experiments.analyses import cost as run
-    from actmat_experiments.core import METHODS
+    from actmat_experiments.core import all_methods
 
     shapes = [shape_of(s) for s in shape or ["1024x1024"]]
-    with _working("timing", len(shapes) * len(method or METHODS)) as step:
+    with _working("timing", len(shapes) * len(method or all_methods())) as step:
         return run(shapes, n_experts=experts, methods=method, device=device, repeats=repeats, seed=seed, on_method=step)
 
 
