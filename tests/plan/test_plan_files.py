@@ -10,9 +10,9 @@ import pytest
 from tests.helpers.merging import Family
 
 import actmat
-from actmat.engine.shares import Part, plan_part, share_units, work_of
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import RecipeError
+from actmat.extras.parts.shares import Part, plan_part, share_units, work_of
 from actmat.planning import MergePlan
 from actmat.planning.differences import plan_differences
 

@@ -1,4 +1,4 @@
-"""Merge checkpoints: whole, in memory, in parts, or as an average; or plan a merge."""
+"""Merge checkpoints: whole, in memory, or as an average; or plan a merge."""
 
 from __future__ import annotations
 
@@ -9,28 +9,22 @@ from typing import Any
 
 from actmat.api.in_memory import MemoryMerge, run_in_memory
 from actmat.api.notebook import usual_progress
-from actmat.engine.shares import Part
 from actmat.errors import RecipeError
 from actmat.planning import MergePlan
 from actmat.progress import Progress
 from actmat.recipe import Recipe, add_statistics, make_recipe
 from actmat.recipe.trajectory import average_recipe
 from actmat.run import MergeReport, plan_recipe, run_recipes
-from actmat.run.parts import FinishReport, PartReport, finish_parts, run_part
 from actmat.settings import RunSettings
 
 __all__ = [
-    "FinishReport",
     "Location",
     "MemoryMerge",
     "MergeReport",
-    "PartReport",
     "average",
-    "finish",
     "make_arguments",
     "merge",
     "merge_in_memory",
-    "merge_part",
     "plan",
 ]
 
@@ -113,47 +107,6 @@ def merge_in_memory(
     """
     recipe, settings = make_arguments(base, experts, {"method": method} | fields, weights, statistics)
     return run_in_memory(recipe, settings, progress or usual_progress())
-
-
-def merge_part(
-    base: Location | None = None,
-    experts: Sequence[Location | Mapping[str, Any]] = (),
-    *,
-    part: str,
-    out: Location,
-    method: str = "actmat",
-    weights: Sequence[float] | None = None,
-    statistics: Mapping[str, Location] | Sequence[Location] | None = None,
-    progress: Progress | None = None,
-    **fields: Any,
-) -> PartReport:
-    """Merge one part of what `merge` with the same arguments would; `finish(out)` completes the output.
-
-    Args:
-        part: such as "3/16": the third of sixteen, counted from 1.
-        base, experts, out, method, weights, statistics, progress, fields: as for `merge`, the same for all parts.
-
-    Raises:
-        OutputError: there are parts of another merge into `out`; says what differs.
-        MergeError: whatever `merge` would raise.
-    """
-    recipe, settings = make_arguments(base, experts, {"out": str(out), "method": method} | fields, weights, statistics)
-    return run_part(recipe, Part.parse(part), settings, progress)
-
-
-def finish(out: Location, *, check: bool = True, overwrite: bool = False, sha256: bool = False) -> FinishReport:
-    """Complete the output of which all parts are there; one that is finished is verified.
-
-    Args:
-        out: as given to `merge_part`.
-        check: hash every tensor again as it lies on the disk.
-        overwrite: replace an earlier output of actmat at `out`.
-        sha256: add SHA-256 of the weight files to the manifest.
-
-    Raises:
-        OutputError: parts are missing, each named; nothing is changed then.
-    """
-    return finish_parts(Path(out), check=check, overwrite=overwrite, sha256=sha256)
 
 
 def average(

@@ -23,11 +23,9 @@ from actmat.system import usable_cores
 
 if TYPE_CHECKING:
     from actmat.api.extracting import ExtractReport
-    from actmat.engine.shares import PartPlan
     from actmat.planning import MergePlan
     from actmat.report.totals import Norms, Totals
     from actmat.run import MergeReport
-    from actmat.run.parts import FinishReport
 
 WORST = 3
 """Layers of an extraction that are listed by name."""
@@ -49,7 +47,7 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
         console.print(f"[bold]{escape(plan.recipe.method)}[/bold] over {over}")
     else:
         console.print(f"copy of the layers {escape(plan.recipe.base)}")
-    _print_items(plan, plan.items, plan.kept, full=full)
+    print_items(plan, plan.items, plan.kept, full=full)
     console.print(_ranks(plan) if from_adapters else escape(action_counts(plan)))
     console.print(plan_traffic(plan))
     console.print(plan_time(plan, usable_cores()) if plan.device == "cpu" else _devices(plan))
@@ -57,23 +55,7 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
         console.print(f"note: {escape(note)}")
 
 
-def print_part(plan: MergePlan, share: PartPlan, *, full: bool) -> None:
-    """The share of one part: its tensors, its traffic, the cost of surveys."""
-    total = sum(i.action != "tie" for i in plan.items)
-    console.print(f"[bold]part {share.part}[/bold]: {len(share.names)} of {total} tensors")
-    _print_items(plan, [plan.by_name[name] for name in share.names], {}, full=full)
-    console.print(
-        f"{100 * share.work:.2f} % of the work (the largest part: {100 * share.largest:.2f} %); read "
-        f"{format_size(share.read_bytes)}, write {format_size(share.write_bytes)}"
-    )
-    if share.survey_bytes:
-        console.print(
-            f"before that, each pass of the survey of the whole model reads {format_size(share.survey_bytes)}, in this "
-            "part as in every other"
-        )
-
-
-def _print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str], *, full: bool) -> None:
+def print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str], *, full: bool) -> None:
     """A table of outputs, in groups of the same action and reason, each with the patterns of its names."""
     counted = "modules" if plan.output == "adapter" and not plan.is_extracted else "tensors"
     if full:
@@ -145,25 +127,12 @@ def print_summary(report: MergeReport) -> None:
     for note in plan.notes:
         console.print(f"  note: {escape(note)}")
     if not from_adapters:
-        _print_nonfinite(report.totals)
+        print_nonfinite(report.totals)
     _print_findings(report)
 
 
-def print_finished(report: FinishReport, out: Path) -> None:
-    """Result of making one output of the parts of a merge."""
-    if report.was_finished:
-        console.print(f"{escape(out)} is complete: all its {report.tensors} tensors, and its inputs, are intact")
-        print_size(report.totals.norms, out, warn=True)
-        return
-    console.print(f"[bold]{escape(out)}[/bold]: {report.tensors} tensors of {report.parts} parts")
-    print_size(report.totals.norms, out, warn=True)
-    for note in report.notes:
-        console.print(f"  note: {escape(note)}")
-    _print_nonfinite(report.totals)
-    console.print("  all hashes in actmat_manifest.json")
-
-
-def _print_nonfinite(totals: Totals) -> None:
+def print_nonfinite(totals: Totals) -> None:
+    """Number of NaN and Inf entries, if there are any."""
     if totals.nonfinite:
         console.print(f"  note: {totals.nonfinite} NaN or Inf entries of experts were treated as unchanged")
 
@@ -280,14 +249,6 @@ def extraction_data(report: ExtractReport) -> dict[str, Any]:
         "left_out": sum(r["kind"] == "left out" for r in rows),
         "notes": list(report.record["notes"]),
     }
-
-
-def finished_data(report: FinishReport, out: Path) -> dict[str, Any]:
-    """An output that was made of the parts of a merge."""
-    fields = {name: getattr(report, name) for name in ("tensors", "parts", "was_finished")}
-    seconds, size = round(report.seconds, 3), size_data(report.totals.norms)
-    more = {"nonfinite": report.totals.nonfinite, "size": size, "seconds": seconds}
-    return {"out": str(out), **fields, **more, "notes": list(report.notes)}
 
 
 def compact_plan(plan: MergePlan) -> dict[str, Any]:

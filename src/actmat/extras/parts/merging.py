@@ -3,7 +3,7 @@
     run_part(recipe, Part(3, 16))        # sixteen of these, in any order, also at the same time
     finish_parts(out)                    # once
 
-Parts need nothing of each other but a folder that all of them see, beside the output (`checkpoints.writing.shared`).
+Parts need nothing of each other but a folder that all of them see, beside the output (`stage`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from actmat.bounds import is_url
 from actmat.checkpoints.hashing import sha256_file
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.shards import Shard
-from actmat.checkpoints.writing.shared import SharedStage
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.observer import check_mutes
 from actmat.engine.inputs import Inputs
-from actmat.engine.shares import Part, plan_part, share_units
 from actmat.engine.units import plan_units
 from actmat.errors import MergeError, OutputError, RecipeError, memory_errors
+from actmat.extras.parts.shares import Part, plan_part, share_units
+from actmat.extras.parts.stage import SharedStage
 from actmat.planning import MergePlan
 from actmat.planning.differences import plan_differences
 from actmat.progress import NoProgress, Progress
