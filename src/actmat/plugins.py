@@ -16,11 +16,13 @@ actmat.executors  `engine.executors.base.ExecutorFactory`
 actmat.experts    `experts.base.Family`
 actmat.formats    `checkpoints.source.Format`
 actmat.methods    `methods.MergeMethod`
+actmat.post       `methods.post.PostStep`
+actmat.progress   `notebook`: a class of `progress.Progress`, made with the verb of what is done
 actmat.readers    `experts.changes.base.Reader`: a family in PEFT's folders
 actmat.recipes    `recipe.load.Importer`: a reader of another tool's configurations
 actmat.statistics a function that `actmat.statistics.<name>` gives
 actmat.stores     `checkpoints.remote.Storage`, named by the scheme of its URLs
-actmat.views      `checkpoints.resolve.View`: a checkpoint made of others
+actmat.views      `checkpoints.resolve.View`: a checkpoint made of others; `stack`: opens layers of several
 actmat.flags      the function that a flag of a core command calls, such as `--history`, see `cli.flags.behind`
 actmat.reports    `html`: a function of a diagnosis and a path that writes a page, see `report.write`
 """

@@ -10,8 +10,8 @@ import torch
 from tests.tolerances import F64_ORACLE
 from torch import Tensor
 
-from actmat.api.matrices import merge_matrices
 from actmat.errors import AlignmentError, RecipeError
+from actmat.extras.research.matrices import merge_matrices
 from actmat.linalg.lowrank import LowRank, core_bases
 from actmat.methods import MergeMethod, all_methods, get_method
 from actmat.methods.spaces import merge_in_core, merge_in_factors, space_problems, space_words

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from actmat.errors import OutputError, StatisticsError
 from actmat.extras.collect.collect import collect
+from actmat.extras.collect.combine import merge_statistics
 from actmat.extras.collect.measures import GramSum
-from actmat.statistics import merge_statistics, open_statistics
+from actmat.statistics import open_statistics
 from actmat.statistics.header import FILE_NAME, METADATA_KEY
 from actmat.statistics.kinds import packed_size, unpack
 

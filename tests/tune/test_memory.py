@@ -13,10 +13,10 @@ from tests.tune.conftest import TEXTS
 from torch import nn
 
 import actmat
-from actmat.api.loading import Loaded, load_model
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import RecipeError
 from actmat.extras.collect.data import DataOptions
+from actmat.extras.models.loading import Loaded, load_model
 from actmat.extras.tune import memory
 from actmat.extras.tune.live import LiveModel, StoredTensors, state_of
 from actmat.extras.tune.memory import MemoryPlan, Sizes, model_device, plan_memory, sizes_of

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from actmat.cli.screen import MergeProgress
     from actmat.recipe import Recipe
 
-OF_AVERAGES = ("out", "dtype", "compute_dtype", "max_shard_size", "allow_nonfinite", "ties")
-"""Fields of a recipe that an average of checkpoints takes."""
-
 
 @dataclass(frozen=True)
 class MergeFlags:
@@ -146,11 +143,7 @@ def _recipes(inputs: list[str] | None, given: RecipeFlags, average: str | None, 
         if inputs and len(inputs) > 1:
             raise typer.BadParameter(f"unexpected extra arguments ({' '.join(inputs[1:])})")
         return given.recipes(Path(inputs[0]) if inputs else None)
-    from actmat.api import average_recipe
-
-    if others := sorted(given.given.keys() - set(OF_AVERAGES)):
-        raise typer.BadParameter(f"--average takes checkpoints and no {', '.join(others)}")
-    return [average_recipe(inputs or [], average, as_given=as_given, **given.given)]
+    return [flags.behind("average")(inputs or [], average, given.given, as_given=as_given)]
 
 
 def _merge(recipes: Sequence[Recipe], run: RunSettings, *, quiet: bool) -> list[MergeReport]:

@@ -12,28 +12,22 @@ from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, Family
 from actmat.experts.changes.base import Reader
 from actmat.experts.changes.expert import FormedExpert
-from actmat.experts.changes.lora_variants import DORA, LORA_TOKENS, RESIDUAL, TOKENS
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.expert import fitted_expert, unfitted_expert
 from actmat.experts.lora.open import is_adapter, open_adapter
 
-READERS: tuple[Reader, ...] = (DORA, RESIDUAL, LORA_TOKENS, TOKENS)
-"""Families of the core that are no plain LoRA. The first that claims a config reads the adapter; plug-ins of the group
-`actmat.readers` are asked after them, about configs that are not those of plain LoRA."""
-
 
 def reader_of(fields: Mapping[str, Any]) -> Reader | None:
-    """The reader of an adapter with this config; None for plain LoRA, and for what is not read.
+    """The first plug-in of `actmat.readers` that claims this config; None for plain LoRA, and for what is not read.
 
     >>> reader_of({"peft_type": "LORA", "use_dora": True}).name
     'DoRA'
     """
-    found = next((reader for reader in READERS if reader.claims(fields)), None)
-    if found is not None or not parse_adapter_config(fields)[1]:
-        return found
-    plugged: dict[str, Reader] = plugins.load_all("actmat.readers")
-    return next((reader for reader in plugged.values() if reader.claims(fields)), None)
+    if not parse_adapter_config(fields)[1]:
+        return None
+    readers: dict[str, Reader] = plugins.load_all("actmat.readers")
+    return next((reader for reader in readers.values() if reader.claims(fields)), None)
 
 
 def _open(location: str | Path, base: Checkpoint) -> Expert:

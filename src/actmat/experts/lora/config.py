@@ -122,10 +122,10 @@ def parse_adapter_config(fields: Mapping[str, Any]) -> tuple[AdapterConfig, list
 def _refusals(fields: Mapping[str, Any]) -> list[str]:
     """One sentence for each setting under which the delta is not `scaling * B A`."""
     problems: list[str] = []
+    removed = plugins.hint("actmat.readers")
     kind = fields.get("peft_type")
     if kind != "LORA":
         why = REFUSED_TYPES.get(str(kind), "only LoRA adapters have factors that are merged here")
-        removed = plugins.hint("actmat.readers")
         problems.append(
             f"peft_type is {kind!r}: {why}.{removed} Fold it into its base (PeftModel.merge_and_unload, "
             "save_pretrained) and merge the full models"
@@ -133,8 +133,8 @@ def _refusals(fields: Mapping[str, Any]) -> list[str]:
     for name, why in REFUSED_FLAGS.items():
         if fields.get(name):
             problems.append(
-                f"{name} is set: {why}. Fold the adapter into its base (PeftModel.merge_and_unload) and merge full "
-                "models, where PEFT can do that"
+                f"{name} is set: {why}.{removed} Fold the adapter into its base (PeftModel.merge_and_unload) and merge "
+                "full models, where PEFT can do that"
             )
     start = fields.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(REFUSED_STARTS):

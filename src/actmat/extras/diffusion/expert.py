@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
-from actmat.checkpoints.rows import RowRange, RowsCheckpoint, TensorRows, numbered_rows, ranges_of
 from actmat.errors import CheckpointError
 from actmat.experts.base import Conversion, ConvertedHandle
 from actmat.experts.checkpoint import CheckpointExpert
+from actmat.extras.diffusion.rows import RowRange, RowsCheckpoint, TensorRows, numbered_rows, ranges_of
 from actmat.layout.components import component_configs, single_file_of
 
 _OPEN_CLIP = ("conditioner.embedders.1.model.", "conditioner.embedders.0.model.", "cond_stage_model.model.")

@@ -15,19 +15,10 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec, torch_dtype
-from actmat.checkpoints.codecs.base import (
-    WINDOW,
-    Claims,
-    Codec,
-    CodedTensor,
-    Headers,
-    StoredParts,
-    group_index,
-    pack_words,
-    unpack_words,
-)
+from actmat.checkpoints.codecs.base import WINDOW, Claims, Codec, CodedTensor, Headers, StoredParts
 from actmat.errors import CheckpointError
 from actmat.extras.quantised.scaled import Grid
+from actmat.extras.quantised.words import group_index, pack_words, unpack_words
 
 WORD_BITS = 32
 

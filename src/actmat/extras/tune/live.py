@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from actmat.api.loading import Loaded, load_model
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import RecipeError, StatisticsError
 from actmat.extras.collect.binding import locate_parameters
+from actmat.extras.models.loading import Loaded, load_model
 from actmat.extras.tune.groups import FIXED
 from actmat.extras.tune.merges import Merges
 from actmat.extras.tune.space import MergeChoice
