@@ -34,7 +34,7 @@ def test_a_minimal_recipe_has_the_documented_defaults(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, MINIMAL))
     assert recipe.labels == ("one", "two")
     assert (recipe.method, recipe.scale, recipe.scope, recipe.dtype, recipe.out) == (
-        "actmat",
+        "auto",
         1.0,
         "linear",
         None,

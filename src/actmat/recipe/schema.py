@@ -227,8 +227,15 @@ class Recipe(Strict):
     ] = Field(default=(), description="fine-tuned checkpoints: paths, or mappings; none: a stack of layers is copied")
     method: Annotated[
         str,
-        Flag(("--method", "-m"), "Merge method, see 'actmat methods'; merge and plan take several.", repeated=True),
-    ] = Field(default="actmat", description="merge method, see `actmat methods`")
+        Flag(
+            ("--method", "-m"),
+            "Merge method, see 'actmat methods'; merge and plan take several. Default: what measurements prefer.",
+            repeated=True,
+        ),
+    ] = Field(
+        default="auto",
+        description="merge method, see `actmat methods`; auto: the one that measurements prefer for these experts",
+    )
     options: Annotated[
         Options,
         Flag(("--option", "-o"), "name=value of the method; merge and plan try each value of name=a,b."),

@@ -26,6 +26,7 @@ from actmat.recipe import Recipe
 from actmat.recipe.output import Adapter, Extracted, Model
 from actmat.recipe.schema import Postprocess
 from actmat.recipe.values import leaves
+from actmat.run.automatic import AUTO, check_options, with_method
 from actmat.run.places import Place, Writes, find_place
 from actmat.settings import RunSettings
 
@@ -70,9 +71,12 @@ def open_inputs(
     """
     began, problems = time.perf_counter(), Problems()
     adapters: dict[str, bool] = {}
+    for recipe in recipes:
+        with problems.noted():
+            check_options(recipe)
     with problems.noted():
         adapters = {e.path: needs_base(e.path) for r in recipes for e in r.experts}
-        recipes = [resolved(r, adapters) for r in recipes]
+        recipes = [resolved(with_method(r, adapters), adapters) for r in recipes]
     _check_shared(recipes)
     place = find_place(recipes, settings or RunSettings(), writes, problems, here=here)
     recipe = recipes[0]
@@ -90,7 +94,7 @@ def open_inputs(
             many = "s" * (len(opening.problems) > 1)
             headline = f"{len(opening.problems)} problem{many} with the inputs."
             problems.found.append(CheckpointError(headline, opening.problems))
-            if choices := [p for r in recipes for p in Chooser(r, declared_kinds(r)).problems]:
+            if choices := [p for r in recipes if r.method != AUTO for p in Chooser(r, declared_kinds(r)).problems]:
                 problems.found.append(RecipeError("The recipe is not valid.", choices))
             problems.check()
         statistics = stack.enter_context(opened_statistics(recipe))

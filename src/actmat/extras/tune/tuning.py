@@ -46,6 +46,7 @@ from actmat.planning.model import MergePlan
 from actmat.recipe import Recipe
 from actmat.recipe.output import Vocabulary
 from actmat.run import run_recipes
+from actmat.run.automatic import named
 from actmat.settings import RunSettings
 
 BATCH = 4
@@ -131,7 +132,7 @@ def tune_scale(
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
     recipe, settings, run = _arguments(base, experts, {"out": str(out), **fields}, None)
-    settings = dataclasses.replace(settings, average=False)
+    recipe, settings = named(recipe), dataclasses.replace(settings, average=False)
     return tune_recipe(
         recipe,
         scale_space(recipe, scales),
@@ -295,7 +296,9 @@ class _Search:
 
     def report(self, data: Mapping[str, Source], began: float) -> TuneReport:
         """Ask the experts, merge, search, compare, write the chosen merge."""
-        recipe = self.given.model_copy(update={"base": self.loader.base, "output": self.given.model, "out": None})
+        recipe = named(self.given).model_copy(
+            update={"base": self.loader.base, "output": self.given.model, "out": None}
+        )
         memory = self._planned(recipe, data)
         collected = self.work / "statistics"
         recipe, asked = ask_experts(

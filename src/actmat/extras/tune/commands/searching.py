@@ -76,11 +76,12 @@ def tune_scales(recipes: Sequence[Recipe], data: Sequence[str], run: RunSettings
     from actmat.extras.collect.commands.agreement import pairs_of
     from actmat.extras.tune.settings import TuneSettings
     from actmat.extras.tune.tuning import scale_space, tune_recipe, usual_inputs
+    from actmat.run.automatic import named
 
     places = pairs_of(data, "--tune-scale")
     reports = []
     with showing_search(quiet=quiet) as progress:
-        for recipe in recipes:
+        for recipe in map(named, recipes):
             inputs = usual_inputs(recipe, places)
             settings = TuneSettings(average=False)
             reports.append(tune_recipe(recipe, scale_space(recipe), inputs, settings, run, progress))
