@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
-from actmat.run.automatic import ON_ADAPTERS, Choice, Form, Kind
+from actmat.run.automatic import ON_ADAPTERS, TABLE, Choice, Form, Kind
 from actmat_experiments.harness.results import REFERENCES
 from benchmarks.evidence.group import FOLDER, MEASURED, Group, groups, method_of
+from benchmarks.evidence.intervals import Points, paired
 
 TOLERATED = -1.0
 """Points below the average that a method may be in a set."""
@@ -81,6 +82,37 @@ def _belongs(group: Group, form: Form, kind: Kind) -> bool:
 def _methods(group: Group) -> list[str]:
     names = dict.fromkeys(s.method for s in group.scores)
     return [n for n in names if n not in REFERENCES and n not in MEASURED and not method_of(n)]
+
+
+HEAD = ["experts", "auto takes", "points above the average", "of the way from base to experts", "that of the average"]
+FEWEST_TASKS = 5
+"""Tasks below which an interval over tasks says nothing; the range over seeds stands in its place."""
+
+
+def choice_table(folder: Path = FOLDER) -> list[list[str]]:
+    """Of every group of the evidence: what auto takes, and what that gives."""
+    found = []
+    for group in groups(folder):
+        kind: Kind = "decoder" if group.suite in DECODERS else "encoder"
+        method = TABLE["full" if group.regime == "full" else "adapters", kind].method
+        average, points = group.points("average"), group.points(method)
+        base, experts = (mean(_all(group.points(name))) for name in ("base", "experts"))
+        shares = [f"{100 * (mean(_all(some)) - base) / (experts - base):.0f} %" for some in (points, average)]
+        found.append([group.title, f"`{method}`", _gain(points, average), *shares])
+    return found
+
+
+def _gain(points: Points, average: Points) -> str:
+    gap = paired(points, average)
+    assert gap is not None, "auto takes methods that were measured in all sets"
+    if len(next(iter(points.values()))) >= FEWEST_TASKS:
+        return gap.text(sign=True)
+    seeds = [mean(points[s].values()) - mean(average[s].values()) for s in points]
+    return f"{gap.mean:+.1f} ({min(seeds):.0f} to {max(seeds):.0f} by seed)"
+
+
+def _all(points: Points) -> list[float]:
+    return [value for some in points.values() for value in some.values()]
 
 
 def main() -> None:

@@ -48,8 +48,8 @@ class Choice:
         if self.method == "average":
             return f"as no other method was measured in all {self.sets} sets and found safe there"
         return (
-            f"above the average in {self.above} of {self.sets} sets measured, by {self.gain:.1f} points in the mean, "
-            f"{self.worst:+.1f} at worst"
+            f"above the average in {self.above} of {self.sets} sets measured, by {self.gain:.1f} points of accuracy in "
+            f"the mean ({self.worst:+.1f} at worst)"
         )
 
 
@@ -129,7 +129,8 @@ def _chosen(recipe: Recipe, are_adapters: list[bool]) -> tuple[str, dict[str, An
     choice = TABLE[form, kind]
     what = {"full": "fine-tuned checkpoints", "adapters": "adapters", "mixed": "checkpoints and adapters"}[form]
     of = f" of {'an' if kind == 'encoder' else 'a'} {kind}" if kind != "any" else ""
-    return choice.method, {}, f"{what}{of}: {choice.method}, {choice}"
+    better = "with a few unlabelled inputs of each task, actmat tune chooses by measuring"
+    return choice.method, {}, f"{what}{of}: {choice.method}, {choice}; {better}"
 
 
 def _config(recipe: Recipe) -> Mapping[str, Any]:
