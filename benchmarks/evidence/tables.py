@@ -166,8 +166,8 @@ def choice_rows(some: Sequence[Group]) -> list[list[str]]:
 
 def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
     """One of the tables, in Markdown: `references`, `summary`, `pairs`, `auto`, `choice`, `gram`, `checks`, `sweep`,
-    `subsets`, or `methods_SUITE_REGIME`, `seeds_SUITE_REGIME`, `variants_SUITE_REGIME`, `tasks_SUITE_REGIME` of "vision", "text"
-    or "llm", "full" or "lora".
+    `subsets`, or `methods_SUITE_REGIME`, `seeds_SUITE_REGIME`, `variants_SUITE_REGIME`, `tasks_SUITE_REGIME` of
+    "vision", "text" or "llm", "full" or "lora".
     """
     some = groups(folder)
     plain: dict[str, tuple[list[str], Callable[[], list[list[str]]]]] = {

@@ -33,7 +33,7 @@ def recipe_of(plan: actmat.MergePlan) -> tuple[str, str]:
 def test_checkpoints_of_a_decoder(models: Path) -> None:
     method, note = recipe_of(actmat.plan(models / "base", pair(models, "experts")))
     assert method == TABLE["full", "decoder"].method
-    assert note.startswith(f"auto: fine-tuned checkpoints of a decoder: {method}, above the average in ")
+    assert note.startswith(f"auto: {method}, for fine-tuned checkpoints of a decoder (+")
 
 
 @pytest.mark.parametrize("with_base", [True, False])
@@ -78,5 +78,5 @@ def test_the_record_names_the_method_and_the_reason(models: Path, tmp_path: Path
 def test_the_papers_method_on_adapters_comes_with_its_record(models: Path) -> None:
     plan = actmat.plan(models / "base", pair(models, "adapters"), method="actmat")
     assert plan.recipe.method == "actmat"
-    assert plan.recipe.notes[-1].startswith("actmat on adapters of a decoder: 20.8 points above the average")
+    assert plan.recipe.notes[-1].startswith("actmat on adapters of a decoder: +20.8 points over the average")
     assert not actmat.plan(models / "base", pair(models, "experts"), method="actmat").recipe.notes

@@ -232,10 +232,7 @@ class Recipe(Strict):
             "Merge method, see 'actmat methods'; merge and plan take several. Default: what measurements prefer.",
             repeated=True,
         ),
-    ] = Field(
-        default="auto",
-        description="merge method, see `actmat methods`; auto: the one that measurements prefer for these experts",
-    )
+    ] = Field(default="auto", description="merge method, see `actmat methods`; auto: what measurements prefer")
     options: Annotated[
         Options,
         Flag(("--option", "-o"), "name=value of the method; merge and plan try each value of name=a,b."),

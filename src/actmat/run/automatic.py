@@ -46,11 +46,8 @@ class Choice:
     def __str__(self) -> str:
         """The measurement in words."""
         if self.method == "average":
-            return f"as no other method was measured in all {self.sets} sets and found safe there"
-        return (
-            f"above the average in {self.above} of {self.sets} sets measured, by {self.gain:.1f} points of accuracy in "
-            f"the mean ({self.worst:+.1f} at worst)"
-        )
+            return f"no other method was measured in all {self.sets} sets and was safe there"
+        return f"{self.gain:+.1f} points over the average in {self.sets} measured sets, {self.worst:+.1f} at worst"
 
 
 TABLE: Mapping[tuple[Form, Kind], Choice] = {
@@ -103,12 +100,11 @@ def _told(recipe: Recipe) -> Recipe:
     """The recipe of `actmat` on adapters, with what was measured of that among its notes."""
     kind = _kind(_config(recipe))
     found = ON_ADAPTERS.get(kind, ON_ADAPTERS["encoder"])
-    near = "above" if found.gain > 0 else "below"
-    where = kind if kind in ON_ADAPTERS else "encoder"
-    of, auto = "an encoder" if where == "encoder" else "a decoder", TABLE["adapters", kind]
+    of = kind if kind in ON_ADAPTERS else "encoder"
+    better = TABLE["adapters", kind]
     note = (
-        f"actmat on adapters of {of}: {abs(found.gain):.1f} points {near} the average in the mean of {found.sets} sets "
-        f"measured; {auto.method}, which auto takes: {auto.gain:.1f} above it"
+        f"actmat on adapters of {'an' if of == 'encoder' else 'a'} {of}: {found}; auto would take {better.method}: "
+        f"{better.gain:+.1f}"
     )
     return recipe if note in recipe.notes else recipe.model_copy(update={"notes": (*recipe.notes, note)})
 
@@ -129,12 +125,12 @@ def _chosen(recipe: Recipe, are_adapters: list[bool]) -> tuple[str, dict[str, An
     choice = TABLE[form, kind]
     what = {"full": "fine-tuned checkpoints", "adapters": "adapters", "mixed": "checkpoints and adapters"}[form]
     of = f" of {'an' if kind == 'encoder' else 'a'} {kind}" if kind != "any" else ""
-    better = "with a few unlabelled inputs of each task, actmat tune chooses by measuring"
-    return choice.method, {}, f"{what}{of}: {choice.method}, {choice}; {better}"
+    better = "actmat tune chooses by unlabelled inputs"
+    return choice.method, {}, f"{choice.method}, for {what}{of} ({choice}); {better}"
 
 
 def _config(recipe: Recipe) -> Mapping[str, Any]:
-    """What is known of the base's architecture; problems with the inputs are found again when they are opened."""
+    """Fields that tell the base's architecture; problems with the inputs are found again when they are opened."""
     with contextlib.suppress(CheckpointError):
         if recipe.base:
             with open_checkpoint(recipe.base) as base:

@@ -284,10 +284,11 @@ class _Search:
         progress: TuneProgress,
         work: Path,
     ) -> None:
-        self.given, self.space, self.settings = given, space, settings
+        self.given = named(given).model_copy(update={"notes": given.notes})  # why `auto` took it is another's reason
+        self.space, self.settings = space, settings
         self.run, self.progress, self.work = run, progress, work
         self.notes: list[str] = []
-        self.loader = settings.loader(given.base or _base_of_adapters(given))
+        self.loader = settings.loader(self.given.base or _base_of_adapters(self.given))
 
     def say(self, note: str) -> None:
         """A note now, and in the report."""
@@ -296,9 +297,7 @@ class _Search:
 
     def report(self, data: Mapping[str, Source], began: float) -> TuneReport:
         """Ask the experts, merge, search, compare, write the chosen merge."""
-        recipe = named(self.given).model_copy(
-            update={"base": self.loader.base, "output": self.given.model, "out": None}
-        )
+        recipe = self.given.model_copy(update={"base": self.loader.base, "output": self.given.model, "out": None})
         memory = self._planned(recipe, data)
         collected = self.work / "statistics"
         recipe, asked = ask_experts(
