@@ -45,7 +45,7 @@ from actmat.extras.tune.space import Candidate, MergeChoice, Space, make_space
 from actmat.planning.model import MergePlan
 from actmat.recipe import Recipe
 from actmat.recipe.output import Vocabulary
-from actmat.run import run_recipes
+from actmat.run import plan_recipe, run_recipes
 from actmat.run.automatic import named
 from actmat.settings import RunSettings
 
@@ -304,12 +304,12 @@ class _Search:
             recipe, data, self.settings, self.loader, self.space.statistics, collected, self.progress
         )
         inner = dataclasses.replace(self.run, overwrite=False, diagnose=False, durable=False, sha256=False)
-        merges = Merges(recipe, self.work / "merges", inner)
+        merges = Merges(recipe, self.work / "merges", inner, keeps_factors=self.loader.given is None)
         choices = self._merged(merges)
         for note in notes_on_space(self.space, choices):
             self.say(note)
         folder = self.work / "directions" if memory.held == "files" else None
-        live, groups = open_live(merges.plans[choices[0].key], self.space.groups, self.loader, folder)
+        live, groups = open_live(plan_recipe(recipe_of(recipe, choices[0])), self.space.groups, self.loader, folder)
         evaluator = self._evaluator(live, merges, asked, memory)
         trials = self._trials(choices, asked, groups, evaluator)
         least = self.settings.least_agreement
@@ -342,13 +342,16 @@ class _Search:
         with open_checkpoint(self.loader.base) as base:
             sizes = sizes_of(data, base.config or {}, self.settings.new_tokens)
             specs = dict(base.specs)
+        merges = Merges(recipe, self.work, self.run, keeps_factors=self.loader.given is None)
+        choices = self.space.merges()
         plan = plan_memory(
             specs,
             sizes,
             self.run,
             dtype=self.settings.dtype,
             merging=peak_bytes(recipe, [MergeChoice("average"), MergeChoice(recipe.method, recipe.options)]),
-            merges=len(self.space.merges()),
+            merges=len(choices),
+            whole=sum(not merges.is_factored(c) for c in choices),
             gram="gram" in self.space.statistics,
         )
         plan.check()
