@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.raw import raw_bytes
 from actmat.experts.lora.config import AdapterConfig
+from actmat.experts.lora.fields import unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, list_modules
 from actmat.linalg.lowrank import LowRank
 
@@ -65,6 +67,13 @@ class Adapter:
         return Adapter(self.weights, self.config, problems, replace(self.listing, problems=()))
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks for plans: fields of its config that are not known here."""
+        unknown = unknown_fields(self.config.fields)
+        text = f"{ADAPTER_CONFIG} has fields that are not known here and are not obeyed: {', '.join(unknown)}"
+        return (text,) if unknown else ()
+
+    @property
     def dtype(self) -> str:
         """Widest floating dtype of the stored factors."""
         dtypes = {self.weights.specs[m.a].dtype for m in self.modules.values()}
@@ -110,9 +119,10 @@ def module_product(module: AdapterModule, a: Tensor, b: Tensor) -> LowRank:
     """The delta of a module from its stored factors; `b` of the product includes the scaling."""
     if module.kind == "embedding":
         return LowRank(a.mT.contiguous() * module.scaling, b.mT.contiguous())
-    if module.kind == "parameter" and len(module.shape) == 3:
+    if module.is_stack:
         n = module.shape[0]
         a_ERI = a.reshape(n, module.rank, a.shape[-1])
-        b_EOR = b.reshape(b.shape[0], module.rank, n).permute(2, 0, 1)
+        split = (n, module.rank) if module.is_grouped else (module.rank, n)
+        b_EOR = b.reshape(b.shape[0], *split).permute((1, 0, 2) if module.is_grouped else (2, 0, 1))
         return LowRank(b_EOR * module.scaling, a_ERI)
     return LowRank(b.flatten(1) * module.scaling, a.flatten(1))

@@ -22,6 +22,7 @@ from actmat.planning.adapter.layouts import (
     module_outputs,
     output_config,
     output_layout,
+    stack_problems,
     stored_spec,
 )
 from actmat.planning.adapter.serving import plan_notes
@@ -160,7 +161,7 @@ def plan_modules(
     problems = adapter_problems(recipe, adapters)
     layout = output_layout(recipe, adapters)
     adapters, layout_problems = in_one_layout(recipe, adapters, layout)
-    problems += layout_problems
+    problems += layout_problems + stack_problems(recipe.labels, adapters)
     problems += statistics.kind_problems([True] * len(adapters))
     chooser = Chooser(recipe, statistics.kinds)
     kept: dict[str, str] = {}
@@ -225,8 +226,13 @@ def _collect(adapters: Sequence[Adapter], chooser: Chooser, kept: dict[str, str]
         shapes = {m.shape: None for m in found if m is not None}
         if len(shapes) > 1:
             problems.append(
-                f"module '{name}' has deltas of shapes {shapes_text(shapes)}; are the adapters of one base?"
+                f"module '{name}' has deltas of shapes {shapes_text(shapes)}; are the adapters of one base, and their "
+                "stacked experts written by versions of PEFT that agree on the axes?"
             )
+        parameters = {m.parameters for m in found if m is not None}
+        if len(shapes) == 1 and not set.intersection(*(set(p) for p in parameters)) and any(parameters):
+            named = " and ".join(" or ".join(p) or "the layer" for p in sorted(parameters))
+            problems.append(f"module '{name}' adapts {named}: wrappers of other nests. Write a full model (--base ...)")
         spec = stored_spec(name, found, adapters)
         pattern = chooser.keeps(spec.name)
         if pattern is None:
