@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 StackWord = Literal["e_i_o", "e_o_i", "rank_major", "grouped_by_expert"]
-"""What a user may say about stacked experts: the axes of a stack as PEFT took them, and the order of B's columns."""
+"""Words of a user about stacked experts: the axes of a stack as PEFT took them, and the order of B's columns."""
 AXES: tuple[StackWord, ...] = ("e_i_o", "e_o_i")
 ORDERS: tuple[StackWord, ...] = ("rank_major", "grouped_by_expert")
 
