@@ -228,3 +228,19 @@ def test_flags_say_it_for_one_expert_by_name_or_for_all_in_order(square: Path) -
         flags = ["-b", str(square / "base"), "-e", str(square / "adapter"), "-m", "linear", "--stacks", given]
         result = CliRunner().invoke(app, ["plan", *flags])
         assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("method", ["actmat", "tsv"])
+@pytest.mark.parametrize("version", ["0.18.1", "0.21.2"])
+def test_an_adapter_and_a_model_are_merged_alike(method: str, version: str, tmp_path: Path) -> None:
+    """PEFT 0.18 stores the transposed delta of experts that are stored `E x O x I`: outputs are columns of B A."""
+    tiny("olmoe").save_pretrained(tmp_path / "base")
+    for n in (1, 2):
+        save_adapter(tmp_path / f"a{n}", "olmoe", n, **SQUARE)
+        edit_config(tmp_path / f"a{n}", peft_version=version)
+    merge(tmp_path, tmp_path / "a1", tmp_path / "a2", out="direct", method=method)
+    merge(tmp_path, tmp_path / "a1", tmp_path / "a2", out="adapter", method=method, base=None, rank=16)
+    merge(tmp_path, tmp_path / "adapter")
+    direct = in_memory(tmp_path / "direct", "olmoe")[GATE_UP] - tiny("olmoe").state_dict()[GATE_UP]
+    found = in_memory(tmp_path / "out", "olmoe")[GATE_UP] - tiny("olmoe").state_dict()[GATE_UP]
+    torch.testing.assert_close(found, direct, rtol=1e-9, atol=1e-11)

@@ -55,6 +55,7 @@ class AdapterModule:
     part: str = ""  # component of a pipeline, such as `unet`, in files that hold several
     path: str = ""  # name inside of that component; empty: the name
     parameters: tuple[str, ...] = ()  # of a bare parameter: its name, or those that the file does not tell apart
+    is_turned: bool = False  # of a stack: `shape` is that of the delta, and `B A` is `I O`
     is_grouped: bool = False  # of a stack: the columns of B are grouped by expert, not by rank
 
     @property

@@ -16,6 +16,7 @@ from actmat.experts.lora.fields import AXES, ORDERS
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule
 from actmat.experts.lora.stacks import HOW_TO_SAY, WRITERS, axes_by_version, release_of
 from actmat.experts.resolve import module_names
+from actmat.layout.types import Orientation
 from actmat.planning.item import Item
 from actmat.recipe import Recipe
 
@@ -92,6 +93,8 @@ def module_outputs(
 ) -> tuple[TensorSpec, ...]:
     """The stored tensors of a module: A and B, and a bias (PEFT) or a scale (kohya)."""
     *batch, rows, columns = module.shape
+    if module.is_turned:
+        rows, columns = columns, rows
     n = rank * math.prod(batch)
     if module.kind == "embedding":
         shapes: tuple[tuple[int, ...], tuple[int, ...]] = (n, rows), (columns, n)
@@ -194,6 +197,16 @@ def _axes(adapter: Adapter) -> str:
         return said or f"peft_version {adapter.config.version or 'not given'}"
     swapped = "PEFT 0.19.1 or later" if release > (0, 19, 0) else "PEFT 0.19.0"
     return "e_i_o" if release < (0, 19, 0) else swapped
+
+
+def is_turned(now: Orientation, mirrored: Orientation, adapters: Sequence[Adapter]) -> bool:
+    """True if `B A` of a stack is `I O`, from the orientations that its shape and the transposed one suggest.
+
+    Where shapes leave it open, the orientations are that of the base, or of most families, and the version decides.
+    """
+    if now != mirrored:
+        return now == "IO"
+    return now == "OI" and any(_axes(a) == "e_i_o" for a in adapters if _stacks(a))
 
 
 def _version(adapters: Sequence[Adapter]) -> dict[str, str]:
