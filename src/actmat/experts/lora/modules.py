@@ -225,13 +225,13 @@ def _pair(
         kind, shape = "convolution", (b[0], TensorSpec("", kernel, "float32", "").numel)
         if any(size != 1 for size in b[2:]):
             return f"module '{module}': lora_B is {_x(b)}; expected a convolution of kernel 1"
-    grouped = is_grouped(config, stripped, parameters) if kind == "parameter" and stack > 1 and rank > 1 else False
-    if isinstance(grouped, str):
-        return grouped
+    by_expert = is_grouped(config, stripped, parameters) if kind == "parameter" and stack > 1 and rank > 1 else False
+    if isinstance(by_expert, str):
+        return by_expert
     return AdapterModule(
         *(module, kind, names["A"], names["B"], rank, scaling, shape, kernel, names.get("bias")),
         parameters=parameters,
-        is_grouped=grouped,
+        is_grouped=by_expert,
     )
 
 
