@@ -24,6 +24,7 @@ from pydantic import (
 
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.errors import RecipeError, did_you_mean
+from actmat.experts.lora.fields import AXES, ORDERS, StackWord
 from actmat.flag import Flag
 from actmat.recipe.aliases import with_real_method, without_sums
 from actmat.recipe.output import KINDS, Adapter, Extracted, Model, Output, Vocabulary, gathered
@@ -83,6 +84,11 @@ def _steps(value: Any) -> Any:
     return (value,) if isinstance(value, str | Mapping) else value
 
 
+def _words(value: Any) -> Any:
+    """Words with commas between them, as a list."""
+    return [w.strip() for w in value.split(",") if w.strip()] if isinstance(value, str) else value
+
+
 class ExpertRef(Strict):
     """One expert: its location, name, weight and options."""
 
@@ -108,10 +114,32 @@ class ExpertRef(Strict):
         default="", description="what `actmat statistics collect` wrote for this expert, for methods that need it"
     )
 
+    stacks: Annotated[
+        tuple[StackWord, ...],
+        BeforeValidator(_words),
+        Flag(
+            help="How an adapter stores stacked experts, where its files do not tell: e_i_o or e_o_i, rank_major or "
+            "grouped_by_expert; with a comma for both, as NAME=... for one expert, or one for each in their order.",
+            type=str,
+            repeated=True,
+        ),
+    ] = Field(
+        default=(),
+        description="how an adapter stores stacked experts, where its files do not tell: axes `e_i_o` or `e_o_i`, "
+        "columns of B `rank_major` or `grouped_by_expert`; see docs/adapters.md",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, value: Any) -> Any:
         return {"path": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> ExpertRef:
+        for words in (AXES, ORDERS):
+            if len(said := [w for w in self.stacks if w in words]) > 1:
+                raise ValueError(f"stacks: found {' and '.join(said)}, expected one of them")
+        return self
 
     @property
     def label(self) -> str:
@@ -402,9 +430,9 @@ class Recipe(Strict):
 
 
 def add_statistics(
-    experts: Sequence[Mapping[str, Any]], given: Mapping[str, Any] | Sequence[str]
+    experts: Sequence[Mapping[str, Any]], given: Mapping[str, Any] | Sequence[str], field: str = "statistics"
 ) -> list[dict[str, Any]]:
-    """Add statistics to experts, by their names, or one for each in their order; returns plain data.
+    """Add statistics, or another field, to experts, by their names, or one for each in their order; plain data.
 
     >>> add_statistics([{"path": "math"}, {"path": "code"}], {"code": "stats/code"})
     [{'path': 'math'}, {'path': 'code', 'statistics': 'stats/code'}]
@@ -415,15 +443,13 @@ def add_statistics(
     labels = [ExpertRef.model_validate(e).label for e in experts]
     if not isinstance(given, Mapping):
         if len(given) != len(labels):
-            raise RecipeError(
-                f"There are {len(labels)} experts and {len(given)} statistics; give one each, or by name."
-            )
+            raise RecipeError(f"There are {len(labels)} experts and {len(given)} {field}; give one each, or by name.")
         given = dict(zip(labels, given, strict=True))
     if unknown := [n for n in given if n not in labels]:
         hint = did_you_mean(unknown[0], labels)
-        raise RecipeError(f"Statistics are given for '{unknown[0]}', and no expert has this name.{hint} "
+        raise RecipeError(f"{field.capitalize()} are given for '{unknown[0]}', and no expert has this name.{hint} "
                           f"Experts: {', '.join(labels)}")  # fmt: skip
-    return [{**e, "statistics": str(given[n])} if n in given else dict(e) for e, n in zip(experts, labels, strict=True)]
+    return [{**e, field: str(given[n])} if n in given else dict(e) for e, n in zip(experts, labels, strict=True)]
 
 
 def make_recipe(fields: Mapping[str, Any], *, where: Mapping[str, str] | None = None) -> Recipe:

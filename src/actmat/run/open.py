@@ -24,7 +24,7 @@ from actmat.planning.choose import Chooser
 from actmat.planning.statistics import declared_kinds, opened_statistics
 from actmat.recipe import Recipe
 from actmat.recipe.output import Adapter, Extracted, Model
-from actmat.recipe.schema import Postprocess
+from actmat.recipe.schema import ExpertRef, Postprocess
 from actmat.recipe.values import leaves
 from actmat.run.automatic import AUTO, check_options, with_method
 from actmat.run.places import Place, Writes, find_place
@@ -89,7 +89,7 @@ def open_inputs(
         if (vocabulary := recipe.model.vocabulary) is not None and base is not None:
             base, experts = _aligned(recipe, adapters, vocabulary.policy(), base, opening)
         else:
-            experts = [opening(_opener(e.path, adapters, base, merges_adapters)) for e in recipe.experts]
+            experts = [opening(_opener(e, adapters, base, merges_adapters)) for e in recipe.experts]
         if opening.problems:
             many = "s" * (len(opening.problems) > 1)
             headline = f"{len(opening.problems)} problem{many} with the inputs."
@@ -198,7 +198,7 @@ def _check_shared(recipes: Sequence[Recipe]) -> None:
     rows = [
         {
             "base": r.base,
-            "experts": [(e.path, e.label, e.statistics) for e in r.experts],
+            "experts": [(e.path, e.label, e.statistics, e.stacks) for e in r.experts],
             "vocabulary": r.model.vocabulary,
             "compute_dtype": r.compute_dtype,
             "allow_nonfinite": r.allow_nonfinite,
@@ -253,18 +253,18 @@ def _aligned(
             base, found = align_vocabularies(base, found, policy)
     experts: dict[str, Any] = {label: CheckpointExpert(checkpoint) for label, checkpoint in found.items()}
     return base, [
-        experts.get(e.label) if e.label in full else opening(_opener(e.path, adapters, base, False))
-        for e in recipe.experts
+        experts.get(e.label) if e.label in full else opening(_opener(e, adapters, base, False)) for e in recipe.experts
     ]
 
 
 def _opener(
-    location: str, adapters: Mapping[str, bool], base: Checkpoint | None, merges_adapters: bool
+    expert: ExpertRef, adapters: Mapping[str, bool], base: Checkpoint | None, merges_adapters: bool
 ) -> Callable[[], Expert]:
+    location = expert.path
     is_full = not adapters.get(location, True)
     if base is None and not merges_adapters and is_full:  # look only for further problems
         return lambda: CheckpointExpert(open_checkpoint(location))
-    return lambda: open_expert(location, base, is_full=is_full)
+    return lambda: open_expert(location, base, is_full=is_full, stacks=expert.stacks)
 
 
 def _check_copied_files(recipes: Sequence[Recipe], inputs: Inputs) -> None:

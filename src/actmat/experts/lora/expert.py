@@ -175,7 +175,11 @@ def _notes(adapter: Adapter, fit: Fit) -> tuple[str, ...]:
         f"the base is no {part}: {count} modules of the adapter, those of the {part}, are left out"
         for part, count in fit.left_out.items()
     ]
-    return (*notes, *(["it holds copies of base weights; the base's own are used"] if adapter.copies else []))
+    return (
+        *adapter.notes,
+        *notes,
+        *(["it holds copies of base weights; the base's own are used"] if adapter.copies else []),
+    )
 
 
 def fitted_expert(adapter: Adapter, location: str | Path, base: Checkpoint, family: Family) -> AdapterExpert:
