@@ -13,7 +13,8 @@ from typing import Any
 
 from actmat.bounds import MAX_WRITTEN_VALUES, local_path, read_object
 from actmat.checkpoints.hashing import HASH_NAME, ContentHash, NamesHash, hash_file, hash_names
-from actmat.checkpoints.writing.staging import JOURNAL_NAME, MANIFEST_NAME
+from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS
+from actmat.checkpoints.writing.staging import JOURNAL_NAME
 from actmat.engine.task import Record
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
@@ -73,9 +74,6 @@ def _name_in(item: Item, t: int) -> str | None:
 
 FORMAT = 1
 """Version of the manifest's layout; see docs/formats/manifest.md."""
-
-REPORTS = frozenset({"report.json", "report.html"})
-"""Files that tell times: recorded under `timing`, because two runs of one merge write them differently."""
 
 
 def build_manifest(
