@@ -84,6 +84,7 @@ def build_manifest(
     out: Path | None,
     seconds: float,
     files: Sequence[str] = (),
+    warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The manifest as plain data, but for its longest lists, which are `Rows` made from the records.
 
@@ -97,6 +98,7 @@ def build_manifest(
             None for an output in a bucket.
         seconds: wall time of the run that finished it.
         files: copied from the inputs.
+        warnings: of the finished merge, which follow the notes of the plan.
     """
     is_adapter = plan.output == "adapter"
     contents = None if is_adapter else model_contents(plan, records)
@@ -125,7 +127,7 @@ def build_manifest(
         "experts": [_expert(plan, t, read[t], _hashes(plan, records, experts, t), out) for t in range(len(experts))],
         **({"statistics": [_located(dict(s), out) for s in plan.statistics]} if plan.statistics else {}),
         "output": output,
-        "notes": list(plan.notes),
+        "notes": [*plan.notes, *warnings],
         **adapter,
         "tensors": tensors,
         "timing": {
