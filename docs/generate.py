@@ -94,7 +94,12 @@ def methods(_: str) -> str:
 
 def _facts(m: MergeMethod) -> list[str]:
     acts = {"matrix": "matrices", "tensor": "tensors", "elementwise": "entries"}[m.acts_on]
-    return [_data(m), _lowrank(m), "yes" if m.is_weighted else "", "yes" if m.is_random else "", acts, m.cost.flops]
+    return [_data(m), _lowrank(m), _weights(m), "yes" if m.is_random else "", acts, m.cost.flops]
+
+
+def _weights(m: MergeMethod) -> str:
+    obeyed = "where row spaces overlap" if m.meets_all(m.resolve_options({})) else "yes"
+    return obeyed if m.is_weighted else ""
 
 
 def _data(m: MergeMethod) -> str:
@@ -121,7 +126,7 @@ def method(name: str) -> str:
     facts = [
         ["acts on", acts],
         ["needs beside the deltas", ", ".join(needs) or "nothing"],
-        ["weights of experts", "yes" if m.is_weighted else "no"],
+        ["weights of experts", _weights(m) or "no"],
         ["random", "yes, seeded by the tensor's name" if m.is_random else "no"],
         ["low-rank deltas", "exact, in factored form" if m.lowrank else "as dense matrices"],
         ["FLOPs, `T` deltas of `N x N`", f"{m.cost.flops}, leading term"],

@@ -19,7 +19,7 @@ from actmat.checkpoints.ranges import BLOCK_BYTES
 from actmat.checkpoints.remote import open_remote
 from actmat.checkpoints.resolve import find_source, open_checkpoint
 from actmat.checkpoints.source import Source
-from actmat.checkpoints.writing.staging import MANIFEST_NAME
+from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.base import Expert
 from actmat.experts.policy import align_vocabularies

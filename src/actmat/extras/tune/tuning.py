@@ -12,6 +12,7 @@ from typing import Any
 
 from actmat.api.merging import Location, make_arguments
 from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.writing.staging import check_output_path
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.experts.resolve import needs_base, open_adapter
 from actmat.extras.collect.data import (
@@ -262,8 +263,8 @@ def _sources(recipe: Recipe, data: Mapping[str, TuneData]) -> dict[str, Source]:
 @contextlib.contextmanager
 def _work_folder(out: Path, run: RunSettings, *, keep: bool) -> Iterator[Path]:
     """`OUT.tune`, of which the merges are removed at the end of a search that came to its end."""
-    if out.exists() and any(out.iterdir() if out.is_dir() else [out]) and not run.overwrite:
-        raise OutputError(f"{out} exists. Choose another --out, or pass --overwrite.")
+    if problems := check_output_path(out, overwrite=run.overwrite, inputs={}):  # the merge checks again, hours later
+        raise OutputError("The output cannot be written there.", problems)
     work = out.with_name(f"{out.name}.tune")
     work.mkdir(parents=True, exist_ok=True)
     yield work
