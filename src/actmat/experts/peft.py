@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,9 @@ def _open(location: str | Path, base: Checkpoint) -> Expert:
     try:
         if reader is None:
             return fitted_expert(adapter, location, base, PEFT)
-        content = reader.read(adapter.weights.specs, adapter.config.fields)
+        fields = adapter.config.fields
+        content = reader.read(adapter.weights.specs, fields)
+        content = replace(content, keeps_ties=bool(fields.get("ensure_weight_tying")))
         return FormedExpert(adapter.weights, base, content, PEFT)
     except CheckpointError:
         adapter.weights.close()
