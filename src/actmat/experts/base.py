@@ -10,6 +10,7 @@ import abc
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn, Self, TypeAlias
 
 import torch
@@ -53,6 +54,8 @@ class Expert(abc.ABC):
     nbytes: int
     adapter: Adapter | None = None  # the factors, for outputs that are adapters
     notes: tuple[str, ...] = ()  # remarks for the plan: what was read, what was left out; begin with a small letter
+    # of an adapter that unties them: output heads of its own -> table that the base ties each to
+    heads: Mapping[str, str] = MappingProxyType({})
 
     @abc.abstractmethod
     def source(self, name: str) -> Source:

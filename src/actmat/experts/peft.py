@@ -45,9 +45,11 @@ def _open(location: str | Path, base: Checkpoint, stacks: tuple[StackWord, ...] 
     try:
         if reader is None:
             return fitted_expert(adapter, location, base, family)
-        content = reader.read(adapter.weights.specs, adapter.config.fields)
+        fields = adapter.config.fields
+        content = reader.read(adapter.weights.specs, fields)
+        content = replace(content, keeps_ties=bool(fields.get("ensure_weight_tying")))
         expert = FormedExpert(adapter.weights, base, content, family)
-        expert.notes = adapter.notes if adapter.config.fields.get("peft_type") == "LORA" else ()
+        expert.notes = adapter.notes if fields.get("peft_type") == "LORA" else ()
         return expert
     except CheckpointError:
         adapter.weights.close()

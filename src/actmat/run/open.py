@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.untied import UntiedCheckpoint
 from actmat.checkpoints.writing.sidecars import SideFolder, check_sidecars
 from actmat.engine.content import check_adapters, check_probes
 from actmat.engine.inputs import Inputs
@@ -19,6 +20,7 @@ from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.policy import VocabularyPolicy, align_vocabularies
 from actmat.experts.resolve import has_factors, needs_base, open_base, open_expert
+from actmat.experts.untied import FIX, untied_base
 from actmat.methods import METHODS, get_method
 from actmat.planning.choose import Chooser
 from actmat.planning.statistics import declared_kinds, opened_statistics
@@ -96,6 +98,10 @@ def open_inputs(
             problems.found.append(CheckpointError(headline, opening.problems))
             if choices := [p for r in recipes if r.method != AUTO for p in Chooser(r, declared_kinds(r)).problems]:
                 problems.found.append(RecipeError("The recipe is not valid.", choices))
+            problems.check()
+        if base is not None:
+            with problems.noted():
+                base = _untied(recipes, base, [e for e in experts if e is not None])
             problems.check()
         statistics = stack.enter_context(opened_statistics(recipe))
         inputs = Inputs(recipe.labels, base, [e for e in experts if e is not None], statistics)
@@ -255,6 +261,23 @@ def _aligned(
     return base, [
         experts.get(e.label) if e.label in full else opening(_opener(e, adapters, base, False)) for e in recipe.experts
     ]
+
+
+def _untied(recipes: Sequence[Recipe], base: Checkpoint, experts: Sequence[Expert]) -> Checkpoint:
+    """The base, with an output head of its own where experts train it apart from the table that it is tied to.
+
+    Raises:
+        CheckpointError: it cannot be untied, or not in the kind of output that is wanted.
+    """
+    recipe = recipes[0]
+    untied = untied_base(base, experts, recipe.labels, ties=all(r.ties for r in recipes))
+    if isinstance(untied, UntiedCheckpoint):
+        problem = f"{base.location}: {untied.notes[-1]}, which "
+        if isinstance(recipe.output, Extracted):
+            raise CheckpointError(f"{problem}an adapter of the tied base cannot hold. {FIX}.")
+        if recipe.model.quantise is not None:
+            raise CheckpointError(f"{problem}--quantise same cannot write. Fix: leave it out.")
+    return untied
 
 
 def _opener(
