@@ -99,8 +99,8 @@ class CostResult(Analysis):
     def data(self) -> dict[str, Any]:
         """The fields, and the operations of the paper's rules."""
         rules = [
-            {"method": r.method, "formula": r.leading, "printed": r.printed, "counted": r.counted, "cubic": str(r.cubic),
-             "entries": str(r.entries),
+            {"method": r.method, "formula": r.leading, "printed": r.printed, "counted": r.counted,
+             "cubic": str(r.cubic), "entries": str(r.entries),
              "products": str(r.products), "inverses": str(r.inverses), "svds": str(r.svds), "costly": r.costly,
              "preprocessing": r.preprocessing}
             for r in RULES

@@ -117,9 +117,7 @@ def rule_table() -> Table:
         "as published. N^2: as the paper prints it, and as counted on transcriptions of the rules.\n"
         "Grams: (2L - 1) T N^2 before the merge, L tokens per expert."
     )
-    table = new_table(
-        "Operations by rule", caption, "rule", ("N^3", "N^2, paper", "N^2, here", "dominated by", "before")
-    )
+    table = new_table("Operations by rule", caption, "rule", ("N^3", "N^2, paper", "N^2, here", "dominated by"))
     for rule in RULES:
         printed = str(rule.printed_entries) + (f", + {rule.printed_rest}" if rule.printed_rest else "")
         cells = (str(rule.cubic), printed, str(rule.entries), rule.costly)
