@@ -8,7 +8,7 @@ overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `exit-cod
 `settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `versions`, `demo`, `api`, `tune NAME` (measured
 tables of the search), `pretrained NAME` (of the search on pretrained models), `datafree NAME` (of merges without data),
 `evidence NAME` (of experiments on pretrained models), `small NAME` (of those at laptop size), `matrix PART` (the
-families that were merged and run).
+families that were merged and run), `paper` (everything that the paper numbers).
 Nothing outside the marks is touched.
 """
 
@@ -33,6 +33,7 @@ from benchmarks.evidence.tables import evidence_table
 from benchmarks.pretrained.tables import pretrained_table
 from benchmarks.tune.tables import tune_table
 from docs.digits import demo_table
+from docs.labels import paper_table
 from docs.matrix import family_table
 from docs.reference import api
 from docs.searches import chaos_table, fuzz_table
@@ -348,6 +349,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "evidence": lambda name: evidence_table(name, table),
     "small": lambda name: small_table(name, table),
     "matrix": lambda name: family_table(name, table),
+    "paper": lambda _: paper_table(table),
 }
 
 
