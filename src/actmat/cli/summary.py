@@ -301,8 +301,12 @@ def finished_data(report: FinishReport, out: Path) -> dict[str, Any]:
     """An output that was made of the parts of a merge."""
     fields = {name: getattr(report, name) for name in ("tensors", "parts", "was_finished")}
     seconds, size = round(report.seconds, 3), size_data(report.totals.norms)
-    more = {"nonfinite": report.totals.nonfinite, "size": size, "warnings": _warnings(report.totals)}
-    more["seconds"] = seconds
+    more = {
+        "nonfinite": report.totals.nonfinite,
+        "size": size,
+        "warnings": _warnings(report.totals),
+        "seconds": seconds,
+    }
     return {"out": str(out), **fields, **more, "notes": list(report.notes)}
 
 
