@@ -25,6 +25,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.experts.peft import PEFT
+from actmat.experts.restacked import RESTACKED
 
 GROUP = "actmat.experts"
 SIGNED = ("lycoris", "lora_file")
@@ -87,6 +88,8 @@ def convert(checkpoint: Checkpoint, base: Checkpoint, *, owns_base: bool = False
     Raises:
         CheckpointError: not all of it can be converted.
     """
+    if RESTACKED.applies(checkpoint, base):
+        return RESTACKED.open(checkpoint, base, owns_base)
     if shares_names(base.specs, checkpoint.specs):
         return None
     found: dict[str, Conversion] = plugins.load_all("actmat.conversions")

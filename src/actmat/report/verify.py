@@ -24,7 +24,7 @@ from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.base import Expert
 from actmat.experts.policy import align_vocabularies
-from actmat.experts.resolve import convert, needs_base, open_stored, shares_names
+from actmat.experts.resolve import convert, needs_base, open_stored
 from actmat.foreign import html_table
 from actmat.layout.ties import tied_heads
 from actmat.recipe.output import Vocabulary, gathered
@@ -337,7 +337,7 @@ def _opened_input(label: str, location: str, manifest: Mapping[str, Any], out: P
     if manifest["base"] is None:
         return open_stored(location)
     opened = open_checkpoint(location)
-    if shares_names([row["name"] for row in manifest["tensors"]], opened.specs):
+    if all(name in opened.specs for name in expert_hashes(manifest, label)):
         return opened
     base = open_checkpoint(input_location(manifest["base"], out))
     if (converted := convert(opened, base, owns_base=True)) is not None:
