@@ -8,7 +8,7 @@ overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `exit-cod
 `settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `versions`, `demo`, `api`, `tune NAME` (measured
 tables of the search), `pretrained NAME` (of the search on pretrained models), `datafree NAME` (of merges without data),
 `evidence NAME` (of experiments on pretrained models), `small NAME` (of those at laptop size), `matrix PART` (the
-families that were merged and run).
+families that were merged and run), `paper` (everything that the paper numbers).
 Nothing outside the marks is touched.
 """
 
@@ -33,6 +33,7 @@ from benchmarks.evidence.tables import evidence_table
 from benchmarks.pretrained.tables import pretrained_table
 from benchmarks.tune.tables import tune_table
 from docs.digits import demo_table
+from docs.labels import paper_table
 from docs.matrix import family_table
 from docs.reference import api
 from docs.searches import chaos_table, fuzz_table
@@ -94,7 +95,12 @@ def methods(_: str) -> str:
 
 def _facts(m: MergeMethod) -> list[str]:
     acts = {"matrix": "matrices", "tensor": "tensors", "elementwise": "entries"}[m.acts_on]
-    return [_data(m), _lowrank(m), "yes" if m.is_weighted else "", "yes" if m.is_random else "", acts, m.cost.flops]
+    return [_data(m), _lowrank(m), _weights(m), "yes" if m.is_random else "", acts, m.cost.flops]
+
+
+def _weights(m: MergeMethod) -> str:
+    obeyed = "where row spaces overlap" if m.meets_all(m.resolve_options({})) else "yes"
+    return obeyed if m.is_weighted else ""
 
 
 def _data(m: MergeMethod) -> str:
@@ -121,7 +127,7 @@ def method(name: str) -> str:
     facts = [
         ["acts on", acts],
         ["needs beside the deltas", ", ".join(needs) or "nothing"],
-        ["weights of experts", "yes" if m.is_weighted else "no"],
+        ["weights of experts", _weights(m) or "no"],
         ["random", "yes, seeded by the tensor's name" if m.is_random else "no"],
         ["low-rank deltas", "exact, in factored form" if m.lowrank else "as dense matrices"],
         ["FLOPs, `T` deltas of `N x N`", f"{m.cost.flops}, leading term"],
@@ -343,6 +349,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "evidence": lambda name: evidence_table(name, table),
     "small": lambda name: small_table(name, table),
     "matrix": lambda name: family_table(name, table),
+    "paper": lambda _: paper_table(table),
 }
 
 

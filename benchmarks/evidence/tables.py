@@ -14,6 +14,7 @@ from scipy.stats import spearmanr
 
 from actmat_experiments.harness.results import REFERENCES
 from benchmarks.evidence import checks, cosines
+from benchmarks.evidence import choice as auto
 from benchmarks.evidence.group import FOLDER, NAMES, Candidate, Group, groups, method_of
 from benchmarks.evidence.intervals import Points, interval, paired
 from benchmarks.evidence.subsets import subset_rows
@@ -164,9 +165,9 @@ def choice_rows(some: Sequence[Group]) -> list[list[str]]:
 
 
 def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
-    """One of the tables, in Markdown: `references`, `summary`, `pairs`, `choice`, `gram`, `checks`, `sweep`, `subsets`,
-    or `methods_SUITE_REGIME`, `seeds_SUITE_REGIME`, `variants_SUITE_REGIME`, `tasks_SUITE_REGIME` of "vision", "text"
-    or "llm", "full" or "lora".
+    """One of the tables, in Markdown: `references`, `summary`, `pairs`, `auto`, `choice`, `gram`, `checks`, `sweep`,
+    `subsets`, or `methods_SUITE_REGIME`, `seeds_SUITE_REGIME`, `variants_SUITE_REGIME`, `tasks_SUITE_REGIME` of
+    "vision", "text" or "llm", "full" or "lora".
     """
     some = groups(folder)
     plain: dict[str, tuple[list[str], Callable[[], list[list[str]]]]] = {
@@ -186,6 +187,7 @@ def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
             ],
             lambda: choice_rows(some),
         ),
+        "auto": (auto.HEAD, lambda: auto.choice_table(folder)),
         "gram": (cosines.HEAD, lambda: cosines.kind_rows(folder)),
         "checks": (checks.HEAD, lambda: checks.check_rows(some, folder)),
         "sweep": (cosines.SWEEP_HEAD, lambda: cosines.sweep_rows(folder)),

@@ -38,7 +38,7 @@ def test_inspect_says_what_an_adapter_is(pair: list[str], tmp_path: Path) -> Non
 
 
 def test_plan_lists_what_is_merged_and_what_is_kept(pair: list[str]) -> None:
-    text = words(actmat(["plan", *pair, "--keep", "*.v_proj.weight"]).out)
+    text = words(actmat(["plan", *pair, "-m", "actmat", "--keep", "*.v_proj.weight"]).out)
     assert "kept by the recipe ('*.v_proj.weight'): no delta is written" in text
     assert "linear layer, name ends in q_proj: actmat, in factored form" in text
     assert text.count("2 merge linear layer") == 2

@@ -46,7 +46,7 @@ RULES: list[tuple[str, dict[str, Any]]] = [
 
 
 def merge(folder: Path, experts: list[Any], out: str = "out", **fields: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {"compute_dtype": "float64", "durable": False, "threads": 1} | fields
+    settings: dict[str, Any] = {"method": "actmat", "compute_dtype": "float64", "durable": False, "threads": 1} | fields
     return dict(api.merge(None, experts, out=folder / out, **settings).manifest)
 
 
@@ -168,7 +168,7 @@ def test_elementwise_rules_run_densely_and_say_so(method: str, pair: Path, tmp_p
 
 
 def test_an_option_without_a_low_rank_form_runs_densely(pair: Path, tmp_path: Path) -> None:
-    plan = api.plan(None, [pair / "one", pair / "two"], options={"trim": 0.5})
+    plan = api.plan(None, [pair / "one", pair / "two"], method="actmat", options={"trim": 0.5})
     assert all("'trim' is not available for low-rank deltas" in m.reason for m in plan.modules)
 
 
@@ -271,7 +271,9 @@ def test_an_interrupted_merge_goes_on(pair: Path, tmp_path: Path) -> None:
     with pytest.raises(Stop):
         merge(tmp_path, experts, progress=Halfway())
     assert not (tmp_path / "out").exists()
-    report = api.merge(None, experts, out=tmp_path / "out", compute_dtype="float64", durable=False, threads=1)
+    report = api.merge(
+        None, experts, method="actmat", out=tmp_path / "out", compute_dtype="float64", durable=False, threads=1
+    )
     assert report.resumed > 0
     merge(tmp_path, experts, out="whole")
     files = [(tmp_path / n / "adapter_model.safetensors").read_bytes() for n in ("out", "whole")]

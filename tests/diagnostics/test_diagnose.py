@@ -194,8 +194,8 @@ def adapters(tmp_path: Path) -> tuple[Path, list[Path]]:
 
 def test_adapters_into_an_adapter_and_into_a_model_agree(adapters: tuple[Path, list[Path]]) -> None:
     base, experts = adapters
-    factored = actmat.diagnose(None, experts, **FAST)
-    model = actmat.diagnose(base, experts, **FAST)
+    factored = actmat.diagnose(None, experts, method="actmat", **FAST)
+    model = actmat.diagnose(base, experts, method="actmat", **FAST)
     assert {m.name + ".weight" for m in factored.measures} == {m.name for m in model.measures}
     assert all(m.factored and m.sign_conflict is None and m.snr is None for m in factored.measures + model.measures)
     dense = {m.name: m for m in model.measures}

@@ -16,10 +16,10 @@ from tests.helpers.tinymodels import specs_of
 import actmat
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.rows import RowRange, RowsCheckpoint, TensorRows, numbered_rows, ranges_of
 from actmat.errors import CheckpointError
 from actmat.experts.resolve import open_expert, open_handle
 from actmat.extras.diffusion.expert import _folder_rows
-from actmat.extras.diffusion.rows import RowRange, RowsCheckpoint, TensorRows, numbered_rows, ranges_of
 from actmat.layout import Role, resolve_layout
 from actmat.layout.components import single_file_of
 

@@ -133,7 +133,7 @@ def test_both_names_of_a_tied_tensor_get_the_same_bytes(
     both.mkdir()
     (both / "config.json").write_bytes((base / "config.json").read_bytes())
     torch.save(model.state_dict(), both / "pytorch_model.bin")
-    report = actmat.merge(both, experts, out=tmp_path / "out", threads=1, durable=False)
+    report = actmat.merge(both, experts, method="actmat", out=tmp_path / "out", threads=1, durable=False)
     found = stored(report.out)
     once = stored(merges[name, "actmat"].out)
     assert found.keys() == model.state_dict().keys()
@@ -163,7 +163,7 @@ def test_a_plain_torch_module(tmp_path: Path) -> None:
     torch.save(first, tmp_path / "first.pt")
     save_file(second, tmp_path / "second.safetensors")
     places = [tmp_path / "first.pt", tmp_path / "second.safetensors"]
-    report = actmat.merge(tmp_path / "base.pt", places, out=tmp_path / "out", threads=1, durable=False)
+    report = actmat.merge(tmp_path / "base.pt", places, method="actmat", out=tmp_path / "out", threads=1, durable=False)
     found = load_file(report.out / "model.safetensors")
     wanted = naive_merge(start, [first, second], encoder_views, method="actmat")
     assert found.keys() == start.keys()

@@ -40,6 +40,7 @@ def test_flags_are_the_function(family: Path, tmp_path: Path) -> None:
     report = actmat.merge(
         family / "base",
         [family / "expert1", family / "expert2"],
+        method="actmat",
         options={"rtol": 1e-3},
         scale=0.5,
         keep=["*.norm.weight"],
@@ -73,7 +74,7 @@ def test_several_methods_and_values_give_an_output_each(family: Path, tmp_path: 
     actmat_command("merge", *inputs(family), *flags, "--out", tmp_path / "all", "--quiet")
     outs = sorted(p.name for p in (tmp_path / "all").iterdir())
     assert outs == ["actmat,rtol=0.01", "actmat,rtol=1e-06", "average"]
-    actmat_command("merge", *inputs(family), "-o", "rtol=1e-2", "--out", tmp_path / "one", "--quiet")
+    actmat_command("merge", *inputs(family), "-m", "actmat", "-o", "rtol=1e-2", "--out", tmp_path / "one", "--quiet")
     assert same(tmp_path / "all" / "actmat,rtol=0.01", tmp_path / "one")
     assert not same(tmp_path / "all" / "actmat,rtol=0.01", tmp_path / "all" / "average")
 

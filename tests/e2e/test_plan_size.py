@@ -40,6 +40,7 @@ def timed(layers: int, prefix: str = "") -> tuple[float, MergePlan]:
     recipe = make_recipe(
         {
             "base": "b",
+            "method": "actmat",
             "experts": ["e1", {"path": "e2"}],
             "rules": [{"match": f"*.layers.{n}.*", "scale": 0.5} for n in range(8)],
             "keep": ["*.gate.weight"],

@@ -47,7 +47,7 @@ def merge_open(
     opened = [CheckpointExpert(e) for e in experts]
     plans, writers = [], []
     for number, fields in enumerate(variants):
-        plan = build_plan(make_recipe({"base": "base", "experts": names, **fields}), base, opened)
+        plan = build_plan(make_recipe({"base": "base", "experts": names, "method": "actmat", **fields}), base, opened)
         folder = out / str(number)
         folder.mkdir(parents=True)
         plans.append(plan)
@@ -70,7 +70,7 @@ def merge_tensors(base: Tensors, experts: Sequence[Tensors], folder: Path, **fie
     for name, tensors in {"base": base, **{f"expert{i}": e for i, e in enumerate(experts)}}.items():
         save_file(dict(tensors), folder / f"{name}.safetensors")
     places = [folder / f"expert{i}.safetensors" for i in range(len(experts))]
-    settings = {"threads": 1, "durable": False, "out": folder / "out", **fields}
+    settings = {"method": "actmat", "threads": 1, "durable": False, "out": folder / "out", **fields}
     return actmat.merge(folder / "base.safetensors", places, **settings)
 
 

@@ -13,7 +13,7 @@ from actmat.recipe import make_recipe
 
 
 def chooser(**fields: Any) -> Chooser:
-    return Chooser(make_recipe({"base": "b", "experts": ["e1", "e2"], **fields}))
+    return Chooser(make_recipe({"base": "b", "experts": ["e1", "e2"], "method": "actmat", **fields}))
 
 
 def decide(found: Chooser, name: str, role: Role = Role.LINEAR, shape: tuple[int, ...] = (4, 3)) -> Decision:

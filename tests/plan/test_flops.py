@@ -171,7 +171,8 @@ def test_a_pool_is_solved_once(tmp_path: Path) -> None:
 def test_factored_items_are_counted_on_their_cores(tmp_path: Path) -> None:
     write_models(tmp_path)
     adapters = [tmp_path / "adapters" / name for name in ("math", "code")]
-    for plan in (actmat.plan(tmp_path / "base", adapters), actmat.plan(None, adapters)):
+    for base in (tmp_path / "base", None):
+        plan = actmat.plan(base, adapters, method="actmat")
         found = [i for i in plan.items if i.form == "factored"]
         assert found
         for item in found:

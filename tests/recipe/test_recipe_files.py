@@ -34,7 +34,7 @@ def test_a_minimal_recipe_has_the_documented_defaults(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, MINIMAL))
     assert recipe.labels == ("one", "two")
     assert (recipe.method, recipe.scale, recipe.scope, recipe.dtype, recipe.out) == (
-        "actmat",
+        "auto",
         1.0,
         "linear",
         None,
@@ -71,7 +71,7 @@ sede: 3
 """,
     )
     found = problems(path)
-    fields = "Fields: path, name, weight, options, statistics"
+    fields = "Fields: path, name, weight, options, statistics, stacks"
     assert f"{path}:5: experts.1.wieght: there is no field 'wieght'. Did you mean 'weight'? {fields}" in found
     assert any(p.startswith(f"{path}:6: scope: ") for p in found)
     assert any(p.startswith(f"{path}:8: rules.0: a rule either keeps") for p in found)

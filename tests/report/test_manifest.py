@@ -250,7 +250,7 @@ def test_mutated_manifests_give_a_verdict_or_an_error_of_ours(merged: dict[str, 
 
 @pytest.mark.parametrize("depth", [700, 900, 950, 970, 990])
 def test_a_deep_manifest(out: Path, depth: int) -> None:
-    text = (out / NAME).read_text().replace('"notes": []', '"more": ' + "[" * depth + "]" * depth + ', "notes": []')
+    text = (out / NAME).read_text().replace('"notes": ', '"more": ' + "[" * depth + "]" * depth + ', "notes": ', 1)
     (out / NAME).write_text(text)
     with contextlib.suppress(CheckpointError):
         assert not verify(out).ok

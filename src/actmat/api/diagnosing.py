@@ -20,7 +20,7 @@ def diagnose(
     base: Location | None = None,
     experts: Sequence[Location | Mapping[str, Any]] = (),
     *,
-    method: str = "actmat",
+    method: str = "auto",
     weights: Sequence[float] | None = None,
     statistics: Mapping[str, Location] | Sequence[Location] | None = None,
     progress: Progress | None = None,
@@ -51,7 +51,7 @@ def recipe_of_output(directory: str | Path) -> Recipe:
     """
     folder = Path(directory)
     manifest = read_manifest(folder)
-    fields = dict(manifest["recipe"])
+    fields = {"method": "actmat", **manifest["recipe"]}  # the default that earlier manifests leave out
     if manifest["base"] is not None:
         fields["base"] = input_location(manifest["base"], folder)
     rows = zip(fields.get("experts", ()), manifest["experts"], strict=False)

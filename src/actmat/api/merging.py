@@ -24,7 +24,7 @@ def merge(
     experts: Sequence[Location | Mapping[str, Any]] = (),
     *,
     out: Location,
-    method: str = "actmat",
+    method: str = "auto",
     weights: Sequence[float] | None = None,
     statistics: Mapping[str, Location] | Sequence[Location] | None = None,
     progress: Progress | None = None,
@@ -37,7 +37,7 @@ def merge(
             merges adapters into an adapter.
         experts: likewise; a mapping may give `path`, `name` and `weight`.
         out: directory to write, or its URL; must not exist, or be empty, unless `overwrite`.
-        method: merge method, see `actmat methods`.
+        method: merge method, see `actmat methods`; auto takes the one that measurements prefer.
         weights: one per expert, for methods that take weights.
         statistics: output of `actmat statistics collect`, by the experts' names or one each in their order, for
             methods that need it.
@@ -60,7 +60,7 @@ def plan(
     base: Location | None = None,
     experts: Sequence[Location | Mapping[str, Any]] = (),
     *,
-    method: str = "actmat",
+    method: str = "auto",
     weights: Sequence[float] | None = None,
     statistics: Mapping[str, Location] | Sequence[Location] | None = None,
     **fields: Any,

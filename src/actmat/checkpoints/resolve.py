@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from actmat.checkpoints.formats import find_format, format_named
 from actmat.checkpoints.layer_names import StackPart, stack_parts
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.source import LocalSource, Source
+from actmat.checkpoints.untied import UntiedCheckpoint
 from actmat.errors import CheckpointError, did_you_mean
 
 
@@ -82,6 +84,8 @@ def open_checkpoint(
 
 def open_handle(handle: CheckpointHandle) -> Checkpoint:
     """Open the checkpoint that `Checkpoint.handle` described, in any process that has the same storage."""
+    if handle.heads:
+        return UntiedCheckpoint(open_handle(replace(handle, heads=())), dict(handle.heads))
     if handle.parts:
         handles = {location: part for part, location, _, _ in handle.parts}
         layers = [StackPart(location, start, stop) for _, location, start, stop in handle.parts]

@@ -31,7 +31,8 @@ def describe(m: MergeMethod) -> dict[str, Any]:
         "equation": m.about.equation,
         "acts_on": m.acts_on,
         "needs": {"data": list(m.needs_statistics), "base": m.needs_base}
-        | {"takes_weights": m.is_weighted, "random": m.is_random},
+        | {"takes_weights": m.is_weighted, "weights_need_overlap": m.meets_all(m.resolve_options({}))}
+        | {"random": m.is_random},
         "low_rank": m.lowrank is not None,
         "preset_of": m.about.preset_of,
         "flops": m.cost.flops,

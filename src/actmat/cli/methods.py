@@ -78,8 +78,10 @@ def _show(m: dict[str, Any]) -> None:
     needs = m["needs"]
     data = ", ".join(needs["data"]) or "nothing: it is data-free"
     answers = {"weights": needs["takes_weights"], "base weights": needs["base"], "random": needs["random"]}
-    yes_no = "; ".join(f"{need}: {'yes' if answer else 'no'}" for need, answer in answers.items())
-    console.print(f"needs from data: {data}; {yes_no}")
+    words = {need: "yes" if answer else "no" for need, answer in answers.items()}
+    if needs["weights_need_overlap"]:
+        words["weights"] = "where row spaces overlap"
+    console.print(f"needs from data: {data}; {'; '.join(f'{need}: {word}' for need, word in words.items())}")
     console.print(f"cost: {m['flops'] or 'linear in the number of entries'} FLOPs for T deltas of N x N")
     console.print(f"laws: {', '.join(m['laws']) or 'none'}")
     console.print(f"reference: {m['reference']}\n", markup=False)

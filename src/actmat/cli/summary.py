@@ -18,7 +18,16 @@ from actmat.diagnostics.model import AgreementRow, CheckResult, DataResidual, Di
 from actmat.errors import format_size
 from actmat.planning.model import Item, count_actions
 from actmat.planning.placement import STAGING_BYTES
-from actmat.report.words import action_counts, item_groups, plan_time, plan_traffic, plural, size_finding, size_words
+from actmat.report.words import (
+    action_counts,
+    item_groups,
+    plan_time,
+    plan_traffic,
+    plural,
+    size_finding,
+    size_words,
+    warnings_of,
+)
 from actmat.system import usable_cores
 
 if TYPE_CHECKING:
@@ -138,10 +147,9 @@ def print_nonfinite(totals: Totals) -> None:
 
 
 def _print_report_size(report: MergeReport) -> None:
-    """Size of the merged delta; of an extraction from one model it says nothing."""
-    if len(report.plan.experts) > 1 or not report.plan.is_extracted:
-        warn, muted = report.diagnosis is None, report.plan.recipe.mute
-        print_size(report.totals.norms, report.out, warn=warn, muted=muted)
+    """Size of the merged delta, unless it is one model extracted; warnings, unless a diagnosis has them."""
+    sized = len(report.plan.experts) > 1 or not report.plan.is_extracted
+    print_size(report.totals, report.out, sized=sized, warn=report.diagnosis is None, muted=report.plan.recipe.mute)
 
 
 def _print_findings(report: MergeReport) -> None:
@@ -174,21 +182,22 @@ def print_extracted(report: MergeReport) -> None:
         console.print(f"  {same} tensors are the same as in the base")
 
 
-def print_size(norms: Norms | None, out: Path | str, *, warn: bool, muted: Sequence[str] = ()) -> None:
-    """Size of a merged delta against the sum of the experts' and a mean expert's; nothing where nothing was merged.
+def print_size(
+    totals: Totals, out: Path | str, *, sized: bool = True, warn: bool = True, muted: Sequence[str] = ()
+) -> None:
+    """Size of a merged delta against the sum of the experts' and a mean expert's, and what is wrong with the merge.
 
     Args:
-        norms: of a finished merge.
+        totals: of a finished merge.
         out: where it is.
-        warn: warn where it is far off; a diagnosis says more.
+        sized: print the size, where anything was merged.
+        warn: warn where it or the error of the rank is far off; a diagnosis says more.
         muted: codes of checks that shall not count.
     """
-    if norms is None or not (words := size_words(norms)):
-        return
-    console.print(f"  size: {words} (norm {norms.merged:.3g})")
-    found = size_finding(norms, muted)
-    if warn and found is not None:
-        code, wrong = found
+    norms = totals.norms
+    if sized and norms is not None and (words := size_words(norms)):
+        console.print(f"  size: {words} (norm {norms.merged:.3g})")
+    for code, wrong in warnings_of(totals, muted) if warn else ():
         where = f" {shlex.quote(str(out))}" if isinstance(out, Path) else ""  # what is at a URL is diagnosed by recipe
         severity = next(check.severity for check in SIZE_CHECKS if check.code == code)
         console.print(f"  [{'red' if severity == 'issue' else 'yellow'}]warning {code}[/]: {wrong}; see")
@@ -229,12 +238,18 @@ def merge_data(report: MergeReport) -> dict[str, Any]:
         "unchanged": totals.unchanged,
         "nonfinite": totals.nonfinite,
         "size": size_data(totals.norms, plan.recipe.mute),
+        "warnings": warning_data(totals, plan.recipe.mute),
         "read_bytes": plan.read_bytes,
         "write_bytes": plan.write_bytes,
         "seconds": round(report.seconds, 3),
         "notes": list(plan.notes),
         "findings": None if found is None else [c.code for c in found.checks if c.verdict == "found"],
     }
+
+
+def warning_data(totals: Totals, muted: Collection[str] = ()) -> list[str]:
+    """Warnings of what a merge lost, with the codes of their checks."""
+    return [f"warning {code}: {words}" for code, words in warnings_of(totals, muted)]
 
 
 def extraction_data(report: ExtractReport) -> dict[str, Any]:
@@ -247,6 +262,7 @@ def extraction_data(report: ExtractReport) -> dict[str, Any]:
         "layers": sum(r["kind"] == "factored" for r in rows),
         "saved": sum(r["kind"] == "saved" for r in rows),
         "left_out": sum(r["kind"] == "left out" for r in rows),
+        "warnings": [n for n in report.record["notes"] if n.startswith("warning AM")],
         "notes": list(report.record["notes"]),
     }
 

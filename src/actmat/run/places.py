@@ -14,7 +14,8 @@ from actmat.bounds import is_url, read_object
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.checkpoints.remote import MARK_NAME, check_upload_url
 from actmat.checkpoints.resolve import find_source
-from actmat.checkpoints.writing.staging import MANIFEST_NAME, check_output_path, parts_folder
+from actmat.checkpoints.writing.listed import MANIFEST_NAME
+from actmat.checkpoints.writing.staging import check_output_path, parts_folder
 from actmat.diagnostics.model import REPORT_NAME
 from actmat.engine.devices.device import device_room
 from actmat.engine.devices.names import check_device, check_device_name

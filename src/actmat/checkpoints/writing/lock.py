@@ -53,6 +53,7 @@ class OutputLock:
                         f"Another actmat is writing {self.out} right now (it holds {self.path}). Wait for it, or "
                         "choose another place with --out."
                     ) from None
+                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT))  # or the error of a place that takes no files
             except OSError as error:
                 if required or error.errno not in WITHOUT_LOCKS:
                     raise

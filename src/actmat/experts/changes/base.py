@@ -68,11 +68,13 @@ class Content:
         changes: deltas.
         extras: tensors trained in full: name in the model -> stored name.
         problems: one sentence each.
+        keeps_ties: a saved table and a head that is tied to it stay one, `ensure_weight_tying`.
     """
 
     changes: Sequence[Change]
     extras: Mapping[str, str]
     problems: Sequence[str]
+    keeps_ties: bool = False
 
 
 @dataclass(frozen=True)

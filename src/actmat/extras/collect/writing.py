@@ -35,7 +35,7 @@ def check_output(out: Path, *, overwrite: bool) -> None:
 def write_statistics(
     out: Path, header: Header, specs: list[TensorSpec], read: Callable[[str], Tensor], *, overwrite: bool = False
 ) -> None:
-    """Write a statistics file; the folder `out` appears whole or not at all.
+    """Write a statistics file into the folder `out`; it appears whole or not at all, in place of an earlier one.
 
     The header has the hashes of all tensors; `read` computes the values of a tensor, and is called once for each.
     """
@@ -53,9 +53,9 @@ def write_statistics(
                 writer.finish(specs)
             finally:
                 writer.close()
-            if out.is_dir():
-                shutil.rmtree(out)
-            partial.rename(out)
+            out.mkdir(exist_ok=True)
+            os.replace(partial / FILE_NAME, out / FILE_NAME)
+            partial.rmdir()
         except BaseException:  # an interruption too: no partial folder is left
             shutil.rmtree(partial, ignore_errors=True)
             raise

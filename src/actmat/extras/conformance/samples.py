@@ -87,13 +87,13 @@ class Samples:
         return cls(folder, _save_checkpoint(folder / "base", _base()), experts)
 
     def recipe(self) -> dict[str, Any]:
-        """The fields of a recipe that name the inputs."""
+        """The fields of a recipe that name the inputs, and a method."""
         measured: tuple[Path | None, ...] = self.statistics or (None,) * len(self.experts)
         experts = [
             {"path": str(e)} | ({} if s is None else {"statistics": str(s)})
             for e, s in zip(self.experts, measured, strict=True)
         ]
-        return {"base": "" if self.base is None else str(self.base), "experts": experts}
+        return {"base": "" if self.base is None else str(self.base), "experts": experts, "method": "actmat"}
 
     def damage(self) -> list[str]:
         """Write NaN into three tensors of full checkpoints; their names."""

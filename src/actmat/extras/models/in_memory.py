@@ -114,7 +114,7 @@ def merge_in_memory(
     base: Location | None = None,
     experts: Sequence[Location | Mapping[str, Any]] = (),
     *,
-    method: str = "actmat",
+    method: str = "auto",
     weights: Sequence[float] | None = None,
     statistics: Mapping[str, Location] | Sequence[Location] | None = None,
     progress: Progress | None = None,

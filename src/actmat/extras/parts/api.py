@@ -18,7 +18,7 @@ def merge_part(
     *,
     part: str,
     out: Location,
-    method: str = "actmat",
+    method: str = "auto",
     weights: Sequence[float] | None = None,
     statistics: Mapping[str, Location] | Sequence[Location] | None = None,
     progress: Progress | None = None,

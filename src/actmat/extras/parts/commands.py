@@ -13,7 +13,7 @@ from actmat.api import plan_recipe
 from actmat.cli import flags
 from actmat.cli.screen import console, escape, print_result, showing_progress
 from actmat.cli.streams import optional_stdout
-from actmat.cli.summary import print_items, print_nonfinite, print_size, size_data
+from actmat.cli.summary import print_items, print_nonfinite, print_size, size_data, warning_data
 from actmat.errors import format_size
 from actmat.extras.parts.merging import FinishReport, finish_parts, run_part
 from actmat.extras.parts.shares import Part, PartPlan, plan_part
@@ -96,10 +96,10 @@ def print_finished(report: FinishReport, out: Path) -> None:
     """Result of making one output of the parts of a merge."""
     if report.was_finished:
         console.print(f"{escape(out)} is complete: all its {report.tensors} tensors, and its inputs, are intact")
-        print_size(report.totals.norms, out, warn=True)
+        print_size(report.totals, out)
         return
     console.print(f"[bold]{escape(out)}[/bold]: {report.tensors} tensors of {report.parts} parts")
-    print_size(report.totals.norms, out, warn=True)
+    print_size(report.totals, out)
     for note in report.notes:
         console.print(f"  note: {escape(note)}")
     print_nonfinite(report.totals)
@@ -110,5 +110,10 @@ def finished_data(report: FinishReport, out: Path) -> dict[str, Any]:
     """An output that was made of the parts of a merge."""
     fields = {name: getattr(report, name) for name in ("tensors", "parts", "was_finished")}
     seconds, size = round(report.seconds, 3), size_data(report.totals.norms)
-    more = {"nonfinite": report.totals.nonfinite, "size": size, "seconds": seconds}
+    more = {
+        "nonfinite": report.totals.nonfinite,
+        "size": size,
+        "warnings": warning_data(report.totals),
+        "seconds": seconds,
+    }
     return {"out": str(out), **fields, **more, "notes": list(report.notes)}

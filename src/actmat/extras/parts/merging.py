@@ -37,7 +37,7 @@ from actmat.planning import MergePlan
 from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
 from actmat.recipe.output import Extracted
-from actmat.report import Totals, read_manifest, recorded_totals, sum_records, verify
+from actmat.report import Totals, read_manifest, recorded_totals, verify
 from actmat.run.driver import execute
 from actmat.run.open import open_inputs
 from actmat.run.prepare import prepare
@@ -286,8 +286,7 @@ def finish_parts(
             output = StagedOutput(plan, writer, records, PartStage(shared))
             if head.get("diagnose"):
                 output.write_report(time.perf_counter() - began)
-            output.finish(opened.inputs, time.perf_counter() - began, sha256=sha256)
-            totals = sum_records(plan, records)
+            totals = output.finish(opened.inputs, time.perf_counter() - began, sha256=sha256)
         shared.commit(overwrite=overwrite)
     finally:
         shared.release_lock()

@@ -106,7 +106,7 @@ class PackedTensor(CodedTensor):
         """Refuse a row that ends within a word: `weight_shape` tells, and headers do not."""
         if not self.size:
             return
-        said = tuple(stored.entries(self.size, 0, len(self.shape)).tolist())
+        said = tuple(stored.entries(self.size, 0, stored.inner.specs[self.size].numel).tolist())
         if said != self.shape:
             raise CheckpointError(
                 f"{stored.inner.location}: tensor '{self.size}' says {list(said)}, and '{self.packed}' holds "

@@ -85,7 +85,7 @@ def theorem1(
     width: Annotated[int, typer.Option("--width", min=4, help="Hidden width.")] = 32,
     seed: Seed = 0,
 ) -> Any:
-    """Theorem 1 where it is exact: full-batch gradient descent on a small network."""
+    """Theorem 3.1 where it is exact: full-batch gradient descent on a small network."""
     from actmat_experiments.analyses import theorem1 as run
 
     if network not in ("mlp", "transformer"):
@@ -112,7 +112,7 @@ def drift(
     own: OwnModel,
     run: OwnRun,
 ) -> Any:
-    """Theorem 1's angles along a real fine-tuning run: AdamW, minibatches; a demo's expert, or your own model."""
+    """Theorem 3.1's angles along a real fine-tuning run: AdamW, minibatches; a demo's expert, or your own model."""
     from actmat_experiments.analyses import drift as again
     from actmat_experiments.analyses.subjects import finetune
 
@@ -281,7 +281,7 @@ def transfer(
     *,
     own: OwnMerge,
 ) -> Any:
-    """Theorem 2 on real networks: mean absolute negative transfer of every task, and its bounds."""
+    """Theorem 3.3 on real networks: mean absolute negative transfer of every task, and its bounds."""
     from actmat_experiments.analyses.demo_bounds import demo_transfer
 
     with _working("replacing layers", None):

@@ -178,8 +178,8 @@ class Output:
 
         The dtype matters: small integers and zeros may have the same bytes in two dtypes by chance.
         """
-        found = self.items[item].get("hash")
-        return None if found is None else (found, self.checkpoint.specs[item].dtype)
+        found, stored = self.items[item].get("hash"), self.checkpoint.specs.get(item)
+        return None if found is None or stored is None else (found, stored.dtype)
 
     def action(self, item: str) -> str:
         """`copy`, `tie`, ..., or the method's name where one was used."""

