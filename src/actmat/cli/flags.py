@@ -221,10 +221,11 @@ def _check_complete(given: Mapping[str, Any]) -> None:
 def _check_base(recipes: Sequence[Recipe]) -> None:
     """Refuse recipes without a base that need one: of full checkpoints, by a method that merges deltas."""
     from actmat.experts.resolve import needs_base
-    from actmat.run.open import base_problems
+    from actmat.run.open import base_problems, check_paths
 
     if all(needs_base(e.path) for e in recipes[0].experts):
         return
+    check_paths(recipes[0])
     reasons = dict.fromkeys(p for r in recipes for p in base_problems(r))
     if reasons:
         raise typer.BadParameter(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from actmat.api.loading import named_base
 from actmat.api.merging import Location, make_arguments
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import OutputError, RecipeError, StatisticsError
@@ -438,6 +439,7 @@ def _base_of_adapters(recipe: Recipe) -> str:
 
     Raises:
         RecipeError: they name none, or several.
+        CheckpointError: it cannot be opened.
     """
     found = set()
     for expert in recipe.experts:
@@ -445,6 +447,8 @@ def _base_of_adapters(recipe: Recipe) -> str:
             raise RecipeError(f"--base must be given: {expert.label} is no adapter.")
         with open_adapter(expert.path) as adapter:
             found.add(adapter.config.base_model or "")
-    if len(found) != 1 or not next(iter(found)):
+    if len(found) != 1 or not (base := found.pop()):
         raise RecipeError("The adapters do not name one base: give it with --base.")
-    return next(iter(found))
+    with named_base(recipe.experts[0].path, base):
+        open_checkpoint(base).close()
+    return base
