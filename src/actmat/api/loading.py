@@ -201,12 +201,15 @@ def _is_optional_pooler(kind: Any, missing: Sequence[str]) -> bool:
 
 @contextlib.contextmanager
 def _without_bars(transformers: Any) -> Iterator[None]:
+    """No bars, and no table of the parameters that are missing: `_load` refuses them."""
     logging = transformers.utils.logging
-    bars = logging.is_progress_bar_enabled()
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
 

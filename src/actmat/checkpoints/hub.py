@@ -281,7 +281,8 @@ def explained(location: str, lead: str = "") -> Iterator[None]:
     except (HTTP_ERROR, OSError) as error:
         raise CheckpointError(
             f"{location}: {lead}the hub at {constants.ENDPOINT} cannot be used: {type(error).__name__}: "
-            f"{_first_line(error)}. Fix: correct the path, check the connection, or set HF_HUB_OFFLINE=1 to use what is cached."
+            f"{_first_line(error)}. Fix: correct the path, check the connection, or set HF_HUB_OFFLINE=1 to use "
+            "what is cached."
         ) from error
 
 
