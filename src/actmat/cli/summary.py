@@ -216,7 +216,7 @@ def print_size(norms: Norms | None, out: Path | str, *, warn: bool, muted: Seque
     """
     if norms is None or not (words := size_words(norms)):
         return
-    console.print(f"  size: {words} (norm {norms.merged:.3g})")
+    console.print(f"  size: {words}")
     found = size_finding(norms, muted)
     if warn and found is not None:
         code, wrong = found
@@ -240,7 +240,9 @@ def _adapter_lines(report: MergeReport) -> list[str]:
     rank = max((m.pair.rank for m in modules), default=0)
     counts = f"{len(modules)} module{'s' * (len(modules) != 1)} of rank {rank}, {full} full tensor{'s' * (full != 1)}"
     error = report.totals.relative_error
-    return [counts, f"truncated to this rank: relative error {error:.2g}" if error else "exact: nothing was truncated"]
+    if not error or error < ROUNDING:
+        return [counts, "exact: nothing was truncated" + (", apart from rounding" if error else "")]
+    return [counts, f"truncated to this rank: relative error {error:.2g}"]
 
 
 # JSON

@@ -311,8 +311,8 @@ def known_ids(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     ids = input_ids.masked_fill(attention_mask == 0, 0)
     if (largest := int(ids.max())) >= rows:
         raise StatisticsError(
-            f"The tokenizer gives the token id {largest}, and the model has a table of {rows} tokens. Likely cause: the "
-            "tokenizer files of another model, or added tokens for which the model was not resized. Fix: copy the "
+            f"The tokenizer gives the token id {largest}, and the model has a table of {rows} tokens. Likely cause: "
+            "the tokenizer files of another model, or added tokens for which the model was not resized. Fix: copy the "
             "tokenizer that the model was trained with."
         )
     return ids
