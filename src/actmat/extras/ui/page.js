@@ -328,8 +328,8 @@ async function loadRecipe(path) {
   if (!found.ok) return document.querySelector("main").replaceChildren(problems(found));
   methods = [AUTO, ...found.answer.methods];
   byId("version").textContent = `actmat ${found.answer.version}, in ${found.answer.cwd}`;
-  byId("method").replaceChildren(...Object.entries(Object.groupBy(methods, groupOf)).map(([label, some]) =>
-    el("optgroup", { label }, ...some.map((m) => el("option", { value: m.name }, m.name)))));
+  byId("method").replaceChildren(...[...new Set(methods.map(groupOf))].map((label) =>
+    el("optgroup", { label }, ...methods.filter((m) => groupOf(m) === label).map((m) => el("option", { value: m.name }, m.name)))));
   Object.assign(form, JSON.parse(sessionStorage.getItem("form") ?? "{}"));
   if (!form.recipe.experts.length) form.recipe.experts.push({ path: "" }, { path: "" });
   wire();

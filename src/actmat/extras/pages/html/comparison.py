@@ -185,7 +185,10 @@ def _far_off(comparison: Comparison) -> list[Markup]:
     return [
         el(
             "p",
-            el("strong", f"ρ of {name} says little, because its size is off{IN_PLACES.get(code, '')} ({code}). "),
+            el(
+                "strong",
+                f"Do not judge {name} by its ρ: the size of its change is off{IN_PLACES.get(code, '')} ({code}). ",
+            ),
             words,
             class_="caveat",
         )
