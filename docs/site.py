@@ -35,8 +35,14 @@ ELSEWHERE = {
 }
 """Path in the repository -> path in the site, for what does not keep its place below docs/."""
 IMAGES = (".png", ".svg")
-AS_IS = (*IMAGES, ".css")
+AS_IS = (*IMAGES, ".css", ".js")
 """Files that are copied."""
+BOOSTS = {
+    **dict.fromkeys(("start.md", "cookbook.md"), 5),
+    **dict.fromkeys(("analyses/", "experiments/", "data-free.md", "evidence.md", "paper.md", "tune.md"), 0.2),
+    "project/changelog.md": 0.2,
+}
+"""Beginning of a place in the site -> factor of its score in searches: tasks come before research."""
 LINK = re.compile(r"(?P<text>!?\[(?:[^\[\]]|\[[^\]]*\])*\])\((?P<target>[^)\s]+)\)")
 NOT_MARKS = re.compile(r"^<!-- (?:not run|file|generated|end generated|table|end table)\b.*?-->\n", re.MULTILINE)
 
@@ -153,7 +159,9 @@ def stage(folder: Path) -> list[str]:
             text = notebook_page(json.loads(text))
         elif path.name == "LICENSE":
             text = f"# Licence\n\n```text\n{text.rstrip()}\n```\n"
-        target.write_text(relinked(NOT_MARKS.sub("", text), path, sites), encoding="utf-8")
+        boost = next((factor for start, factor in BOOSTS.items() if place.startswith(start)), 1)
+        head = f"---\nsearch: {{boost: {boost}}}\n---\n" if boost != 1 else ""
+        target.write_text(head + relinked(NOT_MARKS.sub("", text), path, sites), encoding="utf-8")
         pages.append(place)
     return pages
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -118,10 +119,21 @@ def test_a_command_takes_some_of_the_fields() -> None:
 def test_the_help_shows_the_main_flags_first() -> None:
     names = taken(merge)
     assert names[:8] == ["inputs", "base", "experts", "method", "options", "scale", "out", "plan"]
-    lines = actmat(["merge", "--help"]).out.splitlines()
+    lines = actmat(["merge", "--help-all"]).out.splitlines()
     panels = [line.split()[1:-1] for line in lines if line.startswith("╭─")]
     titles = [" ".join(w for w in words if "─" not in w) for words in panels]
     assert titles == ["Arguments", "Options", "What is merged", "What is written", "Where it runs", "Measures"]
+
+
+@pytest.mark.parametrize("command", ["merge", "plan", "diagnose", "tune", "try"])
+def test_the_short_help_fits_80_lines_and_names_every_flag(command: str) -> None:
+    short, full = (actmat([command, flag]).out for flag in ("--help", "--help-all"))
+    assert len(short.splitlines()) <= 80
+    assert f"described by 'actmat {command} --help-all'" in " ".join(short.split())
+    flags = set(re.findall(r"^│ (--[\w-]+)", full, re.MULTILINE))
+    assert len(flags) > 30
+    assert not [flag for flag in flags if flag not in short]
+    assert max(len(line) for line in full.splitlines()) <= 80
 
 
 def test_settings_of_a_run_are_frozen() -> None:
@@ -174,7 +186,9 @@ def test_methods_and_listed_options_are_variants_with_an_output_each() -> None:
     ]
 
 
-@pytest.mark.parametrize("values", [{"base": None}, {"experts": None}, {"base": None, "to": "model"}])
-def test_flags_without_a_base_or_experts_are_a_wrong_command_line(values: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "values", [{"base": None, "method": ["ties"]}, {"experts": None}, {"base": None, "to": "model"}]
+)
+def test_flags_without_a_base_or_experts_are_a_wrong_command_line(values: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(typer.BadParameter, match="or a recipe file"):
-        recipes(**values)
+        recipes(**{"experts": [str(tmp_path)], **values})

@@ -93,10 +93,10 @@ def test_a_merge_of_the_wrong_size_is_not_praised_for_its_residual(family: Famil
     page = tmp_path / "page.html"
     done = actmat(["compare", str(far), str(family.root / "ties"), "--out", str(page)])
     text = " ".join(done.out.split())
-    assert "rho of far away says little: its size is off" in text
+    assert "do not judge far away by its rho: the size of its change is off" in text
     assert text.endswith("page.html")
     shown = Page(page.read_text(encoding="utf-8"))
-    assert "says little, because its size is off" in shown.one("section", id="experts").text
+    assert "Do not judge far away by its ρ: the size of its change is off" in shown.one("section", id="experts").text
     assert "Size of far away: " in shown.one("section", id="summary").text
 
 

@@ -16,6 +16,7 @@ from actmat import plugins
 from actmat.cli.main import app
 from actmat.errors import MergeError, RecipeError
 from actmat.methods import all_methods, get_method
+from actmat.recipe import make_recipe, variants
 
 RULE = """
 from actmat.methods import About, Merged, MergeMethod
@@ -136,3 +137,16 @@ def test_a_broken_entry_point_is_an_error_that_names_the_distribution(installed:
     plugins.entries.cache_clear()
     with pytest.raises(RecipeError, match="expected a MergeMethod called 'half', got <MergeMethod halved"):
         get_method("half")
+
+
+def test_outputs_of_a_users_rule_are_in_folders_with_plain_names(rule: Path) -> None:
+    recipe = make_recipe({"base": "b", "experts": ["e"], "out": "grid"})
+    found = variants(recipe, ["average", f"{rule}:FIRST"], {"factor": [2, 3]})
+    assert [r.out for r in found] == ["grid/average", "grid/my_rule-FIRST,factor=2", "grid/my_rule-FIRST,factor=3"]
+
+
+def test_a_rule_without_equation_and_reference_is_shown_without_gaps(rule: Path) -> None:
+    shown = CliRunner().invoke(app, ["methods", f"{rule}:FIRST"]).output
+    assert "cost: linear in the number of entries\n" in shown
+    assert "reference: none" in shown
+    assert "\n\n\n" not in shown

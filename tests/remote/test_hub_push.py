@@ -154,7 +154,7 @@ def test_refusals_say_what_to_do(hub: HubStandIn, models: Models, monkeypatch: p
     monkeypatch.setenv("HF_TOKEN", "wrong")
     assert "log in (hf auth login)" in actmat(["push", merged, "org/merged"]).err
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "Fix: go online" in actmat(["push", merged, "org/merged"]).err
+    assert "Fix: unset it" in actmat(["push", merged, "org/merged"]).err
     assert hub.repositories == {}
 
 
@@ -228,7 +228,7 @@ def test_a_commit_that_somebody_else_made_meanwhile_is_not_overwritten(
     package.push(models[1], "org/merged")
     place = writing.look_up("org/merged")
     package.push(models[2], "org/merged", overwrite=True)
-    monkeypatch.setattr(writing, "look_up", lambda repo_id: place)
+    monkeypatch.setattr(writing, "look_up", lambda repo_id, needed: place)
     (models[2] / "LICENSE").write_text("new")
     try:
         with pytest.raises(OutputError, match="HTTP 412: the repository changed meanwhile"):

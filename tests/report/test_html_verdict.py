@@ -34,14 +34,17 @@ def page_of(**changes: Any) -> Page:
     return Page(render_html(Diagnosis.from_json(diagnosis_json(3, 4) | changes)))
 
 
+def part(page: Page, name: str) -> Page:
+    """A section as a page of its own."""
+    return Page(re.findall(rf'<section [^>]*id="{name}".*?</section>', page.source, re.DOTALL)[0])
+
+
 def test_a_merge_of_the_wrong_size_is_met_nowhere() -> None:
     page = page_of(checks=[SIZE])
     text = page.one("section", id="experts").text + page.one("section", id="summary").text
     assert not re.search(r"\b(mostly |partly |not )?met\b", text)
     assert text.count("size is off: AM402") == 3
     assert "ρ says little here" in text
-    assert page.all("rect", class_="far") == []  # a tip is no alarm
-    assert len(page_of(checks=[{**SIZE, "severity": "issue"}]).all("rect", class_="far")) == 1
     fine = page_of(checks=[{**SIZE, "verdict": "clear"}]).one("section", id="experts").text
     assert "met" in fine
     assert "size is off" not in fine
@@ -53,7 +56,6 @@ def test_few_tensors_of_the_wrong_size_do_not_make_the_whole_merge_long() -> Non
     assert "because the size is off in 1 tensor (AM403)" in text
     assert "size is off in 1 tensor: AM403" in text
     assert not re.search(r"\b(mostly |partly |not )?met\b", text)
-    assert page.all("rect", class_="far") == []
 
 
 @pytest.mark.parametrize(
@@ -61,8 +63,12 @@ def test_few_tensors_of_the_wrong_size_do_not_make_the_whole_merge_long() -> Non
     [
         ([{**SIZE, "severity": "issue"}], "bad", "Look before you use it: the checks found 1 issue."),
         ([SIZE], "tip", "No issue; the checks have 1 tip."),
-        ([{**SIZE, "verdict": "muted"}], "good", "No check found anything."),
-        ([], "good", "No checks ran."),
+        (
+            [{**SIZE, "verdict": "muted"}],
+            "plain",
+            "No check found a fault in the weights. Whether the model answers well",
+        ),
+        ([], "plain", "No checks ran."),
     ],
 )
 def test_the_page_leads_with_what_the_checks_found(checks: list[dict[str, Any]], kind: str, words: str) -> None:
@@ -73,6 +79,40 @@ def test_the_page_leads_with_what_the_checks_found(checks: list[dict[str, Any]],
     assert "times the experts' sum and" in banner.text
     assert page.source.index('class="banner') < page.source.index('class="tiles"')
     assert "actmat tune" in page.one("section", id="summary").text
+
+
+@pytest.mark.parametrize("checks", [[], [{**SIZE, "severity": "issue"}]])
+def test_the_merged_change_has_one_colour_in_every_figure(checks: list[dict[str, Any]]) -> None:
+    page = page_of(checks=checks)
+    bar = part(page, "summary").all("rect", class_="bar")[0]
+    assert bar.attributes["class"] == "bar merged solid"
+    lines = [p.attributes["class"] for p in part(page, "norms").all("path", class_="line")]
+    assert [c for c in lines if "merged" in c]
+    assert not [c for c in lines if re.search(r"\be\d\b", c)], "colours of experts mean experts"
+
+
+def test_a_page_without_findings_says_what_was_and_was_not_checked() -> None:
+    clear = [{**SIZE, "code": f"AM40{i}", "verdict": "clear"} for i in (1, 2)]
+    text = page_of(checks=[*clear, {**SIZE, "verdict": "not_applicable"}]).one("section", id="checks").text
+    assert "2 checks found nothing; 1 check did not apply or was muted." in text
+    assert "none looks at what the merged model answers" in text
+
+
+def test_a_change_far_above_rounding_is_a_sentence_and_no_figure() -> None:
+    whole = diagnosis_json(3, 4)
+    far = [{**m, "snr": [5e5 for _ in m["snr"]]} for m in whole["measures"]]
+    section = part(page_of(measures=far), "rounding")
+    assert "every change is at least 5e5 times its rounding" in section.one("section").text
+    assert section.all("path", class_="line") == []
+    near = [{**m, "snr": [5.0 for _ in m["snr"]]} for m in whole["measures"]]
+    assert part(page_of(measures=near), "rounding").all("path", class_="line")
+
+
+def test_long_parts_are_behind_their_titles_where_the_screen_is_narrow() -> None:
+    page = page_of()
+    for name in ("spectra", "tensors"):
+        (long,) = part(page, name).all("details", class_="long")
+        assert "open" not in long.attributes
 
 
 def test_every_check_is_explained_in_the_page_itself() -> None:

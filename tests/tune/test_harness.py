@@ -104,7 +104,9 @@ class StandIn:
         }
 
     def from_pretrained(self, place: str) -> Any:
-        return SimpleNamespace(pad_token=None, eos_token="</s>", place=place)
+        return SimpleNamespace(
+            pad_token=None, eos_token="</s>", unk_token=None, get_vocab=lambda: {"</s>": 0}, place=place
+        )
 
     def load(self, tasks: list[str]) -> dict[str, Any]:
         return {"tasks": {t: StandInTask(t == "mmlu") for t in tasks}}

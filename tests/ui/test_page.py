@@ -77,6 +77,15 @@ def test_from_an_empty_form_to_a_comparison(page: Any, samples: Family, tmp_path
     assert "Two merges compared" in opened.value.text_content("h1")
 
 
+def test_methods_are_in_groups_with_a_recommendation_first(page: Any) -> None:
+    assert page.input_value("#method") == "auto"
+    groups = page.locator("#method optgroup")
+    labels = [groups.nth(i).get_attribute("label") for i in range(groups.count())]
+    assert labels[:2] == ["Recommended", "Basics"]
+    assert page.locator("#method option").count() == len(read_catalogue()) + 1
+    assert page.locator("#recipe").text_content() == ""
+
+
 def test_a_recipe_is_saved_and_opened_and_the_form_survives_a_reload(page: Any, samples: Family) -> None:
     (samples.root / "old.yaml").write_text("base: base\nexperts: [expert0, expert1]\nmethod: tsv\nseed: 7\n")
     page.click("#load")

@@ -13,7 +13,7 @@ from actmat.report import read_manifest, verify
 from actmat.report.verify import VERSIONING
 
 if TYPE_CHECKING:
-    from actmat.checkpoints.hub_push import PushedFile
+    from actmat.checkpoints.hub_push import HubPlace, PushedFile
 
 ADDED = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 """Beginnings of names of files that are pushed although no merge wrote them."""
@@ -66,7 +66,7 @@ def push(
         repo_id: `org/name`.
         public: make a new repository public.
         overwrite: replace another output in the repository; the files of that one are removed.
-        dry_run: ask the hub what it has, and send nothing.
+        dry_run: send nothing; a hub that is out of reach is a note.
         check: hash every tensor and file first, and compare with the manifest; an edited card is no difference.
 
     Raises:
@@ -79,16 +79,17 @@ def push(
     names, left_out = _files(folder)
     if check:
         _check(folder)
-    planned = plan_push(look_up(name), folder, names, private=not public, overwrite=overwrite)
+    place = look_up(name, needed=not dry_run)
+    planned = plan_push(place, folder, names, private=not public, overwrite=overwrite)
     return PushReport(
         repo_id=name,
         files=planned.files,
         removed=planned.removed,
         nbytes=planned.nbytes,
         private=not public,
-        is_new=not planned.place.exists,
+        is_new=not (place.exists or place.unknown),
         left_out=left_out,
-        notes=_notes(folder, public=public),
+        notes=(*_unknown(place), *_notes(folder, public=public)),
         url="" if dry_run else send(planned, f"Push {folder.name} with actmat"),
     )
 
@@ -112,6 +113,12 @@ def _check(folder: Path) -> None:
     problems = [p for p in verify(folder, inputs=False).problems if not p.startswith(allowed)]
     if problems:
         raise OutputError(f"{folder} is not as it was written, so it is not pushed. Fix: merge again.", problems)
+
+
+def _unknown(place: HubPlace) -> tuple[str, ...]:
+    """Note that the hub could not be asked, if so."""
+    text = "the hub was not asked for its files, which may be there already, nor whether it takes these"
+    return (f"{text} ({place.unknown})",) if place.unknown else ()
 
 
 def _notes(folder: Path, *, public: bool) -> tuple[str, ...]:

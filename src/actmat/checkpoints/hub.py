@@ -32,6 +32,7 @@ from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
 
 TIMEOUT = 30.0  # seconds
+NO_PATH = "no local path of this name, and "
 HTTP_ERROR: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # of whichever httpx the hub library uses
 
 REFUSALS: dict[type[Exception], str] = {
@@ -212,7 +213,7 @@ def open_repository(
         commit = _cached_commit(home, wanted, location)
         return HubRepository(repo_id, location, commit, _cached_files(home / "snapshots" / commit), cache,
                              streams=streams)  # fmt: skip
-    with explained(location):
+    with explained(location, NO_PATH):
         info = HfApi().model_info(repo_id, revision=wanted, files_metadata=True, timeout=TIMEOUT)
     if info.sha is None or info.siblings is None:
         raise CheckpointError(f"{location}: expected a commit and its files from the hub, found neither")
@@ -233,8 +234,8 @@ def _cached_commit(home: Path, wanted: str, location: str) -> str:
     cached = sorted(p.name for p in (home / "snapshots").glob("*")) if home.is_dir() else []
     has = f"cached commits: {', '.join(cached[:4])}" if cached else "nothing of it is cached"
     raise CheckpointError(
-        f"{location}: offline (HF_HUB_OFFLINE), and '{wanted}' is not in the cache; {has}. "
-        "Fix: go online once, or name a cached commit with @."
+        f"{location}: {NO_PATH}offline (HF_HUB_OFFLINE), '{wanted}' is not in the hub's cache; {has}. "
+        "Fix: correct the path, go online once, or name a cached commit with @."
     )
 
 
@@ -259,8 +260,13 @@ def _remember_commit(home: Path, revision: str, commit: str) -> None:
 
 
 @contextmanager
-def explained(location: str) -> Iterator[None]:
-    """Turn errors of the hub library into a `CheckpointError` with the cause and the fix."""
+def explained(location: str, lead: str = "") -> Iterator[None]:
+    """Turn errors of the hub library into a `CheckpointError` with the cause and the fix.
+
+    Args:
+        location: of the repository.
+        lead: of the sentence on a hub that cannot be used.
+    """
     try:
         yield
     except tuple(REFUSALS) as error:
@@ -274,8 +280,9 @@ def explained(location: str) -> Iterator[None]:
         raise CheckpointError(f"{location}: not a hub id: {_first_line(error)}") from error
     except (HTTP_ERROR, OSError) as error:
         raise CheckpointError(
-            f"{location}: the hub at {constants.ENDPOINT} cannot be used: {type(error).__name__}: "
-            f"{_first_line(error)}. Fix: check the connection, or set HF_HUB_OFFLINE=1 to use what is cached."
+            f"{location}: {lead}the hub at {constants.ENDPOINT} cannot be used: {type(error).__name__}: "
+            f"{_first_line(error)}. Fix: correct the path, check the connection, or set HF_HUB_OFFLINE=1 to use "
+            "what is cached."
         ) from error
 
 

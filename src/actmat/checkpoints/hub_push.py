@@ -21,7 +21,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, co
 
 from actmat.bounds import read_object
 from actmat.checkpoints.hashing import sha256_file
-from actmat.checkpoints.hub import HubFile, HubRepository, explained, open_repository
+from actmat.checkpoints.hub import HTTP_ERROR, HubFile, HubRepository, explained, open_repository
 from actmat.checkpoints.resolve import HUB_ID
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, listed_files
 from actmat.checkpoints.writing.staging import disk_errors
@@ -71,6 +71,7 @@ class HubPlace:
         head: commit of its main branch; empty where it does not exist.
         files: of that commit.
         ours: files that an earlier output of actmat wrote.
+        unknown: reason for which the hub was not asked, so that nothing of the above is known.
     """
 
     repo_id: str
@@ -79,6 +80,7 @@ class HubPlace:
     head: str = ""
     files: Mapping[str, HubFile] = field(default_factory=dict)
     ours: frozenset[str] = frozenset()
+    unknown: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +113,23 @@ class HubPush:
         return bool(self.nbytes or self.removed or any(f.state != "same" for f in self.files))
 
 
-def look_up(repo_id: str) -> HubPlace:
+def look_up(repo_id: str, *, needed: bool = True) -> HubPlace:
     """The repository, in two requests at most.
+
+    Args:
+        repo_id: `org/name`.
+        needed: false where a hub that is out of reach is no error (`HubPlace.unknown`).
 
     Raises:
         OutputError: the hub cannot be reached, or the token is wrong.
     """
     if constants.is_offline_mode():
-        raise OutputError(f"Cannot write to {repo_id} on the hub: offline (HF_HUB_OFFLINE). Fix: go online.")
+        if not needed:
+            return HubPlace(repo_id, unknown="HF_HUB_OFFLINE is set")
+        raise OutputError(
+            f"Cannot write to {repo_id} on the hub: HF_HUB_OFFLINE is set. Fix: unset it, on a machine with a network "
+            "('actmat push OUT ORG/NAME --dry-run' works without one)."
+        )
     try:
         repository = open_repository(repo_id, None)
         with explained(repo_id):
@@ -127,7 +138,15 @@ def look_up(repo_id: str) -> HubPlace:
         missing = isinstance(error.__cause__, errors.RepositoryNotFoundError)
         if missing and not isinstance(error.__cause__, errors.GatedRepoError):
             return HubPlace(repo_id)
-        raise OutputError(error.headline, error.problems) from error
+        if not isinstance(error.__cause__, HTTP_ERROR) or _status(error.__cause__) is not None:
+            raise OutputError(error.headline, error.problems) from error
+        found = f"{type(error.__cause__).__name__}: {in_one_line(error.__cause__)[:200]}"
+        if not needed:
+            return HubPlace(repo_id, unknown=found)
+        raise OutputError(
+            f"{repo_id}: the hub at {constants.ENDPOINT} cannot be reached: {found}. Fix: check the connection "
+            "('actmat push OUT ORG/NAME --dry-run' works without one)."
+        ) from error
     return HubPlace(repo_id, True, private, repository.commit, repository.files, _ours(repository))
 
 

@@ -125,6 +125,18 @@ def find_source(
     return open_repository(hub_id["repo"], hub_id["revision"], cache_dir=cache_dir, streams=streams)
 
 
+def missing_problem(location: str) -> str | None:
+    """Sentence on a path at which nothing is; None for a path that exists, and for hub ids, URLs and stacks.
+
+    >>> missing_problem("org/name"), missing_problem("/")
+    (None, None)
+    """
+    if not location or "\0" in location or stack_parts(location) or is_url(location) or hub_id_of(location):
+        return None
+    path = local_path(location)
+    return None if os.path.lexists(path) else _not_found(path, location).headline
+
+
 def hub_id_of(location: str) -> str:
     """`org/name`, if `find_source` would look for it on the hub; else an empty string.
 

@@ -47,6 +47,13 @@ PANELS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Panels of the help of a command that takes a recipe, the first first -> names of parameters."""
 
+FIRST = (
+    *PANELS["Options"],
+    *("weight", "overwrite", "diagnose"),
+    *("data", "budget", "methods", "scales", "score", "prompt", "images", "lm_eval", "compare", "as_recipe"),
+)
+"""Names of the parameters that `--help` of such a command describes; of the others it lists the flags."""
+
 RecipeFile = Annotated[
     Path | None, typer.Argument(metavar="[RECIPE.yaml]", help="A recipe file; flags replace its fields.")
 ]
@@ -222,10 +229,11 @@ def _check_complete(given: Mapping[str, Any]) -> None:
 def _check_base(recipes: Sequence[Recipe]) -> None:
     """Refuse recipes without a base that need one: of full checkpoints, by a method that merges deltas."""
     from actmat.experts.resolve import needs_base
-    from actmat.run.open import base_problems
+    from actmat.run.open import base_problems, check_paths
 
     if all(needs_base(e.path) for e in recipes[0].experts):
         return
+    check_paths(recipes[0])
     reasons = dict.fromkeys(p for r in recipes for p in base_problems(r))
     if reasons:
         raise typer.BadParameter(
@@ -298,6 +306,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
             given[name] = group.make({p.name: given.pop(p.name) for p in group.parameters})
         command(**given)
 
+    vars(flat)["takes_recipe"] = any(p.name == "experts" for p in parameters)
     vars(flat)["__signature__"] = inspect.Signature(parameters)
     return flat
 

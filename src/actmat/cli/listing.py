@@ -17,7 +17,7 @@ import typer
 import typer.core
 import typer.main
 
-from actmat.cli.flags import with_flags
+from actmat.cli.flags import FIRST, with_flags
 from actmat.cli.streams import say, starting
 from actmat.plugins import entries
 
@@ -116,6 +116,17 @@ def declared_command(name: str) -> Any:
         return None
 
 
+def _shorten(made: Any) -> None:
+    """Describe in the help of a command only the flags in `FIRST`; list the others by panel."""
+    hidden: dict[str, list[str]] = {}
+    for option in made.params:
+        if option.param_type_name == "option" and option.name not in (*FIRST, "help"):
+            option.hidden = True
+            hidden.setdefault(option.rich_help_panel, []).append(max(option.opts, key=len))
+    listed = "\n\n".join(f"{panel}: {' '.join(names)}" for panel, names in hidden.items())
+    made.epilog = f"[bold]More flags[/bold], described by 'actmat {made.name} --help-all':\n\n{listed}\n\n{made.epilog}"
+
+
 def _typer_command(name: str, declared: Any, *, flags: bool) -> Any:
     """The typer command of a function, without its flags unless asked for, or the group of a `typer.Typer`."""
     info = info_of(declared)
@@ -155,7 +166,11 @@ class Commands(typer.core.TyperGroup):
         if declared is not None:
             if info_of(declared).imports_torch:
                 starting(name, args[1:])
-            return name, _typer_command(name, declared, flags=True), args[1:]
+            made = _typer_command(name, declared, flags=True)
+            given = ["--help" if a == "--help-all" else a for a in args[1:]]
+            if getattr(made.callback, "takes_recipe", False) and given == args[1:] and {"--help", "-h"} & {*given}:
+                _shorten(made)
+            return name, made, given
         if name in RENAMED:
             say(f"'{name}' is now: {RENAMED[name]}")
             raise typer.Exit(2)

@@ -153,11 +153,10 @@ def _merge(recipes: Sequence[Recipe], run: RunSettings, *, quiet: bool) -> list[
     with _showing(recipes, quiet=quiet) as progress:
         reports = run_recipes(recipes, run, progress)
     if not quiet:
-        from actmat.cli.summary import print_summary
+        from actmat.cli.outputs import print_outputs
 
         with optional_stdout("The merge is complete."):
-            for report in reports:
-                print_summary(report)
+            print_outputs(reports)
     return reports
 
 

@@ -71,7 +71,8 @@ def _show(m: dict[str, Any]) -> None:
     from actmat.cli.screen import console
 
     console.print(f"[bold]{m['name']}[/bold]: {m['summary']}\n")
-    console.print(f"    {m['equation']}\n", markup=False)
+    if m["equation"]:
+        console.print(f"    {m['equation']}\n", markup=False)
     acts = {"matrix": "matrices (linear layers)", "tensor": "whole tensors", "elementwise": "entries"}
     preset = f"; a preset of {m['preset_of']}" if m["preset_of"] else ""
     console.print(f"acts on {acts[m['acts_on']]}{preset}")
@@ -82,9 +83,10 @@ def _show(m: dict[str, Any]) -> None:
     if needs["weights_need_overlap"]:
         words["weights"] = "where row spaces overlap"
     console.print(f"needs from data: {data}; {'; '.join(f'{need}: {word}' for need, word in words.items())}")
-    console.print(f"cost: {m['flops'] or 'linear in the number of entries'} FLOPs for T deltas of N x N")
+    cost = f"{m['flops']} FLOPs for T deltas of N x N" if m["flops"] else "linear in the number of entries"
+    console.print(f"cost: {cost}")
     console.print(f"laws: {', '.join(m['laws']) or 'none'}")
-    console.print(f"reference: {m['reference']}\n", markup=False)
+    console.print(f"reference: {m['reference'] or 'none'}\n", markup=False)
     if not m["options"]:
         console.print("no options")
     for o in m["options"]:

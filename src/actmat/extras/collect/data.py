@@ -271,6 +271,7 @@ class _Encoder:
     def _text(self, rows: list[Row]) -> dict[str, Tensor]:
         options = self._options
         out = _tokens(self.tokenizer, rows, options, options.text_column, "text")
+        out["input_ids"] = known_ids(self._model, **{k: out[k] for k in ("input_ids", "attention_mask")})
         if getattr(self._model.config, "is_encoder_decoder", False):
             out |= _decoder_inputs(self._model, self.tokenizer, rows, options)
         elif self._labels and options.label_column is None and "labels" in self.known:
@@ -279,11 +280,42 @@ class _Encoder:
 
 
 def pad_token(tokenizer: Any) -> str | None:
-    """Give a tokenizer without a pad token one, and return it; any token will do, since padding is masked."""
+    """Give a tokenizer without a pad token one, and return it; any token will do, since padding is masked.
+
+    Raises:
+        StatisticsError: it has no tokens at all.
+    """
     if tokenizer.pad_token is not None:
         return None
-    tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
-    return str(tokenizer.pad_token)
+    ids = tokenizer.get_vocab()
+    if not ids:
+        raise StatisticsError(
+            f"{tokenizer.name_or_path}: the tokenizer has no tokens. Fix: copy the model's own there."
+        )
+    first = min(ids, key=ids.__getitem__)
+    found = next(t for t in (tokenizer.eos_token, tokenizer.unk_token, first) if t in ids)
+    tokenizer.pad_token = found
+    return str(found)
+
+
+def known_ids(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """The ids, those of padding replaced where the model has no row for them: padding is masked.
+
+    Raises:
+        StatisticsError: the model has no row for a token of a text.
+    """
+    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    rows = getattr(table, "num_embeddings", None)
+    if rows is None or not input_ids.numel() or int(input_ids.max()) < rows:
+        return input_ids
+    ids = input_ids.masked_fill(attention_mask == 0, 0)
+    if (largest := int(ids.max())) >= rows:
+        raise StatisticsError(
+            f"The tokenizer gives the token id {largest}, and the model has a table of {rows} tokens. Likely cause: "
+            "the tokenizer files of another model, or added tokens for which the model was not resized. Fix: copy the "
+            "tokenizer that the model was trained with."
+        )
+    return ids
 
 
 def _tokens(tokenizer: Any, rows: list[Row], options: DataOptions, column: str | None, what: str) -> dict[str, Tensor]:

@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from actmat.checkpoints.base import torch_dtype
+from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.resolve import HUB_ID, open_checkpoint
-from actmat.errors import StatisticsError, did_you_mean
+from actmat.errors import CheckpointError, StatisticsError, did_you_mean
 from actmat.experts.resolve import needs_base, open_adapter
 from actmat.foreign import in_brief
 
@@ -88,7 +89,7 @@ def load_model(
             raise StatisticsError(f"{adapter} names no base; give it with --base")
     elif base is not None:
         raise StatisticsError(f"--base goes with an adapter, and {location} is none")
-    with open_checkpoint(checkpoint) as found:
+    with named_base(adapter, checkpoint), open_checkpoint(checkpoint) as found:
         config = found.config or {}
     model = _load(checkpoint, model_class or next(iter(config.get("architectures") or ()), None), dtype)
     if adapter is not None:
@@ -97,6 +98,25 @@ def load_model(
             warnings.simplefilter("ignore", FutureWarning)  # of PEFT, about transformers
             model = extra("peft").PeftModel.from_pretrained(model, path, **revision)
     return Loaded(model.to(device).eval(), checkpoint, adapter, _files(adapter, checkpoint))
+
+
+@contextlib.contextmanager
+def named_base(adapter: str | None, base: str) -> Iterator[None]:
+    """Say which adapter names a base that cannot be opened, if one does.
+
+    Raises:
+        CheckpointError: with the fix added.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        if adapter is None:
+            raise
+        raise CheckpointError(
+            f"The base '{base}' of {adapter} cannot be opened. Without --base, it is the one that {ADAPTER_CONFIG} "
+            "names (base_model_name_or_path). Fix: say where the base is, --base BASE.",
+            error.problems,
+        ) from error
 
 
 def load_tensors(
@@ -125,7 +145,8 @@ def load_tensors(
     """
     with tempfile.TemporaryDirectory() as folder:
         if adapter is not None:
-            loaded = load_model(location, model_class=model_class, dtype=dtype, device=device)
+            with named_base("the merged adapter", location):
+                loaded = load_model(location, model_class=model_class, dtype=dtype, device=device)
             peft = extra("peft")
             Path(folder, "adapter_config.json").write_text(json.dumps(dict(adapter)), encoding="utf-8")
             with warnings.catch_warnings():
@@ -186,12 +207,15 @@ def _is_optional_pooler(kind: Any, missing: Sequence[str]) -> bool:
 
 @contextlib.contextmanager
 def _without_bars(transformers: Any) -> Iterator[None]:
+    """No bars, and no table of the parameters that are missing: `_load` refuses them."""
     logging = transformers.utils.logging
-    bars = logging.is_progress_bar_enabled()
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
 

@@ -92,7 +92,7 @@ def _final(report: TuneReport) -> Markup:
         + [number(r.losses[label]) for label in labels]
         for r in report.finals
     ]
-    head = ["merge", "mean", "more than chosen, 95 %", "verdict", *labels]
+    head = ["merge", "mean", "difference to chosen, 95 % interval", "verdict", *labels]
     lead = (
         f"The {report.compared}, of all experts and of each, on inputs that the search did not see. Intervals: "
         "bootstrap over the inputs of each expert."

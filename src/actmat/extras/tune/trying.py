@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from actmat.errors import StatisticsError
-from actmat.extras.collect.data import IMAGES, TEMPLATE, DataOptions, class_names, class_prompts, pad_token
+from actmat.extras.collect.data import IMAGES, TEMPLATE, DataOptions, class_names, class_prompts, known_ids, pad_token
 from actmat.extras.models.loading import Loaded, extra
 from actmat.foreign import in_one_line
 
@@ -54,6 +54,7 @@ def answer(loaded: Loaded, prompt: str, *, new_tokens: int = 64, chat: bool | No
         given = tokenizer(prompt, return_tensors="pt")
     device = next(model.parameters()).device
     inputs = {k: given[k].to(device) for k in ("input_ids", "attention_mask") if k in given}
+    inputs["input_ids"] = known_ids(model, **inputs)
     pad_token(tokenizer)
     with torch.inference_mode():
         found = model.generate(

@@ -24,6 +24,7 @@ from actmat.extras.collect.data import (
     is_contrastive,
     prepare_data,
 )
+from actmat.extras.models.loading import named_base
 from actmat.extras.tune.asking import ask_experts, mark_of
 from actmat.extras.tune.evaluate import Asked, Evaluator, Trial
 from actmat.extras.tune.groups import FIXED, Grouping, groups_of
@@ -442,6 +443,7 @@ def _base_of_adapters(recipe: Recipe) -> str:
 
     Raises:
         RecipeError: they name none, or several.
+        CheckpointError: it cannot be opened.
     """
     found = set()
     for expert in recipe.experts:
@@ -449,6 +451,8 @@ def _base_of_adapters(recipe: Recipe) -> str:
             raise RecipeError(f"--base must be given: {expert.label} is no adapter.")
         with open_adapter(expert.path) as adapter:
             found.add(adapter.config.base_model or "")
-    if len(found) != 1 or not next(iter(found)):
+    if len(found) != 1 or not (base := found.pop()):
         raise RecipeError("The adapters do not name one base: give it with --base.")
-    return next(iter(found))
+    with named_base(recipe.experts[0].path, base):
+        open_checkpoint(base).close()
+    return base

@@ -1,7 +1,7 @@
 "use strict";
 const token = new URLSearchParams(location.search).get("token");
 const byId = (id) => document.getElementById(id);
-const form = { recipe: { base: "", experts: [], method: "actmat", options: {} }, out: "", grouping: "none", scales: {}, settings: {} };
+const form = { recipe: { base: "", experts: [], method: "auto", options: {} }, out: "", grouping: "none", scales: {}, settings: {} };
 let methods = [], asked = 0, planned = false, running = false, jobTimer = null, chosen = null, tab = "folder";
 
 function el(tag, fields, ...children) {
@@ -106,6 +106,7 @@ function showExperts() {
       } });
     const place = input("path", { placeholder: "folder, file, hub id or URL", ariaLabel: `Expert ${i + 1}` });
     return el("div", { className: "expert" },
+      el("div", {}, `Expert ${i + 1}`),
       el("div", { className: "row" }, place, el("button", { onclick: () => browse((path) => { expert.path = path; showExperts(); changed(); }) }, "Choose"),
         el("button", { ariaLabel: `Remove expert ${i + 1}`, onclick: () => { form.recipe.experts.splice(i, 1); showExperts(); changed(); } }, "Remove")),
       el("div", { className: "row" }, el("label", {}, "name ", input("name", { className: "name", placeholder: "from the path" })),
@@ -116,6 +117,17 @@ function showExperts() {
 }
 
 /* Method */
+
+const AUTO = { name: "auto", summary: "The method that measurements prefer for experts like these; the plan names it, with the reason.",
+  equation: "", needs: { data: [], takes_weights: true }, reference: "", options: [] };
+const BASICS = ["average", "linear", "task_arithmetic", "ties", "dare", "slerp"];
+
+function groupOf(method) {
+  if (method.name === "auto") return "Recommended";
+  if (BASICS.includes(method.name)) return "Basics";
+  if (method.needs.data.length) return "With statistics of data";
+  return method.acts_on === "matrix" ? "On the matrices of linear layers" : "On single weights and whole tensors";
+}
 
 function showMethod() {
   const method = methods.find((m) => m.name === form.recipe.method) ?? methods[0];
@@ -306,7 +318,7 @@ async function loadRecipe(path) {
   const found = await ask("load", { path });
   if (!found.ok) return byId("status").replaceChildren(problems(found));
   Object.assign(form, { ...found.answer, grouping: "none", scales: {} });
-  form.recipe = { base: "", method: "actmat", options: {}, ...found.answer.recipe };
+  form.recipe = { base: "", method: "auto", options: {}, ...found.answer.recipe };
   show();
   changed();
 }
@@ -314,9 +326,10 @@ async function loadRecipe(path) {
 (async () => {
   const found = await ask("start");
   if (!found.ok) return document.querySelector("main").replaceChildren(problems(found));
-  methods = found.answer.methods;
+  methods = [AUTO, ...found.answer.methods];
   byId("version").textContent = `actmat ${found.answer.version}, in ${found.answer.cwd}`;
-  byId("method").replaceChildren(...methods.map((m) => el("option", { value: m.name }, m.name)));
+  byId("method").replaceChildren(...[...new Set(methods.map(groupOf))].map((label) =>
+    el("optgroup", { label }, ...methods.filter((m) => groupOf(m) === label).map((m) => el("option", { value: m.name }, m.name)))));
   Object.assign(form, JSON.parse(sessionStorage.getItem("form") ?? "{}"));
   if (!form.recipe.experts.length) form.recipe.experts.push({ path: "" }, { path: "" });
   wire();

@@ -48,19 +48,20 @@ Settings = Annotated[list[str] | None, typer.Option("--set", help="name=value of
 @experiment.command("list")
 def list_suites(json: flags.Json = False, quiet: flags.Quiet = False) -> None:
     """The suites and what they are about."""
-    from rich.table import Table
-
-    from actmat.cli.screen import console, print_result
+    from actmat.cli.screen import console, plain_table, print_result
     from actmat_experiments.suites import SUITES
 
     if json:
-        print_result("experiment", {"suites": [{"name": s.name, "summary": s.summary} for s in SUITES]})
+        print_result(
+            "experiment", {"suites": [{"name": s.name, "summary": s.summary, "needs": s.needs} for s in SUITES]}
+        )
     if json or quiet:
         return
-    listed = Table.grid(padding=(0, 2, 0, 0))
+    listed = plain_table("suite", "experts", "needs")
     for suite in SUITES:
-        listed.add_row(suite.name, suite.summary)
+        listed.add_row(suite.name, suite.summary, suite.needs)
     console.print(listed)
+    console.print("\nWhere no time is given, none was measured. The smallest experiment is 'actmat demo': a minute.")
 
 
 @experiment.command()
@@ -88,7 +89,14 @@ def run(
     request = _request(locals())
     from actmat_experiments.suites import get_suite
 
-    get_suite(suite).run(request)
+    chosen = get_suite(suite)
+    assert request.console is not None, "set by _request"
+    request.console.print(
+        f"{suite}: needs {chosen.needs}. What {cache} has already is not done again; logs are in {cache / 'logs'}.",
+        highlight=False,
+        markup=False,
+    )
+    chosen.run(request)
     table(suite, cache, json=json, quiet=quiet)
 
 

@@ -103,6 +103,8 @@ class Watch:
         stage = Stage(self._progress, task, log)
         began = time.perf_counter()
         stage.log(f"begin  {name}")
+        if not self.console.is_terminal:
+            self.console.print(f"{name} ...", highlight=False)
         try:
             yield stage
         except BaseException as error:

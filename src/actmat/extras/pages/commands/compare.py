@@ -74,7 +74,7 @@ def _print(found: Comparison) -> None:
     for name, code in zip(found.names, found.size_codes if residuals else (), strict=False):
         if code is not None:
             where = IN_PLACES.get(code, "")
-            console.print(f"rho of {escape(name)} says little: its size is off{where} ({code})\n")
+            console.print(f"do not judge {escape(name)} by its rho: the size of its change is off{where} ({code})\n")
     checks = [[f"{c.code} {c.title}", c.first or "-", c.second or "-"] for c in found.checks]
     _rows(["check", first, second], checks)
     for note in found.notes:

@@ -185,7 +185,10 @@ def _far_off(comparison: Comparison) -> list[Markup]:
     return [
         el(
             "p",
-            el("strong", f"ρ of {name} says little, because its size is off{IN_PLACES.get(code, '')} ({code}). "),
+            el(
+                "strong",
+                f"Do not judge {name} by its ρ: the size of its change is off{IN_PLACES.get(code, '')} ({code}). ",
+            ),
             words,
             class_="caveat",
         )
@@ -238,8 +241,7 @@ def _layers(comparison: Comparison) -> Markup | None:
 def _cells(t: TensorDifference, longest: float) -> list[Child]:
     """The numbers of a tensor; bars where lengths compare."""
     relative, cosine, distance, *norms = _numbers(t)
-    colour = "h1" if (relative or 0.0) >= 1.5 else "h0" if (relative or 0.0) >= 1 else "q6"
-    far = "–" if relative is None else gauge(relative / FURTHEST, number(relative), colour, mark=1 / FURTHEST)
+    far = "–" if relative is None else gauge(relative / FURTHEST, number(relative), "share", mark=1 / FURTHEST)
     both = zip(norms, COLOURS, strict=True)
     sizes = ("–" if n is None else gauge(n / longest, number(n), f"{c} solid") for n, c in both)
     return [far, number(cosine), number(distance), *sizes]

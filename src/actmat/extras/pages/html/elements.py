@@ -123,6 +123,11 @@ def head_row(titles: Iterable[Child]) -> Markup:
     return el("tr", *(el("th", t, scope="col") for t in titles))
 
 
+def long_part(title: str, *children: Child) -> Markup:
+    """A long part of a section: open on a wide screen, where scripts run, and behind its title elsewhere."""
+    return el("details", el("summary", title), *children, class_="long")
+
+
 def scrollable(inner: Markup, label: str) -> Markup:
     """A region that scrolls sideways where the page is too narrow for a table."""
     return el("div", inner, class_="scroll", tabindex="0", role="region", aria_label=label)

@@ -26,7 +26,7 @@ from actmat.extras.pages.html.charts import (
     scree,
     strips,
 )
-from actmat.extras.pages.html.elements import Child, Markup, caveat, el, scrollable, section, table
+from actmat.extras.pages.html.elements import Child, Markup, caveat, el, long_part, scrollable, section, table
 from actmat.extras.pages.html.scales import (
     HeatScale,
     diverging,
@@ -242,7 +242,8 @@ def overlap(diagnosis: Diagnosis) -> Markup | None:
         "overlap",
         "Overlap of experts",
         el("div", *found, class_="squares", style=f"--experts:{len(diagnosis.experts)}"),
-        lead="How alike the experts' changes are, over all measured matrices. What overlaps and disagrees, interferes.",
+        lead="How alike the experts' changes are, over all measured matrices. Experts that "
+        "change the same directions in different ways cannot all be met: they interfere.",
     )
 
 
@@ -312,7 +313,7 @@ def spectra(diagnosis: Diagnosis) -> Markup:
     return section(
         "spectra",
         "Spectra",
-        el("div", *panels, class_="panels"),
+        long_part(f"The curves of {plural(len(panels), 'kind')} of matrices", el("div", *panels, class_="panels")),
         numbers(head, rows, caption="Spectra of S = Σ DᵀD"),
         lead="How fast the eigenvalues of S = Σ DᵀD fall, relative to the largest: a steep curve means that few input "
         "directions carry most of the change. Where only few carry any, as in adapters, the axis ends with them. A dot "
@@ -342,7 +343,7 @@ def norms(diagnosis: Diagnosis) -> Markup:
     total = [root_sum(m.sum_norm for m in x.measures) for x in layers]
     merged = [root_sum(m.merged_norm for m in x.measures) for x in layers]
     mean = [root_sum(m.mean_norm for m in x.measures) for x in layers]
-    lines = [Line("e0", "sum", total), Line("e1 thick", "merged", merged), Line("e2", "mean", mean)]
+    lines = [Line("grey", "sum", total), Line("merged thick", "merged", merged), Line("grey dash", "mean", mean)]
     ratios = [m / s if s else None for m, s in zip(merged, total, strict=True)]
     rows = ([x.title, *map(number, row)] for x, *row in zip(layers, total, merged, mean, ratios, strict=True))
     head = ["layer", *(line.name for line in lines), "merged / sum"]
@@ -360,6 +361,10 @@ def norms(diagnosis: Diagnosis) -> Markup:
     )
 
 
+FAR_ABOVE_ROUNDING = 1e3
+"""Change over rounding from which a sentence takes the place of the figure: rounding is a thousandth at most."""
+
+
 def rounding(diagnosis: Diagnosis) -> Markup | None:
     """Change over half a step of the storage dtype, smallest matrix of each layer; None where it is not known."""
     layers = layers_of(m for m in diagnosis.measures if m.snr is not None)
@@ -370,19 +375,22 @@ def rounding(diagnosis: Diagnosis) -> Markup | None:
         return min((m.snr[t] for m in layer.measures if m.snr is not None and m.snr[t] > 0), default=None)
 
     lines = [Line(expert_class(t), e.name, [smallest(x, t) for x in layers]) for t, e in enumerate(diagnosis.experts)]
-    axis = log_axis([v for line in lines for v in line.values if v is not None])
+    values = [v for line in lines for v in line.values if v is not None]
     columns = [x.label for x in layers]
     rows = ([x.title, *(number(line.values[i]) for line in lines)] for i, x in enumerate(layers))
     head = ["layer", *(e.name for e in diagnosis.experts)]
+    title, table = "Smallest of each layer", numbers(head, rows, caption="Smallest change over rounding, by layer")
+    if values and min(values) >= FAR_ABOVE_ROUNDING:
+        said = f"No layer is near the limit of 1: every change is at least {number(min(values))} times its rounding."
+        drawn = figure(title, el("p", said), table)
+    else:
+        lines_drawn = layer_lines(lines, columns, log_axis(values), label="Change over rounding by layer", floor=1.0)
+        note = "Logarithmic. In the shaded ground, below 1, rounding is larger than the change."
+        drawn = figure(title, lines_drawn, table, note=note)
     return section(
         "rounding",
         "Change against rounding",
-        figure(
-            "Smallest of each layer",
-            layer_lines(lines, columns, axis, label="Change over rounding noise by layer", floor=1.0),
-            numbers(head, rows, caption="Smallest change over rounding noise, by layer"),
-            note="Logarithmic. In the shaded ground, below 1, rounding is larger than the change.",
-        ),
+        drawn,
         lead="Root mean square of each expert's change over half a unit in the last place of the base's weights, "
         f"stored as {' and '.join(diagnosis.storage_dtypes)}. Below 1, most of a change was rounded away when the "
         "expert was saved.",

@@ -199,10 +199,14 @@
     return make("div", {}, svg, make("p", { class: "note" }, words));
   };
 
+  for (const part of document.querySelectorAll("details.long")) part.open = innerWidth > 736;
+  addEventListener("beforeprint", () => { for (const part of document.querySelectorAll("details.long")) part.open = true; });
   const find = startTable();
   document.addEventListener("click", (event) => {
     const link = event.target.closest("[data-find]");
-    if (link && find) find(link.dataset.find);
+    if (!link || !find) return;
+    document.querySelector("table.big").closest("details").open = true;
+    find(link.dataset.find);
   });
 
   // Copying, and where the reader is

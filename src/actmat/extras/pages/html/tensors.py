@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.diagnostics.model import Diagnosis, Measure
-from actmat.extras.pages.html.elements import Markup, data_block, dotted, el, join, section, shape_text, table
+from actmat.extras.pages.html.elements import (
+    Markup,
+    data_block,
+    dotted,
+    el,
+    join,
+    long_part,
+    section,
+    shape_text,
+    table,
+)
 from actmat.extras.pages.html.scales import number
 from actmat.report.words import plural
 
@@ -69,9 +79,12 @@ def big_table(columns: Sequence[Column], *, caption: str, details: Any = None) -
     more = f"The first {PAGE_ROWS} of {count:,}; the others need JavaScript." if count > PAGE_ROWS else None
     return join(
         [
-            el("div", class_="controls", hidden=True),
-            table(head, rows, caption=caption, class_="big stack"),
-            el("noscript", el("p", more)) if more else None,
+            long_part(
+                f"The table of {plural(count, 'tensor')}",
+                el("div", class_="controls", hidden=True),
+                table(head, rows, caption=caption, class_="big stack"),
+                el("noscript", el("p", more)) if more else None,
+            ),
             data_block("rows", {"columns": [c.to_json() for c in columns], "page": PAGE_ROWS, "details": details}),
         ]
     )

@@ -148,11 +148,9 @@ class _Sizes:
 def summary(diagnosis: Diagnosis) -> Markup:
     """The verdict, with its reasons beside it; numbers of the run below."""
     found = findings(diagnosis)
-    kind = "bad" if any(c.severity == "issue" for c in found) else "tip" if found else "good"
+    kind = "bad" if any(c.severity == "issue" for c in found) else "tip" if found else "plain"
     sizes = _Sizes.of(diagnosis) if diagnosis.measures else None
-    off = size_finding(diagnosis)
-    far = off is not None and not off_where(diagnosis, off)
-    reasons = [_size(sizes, kind=kind, far=far)] if sizes is not None else []
+    reasons = [_size(sizes)] if sizes is not None else []
     lists = el("div", _worst(diagnosis), _checks(diagnosis, found), _next(found))
     return section(
         "summary",
@@ -172,7 +170,9 @@ def _headline(diagnosis: Diagnosis, found: list[CheckResult]) -> str:
         return f"Look before you use it: the checks found {plural(issues, 'issue')}."
     if found:
         return f"No issue; the checks have {plural(len(found), 'tip')}."
-    return "No check found anything." if diagnosis.checks else "No checks ran."
+    if not diagnosis.checks:
+        return "No checks ran."
+    return "No check found a fault in the weights. Whether the model answers well was not checked: evaluate it."
 
 
 def _size_words(sizes: _Sizes | None) -> Child:
@@ -183,10 +183,10 @@ def _size_words(sizes: _Sizes | None) -> Child:
     return f" The merged change is {of_sum}{number(sizes.merged / sizes.mean)} times as long as a mean expert's."
 
 
-def _size(sizes: _Sizes, *, kind: str, far: bool) -> Markup:
+def _size(sizes: _Sizes) -> Markup:
     """Bars of the merged change and of what it is to be held against."""
     rows = [
-        ("merged", sizes.merged, "far" if far and kind == "bad" else "e0 solid"),
+        ("merged", sizes.merged, "merged solid"),
         ("sum of the experts", sizes.total, "share"),
         ("a mean expert", sizes.mean, "share"),
         ("their average", sizes.average, "share"),
@@ -374,7 +374,7 @@ def checks(diagnosis: Diagnosis) -> Markup:
     """A card per finding; checks that found nothing are folded."""
     found = findings(diagnosis)
     others = [c for c in diagnosis.checks if c.verdict != "found"]
-    nothing = el("p", f"None of {plural(len(others), 'check')} found anything." if others else "No checks ran.")
+    nothing = el("p", _nothing(others) if others else "No checks ran.")
     rest = el(
         "details",
         el("summary", f"{plural(len(others), 'check')} with nothing to report"),
@@ -386,6 +386,17 @@ def checks(diagnosis: Diagnosis) -> Markup:
         *([check_card(c) for c in found] if found else [nothing]),
         rest if others else None,
         lead="An issue should be looked at before the merged model is used; a tip may be worth a try.",
+    )
+
+
+def _nothing(checks: Sequence[CheckResult]) -> str:
+    """What was checked, and what was not, where nothing was found."""
+    clear = sum(c.verdict == "clear" for c in checks)
+    rest = len(checks) - clear
+    other = f"; {plural(rest, 'check')} did not apply or {'was' if rest == 1 else 'were'} muted" if rest else ""
+    return (
+        f"{plural(clear, 'check')} found nothing{other}. They look at how the experts were saved, at how much they "
+        "disagree, and at size and rank of the result; none looks at what the merged model answers."
     )
 
 

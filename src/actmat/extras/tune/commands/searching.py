@@ -72,11 +72,12 @@ def print_search(report: TuneReport) -> None:
     console.print(f"[bold]{escape(report.out)}[/bold]: {escape(report.chosen.candidate)}")
     measured = report.score if report.compared == report.score else f"{report.compared} (chosen by {report.score})"
     console.print(f"{len(report.trials)} trials; {escape(measured)} on inputs that the search did not see:\n")
-    table = plain_table("merge", "mean", "worst", "more than chosen, 95 %", numbers=["mean", "worst"])
+    table = plain_table("merge", "mean", "worst", "difference to chosen", numbers=["mean", "worst"])
     for rival in report.finals:
         interval = "" if rival.low is None else f"{rival.low:+.3g} to {rival.high:+.3g}, {rival.verdict}"
         table.add_row(escape(rival.name), f"{rival.mean:.4g}", f"{max(rival.losses.values()):.4g}", interval)
     console.print(table)
+    console.print("difference: 95 % interval, over inputs, of the mean minus that of the chosen merge")
     for note in report.notes:
         console.print(f"note: {escape(note)}")
     for reason in report.refused.values():

@@ -1,0 +1,83 @@
+"""Results of a merge with several outputs in one table, so that what they share is said once."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from actmat.cli.screen import console, escape, plain_table
+from actmat.cli.summary import ROUNDING, print_summary
+from actmat.errors import format_size
+from actmat.planning.model import count_actions
+from actmat.report.words import plural, size_finding, size_ratios
+
+if TYPE_CHECKING:
+    from actmat.run import MergeReport
+
+SEVERAL = 3
+"""Number of outputs from which a table is shorter than a summary of each."""
+
+
+def print_outputs(reports: Sequence[MergeReport]) -> None:
+    """A summary of each output; of `SEVERAL` and more, a row of a table."""
+    outs = [str(r.out) for r in reports]
+    if len(reports) < SEVERAL or any(r.plan.is_extracted or not r.plan.experts for r in reports):
+        for report in reports:
+            print_summary(report)
+        return
+    place = os.path.commonpath(outs) if "://" not in outs[0] else os.path.dirname(outs[0])
+    names = {out: out.removeprefix(place).lstrip("/") for out in outs}
+    plan = reports[0].plan
+    counts = ", ".join(f"{n} {action}" for action, n in count_actions(plan.items).items() if n)
+    tensors = "tensors" if plan.output != "adapter" else "modules and tensors"
+    console.print(f"[bold]{escape(place)}[/bold]: {len(reports)} outputs of {plural(len(plan.experts), 'expert')}")
+    console.print(f"  {tensors} of each: {counts}")
+    console.print(_table(reports, names))
+    console.print("size: distance from the base, as a multiple of a mean expert's, and of all experts added up")
+    warned = [str(r.out) for r in reports if size_finding(r.totals.norms, r.plan.recipe.mute)]
+    if warned:
+        console.print(f"warning: the size of {len(warned)} of {len(reports)} is far off; see, for example")
+        console.print(f"  actmat diagnose {escape(shlex.quote(warned[0]))}", soft_wrap=True)
+    for report in reports:
+        if report.diagnosis is not None:
+            console.print(f"report: {escape(report.out)}/report.html", soft_wrap=True)
+    written = sum(r.plan.write_bytes for r in reports)
+    seconds = max(r.seconds for r in reports)
+    console.print(f"{format_size(written)} written in {seconds:.1f} s; all hashes in actmat_manifest.json of each")
+    _print_notes(reports, names)
+
+
+def _table(reports: Sequence[MergeReport], names: Mapping[str, str]) -> object:
+    numbers = [f"x {of}" for of in ("mean expert", "all added")]
+    table = plain_table("output", *numbers, "remarks", numbers=numbers)
+    for report in reports:
+        ratios = size_ratios(report.totals.norms)
+        sizes = [f"{ratios[of]:.3g}" if of in ratios else "-" for of in ("a mean expert", "the experts' sum")]
+        table.add_row(escape(names[str(report.out)]), *sizes, escape("; ".join(_remarks(report))))
+    return table
+
+
+def _remarks(report: MergeReport) -> list[str]:
+    """Facts in which one output may differ from the others."""
+    remarks = ["complete before"] if report.was_finished else []
+    lost = report.totals.relative_error
+    remarks += [f"rank cut: relative error {lost:.2g}"] if lost and lost > ROUNDING else []
+    if report.diagnosis is not None:
+        return remarks + [c.code for c in report.diagnosis.checks if c.verdict == "found"]
+    found = size_finding(report.totals.norms, report.plan.recipe.mute)
+    remarks += [f"warning {found[0]}"] if found else []
+    bad = report.totals.nonfinite
+    return remarks + ([f"{bad} NaN or Inf entries treated as unchanged"] if bad else [])
+
+
+def _print_notes(reports: Sequence[MergeReport], names: Mapping[str, str]) -> None:
+    """Every note once, with the outputs that have it unless all do."""
+    notes: dict[str, list[str]] = {}
+    for report in reports:
+        for note in dict.fromkeys(report.plan.notes):
+            notes.setdefault(note, []).append(names[str(report.out)])
+    for note, of in notes.items():
+        whose = "" if len(of) == len(reports) else f" ({', '.join(of)})"
+        console.print(f"note{escape(whose)}: {escape(note)}")

@@ -1,0 +1,106 @@
+"""Paths that do not exist, bases that are gone, and a hub that is out of reach, each called by its name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.helpers.docs_fixture import write_models
+from tests.helpers.merging import actmat
+
+from actmat.checkpoints.resolve import missing_problem
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder)
+    return folder
+
+
+@pytest.fixture
+def place(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with `base`, `experts` and `adapters`, without a hub."""
+    for name in ("base", "experts", "adapters"):
+        shutil.copytree(models / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["-e", "adapters/nope", "-e", "adapters/code"],
+        ["-e", "experts/nope", "-e", "experts/none", "-m", "ties"],
+        ["-e", "adapters/nope", "-e", "adapters/code", "--to", "adapter"],
+    ],
+)
+def test_a_path_that_does_not_exist_is_not_called_a_missing_base(place: Path, flags: list[str]) -> None:
+    done = actmat(["merge", *flags, "--out", "out"])
+    assert done.code == 1
+    missing = [f for f in flags if "/no" in f]
+    assert all(f"{name}: expected a folder" in done.err for name in missing), done.err
+    assert "--base" not in done.err
+
+
+def test_a_recipe_file_with_a_missing_path_names_it_too(place: Path) -> None:
+    (place / "r.yaml").write_text("experts: [experts/nope, experts/math]\nmethod: ties\nout: out\n")
+    assert "experts/nope: expected a folder" in actmat(["merge", "r.yaml"]).err
+
+
+def test_checkpoints_without_a_base_are_averaged_by_default(place: Path) -> None:
+    done = actmat(["merge", "-e", "experts/math", "-e", "experts/code", "--out", "out"])
+    assert done.code == 0, done.err
+    assert "average" in done.out
+
+
+def test_what_may_be_elsewhere_is_not_missing(place: Path) -> None:
+    assert [missing_problem(p) for p in ("org/name", "hf://org/name", "s3://b/c", "base", "adapters/math")] == [
+        None
+    ] * 5
+    assert missing_problem("/nowhere/at/all") is not None
+    assert missing_problem("adapters/nope") is not None
+
+
+def _without_base(place: Path, base: str) -> list[str]:
+    for name in ("math", "code"):
+        file = place / "adapters" / name / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
+    return ["-e", "adapters/math", "-e", "adapters/code"]
+
+
+@pytest.mark.parametrize("base", ["models/gone", "/data/models/gone"])
+@pytest.mark.parametrize("command", [["try", "--prompt", "x"], ["tune", "--data", "q.jsonl", "--out", "out"]])
+def test_a_missing_base_of_adapters_is_named_with_the_file_that_names_it(
+    place: Path, base: str, command: list[str]
+) -> None:
+    (place / "q.jsonl").write_text('{"text": "hello"}\n')
+    done = actmat([*command, *_without_base(place, base)])
+    assert done.code == 1
+    assert f"The base '{base}' of" in done.err
+    assert "adapter_config.json names" in done.err
+    assert "--base BASE" in done.err
+
+
+def test_a_name_that_could_be_a_hub_id_is_said_to_be_no_path(place: Path) -> None:
+    done = actmat(["plan", "-b", "models/gone", "-e", "experts/math"])
+    assert "models/gone: no local path of this name, and offline" in done.err
+
+
+def test_a_dry_run_of_a_push_needs_no_hub(place: Path) -> None:
+    assert actmat(["merge", "-e", "adapters/math", "-e", "adapters/code", "--out", "out"]).code == 0
+    done = actmat(["push", "out", "org/name", "--dry-run"])
+    assert done.code == 0, done.err
+    assert "adapter_model.safetensors" in done.out
+    assert "the hub was not asked" in done.out
+    refused = actmat(["push", "out", "org/name"])
+    assert refused.code == 1
+    assert "unset it" in refused.err
+
+
+def test_the_place_of_the_output_given_with_o_is_understood(place: Path) -> None:
+    done = actmat(["merge", "-b", "base", "-e", "experts/math", "-o", "out"])
+    assert "found 'out'. The place of the output is --out" in done.err
