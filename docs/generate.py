@@ -9,7 +9,8 @@ overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `exit-cod
 tables of the search), `pretrained NAME` (of the search on pretrained models), `datafree NAME` (of merges without data),
 `evidence NAME` (of experiments on pretrained models), `small NAME` (of those at laptop size), `matrix PART` (the
 families that were merged and run), `paper` (everything that the paper numbers).
-Nothing outside the marks is touched.
+A number in a sentence stands between `<!-- n: NAME -->` and `<!-- /n -->`; `docs/quoted.py` has the names. Nothing
+outside the marks is touched.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from benchmarks.tune.tables import tune_table
 from docs.digits import demo_table
 from docs.labels import paper_table
 from docs.matrix import family_table
+from docs.quoted import quoted
 from docs.reference import api
 from docs.searches import chaos_table, fuzz_table
 from pydantic import BaseModel
@@ -68,8 +70,8 @@ def pages() -> list[Path]:
 
 
 def filled(page: str) -> str:
-    """The page with every generated part made anew."""
-    return PLACE.sub(lambda m: f"{m[1]}\n{KINDS[m['kind']](m['name'])}\n{m[4]}", page)
+    """The page with every generated part and every quoted number made anew."""
+    return quoted(PLACE.sub(lambda m: f"{m[1]}\n{KINDS[m['kind']](m['name'])}\n{m[4]}", page))
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

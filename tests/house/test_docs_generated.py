@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from docs.generate import KINDS, WRITTEN, filled, flags, method, pages, recipe, table
+from docs.quoted import MARK, NUMBERS
 from docs.record import recorded
 from tests.helpers.docs_run import Run
 from tests.helpers.repository import ROOT
@@ -131,3 +132,18 @@ def test_recorded_output_replaces_what_disagrees() -> None:
 def test_the_catalogue_of_methods_is_up_to_date() -> None:
     for file, made in WRITTEN.items():
         assert file.read_text() == made(), "run python -m docs.generate"
+
+
+def test_numbers_in_sentences_come_from_results() -> None:
+    before = "at most <!-- n: choice-most-regret -->2<!-- /n --> of <!-- n: choice-rows --><!-- /n --> rows"
+    after = filled(before)
+    assert after == "at most <!-- n: choice-most-regret -->3.1<!-- /n --> of <!-- n: choice-rows -->24<!-- /n --> rows"
+    assert filled(after) == after
+    with pytest.raises(KeyError):
+        filled("<!-- n: nonsense -->1<!-- /n -->")
+
+
+def test_every_named_number_is_quoted_somewhere() -> None:
+    text = "".join(p.read_text() for p in PAGES)
+    assert [name for name in NUMBERS if f"<!-- n: {name} -->" not in text] == []
+    assert text.count("<!-- n: ") == len(MARK.findall(text)), "a mark without an end"
