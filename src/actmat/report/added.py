@@ -137,7 +137,12 @@ def check_added(location: str, directory: Path, manifest: Mapping[str, Any], aga
     _check_form(location, manifest, len(against), labels)
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(open_stored(location))
-        base = stack.enter_context(open_base(input_location(manifest["base"], directory)))
+        base = stack.enter_context(
+            open_base(
+                input_location(manifest["base"], directory),
+                gathered(manifest["recipe"]).get("output", {}).get("base_as"),
+            )
+        )
         experts = [stack.enter_context(open_expert(str(place), base)) for place in against]
         comparison = _Comparison(base, experts, out, make_recipe(manifest["recipe"]))
         rows = {row["name"]: row for row in manifest["tensors"]}

@@ -23,7 +23,7 @@ from actmat.checkpoints.writing.staging import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.base import Expert
 from actmat.experts.policy import align_vocabularies
-from actmat.experts.resolve import convert, needs_base, open_stored, shares_names
+from actmat.experts.resolve import convert, needs_base, open_base, open_stored, shares_names
 from actmat.foreign import html_table
 from actmat.recipe.output import Vocabulary, gathered
 from actmat.report.added import Added, check_added
@@ -344,6 +344,8 @@ def _opened_input(label: str, location: str, manifest: Mapping[str, Any], out: P
         return open_stored(location)
     if (chosen := gathered(manifest["recipe"]).get("output", {}).get("vocabulary")) is not None:
         return _aligned_input(label, Vocabulary.model_validate(chosen), manifest, out)
+    if label == "base" and (scheme := gathered(manifest["recipe"]).get("output", {}).get("base_as")) is not None:
+        return open_base(location, scheme)
     if label == "base" or manifest["base"] is None:
         return open_stored(location)
     opened = open_checkpoint(location)
