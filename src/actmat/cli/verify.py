@@ -14,26 +14,37 @@ from actmat.cli.listing import command
 def verify(
     out: Annotated[str, typer.Argument(help="Directory of a merged model, or its URL.")],
     inputs: Annotated[bool, typer.Option("--inputs/--no-inputs", help="Also check base and experts.")] = True,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--against", help="Adapter that was added to the base; once per expert. Adds it again and compares."
+        ),
+    ] = None,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
     """Hash every tensor and file of a merged model, and its inputs, and compare with actmat_manifest.json.
 
-    All differences are listed, and what could not be checked or found.
+    All differences are listed, and what could not be checked or found. With --against, every tensor is also compared
+    with the base plus the adapter's delta, computed again: to the bit, or within a unit of the last place, and the
+    part of the delta that was lost in rounding.
     """
     from actmat.cli.screen import console, escape, print_result
     from actmat.report.verify import verify as check
 
-    result = check(out, inputs=inputs)
+    result = check(out, inputs=inputs, against=against or ())
     if json:
         names = ("ok", "tensors", "files", "inputs", "problems", "unchecked")
-        print_result("verify", {"out": out} | {name: getattr(result, name) for name in names})
+        added = {} if result.added is None else {"added": result.added.to_json()}
+        print_result("verify", {"out": out} | {name: getattr(result, name) for name in names} | added)
     if json or (quiet and result.ok):
         raise typer.Exit(0 if result.ok else 1)
     for problem in result.problems:
         console.print(f"[red]differs[/red]: {escape(problem)}")
     for part in result.unchecked:
         console.print(f"[yellow]not checked[/yellow]: {escape(part)}")
+    for line in result.added.lines() if result.added is not None else ():
+        console.print(escape(line))
     checked = f"{result.tensors} tensors of {out}" + (f", inputs {', '.join(result.inputs)}" if result.inputs else "")
     if not result.ok:
         console.print(f"{len(result.problems)} difference(s); checked {escape(checked)}")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from actmat import plugins
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, versions_of_files
+from actmat.checkpoints.codecs.simulated import SimulatedCheckpoint
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
@@ -26,6 +27,9 @@ from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.experts.peft import PEFT
 from actmat.experts.restacked import RESTACKED
+from actmat.layout import resolve_layout
+from actmat.layout.classify import HEAD_WORDS
+from actmat.layout.types import Role
 
 GROUP = "actmat.experts"
 SIGNED = ("lycoris", "lora_file")
@@ -99,17 +103,47 @@ def convert(checkpoint: Checkpoint, base: Checkpoint, *, owns_base: bool = False
     return None
 
 
-def open_base(location: str | Path | Mapping[str, Tensor] | Checkpoint) -> Checkpoint:
+def open_base(location: str | Path | Mapping[str, Tensor] | Checkpoint, scheme: str | None = None) -> Checkpoint:
     """Open a full checkpoint, and refuse one that holds factors of adapters: they are no weights of a model.
 
+    Args:
+        scheme: of codes, to which its linear layers are rounded and back, as `Recipe.base_as` says.
+
     Raises:
-        CheckpointError: not found, of an unsupported format, damaged, or an adapter.
+        CheckpointError: not found, of an unsupported format, damaged, an adapter, or already stored as codes.
     """
     opened = open_checkpoint(location)
     if problem := unmerged_problem(opened):
         opened.close()
         raise CheckpointError(problem)
-    return opened
+    return opened if scheme is None else _simulated(opened, scheme)
+
+
+def _simulated(base: Checkpoint, scheme: str) -> Checkpoint:
+    """The base with the linear layers rounded that bitsandbytes replaces: all but the output head."""
+    if coded := next((n for n in base.specs if base.scheme(n)), None):
+        base.close()
+        raise CheckpointError(
+            f"{base.location}: --base-as {scheme} rounds a base of floats, and tensor '{coded}' is stored as codes "
+            f"already: the adapter is added to what they stand for. Fix: leave out --base-as"
+        )
+    layouts = resolve_layout(base.specs, base.config).tensors
+    names = [
+        name
+        for name, layout in layouts.items()
+        if layout.role in (Role.LINEAR, Role.FUSED_LINEAR)
+        and len(base.specs[name].shape) == 2
+        and not layout.reason.startswith(HEAD_WORDS)
+    ]
+    turned = [n for n in names if layouts[n].orientation != "OI"]
+    if turned or not names:
+        base.close()
+        found = f"'{turned[0]}' is stored transposed" if turned else "none was found"
+        raise CheckpointError(
+            f"{base.location}: --base-as {scheme} rounds linear layers, stored as rows of outputs, and {found}. Fix: "
+            "save a copy that was loaded in 4 bits and dequantised (transformers: model.dequantize()), as the base"
+        )
+    return SimulatedCheckpoint(base, names, scheme)
 
 
 def open_expert(

@@ -17,6 +17,8 @@ from actmat.methods import METHODS, get_method
 from actmat.methods.user import method_version
 from actmat.planning.adapter.extraction import plan_extraction
 from actmat.planning.adapter.modules import plan_modules
+from actmat.planning.choose import WHOLE
+from actmat.planning.item import MethodCall
 from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.planning.placement import HOST, DeviceRoom
 from actmat.planning.post import layer_notes
@@ -76,7 +78,7 @@ def build_plan(
             *recipe.notes,
             *_input_notes(recipe.labels, base, experts),
             *draft.notes,
-            *_method_notes(draft.items),
+            *_method_notes(draft.items, len(experts)),
             *statistics.notes_on(draft.items),
             *_place_notes(base, room),
             *left_out_note(left_out),
@@ -108,11 +110,22 @@ def _input_notes(labels: Sequence[str], base: Checkpoint | None, experts: Sequen
     return [f"{', '.join(of[:3])}{' and others' if len(of) > 3 else ''}: {note}" for note, of in found.items()]
 
 
-def _method_notes(items: Sequence[Item]) -> list[str]:
-    """Notes on the step over layers, those that the methods of a plan declare, each once, and one on weights."""
+def _method_notes(items: Sequence[Item], n_experts: int) -> list[str]:
+    """Notes on the step over layers, on methods that change one expert, on weights, and those that methods declare."""
     used = {i.call.method: get_method(i.call.method) for i in items if i.call is not None}
     declared = [f"{name}: {method.about.plan_note}" for name, method in used.items() if method.about.plan_note]
-    return [*layer_notes(items), *declared, *_weight_notes(items)]
+    calls = [i.call for i in items if n_experts == 1 and i.action == "merge" and i.call is not None]
+    changing = dict.fromkeys(call.method for call in calls if not _adds(call))
+    alone = [f"one expert, which {name} does not add as it is: '-m linear' does" for name in changing]
+    return [*layer_notes(items), *declared, *alone, *_weight_notes(items)]
+
+
+def _adds(call: MethodCall) -> bool:
+    """True if a call for one expert gives its delta back as it is."""
+    if call.method == "task_arithmetic":
+        return call.options == WHOLE
+    method = get_method(call.method)
+    return "single" in method.laws and method.acts_on == "elementwise"
 
 
 def _weight_notes(items: Sequence[Item]) -> list[str]:

@@ -13,7 +13,7 @@ from actmat.layout.classify import is_variance
 from actmat.layout.paper import paper_scope
 from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import Role, TensorLayout
-from actmat.methods import get_method
+from actmat.methods import MergeMethod, get_method
 from actmat.methods.spaces import space_problems
 from actmat.planning.calls import NOWHERE, CallTemplate, Place, WeightsTemplate, depth_factors, depth_of, places_of
 from actmat.planning.item import Action, MethodCall
@@ -21,7 +21,10 @@ from actmat.planning.post import has_spectrum, post_calls
 from actmat.recipe import Recipe
 from actmat.recipe.values import Value
 
-__all__ = ["Chooser", "Decision", "depth_factors", "depth_of"]
+__all__ = ["WHOLE", "Chooser", "Decision", "depth_factors", "depth_of"]
+
+WHOLE = {"scaling": 1.0}
+"""Options of `task_arithmetic` by which it adds one delta as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +97,20 @@ class Chooser:
             call, own = template.at(spec.name, self.places.get(spec.name, NOWHERE))
             if has_spectrum(layout) and (self.recipe.space != "full" or self.post):  # else entries only
                 call = dataclasses.replace(call, space=self.recipe.space, post=self.post)
-            return Decision("merge", f"{reason}: {call.method}{own}{why}", layout, call)
+            if (whole := self._added_whole(method, call)) is not None:
+                call, own = whole, f"{own} of one expert, which is its delta: added whole"
+            return Decision("merge", f"{reason}: {method.name}{own}{why}", layout, call)
         except LookupError as missing:
             self._note_missing(missing, spec.name)
             return Decision("average", "", layout)
+
+    def _added_whole(self, method: MergeMethod, call: MethodCall) -> MethodCall | None:
+        """The call that adds one delta, where the method would compute the same one with rounding errors; else None."""
+        is_alone = len(self.recipe.experts) == 1 and "single" in method.laws and method.acts_on != "elementwise"
+        is_plain = call.space == "full" and call.weights in (None, (1.0,)) and not self.recipe.pool
+        if is_alone and is_plain and call.options == method.resolve_options({}):  # the law is one of the defaults
+            return dataclasses.replace(call, method="task_arithmetic", options=WHOLE, weights=None)
+        return None
 
     @functools.cached_property
     def places(self) -> Mapping[str, Place]:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from actmat.bounds import read_object
 from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.codecs.base import quantisation_config
 from actmat.checkpoints.codecs.checkpoint import coding_of
+from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, Source
 from actmat.layout.components import component_configs, parts_of, single_file_of
 from actmat.recipe import Recipe
@@ -168,6 +176,35 @@ def quantisation_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Exper
     elif of_base and full:
         notes.append("base and experts were rounded to codes each by itself: deltas hold the rounding errors of both")
     return notes
+
+
+FOUR_BITS = re.compile(r"bnb[-_]?4bit|4bit[-_]?bnb|nf4|qlora", re.IGNORECASE)
+"""Names of bases of 4 bits, as trainers of adapters call them."""
+
+
+def trained_on_codes_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
+    """Notes on adapters that were trained on a base in 4 bits, and are added to one of floats."""
+    if recipe.model.base_as is not None or _schemes(base):
+        return []
+    names = [(label, e.adapter.config.base_model) for label, e in zip(recipe.labels, experts, strict=True) if e.adapter]
+    return [
+        f"expert '{label}' was trained on a base in 4 bits ({name}), from which this base differs by rounding: "
+        "'--base-as nf4' (or nf4-double) adds it to the base as it was trained on"
+        for label, name in names
+        if FOUR_BITS.search(name) or _is_bitsandbytes(quantisation_config(_local_config(name)))
+    ]
+
+
+def _is_bitsandbytes(settings: Mapping[str, object]) -> bool:
+    return bool(settings.get("load_in_4bit")) or "4bit" in str(settings.get("quant_method"))
+
+
+def _local_config(location: str) -> Mapping[str, Any]:
+    """`config.json` of a folder here; nothing else is looked up."""
+    path = os.path.join(location, "config.json")
+    with contextlib.suppress(CheckpointError):
+        return read_object(Path(path)) if location and os.path.isfile(path) else {}
+    return {}
 
 
 def _schemes(source: Checkpoint | Expert) -> Counter[str]:

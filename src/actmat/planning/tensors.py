@@ -34,6 +34,7 @@ from actmat.planning.storage import (
     quantisation_notes,
     scheme_words,
     stems_of,
+    trained_on_codes_notes,
 )
 from actmat.recipe import Recipe
 
@@ -89,6 +90,7 @@ def plan_tensors(
             *chooser.unused_entries(),
             *_storage_notes(recipe, base, experts),
             *_adapter_notes(recipe.labels, experts, items),
+            *trained_on_codes_notes(recipe, base, experts),
         ),
     )
 
@@ -108,6 +110,10 @@ def _input_problems(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert])
     problems = []
     for label, checkpoint in inputs:
         problems += [f"{label}: {p}" for p in quantisation_problems(checkpoint.specs, checkpoint.config)]
+        if recipe.model.base_as and isinstance(checkpoint, Expert) and not checkpoint.needs_base:
+            problems.append(
+                f"{label} is a full model, not trained on a base as {recipe.model.base_as}: leave out 'base_as'"
+            )
         if not checkpoint.specs:
             problems.append(f"{label} ({checkpoint.location}) holds no tensors")
     return problems

@@ -66,6 +66,11 @@ class Model(Strict):
     files_from: Annotated[str, Flag()] = Field(
         default="base", description="source of tokenizer and generation config: 'base' or an expert's name"
     )
+    base_as: Annotated[Literal["nf4", "nf4-double"] | None, Flag()] = Field(
+        default=None,
+        description="add adapters (QLoRA) to the base as they were trained on it: linear layers rounded to NF4 and "
+        "back; nf4-double: with quantised scales (bnb_4bit_use_double_quant)",
+    )
 
     @property
     def files_of(self) -> str:
@@ -136,7 +141,7 @@ TO: Mapping[str, Mapping[str, str]] = {
 }
 """Short names of an output, as in `--to peft` -> its fields; any other name is a kind."""
 
-LOOSE = ("quantise", "vocabulary", "files_from", "rank", "ranks", "any_base", "energy", "others")
+LOOSE = ("quantise", "vocabulary", "files_from", "base_as", "rank", "ranks", "any_base", "energy", "others")
 """Fields of outputs that flags and recipes may give without `output`."""
 
 

@@ -6,7 +6,7 @@ import abc
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,10 +24,11 @@ from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.base import Expert
 from actmat.experts.policy import align_vocabularies
-from actmat.experts.resolve import convert, needs_base, open_stored
+from actmat.experts.resolve import convert, needs_base, open_base, open_stored
 from actmat.foreign import html_table
 from actmat.layout.ties import tied_heads
 from actmat.recipe.output import Vocabulary, gathered
+from actmat.report.added import Added, check_added
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
 from actmat.report.words import plural
 from actmat.statistics.header import header_hash
@@ -178,6 +179,7 @@ class Verification:
         problems: every difference found.
         unchecked: parts of the output and of its inputs that were not checked, each with the reason.
         files: number of the output's other files that were hashed.
+        added: comparison with the sum of base and deltas, where that was asked for; its problems are among `problems`.
     """
 
     tensors: int
@@ -185,6 +187,7 @@ class Verification:
     problems: tuple[str, ...]
     unchecked: tuple[str, ...] = ()
     files: int = 0
+    added: Added | None = None
 
     def __repr__(self) -> str:
         found = "intact" if self.ok else plural(len(self.problems), "difference")
@@ -192,6 +195,7 @@ class Verification:
 
     def _repr_html_(self) -> str:
         rows = [("differs", p) for p in self.problems] + [("not checked", u) for u in self.unchecked]
+        rows += [("added", line) for line in (self.added.lines() if self.added is not None else ())]
         more = [("...", f"{len(rows) - SHOWN} more")] if len(rows) > SHOWN else []
         return str(html_table(repr(self), ("", "what"), [*rows[:SHOWN], *more]))
 
@@ -201,16 +205,24 @@ class Verification:
         return not self.problems
 
 
-def verify(out: str | Path, *, inputs: bool = True, progress: Progress = lambda name, nbytes: None) -> Verification:
+def verify(
+    out: str | Path,
+    *,
+    inputs: bool = True,
+    against: str | Path | Sequence[str | Path] = (),
+    progress: Progress = lambda name, nbytes: None,
+) -> Verification:
     """Hash every tensor and file of the output, and its inputs, again and compare with the manifest.
 
     Args:
         out: directory of a merged model, or its URL.
         inputs: also check base and experts, where they can still be found.
+        against: adapters (or checkpoints), one per expert of the merge and in their order: every tensor is compared
+            with `W_0 + sum_t c_t D_t`, computed again in float64.
         progress: called with a tensor's name and size after it was hashed.
 
     Raises:
-        CheckpointError: no manifest, a damaged one, or the output is not a readable checkpoint.
+        CheckpointError: no manifest, a damaged one, the output is not a readable checkpoint, or no sum of deltas.
     """
     output = open_output(out)
     directory, location = output.manifest_folder, str(out)
@@ -245,7 +257,10 @@ def verify(out: str | Path, *, inputs: bool = True, progress: Progress = lambda 
             differences = list(_statistics_problems(row, input_location(row, directory), progress))
             problems += differences
             checked += [] if differences else [f"statistics of {row['expert']}"]
-    return Verification(len(expected), tuple(checked), tuple(problems), tuple(unchecked), len(files))
+    given = [against] if isinstance(against, str | Path) else list(against)
+    added = check_added(str(out), directory, manifest, given) if given else None
+    problems += added.problems if added is not None else ()
+    return Verification(len(expected), tuple(checked), tuple(problems), tuple(unchecked), len(files), added)
 
 
 def _inputs(manifest: Mapping[str, Any], out: Path) -> list[tuple[str, str, dict[str, str]]]:
@@ -332,6 +347,8 @@ def _opened_input(label: str, location: str, manifest: Mapping[str, Any], out: P
     if (chosen := gathered(manifest["recipe"]).get("output", {}).get("vocabulary")) is not None:
         aligned = _aligned_input(label, Vocabulary.model_validate(chosen), manifest, out)
         return _with_heads(aligned, manifest) if label == "base" else aligned
+    if label == "base" and (scheme := gathered(manifest["recipe"]).get("output", {}).get("base_as")) is not None:
+        return open_base(location, scheme)
     if label == "base":
         return _with_heads(open_stored(location), manifest)
     if manifest["base"] is None:

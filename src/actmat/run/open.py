@@ -87,7 +87,7 @@ def open_inputs(
         problems.check()
     with contextlib.ExitStack() as stack:
         opening = _Opening(stack)
-        base = opening(lambda: open_base(recipe.base)) if not merges_adapters else None
+        base = opening(lambda: open_base(recipe.base, recipe.model.base_as)) if not merges_adapters else None
         if (vocabulary := recipe.model.vocabulary) is not None and base is not None:
             base, experts = _aligned(recipe, adapters, vocabulary.policy(), base, opening)
         else:
@@ -218,6 +218,7 @@ def _check_shared(recipes: Sequence[Recipe]) -> None:
     rows = [
         {
             "base": r.base,
+            "base_as": r.model.base_as,
             "experts": [(e.path, e.label, e.statistics, e.stacks) for e in r.experts],
             "vocabulary": r.model.vocabulary,
             "compute_dtype": r.compute_dtype,

@@ -164,10 +164,14 @@ class Claims:
 
 @dataclass(frozen=True)
 class Codec:
-    """Declaration of a codec, one entry of `CODECS`; `claims` reads headers."""
+    """Declaration of a codec, one entry of `CODECS`; `claims` reads headers.
+
+    `roundings`: scheme -> function that quantises a whole tensor and decodes it, for what was trained on codes.
+    """
 
     name: str
     claims: Callable[[Headers], Claims]
+    roundings: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
 
 def quantisation_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts, count
 from actmat.errors import CheckpointError
+from actmat.extras.quantised.nf4 import rounded_nf4
 
 STATE = ".quant_state.bitsandbytes__"
 MOST_STATE_BYTES = 1 << 16
@@ -158,4 +160,8 @@ def _table(name: str, size: int, headers: Headers) -> tuple[float, ...]:
     return tuple(headers.read(name).to(torch.float32).tolist())
 
 
-BITSANDBYTES = Codec("bitsandbytes", _claims)
+BITSANDBYTES = Codec(
+    "bitsandbytes",
+    _claims,
+    {"nf4": partial(rounded_nf4, nested=False), "nf4-double": partial(rounded_nf4, nested=True)},
+)

@@ -1,0 +1,118 @@
+"""A checkpoint of floats with the values that it has when it is loaded as codes, as trainers of adapters load it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from actmat import plugins
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity
+from actmat.checkpoints.raw import check_range, find_spec, raw_bytes
+from actmat.checkpoints.side_files import SideFiles
+
+FORMAT = "simulated"
+"""Format of its handles, whose view is the scheme, the names and the handle of what it is made of."""
+BYTES_PER_ENTRY = 24
+"""Memory while a tensor is rounded."""
+
+
+class SimulatedCheckpoint(Checkpoint):
+    """Tensors of a checkpoint, which is closed with it, rounded by a codec when they are read.
+
+    Args:
+        inner: the checkpoint as stored.
+        names: tensors that are rounded, whole.
+        scheme: key of `Codec.roundings` of some codec.
+    """
+
+    def __init__(self, inner: Checkpoint, names: Iterable[str], scheme: str) -> None:
+        self.inner, self._names, self._scheme = inner, frozenset(names), scheme
+        self._round = rounding(scheme)
+        self.location, self.directory, self.specs, self.aliases = (
+            inner.location,
+            inner.directory,
+            inner.specs,
+            inner.aliases,
+        )
+        self.unused, self.written_sidecars = inner.unused, inner.written_sidecars
+        self.notes = (*inner.notes, f"{len(self._names)} tensors are rounded to {scheme} and back as they are read")
+        self._last = threading.local()
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """Parsed `config.json`."""
+        return self.inner.config
+
+    @property
+    def written_config(self) -> Mapping[str, Any] | None:
+        """See `Checkpoint`."""
+        return self.inner.written_config
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of every weight file."""
+        return self.inner.identity()
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, rounded."""
+        found = self.inner.read(name)
+        return self._round(found) if name in self._names else found
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Bytes of the tensor; a thread keeps the last one that it rounded."""
+        if name not in self._names:
+            self.inner.read_into(name, start, out)
+            return
+        check_range(find_spec(self, name), start, out)
+        if getattr(self._last, "name", None) != name:
+            self._last.value, self._last.name = self.read(name), name
+        out[:] = raw_bytes(self._last.value)[start : start + len(out)]
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Pass the hint on."""
+        self.inner.prefetch(names)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """A tensor that a thread keeps, and its memory while it rounds it."""
+        return self.inner.buffer_bytes + BYTES_PER_ENTRY * max((self.specs[n].numel for n in self._names), default=0)
+
+    def handle(self) -> CheckpointHandle:
+        """Address of the stored checkpoint, with the tensors that are rounded."""
+        inner = self.inner.handle()
+        return CheckpointHandle(
+            inner.address, FORMAT, self.location, view=(self._scheme, tuple(sorted(self._names)), inner)
+        )
+
+    def side_files(self) -> SideFiles:
+        """Files beside the weights."""
+        return self.inner.side_files()
+
+    def fetch_sidecars(self) -> Path | None:
+        """Local folder of config, tokenizer and processor files."""
+        return self.inner.fetch_sidecars()
+
+    def close(self) -> None:
+        """Close the stored checkpoint."""
+        self.inner.close()
+
+
+def rounding(scheme: str) -> Callable[[Tensor], Tensor]:
+    """The function of a codec that quantises a tensor by this scheme and decodes it.
+
+    Raises:
+        CheckpointError: the codec is not installed.
+    """
+    found: Callable[[Tensor], Tensor] = plugins.needed("actmat.codecs", "bitsandbytes").roundings[scheme]
+    return found
+
+
+def open_simulated(view: Any, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
+    """The checkpoint of a handle's view, which may have gone through JSON."""
+    scheme, names, inner = view
+    return SimulatedCheckpoint(
+        open_handle(inner if isinstance(inner, CheckpointHandle) else CheckpointHandle(**inner)), names, scheme
+    )

@@ -1,0 +1,314 @@
+"""Check that an output is its base with the deltas of given experts added: `W = round(W_0 + sum_t c_t D_t)`.
+
+The sum is formed again in float64, from the inputs and the numbers of the manifest, by other code than the merge's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, torch_dtype
+from actmat.checkpoints.raw import raw_bytes
+from actmat.errors import CheckpointError
+from actmat.experts.base import Expert
+from actmat.experts.lora.expert import entries_of
+from actmat.experts.resolve import open_base, open_expert, open_stored
+from actmat.linalg.lowrank import LowRank
+from actmat.planning.choose import Chooser
+from actmat.recipe import Recipe, make_recipe
+from actmat.recipe.output import gathered
+from actmat.report.manifest import input_location
+from actmat.report.words import plural
+
+CHUNK = 1 << 20
+"""Entries that are compared at a time, in float64."""
+MORE_TERMS = 8
+"""Roundings in the compute dtype that an entry may have beyond those of the terms of a product."""
+SUMS = "average, linear and task_arithmetic"
+
+
+@dataclass(frozen=True, slots=True)
+class AddedTensor:
+    """Comparison of one tensor that an expert changes.
+
+    Args:
+        name, dtype: of the output's tensor.
+        entries: that the delta changes; `vanished`: those of them that rounding left as they are in the base.
+        differing: entries that are not the sum in float64, rounded to the dtype.
+        units: largest deviation from the rounded sum, in units of the last place of the largest number in the sum, by
+            the output's dtype or, if that is coarser, the one in which the merge computed; `most`: 1, and the
+            rounding errors of the compute dtype, which count where the output's is no coarser.
+        deviation: the same as a difference.
+        error_norm, norm: of the error that is left in the written delta `W - W_0`, and of the delta.
+    """
+
+    name: str
+    dtype: str
+    entries: int
+    vanished: int
+    differing: int
+    units: float
+    most: float
+    deviation: float
+    error_norm: float
+    norm: float
+
+    @property
+    def is_sum(self) -> bool:
+        """True if it is the sum, but for rounding."""
+        return self.units <= self.most
+
+    @property
+    def relative_error(self) -> float:
+        """Error of the written delta, relative to the delta."""
+        return self.error_norm / self.norm if self.norm else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """Outcome of the comparison.
+
+    Args:
+        tensors: that an expert changes.
+        unchanged: number of tensors that have the base's values, as they should.
+        kept: tensors that an adapter changes, and that the recipe kept from the base.
+        problems: tensors that differ, and anything that is no sum of deltas.
+    """
+
+    tensors: tuple[AddedTensor, ...]
+    unchanged: int
+    kept: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def relative_error(self) -> float:
+        """Error of all written deltas, relative to the deltas: the cost of rounding."""
+        norm = math.hypot(*(t.norm for t in self.tensors))
+        return math.hypot(*(t.error_norm for t in self.tensors)) / norm if norm else 0.0
+
+    def lines(self) -> list[str]:
+        """The outcome in words, one line each."""
+        if not self.tensors:
+            return []
+        exact = sum(t.differing == 0 for t in self.tensors)
+        near = [t for t in self.tensors if t.differing and t.is_sum]
+        counts = [f"{exact} of {plural(len(self.tensors), 'changed tensor')} to the bit"]
+        if near:
+            worst = max(near, key=lambda t: t.units)
+            units = "one unit" if worst.units <= 1 else f"{worst.units:.2g} units"
+            counts.append(f"{len(near)} within {units} of the last place ({worst.deviation:.2g} in '{worst.name}')")
+        if others := len(self.tensors) - exact - len(near):
+            counts.append(f"{others} not")
+        kept = [f"{len(self.kept)} kept by the recipe, such as '{self.kept[0]}'"] if self.kept else []
+        lost = max(self.tensors, key=lambda t: t.relative_error)
+        entries, vanished = sum(t.entries for t in self.tensors), sum(t.vanished for t in self.tensors)
+        return [
+            "; ".join([f"added: {', '.join(counts)}", f"{self.unchanged} as in the base", *kept]),
+            f"rounding to {', '.join(Counter(t.dtype for t in self.tensors))}: relative error "
+            f"{self.relative_error:.2g} of the delta, at most {lost.relative_error:.2g} ('{lost.name}'); {vanished:,} "
+            f"of {entries:,} entries vanished",
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        rows = [{n: getattr(t, n) for n in (*t.__slots__, "relative_error")} for t in self.tensors]
+        return {"tensors": rows, "unchanged": self.unchanged, "kept": list(self.kept), "error": self.relative_error}
+
+
+def check_added(location: str, directory: Path, manifest: Mapping[str, Any], against: Sequence[str | Path]) -> Added:
+    """Compare a merged model with the sum of its base and of the deltas of `against`, in the manifest's order.
+
+    Args:
+        location: of the output; `directory`: local folder of its manifest.
+
+    Raises:
+        CheckpointError: another number of experts, an input that cannot be opened, or an output that is no such sum.
+    """
+    labels = [e["name"] for e in manifest["experts"]]
+    _check_form(location, manifest, len(against), labels)
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(open_stored(location))
+        base = stack.enter_context(
+            open_base(
+                input_location(manifest["base"], directory),
+                gathered(manifest["recipe"]).get("output", {}).get("base_as"),
+            )
+        )
+        experts = [stack.enter_context(open_expert(str(place), base)) for place in against]
+        comparison = _Comparison(base, experts, out, make_recipe(manifest["recipe"]))
+        rows = {row["name"]: row for row in manifest["tensors"]}
+        for row in rows.values():
+            comparison.compare(row["name"], rows[row.get("tied_to") or row["name"]], len(labels))
+    return comparison.result()
+
+
+def _check_form(location: str, manifest: Mapping[str, Any], given: int, labels: Sequence[str]) -> None:
+    """Refuse outputs that are no sum of a base and deltas.
+
+    Raises:
+        CheckpointError: this is one; all reasons.
+    """
+    problems = []
+    if manifest.get("kind") == "adapter" or manifest["base"] is None:
+        problems.append("the output is an adapter, so nothing was added to a base. Fix: merge with --base, --to model")
+    if given != len(labels):
+        problems.append(f"expected one --against for each of {', '.join(labels)}, in this order; found {given}")
+    recipe = gathered(manifest["recipe"])
+    if recipe.get("output", {}).get("vocabulary") is not None:
+        problems.append("the merge aligned vocabularies, so that rows of the output are other rows of the base")
+    if caps := sorted({"norm_cap", "singular_value_cap"} & set(recipe.get("postprocess", {}))):
+        problems.append(f"the merge limited its delta ({', '.join(caps)})")
+    found: Counter[str] = Counter()
+    for row in manifest["tensors"]:
+        found.update([f"merged by {row['method']}" for _ in [0] if row.get("method") and _shares(row, given) is None])
+        found.update(f"with '{name}'" for name in ("post", "space", "encoding") if row.get(name))
+    problems += [f"{plural(n, 'tensor')} {how}" for how, n in found.items()]
+    if problems:
+        raise CheckpointError(
+            f"{location}: --against compares with W_0 + sum_t c_t D_t ({SUMS}; one expert by any method that adds it "
+            "whole), and this output is none.",
+            problems,
+        )
+
+
+def _shares(row: Mapping[str, Any], n_experts: int) -> list[float] | None:
+    """Coefficient of every expert's delta in a tensor of the manifest; None where it is no such sum."""
+    weights, options = row.get("weights") or [1.0] * n_experts, row["options"]
+    scale = row["scale"]
+    if row["method"] == "task_arithmetic":
+        return [scale * options["scaling"] * w for w in weights]
+    total = math.fsum(weights)
+    if row["method"] not in ("average", "linear") or not options.get("normalize", True) or not total:
+        return None
+    return [scale * w / total for w in weights]
+
+
+class _Comparison:
+    """Compares tensor by tensor; see `Added`."""
+
+    def __init__(self, base: Checkpoint, experts: Sequence[Expert], out: Checkpoint, recipe: Recipe) -> None:
+        self._base, self._experts, self._out = base, experts, out
+        self._chooser = Chooser(recipe)
+        self._eps = torch.finfo(torch_dtype(recipe.compute_dtype)).eps
+        self._tensors: list[AddedTensor] = []
+        self._unchanged = 0
+        self._kept: list[str] = []
+        self._problems: list[str] = []
+
+    def result(self) -> Added:
+        """Everything that was compared."""
+        return Added(tuple(self._tensors), self._unchanged, tuple(self._kept), tuple(self._problems))
+
+    def compare(self, name: str, row: Mapping[str, Any], n_experts: int) -> None:
+        """Compare one tensor of the output, merged as a row of the manifest says (of the one that it is tied to)."""
+        if name not in self._out.specs or name not in self._base.specs:
+            self._problems.append(f"tensor '{name}' is not in the base and in the output, as the manifest says")
+            return
+        terms: list[tuple[Expert, str, float]] = []
+        if row.get("method"):
+            shares = _shares(row, n_experts)
+            assert shares is not None, "checked before"
+            terms = list(zip(self._experts, row["sources"], shares, strict=True))
+        elif any(e.needs_base and name in e.specs and e.source(name).kind != "zero" for e in self._experts):
+            if self._chooser.keeps(name) is None:
+                self._problems.append(f"tensor '{name}': an expert changes it, and the merge found none that does")
+                return
+            self._kept.append(name)
+        if lacking := [f"{e.location} has no '{s}'" for e, s, _ in terms if s not in e.specs]:
+            self._problems.append(f"tensor '{name}': {', '.join(lacking)}; is it the expert that was merged?")
+            return
+        terms = [t for t in terms if t[0].source(t[1]).kind != "zero" and t[2]]
+        if not terms or not self._out.specs[name].is_floating:
+            self._compare_copy(name)
+            return
+        found = self._sum(name, terms)
+        self._tensors.append(found)
+        if not found.is_sum:
+            self._problems.append(
+                f"tensor '{name}' of the output is not W_0 + sum_t c_t D_t: {found.differing} entries differ, by up to "
+                f"{found.deviation:.3g} or {found.units:.3g} units of the last place; rounding gives {found.most:.3g}"
+            )
+
+    def _compare_copy(self, name: str) -> None:
+        size = self._base.specs[name].numel
+        dtype = torch_dtype(self._out.specs[name].dtype)
+        pairs = ((_entries(c, name, s, n) for c in (self._base, self._out)) for s, n in _cuts(size))
+        if all(bytes(raw_bytes(w0.to(dtype))) == bytes(raw_bytes(w)) for w0, w in pairs):
+            self._unchanged += 1
+        else:
+            self._problems.append(f"tensor '{name}' of the output differs from the base, and no expert changes it")
+
+    def _sum(self, name: str, terms: Sequence[tuple[Expert, str, float]]) -> AddedTensor:
+        spec = self._out.specs[name]
+        dtype = torch_dtype(spec.dtype)
+        eps = max(self._eps, torch.finfo(dtype).eps)
+        entries = vanished = differing = 0
+        units = deviation = error = norm = 0.0
+        for start, size in _cuts(spec.numel):
+            stored = _entries(self._base, name, start, size)
+            base, written = stored.to(torch.float64), _entries(self._out, name, start, size).to(torch.float64)
+            delta, largest = torch.zeros_like(base), torch.maximum(base.abs(), written.abs())
+            for expert, source, share in terms:
+                term, magnitude = _delta(expert, source, start, base)
+                delta += share * term
+                largest = torch.maximum(largest, abs(share) * magnitude)
+            off = ((base + delta).to(dtype).to(torch.float64) - written).abs()
+            unit = torch.ldexp(torch.full_like(largest, eps / 2), torch.frexp(largest).exponent)
+            unit = unit.clamp_min(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+            differing += int((off != 0).sum())
+            units, deviation = max(units, _top(off / unit)), max(deviation, _top(off))
+            changed = delta != 0
+            entries += int(changed.sum())
+            vanished += int((changed & (written == stored.to(dtype).to(torch.float64))).sum())
+            error += float(((written - base) - delta).square().sum())
+            norm += float(delta.square().sum())
+        terms_of = max(e.source(s).rank for e, s, _ in terms) + len(terms) + MORE_TERMS
+        return AddedTensor(
+            name=name,
+            dtype=spec.dtype,
+            entries=entries,
+            vanished=vanished,
+            differing=differing,
+            units=units,
+            most=1 + terms_of * self._eps / eps,
+            deviation=deviation,
+            error_norm=math.sqrt(error),
+            norm=math.sqrt(norm),
+        )
+
+
+def _top(values: Tensor) -> float:
+    """Largest value; infinity where one is NaN."""
+    return float(values.nan_to_num(nan=math.inf).max())
+
+
+def _cuts(numel: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(CHUNK, numel - start)) for start in range(0, numel, CHUNK))
+
+
+def _entries(source: Checkpoint | Expert, name: str, start: int, size: int) -> Tensor:
+    raw = torch.empty(size, dtype=torch_dtype(source.specs[name].dtype))
+    source.read_into(name, start * raw.itemsize, raw_bytes(raw))
+    return raw
+
+
+def _delta(expert: Expert, name: str, start: int, base: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries of a delta in float64, and the largest magnitude in the sums that make them: of a product, its terms'."""
+    source, stop = expert.source(name), start + base.numel()
+    if source.kind == "stored":
+        whole = _entries(expert, name, start, base.numel()).to(torch.float64)
+        return whole - base, whole.abs()
+    delta = expert.delta(name, start, stop, torch.float64)
+    if not source.rank:
+        return delta, delta.abs()
+    product = expert.factors(name, expert.specs[name].shape, torch.float64)
+    return delta, entries_of(LowRank(product.b_OR.abs(), product.a_RI.abs()), start, stop)
