@@ -236,9 +236,9 @@ def real(folder: Path, dense: Sequence[str] = DENSE) -> list[dict[str, Any]]:
     """Every group of adapters below `folder`, with every method that has a low-rank form, and some that have none."""
     from actmat.api import merge
     from actmat.errors import MergeError
-    from actmat.methods import METHODS
+    from actmat.methods import all_methods
 
-    low_rank = [m.name for m in METHODS if m.lowrank is not None and not m.needs_statistics]
+    low_rank = [m.name for m in all_methods() if m.lowrank is not None and not m.needs_statistics]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for group in sorted(p for p in folder.iterdir() if p.is_dir()):

@@ -15,9 +15,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from actmat.engine.shares import share_units, work_of
 from actmat.engine.units import plan_units
 from actmat.experts.checkpoint import CheckpointExpert
+from actmat.extras.parts.shares import share_units, work_of
 from actmat.planning import MergePlan, build_plan
 from actmat.recipe import make_recipe
 from benchmarks.common import markdown, write_result

@@ -8,8 +8,9 @@ overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `exit-cod
 `settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `versions`, `demo`, `api`, `tune NAME` (measured
 tables of the search), `pretrained NAME` (of the search on pretrained models), `datafree NAME` (of merges without data),
 `evidence NAME` (of experiments on pretrained models), `small NAME` (of those at laptop size), `matrix PART` (the
-families that were merged and run).
-Nothing outside the marks is touched.
+families that were merged and run), `paper` (everything that the paper numbers).
+A number in a sentence stands between `<!-- n: NAME -->` and `<!-- /n -->`; `docs/quoted.py` has the names. Nothing
+outside the marks is touched.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from benchmarks.evidence.tables import evidence_table
 from benchmarks.pretrained.tables import pretrained_table
 from benchmarks.tune.tables import tune_table
 from docs.digits import demo_table
+from docs.labels import paper_table
 from docs.matrix import family_table
+from docs.quoted import quoted
 from docs.reference import api
 from docs.searches import chaos_table, fuzz_table
 from pydantic import BaseModel
@@ -46,8 +49,8 @@ from actmat.cli.screen import LAYOUTS
 from actmat.errors import MergeError
 from actmat.extras.pages.html.verdicts import FILE as EXPLAINED
 from actmat.layout.families import FAMILIES, PLAIN
-from actmat.methods import METHODS, Bounds, MergeMethod, Option, get_method
-from actmat.methods.post import STEPS, get_step
+from actmat.methods import Bounds, MergeMethod, Option, all_methods, get_method
+from actmat.methods.post import all_steps, get_step
 from actmat.recipe import ExpertRef, Postprocess, PostRef, Recipe, RoleRule, Rule
 from actmat.recipe.output import KINDS as OUTPUTS
 from actmat.recipe.output import TokenRow, Vocabulary
@@ -67,8 +70,8 @@ def pages() -> list[Path]:
 
 
 def filled(page: str) -> str:
-    """The page with every generated part made anew."""
-    return PLACE.sub(lambda m: f"{m[1]}\n{KINDS[m['kind']](m['name'])}\n{m[4]}", page)
+    """The page with every generated part and every quoted number made anew."""
+    return quoted(PLACE.sub(lambda m: f"{m[1]}\n{KINDS[m['kind']](m['name'])}\n{m[4]}", page))
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -88,13 +91,18 @@ def _escaped(cell: str) -> str:
 
 def methods(_: str) -> str:
     """What every method needs, does and costs."""
-    rows = [[f"[`{m.name}`]({m.name}.md)", m.about.summary, *_facts(m)] for m in METHODS]
+    rows = [[f"[`{m.name}`]({m.name}.md)", m.about.summary, *_facts(m)] for m in all_methods()]
     return table(["method", "idea", "data", "LoRA", "weights", "random", "acts on", "FLOPs"], rows)
 
 
 def _facts(m: MergeMethod) -> list[str]:
     acts = {"matrix": "matrices", "tensor": "tensors", "elementwise": "entries"}[m.acts_on]
-    return [_data(m), _lowrank(m), "yes" if m.is_weighted else "", "yes" if m.is_random else "", acts, m.cost.flops]
+    return [_data(m), _lowrank(m), _weights(m), "yes" if m.is_random else "", acts, m.cost.flops]
+
+
+def _weights(m: MergeMethod) -> str:
+    obeyed = "where row spaces overlap" if m.meets_all(m.resolve_options({})) else "yes"
+    return obeyed if m.is_weighted else ""
 
 
 def _data(m: MergeMethod) -> str:
@@ -121,7 +129,7 @@ def method(name: str) -> str:
     facts = [
         ["acts on", acts],
         ["needs beside the deltas", ", ".join(needs) or "nothing"],
-        ["weights of experts", "yes" if m.is_weighted else "no"],
+        ["weights of experts", _weights(m) or "no"],
         ["random", "yes, seeded by the tensor's name" if m.is_random else "no"],
         ["low-rank deltas", "exact, in factored form" if m.lowrank else "as dense matrices"],
         ["FLOPs, `T` deltas of `N x N`", f"{m.cost.flops}, leading term"],
@@ -151,7 +159,7 @@ def _options(options: Iterable[Option]) -> str:
 def steps(_: str) -> str:
     """Every step of post-processing, and what it looks at."""
     rows = []
-    for s in STEPS:
+    for s in all_steps():
         base = s.layers is not None and s.layers.needs_base
         sees = "one matrix" if s.layers is None else "all merged layers" + (" and the base" if base else "")
         rows.append([f"[`{s.name}`]({s.name}.md)", s.summary, sees, "exact"])
@@ -343,12 +351,13 @@ KINDS: dict[str, Callable[[str], str]] = {
     "evidence": lambda name: evidence_table(name, table),
     "small": lambda name: small_table(name, table),
     "matrix": lambda name: family_table(name, table),
+    "paper": lambda _: paper_table(table),
 }
 
 
 def catalogue() -> str:
     """The declarations of all methods, as `actmat methods` reads them."""
-    return json.dumps([describe(m) for m in METHODS], indent=1) + "\n"
+    return json.dumps([describe(m) for m in all_methods()], indent=1) + "\n"
 
 
 def explanations() -> str:

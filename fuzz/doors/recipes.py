@@ -15,7 +15,7 @@ from actmat.errors import MergeError
 from actmat.experts.lora.patterns import PatternTable
 from actmat.layout.matching import MatchError
 from actmat.layout.patterns import compile_pattern
-from actmat.methods import METHODS
+from actmat.methods import all_methods
 from actmat.planning.choose import Chooser
 from actmat.recipe import load_recipe, make_recipe, parse_option, recipe_yaml, variants
 from fuzz.doors.folder import in_folder
@@ -67,7 +67,7 @@ def _read_recipe(folder: Path) -> str:
 
 @cache
 def _options() -> tuple[tuple[str, str], ...]:
-    return tuple((m.name, o) for m in METHODS for o in m.options)
+    return tuple((m.name, o) for m in all_methods() for o in m.options)
 
 
 def _option(rng: random.Random) -> Files:

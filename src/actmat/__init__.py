@@ -15,19 +15,11 @@ from typing import TYPE_CHECKING, Any
 from actmat.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from actmat.api import MergeReport as MergeReport
     from actmat.api.diagnosing import diagnose as diagnose
     from actmat.api.extracting import ExtractReport as ExtractReport
     from actmat.api.extracting import extract as extract
-    from actmat.api.matrices import merge_matrices as merge_matrices
-    from actmat.api.merging import FinishReport as FinishReport
-    from actmat.api.merging import MemoryMerge as MemoryMerge
-    from actmat.api.merging import MergeReport as MergeReport
-    from actmat.api.merging import PartReport as PartReport
-    from actmat.api.merging import average as average
-    from actmat.api.merging import finish as finish
     from actmat.api.merging import merge as merge
-    from actmat.api.merging import merge_in_memory as merge_in_memory
-    from actmat.api.merging import merge_part as merge_part
     from actmat.api.merging import plan as plan
     from actmat.api.pushing import PushReport as PushReport
     from actmat.api.pushing import push as push
@@ -40,30 +32,27 @@ if TYPE_CHECKING:
     from actmat.errors import OutputError as OutputError
     from actmat.errors import RecipeError as RecipeError
     from actmat.errors import StatisticsError as StatisticsError
+    from actmat.extras.averaging.api import average as average
     from actmat.extras.collect.on_data import agreement as agreement
     from actmat.extras.collect.on_data import residual_on_data as residual_on_data
     from actmat.extras.collect.staged import staged_statistics as staged_statistics
+    from actmat.extras.models.in_memory import MemoryMerge as MemoryMerge
+    from actmat.extras.models.in_memory import merge_in_memory as merge_in_memory
+    from actmat.extras.parts.api import finish as finish
+    from actmat.extras.parts.api import merge_part as merge_part
+    from actmat.extras.parts.merging import FinishReport as FinishReport
+    from actmat.extras.parts.merging import PartReport as PartReport
+    from actmat.extras.research.matrices import merge_matrices as merge_matrices
     from actmat.extras.training.exporting import export as export
     from actmat.extras.tune.tuning import tune as tune
     from actmat.extras.tune.tuning import tune_scale as tune_scale
     from actmat.report.verify import verify as verify
 
 _NAMES = {
-    "actmat.api.merging": (
-        "merge",
-        "plan",
-        "MergeReport",
-        "merge_in_memory",
-        "MemoryMerge",
-        "average",
-        "merge_part",
-        "PartReport",
-        "finish",
-        "FinishReport",
-    ),
+    "actmat.api": ("MergeReport",),
+    "actmat.api.merging": ("merge", "plan"),
     "actmat.api.diagnosing": ("diagnose",),
     "actmat.api.extracting": ("ExtractReport", "extract"),
-    "actmat.api.matrices": ("merge_matrices",),
     "actmat.api.pushing": ("PushReport", "push"),
     "actmat.checkpoints.resolve": ("open_checkpoint",),
     "actmat.diagnostics.model": ("Diagnosis",),

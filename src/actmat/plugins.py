@@ -16,11 +16,13 @@ actmat.executors  `engine.executors.base.ExecutorFactory`
 actmat.experts    `experts.base.Family`
 actmat.formats    `checkpoints.source.Format`
 actmat.methods    `methods.MergeMethod`
+actmat.post       `methods.post.PostStep`
+actmat.progress   `notebook`: a class of `progress.Progress`, made with the verb of what is done
 actmat.readers    `experts.changes.base.Reader`: a family in PEFT's folders
 actmat.recipes    `recipe.load.Importer`: a reader of another tool's configurations
 actmat.statistics a function that `actmat.statistics.<name>` gives
 actmat.stores     `checkpoints.remote.Storage`, named by the scheme of its URLs
-actmat.views      `checkpoints.resolve.View`: a checkpoint made of others
+actmat.views      `checkpoints.resolve.View`: a checkpoint made of others; `stack`: opens layers of several
 actmat.flags      the function that a flag of a core command calls, such as `--history`, see `cli.flags.behind`
 actmat.reports    `html`: a function of a diagnosis and a path that writes a page, see `report.write`
 """
@@ -40,7 +42,12 @@ EXTRAS = "actmat.extras"
 
 
 _removed: dict[str, dict[str, str]] = {}
-"""Group -> name -> package of an extra that is declared and was removed; filled by `entries`."""
+"""Group -> `removed`; filled by `entries`."""
+
+
+def is_extra(entry: EntryPoint) -> bool:
+    """True for a part of this distribution."""
+    return entry.module.startswith(f"{EXTRAS}.")
 
 
 @functools.cache
@@ -55,11 +62,11 @@ def entries(group: str) -> Mapping[str, EntryPoint]:
     has_extras = find_spec(EXTRAS) is not None
 
     def rank(entry: EntryPoint) -> tuple[bool, str]:
-        return not entry.module.startswith(f"{EXTRAS}."), entry.name
+        return not is_extra(entry), entry.name
 
     found: dict[str, EntryPoint] = {}
     for entry in sorted(entry_points(group=group), key=rank):
-        if entry.module.startswith(f"{EXTRAS}."):
+        if is_extra(entry):
             folder = ".".join(entry.module.split(".")[:3])
             if not has_extras or find_spec(folder) is None:
                 _removed.setdefault(group, {})[entry.name] = folder
@@ -80,12 +87,12 @@ def load(group: str, name: str) -> Any:
         return None
     try:
         return entry.load()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # foreign code may raise anything
         made_by = entry.dist.name if entry.dist is not None else "an installed distribution"
         raise MergeError(
-            f"The plug-in '{name}' of {made_by} cannot be imported ({group}: {entry.value}): {error}. Likely cause: a "
-            f"package that it needs is missing, or its version does not match. Fix: pip install -U {made_by}, or "
-            "uninstall it."
+            f"The plug-in '{name}' of {made_by} cannot be imported ({group}: {entry.value}): "
+            f"{type(error).__name__}: {error}. Likely cause: a package that it needs is missing, or its version does "
+            f"not match. Fix: pip install -U {made_by}, or uninstall it."
         ) from error
 
 
@@ -106,16 +113,21 @@ def load_all(group: str) -> dict[str, Any]:
     return {name: load(group, name) for name in entries(group)}
 
 
+def removed(group: str) -> Mapping[str, str]:
+    """Name -> package of an extra that is declared and was removed."""
+    entries(group)
+    return _removed.get(group, {})
+
+
 def hint(group: str, name: str | None = None) -> str:
     """Sentences for an error that a plug-in, of this name or any, might have avoided; empty if no extra was removed.
 
     Begins with a space.
     """
-    entries(group)
-    removed = sorted({folder for n, folder in _removed.get(group, {}).items() if name in (None, n)})
-    if not removed:
+    folders = sorted({folder for n, folder in removed(group).items() if name in (None, n)})
+    if not folders:
         return ""
     return (
-        f" Likely cause: a part of actmat was removed from this installation ({', '.join(removed)}). Fix: pip install "
+        f" Likely cause: a part of actmat was removed from this installation ({', '.join(folders)}). Fix: pip install "
         "--force-reinstall --no-deps actmat."
     )

@@ -1,9 +1,12 @@
-"""`Progress`: what a caller is told while a merge runs."""
+"""`Progress`: callbacks of a running merge."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
+
+from actmat.plugins import load
 
 if TYPE_CHECKING:
     from actmat.planning import MergePlan
@@ -45,3 +48,21 @@ class NoProgress:
 
     def finishing(self) -> None:
         """Do nothing."""
+
+
+def in_notebook() -> bool:
+    """True in a kernel of Jupyter, whose front end shows HTML; false in a terminal, IPython's included.
+
+    >>> in_notebook()
+    False
+    """
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and getattr(shell, "kernel", None) is not None
+
+
+def usual_progress(doing: str = "merging") -> Progress:
+    """The progress of calls that name none: in a notebook the plug-in of `actmat.progress`, else nothing."""
+    shown = load("actmat.progress", "notebook") if in_notebook() else None
+    progress: Progress = NoProgress() if shown is None else shown(doing)
+    return progress

@@ -26,7 +26,7 @@ class RunSettings:
     threads: Annotated[
         int | None, Flag(help="Tensors merged at the same time, same bytes for any; default: all cores.")
     ] = None
-    overwrite: Annotated[bool, Flag(help="Replace an earlier output of actmat.")] = False
+    overwrite: Annotated[bool, Flag(help="Replace an earlier output of actmat; other files there stop it.")] = False
     durable: Annotated[
         bool, Flag(("--fsync/--no-fsync",), help="Wait until the output is on the disk before it appears.")
     ] = True

@@ -8,10 +8,10 @@ from tests.helpers.quantised import save_model
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.codecs.base import pack_words
 from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.extras.conformance.checkpoints import CheckpointConformance, conformance_tensors
+from actmat.extras.quantised.words import pack_words
 
 
 class TestScaledCodes(CheckpointConformance):

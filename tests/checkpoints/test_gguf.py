@@ -26,6 +26,9 @@ METADATA: dict[str, Any] = {
 }  # fmt: skip
 
 
+BIASES = {"attn_q": WIDTH, "attn_k": WIDTH // 2, "attn_v": WIDTH // 2, "attn_output": WIDTH}
+
+
 def shapes(architecture: str = "llama") -> dict[str, tuple[int, ...]]:
     kv = WIDTH * KV_HEADS // HEADS
     others = {
@@ -44,8 +47,15 @@ def shapes(architecture: str = "llama") -> dict[str, tuple[int, ...]]:
     return found
 
 
-def write_gguf(file: Path, kind: str = "Q8_0", architecture: str = "llama", seed: int = 0, **extra: Any) -> Path:
-    """A tiny model whose matrices are of this type."""
+def write_gguf(
+    file: Path,
+    kind: str = "Q8_0",
+    architecture: str = "llama",
+    seed: int = 0,
+    biases: tuple[str, ...] = (),
+    **extra: Any,
+) -> Path:
+    """A tiny model whose matrices are of this type; `biases`: layers of the attention that have one."""
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
 
@@ -57,7 +67,8 @@ def write_gguf(file: Path, kind: str = "Q8_0", architecture: str = "llama", seed
     for key, value in extra.items():
         writer.add_uint32(key.replace("__", "."), value)
     rng = np.random.default_rng(seed)
-    for name, shape in shapes(architecture).items():
+    added = {f"blk.{i}.{n}.bias": (BIASES[n],) for i in range(LAYERS) for n in biases}
+    for name, shape in (shapes(architecture) | added).items():
         data = rng.standard_normal(shape).astype(np.float32)
         own = GGMLQuantizationType["F32" if len(shape) == 1 else kind]
         stored = data.astype(np.float16) if own.name == "F16" else quantize(data, own) if own.name != "F32" else data
@@ -121,6 +132,45 @@ def test_a_gguf_base_gives_a_model_that_loads(tmp_path: Path) -> None:
     state = model.state_dict()
     for name, tensor in changed.items():
         assert torch.allclose(state[name].float(), tensor.float(), rtol=1e-2), name
+
+
+def in_pairs(weights: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Rows as llama.cpp's converter writes them (`LlamaModel.permute`), transcribed for weights and biases."""
+    halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+    turned: np.ndarray[Any, Any] = halves.swapaxes(1, 2).reshape(weights.shape)
+    return turned
+
+
+def test_biases_of_a_llamas_attention_are_put_in_order(tmp_path: Path) -> None:
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM
+
+    base = write_gguf(tmp_path / "base.gguf", "F16", biases=tuple(BIASES))
+    stored = {t.name: np.array(t.data) for t in GGUFReader(base).tensors}
+    with open_checkpoint(base) as checkpoint:
+        tensors = {n: checkpoint.read(n) for n in checkpoint.specs}
+        part = memoryview(bytearray(8))
+        checkpoint.read_into("model.layers.1.self_attn.k_proj.bias", 4, part)
+    for layer, heads in (("q", HEADS), ("k", KV_HEADS)):
+        for end in ("weight", "bias"):
+            found = tensors[f"model.layers.1.self_attn.{layer}_proj.{end}"].numpy()
+            assert np.array_equal(in_pairs(found, heads), stored[f"blk.1.attn_{layer}.{end}"]), (layer, end)
+    bias = tensors["model.layers.1.self_attn.k_proj.bias"]
+    assert bytes(part) == bias[1:3].numpy().tobytes()
+    assert np.array_equal(tensors["model.layers.0.self_attn.v_proj.bias"].numpy(), stored["blk.0.attn_v.bias"])
+    merge(base, [save_model(tmp_path / "expert", tensors, None)], out=tmp_path / "out", method="average")
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True, dtype=torch.float32)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.config.attention_bias is True
+    assert torch.equal(model.state_dict()["model.layers.1.self_attn.k_proj.bias"], bias)
+
+
+def test_a_config_of_some_biases_is_not_written(tmp_path: Path) -> None:
+    with open_checkpoint(write_gguf(tmp_path / "m.gguf", biases=("attn_q", "attn_k", "attn_v"))) as checkpoint:
+        assert checkpoint.written_config is None
+        assert "some layers have a bias" in checkpoint.notes[0]
+        assert "model.layers.0.self_attn.q_proj.bias" in checkpoint.specs
 
 
 def split(file: Path, parts: int) -> list[Path]:

@@ -15,8 +15,8 @@ from tests.helpers.merging import CONFIG, actmat, llama_tensors, save_checkpoint
 from actmat.checkpoints.base import CheckpointHandle
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
-from actmat.checkpoints.stack import StackedCheckpoint
 from actmat.errors import CheckpointError
+from actmat.extras.stack.stack import StackedCheckpoint
 
 UP = "model.layers.{}.mlp.up_proj.weight"
 

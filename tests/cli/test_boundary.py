@@ -111,7 +111,7 @@ def test_other_errors_are_not_about_memory(error: Exception) -> None:
 LIMITED = """
 import resource, sys
 import torch, actmat, actmat.run, actmat.cli.screen, actmat.cli.main
-from actmat.methods import METHODS
+from actmat.methods import all_methods
 status = open("/proc/self/status").read()
 size = int(status.split("VmSize:")[1].split()[0]) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (size + int(sys.argv[1]),) * 2)

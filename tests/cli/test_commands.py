@@ -13,7 +13,7 @@ import torch
 from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat, contents, hidden, save_checkpoint
 
 import actmat as actmat_package
-from actmat.methods import METHODS
+from actmat.methods import all_methods
 from actmat.planning import MergePlan
 from actmat.version import __version__
 
@@ -151,10 +151,10 @@ def test_methods_lists_all() -> None:
     assert text.code == 0
     assert max(len(line) for line in text.out.splitlines()) <= 80
     data = json.loads(actmat(["methods", "--json"]).out)["methods"]
-    assert [m["name"] for m in data] == [m.name for m in METHODS]
+    assert [m["name"] for m in data] == [m.name for m in all_methods()]
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+@pytest.mark.parametrize("method", all_methods(), ids=lambda m: m.name)
 def test_a_method_in_full(method: object) -> None:
     name = method.name  # type: ignore[attr-defined]
     (data,) = json.loads(actmat(["methods", name, "--json"]).out)["methods"]
@@ -260,6 +260,6 @@ def test_names_and_weights_of_experts(family: Family) -> None:
     manifest = json.loads((family.out / "actmat_manifest.json").read_text())
     assert [e["name"] for e in manifest["experts"]] == ["math", "expert1"]
     assert manifest["tensors"][0]["weights"] == [2.0, 1.0]
-    unweighted = next(m.name for m in METHODS if not m.is_weighted and not m.needs_statistics)
+    unweighted = next(m.name for m in all_methods() if not m.is_weighted and not m.needs_statistics)
     outcome = actmat([*argv, "--out", str(family.root / "y"), "-m", unweighted])
     assert (outcome.code, "takes no weights" in outcome.err) == (1, True)

@@ -11,8 +11,8 @@ import pytest
 from tests.helpers.docs_fixture import write_models
 from tests.helpers.merging import actmat as run
 
-from actmat.api.serving import serving_commands
 from actmat.errors import CheckpointError
+from actmat.extras.serving.serving import serving_commands
 
 
 @pytest.fixture(scope="module")

@@ -127,28 +127,34 @@ def test_results_are_plain_data():
 def test_a_new_or_empty_folder_is_taken(tmp_path):
     (tmp_path / "empty").mkdir()
     for root in (tmp_path / "empty", tmp_path / "new" / "deep"):
-        claim_folder(root, overwrite=False)
+        claim_folder(root, ["digit"], overwrite=False)
         with pytest.raises(OutputError, match="--overwrite"):
-            claim_folder(root, overwrite=False)
+            claim_folder(root, ["digit"], overwrite=False)
 
 
 def test_overwriting_removes_what_the_demo_made_and_nothing_else(tmp_path):
-    folder = claim_folder(tmp_path, overwrite=False)
+    folder = claim_folder(tmp_path, ["digit"], overwrite=False)
     for made in (folder.base, folder.expert("digit"), folder.merged("ties"), tmp_path / "my-notes"):
         made.mkdir(parents=True)
     folder.heads.touch()
     folder.results.touch()
-    claim_folder(tmp_path, overwrite=True)
+    for mine in (folder.expert("mine"), folder.merged("my-merge")):
+        mine.mkdir()
+        with pytest.raises(OutputError, match="no demo wrote") as refused:
+            claim_folder(tmp_path, ["digit"], overwrite=True)
+        assert refused.value.problems == (str(mine),)
+        mine.rmdir()
+    claim_folder(tmp_path, ["digit"], overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == [".actmat-demo", "my-notes"]
 
 
 def test_a_foreign_folder_is_left_alone_even_with_overwrite(tmp_path):
     (tmp_path / "base").mkdir()
     with pytest.raises(OutputError, match="not made by the demo"):
-        claim_folder(tmp_path, overwrite=True)
+        claim_folder(tmp_path, ["digit"], overwrite=True)
     assert (tmp_path / "base").is_dir()
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="is a file"):
-        claim_folder(tmp_path / "file", overwrite=True)
+        claim_folder(tmp_path / "file", ["digit"], overwrite=True)
     with pytest.raises(OutputError, match="cannot be written"):
-        claim_folder(tmp_path / "file" / "below", overwrite=False)
+        claim_folder(tmp_path / "file" / "below", ["digit"], overwrite=False)

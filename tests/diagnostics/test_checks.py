@@ -33,6 +33,10 @@ def frozen() -> Facts:
     return dataclasses.replace(facts, tensors=[*facts.tensors, a_row("norm", unchanged=True)])
 
 
+def truncated(error: float) -> Facts:
+    return some_facts(tensors=[a_row(name, stats={"norm": 2.0, "error_norm": 2.0 * error}) for name in ("q", "v")])
+
+
 def with_table(change: float) -> Facts:
     return some_facts(norms={"embed": {"norms": [0.1, change], "base_norm": 10.0, "merged_norm": 0.05}})
 
@@ -105,6 +109,7 @@ CASES = (
     Case("AM402", lambda: measured(merged_norm=3.5), r"3\.5 times the mean", lambda: measured(norms=(0.0, 0.0))),
     Case("AM403", lambda: measured(merged_norm=0.01), "below 0.1 times", lambda: some_facts(measures=[])),
     Case("AM403", lambda: measured(merged_norm=11.0), "above 10 times", lambda: some_facts(measures=[])),
+    Case("AM404", lambda: truncated(0.43), r"is 0\.43 of its norm away", some_facts, lambda: truncated(0.2)),
     Case("AM501", lambda: with_table(2.0), r"'code' changes embed by 0\.2", lambda: some_facts(norms={})),
     Case("AM502", lambda: with_twins("actmat"), "embed and lm_head", some_facts, lambda: with_twins("average")),
 )

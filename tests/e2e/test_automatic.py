@@ -9,8 +9,8 @@ from tests.helpers.docs_fixture import write_models
 
 import actmat
 from actmat.api.diagnosing import recipe_of_output
-from actmat.api.loading import load_model
 from actmat.errors import RecipeError
+from actmat.extras.models.loading import load_model
 from actmat.run.automatic import TABLE, named
 
 

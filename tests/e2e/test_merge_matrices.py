@@ -9,12 +9,12 @@ from tests.tolerances import BF16_ROUNDING, F64_ORACLE, relative_error
 
 import actmat
 from actmat.errors import AlignmentError, NumericalError, RecipeError
-from actmat.methods import METHODS, MergeMethod
+from actmat.methods import MergeMethod, all_methods
 
 GENERATOR = torch.Generator().manual_seed(2)
 BASE = torch.randn(9, 7, generator=GENERATOR, dtype=torch.float64)
 DELTAS = [torch.randn(9, 7, generator=GENERATOR, dtype=torch.float64) for _ in range(3)]
-DATA_FREE = [m for m in METHODS if not m.needs_statistics]
+DATA_FREE = [m for m in all_methods() if not m.needs_statistics]
 
 
 def experts_for(method: MergeMethod) -> list[torch.Tensor]:
@@ -98,14 +98,14 @@ def test_random_rules_follow_their_generator() -> None:
     assert torch.equal(state, torch.get_rng_state()), "the global generator is left alone"
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m.needs_statistics], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", [m for m in all_methods() if m.needs_statistics], ids=lambda m: m.name)
 def test_missing_statistics_are_named(method: MergeMethod) -> None:
     with pytest.raises(RecipeError, match=f"'{method.name}' needs statistics .*{method.needs_statistics[0]}"):
         actmat.merge_matrices(method.name, DELTAS, base=base_for(method))
 
 
 def test_statistics_are_used() -> None:
-    method = next(m for m in METHODS if m.needs_statistics == ("fisher",))
+    method = next(m for m in all_methods() if m.needs_statistics == ("fisher",))
     one = [torch.ones_like(DELTAS[0]), torch.zeros_like(DELTAS[0]), torch.zeros_like(DELTAS[0])]
     out = actmat.merge_matrices(method.name, DELTAS, statistics={"fisher": one})
     assert relative_error(out, DELTAS[0]) < 1e-3
@@ -140,7 +140,7 @@ def test_a_base_that_is_not_read_changes_nothing(kind: torch.dtype, method: Merg
 
 def test_a_missing_base_is_named() -> None:
     """Of the rules that look at `W_0`, some can do without: theirs is an optional argument."""
-    for method in (m for m in METHODS if m.needs_base and not m.needs_statistics):
+    for method in (m for m in all_methods() if m.needs_base and not m.needs_statistics):
         if method.parameters["base"].default is None:
             assert actmat.merge_matrices(method.name, experts_for(method)).any()
         else:

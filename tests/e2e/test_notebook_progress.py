@@ -11,10 +11,10 @@ import pytest
 from tests.helpers.merging import Family
 
 import actmat
-from actmat.api import notebook
-from actmat.api.notebook import NotebookLine, NotebookProgress, in_notebook, usual_progress
+from actmat.extras.notebook import progress as notebook
+from actmat.extras.notebook.progress import NotebookLine, NotebookProgress
 from actmat.extras.tune.settings import NotebookTuneProgress, TuneProgress, usual_tune_progress
-from actmat.progress import NoProgress
+from actmat.progress import NoProgress, in_notebook, usual_progress
 
 
 class Display:

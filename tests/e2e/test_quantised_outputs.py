@@ -11,9 +11,9 @@ from tests.e2e.test_quantised_merges import WRITERS, family, is_coded
 from tests.helpers.quantised import compressed, fp8_scaled
 
 from actmat import merge, merge_in_memory, merge_part, plan
-from actmat.api.merging import finish
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import MergeError
+from actmat.extras.parts.api import finish
 from actmat.planning import MergePlan
 from actmat.report.verify import verify
 

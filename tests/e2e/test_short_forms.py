@@ -16,7 +16,7 @@ from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.errors import CheckpointError
 from actmat.experts.resolve import open_expert
 from actmat.extras.pages.comparison import compare
-from actmat.methods import METHODS
+from actmat.methods import all_methods
 from actmat.report import Verification, recorded_totals
 
 
@@ -114,7 +114,7 @@ def test_names_from_outside_cannot_become_markup() -> None:
     assert "&lt;b&gt;" in shown
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+@pytest.mark.parametrize("method", all_methods(), ids=lambda m: m.name)
 def test_methods_are_short(method: Any) -> None:
     assert repr(method) == f"<MergeMethod {method.name}: {method.about.summary}>"
     assert Tags(method._repr_html_()).rows == len(method.options) + bool(method.options)

@@ -15,8 +15,8 @@ from tests.tolerances import F64_ORACLE
 from torch import Tensor
 
 from actmat import api
-from actmat.api.matrices import merge_matrices
 from actmat.errors import MergeError
+from actmat.extras.research.matrices import merge_matrices
 from actmat.planning import MergePlan
 from actmat.planning.item import PostCall
 from actmat.planning.post import layers_of
@@ -144,7 +144,7 @@ def test_the_bytes_are_those_of_one_worker(given: dict[str, Any], family: Family
 def test_parts_agree_on_the_factors_of_layers(family: Family, tmp_path: Path) -> None:
     given: dict[str, Any] = {"method": "average", "post": "esm"}
     api.merge(family.base, family.experts, out=tmp_path / "one", threads=1, durable=False, **given)
-    from actmat.api.merging import finish, merge_part
+    from actmat.extras.parts.api import finish, merge_part
 
     for k in (2, 1):
         merge_part(family.base, family.experts, part=f"{k}/2", out=tmp_path / "parts", threads=1, **given)

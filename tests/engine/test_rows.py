@@ -148,7 +148,7 @@ def test_what_nobody_changed_keeps_its_bits(method: str, tmp_path: Path, monkeyp
 PLAIN_SUM = """
 from dataclasses import replace
 from actmat.methods.facets import Combination
-from actmat.methods.model_stock import MODEL_STOCK
+from actmat.extras.research.model_stock import MODEL_STOCK
 
 def combine(gram, **options):
     return Combination([1.0] * len(gram), {})

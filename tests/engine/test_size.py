@@ -15,7 +15,7 @@ from tests.helpers.merging import actmat as run
 
 import actmat
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.diagnostics.checks.merged import size_warning
+from actmat.diagnostics.checks.merged import size_warning, truncation_warning
 from actmat.engine.size import RUN, RUNS, InputSample, Sample, sample_runs
 from actmat.engine.task import Record
 from actmat.experts.base import Source
@@ -149,11 +149,14 @@ def test_records_keep_their_size_in_the_journal() -> None:
 
 
 def test_what_is_far_off_has_a_code() -> None:
-    assert size_warning(1.0, 1.4, [1.0, 1.0]) is None
-    assert (size_warning(3.1, 1.4, [1.0, 1.0]) or "")[0] == "AM402"
-    assert (size_warning(10.1, 1.4, [1.0, 1.0]) or "")[0] == "AM403"
-    assert (size_warning(0.01, 1.4, [1.0, 1.0]) or "")[0] == "AM403"
-    assert size_warning(0.0, 0.0, [0.0, 0.0]) is None
+    assert size_warning(1.0, [1.0, 1.0]) is None
+    assert (size_warning(3.1, [1.0, 1.0]) or "")[0] == "AM402"
+    assert (size_warning(10.1, [1.0, 1.0]) or "")[0] == "AM403"
+    assert (size_warning(0.066, [1.0, 1.0, 1.0]) or "")[0] == "AM403"
+    assert size_warning(1 / 7**0.5, [1.0] * 7) is None, "the average of seven that share nothing"
+    assert truncation_warning(0.3) is None
+    assert (truncation_warning(0.43) or "")[0] == "AM404"
+    assert size_warning(0.0, [0.0, 0.0]) is None
 
 
 def test_the_command_line_says_the_size_and_warns_once(models: Path, tmp_path: Path) -> None:

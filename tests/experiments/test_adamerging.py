@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import actmat
 from actmat.errors import AlignmentError
-from actmat.methods.adamerging import entropy
+from actmat.extras.research.adamerging import entropy
 from actmat_experiments.adamerging import learn
 
 

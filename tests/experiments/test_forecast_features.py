@@ -9,7 +9,7 @@ import torch
 from tests.tolerances import F64_ORACLE
 from torch import Tensor
 
-from actmat.linalg.outputs import output_features
+from actmat.extras.collect.outputs import output_features
 from actmat_experiments.forecast.features import FEATURES, Leading, activation_features, energies, features
 
 SHAPES = ((7, 5), (4, 9))

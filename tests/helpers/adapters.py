@@ -9,12 +9,18 @@ import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -44,10 +50,32 @@ def tiny(family: str) -> Any:
         "num_key_value_heads": 2,
         "vocab_size": 30,
     }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    mixture = {**llama, **heads, "num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 2}
     makers = {
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**llama)),
         "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=30, n_positions=16)),
         "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**llama, num_local_experts=3, num_experts_per_tok=2)),
+        "olmoe": lambda: OlmoeForCausalLM(
+            OlmoeConfig(**(mixture | {"intermediate_size": 8}), pad_token_id=0, eos_token_id=0)
+        ),  # its gate_up_proj is 16 x 16
+        "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**mixture, head_dim=8, moe_intermediate_size=12)),
+        "deepseek_v3": lambda: DeepseekV3ForCausalLM(
+            DeepseekV3Config(
+                **(llama | heads | {"num_experts_per_tok": 2}),
+                moe_intermediate_size=12,
+                n_routed_experts=4,
+                n_group=2,
+                topk_group=1,
+                first_k_dense_replace=1,
+                n_shared_experts=1,
+                kv_lora_rank=8,
+                q_lora_rank=8,
+                qk_rope_head_dim=4,
+                qk_nope_head_dim=4,
+                v_head_dim=8,
+            )
+        ),
         "vit": lambda: ViTForImageClassification(
             ViTConfig(
                 hidden_size=16,

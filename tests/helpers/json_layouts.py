@@ -11,7 +11,7 @@ from actmat.cli.screen import LAYOUTS
 
 MERGE = {
     "out", "kind", "method", "options", "experts", "was_finished", "actions", "unchanged", "nonfinite", "size",
-    "read_bytes", "write_bytes", "seconds", "notes", "findings",
+    "warnings", "read_bytes", "write_bytes", "seconds", "notes", "findings",
 }  # fmt: skip
 PINNED: dict[str, set[str]] = {
     "merge": {"outputs"},
@@ -20,7 +20,7 @@ PINNED: dict[str, set[str]] = {
     "merge size": {"merged", "sum", "experts", "warning"},
     "demo": {"out", "seed", "settings", "tasks", "n_photographs", "rows", "left_out", "versions", "seconds"},
     "export": {"out", "checkpoint", "form"},
-    "extract": {"out", "was_finished", "relative_error", "layers", "saved", "left_out", "notes"},
+    "extract": {"out", "was_finished", "relative_error", "layers", "saved", "left_out", "warnings", "notes"},
     "push": {"repo_id", "files", "removed", "nbytes", "private", "is_new", "left_out", "notes", "url"},
     "serve": {"python", "vllm", "notes"},
     "statistics": {"statistics"},
@@ -33,7 +33,7 @@ PINNED: dict[str, set[str]] = {
         "actmat_tune", "version", "out", "recipe", "score", "compared", "chosen", "final", "front", "refused", "notes",
         "seconds", "memory", "left_out",
     },
-    "finish": {"out", "tensors", "parts", "was_finished", "nonfinite", "size", "seconds", "notes"},
+    "finish": {"out", "tensors", "parts", "was_finished", "nonfinite", "size", "warnings", "seconds", "notes"},
     "plan": {"plans"},
     "plan plans": {
         "kind", "method", "base", "experts", "family", "items", "groups", "kept", "read_bytes", "write_bytes",

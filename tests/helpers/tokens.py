@@ -1,4 +1,4 @@
-"""A slow and plain account of Theorem 1's sums: one token at a time, in float64, gradients by autograd alone."""
+"""A slow and plain account of Theorem 3.1's sums: one token at a time, in float64, gradients by autograd alone."""
 
 from __future__ import annotations
 

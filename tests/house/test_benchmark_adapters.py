@@ -10,7 +10,7 @@ import torch
 from benchmarks.adapters import SIDES, difference, named_pairs, per_layer, real, side, write_adapters
 
 from actmat.experts.resolve import open_adapter
-from actmat.methods import METHODS
+from actmat.methods import all_methods
 
 
 def test_made_adapters_are_sound_and_kept(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_the_table_over_folders_has_every_group_and_rule(tmp_path: Path, capsys:
     for place in ("lists/a/one.pt", "lists/two.pt"):
         torch.save([torch.randn(12, 2), torch.randn(2, 9), torch.randn(8, 2), torch.randn(2, 8)], tmp_path / place)
     found = real(tmp_path, ["ties"])
-    low_rank = {m.name for m in METHODS if m.lowrank is not None and not m.needs_statistics}
+    low_rank = {m.name for m in all_methods() if m.lowrank is not None and not m.needs_statistics}
     for group in ("group", "lists"):
         rows = {r["method"]: r for r in found if r["group"] == group}
         assert set(rows) == low_rank | {"ties"}

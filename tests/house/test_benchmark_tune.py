@@ -13,7 +13,7 @@ from benchmarks.tune.tables import TABLES, goal_lines, read_rows, with_interval
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from actmat.api.loading import Loaded
+from actmat.extras.models.loading import Loaded
 
 TASKS = {"a": 3, "b": 5}
 

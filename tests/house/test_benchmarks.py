@@ -164,10 +164,10 @@ def test_largest_difference_finds_the_worst_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(RULES))
 def test_both_tools_are_asked_for_the_same(name: str) -> None:
-    from actmat.methods import METHODS
+    from actmat.methods import all_methods
 
     rule = RULES[name]
-    if known := {m.name: m for m in METHODS}.get(name):
+    if known := {m.name: m for m in all_methods()}.get(name):
         assert rule.options.keys() <= known.options.keys()
     recipe = mergekit_recipe(rule, Path("base"), [Path("one"), Path("two")], "float32", "bfloat16")
     assert ("base_model" in recipe) == rule.with_base

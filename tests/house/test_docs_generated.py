@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 from docs.generate import KINDS, WRITTEN, filled, flags, method, pages, recipe, table
+from docs.quoted import MARK, NUMBERS
 from docs.record import recorded
 from tests.helpers.docs_run import Run
 from tests.helpers.repository import ROOT
 
 from actmat.cli.listing import COMMANDS as CORE
 from actmat.cli.listing import plugged_in
-from actmat.methods import METHODS
-from actmat.methods.post import STEPS
+from actmat.methods import all_methods
+from actmat.methods.post import all_steps
 
 PAGES = [p for p in pages() if p.exists()]
 SECTIONS = ["When to use it", "Trap", "Other implementations", "Ill-posed cases", "Example", "Reference"]
@@ -29,7 +30,7 @@ def test_generated_parts_are_up_to_date(page: Path) -> None:
     assert filled(text) == text, "run python -m docs.generate"
 
 
-@pytest.mark.parametrize("name", [m.name for m in METHODS])
+@pytest.mark.parametrize("name", [m.name for m in all_methods()])
 def test_every_method_has_its_page(name: str) -> None:
     text = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
     assert text.startswith(f"# {name}\n")
@@ -38,7 +39,7 @@ def test_every_method_has_its_page(name: str) -> None:
     assert headings == SECTIONS
 
 
-@pytest.mark.parametrize("name", [s.name for s in STEPS])
+@pytest.mark.parametrize("name", [s.name for s in all_steps()])
 def test_every_step_has_its_page(name: str) -> None:
     text = (ROOT / "docs" / "post" / f"{name}.md").read_text()
     assert text.startswith(f"# {name}\n")
@@ -49,7 +50,7 @@ def test_every_step_has_its_page(name: str) -> None:
 
 def test_no_page_is_left_of_a_method_that_is_gone() -> None:
     listed = {p.stem for p in (ROOT / "docs" / "methods").glob("*.md")} - {"README"}
-    assert listed == {m.name for m in METHODS}
+    assert listed == {m.name for m in all_methods()}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -131,3 +132,18 @@ def test_recorded_output_replaces_what_disagrees() -> None:
 def test_the_catalogue_of_methods_is_up_to_date() -> None:
     for file, made in WRITTEN.items():
         assert file.read_text() == made(), "run python -m docs.generate"
+
+
+def test_numbers_in_sentences_come_from_results() -> None:
+    before = "at most <!-- n: choice-most-regret -->2<!-- /n --> of <!-- n: choice-rows --><!-- /n --> rows"
+    after = filled(before)
+    assert after == "at most <!-- n: choice-most-regret -->3.1<!-- /n --> of <!-- n: choice-rows -->24<!-- /n --> rows"
+    assert filled(after) == after
+    with pytest.raises(KeyError):
+        filled("<!-- n: nonsense -->1<!-- /n -->")
+
+
+def test_every_named_number_is_quoted_somewhere() -> None:
+    text = "".join(p.read_text() for p in PAGES)
+    assert [name for name in NUMBERS if f"<!-- n: {name} -->" not in text] == []
+    assert text.count("<!-- n: ") == len(MARK.findall(text)), "a mark without an end"

@@ -220,6 +220,26 @@ def test_a_format_of_a_removed_extra_is_named(core: Shell, files: dict[str, byte
     assert "Fix: pip install --force-reinstall --no-deps actmat" in said
 
 
+def test_a_method_of_a_removed_extra_is_named_and_not_listed(core: Shell) -> None:
+    assert "actmat.extras.research" in core.actmat("plan", "-b", "base", "-e", "a", "-m", "ace", fails=True)
+    listed = json.loads(core.actmat("methods", "--json"))["methods"]
+    assert {"ties", "ace"} & {m["name"] for m in listed} == {"ties"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("-b", "base", "-e", "a", "-m", "average", "--post", "svc"), "actmat.extras.post"),
+        (("-b", "base[0:1]", "--out", "stacked"), "actmat.extras.stack"),
+        (("-b", "base", "-e", "a", "-m", "average", "--part", "1/2", "--out", "parts"), "plug-in"),
+    ],
+)
+def test_a_step_a_stack_and_a_flag_of_removed_extras_are_named(
+    core: Shell, arguments: tuple[str, ...], expected: str
+) -> None:
+    assert expected in core.actmat("merge", *arguments, "--plan", fails=True)
+
+
 def test_a_codec_a_family_and_a_store_of_removed_extras_are_named(core: Shell) -> None:
     codes = {"w.weight": torch.zeros(4, 4).to(torch.float8_e4m3fn), "w.weight_scale": torch.ones(4, 1)}
     for name in ("q", "r"):

@@ -53,18 +53,26 @@ LAYERS = (
 )
 EXTRAS: dict[str, set[str]] = {
     "adapters": set(),
-    "collect": set(),
-    "conformance": set(),
+    "averaging": set(),
+    "collect": {"models"},
+    "conformance": {"collect"},
     "demo": set(),
     "diffusion": {"adapters"},
     "gguf": set(),
     "mergekit": set(),
+    "models": set(),
+    "notebook": set(),
     "pages": set(),
+    "parts": set(),
+    "post": set(),
     "quantised": set(),
     "ray": set(),
     "remote": set(),
+    "research": set(),
+    "serving": set(),
+    "stack": set(),
     "training": set(),
-    "tune": {"collect", "pages"},
+    "tune": {"collect", "models", "notebook", "pages"},
     "ui": {"pages", "tune"},
     "vocabulary": set(),
 }
@@ -78,7 +86,8 @@ PUBLIC = {
     "version",
     EXPERIMENTS.name,
 }  # what the experiments import anywhere
-MATHEMATICS = {"linalg", "methods"}  # torch, the standard library, errors, and one another (linalg first)
+MATHEMATICS = {"linalg", "methods", "extras.post", "extras.research"}
+"""They import torch, the standard library and layers of this package, nothing else."""
 
 
 def layer_of_file(path: Path) -> str:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from docs.site import DOCS, ROOT, build, navigation, notebook_page, places, relinked, run_mkdocs
 
-from actmat.methods import METHODS
+from actmat.methods import all_methods
 
 README_LINES = 100
 """Two screens."""
@@ -30,7 +30,7 @@ def test_the_site_builds_without_a_warning(site: tuple[Path, list[str]]) -> None
         name = page.relative_to(DOCS).with_suffix(".html")
         assert (out / {"README.html": "pages.html"}.get(str(name), name.with_name(
             "index.html" if name.stem == "README" else name.name))).is_file(), name  # fmt: skip
-    assert all((out / "methods" / f"{m.name}.html").is_file() for m in METHODS)
+    assert all((out / "methods" / f"{m.name}.html").is_file() for m in all_methods())
 
 
 def test_the_notebook_is_a_page_with_what_it_showed(site: tuple[Path, list[str]]) -> None:

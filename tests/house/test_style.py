@@ -16,7 +16,7 @@ CLAUSES = ("What", "Who", "Where", "Whether", "How")
 LONGEST_FUNCTION = 60
 MOST_PARAMETERS = 8
 MOST_SUPPRESSED = 15
-CORE_CODE, ALL_CODE, EXPERIMENTS_CODE = 27_950, 42_550, 12_200
+CORE_CODE, ALL_CODE, EXPERIMENTS_CODE = 25_200, 43_500, 12_200
 """Lines of code of the package without its extras, with them, and of the experiments. The aim is 24,000 and 38,000:
 lower these when something goes."""
 
@@ -44,7 +44,7 @@ LOOKS_AT_LOCATIONS: dict[str, str] = {
     "run/automatic.py": "once for a recipe whose method is chosen before its run",
     "run/open.py": "once for every run: it decides the kind of output",
     "api/extracting.py": "a model that is LoRA already has nothing to extract",
-    "api/loading.py": "once for every model that is loaded with transformers",
+    "extras/models/loading.py": "once for every model that is loaded with transformers",
     "cli/flags.py": "flags without --base, refused before anything is opened",
     "cli/inspect.py": "which of two descriptions is printed",
     "report/verify.py": "inputs are opened as they are stored",

@@ -17,7 +17,7 @@ from actmat.linalg.chunks import CHUNK_ENTRIES, Streamed, empty_result, prepend,
 from actmat.linalg.masks.election import elect, masked_sum
 from actmat.linalg.masks.mask import Drop
 from actmat.linalg.masks.threshold import true_indices
-from actmat.methods import METHODS, get_method
+from actmat.methods import all_methods, get_method
 
 
 class OneBuffer(Sequence[Tensor]):
@@ -121,7 +121,7 @@ def test_rules_that_stream_ask_for_chunks_only(name: str, options: dict[str, Any
 
 
 def test_every_rule_that_streams_is_among_the_calls() -> None:
-    streaming = {m.name for m in METHODS if m.access.streams}
+    streaming = {m.name for m in all_methods() if m.access.streams}
     assert streaming == {name for name, _ in CALLS}
 
 

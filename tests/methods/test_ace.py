@@ -11,8 +11,8 @@ from tests.tolerances import F32_PRODUCT, F64_ORACLE, relative_error
 from torch import Tensor
 
 from actmat.errors import NumericalError, RecipeError
+from actmat.extras.research.ace import ACE, heterogeneity, merge
 from actmat.linalg.lowrank import LowRank
-from actmat.methods.ace import ACE, heterogeneity, merge
 
 assert ACE.lowrank is not None
 merge_lowrank = ACE.lowrank.merge

@@ -7,7 +7,7 @@ import torch
 from tests.helpers.experts import Experts
 from tests.tolerances import relative_error
 
-from actmat.methods.adamerging import AdamState, adam_step, coefficient_gradient, entropy, merge
+from actmat.extras.research.adamerging import AdamState, adam_step, coefficient_gradient, entropy, merge
 
 
 @pytest.fixture

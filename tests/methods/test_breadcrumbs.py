@@ -10,7 +10,7 @@ from tests.tolerances import relative_error
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.methods.breadcrumbs import BREADCRUMBS, bands
+from actmat.extras.research.breadcrumbs import BREADCRUMBS, bands
 
 
 def naive_band(delta: Tensor, density: float, gamma: float) -> Tensor:

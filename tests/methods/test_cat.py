@@ -9,7 +9,7 @@ from tests.helpers.spectra import orthogonal
 from tests.tolerances import relative_error
 from torch import Tensor
 
-from actmat.methods.cat import merge, removal_basis
+from actmat.extras.research.cat import merge, removal_basis
 
 
 @pytest.fixture

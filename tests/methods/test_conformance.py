@@ -15,21 +15,21 @@ from torch import Tensor
 
 from actmat.errors import RecipeError
 from actmat.linalg.interference import rereading
-from actmat.methods import METHODS, MergeMethod
+from actmat.methods import MergeMethod, all_methods
 
 WORKSPACE_SLACK = 1.2
 """Largest ratio of the measured peak to the declared one: LAPACK's own work space differs between builds."""
 
-each_method = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+each_method = pytest.mark.parametrize("method", all_methods(), ids=lambda m: m.name)
 
 
 def those(**declared: object) -> pytest.MarkDecorator:
     """The methods whose declaration has these values."""
-    chosen = [m for m in METHODS if all(getattr(m, k) == v for k, v in declared.items())]
+    chosen = [m for m in all_methods() if all(getattr(m, k) == v for k, v in declared.items())]
     return pytest.mark.parametrize("method", chosen, ids=lambda m: m.name)
 
 
-one_pass = pytest.mark.parametrize("method", [m for m in METHODS if m.access.one_pass], ids=lambda m: m.name)
+one_pass = pytest.mark.parametrize("method", [m for m in all_methods() if m.access.one_pass], ids=lambda m: m.name)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def literal_variants(method: MergeMethod) -> list[dict[str, object]]:
 
 
 def test_names_are_unique() -> None:
-    names = [m.name for m in METHODS]
+    names = [m.name for m in all_methods()]
     assert sorted(names) == sorted(set(names))
 
 
@@ -66,7 +66,7 @@ def test_the_declaration_is_complete(method: MergeMethod) -> None:
     if method.needs_statistics:
         assert "statistics" in method.needs
     if method.about.preset_of is not None:
-        assert method.about.preset_of in {m.name for m in METHODS}
+        assert method.about.preset_of in {m.name for m in all_methods()}
 
 
 @those(needs_base=True)
@@ -92,7 +92,7 @@ def test_the_base_is_looked_at_exactly_where_it_is_declared(method: MergeMethod)
             assert torch.equal(call(method, experts.deltas, options, base=None, **given).value, with_base)
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m.access.baseless], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", [m for m in all_methods() if m.access.baseless], ids=lambda m: m.name)
 @pytest.mark.parametrize("n_experts", [1, 2, 3])
 def test_without_a_base_any_point_gives_the_same_weights(method: MergeMethod, n_experts: int) -> None:
     """`W_0 + D*` is the same for two bases exactly where it is declared, with every switch off and on."""
@@ -158,7 +158,7 @@ def test_awkward_shapes_and_ranks_give_finite_results(
         assert bool(out.isfinite().all())
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m.max_experts is not None], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", [m for m in all_methods() if m.max_experts is not None], ids=lambda m: m.name)
 def test_more_experts_than_the_rule_is_defined_for_are_refused(method: MergeMethod) -> None:
     assert method.max_experts is not None
     experts = Experts.random(method.max_experts + 1, (4, 5))
@@ -200,7 +200,7 @@ def test_batch_axes_are_a_loop(method: MergeMethod, rank: int | None) -> None:
             assert relative_error(whole[i, j], part) <= 1e-11
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m.acts_on != "matrix"], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", [m for m in all_methods() if m.acts_on != "matrix"], ids=lambda m: m.name)
 @pytest.mark.parametrize("shape", [(), (13,), (2, 5, 4), (3, 2, 2, 3)])
 def test_tensor_rules_take_any_shape(method: MergeMethod, shape: tuple[int, ...]) -> None:
     rng = torch.Generator().manual_seed(3)
@@ -249,7 +249,7 @@ def test_one_pass_rules_keep_nothing_of_a_delta(method: MergeMethod) -> None:
         assert torch.equal(call(method, Overlaid(experts.deltas), options, **given).value, expected), variant
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m.access.reads_again], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", [m for m in all_methods() if m.access.reads_again], ids=lambda m: m.name)
 @pytest.mark.parametrize("shape", [(60, 12), (20, 36), (12, 12), (60, 7)], ids=str)
 def test_rules_read_a_second_time_what_they_say(
     method: MergeMethod, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -265,7 +265,7 @@ def test_rules_read_a_second_time_what_they_say(
         assert method.access.one_pass
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m.combine is not None], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", [m for m in all_methods() if m.combine is not None], ids=lambda m: m.name)
 def test_a_rule_that_combines_is_the_sum_it_tells(method: MergeMethod) -> None:
     """An engine adds up by these coefficients and never calls the rule."""
     assert method.combine is not None
@@ -299,7 +299,7 @@ def test_random_rules_follow_their_generator_alone(method: MergeMethod) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True)), "no variant draws anything"
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m.survey is not None], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", [m for m in all_methods() if m.survey is not None], ids=lambda m: m.name)
 def test_surveys_do_not_depend_on_the_order_of_the_tensors(method: MergeMethod) -> None:
     model = {
         name: Experts.random(3, shape, seed=s) for s, (name, shape) in enumerate({"a": (6, 5), "b": (4, 9)}.items())

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actmat.errors import RecipeError
 from actmat.linalg.lowrank import LowRank
-from actmat.methods import METHODS, MergedLowRank, MergeMethod, get_method
+from actmat.methods import MergedLowRank, MergeMethod, all_methods, get_method
 
-FACTORED = [m for m in METHODS if m.lowrank is not None]
+FACTORED = [m for m in all_methods() if m.lowrank is not None]
 each_factored = pytest.mark.parametrize("method", FACTORED, ids=lambda m: m.name)
 
 
@@ -168,7 +168,7 @@ def test_options_that_take_the_low_rank_form_away_are_all_known() -> None:
     """The comparison above meets every kind of reason; methods without the form give theirs."""
     found = {m.name for m in FACTORED for options in all_options(m) if m.why_dense(options, 2) is not None}
     assert found == {"linear", "actmat", "wudi", "regmean", "tsv", "iso_c"}
-    reasons = {m.name: m.why_dense(m.resolve_options({}), 2) for m in METHODS if m.lowrank is None}
+    reasons = {m.name: m.why_dense(m.resolve_options({}), 2) for m in all_methods() if m.lowrank is None}
     assert reasons["tact"] == "tact has no low-rank form"
     assert reasons["ties"] == "ties acts on single entries"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.methods import METHODS, About, Bounds, LowRankForm, Merged, MergeMethod, get_method
+from actmat.methods import About, Bounds, LowRankForm, Merged, MergeMethod, all_methods, get_method
 from actmat.methods.contract import Option
 
 
@@ -214,7 +214,7 @@ def test_bounds_are_closed_but_for_an_open_low_end() -> None:
 
 
 def test_get_method_finds_every_method_and_offers_near_names() -> None:
-    for method in METHODS:
+    for method in all_methods():
         assert get_method(method.name) is method
     with pytest.raises(RecipeError, match="Did you mean 'average'"):
         get_method("avrage")

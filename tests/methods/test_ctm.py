@@ -9,8 +9,8 @@ from tests.helpers.spectra import orthonormal, random_deltas, random_lowrank
 from tests.tolerances import F64_ORACLE, relative_error
 from torch import Tensor
 
+from actmat.extras.research.ctm import CTM, merge, merge_lowrank, shared_subspaces
 from actmat.linalg.lowrank import truncate
-from actmat.methods.ctm import CTM, merge, merge_lowrank, shared_subspaces
 
 
 def naive_subspaces(targets: list[Tensor], rank: int, sweeps: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
 from actmat.errors import RecipeError
-from actmat.methods.della import DELLA
+from actmat.extras.research.della import DELLA
 
 PLAIN = {"sign_election": False}
 

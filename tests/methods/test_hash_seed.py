@@ -13,10 +13,10 @@ SCRIPT = """
 import hashlib
 import torch
 from tests.helpers.experts import Experts, merged
-from actmat.methods import METHODS
+from actmat.methods import all_methods
 torch.set_num_threads(1)
 experts = Experts.random(3, (12, 10), dtype=torch.float32)
-for method in METHODS:
+for method in all_methods():
     value = merged(method, experts)
     print(method.name, hashlib.sha256(bytes(value.contiguous().untyped_storage())).hexdigest())
 """

@@ -10,7 +10,7 @@ from tests.helpers.laws import law_gap
 from tests.helpers.spectra import graded, random_deltas, random_lowrank
 from tests.tolerances import relative_error
 
-from actmat.methods.iso_cts import ISO_CTS, merge, split_directions
+from actmat.extras.research.iso_cts import ISO_CTS, merge, split_directions
 
 assert ISO_CTS.lowrank is not None
 merge_lowrank = ISO_CTS.lowrank.merge

@@ -10,7 +10,7 @@ from tests.helpers.experts import Experts
 from tests.tolerances import relative_error
 from torch import Tensor
 
-from actmat.methods.karcher import merge, sphere_mean
+from actmat.extras.research.karcher import merge, sphere_mean
 
 
 def naive(weights: list[Tensor], alphas: list[float], max_iter: int, tol: float) -> Tensor:

@@ -10,7 +10,7 @@ from tests.helpers.experts import Experts
 from tests.tolerances import relative_error
 from torch import Tensor
 
-from actmat.methods.model_stock import merge
+from actmat.extras.research.model_stock import merge
 
 
 def naive(base: Tensor, experts: list[Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actmat.methods.nearswap import merge
+from actmat.extras.research.nearswap import merge
 
 
 @pytest.mark.parametrize("t", [1e-3, 0.05, 10.0])

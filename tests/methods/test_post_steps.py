@@ -11,12 +11,12 @@ from tests.tolerances import F32_PRODUCT, F64_ORACLE
 from torch import Tensor
 
 from actmat.errors import RecipeError
+from actmat.extras.post.layer_steps import conflict, effective_rank
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import Merged
-from actmat.methods.post import STEPS, Layer, PostStep, apply_steps, get_step
-from actmat.methods.post.layer_steps import conflict, effective_rank
+from actmat.methods.post import Layer, PostStep, all_steps, apply_steps, get_step
 
-MATRIX_STEPS = [s for s in STEPS if s.layers is None]
+MATRIX_STEPS = [s for s in all_steps() if s.layers is None]
 SHAPES = [(9, 9), (6, 11), (11, 6)]
 
 
@@ -117,7 +117,7 @@ def test_boosting_is_the_equation(shape: tuple[int, int], beta: float) -> None:
 
 
 def test_isotropise_is_iso_c_of_a_sum() -> None:
-    from actmat.api.matrices import merge_matrices
+    from actmat.extras.research.matrices import merge_matrices
 
     deltas = experts(6, 9)
     for mean in ("all", "rank", "rms"):
@@ -234,8 +234,8 @@ def test_larv_factors_are_the_equation() -> None:
 
 
 def test_declarations() -> None:
-    assert len({s.name for s in STEPS}) == len(STEPS)
-    for step in STEPS:
+    assert len({s.name for s in all_steps()}) == len(all_steps())
+    for step in all_steps():
         assert (step.apply is None) == (step.apply_lowrank is None) == (step.layers is not None)
         assert all(o.doc for o in step.options.values()), step.name
     with pytest.raises(RecipeError, match="Did you mean 'svc'"):

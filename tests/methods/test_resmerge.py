@@ -12,8 +12,8 @@ from tests.helpers.spectra import random_deltas, random_lowrank
 from tests.tolerances import F64_ORACLE, relative_error
 from torch import Tensor
 
+from actmat.extras.research.resmerge import RESMERGE, merge
 from actmat.linalg.lowrank import LowRank
-from actmat.methods.resmerge import RESMERGE, merge
 
 assert RESMERGE.lowrank is not None
 merge_lowrank = RESMERGE.lowrank.merge

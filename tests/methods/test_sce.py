@@ -10,7 +10,7 @@ from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 from torch import Tensor
 
-from actmat.methods.sce import SCE
+from actmat.extras.research.sce import SCE
 
 
 def naive_sce(deltas: Sequence[Tensor], fraction: float) -> Tensor:

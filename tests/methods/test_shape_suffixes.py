@@ -14,7 +14,7 @@ from tests.helpers.survey import call, run_survey
 
 from actmat.linalg.caps import cap_delta, cap_lowrank
 from actmat.linalg.lowrank import LowRank, truncate
-from actmat.methods import METHODS, MergeMethod
+from actmat.methods import MergeMethod, all_methods
 
 
 def variants(method: MergeMethod) -> list[dict[str, Any]]:
@@ -28,7 +28,7 @@ def variants(method: MergeMethod) -> list[dict[str, Any]]:
     return out
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+@pytest.mark.parametrize("method", all_methods(), ids=lambda m: m.name)
 @pytest.mark.parametrize("shape", [(7, 11), (24, 5), (2, 6, 9)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_suffixes_of_every_method(method: MergeMethod, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -42,7 +42,7 @@ def test_suffixes_of_every_method(method: MergeMethod, shape: tuple[int, ...], d
     assert not problems
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m.lowrank], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", [m for m in all_methods() if m.lowrank], ids=lambda m: m.name)
 def test_suffixes_of_every_low_rank_form(method: MergeMethod) -> None:
     experts = Experts.random(3, (7, 11))
     deltas = [LowRank(d[:, : t + 1], d[: t + 1]) for t, d in enumerate(experts.deltas)]

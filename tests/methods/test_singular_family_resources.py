@@ -8,9 +8,9 @@ from tests.helpers.experts import OnePass
 from tests.helpers.memory import peak_bytes
 from tests.helpers.spectra import random_deltas
 
+from actmat.extras.research.iso_cts import ISO_CTS
 from actmat.methods.contract import MergeMethod
 from actmat.methods.iso_c import ISO_C
-from actmat.methods.iso_cts import ISO_CTS
 from actmat.methods.knots import KNOTS
 from actmat.methods.tsv import TSV
 

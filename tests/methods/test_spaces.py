@@ -10,10 +10,10 @@ import torch
 from tests.tolerances import F64_ORACLE
 from torch import Tensor
 
-from actmat.api.matrices import merge_matrices
 from actmat.errors import AlignmentError, RecipeError
+from actmat.extras.research.matrices import merge_matrices
 from actmat.linalg.lowrank import LowRank, core_bases
-from actmat.methods import METHODS, MergeMethod, get_method
+from actmat.methods import MergeMethod, all_methods, get_method
 from actmat.methods.spaces import merge_in_core, merge_in_factors, space_problems, space_words
 
 Pairs = list[tuple[Tensor, Tensor]]
@@ -40,7 +40,7 @@ COUNTING = {"tsv", "iso_c", "iso_cts", "actmat_ridge", "actmat_bounded", "dc_mer
 """Methods with ranks or means over the sides of the matrix: directions per expert, mean singular or eigenvalue."""
 
 IN_CORE = [
-    m for m in METHODS if m.name != "adamerging" and not space_problems("core", m, m.resolve_options({}))
+    m for m in all_methods() if m.name != "adamerging" and not space_problems("core", m, m.resolve_options({}))
     and m.max_experts is None
 ]  # fmt: skip
 

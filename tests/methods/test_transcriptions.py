@@ -20,12 +20,12 @@ from tests.helpers.spectra import random_deltas
 from tests.tolerances import F32_PRODUCT, F32_SOLVE, F64_IDENTITY, F64_ORACLE, relative_error
 from torch import Tensor
 
+from actmat.extras.research.adamerging import ADAMERGING, AdamState, adam_step, coefficient_gradient, entropy
+from actmat.extras.research.cat import CAT
+from actmat.extras.research.della import DELLA
 from actmat.methods import get_method
-from actmat.methods.adamerging import ADAMERGING, AdamState, adam_step, coefficient_gradient, entropy
-from actmat.methods.cat import CAT
 from actmat.methods.contract import MergeMethod
 from actmat.methods.dare import DARE
-from actmat.methods.della import DELLA
 
 ACTMAT_BOUNDED = get_method("actmat_bounded")
 ACTMAT_RIDGE = get_method("actmat_ridge")

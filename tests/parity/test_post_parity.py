@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.tolerances import F32_PRODUCT
 from torch import Tensor
 
-from actmat.api.matrices import merge_matrices
+from actmat.extras.research.matrices import merge_matrices
 from actmat.linalg.lowrank import LowRank
 from actmat.methods.post import Layer, get_step
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import actmat
 from actmat.linalg.interference import rereading
 from actmat.linalg.operations import gram, polar_factor, product, svd, thin_svd, total
-from actmat.methods import METHODS, get_method
+from actmat.methods import all_methods, get_method
 from actmat.methods.contract import MergeMethod
 from actmat.planning import MergePlan
 from actmat.planning.cost import item_operations, method_operations
@@ -39,7 +39,7 @@ def defaults(method: MergeMethod) -> dict[str, Any]:
     return method.resolve_options({})
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+@pytest.mark.parametrize("method", all_methods(), ids=lambda m: m.name)
 def test_matrices_and_stacks_add_up(method: MergeMethod) -> None:
     options = defaults(method)
     one = by_class(method_operations(method, [(ROWS, INPUTS)], EXPERTS, options))

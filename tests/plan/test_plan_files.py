@@ -10,11 +10,12 @@ import pytest
 from tests.helpers.merging import Family
 
 import actmat
-from actmat.engine.shares import Part, plan_part, share_units, work_of
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import RecipeError
+from actmat.extras.parts.differences import plan_differences
+from actmat.extras.parts.plan_files import read_plan, write_plan
+from actmat.extras.parts.shares import Part, plan_part, share_units, work_of
 from actmat.planning import MergePlan
-from actmat.planning.differences import plan_differences
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +25,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> MergePlan:
 
 
 def test_a_plan_from_its_file(plan: MergePlan, tmp_path: Path) -> None:
-    plan.write(tmp_path / "plan.json")
-    found = MergePlan.read(tmp_path / "plan.json")
+    write_plan(plan, tmp_path / "plan.json")
+    found = read_plan(tmp_path / "plan.json")
     assert found == plan
     assert found.fingerprint() == plan.fingerprint()
 
@@ -35,15 +36,15 @@ def test_options_that_are_infinite_are_kept(plan: MergePlan, tmp_path: Path) -> 
     assert first.call is not None
     call = dataclasses.replace(first.call, options={"a": math.inf, "b": [1.0, {"c": -math.inf}]})
     other = dataclasses.replace(plan, items=(dataclasses.replace(first, call=call),))
-    other.write(tmp_path / "plan.json")
-    assert MergePlan.read(tmp_path / "plan.json") == other
+    write_plan(other, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == other
 
 
 @pytest.mark.parametrize("text", ["", '{"actmat_plan":1,"a":1}', '{"actmat_plan":3,"unknown":1}', '{"actmat_plan":3,'])
 def test_a_file_that_is_no_plan(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(RecipeError, match=r"expected a plan of layout 3|the plan is damaged"):
-        MergePlan.read(tmp_path / "plan.json")
+        read_plan(tmp_path / "plan.json")
 
 
 def test_shares_have_every_unit_once_whatever_is_done(plan: MergePlan) -> None:

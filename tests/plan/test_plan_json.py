@@ -19,11 +19,11 @@ from tests.helpers.merging import CONFIG, EMBEDDING, expert_of, llama_tensors, s
 import actmat
 from actmat.errors import MergeError, RecipeError
 from actmat.extras.collect.collect import collect
-from actmat.methods import METHODS
+from actmat.methods import all_methods
 from actmat.planning import MergePlan
 
 QV = "*.{q,v}_proj.weight"
-METHOD_NAMES = [m.name for m in METHODS if not m.needs_statistics and m.max_experts is None]
+METHOD_NAMES = [m.name for m in all_methods() if not m.needs_statistics and m.max_experts is None]
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "scope": st.sampled_from(["linear", "paper", "all"]),
     "scale": st.floats(-2, 2),
@@ -89,7 +89,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     statistics = "t1" not in experts and draw(st.booleans())
     method = draw(st.sampled_from(["regmean", "lot"] if statistics else METHOD_NAMES))
     weights = draw(st.none() | st.lists(st.floats(0.1, 3), min_size=len(experts), max_size=len(experts)))
-    if weights is not None and next(m for m in METHODS if m.name == method).is_weighted:
+    if weights is not None and next(m for m in all_methods() if m.name == method).is_weighted:
         fields["weights"] = weights
     return {"experts": experts, "to": to, "method": method, "statistics": statistics, **fields}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from actmat.layout.types import Block, Role, TensorLayout
 from actmat.linalg.chunks import CHUNK_ENTRIES
-from actmat.methods import METHODS, get_method
+from actmat.methods import all_methods, get_method
 from actmat.methods.contract import MergeMethod
 from actmat.methods.facets import ActsOn
 from actmat.planning import regions as regions_module
@@ -103,7 +103,7 @@ def test_interleaved_and_transposed_blocks_stay_whole() -> None:
 
 
 def test_caps_want_whole_tensors() -> None:
-    elementwise = next(m for m in METHODS if m.acts_on == "elementwise")
+    elementwise = next(m for m in all_methods() if m.acts_on == "elementwise")
     assert granularity(elementwise, Postprocess()) == "elementwise"
     assert granularity(elementwise, Postprocess(norm_cap="mean")) == "tensor"
     assert granularity(get_method("actmat"), Postprocess(norm_cap="mean")) == "matrix"
@@ -121,7 +121,7 @@ def peak(name: str, shape: tuple[int, ...], experts: int = 3, layout: TensorLayo
     return tensor_peak_bytes(regions, call, reading)
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+@pytest.mark.parametrize("method", all_methods(), ids=lambda m: m.name)
 def test_more_of_anything_costs_no_less(method: MergeMethod) -> None:
     name = method.name
     small = peak(name, (64, 64))

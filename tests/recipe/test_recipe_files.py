@@ -71,7 +71,7 @@ sede: 3
 """,
     )
     found = problems(path)
-    fields = "Fields: path, name, weight, options, statistics"
+    fields = "Fields: path, name, weight, options, statistics, stacks"
     assert f"{path}:5: experts.1.wieght: there is no field 'wieght'. Did you mean 'weight'? {fields}" in found
     assert any(p.startswith(f"{path}:6: scope: ") for p in found)
     assert any(p.startswith(f"{path}:8: rules.0: a rule either keeps") for p in found)

@@ -8,7 +8,7 @@ import pytest
 from tests.tolerances import F64_IDENTITY
 
 from actmat.errors import RecipeError
-from actmat.recipe.trajectory import distinct_names, in_order, trajectory_weights
+from actmat.extras.averaging.recipe import distinct_names, in_order, trajectory_weights
 
 
 @pytest.mark.parametrize("text", ["uniform", "linear", "ema:0.9", "ema:1", "wsd"])

@@ -12,7 +12,8 @@ from tests.helpers.adapters import save_adapter
 from tests.helpers.merging import Q0, Family, actmat, contents, hidden
 
 import actmat as library
-from actmat.checkpoints.writing.staging import MANIFEST_NAME, Staging
+from actmat.checkpoints.writing.listed import MANIFEST_NAME
+from actmat.checkpoints.writing.staging import Staging
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ import pytest
 from tests.helpers.merge_server import Run, Server, merge_server
 from tests.helpers.merging import Family, actmat, contents, hidden
 
-from actmat.checkpoints.writing.staging import JOURNAL_NAME, MANIFEST_NAME
+from actmat.checkpoints.writing.listed import MANIFEST_NAME
+from actmat.checkpoints.writing.staging import JOURNAL_NAME
 
 KILLS = 20
 EVERY_TIME = 5

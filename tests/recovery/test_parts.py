@@ -20,9 +20,9 @@ from tests.helpers.merging import NORM, Family, Outcome, actmat, contents, hidde
 
 import actmat as library
 from actmat.checkpoints.writing.journal import Journal
-from actmat.checkpoints.writing.shared import SharedStage
 from actmat.diagnostics.model import read_diagnosis
 from actmat.errors import OutputError, RecipeError
+from actmat.extras.parts.stage import SharedStage
 
 LAYERS = 12
 FLAGS = ("--max-shard-size", "6kB", "--method", "ties", "--option", "trim=global", "--no-fsync")

@@ -21,7 +21,7 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.remote import MARK_NAME
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.checkpoints.retry import TransientError
-from actmat.checkpoints.writing.staging import MANIFEST_NAME
+from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
 from actmat.extras.conformance.checkpoints import CheckpointConformance
 from actmat.extras.remote.objects import ObjectStore

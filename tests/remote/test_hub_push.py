@@ -19,7 +19,8 @@ from tests.helpers.merging import Family, actmat
 from tests.helpers.repository import ROOT
 
 import actmat as package
-from actmat.checkpoints.hub_push import hub_name, listed_files
+from actmat.checkpoints.hub_push import hub_name
+from actmat.checkpoints.writing.listed import listed_files
 from actmat.errors import OutputError
 
 Models = tuple[Family, Path, Path]

@@ -17,7 +17,7 @@ from tests.helpers.merging import Family, actmat, contents, hidden
 from tests.helpers.range_server import RangeServer
 
 from actmat.checkpoints.remote import MARK_NAME
-from actmat.checkpoints.writing.staging import MANIFEST_NAME
+from actmat.checkpoints.writing.listed import MANIFEST_NAME
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.helpers.range_server import RangeServer
 
 from actmat.checkpoints import ranges, retry
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
-from actmat.checkpoints.writing.staging import MANIFEST_NAME
+from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
 from actmat.experts.resolve import open_expert
 from actmat.experts.resolve import open_handle as open_expert_handle

@@ -181,8 +181,8 @@ def test_data_without_a_usable_column_names_its_columns_and_the_expert(place: Pa
 
 
 def test_a_model_without_a_tokenizer_says_where_one_is_missing(place: Path, tmp_path: Path) -> None:
-    from actmat.api.loading import Loaded
     from actmat.extras.collect.data import make_batches
+    from actmat.extras.models.loading import Loaded
 
     (tmp_path / "bare").mkdir()
     model = AutoModelForCausalLM.from_pretrained(place / "base")

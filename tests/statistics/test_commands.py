@@ -17,11 +17,11 @@ from tests.helpers.models import BY_NAME, VOCABULARY
 from tests.helpers.pretrained import write_bert
 from tests.tolerances import F32_PRODUCT, relative_error
 
-from actmat.api.loading import Loaded, load_model
 from actmat.errors import StatisticsError
 from actmat.extras.collect.collect import collect
 from actmat.extras.collect.data import DataOptions, make_batches
 from actmat.extras.demo.texts import load_encoder
+from actmat.extras.models.loading import Loaded, load_model
 from actmat.statistics import open_statistics
 
 TEXTS = ["one two", "three four five six", "seven"]

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from actmat.errors import StatisticsError
 from actmat.extras.collect.batches import Batch
 from actmat.extras.collect.collect import collect
+from actmat.extras.collect.combine import merge_statistics
 from actmat.extras.collect.inputs.layer_inputs import LayerInputs
 from actmat.extras.collect.measures import MEASURES, Run, StoredTensors, store_sums
-from actmat.statistics import merge_statistics, open_statistics
+from actmat.statistics import open_statistics
 from actmat.statistics.kinds import KINDS, SumKind, get_kind
 
 

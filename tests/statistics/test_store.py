@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from actmat.errors import OutputError, StatisticsError
 from actmat.extras.collect.collect import collect
+from actmat.extras.collect.combine import merge_statistics
 from actmat.extras.collect.measures import GramSum
-from actmat.statistics import merge_statistics, open_statistics
+from actmat.statistics import open_statistics
 from actmat.statistics.header import FILE_NAME, METADATA_KEY
 from actmat.statistics.kinds import packed_size, unpack
 
@@ -139,6 +140,7 @@ def test_a_place_in_use_is_left_alone(tmp_path: Path) -> None:
     assert (out / FILE_NAME).read_bytes() == before
     written(out, 2, overwrite=True)
     assert (out / FILE_NAME).read_bytes() != before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["s"]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
     with pytest.raises(OutputError, match=r"holds other files \(thesis.tex\)"):

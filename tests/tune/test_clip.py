@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
 
 import actmat
-from actmat.api.loading import Loaded, load_model
 from actmat.errors import StatisticsError
 from actmat.extras.collect.data import DataOptions, class_names, class_prompts
+from actmat.extras.models.loading import Loaded, load_model
 
 CLASSES = {"pets": ["cat", "grey_dog", "hen"], "flags": ["red", "blue"]}
 PER_CLASS = 4

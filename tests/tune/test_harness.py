@@ -13,8 +13,8 @@ import torch
 from tests.helpers.merging import actmat as run
 from tests.tune.conftest import TEXTS
 
-from actmat.api.loading import load_model
 from actmat.errors import RecipeError
+from actmat.extras.models.loading import load_model
 from actmat.extras.tune import harness
 from actmat.extras.tune.harness import LmEval
 

@@ -13,10 +13,10 @@ from tests.tune.conftest import TEXTS
 from torch import nn
 
 import actmat
-from actmat.api.loading import Loaded, load_model
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import RecipeError
 from actmat.extras.collect.data import DataOptions
+from actmat.extras.models.loading import Loaded, load_model
 from actmat.extras.tune import memory
 from actmat.extras.tune.live import LiveModel, StoredTensors, state_of
 from actmat.extras.tune.memory import MemoryPlan, Sizes, model_device, plan_memory, sizes_of
@@ -68,7 +68,7 @@ def test_deltas_go_to_files_where_they_do_not_fit_and_less_is_refused() -> None:
 
 def test_free_memory_is_the_limit_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
-    plan = plan_memory(SPECS, SIZES, RunSettings(), dtype="float32", merging=0, merges=1, gram=False)
+    plan = plan_memory(SPECS, SIZES, RunSettings(), dtype="float32", merging=0, merges=1, whole=1, gram=False)
     assert plan.limit == 900
     assert "free" in plan.source
 

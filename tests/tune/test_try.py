@@ -18,9 +18,9 @@ from tests.tolerances import F32_PRODUCT
 from tests.tune.conftest import TEXTS
 
 import actmat
-from actmat.api import in_memory
-from actmat.api.loading import Loaded, load_model
 from actmat.errors import OutputError, RecipeError, StatisticsError
+from actmat.extras.models import in_memory
+from actmat.extras.models.loading import Loaded, load_model
 from actmat.extras.tune import harness, trying
 
 PROMPT = "w3 w4 w5"

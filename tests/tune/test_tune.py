@@ -16,9 +16,9 @@ from tests.tune.conftest import TEXTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import actmat
-from actmat.api.loading import load_model
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.extras.collect.data import DataOptions
+from actmat.extras.models.loading import load_model
 from actmat.extras.tune.evaluate import compare_answers, default_predict, keep_answers, loss_of
 from actmat.extras.tune.groups import patterns_for
 from actmat.extras.tune.inputs import prepare_inputs

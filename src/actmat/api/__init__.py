@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from actmat.api.diagnosing import diagnose, diagnose_output, recipe_of_output
-from actmat.api.merging import Location, average, make_arguments, merge, plan
-from actmat.recipe.trajectory import average_recipe
+from actmat.api.merging import Location, make_arguments, merge, plan, split_fields
 from actmat.run import MergeReport, diagnose_recipe, plan_recipe, run_recipes
 
 __all__ = [
     "Location",
     "MergeReport",
-    "average",
-    "average_recipe",
     "diagnose",
     "diagnose_output",
     "diagnose_recipe",
@@ -21,4 +18,5 @@ __all__ = [
     "plan_recipe",
     "recipe_of_output",
     "run_recipes",
+    "split_fields",
 ]

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from actmat.api.merging import Location, make_arguments
-from actmat.api.notebook import usual_progress
 from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis
-from actmat.progress import Progress
+from actmat.progress import Progress, usual_progress
 from actmat.recipe import Recipe, make_recipe
 from actmat.report.manifest import input_location, read_manifest
 from actmat.run import diagnose_recipe

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actmat.api.notebook import usual_progress
 from actmat.errors import RecipeError
 from actmat.experts.resolve import has_factors, open_base
 from actmat.foreign import html_table, terminal
-from actmat.progress import Progress
+from actmat.progress import Progress, usual_progress
 from actmat.recipe import Recipe, make_recipe
 from actmat.run import MergeReport, run_recipes
 from actmat.settings import RunSettings

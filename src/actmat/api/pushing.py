@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actmat.bounds import local_path
-from actmat.checkpoints.writing.staging import MANIFEST_NAME
+from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import OutputError
 from actmat.report import read_manifest, verify
 from actmat.report.verify import VERSIONING
@@ -96,7 +96,7 @@ def push(
 
 def _files(folder: Path) -> tuple[list[str], tuple[str, ...]]:
     """Names of the files to push, and of the others."""
-    from actmat.checkpoints.hub_push import listed_files
+    from actmat.checkpoints.writing.listed import listed_files
 
     ours = {*listed_files(read_manifest(folder)), MANIFEST_NAME}
     found = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())

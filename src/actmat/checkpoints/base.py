@@ -115,11 +115,13 @@ class CheckpointHandle:
     etags: tuple[tuple[str, int, str], ...] = ()  # name, size and version of remote files, which must be the same
     parts: tuple[tuple[CheckpointHandle, str, int, int], ...] = ()  # of a stack: handle, location, first layer, end
     view: Any = None  # plain data from which the plug-in `format` of the group `actmat.views` opens it
+    heads: tuple[tuple[str, str], ...] = ()  # output heads that are untied, and the token table of each
 
     def __post_init__(self) -> None:
         """Take parts that come from JSON."""
         parts = tuple((h if isinstance(h, CheckpointHandle) else CheckpointHandle(**h), *p) for h, *p in self.parts)
         object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "heads", tuple((head, table) for head, table in self.heads))
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):

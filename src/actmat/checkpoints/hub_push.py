@@ -20,11 +20,11 @@ from typing import Any, Literal
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, errors
 
 from actmat.bounds import read_object
-from actmat.checkpoints.folder import is_plain_name
 from actmat.checkpoints.hashing import sha256_file
 from actmat.checkpoints.hub import HTTP_ERROR, HubFile, HubRepository, explained, open_repository
 from actmat.checkpoints.resolve import HUB_ID
-from actmat.checkpoints.writing.staging import MANIFEST_NAME, disk_errors
+from actmat.checkpoints.writing.listed import MANIFEST_NAME, listed_files
+from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import CheckpointError, OutputError
 from actmat.foreign import in_one_line
 
@@ -157,22 +157,6 @@ def _ours(repository: HubRepository) -> frozenset[str]:
     with contextlib.suppress(CheckpointError):
         return frozenset({MANIFEST_NAME, *listed_files(read_object(repository.fetch(MANIFEST_NAME)))})
     return frozenset({MANIFEST_NAME})
-
-
-def listed_files(manifest: Mapping[str, Any]) -> list[str]:
-    """Names of the files that a manifest records, itself not included; of a damaged one, those that are there.
-
-    >>> listed_files({"output": {"files": {"model.safetensors": 8}, "side_files": {"config.json": {}}}})
-    ['model.safetensors', 'config.json']
-    """
-    output, timing = ({**row} if isinstance(row := manifest.get(k), dict) else {} for k in ("output", "timing"))
-    rows = (output.get("files"), output.get("side_files"), timing.get("reports"))
-    return [name for row in rows if isinstance(row, dict) for name in row if _is_inside(name)]
-
-
-def _is_inside(name: object) -> bool:
-    """True for the name of a file in a folder or below it."""
-    return isinstance(name, str) and all(map(is_plain_name, name.split("/")))
 
 
 def check_place(place: HubPlace, *, private: bool, overwrite: bool) -> None:

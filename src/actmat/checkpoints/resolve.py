@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ from actmat.checkpoints.formats import find_format, format_named
 from actmat.checkpoints.layer_names import StackPart, stack_parts
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.source import LocalSource, Source
-from actmat.checkpoints.stack import open_stack
+from actmat.checkpoints.untied import UntiedCheckpoint
 from actmat.errors import CheckpointError, did_you_mean
 
 
@@ -76,23 +77,30 @@ def open_checkpoint(
         return decoded(MemoryCheckpoint(location))
     parts = stack_parts(str(location))
     if parts and not os.path.lexists(location):
-        return open_stack(str(location), parts, lambda place: open_checkpoint(place, cache_dir=cache_dir))
+        return _open_stack(str(location), parts, lambda place: open_checkpoint(place, cache_dir=cache_dir))
     source = find_source(location, cache_dir=cache_dir)
     return decoded(find_format(source).open(source))
 
 
 def open_handle(handle: CheckpointHandle) -> Checkpoint:
     """Open the checkpoint that `Checkpoint.handle` described, in any process that has the same storage."""
+    if handle.heads:
+        return UntiedCheckpoint(open_handle(replace(handle, heads=())), dict(handle.heads))
     if handle.parts:
         handles = {location: part for part, location, _, _ in handle.parts}
         layers = [StackPart(location, start, stop) for _, location, start, stop in handle.parts]
-        return open_stack(handle.location, layers, lambda location: open_handle(handles[location]))
+        return _open_stack(handle.location, layers, lambda location: open_handle(handles[location]))
     if handle.view is not None:
         view: View = plugins.needed("actmat.views", handle.format)
         return view.open(handle.view, open_handle)
     source = find_source(handle.address, cache_dir=handle.cache_dir or None, handle=handle)
     source.location = handle.location
     return decoded(format_named(handle.format).open(source))
+
+
+def _open_stack(location: str, parts: Sequence[StackPart], open_part: Callable[[str], Checkpoint]) -> Checkpoint:
+    opened: Checkpoint = plugins.needed("actmat.views", "stack")(location, parts, open_part)
+    return opened
 
 
 def find_source(

@@ -33,10 +33,14 @@ class RowRange:
 
 @dataclass(frozen=True, slots=True)
 class TensorRows:
-    """A tensor made of ranges of rows, in order; `transposed`: of the one matrix that is named, transposed."""
+    """A tensor made of ranges of rows, in order; `transposed`: of the one matrix that is named, transposed.
+
+    `columns` are the entries of a row where it is not all that one index of the first axis has: those of a stack.
+    """
 
     ranges: tuple[RowRange, ...]
     transposed: bool = False
+    columns: int = 0
 
 
 class RowsCheckpoint(Checkpoint):
@@ -53,7 +57,7 @@ class RowsCheckpoint(Checkpoint):
     ) -> None:
         self.inner = inner
         self.rows = dict(rows)
-        self.location = inner.location
+        self.location, self.notes = inner.location, inner.notes
         self.directory: Path | None = inner.directory
         self.aliases = MappingProxyType({})
         used = {r.name for t in rows.values() for r in t.ranges}
@@ -98,7 +102,7 @@ class RowsCheckpoint(Checkpoint):
             whole = self.inner.read(parts.ranges[0].name).reshape(spec.shape[::-1]).mT.contiguous()
             out[:] = raw_bytes(whole)[start : start + len(out)]
         else:
-            self._read_rows(parts.ranges, start, out)
+            self._read_rows(parts, start, out)
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Pass the hint on."""
@@ -115,10 +119,11 @@ class RowsCheckpoint(Checkpoint):
         """Close the stored checkpoint."""
         self.inner.close()
 
-    def _read_rows(self, ranges: Sequence[RowRange], start: int, out: memoryview) -> None:
+    def _read_rows(self, parts: TensorRows, start: int, out: memoryview) -> None:
         """Fill `out` from byte `start` of the ranges, one below the other."""
+        ranges = parts.ranges
         first = self.inner.specs[ranges[0].name]
-        width = first.nbytes // (first.shape[0] if first.shape else 1)
+        width = parts.columns * first.itemsize or first.nbytes // (first.shape[0] if first.shape else 1)
         ends = list(accumulate((r.stop - r.start) * width for r in ranges))
         done, k = 0, bisect_right(ends, start)
         while done < len(out):

@@ -33,8 +33,8 @@ MODEL_DTYPES = ("float32", "bfloat16", "float16", "float64")
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Options": ("base", "experts", "method", "options", "scale", "out", "plan", "json", "full", "quiet"),
     "What is merged": (
-        *("weight", "normalize", "scope", "keep", "ties", "space", "post", "statistics", "vocabulary", "seed"),
-        *("allow_nonfinite", "any_base", "mute", "tune_scale", "average", "as_given"),
+        *("weight", "normalize", "scope", "keep", "ties", "space", "post", "statistics", "stacks", "vocabulary"),
+        *("seed", "allow_nonfinite", "any_base", "mute", "tune_scale", "average", "as_given"),
     ),
     "What is written": (
         *("dtype", "compute_dtype", "quantise", "max_shard_size", "files_from", "to", "rank", "ranks", "energy"),
@@ -173,7 +173,8 @@ class RecipeFlags:
         from actmat.recipe import load_recipe, make_recipe, parse_option, variants
 
         given = self.given
-        weights, statistics = given.pop("weight", None), given.pop("statistics", None)
+        weights = given.pop("weight", None)
+        of_experts = {field: given.pop(field, None) for field in ("statistics", "stacks")}
         methods, options = given.pop("method", []), given.pop("options", [])
         if "experts" in given:
             given["experts"] = experts_of(given["experts"], weights)
@@ -186,8 +187,8 @@ class RecipeFlags:
         if file is None:
             _check_complete(given)
         recipe = make_recipe(given) if file is None else load_recipe(file, given)
-        if statistics:
-            recipe = _with_statistics(recipe, statistics)
+        for field, values in of_experts.items():
+            recipe = _with_own(recipe, values, field) if values else recipe
         choices = dict(parse_option(text) for text in options)
         if len(choices) < len(options):
             raise RecipeError("An option is given twice; list its values in one --option name=a,b.")
@@ -203,8 +204,8 @@ def split_name(text: str) -> tuple[str, str]:
     return (name, place) if equals and "/" not in name else ("", text)
 
 
-def statistics_of(given: Sequence[str]) -> dict[str, str] | list[str]:
-    """Values of --statistics: a mapping if all are NAME=PATH, else the paths in their order.
+def statistics_of(given: Sequence[str], field: str = "statistics") -> dict[str, str] | list[str]:
+    """Values of --statistics, or of another field's flag: a mapping if all are NAME=VALUE, else the values in order.
 
     Raises:
         RecipeError: a name is given twice.
@@ -212,7 +213,7 @@ def statistics_of(given: Sequence[str]) -> dict[str, str] | list[str]:
     pairs = [split_name(text) for text in given]
     by_name = all(name for name, _ in pairs)
     if by_name and len(dict(pairs)) < len(pairs):
-        raise RecipeError("--statistics is given twice for one expert.")
+        raise RecipeError(f"--{field} is given twice for one expert.")
     return dict(pairs) if by_name else list(given)
 
 
@@ -256,11 +257,11 @@ def experts_of(given: Sequence[str], weights: Sequence[float] | None) -> list[di
     return experts
 
 
-def _with_statistics(recipe: Recipe, given: Sequence[str]) -> Recipe:
-    from actmat.recipe import ExpertRef, add_statistics
+def _with_own(recipe: Recipe, given: Sequence[str], field: str) -> Recipe:
+    from actmat.recipe import add_statistics, make_recipe
 
-    experts = add_statistics([e.model_dump() for e in recipe.experts], statistics_of(given))
-    return recipe.model_copy(update={"experts": tuple(ExpertRef.model_validate(e) for e in experts)})
+    experts = add_statistics([e.model_dump() for e in recipe.experts], statistics_of(given, field), field)
+    return recipe.model_copy(update={"experts": make_recipe({"experts": experts}).experts})
 
 
 # Parameters from types

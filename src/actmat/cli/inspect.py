@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,7 +66,7 @@ def inspect(
     if len(places) > 1:
         raise typer.BadParameter(f"inspect takes one checkpoint, or several with --history; got {' '.join(places)}")
     if serve:
-        _print_serving(places[0], json=json, quiet=quiet)
+        flags.behind("serve")(places[0], json=json, quiet=quiet)
     else:
         _print_content(places[0], json=json, every=every, quiet=quiet)
 
@@ -87,29 +86,6 @@ def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> 
         print_result("inspect", data, long=("tensors", "modules", "full_tensors", "base_copies"), full=every)
     elif not quiet:
         show(data, every=every)
-
-
-def _print_serving(out: str, *, json: bool, quiet: bool) -> None:
-    """Print the commands that load an output."""
-    from actmat.api.serving import serving_commands
-    from actmat.cli.screen import print_result
-    from actmat.cli.streams import say
-    from actmat.foreign import terminal
-
-    found = serving_commands(out)
-    if json:
-        print_result("serve", dataclasses.asdict(found))
-    elif not quiet:
-        if found.vllm:
-            typer.echo(f"# vLLM\n{terminal(found.vllm)}\n")
-        typer.echo("\n".join(["# Python", *map(terminal, found.python)]))
-        for note in found.notes:
-            typer.echo(f"# {terminal(note)}")
-    elif found.vllm:
-        typer.echo(terminal(found.vllm))
-    else:
-        say("\n".join(f"actmat: {terminal(note)}" for note in found.notes))
-        raise typer.Exit(1)
 
 
 def _describe(opened: Checkpoint, layouts: LayoutMap) -> dict[str, Any]:

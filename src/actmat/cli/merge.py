@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,9 +20,6 @@ if TYPE_CHECKING:
     from actmat.api import MergeReport
     from actmat.cli.screen import MergeProgress
     from actmat.recipe import Recipe
-
-OF_AVERAGES = ("out", "dtype", "compute_dtype", "max_shard_size", "allow_nonfinite", "ties")
-"""Fields of a recipe that an average of checkpoints takes."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,7 @@ def merge(
     if how.finish is not None:
         if given.given or inputs:
             raise typer.BadParameter("--finish takes the recipe of the parts: give no other inputs")
-        _finish(how.finish, run, shown, check=how.check)
+        flags.behind("finish")(how.finish, run, shown, check=how.check)
         return
     recipes = _recipes(inputs, given, how.average, as_given=how.as_given)
     if how.plan:
@@ -122,7 +118,7 @@ def merge(
         return
     how.refuse_contradictions(recipes, given, run)
     if how.part is not None:
-        _merge_part(recipes, how.part, run, shown)
+        flags.behind("part")(recipes, how.part, run, shown)
         return
     quiet = shown.quiet or shown.json
     if how.tune_scale:
@@ -147,11 +143,7 @@ def _recipes(inputs: list[str] | None, given: RecipeFlags, average: str | None, 
         if inputs and len(inputs) > 1:
             raise typer.BadParameter(f"unexpected extra arguments ({' '.join(inputs[1:])})")
         return given.recipes(Path(inputs[0]) if inputs else None)
-    from actmat.api import average_recipe
-
-    if others := sorted(given.given.keys() - set(OF_AVERAGES)):
-        raise typer.BadParameter(f"--average takes checkpoints and no {', '.join(others)}")
-    return [average_recipe(inputs or [], average, as_given=as_given, **given.given)]
+    return [flags.behind("average")(inputs or [], average, given.given, as_given=as_given)]
 
 
 def _merge(recipes: Sequence[Recipe], run: RunSettings, *, quiet: bool) -> list[MergeReport]:
@@ -176,48 +168,3 @@ def _showing(recipes: Sequence[Recipe], *, quiet: bool) -> Iterator[MergeProgres
     to_hub = any(str(r.out).startswith("hf://") for r in recipes)
     with hub_bars(quiet=quiet) if to_hub else nullcontext(), showing_progress(quiet=quiet) as progress:
         yield progress
-
-
-def _merge_part(recipes: Sequence[Recipe], text: str, run: RunSettings, shown: flags.OutputFlags) -> None:
-    """Run one part and print its result."""
-    if len(recipes) > 1:
-        raise typer.BadParameter("--part goes with one method and one value of each option")
-    from actmat.cli.screen import console, escape, print_result, showing_progress
-    from actmat.engine.shares import Part
-    from actmat.run.parts import run_part
-
-    part = Part.parse(text)
-    arguments = sys.argv[1:]  # those of another part: without --part
-    kept = [a for before, a in zip(["", *arguments], arguments, strict=False) if "--part" not in (before, a)]
-    again = flags.shell_command(a for a in kept if not a.startswith("--part="))
-    with showing_progress(f"part {part}", quiet=shown.quiet or shown.json) as progress:
-        report = run_part(recipes[0], part, run, progress, command=again)
-    with optional_stdout("The part is complete."):
-        if shown.json:
-            done = {"part": str(part), "out": str(report.out), "tensors": report.items, "resumed": report.resumed}
-            print_result("merge", {"outputs": [], "part": {**done, "was_finished": report.was_finished}})
-        if shown.quiet or shown.json:
-            return
-        if report.was_finished:
-            console.print(f"{escape(report.out)} is complete: all parts were finished earlier; nothing was done")
-            return
-        console.print(f"part {part} of [bold]{escape(report.out)}[/bold]: {report.items} tensors", end="")
-        console.print(f", {report.resumed} of them from an earlier attempt" if report.resumed else "")
-        seconds, out = f"{report.seconds:.1f} s", escape(report.out)
-        console.print(f"  in {seconds}; when all parts are there: actmat merge --finish {out}")
-
-
-def _finish(out: Path, run: RunSettings, shown: flags.OutputFlags, *, check: bool) -> None:
-    """Complete a merge that was made in parts, or verify one that is complete."""
-    from actmat.cli.screen import print_result
-    from actmat.cli.summary import finished_data, print_finished
-    from actmat.run.parts import finish_parts
-
-    report = finish_parts(
-        out, check=check, overwrite=run.overwrite, durable=run.durable, sha256=run.sha256, threads=run.threads
-    )
-    with optional_stdout("The merge is complete."):
-        if shown.json:
-            print_result("finish", finished_data(report, out))
-        elif not shown.quiet:
-            print_finished(report, out)

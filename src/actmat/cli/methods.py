@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import typer
@@ -22,9 +23,7 @@ def methods(
     from actmat.cli.screen import print_result
 
     known = read_catalogue()
-    chosen = [known[name]] if name in known else _others(name)
-    if name is None:
-        chosen = [*known.values(), *chosen]
+    chosen = [*known.values(), *_more(known)] if name is None else [known.get(name) or _one(name)]
     if json:
         short = ("name", "summary", "needs", "low_rank", "flops")
         rows = chosen if full or name is not None else [{key: m[key] for key in short} for m in chosen]
@@ -37,16 +36,24 @@ def methods(
         _show(chosen[0])
 
 
-def _others(name: str | None) -> list[dict[str, Any]]:
-    """Method `name`, or all, of those that the catalogue does not list: in a user's file or another distribution."""
-    from importlib.metadata import entry_points
+def _more(known: Collection[str]) -> list[dict[str, Any]]:
+    """Methods of other distributions."""
+    from actmat.plugins import entries
 
-    if name is None and not entry_points(group="actmat.methods"):
+    if set(entries("actmat.methods")) <= set(known):
         return []  # without an import of torch
     from actmat.cli.catalogue import describe
-    from actmat.methods import METHODS, all_methods, get_method
+    from actmat.methods import all_methods
 
-    return list(map(describe, all_methods()[len(METHODS) :] if name is None else [get_method(name)]))
+    return [describe(m) for m in all_methods() if m.name not in known]
+
+
+def _one(name: str) -> dict[str, Any]:
+    """A method in a user's file or of another distribution."""
+    from actmat.cli.catalogue import describe
+    from actmat.methods import get_method
+
+    return describe(get_method(name))
 
 
 def _table(chosen: list[dict[str, Any]]) -> None:
@@ -72,8 +79,10 @@ def _show(m: dict[str, Any]) -> None:
     needs = m["needs"]
     data = ", ".join(needs["data"]) or "nothing: it is data-free"
     answers = {"weights": needs["takes_weights"], "base weights": needs["base"], "random": needs["random"]}
-    yes_no = "; ".join(f"{need}: {'yes' if answer else 'no'}" for need, answer in answers.items())
-    console.print(f"needs from data: {data}; {yes_no}")
+    words = {need: "yes" if answer else "no" for need, answer in answers.items()}
+    if needs["weights_need_overlap"]:
+        words["weights"] = "where row spaces overlap"
+    console.print(f"needs from data: {data}; {'; '.join(f'{need}: {word}' for need, word in words.items())}")
     cost = f"{m['flops']} FLOPs for T deltas of N x N" if m["flops"] else "linear in the number of entries"
     console.print(f"cost: {cost}")
     console.print(f"laws: {', '.join(m['laws']) or 'none'}")

@@ -13,7 +13,6 @@ from actmat.cli.listing import command
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
-    from actmat.planning import MergePlan
     from actmat.recipe import Recipe
 
 
@@ -55,10 +54,10 @@ def show_plans(
     """Plan the recipes and print the plans, or the share of one part."""
     from actmat.api import plan_recipe
 
-    plans = [plan_recipe(r, device=run.device, device_memory=run.device_memory) for r in recipes]
     if part is not None:
-        _print_part(plans, part, json=json, full=full, quiet=quiet)
+        flags.behind("part")(recipes, part, run, flags.OutputFlags(json=json, full=full, quiet=quiet), plans=True)
         return
+    plans = [plan_recipe(r, device=run.device, device_memory=run.device_memory) for r in recipes]
     if json:
         from actmat.cli.screen import print_json, print_result
         from actmat.cli.summary import compact_plan
@@ -92,20 +91,3 @@ def _print_recipe(recipes: Sequence[Recipe], *, json: bool, quiet: bool) -> None
         typer.echo(recipe_yaml(recipe), nl=False)
     for note in recipe.notes if not quiet else ():
         say(f"note: {note}")
-
-
-def _print_part(plans: Sequence[MergePlan], text: str, *, json: bool, full: bool, quiet: bool) -> None:
-    """Print the share of one part."""
-    if len(plans) > 1:
-        raise typer.BadParameter("--part goes with one method and one value of each option")
-    from actmat.engine.shares import Part, plan_part
-
-    share = plan_part(plans[0], Part.parse(text))
-    if json:
-        from actmat.cli.screen import print_result
-
-        print_result("plan", {"plans": [], "part": share.to_json()})
-    elif not quiet:
-        from actmat.cli.summary import print_part
-
-        print_part(plans[0], share, full=full)

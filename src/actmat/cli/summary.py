@@ -18,16 +18,23 @@ from actmat.diagnostics.model import AgreementRow, CheckResult, DataResidual, Di
 from actmat.errors import format_size
 from actmat.planning.model import Item, count_actions
 from actmat.planning.placement import STAGING_BYTES
-from actmat.report.words import action_counts, item_groups, plan_time, plan_traffic, plural, size_finding, size_words
+from actmat.report.words import (
+    action_counts,
+    item_groups,
+    plan_time,
+    plan_traffic,
+    plural,
+    size_finding,
+    size_words,
+    warnings_of,
+)
 from actmat.system import usable_cores
 
 if TYPE_CHECKING:
     from actmat.api.extracting import ExtractReport
-    from actmat.engine.shares import PartPlan
     from actmat.planning import MergePlan
     from actmat.report.totals import Norms, Totals
     from actmat.run import MergeReport
-    from actmat.run.parts import FinishReport
 
 WORST = 3
 """Layers of an extraction that are listed by name."""
@@ -49,7 +56,7 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
         console.print(f"[bold]{escape(plan.recipe.method)}[/bold] over {over}")
     else:
         console.print(f"copy of the layers {escape(plan.recipe.base)}")
-    _print_items(plan, plan.items, plan.kept, full=full)
+    print_items(plan, plan.items, plan.kept, full=full)
     console.print(_ranks(plan) if from_adapters else escape(action_counts(plan)))
     console.print(plan_traffic(plan))
     console.print(plan_time(plan, usable_cores()) if plan.device == "cpu" else _devices(plan))
@@ -57,23 +64,7 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
         console.print(f"note: {escape(note)}")
 
 
-def print_part(plan: MergePlan, share: PartPlan, *, full: bool) -> None:
-    """The share of one part: its tensors, its traffic, the cost of surveys."""
-    total = sum(i.action != "tie" for i in plan.items)
-    console.print(f"[bold]part {share.part}[/bold]: {len(share.names)} of {total} tensors")
-    _print_items(plan, [plan.by_name[name] for name in share.names], {}, full=full)
-    console.print(
-        f"{100 * share.work:.2f} % of the work (the largest part: {100 * share.largest:.2f} %); read "
-        f"{format_size(share.read_bytes)}, write {format_size(share.write_bytes)}"
-    )
-    if share.survey_bytes:
-        console.print(
-            f"before that, each pass of the survey of the whole model reads {format_size(share.survey_bytes)}, in this "
-            "part as in every other"
-        )
-
-
-def _print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str], *, full: bool) -> None:
+def print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str], *, full: bool) -> None:
     """A table of outputs, in groups of the same action and reason, each with the patterns of its names."""
     counted = "modules" if plan.output == "adapter" and not plan.is_extracted else "tensors"
     if full:
@@ -145,34 +136,20 @@ def print_summary(report: MergeReport) -> None:
     for note in plan.notes:
         console.print(f"  note: {escape(note)}")
     if not from_adapters:
-        _print_nonfinite(report.totals)
+        print_nonfinite(report.totals)
     _print_findings(report)
 
 
-def print_finished(report: FinishReport, out: Path) -> None:
-    """Result of making one output of the parts of a merge."""
-    if report.was_finished:
-        console.print(f"{escape(out)} is complete: all its {report.tensors} tensors, and its inputs, are intact")
-        print_size(report.totals.norms, out, warn=True)
-        return
-    console.print(f"[bold]{escape(out)}[/bold]: {report.tensors} tensors of {report.parts} parts")
-    print_size(report.totals.norms, out, warn=True)
-    for note in report.notes:
-        console.print(f"  note: {escape(note)}")
-    _print_nonfinite(report.totals)
-    console.print("  all hashes in actmat_manifest.json")
-
-
-def _print_nonfinite(totals: Totals) -> None:
+def print_nonfinite(totals: Totals) -> None:
+    """Number of NaN and Inf entries, if there are any."""
     if totals.nonfinite:
         console.print(f"  note: {totals.nonfinite} NaN or Inf entries of experts were treated as unchanged")
 
 
 def _print_report_size(report: MergeReport) -> None:
-    """Size of the merged delta; of an extraction from one model it says nothing."""
-    if len(report.plan.experts) > 1 or not report.plan.is_extracted:
-        warn, muted = report.diagnosis is None, report.plan.recipe.mute
-        print_size(report.totals.norms, report.out, warn=warn, muted=muted)
+    """Size of the merged delta, unless it is one model extracted; warnings, unless a diagnosis has them."""
+    sized = len(report.plan.experts) > 1 or not report.plan.is_extracted
+    print_size(report.totals, report.out, sized=sized, warn=report.diagnosis is None, muted=report.plan.recipe.mute)
 
 
 def _print_findings(report: MergeReport) -> None:
@@ -205,21 +182,22 @@ def print_extracted(report: MergeReport) -> None:
         console.print(f"  {same} tensors are the same as in the base")
 
 
-def print_size(norms: Norms | None, out: Path | str, *, warn: bool, muted: Sequence[str] = ()) -> None:
-    """Size of a merged delta against the sum of the experts' and a mean expert's; nothing where nothing was merged.
+def print_size(
+    totals: Totals, out: Path | str, *, sized: bool = True, warn: bool = True, muted: Sequence[str] = ()
+) -> None:
+    """Size of a merged delta against the sum of the experts' and a mean expert's, and what is wrong with the merge.
 
     Args:
-        norms: of a finished merge.
+        totals: of a finished merge.
         out: where it is.
-        warn: warn where it is far off; a diagnosis says more.
+        sized: print the size, where anything was merged.
+        warn: warn where it or the error of the rank is far off; a diagnosis says more.
         muted: codes of checks that shall not count.
     """
-    if norms is None or not (words := size_words(norms)):
-        return
-    console.print(f"  size: {words}")
-    found = size_finding(norms, muted)
-    if warn and found is not None:
-        code, wrong = found
+    norms = totals.norms
+    if sized and norms is not None and (words := size_words(norms)):
+        console.print(f"  size: {words}")
+    for code, wrong in warnings_of(totals, muted) if warn else ():
         where = f" {shlex.quote(str(out))}" if isinstance(out, Path) else ""  # what is at a URL is diagnosed by recipe
         severity = next(check.severity for check in SIZE_CHECKS if check.code == code)
         console.print(f"  [{'red' if severity == 'issue' else 'yellow'}]warning {code}[/]: {wrong}; see")
@@ -262,12 +240,18 @@ def merge_data(report: MergeReport) -> dict[str, Any]:
         "unchanged": totals.unchanged,
         "nonfinite": totals.nonfinite,
         "size": size_data(totals.norms, plan.recipe.mute),
+        "warnings": warning_data(totals, plan.recipe.mute),
         "read_bytes": plan.read_bytes,
         "write_bytes": plan.write_bytes,
         "seconds": round(report.seconds, 3),
         "notes": list(plan.notes),
         "findings": None if found is None else [c.code for c in found.checks if c.verdict == "found"],
     }
+
+
+def warning_data(totals: Totals, muted: Collection[str] = ()) -> list[str]:
+    """Warnings of what a merge lost, with the codes of their checks."""
+    return [f"warning {code}: {words}" for code, words in warnings_of(totals, muted)]
 
 
 def extraction_data(report: ExtractReport) -> dict[str, Any]:
@@ -280,16 +264,9 @@ def extraction_data(report: ExtractReport) -> dict[str, Any]:
         "layers": sum(r["kind"] == "factored" for r in rows),
         "saved": sum(r["kind"] == "saved" for r in rows),
         "left_out": sum(r["kind"] == "left out" for r in rows),
+        "warnings": [n for n in report.record["notes"] if n.startswith("warning AM")],
         "notes": list(report.record["notes"]),
     }
-
-
-def finished_data(report: FinishReport, out: Path) -> dict[str, Any]:
-    """An output that was made of the parts of a merge."""
-    fields = {name: getattr(report, name) for name in ("tensors", "parts", "was_finished")}
-    seconds, size = round(report.seconds, 3), size_data(report.totals.norms)
-    more = {"nonfinite": report.totals.nonfinite, "size": size, "seconds": seconds}
-    return {"out": str(out), **fields, **more, "notes": list(report.notes)}
 
 
 def compact_plan(plan: MergePlan) -> dict[str, Any]:

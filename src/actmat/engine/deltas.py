@@ -92,11 +92,6 @@ class Deltas(LazySequence):
         elif strategy in ("held", "chunks_held"):
             self.held()
 
-    @property
-    def is_lazy(self) -> bool:
-        """True if no delta is held."""
-        return self._whole is None
-
     def each(self) -> Iterator[Tensor]:
         """One delta after the other, each in the memory of the one before it."""
         return iter(self)

@@ -33,11 +33,6 @@ class Inputs:
         held = sum(expert.buffer_bytes for expert in self.experts)
         return held + (0 if self.base is None else self.base.buffer_bytes)
 
-    @property
-    def are_costly(self) -> bool:
-        """See `planning.reading.Access`."""
-        return any(expert.buffer_bytes for expert in self.experts)
-
     def prefetch(self, item: Item) -> None:
         """Ask the system to read ahead what the item needs."""
         if self.base is not None:

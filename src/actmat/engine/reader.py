@@ -364,7 +364,8 @@ class AdapterReader:
         for expert, source in zip(self.inputs.experts, item.sources, strict=True):
             if source is not None:
                 adapter = _adapter(expert)
-                out.append(adapter.factors(adapter.modules[source.name], torch.float64))
+                found = adapter.factors(adapter.modules[source.name], torch.float64)
+                out.append(LowRank(found.a_RI.mT, found.b_OR.mT) if item.pair.turned else found)
             else:
                 b_OR = torch.zeros(*batch, rows, 1, dtype=torch.float64)
                 out.append(LowRank(b_OR, torch.zeros(*batch, 1, columns, dtype=torch.float64)))

@@ -10,6 +10,7 @@ import abc
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn, Self, TypeAlias
 
 import torch
@@ -19,6 +20,7 @@ from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, 
 from actmat.checkpoints.side_files import SideFiles
 from actmat.errors import CheckpointError, did_you_mean, format_size
 from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.foreign import terminal
 from actmat.linalg.lowrank import LowRank
@@ -52,6 +54,8 @@ class Expert(abc.ABC):
     nbytes: int
     adapter: Adapter | None = None  # the factors, for outputs that are adapters
     notes: tuple[str, ...] = ()  # remarks for the plan: what was read, what was left out; begin with a small letter
+    # of an adapter that unties them: output heads of its own -> table that the base ties each to
+    heads: Mapping[str, str] = MappingProxyType({})
 
     @abc.abstractmethod
     def source(self, name: str) -> Source:
@@ -194,6 +198,8 @@ class Family:
             a family without.
         rename: `rename(adapter, layout)` gives new name -> own name of the modules of any adapter in a layout of this
             family, and problems.
+        told: `told(stacks)` gives the family, whose functions know what the user says of stacked experts; None for a
+            family without such adapters.
         describe: `describe(adapter)` gives entries of `inspect` in place of those of modules with two factors.
     """
 
@@ -206,6 +212,7 @@ class Family:
     has_factors: Callable[[str | Path], bool] | None = None
     rename: Callable[[Adapter, AdapterLayout], tuple[dict[str, str], list[str]]] | None = None
     describe: Callable[[Adapter], dict[str, Any]] | None = None
+    told: Callable[[tuple[StackWord, ...]], Family] | None = None
 
 
 @dataclass(frozen=True, slots=True)

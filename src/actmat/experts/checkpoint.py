@@ -1,4 +1,4 @@
-"""A full fine-tuned checkpoint as an expert: all its tensors are stored."""
+"""A full fine-tuned checkpoint as an expert, as it is stored or in its base's layout: all its tensors are stored."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, FileIdentity
+from actmat.checkpoints.rows import RowsCheckpoint
 from actmat.checkpoints.side_files import SideFiles
-from actmat.experts.base import Expert, ExpertHandle, Source
+from actmat.experts.base import Conversion, ConvertedHandle, Expert, ExpertHandle, Source
 
 
 class CheckpointExpert(Expert):
@@ -77,3 +78,43 @@ class CheckpointExpert(Expert):
     def close(self) -> None:
         """Close the checkpoint."""
         self.checkpoint.close()
+
+
+class ConvertedExpert(CheckpointExpert):
+    """A full checkpoint that is read in the base's layout.
+
+    Args:
+        checkpoint: in the base's layout, closed with this.
+        base: the base.
+        lacks: tensors of the base without a counterpart, and why.
+        conversion: opens it again.
+        owns: close the base too.
+    """
+
+    def __init__(
+        self,
+        checkpoint: RowsCheckpoint,
+        base: Checkpoint,
+        lacks: Mapping[str, str],
+        conversion: Conversion,
+        *,
+        owns: bool,
+    ) -> None:
+        super().__init__(checkpoint)
+        self._lacks, self._conversion = dict(lacks), conversion
+        self._stored, self._base, self._owns = checkpoint.inner, base, owns
+
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        """Tensors of the base without a counterpart."""
+        return self._lacks
+
+    def handle(self) -> ConvertedHandle:
+        """Addresses of the expert and of the base."""
+        return ConvertedHandle(self._stored.handle(), self._base.handle(), self._conversion)
+
+    def close(self) -> None:
+        """Close the checkpoint, and the base if it is its own."""
+        super().close()
+        if self._owns:
+            self._base.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,49 +14,54 @@ from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, Family
 from actmat.experts.changes.base import Reader
 from actmat.experts.changes.expert import FormedExpert
-from actmat.experts.changes.lora_variants import DORA, LORA_TOKENS, RESIDUAL, TOKENS
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.expert import fitted_expert, unfitted_expert
+from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.open import is_adapter, open_adapter
-
-READERS: tuple[Reader, ...] = (DORA, RESIDUAL, LORA_TOKENS, TOKENS)
-"""Families of the core that are no plain LoRA. The first that claims a config reads the adapter; plug-ins of the group
-`actmat.readers` are asked after them, about configs that are not those of plain LoRA."""
 
 
 def reader_of(fields: Mapping[str, Any]) -> Reader | None:
-    """The reader of an adapter with this config; None for plain LoRA, and for what is not read.
+    """The first plug-in of `actmat.readers` that claims this config; None for plain LoRA, and for what is not read.
 
     >>> reader_of({"peft_type": "LORA", "use_dora": True}).name
     'DoRA'
     """
-    found = next((reader for reader in READERS if reader.claims(fields)), None)
-    if found is not None or not parse_adapter_config(fields)[1]:
-        return found
-    plugged: dict[str, Reader] = plugins.load_all("actmat.readers")
-    return next((reader for reader in plugged.values() if reader.claims(fields)), None)
+    if not parse_adapter_config(fields)[1]:
+        return None
+    readers: dict[str, Reader] = plugins.load_all("actmat.readers")
+    return next((reader for reader in readers.values() if reader.claims(fields)), None)
 
 
-def _open(location: str | Path, base: Checkpoint) -> Expert:
-    adapter = open_adapter(location)
+def _open(location: str | Path, base: Checkpoint, stacks: tuple[StackWord, ...] = ()) -> Expert:
+    adapter, family = open_adapter(location, stacks), _told(stacks) if stacks else PEFT
     reader = reader_of(adapter.config.fields)
     try:
         if reader is None:
-            return fitted_expert(adapter, location, base, PEFT)
-        content = reader.read(adapter.weights.specs, adapter.config.fields)
-        return FormedExpert(adapter.weights, base, content, PEFT)
+            return fitted_expert(adapter, location, base, family)
+        fields = adapter.config.fields
+        content = reader.read(adapter.weights.specs, fields)
+        content = replace(content, keeps_ties=bool(fields.get("ensure_weight_tying")))
+        expert = FormedExpert(adapter.weights, base, content, family)
+        expert.notes = adapter.notes if fields.get("peft_type") == "LORA" else ()
+        return expert
     except CheckpointError:
         adapter.weights.close()
         raise
 
 
-def _open_unfitted(location: str | Path) -> Expert:
-    adapter = open_adapter(location)
+def _open_unfitted(location: str | Path, stacks: tuple[StackWord, ...] = ()) -> Expert:
+    adapter, family = open_adapter(location, stacks), _told(stacks) if stacks else PEFT
     reader = reader_of(adapter.config.fields)
     if reader is None:
-        return unfitted_expert(adapter, PEFT)
-    return unfitted_expert(_without_factors(adapter, reader), PEFT)
+        return unfitted_expert(adapter, family)
+    return unfitted_expert(_without_factors(adapter, reader), family)
+
+
+def _told(stacks: tuple[StackWord, ...]) -> Family:
+    """The family, whose functions know what the user says of stacked experts."""
+    opened, unfitted = partial(_open, stacks=stacks), partial(_open_unfitted, stacks=stacks)
+    return replace(PEFT, open=opened, open_unfitted=unfitted)
 
 
 def _without_factors(adapter: Adapter, reader: Reader) -> Adapter:
@@ -100,5 +107,12 @@ def _role(name: str) -> str:
 
 
 PEFT = Family(
-    "PEFT", is_adapter, _open, _open_unfitted, open_stored=open_adapter, has_factors=_has_factors, describe=_described
+    "PEFT",
+    is_adapter,
+    _open,
+    _open_unfitted,
+    open_stored=open_adapter,
+    has_factors=_has_factors,
+    describe=_described,
+    told=_told,
 )

@@ -22,8 +22,10 @@ from actmat.experts.base import AdapterHandle, Conversion, ConvertedHandle, Expe
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.files import holds_factors, tensor_names, unmerged_problem
 from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.experts.peft import PEFT
+from actmat.experts.restacked import RESTACKED
 
 GROUP = "actmat.experts"
 SIGNED = ("lycoris", "lora_file")
@@ -86,6 +88,8 @@ def convert(checkpoint: Checkpoint, base: Checkpoint, *, owns_base: bool = False
     Raises:
         CheckpointError: not all of it can be converted.
     """
+    if RESTACKED.applies(checkpoint, base):
+        return RESTACKED.open(checkpoint, base, owns_base)
     if shares_names(base.specs, checkpoint.specs):
         return None
     found: dict[str, Conversion] = plugins.load_all("actmat.conversions")
@@ -109,7 +113,11 @@ def open_base(location: str | Path | Mapping[str, Tensor] | Checkpoint) -> Check
 
 
 def open_expert(
-    location: str | Path | Mapping[str, Tensor] | Checkpoint, base: Checkpoint | None, *, is_full: bool = False
+    location: str | Path | Mapping[str, Tensor] | Checkpoint,
+    base: Checkpoint | None,
+    *,
+    is_full: bool = False,
+    stacks: tuple[StackWord, ...] = (),
 ) -> Expert:
     """Open what `location` names; reads headers, and no tensor of a full checkpoint.
 
@@ -123,12 +131,17 @@ def open_expert(
     Args:
         base: what the deltas are added to. None opens an adapter for its factors.
         is_full: whether the location is known to hold no adapter, so that it need not be looked at again.
+        stacks: what the user says of stacked experts in an adapter.
 
     Raises:
         CheckpointError: nothing there, damaged, or an adapter that cannot be merged into this base; carries all
             problems.
     """
     family = _family(location) if isinstance(location, str | Path) and not is_full else None
+    if stacks:
+        if family is None or family.told is None:
+            raise CheckpointError(f"{location}: 'stacks' is of adapters of PEFT, and it is none: leave it out")
+        family = family.told(stacks)
     if base is not None:
         if family is not None:
             return family.open(str(location), base)

@@ -7,6 +7,7 @@ config no tensors are tied.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -83,6 +84,58 @@ def tied_partner(name: str, stored: Iterable[str], config: Config | None) -> str
     source = _source(name, index, config)
     # else only the head may be stored
     return source or next((other for other in names if _source(other, index, config) == name), None)
+
+
+UNTIED_HEAD = "lm_head.weight"
+"""End of the name of a head of which nothing else is tied, so that a model loads whose config unties it."""
+_DECODER_TABLE = re.compile(
+    r"(?:(?:model|transformer|language_model)\.)*(?:embed_tokens|wte)\.weight|transformer\.word_embeddings\.weight"
+)
+"""Token tables of decoders in transformers whose head is `UNTIED_HEAD`."""
+
+
+def tied_heads(
+    specs: Mapping[str, TensorSpec], stored: Mapping[str, TensorSpec], config: Config | None
+) -> dict[str, str]:
+    """Output heads among `specs` -> the token table, of those `stored`, that the config ties each to.
+
+    A name that ends like a head's is one only if it has the table's shape, but for `UNTIED_HEAD`.
+    """
+    out = {}
+    for name in filter(is_output_head, specs):
+        table = tied_partner(name, stored, config)
+        if table is not None and (_end(name, [UNTIED_HEAD]) or specs[name].shape == stored[table].shape):
+            out[name] = table
+    return out
+
+
+def can_untie(head: str, table: str) -> bool:
+    """True for a head that a config unties from its table without more: a table that encoders share is tied to others.
+
+    >>> can_untie("lm_head.weight", "model.embed_tokens.weight"), can_untie("lm_head.weight", "shared.weight")
+    (True, False)
+    """
+    return _end(head, [UNTIED_HEAD]) is not None and _end(table, ["shared.weight"]) is None
+
+
+def head_of(table: str) -> str | None:
+    """Name of the output head that is tied to a decoder's token table; None where families differ.
+
+    >>> head_of("model.embed_tokens.weight"), head_of("language_model.model.embed_tokens.weight")
+    ('lm_head.weight', 'language_model.lm_head.weight')
+    """
+    if not _DECODER_TABLE.fullmatch(table):
+        return None
+    return ("language_model." if table.startswith("language_model.model.") else "") + UNTIED_HEAD
+
+
+_HEADED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForPreTraining")
+
+
+def may_have_head(config: Config | None) -> bool:
+    """False for a config whose first architecture is one without an output head over the vocabulary."""
+    named = next(iter((config or {}).get("architectures") or ()), "")
+    return not named or str(named).endswith(_HEADED)
 
 
 def is_output_head(name: str) -> bool:

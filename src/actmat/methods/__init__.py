@@ -1,42 +1,30 @@
 """Merge methods: one file each, listed once in `METHODS`; presets are rows of one table.
 
-Other distributions add methods by entry points of the group `actmat.methods`.
+Extras and other distributions add methods by entry points of the group `actmat.methods`.
 """
 
 from __future__ import annotations
 
 from actmat.errors import RecipeError, did_you_mean
-from actmat.methods.ace import ACE
 from actmat.methods.actmat import ACTMAT
-from actmat.methods.adamerging import ADAMERGING
 from actmat.methods.average import AVERAGE
-from actmat.methods.breadcrumbs import BREADCRUMBS
 from actmat.methods.cart import CART
-from actmat.methods.cat import CAT
 from actmat.methods.contract import Bounds, MergeMethod, Option
-from actmat.methods.ctm import CTM
 from actmat.methods.dare import DARE
 from actmat.methods.dc_merge import DC_MERGE
-from actmat.methods.della import DELLA
 from actmat.methods.facets import About, Access, Cost, LowRankForm, Merged, MergedLowRank, Stages, Survey
 from actmat.methods.fisher import FISHER
 from actmat.methods.iso_c import ISO_C
-from actmat.methods.iso_cts import ISO_CTS
-from actmat.methods.karcher import KARCHER
 from actmat.methods.knots import KNOTS
 from actmat.methods.linear import LINEAR
-from actmat.methods.model_stock import MODEL_STOCK
-from actmat.methods.nearswap import NEARSWAP
-from actmat.methods.orthomerge import ORTHOMERGE
 from actmat.methods.presets import PRESETS
 from actmat.methods.regmean import REGMEAN
-from actmat.methods.resmerge import RESMERGE
-from actmat.methods.sce import SCE
 from actmat.methods.slerp import SLERP
 from actmat.methods.task_arithmetic import TASK_ARITHMETIC
 from actmat.methods.ties import TIES
 from actmat.methods.tsv import TSV
-from actmat.methods.user import installed_methods, is_user_method, load_installed_method, load_user_method
+from actmat.methods.user import GROUP, is_user_method, load_installed_method, load_user_method
+from actmat.plugins import entries, hint
 
 __all__ = [
     "METHODS",
@@ -60,32 +48,19 @@ METHODS: tuple[MergeMethod, ...] = (
     TASK_ARITHMETIC,
     LINEAR,
     SLERP,
-    NEARSWAP,
-    KARCHER,
-    MODEL_STOCK,
     TIES,
     DARE,
-    BREADCRUMBS,
-    DELLA,
-    SCE,
     ACTMAT,
     REGMEAN,
     *PRESETS,
-    ACE,
-    CAT,
     TSV,
     ISO_C,
-    ISO_CTS,
     KNOTS,
     CART,
     DC_MERGE,
-    CTM,
-    RESMERGE,
-    ORTHOMERGE,
     FISHER,
-    ADAMERGING,
 )
-"""All methods, in the order of the tables. Adding a method: a file in this folder and an entry here."""
+"""Methods of the core, in the order of the tables. Adding one: a file in this folder and an entry here."""
 
 
 def get_method(name: str | MergeMethod) -> MergeMethod:
@@ -110,11 +85,12 @@ def get_method(name: str | MergeMethod) -> MergeMethod:
             return method
     if (found := load_installed_method(name)) is not None:
         return found
-    known = [*(m.name for m in METHODS), *installed_methods()]
-    raise RecipeError(f"There is no method '{name}'.{did_you_mean(name, known)} Methods: {', '.join(known)}")
+    known = [*(m.name for m in METHODS), *entries(GROUP)]
+    near, listed = did_you_mean(name, known), ", ".join(known)
+    raise RecipeError(f"There is no method '{name}'.{near} Methods: {listed}.{hint(GROUP, name)}")
 
 
 def all_methods() -> list[MergeMethod]:
-    """`METHODS`, then those of other distributions in the order of their names; RecipeError for a broken one."""
+    """`METHODS`, then those of extras and other distributions by name; MergeError for a broken one."""
     own = {m.name: m for m in METHODS}
-    return [*own.values(), *(get_method(name) for name in installed_methods() if name not in own)]
+    return [*own.values(), *(get_method(name) for name in entries(GROUP) if name not in own)]

@@ -231,6 +231,10 @@ class MergeMethod:
         """True if merges of several row blocks of one tensor share their rows; see `LowRankForm`."""
         return self.lowrank is None or self.lowrank.keeps_row_space
 
+    def meets_all(self, options: Mapping[str, Any]) -> bool:
+        """True if weights have no effect on experts whose row spaces are linearly independent."""
+        return self.lowrank is not None and holds(self.lowrank.meets_all, options)
+
     def why_dense(
         self, options: Mapping[str, Any], n_experts: int, weights: Sequence[float] | None = None
     ) -> str | None:

@@ -140,11 +140,14 @@ class LowRankForm:
             RecipeError for weights that no form takes. None: it applies under all options.
         keeps_row_space: every row of the result lies in the span of the rows of all deltas, so that maps which are
             packed into one tensor and merged separately still share their rows.
+        meets_all: of `options`; experts whose row spaces are linearly independent are all met exactly, so that there
+            their weights, if positive, have no effect.
     """
 
     merge: Callable[..., MergedLowRank]
     why_not: Callable[[Options, int, Sequence[float] | None], str | None] | None = None
     keeps_row_space: bool = True
+    meets_all: When = False
 
 
 @dataclass(frozen=True, slots=True)

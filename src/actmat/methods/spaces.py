@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import torch
 
-from actmat.errors import RecipeError
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, core_bases
 from actmat.methods.contract import MergeMethod
@@ -121,27 +120,3 @@ def space_words(space: Space, method: MergeMethod, options: Mapping[str, Any]) -
     if method.lowrank is not None and method.laws >= ROTATIONS:
         return " in the core space (equal to the full space but for counts of its sides)"
     return " in the core space (another result than in the full space: the rule depends on the basis)"
-
-
-def as_factors(deltas: Sequence[Any]) -> list[LowRank]:
-    """Pairs `(b, a)` as low-rank deltas of one shape.
-
-    Raises:
-        RecipeError: something that is no pair of matrices with a common rank.
-    """
-    out = []
-    for t, delta in enumerate(deltas):
-        pair = (delta.b_OR, delta.a_RI) if isinstance(delta, LowRank) else delta
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or any(getattr(x, "ndim", 0) != 2 for x in pair):
-            raise RecipeError(
-                f"merge_matrices: outside of the full space an expert is a pair (b, a) of matrices `O x R` and "
-                f"`R x I`; expert {t} (counted from 0) is {type(delta).__name__}. Pass the factors of the adapter."
-            )
-        b_OR, a_RI = pair
-        if b_OR.shape[1] != a_RI.shape[0]:
-            raise RecipeError(
-                f"merge_matrices: expert {t} has b of shape {tuple(b_OR.shape)} and a of shape {tuple(a_RI.shape)}; "
-                "the columns of b and the rows of a are the rank, and must be as many."
-            )
-        out.append(LowRank(b_OR, a_RI))
-    return out

@@ -1,8 +1,8 @@
 """Methods from elsewhere: a user's own file, `--method ./my_rule.py:RULE`, and other installed distributions.
 
-A file is run as Python. A distribution offers a `MergeMethod` by an entry point of the group `actmat.methods`, named as
-the method; entry points are looked up for names that are not methods of this package, and to list all. The
-`method_version` is part of a plan's fingerprint.
+A file is run as Python. A distribution, and an extra of this one, offers a `MergeMethod` by an entry point of the group
+`actmat.methods`, named as the method; entry points are looked up for names that are not in `METHODS`, and to list all.
+The `method_version` is part of a plan's fingerprint.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import functools
 import hashlib
 import importlib.util
 import os
-from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 from actmat.errors import RecipeError, did_you_mean
 from actmat.methods.contract import MergeMethod
+from actmat.plugins import entries, is_extra, load
 
 GROUP = "actmat.methods"
 
@@ -28,27 +28,16 @@ def is_user_method(name: str) -> bool:
     return bool(colon) and path.endswith(".py")
 
 
-@functools.cache
-def installed_methods() -> Mapping[str, EntryPoint]:
-    """Entry points of other distributions by the name of the method, in the order of the names."""
-    return {e.name: e for e in sorted(entry_points(group=GROUP), key=lambda e: e.name)}
-
-
-@functools.cache
 def load_installed_method(name: str) -> MergeMethod | None:
-    """The method of another distribution; None where no entry point has this name.
+    """The method of an extra or another distribution; None where no entry point has this name.
 
     Raises:
-        RecipeError: it cannot be imported, or is no `MergeMethod` of this name; the message names the distribution.
+        MergeError: it cannot be imported.
+        RecipeError: it is no `MergeMethod` of this name.
     """
-    if (entry := installed_methods().get(name)) is None:
-        return None
-    origin = f"method '{name}' of the distribution {_distribution(entry)} ({entry.value})"
-    try:
-        found = entry.load()
-    except Exception as error:  # foreign code may raise anything
-        raise RecipeError(f"{origin} cannot be imported: {type(error).__name__}: {error}") from error
-    if not isinstance(found, MergeMethod) or found.name != name:
+    found = load(GROUP, name)
+    if found is not None and (not isinstance(found, MergeMethod) or found.name != name):
+        origin = f"method '{name}' of {_distribution(entries(GROUP)[name])}"
         raise RecipeError(f"{origin}: expected a MergeMethod called '{name}', got {found!r}")
     return found
 
@@ -57,8 +46,8 @@ def method_version(name: str) -> str | None:
     """SHA-256 of a user's file, or the distribution of an installed method; None for a method of this package."""
     if is_user_method(name):
         return hashlib.sha256(_file(name).read_bytes()).hexdigest()
-    entry = installed_methods().get(name)
-    return None if entry is None else _distribution(entry)
+    entry = entries(GROUP).get(name)
+    return None if entry is None or is_extra(entry) else _distribution(entry)
 
 
 def _distribution(entry: EntryPoint) -> str:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.untied import UntiedCheckpoint
 from actmat.errors import MergeError
 from actmat.experts.base import Expert
 from actmat.layout import resolve_layout
-from actmat.layout.ties import is_output_head, tied_partner
+from actmat.layout.ties import is_output_head, tied_heads, tied_partner
 from actmat.layout.types import Block, LayoutMap, Role, RoleOverride
 from actmat.recipe import Recipe
 
@@ -78,19 +79,23 @@ def align(
     sources: dict[str, list[str | None]] = {name: [] for name in groups}
     twins: dict[str, list[tuple[str, ...]]] = {name: [] for name in groups}
     ignored = []
+    untied = base.heads if isinstance(base, UntiedCheckpoint) else {}
     for label, expert in zip(labels, experts, strict=True):
         prefix = _prefix(base.specs, expert.specs)
         if prefix is not None:
             notes.append(f"expert '{label}' {prefix.describe()}; its names were matched without it")
+        heads = tied_heads(expert.specs, base.specs, base.config)
         used: set[str] = set()
         before = len(problems)
         for name, aliases in groups.items():
-            known = [name, *aliases, *(a for a, c in layouts.ties.items() if c == name)]
+            known = [name, *aliases, *(a for a, c in {**heads, **layouts.ties}.items() if c == name)]
             there = dict.fromkeys(prefix.apply(n) if prefix else n for n in known)
             stored = [n for n in there if n in expert.specs]
             source = stored[0] if stored else None
             if source is None and is_output_head(name) and not prefix:
                 source = tied_partner(name, expert.specs, expert.config)
+                if source is None and expert.config is None and untied.get(name) in expert.specs:
+                    source = untied[name]
                 if source is not None:
                     notes.append(f"expert '{label}' ties its output head: its '{source}' stands for '{name}'")
             sources[name].append(source)

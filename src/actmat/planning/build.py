@@ -109,10 +109,38 @@ def _input_notes(labels: Sequence[str], base: Checkpoint | None, experts: Sequen
 
 
 def _method_notes(items: Sequence[Item]) -> list[str]:
-    """Notes on the step over layers, and those that the methods of a plan declare, each once."""
+    """Notes on the step over layers, those that the methods of a plan declare, each once, and one on weights."""
     used = {i.call.method: get_method(i.call.method) for i in items if i.call is not None}
     declared = [f"{name}: {method.about.plan_note}" for name, method in used.items() if method.about.plan_note]
-    return [*layer_notes(items), *declared]
+    return [*layer_notes(items), *declared, *_weight_notes(items)]
+
+
+def _weight_notes(items: Sequence[Item]) -> list[str]:
+    """Weights that were given and cannot matter: the ranks of adapters leave their row spaces independent."""
+    given = {i.name: i.call for i in items if i.call is not None and len(set(i.call.weights or ())) > 1}
+    calls = {n: c for n, c in given.items() if get_method(c.method).meets_all(c.options) and min(c.weights or ()) > 0}
+    vain = [i for i in items if i.name in calls and calls[i.name].space == "full" and _has_independent_rows(i)]
+    if not vain:
+        return []
+    methods = ", ".join(dict.fromkeys(calls[i.name].method for i in vain))
+    return [
+        f"the weights have no effect in {len(vain)} of {len(given)} tensors, as far as the row spaces of the adapters "
+        "are independent (their ranks add up to no more than the tensor has inputs; those of adapters trained apart "
+        f"mostly are): {methods} meets every expert there, and weights change only rounding and what its cut-off "
+        "drops. Methods that obey weights: linear, task_arithmetic, ties"
+    ]
+
+
+def _has_independent_rows(item: Item) -> bool:
+    """True if the ranks of the experts of one matrix add up to at most its inputs."""
+    factors = item.factors
+    shape, is_turned = item.shape, item.layout.orientation == "IO"
+    ranks = [s.rank if s.kind != "zero" else 0 for s in item.sources if s is not None]
+    if factors is not None:
+        shape, is_turned, ranks = factors.shape, factors.transposed, list(factors.ranks)
+    elif any(s is not None and s.kind != "zero" and not s.rank for s in item.sources):
+        return False  # of full rank, as far as headers tell
+    return len(shape) == 2 and sum(r > 0 for r in ranks) > 1 and sum(ranks) <= shape[0 if is_turned else 1]
 
 
 def _place_notes(base: Checkpoint | None, room: DeviceRoom) -> list[str]:

@@ -81,7 +81,7 @@ class FactorPlan(Plain):
     Args:
         kind, kernel: see `experts.lora.modules.AdapterModule`.
         shape: of the tensor that the delta belongs to, as a model stores it; `tensor` is its name.
-        transposed: whether it is stored as `I O`.
+        transposed: whether it is stored as `I O`; `turned`: whether `B A` is, of stacked experts.
         ranks: rank in each expert; 0 where an expert has no delta for the module.
         exact_rank: rank that holds every merged delta exactly; `rank`: what is written.
         blocks: rows of packed maps that are merged one by one.
@@ -95,6 +95,7 @@ class FactorPlan(Plain):
     exact_rank: int
     rank: int
     transposed: bool = False
+    turned: bool = False
     kernel: tuple[int, ...] = ()
     blocks: tuple[Block, ...] = ()
     grams: tuple[tuple[str, ...], ...] = ()

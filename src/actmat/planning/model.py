@@ -5,16 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from actmat.bounds import read_bytes
 from actmat.checkpoints.base import FileIdentity, TensorSpec
 from actmat.checkpoints.writing.shards import Shard, plan_shards
 from actmat.errors import RecipeError, format_size
@@ -28,9 +25,6 @@ __all__ = ["Cost", "Draft", "InputSummary", "Item", "MergePlan", "MethodCall", "
 
 FORMAT = 3
 """Version of a plan's JSON; see docs/formats/plan.md."""
-
-MAX_FILE_BYTES = 4_000_000_000
-"""Largest plan that is read from a file: one of 100,000 tensors takes 100 MB."""
 
 
 SHOWN_GROUPS = 25
@@ -245,7 +239,7 @@ class MergePlan(Plain):
             "peak_device_bytes": self.peak_device_bytes,
             "shards": {s.file: s.size for s in self.shards},
         }
-        fields: dict[str, Any] = _PLAN.dump_python(self, mode="json", exclude_defaults=True)
+        fields: dict[str, Any] = PLAN.dump_python(self, mode="json", exclude_defaults=True)
         return {"actmat_plan": FORMAT, **fields, "totals": totals}
 
     @classmethod
@@ -260,55 +254,18 @@ class MergePlan(Plain):
             raise RecipeError(f"expected a plan of layout {FORMAT}, found {found!r}")
         fields = {k: v for k, v in data.items() if k not in ("actmat_plan", "totals")}
         try:
-            return _PLAN.validate_python(fields)
+            return PLAN.validate_python(fields)
         except ValidationError as error:
-            raise RecipeError("The plan is damaged.", _plan_problems(error)) from None
-
-    def write(self, path: Path) -> None:
-        """Write the JSON of `to_json`, without totals, in one pass: a second for 100,000 tensors.
-
-        Raises:
-            OSError: the disk.
-        """
-        text = _PLAN.dump_json(self, exclude_defaults=True)
-        if not all(map(_is_finite, {id(i.call): i.call.options for i in self.items if i.call is not None}.values())):
-            fields = _PLAN.dump_python(self, exclude_defaults=True)  # pydantic's own JSON has null for them
-            text = json.dumps(fields, separators=(",", ":")).encode()
-        with path.open("wb") as file:
-            file.write(b'{"actmat_plan":%d,' % FORMAT)
-            file.write(memoryview(text)[1:])
-
-    @classmethod
-    def read(cls, path: Path) -> MergePlan:
-        """The plan that `write` wrote.
-
-        Raises:
-            RecipeError: it cannot be read, or is none of this version.
-        """
-        text = read_bytes(path, most=MAX_FILE_BYTES, error=RecipeError)
-        start = b'{"actmat_plan":%d,' % FORMAT
-        if not text.startswith(start):
-            raise RecipeError(f"{path}: expected a plan of layout {FORMAT}, found other text")
-        try:
-            return _PLAN.validate_json(b"{" + memoryview(text)[len(start) :])
-        except ValidationError as error:
-            raise RecipeError(f"{path}: the plan is damaged.", _plan_problems(error)) from None
+            raise RecipeError("The plan is damaged.", plan_problems(error)) from None
 
 
-def _is_finite(value: Any) -> bool:
-    """True if no number in an option's value is infinite or NaN."""
-    if isinstance(value, Mapping):
-        return all(map(_is_finite, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-def _plan_problems(error: ValidationError) -> list[str]:
+def plan_problems(error: ValidationError) -> list[str]:
+    """Places of a plan that do not fit, with the reasons."""
     return [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False, include_input=False)]
 
 
-_PLAN = TypeAdapter(MergePlan)
+PLAN = TypeAdapter(MergePlan)
+"""Validator of plans."""
 _ITEMS = TypeAdapter(tuple[Item, ...])
 
 

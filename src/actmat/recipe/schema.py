@@ -6,13 +6,10 @@ Settings of a run (threads, memory, overwriting) are in `actmat.settings`: they 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     Field,
@@ -26,6 +23,7 @@ from actmat.checkpoints.layer_names import stack_parts
 from actmat.errors import RecipeError, did_you_mean
 from actmat.flag import Flag
 from actmat.recipe.aliases import with_real_method, without_sums
+from actmat.recipe.experts import ExpertRef, Options
 from actmat.recipe.output import KINDS, Adapter, Extracted, Model, Output, Vocabulary, gathered
 from actmat.recipe.values import (
     FLOAT32_MAX,
@@ -37,9 +35,6 @@ from actmat.recipe.values import (
     WeightOrNone,
     leaves,
     listed,
-    numbers,
-    read_option,
-    read_value,
 )
 
 __all__ = [
@@ -58,68 +53,9 @@ Scope = Literal["linear", "paper", "all"]
 OutputDtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
-def _finite(value: Any) -> Any:
-    """`value` if all numbers in it are finite: no method has an option that NaN or infinity is a value of."""
-    todo = [value]
-    while todo:
-        inner = todo.pop()
-        if isinstance(inner, float) and not math.isfinite(inner):
-            raise ValueError(f"found {inner}, expected finite numbers")
-        if isinstance(inner, dict | list | tuple):
-            todo.extend(inner.values() if isinstance(inner, dict) else inner)
-    return value
-
-
-Options = Annotated[
-    dict[str, Annotated[Any, AfterValidator(_finite), AfterValidator(read_option)]], BeforeValidator(numbers)
-]
-OwnOptions = Annotated[
-    dict[str, Annotated[Any, AfterValidator(_finite), AfterValidator(read_value)]], BeforeValidator(numbers)
-]
-
-
 def _steps(value: Any) -> Any:
     """A single step, as text or mapping, as a list of one."""
     return (value,) if isinstance(value, str | Mapping) else value
-
-
-class ExpertRef(Strict):
-    """One expert: its location, name, weight and options."""
-
-    path: str = Field(
-        description="directory, file, hub id org/name[@revision], URL, or a stack of layers such as 'a[0:16] + b[8:24]'"
-    )
-    name: str = Field(default="", description="short name for plans and records; default: last part of the path")
-    weight: Annotated[
-        Weight,
-        Flag(("--weight", "-w"), "Weight of an expert, once per expert, in their order.", repeated=True, type=float),
-    ] = Field(
-        default=1.0,
-        description="weight, for methods that take weights: a number, a gradient over depth, or entries by pattern",
-    )
-    options: OwnOptions = Field(
-        default_factory=dict,
-        description="this expert's own values of options that take one number per expert, such as `density`; each a "
-        "number, a gradient or entries, as `weight`",
-    )
-    statistics: Annotated[
-        str, Flag(help="NAME=PATH: what 'actmat statistics collect' wrote for expert NAME.", repeated=True)
-    ] = Field(
-        default="", description="what `actmat statistics collect` wrote for this expert, for methods that need it"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, str) else value
-
-    @property
-    def label(self) -> str:
-        """The name, or the last part of the path; of a stack, those of its checkpoints."""
-        if self.name:
-            return self.name
-        parts = dict.fromkeys(p.location for p in stack_parts(self.path)) or [self.path]
-        return "+".join(Path(p.partition("@")[0]).name or p for p in parts)
 
 
 class Rule(Strict):
@@ -402,9 +338,9 @@ class Recipe(Strict):
 
 
 def add_statistics(
-    experts: Sequence[Mapping[str, Any]], given: Mapping[str, Any] | Sequence[str]
+    experts: Sequence[Mapping[str, Any]], given: Mapping[str, Any] | Sequence[str], field: str = "statistics"
 ) -> list[dict[str, Any]]:
-    """Add statistics to experts, by their names, or one for each in their order; returns plain data.
+    """Add statistics, or another field, to experts, by their names, or one for each in their order; plain data.
 
     >>> add_statistics([{"path": "math"}, {"path": "code"}], {"code": "stats/code"})
     [{'path': 'math'}, {'path': 'code', 'statistics': 'stats/code'}]
@@ -415,15 +351,13 @@ def add_statistics(
     labels = [ExpertRef.model_validate(e).label for e in experts]
     if not isinstance(given, Mapping):
         if len(given) != len(labels):
-            raise RecipeError(
-                f"There are {len(labels)} experts and {len(given)} statistics; give one each, or by name."
-            )
+            raise RecipeError(f"There are {len(labels)} experts and {len(given)} {field}; give one each, or by name.")
         given = dict(zip(labels, given, strict=True))
     if unknown := [n for n in given if n not in labels]:
         hint = did_you_mean(unknown[0], labels)
-        raise RecipeError(f"Statistics are given for '{unknown[0]}', and no expert has this name.{hint} "
+        raise RecipeError(f"{field.capitalize()} are given for '{unknown[0]}', and no expert has this name.{hint} "
                           f"Experts: {', '.join(labels)}")  # fmt: skip
-    return [{**e, "statistics": str(given[n])} if n in given else dict(e) for e, n in zip(experts, labels, strict=True)]
+    return [{**e, field: str(given[n])} if n in given else dict(e) for e, n in zip(experts, labels, strict=True)]
 
 
 def make_recipe(fields: Mapping[str, Any], *, where: Mapping[str, str] | None = None) -> Recipe:

@@ -17,10 +17,10 @@ from actmat.recipe.values import shown_value
 from actmat.report.licences import Origin, combine, origins_of
 
 
-def model_card(plan: MergePlan) -> str:
+def model_card(plan: MergePlan, warnings: Sequence[str] = ()) -> str:
     """Markdown with a YAML head: `base_model`, `license`, `tags: [merge]`, the recipe, what was done.
 
-    Cards of the inputs are read, where they have any.
+    Cards of the inputs are read, where they have any. `warnings` of the finished merge follow what was done.
     """
     recipe, is_adapter = plan.recipe, plan.output == "adapter"
     origins = origins_of(plan.inputs)
@@ -36,6 +36,7 @@ def model_card(plan: MergePlan) -> str:
         if is_adapter
         else ("tensor", "with hashes of all inputs and of the\noutput; `actmat verify` checks them.")
     )
+    done += "".join(f"\n\n**{warning[0].upper()}{warning[1:]}.**" for warning in warnings)
     made = f"Made with actmat {plan.versions['actmat']}."
     written = recipe_yaml(recipe).strip()
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", written)), default=0))  # a path cannot close the block

@@ -13,7 +13,8 @@ from typing import Any
 
 from actmat.bounds import MAX_WRITTEN_VALUES, local_path, read_object
 from actmat.checkpoints.hashing import HASH_NAME, ContentHash, NamesHash, hash_file, hash_names
-from actmat.checkpoints.writing.staging import JOURNAL_NAME, MANIFEST_NAME
+from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS
+from actmat.checkpoints.writing.staging import JOURNAL_NAME
 from actmat.engine.task import Record
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
@@ -74,9 +75,6 @@ def _name_in(item: Item, t: int) -> str | None:
 FORMAT = 1
 """Version of the manifest's layout; see docs/formats/manifest.md."""
 
-REPORTS = frozenset({"report.json", "report.html"})
-"""Files that tell times: recorded under `timing`, because two runs of one merge write them differently."""
-
 
 def build_manifest(
     plan: MergePlan,
@@ -86,6 +84,7 @@ def build_manifest(
     out: Path | None,
     seconds: float,
     files: Sequence[str] = (),
+    warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The manifest as plain data, but for its longest lists, which are `Rows` made from the records.
 
@@ -99,6 +98,7 @@ def build_manifest(
             None for an output in a bucket.
         seconds: wall time of the run that finished it.
         files: copied from the inputs.
+        warnings: of the finished merge, which follow the notes of the plan.
     """
     is_adapter = plan.output == "adapter"
     contents = None if is_adapter else model_contents(plan, records)
@@ -127,7 +127,7 @@ def build_manifest(
         "experts": [_expert(plan, t, read[t], _hashes(plan, records, experts, t), out) for t in range(len(experts))],
         **({"statistics": [_located(dict(s), out) for s in plan.statistics]} if plan.statistics else {}),
         "output": output,
-        "notes": list(plan.notes),
+        "notes": [*plan.notes, *warnings],
         **adapter,
         "tensors": tensors,
         "timing": {

@@ -19,12 +19,14 @@ from actmat.checkpoints.ranges import BLOCK_BYTES
 from actmat.checkpoints.remote import open_remote
 from actmat.checkpoints.resolve import find_source, open_checkpoint
 from actmat.checkpoints.source import Source
-from actmat.checkpoints.writing.staging import MANIFEST_NAME
+from actmat.checkpoints.untied import UntiedCheckpoint
+from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.base import Expert
 from actmat.experts.policy import align_vocabularies
-from actmat.experts.resolve import convert, needs_base, open_stored, shares_names
+from actmat.experts.resolve import convert, needs_base, open_stored
 from actmat.foreign import html_table
+from actmat.layout.ties import tied_heads
 from actmat.recipe.output import Vocabulary, gathered
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
 from actmat.report.words import plural
@@ -328,17 +330,27 @@ def _opened_input(label: str, location: str, manifest: Mapping[str, Any], out: P
     if needs_base(location):
         return open_stored(location)
     if (chosen := gathered(manifest["recipe"]).get("output", {}).get("vocabulary")) is not None:
-        return _aligned_input(label, Vocabulary.model_validate(chosen), manifest, out)
-    if label == "base" or manifest["base"] is None:
+        aligned = _aligned_input(label, Vocabulary.model_validate(chosen), manifest, out)
+        return _with_heads(aligned, manifest) if label == "base" else aligned
+    if label == "base":
+        return _with_heads(open_stored(location), manifest)
+    if manifest["base"] is None:
         return open_stored(location)
     opened = open_checkpoint(location)
-    if shares_names([row["name"] for row in manifest["tensors"]], opened.specs):
+    if all(name in opened.specs for name in expert_hashes(manifest, label)):
         return opened
     base = open_checkpoint(input_location(manifest["base"], out))
     if (converted := convert(opened, base, owns_base=True)) is not None:
         return converted
     base.close()
     return opened
+
+
+def _with_heads(base: Checkpoint, manifest: Mapping[str, Any]) -> Checkpoint:
+    """The base, with copies of its token table for output heads that the merge untied."""
+    read = {n: TensorSpec(n, (), "", "") for n in _read_from_base(manifest) if n not in base.specs}
+    heads = tied_heads(read, base.specs, base.config)
+    return UntiedCheckpoint(base, heads) if heads else base
 
 
 def _aligned_input(label: str, chosen: Vocabulary, manifest: Mapping[str, Any], out: Path) -> Checkpoint:

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from actmat.diagnostics.checks.merged import size_warning
+from actmat.diagnostics.checks.merged import size_warning, truncation_warning
 from actmat.errors import format_size
 from actmat.planning.model import Item, MergePlan, count_actions
-from actmat.report.totals import Norms
+from actmat.report.totals import Norms, Totals
 
 IN_PLACES = {"AM403": " in places"}
 """Words after `its size is off` for a check that looks at single matrices."""
@@ -110,5 +110,11 @@ def size_words(norms: Norms | None) -> str:
 
 def size_finding(norms: Norms | None, muted: Collection[str] = ()) -> tuple[str, str] | None:
     """Code and words of what is wrong with the size of a merge; None where nothing is, or its code is muted."""
-    found = None if norms is None else size_warning(norms.merged, norms.total, norms.experts)
+    found = None if norms is None else size_warning(norms.merged, norms.experts)
     return None if found is None or found[0] in muted else found
+
+
+def warnings_of(totals: Totals, muted: Collection[str] = ()) -> list[tuple[str, str]]:
+    """Codes and words of all that is wrong with a merge, as far as its totals tell; without muted codes."""
+    truncated = truncation_warning(totals.relative_error)
+    return [w for w in (size_finding(totals.norms, muted), truncated) if w is not None and w[0] not in muted]

@@ -14,7 +14,6 @@ from actmat.engine.session import SessionSpec
 from actmat.engine.units import plan_units
 from actmat.errors import CheckpointError, StatisticsError
 from actmat.progress import Progress
-from actmat.report import sum_records
 from actmat.run.open import check_values
 from actmat.run.prepare import Prepared
 from actmat.run.resume import MergeReport
@@ -92,7 +91,6 @@ def finish(outputs: Sequence[StagedOutput], prepared: Prepared, progress: Progre
     made = []
     for o in outputs:
         diagnosis = o.write_report(time.perf_counter() - began) if settings.diagnose else None
-        o.finish(prepared.inputs, time.perf_counter() - began, sha256=settings.sha256)
-        totals, seconds = sum_records(o.plan, o.records), time.perf_counter() - began
-        made.append(MergeReport(o.out, o.plan, seconds, o.resumed, diagnosis, totals=totals))
+        totals = o.finish(prepared.inputs, time.perf_counter() - began, sha256=settings.sha256)
+        made.append(MergeReport(o.out, o.plan, time.perf_counter() - began, o.resumed, diagnosis, totals=totals))
     return made

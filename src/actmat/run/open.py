@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import missing_problem, open_checkpoint
+from actmat.checkpoints.untied import UntiedCheckpoint
 from actmat.checkpoints.writing.sidecars import SideFolder, check_sidecars
 from actmat.engine.content import check_adapters, check_probes
 from actmat.engine.inputs import Inputs
@@ -19,12 +20,13 @@ from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.policy import VocabularyPolicy, align_vocabularies
 from actmat.experts.resolve import has_factors, needs_base, open_base, open_expert
+from actmat.experts.untied import FIX, untied_base
 from actmat.methods import METHODS, get_method
 from actmat.planning.choose import Chooser
 from actmat.planning.statistics import declared_kinds, opened_statistics
 from actmat.recipe import Recipe
 from actmat.recipe.output import Adapter, Extracted, Model
-from actmat.recipe.schema import Postprocess
+from actmat.recipe.schema import ExpertRef, Postprocess
 from actmat.recipe.values import leaves
 from actmat.run.automatic import AUTO, check_options, with_method
 from actmat.run.places import Place, Writes, find_place
@@ -89,13 +91,17 @@ def open_inputs(
         if (vocabulary := recipe.model.vocabulary) is not None and base is not None:
             base, experts = _aligned(recipe, adapters, vocabulary.policy(), base, opening)
         else:
-            experts = [opening(_opener(e.path, adapters, base, merges_adapters)) for e in recipe.experts]
+            experts = [opening(_opener(e, adapters, base, merges_adapters)) for e in recipe.experts]
         if opening.problems:
             many = "s" * (len(opening.problems) > 1)
             headline = f"{len(opening.problems)} problem{many} with the inputs."
             problems.found.append(CheckpointError(headline, opening.problems))
             if choices := [p for r in recipes if r.method != AUTO for p in Chooser(r, declared_kinds(r)).problems]:
                 problems.found.append(RecipeError("The recipe is not valid.", choices))
+            problems.check()
+        if base is not None:
+            with problems.noted():
+                base = _untied(recipes, base, [e for e in experts if e is not None])
             problems.check()
         statistics = stack.enter_context(opened_statistics(recipe))
         inputs = Inputs(recipe.labels, base, [e for e in experts if e is not None], statistics)
@@ -212,7 +218,7 @@ def _check_shared(recipes: Sequence[Recipe]) -> None:
     rows = [
         {
             "base": r.base,
-            "experts": [(e.path, e.label, e.statistics) for e in r.experts],
+            "experts": [(e.path, e.label, e.statistics, e.stacks) for e in r.experts],
             "vocabulary": r.model.vocabulary,
             "compute_dtype": r.compute_dtype,
             "allow_nonfinite": r.allow_nonfinite,
@@ -267,18 +273,35 @@ def _aligned(
             base, found = align_vocabularies(base, found, policy)
     experts: dict[str, Any] = {label: CheckpointExpert(checkpoint) for label, checkpoint in found.items()}
     return base, [
-        experts.get(e.label) if e.label in full else opening(_opener(e.path, adapters, base, False))
-        for e in recipe.experts
+        experts.get(e.label) if e.label in full else opening(_opener(e, adapters, base, False)) for e in recipe.experts
     ]
 
 
+def _untied(recipes: Sequence[Recipe], base: Checkpoint, experts: Sequence[Expert]) -> Checkpoint:
+    """The base, with an output head of its own where experts train it apart from the table that it is tied to.
+
+    Raises:
+        CheckpointError: it cannot be untied, or not in the kind of output that is wanted.
+    """
+    recipe = recipes[0]
+    untied = untied_base(base, experts, recipe.labels, ties=all(r.ties for r in recipes))
+    if isinstance(untied, UntiedCheckpoint):
+        problem = f"{base.location}: {untied.notes[-1]}, which "
+        if isinstance(recipe.output, Extracted):
+            raise CheckpointError(f"{problem}an adapter of the tied base cannot hold. {FIX}.")
+        if recipe.model.quantise is not None:
+            raise CheckpointError(f"{problem}--quantise same cannot write. Fix: leave it out.")
+    return untied
+
+
 def _opener(
-    location: str, adapters: Mapping[str, bool], base: Checkpoint | None, merges_adapters: bool
+    expert: ExpertRef, adapters: Mapping[str, bool], base: Checkpoint | None, merges_adapters: bool
 ) -> Callable[[], Expert]:
+    location = expert.path
     is_full = not adapters.get(location, True)
     if base is None and not merges_adapters and is_full:  # look only for further problems
         return lambda: CheckpointExpert(open_checkpoint(location))
-    return lambda: open_expert(location, base, is_full=is_full)
+    return lambda: open_expert(location, base, is_full=is_full, stacks=expert.stacks)
 
 
 def _check_copied_files(recipes: Sequence[Recipe], inputs: Inputs) -> None:

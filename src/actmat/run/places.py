@@ -14,8 +14,8 @@ from actmat.bounds import is_url, read_object
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.checkpoints.remote import MARK_NAME, check_upload_url
 from actmat.checkpoints.resolve import find_source
-from actmat.checkpoints.writing.shared import SharedStage
-from actmat.checkpoints.writing.staging import MANIFEST_NAME, check_output_path
+from actmat.checkpoints.writing.listed import MANIFEST_NAME
+from actmat.checkpoints.writing.staging import check_output_path, parts_folder
 from actmat.diagnostics.model import REPORT_NAME
 from actmat.engine.devices.device import device_room
 from actmat.engine.devices.names import check_device, check_device_name
@@ -158,11 +158,12 @@ def _check_outputs(
     places = [o.resolve() if isinstance(o, Path) else o.rstrip("/") for o in outs]
     twice = sorted({str(o) for o, place in zip(outs, places, strict=True) if places.count(place) > 1})
     problems += [f"several merges are to be written to {o}" for o in twice]
-    for stage in (SharedStage(out) for out in outs if isinstance(out, Path) and not is_part):
-        if stage.is_open:
+    for out in (out for out in outs if isinstance(out, Path) and not is_part):
+        folder = parts_folder(out)
+        if os.path.isdir(folder / "model"):
             problems.append(
-                f"parts of a merge into {stage.out} are in {stage.folder}: complete them (actmat merge --finish "
-                f"{stage.out}), run the others (--part), or remove that folder"
+                f"parts of a merge into {out} are in {folder}: complete them (actmat merge --finish "
+                f"{out}), run the others (--part), or remove that folder"
             )
     if problems:
         raise OutputError("The output cannot be written there.", problems)

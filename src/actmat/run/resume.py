@@ -24,7 +24,7 @@ from actmat.planning import MergePlan
 from actmat.planning.model import InputSummary, Item, MethodCall
 from actmat.report import Totals, read_manifest, recorded_totals, verify
 from actmat.report.manifest import input_location
-from actmat.report.words import size_finding, size_words
+from actmat.report.words import size_words, warnings_of
 from actmat.run.places import present_output
 from actmat.run.prepare import Prepared
 from actmat.settings import RunSettings
@@ -55,13 +55,9 @@ class MergeReport:
     def __repr__(self) -> str:
         how = "was finished before" if self.was_finished else f"{self.seconds:.1f} s"
         what = f"{len(self.plan.items)} items by {self.plan.recipe.method}"
-        said = [size_words(self.totals.norms), *self._warning()]
+        warnings = warnings_of(self.totals, self.plan.recipe.mute)
+        said = [size_words(self.totals.norms), *(f"warning {code}: {words}" for code, words in warnings)]
         return terminal(f"<MergeReport {self.out}: {'; '.join(s for s in (how, what, *said) if s)}>")
-
-    def _warning(self) -> list[str]:
-        """The code of the check that finds the size far off, and what is wrong."""
-        found = size_finding(self.totals.norms, self.plan.recipe.mute)
-        return [] if found is None else [f"warning {found[0]}: {found[1]}"]
 
     def _repr_html_(self) -> str:
         found = "" if self.diagnosis is None else self.diagnosis._repr_html_()

@@ -26,7 +26,8 @@ from actmat.errors import MergeError, OutputError, format_size
 from actmat.planning import MergePlan
 from actmat.planning.adapter.extraction import settled_plan
 from actmat.planning.model import Item
-from actmat.report import build_manifest, model_card, write_manifest
+from actmat.report import Totals, build_manifest, model_card, sum_records, write_manifest
+from actmat.report.words import warnings_of
 from actmat.report.write import write_report
 from actmat.run.resume import Resumed
 from actmat.settings import RunSettings
@@ -136,8 +137,8 @@ class StagedOutput:
             assert isinstance(self.records, dict)
             self.records[record.name] = record
 
-    def finish(self, inputs: Inputs, seconds: float, *, sha256: bool) -> None:
-        """Close the shards, write everything that goes with them.
+    def finish(self, inputs: Inputs, seconds: float, *, sha256: bool) -> Totals:
+        """Close the shards, write everything that goes with them; the sums over all records.
 
         Args:
             inputs: opened.
@@ -156,7 +157,8 @@ class StagedOutput:
         else:
             assert isinstance(self.writer, ShardWriter)
             self.writer.finish(self.plan.specs)
-        sidecars = self._sidecar_folders(inputs)
+        sidecars, totals = self._sidecar_folders(inputs), sum_records(self.plan, self.records)
+        warnings = [f"warning {code}: {words}" for code, words in warnings_of(totals, self.plan.recipe.mute)]
         with disk_errors(folder.path):
             copied: Sequence[str] = ()
             if self.plan.adapter_config is not None:
@@ -169,7 +171,7 @@ class StagedOutput:
                 copied = copy_sidecars(*sidecars, folder.path, self.plan.recipe.dtype, written)
                 for name, text in own.items():
                     (folder.path / name).write_text(text, encoding="utf-8")
-            (folder.path / "README.md").write_text(model_card(self.plan), encoding="utf-8")
+            (folder.path / "README.md").write_text(model_card(self.plan, warnings), encoding="utf-8")
             manifest = build_manifest(
                 self.plan,
                 self.records,
@@ -177,8 +179,10 @@ class StagedOutput:
                 out=None if isinstance(self.out, str) else self.out,
                 seconds=seconds,
                 files=copied,
+                warnings=warnings,
             )
             write_manifest(folder.path, manifest, sha256=folder.sha256 if sha256 else None)
+        return totals
 
     def _written(self, item: Item) -> Mapping[str, Any] | None:
         """Stats of an item of an extraction; None where no expert changes it."""

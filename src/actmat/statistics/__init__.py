@@ -1,6 +1,7 @@
 """Statistics of models on data, such as Gram matrices of layer inputs and the diagonal Fisher: files of them.
 
-`collect` and `agreement` run models, and come in as plug-ins of the group `actmat.statistics`.
+`collect` and `agreement` run models, `merge_statistics` adds files up; they come in as plug-ins of the group
+`actmat.statistics`.
 """
 
 from __future__ import annotations
@@ -8,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from actmat.plugins import load
-from actmat.statistics.combine import merge_statistics
 from actmat.statistics.store import Statistics, open_statistics
 
-__all__ = ["Statistics", "merge_statistics", "open_statistics"]
+__all__ = ["Statistics", "open_statistics"]
 
 
 def __getattr__(name: str) -> Any:

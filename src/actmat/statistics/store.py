@@ -6,8 +6,7 @@ Shapes: `G` groups of a convolution, `I` in_features.
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
@@ -15,19 +14,16 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from actmat.bounds import list_folder, local_path
+from actmat.bounds import local_path
 from actmat.checkpoints.base import FileIdentity, TensorSpec
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.header import read_header
 from actmat.checkpoints.raw import empty_tensor, raw_bytes
-from actmat.checkpoints.writing.shards import plan_shards
-from actmat.checkpoints.writing.staging import disk_errors
-from actmat.checkpoints.writing.writer import ShardWriter
-from actmat.errors import CheckpointError, OutputError, StatisticsError
-from actmat.statistics.header import FILE_NAME, METADATA_KEY, Header, content_hash, parse_header
+from actmat.errors import CheckpointError, StatisticsError
+from actmat.statistics.header import FILE_NAME, Header, content_hash, parse_header
 from actmat.statistics.kinds import KINDS, Mean, get_kind
 
-__all__ = ["Mean", "Statistics", "check_output", "open_statistics", "write_statistics"]
+__all__ = ["Mean", "Statistics", "open_statistics"]
 
 
 class Statistics(AbstractContextManager["Statistics"]):
@@ -129,45 +125,3 @@ def _disagreements(header: Header, specs: Mapping[str, TensorSpec]) -> Iterator[
     yield from (f"tensor '{n}' is stored, but not listed" for n in specs if n not in listed)
     for kind in KINDS.values():
         yield from kind.problems(header, specs)
-
-
-def check_output(out: Path, *, overwrite: bool) -> None:
-    """Check that statistics can be written to the folder `out`."""
-    local_path(out, error=OutputError)
-    if out.is_dir():
-        there = list_folder(out, error=OutputError)
-        if there and there != [FILE_NAME]:
-            raise OutputError(f"{out} holds other files ({', '.join(there[:3])}); choose another place.")
-        if there and not overwrite:
-            raise OutputError(f"{out} holds statistics already; choose another place or pass --overwrite.")
-    elif out.exists() or out.is_symlink():
-        raise OutputError(f"{out} exists and is not a directory; choose another place.")
-
-
-def write_statistics(
-    out: Path, header: Header, specs: list[TensorSpec], read: Callable[[str], Tensor], *, overwrite: bool = False
-) -> None:
-    """Write a statistics file; the folder `out` appears whole or not at all.
-
-    The header has the hashes of all tensors; `read` computes the values of a tensor, and is called once for each.
-    """
-    check_output(out, overwrite=overwrite)
-    text = header.model_dump_json(exclude_defaults=True)
-    (shard,) = plan_shards(specs, 1 << 62, stem="statistics", metadata={METADATA_KEY: text})
-    partial = out.parent / f".{out.name}.actmat-partial-{os.getpid()}"
-    with disk_errors(partial):
-        partial.mkdir(parents=True)
-        try:
-            writer = ShardWriter(partial, [shard])
-            try:
-                for spec in specs:
-                    writer.sink(spec.name).write(raw_bytes(read(spec.name).contiguous()))
-                writer.finish(specs)
-            finally:
-                writer.close()
-            if out.is_dir():
-                shutil.rmtree(out)
-            partial.rename(out)
-        except BaseException:  # an interruption too: no partial folder is left
-            shutil.rmtree(partial, ignore_errors=True)
-            raise

@@ -78,7 +78,7 @@ def test_both_bounds_hold_for_any_matrices(seed, n_out, n_in):
 
 
 def test_without_the_optimisers_angle_the_bound_can_fail():
-    """So the tests above can fail too: a delta that is not along the gradient breaks Theorem 1's own bound."""
+    """So the tests above can fail too: a delta that is not along the gradient breaks Theorem 3.1's own bound."""
     e = torch.eye(2).double()
     gradient, delta = e[:1], e[1:]
     gram = gram_of(gradient)

@@ -1,4 +1,4 @@
-"""Theorem 2 and its lemma on transformers and on perceptrons: every inequality, and each term against a formula."""
+"""Theorem 3.3 and its lemma on transformers and on perceptrons: every inequality, and each term against a formula."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_the_inputs_of_a_replaced_layer_are_the_experts(demo, transferred):
 
 def test_a_violated_inequality_is_an_error(transferred):
     name, task = next(iter(transferred.tasks.items()))
-    with pytest.raises(NumericalError, match="Theorem 2 is violated"):
+    with pytest.raises(NumericalError, match=r"Theorem 3\.3 is violated"):
         TransferResult("x", {name: dataclasses.replace(task, absolute=2 * task.propagated + 1)}).check()
 
 

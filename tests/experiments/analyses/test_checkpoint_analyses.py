@@ -92,7 +92,9 @@ def test_scale_and_cosine_written_out(family):
         assert row["D^T D"][name] == pytest.approx(float((k * c).sum() / k.norm() / c.norm()))
         assert row["identity"][name] == pytest.approx(float(c.trace() / c.norm()) / math.sqrt(8))
     high, low = sorted(NAMES, key=lambda n: -kappa[n])
-    assert found.ratios(Q0) == {f"{high} / {low}": pytest.approx(kappa[high] / kappa[low])}
+    ratio = kappa[high] / kappa[low]
+    assert found.ratios(Q0) == {f"{high} / {low}": pytest.approx(ratio), f"{low} / {high}": pytest.approx(1 / ratio)}
+    assert found.larger(Q0) == {f"{high} / {low}": pytest.approx(ratio)}
 
 
 def test_estimates_that_are_the_gram_matrix_up_to_one_scale():
@@ -104,7 +106,7 @@ def test_estimates_that_are_the_gram_matrix_up_to_one_scale():
     drawn = lambda name, size: [{Q0: size * c[name]}, {Q0: c[name]}]  # noqa: E731
     found = scale(MemoryCheckpoint(base), checkpoints(experts), grams)
     assert list(found.kappa[Q0].values()) == pytest.approx([1 / 3] * 2)
-    assert list(found.ratios(Q0).values()) == pytest.approx([1])
+    assert list(found.ratios(Q0).values()) == pytest.approx([1, 1])
     cosines = cosine(MemoryCheckpoint(base), checkpoints(experts), grams, drawn=drawn, sizes=(1, 5))
     assert cosines.mean(Q0, "D^T D") == pytest.approx(1)
     assert cosines.mean(Q0, "5 samples") == cosines.mean(Q0, "1 sample") == pytest.approx(1)

@@ -99,15 +99,43 @@ def test_operations_of_the_published_rules(rule, n_experts):
     assert relative_error(merged, found) < F64_ORACLE, "the transcription is the rule"
 
 
-def test_the_formulae_are_the_papers():
-    assert {r.method: r.formula for r in RULES} == {
-        "average": "T N^2",
-        "task_arithmetic": "(2T + 1) N^2",
-        "regmean": "(T + 3) N^3",
-        "actmat": "(2T + 3) N^3",
-        "iso_c": "23 N^3",
-        "tsv": "(22T + 45) N^3",
+def test_the_printed_formulae_are_the_papers():
+    """Table 6 with all its terms, and its count of expensive operations."""
+    assert {r.method: (r.printed, str(r.sequential)) for r in RULES} == {
+        "average": ("T N^2", "0"),
+        "task_arithmetic": ("(2T + 1) N^2", "0"),
+        "regmean": ("(T + 3) N^3 + (2T - 2) N^2", "1"),
+        "actmat": ("(2T + 3) N^3 + (3T - 2) N^2", "1"),
+        "iso_c": ("23 N^3 + (2T + 2) N^2 + N", "1"),
+        "tsv": ("(22T + 45) N^3 + (T + 3) N^2", "T + 2"),
     }
+    assert [r.method for r in RULES if "(2L - 1) T N^2" in r.preprocessing] == ["regmean"]
+
+
+def test_the_formulae_counted_here():
+    assert {r.method: (r.counted, r.leading) for r in RULES} == {
+        "average": ("T N^2", "T N^2"),
+        "task_arithmetic": ("(2T + 1) N^2", "(2T + 1) N^2"),
+        "regmean": ("(T + 3) N^3 + (3T - 1) N^2", "(T + 3) N^3"),
+        "actmat": ("(2T + 3) N^3 + (3T - 1) N^2", "(2T + 3) N^3"),
+        "iso_c": ("23 N^3 + (2T + 1) N^2", "23 N^3"),
+        "tsv": ("(22T + 45) N^3 + (T + 2) N^2", "(22T + 45) N^3"),
+    }
+
+
+def test_the_boxed_forms_make_the_papers_count():
+    """RegMean and ACTMat on weights, without a base added back: the paper's terms in `N^2`."""
+    base = random_deltas(1, N, N, seed=3)[0]
+    experts = [base + d for d in random_deltas(3, N, N)]
+    with Counter() as counter:
+        grams = [d.mT @ d for d in [w - base for w in experts]]
+        total([w @ g for w, g in zip(experts, grams, strict=True)]) @ torch.linalg.inv(total(grams))
+    grams = [x.mT @ x for x in random_deltas(3, 9, N, seed=4)]
+    with Counter() as measured:
+        left = total([w @ g for w, g in zip(experts, grams, strict=True)])
+        left @ torch.linalg.inv(total(grams))
+    printed = {r.method: r.printed_entries.at(3) for r in RULES}
+    assert (counter.found["entries"], measured.found["entries"]) == (printed["actmat"], printed["regmean"])
 
 
 def test_terms():

@@ -1,4 +1,4 @@
-"""Theorem 2 on models from disk: a causal language model, an encoder-decoder, a classifier; the command; its errors."""
+"""Theorem 3.3 on models from disk: a language model, an encoder-decoder, a classifier; the command; its errors."""
 
 from __future__ import annotations
 

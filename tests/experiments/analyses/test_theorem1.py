@@ -1,4 +1,4 @@
-"""Theorem 1 as an inequality over many random problems, with one token per sample and with several."""
+"""Theorem 3.1 as an inequality over many random problems, with one token per sample and with several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Theorem 2 over many random networks: every inequality of the derivation, and a case where the bound is attained."""
+"""Theorem 3.3 over many random networks: every inequality of the derivation, and a case where the bound is attained."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.tolerances import F64_ORACLE, relative_error
 from torch import nn
 
 from actmat.errors import NumericalError, RecipeError
+from actmat_experiments.analyses.printed import printed_lemma
 from actmat_experiments.analyses.theorem1 import ACTIVATIONS, MLP, new_mlp
 from actmat_experiments.analyses.theorem2 import (
     Sample,
@@ -66,7 +67,87 @@ def test_every_inequality_holds_on_random_networks(seed, activation, depth, n_ta
     result.check()
     assert result.left <= result.propagated * (1 + 1e-9) + 1e-12
     assert result.propagated <= result.right * (1 + 1e-9) + 1e-12
+    assert result.propagated <= result.printed * (1 + 1e-9) + 1e-12
     assert len(result.layers) == depth
+
+
+def low_rank_grams(n_tasks, width, rank, seed):
+    inputs = [gaussian(rank, width, seed=seed + t) for t in range(n_tasks)]
+    return [z.mT @ z for z in inputs]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    n_tasks=st.integers(1, 4),
+    ranks=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    size=st.sampled_from([1e-3, 1.0, 1e3]),
+)
+def test_the_printed_lemmas_hold_also_where_sums_are_singular(seed, n_tasks, ranks, size):
+    """Lemmas B.3 and B.4, transcribed; sums of rank 1 to 6 of `6 x 6`."""
+    weights = [gaussian(4, 6, seed=seed + 50 + t) for t in range(n_tasks)]
+    true = low_rank_grams(n_tasks, 6, ranks[0], seed)
+    found = [size * k for k in low_rank_grams(n_tasks, 6, ranks[1], seed + 20)]
+    total, wrong = sum(true), sum(found)
+    inverse, other = torch.linalg.pinv(total, hermitian=True), torch.linalg.pinv(wrong, hermitian=True)
+    factor = max(inverse.norm() ** 2, other.norm() ** 2)
+    assert (inverse - other).norm() <= factor * (total - wrong).norm() * (1 + 1e-9), "B.4"
+    left = sum(w @ k for w, k in zip(weights, found, strict=True)) @ other
+    left = left - sum(w @ c for w, c in zip(weights, true, strict=True)) @ inverse
+    kappa = max(w.norm() for w in weights)
+    inner = kappa * inverse.norm() + kappa * factor * sum(k.norm() for k in found)
+    right = sum((c - k).norm() for c, k in zip(true, found, strict=True)) * inner
+    assert left.norm() <= right * (1 + 1e-9), "B.3"
+    lemma, _ = printed_lemma(weights, true, found, dtype=torch.float64)
+    assert lemma.gap == pytest.approx(float(left.norm()), rel=1e-6)
+    assert lemma.bound == pytest.approx(float(right), rel=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    activation=st.sampled_from(sorted(ACTIVATIONS)),
+    n_tasks=st.integers(2, 4),
+    n_samples=st.integers(1, 12),
+)
+def test_the_printed_theorem_holds_per_task(seed, activation, n_tasks, n_samples):
+    """Theorem 3.3 as printed, `C^_t = D_t^T D_t` unscaled, merged by the boxed formula; biases averaged."""
+    base = new_mlp([3, 4, 3], activation=activation, seed=seed)
+    experts = [near(base, seed + 10 * t) for t in range(n_tasks)]
+    samples = [entropy_sample(n_samples, 3, 3, seed + t) for t in range(n_tasks)]
+    merged = merge_mlps(base, experts, "average")
+    inputs = [list(e.inputs(s.x)) for e, s in zip(experts, samples, strict=True)]
+    lemmas, least = [], []
+    with torch.no_grad():
+        for i, layer in enumerate(merged.layers):
+            weights = [e.layers[i].weight for e in experts]
+            grams = [z[i].mT @ z[i] / n_samples for z in inputs]
+            found = [d.mT @ d for d in (w - base.layers[i].weight for w in weights)]
+            lemma, merged_OI = printed_lemma(weights, grams, found, dtype=torch.float64)
+            lemmas.append(lemma.bound)
+            least.append(least_interference(weights, grams))
+            layer.weight.copy_(merged_OI)
+        norms = [float(torch.linalg.matrix_norm(layer.weight, 2)) for layer in merged.layers]
+        for task, (expert, sample) in enumerate(zip(experts, samples, strict=True)):
+            transfer = (sample.loss_N(merged(sample.x)) - sample.loss_N(expert(sample.x))).abs().mean()
+            bound = 0.0
+            for i, (end, own) in enumerate(zip(merged.layers, expert.layers, strict=True)):
+                z, gamma = inputs[task][i], math.sqrt(2) * math.prod(norms[i + 1 :])
+                local = (z @ (least[i] - own.weight).mT + end.bias - own.bias).norm(dim=1).mean()
+                bound += gamma * float(local) + gamma * float(z.norm(dim=1).mean()) * lemmas[i]
+            assert float(transfer) <= bound * (1 + 1e-9) + 1e-12
+
+
+def test_what_the_estimates_cut_off_is_taken_out_of_them():
+    """`ACTMat`'s float32 cut-off: the lemma is about the matrices that the merge has used."""
+    true = [torch.eye(3, dtype=torch.float64)] * 2
+    found = [torch.diag(torch.tensor([1.0, 1.0, size], dtype=torch.float64)) for size in (1e-9, 1e-8)]
+    weights = [gaussian(2, 3, seed=s) for s in (0, 1)]
+    fine, _ = printed_lemma(weights, true, found, dtype=torch.float64)
+    lemma, merged_OI = printed_lemma(weights, true, found, dtype=torch.float32)
+    assert lemma.inverse < 10 < 1e15 < fine.inverse
+    assert torch.equal(merged_OI[:, 2], torch.zeros(2, dtype=torch.float64))
+    assert lemma.gap <= lemma.bound
 
 
 def test_the_bound_is_attained():

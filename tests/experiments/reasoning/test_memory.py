@@ -7,9 +7,9 @@ import torch
 from transformers import Olmo3Config
 
 from actmat.errors import MergeError, StatisticsError
+from actmat.extras.collect.combine import join_statistics
 from actmat.extras.collect.measures import GramSum
 from actmat.statistics import open_statistics
-from actmat.statistics.combine import join_statistics
 from actmat_experiments.core import collect
 from actmat_experiments.reasoning.generate import Measuring, measure
 from actmat_experiments.reasoning.memory import GIB, cache_bytes, gram_bytes, passes_of, planned_batch

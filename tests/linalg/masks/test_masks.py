@@ -12,19 +12,18 @@ from tests.helpers.masking import awkward_deltas, naive_top
 from tests.helpers.spectra import seeded
 from torch import Tensor
 
+from actmat.extras.research import della
+from actmat.extras.research.breadcrumbs import Band
+from actmat.extras.research.della import magnitude_sampled, normalized_ranks
+from actmat.extras.research.sce import Where
 from actmat.linalg import chunks
-from actmat.linalg.masks import mask as masks
 from actmat.linalg.masks import threshold
 from actmat.linalg.masks.mask import (
-    Band,
     Drop,
     Keep,
     Mask,
     Trim,
-    Where,
     l1_factors,
-    magnitude_sampled,
-    normalized_ranks,
     random_int32,
     top_trims,
 )
@@ -40,7 +39,7 @@ def apply(mask: Mask, flat: Tensor) -> Tensor:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK_ENTRIES", 6)
-    monkeypatch.setattr(masks, "CHUNK_ENTRIES", 6)
+    monkeypatch.setattr(della, "CHUNK_ENTRIES", 6)
     monkeypatch.setattr(threshold, "CHUNK_ENTRIES", 6)
 
 

@@ -6,30 +6,29 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
-from actmat.api.loading import load_model
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.memory import tensor_specs
 from actmat.engine.resources import check_device, one_thread
 from actmat.extras.collect.binding import bind
 from actmat.extras.collect.collect import Collected, collect, measured
+from actmat.extras.collect.combine import join_statistics
 from actmat.extras.collect.data import DataOptions, make_batches
 from actmat.extras.collect.measures import Run
+from actmat.extras.collect.outputs import output_energy, output_features
 from actmat.extras.collect.settings import Settings
+from actmat.extras.models.loading import load_model
+from actmat.extras.research.adamerging import AdamState, adam_step, entropy
 from actmat.foreign import in_one_line
 from actmat.layout import resolve_layout
 from actmat.layout.types import TensorLayout
-from actmat.linalg.outputs import output_energy, output_features
-from actmat.methods import METHODS, MergeMethod, get_method
-from actmat.methods.adamerging import AdamState, adam_step, entropy
+from actmat.methods import MergeMethod, all_methods, get_method
 from actmat.recipe import make_recipe
 from actmat.settings import RunSettings
 from actmat.statistics import Statistics, open_statistics
-from actmat.statistics.combine import join_statistics
 from actmat.statistics.kinds import BLOCK, unpack
 
 __all__ = [
     "BLOCK",
-    "METHODS",
     "AdamState",
     "Checkpoint",
     "DataOptions",
@@ -38,6 +37,7 @@ __all__ = [
     "Statistics",
     "TensorLayout",
     "adam_step",
+    "all_methods",
     "check_device",
     "collect",
     "collect_unbound",

@@ -25,21 +25,22 @@ from typing import Any
 from actmat.bounds import kind_of_file, list_folder, local_path
 from actmat.checkpoints.hashing import sha256_file
 from actmat.checkpoints.writing.journal import Journal
+from actmat.checkpoints.writing.listed import MANIFEST_NAME, unlisted_files
 from actmat.checkpoints.writing.lock import OutputLock
 from actmat.checkpoints.writing.shards import Shard
 from actmat.errors import OutputError, format_size
 from actmat.system import rename_folder, sync_directory
 
 JOURNAL_NAME = "journal.jsonl"
-MANIFEST_NAME = "actmat_manifest.json"
 LONGEST_NAME = 255
+SHOWN_FILES = 20
 
 
 def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path]) -> list[str]:
     """Problems of writing to `out`, as sentences; empty if there are none.
 
-    `overwrite` replaces only an output of actmat (a directory with a manifest): a mistyped path must not delete a
-    folder of other files. An input is never replaced.
+    `overwrite` replaces only an output of actmat, a directory with a manifest that records every file in it: neither a
+    mistyped path nor a user's notes beside a model may be deleted. An input is never replaced.
     """
     try:
         local_path(out, error=OutputError)
@@ -102,12 +103,35 @@ def occupied(out: Path, *, overwrite: bool) -> list[str]:
             f"{out} was not written by actmat (it has no {MANIFEST_NAME}), so --overwrite will not delete it; "
             "remove it yourself or choose another place"
         ]
-    return []
+    return _not_ours(out)
+
+
+def _not_ours(out: Path) -> list[str]:
+    """Problem: files in an output that is to be replaced, which no merge wrote."""
+    try:
+        names = unlisted_files(out)
+    except OutputError as error:
+        return [
+            f"{out} cannot be replaced: its manifest is damaged, so that nothing tells which files are a user's own "
+            f"({error.problems[0]}). Remove the folder yourself, or choose another place"
+        ]
+    if not names:
+        return []
+    more = f" and {len(names) - SHOWN_FILES} more" if len(names) > SHOWN_FILES else ""
+    return [
+        f"{out} holds what its merge did not write, and --overwrite will not delete it: "
+        f"{', '.join(names[:SHOWN_FILES])}{more}. Move it elsewhere, or choose another place"
+    ]
 
 
 def sibling(out: Path, suffix: str) -> Path:
     """Path of a hidden file or folder beside `out` that actmat keeps while it builds it."""
     return out.parent / f".{out.name}.actmat-{suffix}"
+
+
+def parts_folder(out: Path) -> Path:
+    """Folder in which several processes build the parts of `out`; the output is its folder `model`."""
+    return sibling(out, "parts")
 
 
 @contextlib.contextmanager

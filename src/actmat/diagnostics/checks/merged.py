@@ -72,7 +72,10 @@ FAR = 3.0
 """Norm of the merged delta against the mean expert's: farther from the base than anything that was trained."""
 
 COLLAPSED, EXPLODED = 0.1, 10.0
-"""Norm against the mean delta's; against the largest expert's."""
+"""Norm against the mean expert's; against the largest expert's."""
+
+TRUNCATED = 0.3
+"""Relative distance of an adapter from the merge that was asked for, by its rank."""
 
 
 def _plain_sum(facts: Facts) -> Outcome:
@@ -133,11 +136,11 @@ def _mean_norm(m: Measure) -> float:
 def _out_of_bounds(facts: Facts) -> Outcome:
     if not facts.measures:
         return not_applicable("no expert changes a matrix")
-    gone = [m.name for m in facts.measures if m.merged_norm < COLLAPSED * m.mean_norm]
+    gone = [m.name for m in facts.measures if m.merged_norm < COLLAPSED * _mean_norm(m)]
     burst = [m.name for m in facts.measures if m.merged_norm > EXPLODED * max(m.norms)]
     said = []
     if gone:
-        said.append(f"below {COLLAPSED:g} times the norm of the mean delta in {len(gone)} of {len(facts.measures)}")
+        said.append(f"below {COLLAPSED:g} times the mean expert's norm in {len(gone)} of {len(facts.measures)}")
     if burst:
         said.append(f"above {EXPLODED:g} times that of the largest expert in {len(burst)} of {len(facts.measures)}")
     if said:
@@ -149,34 +152,66 @@ def _out_of_bounds(facts: Facts) -> Outcome:
     return clear("no merged delta has collapsed or exploded")
 
 
-def size_warning(merged: float, total: float, experts: Sequence[float]) -> tuple[str, str] | None:
+def size_warning(merged: float, experts: Sequence[float]) -> tuple[str, str] | None:
     """Code and words of what is wrong with the size of a whole merge; None where nothing is.
 
     The thresholds of AM402 and AM403, on norms over all merged tensors: every merge has them, also without a diagnosis.
 
     Args:
-        merged: norm of the merged delta; `total`: of the sum of the experts' deltas; `experts`: of each.
+        merged: norm of the merged delta; `experts`: of each expert's.
 
-    >>> size_warning(0.9, 1.0, [0.7, 0.7]) is None
+    >>> size_warning(0.9, [0.7, 0.7]) is None
     True
-    >>> size_warning(20.0, 1.0, [0.7, 0.7])
+    >>> size_warning(20.0, [0.7, 0.7])
     ('AM403', 'the merged delta exploded')
     """
     if not any(experts):
         return None
     if merged > EXPLODED * max(experts):
         return "AM403", "the merged delta exploded"
-    if merged < COLLAPSED * total / len(experts):
-        return "AM403", "the merged delta collapsed"
-    if merged > FAR * math.hypot(*experts) / math.sqrt(len(experts)):
+    mean = math.hypot(*experts) / math.sqrt(len(experts))
+    if merged < COLLAPSED * mean:
+        return "AM403", (
+            "the merged delta collapsed: it is near zero, and the output little else than the base. Raise --scale, or "
+            "take another method (with iso_c on adapters, -o mean=rank)"
+        )
+    if merged > FAR * mean:
         return "AM402", "the merged delta is much larger than the experts'"
     return None
+
+
+def _truncated(facts: Facts) -> Outcome:
+    rows = [r for r in facts.tensors if r.stats.get("error_norm") is not None and r.stats.get("norm")]
+    if not rows:
+        return not_applicable("no merged delta is written as factors")
+    norm, lost = (math.hypot(*(r.stats[key] for r in rows)) for key in ("norm", "error_norm"))
+    if (warning := truncation_warning(lost / norm)) is not None:
+        return found(
+            f"{warning[1][0].upper()}{warning[1][1:]}",
+            [r.name for r in rows if r.stats["error_norm"] > TRUNCATED * r.stats["norm"]],
+        )
+    return clear(f"the rank of the adapter costs a relative error of {lost / norm:.2g}")
+
+
+def truncation_warning(error: float) -> tuple[str, str] | None:
+    """Code and words where the rank of an adapter loses much of the merge; `error`: relative, over all modules.
+
+    >>> truncation_warning(0.2) is None
+    True
+    """
+    if error <= TRUNCATED:
+        return None
+    return "AM404", (
+        f"the adapter is {error:.2g} of its norm away from the merge that was asked for, cut off by its rank: give a "
+        "higher --rank, write a full model (--base, --to model), or take a method with a low-rank form"
+    )
 
 
 SIZE_CHECKS = (
     Check("AM401", "Merge of low-rank experts is about their sum", "issue", _plain_sum),
     Check("AM402", "Merged delta is much larger than the experts'", "tip", _far_out),
     Check("AM403", "Merged delta collapsed or exploded", "issue", _out_of_bounds),
+    Check("AM404", "Rank of the adapter loses much of the merge", "issue", _truncated),
 )
 
 

@@ -199,6 +199,8 @@ def _stored(item: Item, value: LowRank) -> tuple[Tensor, Tensor]:
     if item.pair.kind == "convolution":
         ones = (1,) * (len(item.pair.kernel) - 1)
         return value.a_RI.reshape(-1, *item.pair.kernel), value.b_OR.reshape(*value.b_OR.shape, *ones)
+    if item.pair.turned:
+        value = LowRank(value.a_RI.mT, value.b_OR.mT)
     if len(item.shape) == 3:
         return value.a_RI.flatten(0, 1), value.b_OR.permute(1, 2, 0).flatten(1)
     return value.a_RI, value.b_OR

@@ -22,8 +22,10 @@ from actmat.experts.base import AdapterHandle, Expert, Family, Source
 from actmat.experts.changes.base import Change, Content
 from actmat.experts.lora.expert import entries_of
 from actmat.experts.lora.fitting import hidden_names
+from actmat.experts.untied import tied_parts
 from actmat.layout import resolve_layout
 from actmat.layout.in_memory import Located, locate
+from actmat.layout.ties import is_output_head
 from actmat.layout.types import LayoutMap
 from actmat.linalg.lowrank import LowRank
 
@@ -59,25 +61,35 @@ class FormedExpert(Expert):
         self.location = weights.location
         self.n_tensors = len(weights.specs)
         self.nbytes = sum(spec.nbytes for spec in weights.specs.values())
-        self._weights, self._base, self._family = weights, base, family
+        self._weights, self._family = weights, family
         self._owned: Checkpoint | None = None
-        layouts = resolve_layout(base.specs, base.config)
-        self._places, self._full, problems = _fit(content, base, layouts)
-        if problems:
-            raise CheckpointError(
-                f"{self.location}: the adapter cannot be merged into {base.location}.",
-                [f"{self.location}: {problem}" for problem in problems],
-            )
-        hidden = hidden_names(layouts, base, {*self._places, *self._full})
-        specs = {name: spec for name, spec in base.specs.items() if name not in hidden}
-        for name, stored in self._full.items():
-            spec = weights.specs[stored]
-            specs[name] = TensorSpec(name, spec.shape, spec.dtype, spec.file)
-        self.specs = MappingProxyType(specs)
         self._lock = threading.Lock()
         self._hashes: Mapping[str, str] | None = None
         self._last: tuple[str, torch.dtype, Tensor | LowRank] | None = None
         self._closed = False
+        parts = tied_parts(
+            base,
+            {name: weights.specs[stored] for name, stored in content.extras.items()},
+            # PEFT ties trained tokens itself
+            [c.target for c in content.changes if c.kind != "tokens" or is_output_head(c.target)],
+            keeps_ties=content.keeps_ties,
+            equal=lambda a, b: self.hashes()[content.extras[a]] == self.hashes()[content.extras[b]],
+        )
+        self._base, self.heads, self.notes = parts.base, parts.heads, tuple(parts.notes)
+        layouts = resolve_layout(parts.base.specs, parts.base.config)
+        self._places, self._full, problems = _fit(content, parts.base, layouts)
+        self._full = {name: stored for name, stored in self._full.items() if name not in parts.copies}
+        if problems := parts.problems_with(problems):
+            raise CheckpointError(
+                f"{self.location}: the adapter cannot be merged into {base.location}.",
+                [f"{self.location}: {problem}" for problem in problems],
+            )
+        hidden = hidden_names(layouts, parts.base, {*self._places, *self._full})
+        specs = {name: spec for name, spec in parts.base.specs.items() if name not in hidden}
+        for name, stored in self._full.items():
+            spec = weights.specs[stored]
+            specs[name] = TensorSpec(name, spec.shape, spec.dtype, spec.file)
+        self.specs = MappingProxyType(specs)
 
     def source(self, name: str) -> Source:
         """Stored if it was trained in full, formed if a change is of it, else zero."""

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.raw import raw_bytes
 from actmat.experts.lora.config import AdapterConfig
+from actmat.experts.lora.fields import unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, list_modules
+from actmat.experts.lora.stacks import release_of
 from actmat.linalg.lowrank import LowRank
 
 
@@ -65,6 +68,28 @@ class Adapter:
         return Adapter(self.weights, self.config, problems, replace(self.listing, problems=()))
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks for plans: fields of its config that are not known here."""
+        unknown = unknown_fields(self.config.fields)
+        text = f"{ADAPTER_CONFIG} has fields that are not known here and are not obeyed: {', '.join(unknown)}"
+        return (text,) if unknown else ()
+
+    @property
+    def unlike_peft(self) -> str:
+        """The reason why PEFT 0.19.1 and later, which obey no field that says so, misread its stacks; else empty."""
+        stacks = [m for m in self.modules.values() if m.is_stack]
+        release = release_of(self.config.version)
+        is_older = release is None or release <= (0, 19, 0)
+        if any(m.is_grouped for m in stacks):
+            return "the columns of B are grouped by expert"
+        squares = [m for m in stacks if m.shape[-1] == m.shape[-2]]
+        return (
+            f"peft_version is {self.config.version or 'not given'}, and a stack is square"
+            if squares and is_older
+            else ""
+        )
+
+    @property
     def dtype(self) -> str:
         """Widest floating dtype of the stored factors."""
         dtypes = {self.weights.specs[m.a].dtype for m in self.modules.values()}
@@ -110,9 +135,10 @@ def module_product(module: AdapterModule, a: Tensor, b: Tensor) -> LowRank:
     """The delta of a module from its stored factors; `b` of the product includes the scaling."""
     if module.kind == "embedding":
         return LowRank(a.mT.contiguous() * module.scaling, b.mT.contiguous())
-    if module.kind == "parameter" and len(module.shape) == 3:
+    if module.is_stack:
         n = module.shape[0]
         a_ERI = a.reshape(n, module.rank, a.shape[-1])
-        b_EOR = b.reshape(b.shape[0], module.rank, n).permute(2, 0, 1)
+        split = (n, module.rank) if module.is_grouped else (module.rank, n)
+        b_EOR = b.reshape(b.shape[0], *split).permute((1, 0, 2) if module.is_grouped else (2, 0, 1))
         return LowRank(b_EOR * module.scaling, a_ERI)
     return LowRank(b.flatten(1) * module.scaling, a.flatten(1))

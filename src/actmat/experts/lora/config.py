@@ -11,14 +11,15 @@ Source: PEFT (https://github.com/huggingface/peft), `LoraConfig`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from actmat import plugins
 from actmat.checkpoints.folder import ADAPTER_CONFIG, shown
+from actmat.experts.lora.fields import REFUSED, StackWord
 from actmat.experts.lora.patterns import PatternTable
-from actmat.layout.matching import MatchError
+from actmat.layout.matching import MatchError, Regex
 from actmat.linalg.scaling import FLOAT32_MAX
 
 MAX_RANK = 2**31 - 1
@@ -34,21 +35,6 @@ REFUSED_TYPES = {
 }
 """`peft_type` -> the reason why its file has no factors of the delta."""
 
-REFUSED_FLAGS = {
-    "use_dora": "DoRA normalises W_0 + B A, so that its delta depends on the base and is not low rank",
-    "alora_invocation_tokens": "activated LoRA applies its delta to some tokens only; no weight equals it",
-    "use_qalora": "QA-LoRA pools the inputs of a quantised base",
-    "use_bdlora": "block-diagonal LoRA has another shape of factors",
-    "arrow_config": "Arrow routes between adapters at run time",
-    "velora_config": "VeLoRA is not read",
-    "kasa_config": "KaSA is not read",
-    "monteclora_config": "MonteCLoRA draws its weights at run time",
-    "layer_replication": "layer replication gives one base layer several deltas",
-    "trainable_token_indices": "trainable tokens replace rows of the embedding",
-    "megatron_config": "Megatron's parallel layers are not read",
-}
-"""Field of a LoRA config -> the reason why an adapter that sets it has no plain low-rank delta."""
-
 REFUSED_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of values of `init_lora_weights` that subtract the first `B A` from the base or replace it: the delta
 from the unchanged base is not in the file. PEFT can convert such adapters when it saves them."""
@@ -56,7 +42,10 @@ from the unchanged base is not in the file. PEFT can convert such adapters when 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """Settings of an adapter that determine its deltas, and the whole file in `fields`."""
+    """Settings of an adapter that determine its deltas, and the whole file in `fields`.
+
+    `stacks` is what the user says of stacked experts, where the files do not, or are wrong.
+    """
 
     r: int
     alpha: float
@@ -65,6 +54,8 @@ class AdapterConfig:
     alpha_pattern: PatternTable = field(default_factory=PatternTable)
     fan_in_fan_out: bool = False
     target_parameters: tuple[str, ...] = ()
+    target_modules: frozenset[str] | Regex = frozenset()
+    stacks: tuple[StackWord, ...] = ()
     bias: str = "none"
     base_model: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -79,17 +70,43 @@ class AdapterConfig:
         rank = self.rank_of(module)
         return float(alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
-    def parameters_of(self, module: str) -> tuple[str, ...]:
-        """Names of the targeted parameters of `module`; empty for a module that is targeted as a layer."""
-        found = []
+    def parameters_of(self, module: str, *, only_owned: bool = False) -> tuple[str, ...]:
+        """Names of the parameters of `module` that may be targeted; empty for a module that is targeted as a layer.
+
+        A target without an owner (`gate_up_proj`) is a parameter of any module that is not targeted as a layer;
+        `only_owned` leaves such out.
+        """
+        found, bare = set(), set()
         for target in self.target_parameters:
             owner, _, name = target.rpartition(".")
-            if not owner or module == owner or module.endswith("." + owner):
-                found.append(name)
+            if not owner:
+                bare.add(name)
+            elif module == owner or module.endswith("." + owner):
+                found.add(name)
+        if bare and not only_owned and not self._is_layer(module):
+            found |= bare
         return tuple(sorted(found))
 
+    def _is_layer(self, module: str) -> bool:
+        """True for a module that `target_modules` names: a list of ends of names, or a regular expression."""
+        if isinstance(self.target_modules, Regex):
+            return self.target_modules.matches(module)
+        ends = (0, *(i + 1 for i, c in enumerate(module) if c == "."))
+        return any(module[i:] in self.target_modules for i in ends)
 
-def parse_adapter_config(fields: Mapping[str, Any]) -> tuple[AdapterConfig, list[str]]:
+    def said(self, words: Collection[StackWord]) -> StackWord | None:
+        """The one of these words that the user has said."""
+        return next((w for w in self.stacks if w in words), None)
+
+    @property
+    def version(self) -> str:
+        """Version of PEFT that wrote it; empty if the file does not say."""
+        return str(self.fields.get("peft_version") or "")
+
+
+def parse_adapter_config(
+    fields: Mapping[str, Any], stacks: tuple[StackWord, ...] = ()
+) -> tuple[AdapterConfig, list[str]]:
     """The config, and one sentence for everything in it that rules out a plain low-rank delta."""
     problems = _refusals(fields)
     rank, alpha = fields.get("r"), fields.get("lora_alpha", 8)
@@ -104,6 +121,7 @@ def parse_adapter_config(fields: Mapping[str, Any]) -> tuple[AdapterConfig, list
         )
     rank_pattern, alpha_pattern = (_pattern(fields, name, problems) for name in ("rank_pattern", "alpha_pattern"))
     parameters = fields.get("target_parameters") or ()
+    parameters = tuple(map(str, parameters)) if isinstance(parameters, list | tuple) else ()
     config = AdapterConfig(
         r=rank if isinstance(rank, int) and _is_rank(rank) else 1,
         alpha=float(alpha) if _is_number(alpha) else 1.0,
@@ -111,7 +129,9 @@ def parse_adapter_config(fields: Mapping[str, Any]) -> tuple[AdapterConfig, list
         rank_pattern=rank_pattern,
         alpha_pattern=alpha_pattern,
         fan_in_fan_out=bool(fields.get("fan_in_fan_out")),
-        target_parameters=tuple(map(str, parameters)) if isinstance(parameters, list | tuple) else (),
+        target_parameters=parameters,
+        target_modules=_targets(fields, problems) if any("." not in p for p in parameters) else frozenset(),
+        stacks=stacks,
         bias=str(fields.get("bias") or "none"),
         base_model=str(fields.get("base_model_name_or_path") or ""),
         fields=fields,
@@ -119,22 +139,34 @@ def parse_adapter_config(fields: Mapping[str, Any]) -> tuple[AdapterConfig, list
     return config, problems
 
 
+def _targets(fields: Mapping[str, Any], problems: list[str]) -> frozenset[str] | Regex:
+    """Names of the layers, or the pattern of them."""
+    value = fields.get("target_modules")
+    if isinstance(value, list | tuple):
+        return frozenset(map(str, value))
+    try:
+        return Regex(value) if isinstance(value, str) else frozenset()
+    except MatchError as error:
+        problems.append(f"target_modules of adapter_config.json is no pattern that can be matched: {error}")
+        return frozenset()
+
+
 def _refusals(fields: Mapping[str, Any]) -> list[str]:
     """One sentence for each setting under which the delta is not `scaling * B A`."""
     problems: list[str] = []
+    removed = plugins.hint("actmat.readers")
     kind = fields.get("peft_type")
     if kind != "LORA":
         why = REFUSED_TYPES.get(str(kind), "only LoRA adapters have factors that are merged here")
-        removed = plugins.hint("actmat.readers")
         problems.append(
             f"peft_type is {kind!r}: {why}.{removed} Fold it into its base (PeftModel.merge_and_unload, "
             "save_pretrained) and merge the full models"
         )
-    for name, why in REFUSED_FLAGS.items():
+    for name, why in REFUSED.items():
         if fields.get(name):
             problems.append(
-                f"{name} is set: {why}. Fold the adapter into its base (PeftModel.merge_and_unload) and merge full "
-                "models, where PEFT can do that"
+                f"{name} is set: {why}.{removed} Fold the adapter into its base (PeftModel.merge_and_unload) and merge "
+                "full models, where PEFT can do that"
             )
     start = fields.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(REFUSED_STARTS):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,6 +20,7 @@ from actmat.errors import CheckpointError
 from actmat.experts.base import AdapterHandle, Expert, Family, Source
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fitting import Fit, fit_adapter
+from actmat.experts.untied import tied_parts
 from actmat.linalg.lowrank import LowRank
 
 _SLAB = 1 << 22
@@ -175,7 +177,11 @@ def _notes(adapter: Adapter, fit: Fit) -> tuple[str, ...]:
         f"the base is no {part}: {count} modules of the adapter, those of the {part}, are left out"
         for part, count in fit.left_out.items()
     ]
-    return (*notes, *(["it holds copies of base weights; the base's own are used"] if adapter.copies else []))
+    return (
+        *adapter.notes,
+        *notes,
+        *(["it holds copies of base weights; the base's own are used"] if adapter.copies else []),
+    )
 
 
 def fitted_expert(adapter: Adapter, location: str | Path, base: Checkpoint, family: Family) -> AdapterExpert:
@@ -184,13 +190,23 @@ def fitted_expert(adapter: Adapter, location: str | Path, base: Checkpoint, fami
     Raises:
         CheckpointError: it does not fit; carries all problems.
     """
-    fit = fit_adapter(adapter, base)
-    if fit.problems:
+    parts = tied_parts(
+        base,
+        {name: adapter.weights.specs[stored] for name, stored in adapter.extras.items()},
+        [f"{module.inside}.weight" for module in adapter.modules.values()],
+        keeps_ties=bool(adapter.config.fields.get("ensure_weight_tying")),
+        equal=lambda a, b: adapter.hashes[adapter.extras[a]] == adapter.hashes[adapter.extras[b]],
+    )
+    fit = fit_adapter(adapter, parts.base)
+    if problems := parts.problems_with(fit.problems):
         raise CheckpointError(
             f"{location}: the adapter cannot be merged into {base.location}.",
-            [f"{location}: {problem}" for problem in fit.problems],
+            [f"{location}: {problem}" for problem in problems],
         )
-    return AdapterExpert(adapter, base, fit, family)
+    fit = replace(fit, full={n: stored for n, stored in fit.full.items() if n not in parts.copies})
+    expert = AdapterExpert(adapter, parts.base, fit, family)
+    expert.heads, expert.notes = parts.heads, (*expert.notes, *parts.notes)
+    return expert
 
 
 def unfitted_expert(adapter: Adapter, family: Family) -> AdapterExpert:

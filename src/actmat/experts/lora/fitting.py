@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.fields import AXES, StackWord
 from actmat.experts.lora.modules import AdapterModule
+from actmat.experts.lora.stacks import HOW_TO_SAY, axes_by_version, ways_to_fit
 from actmat.layout import resolve_layout
 from actmat.layout.in_memory import Located, locate
 from actmat.layout.types import LayoutMap
@@ -48,7 +50,7 @@ def fit_adapter(adapter: Adapter, base: Checkpoint) -> Fit:
     least one must be there.
     """
     fitting = _Fitting(adapter, base)
-    left_out = {}
+    left_out: dict[str, int] = {}
     for part in adapter.parts or {"": 0}:
         modules = [m for m in adapter.modules.values() if m.part == part]
         if not fitting.add(modules, is_optional=len(adapter.parts) > 1):
@@ -87,11 +89,81 @@ class _Fitting:
         if is_optional and not problems and not any(n in found for names in candidates.values() for n in names):
             return False
         self.problems += problems
+        self._fit_stacks([m for m in modules if m.is_stack], candidates, why)
         for module in modules:
-            if problems and not candidates[module.name]:
+            if module.is_stack or (problems and not candidates[module.name]):
                 continue  # one sentence says why
             self._fit(module, candidates[module.name], why, biases.get(module.name))
         return True
+
+    def _fit_stacks(self, modules: Sequence[AdapterModule], candidates: Mapping[str, list[str]], why: str) -> None:
+        """The pieces of stacked experts: all wrappers of one module together, and all modules by the same axes."""
+        nests: dict[str, list[AdapterModule]] = {}
+        for module in modules:
+            nests.setdefault(module.inside.replace(".base_layer", ""), []).append(module)
+        ways = {}
+        for owner, members in nests.items():
+            names = {n: None for m in members for n in candidates[m.name] if n in self.found}
+            ways[owner] = ways_to_fit(
+                [m.shape for m in members],
+                [candidates[m.name] for m in members],
+                {n: self.found[n].shape for n in names},
+            )
+            if not ways[owner]:
+                options = [(n, self.found[n]) for n in names]
+                self.problems += [_misfit(m, options, candidates[m.name], self._base, why) for m in members]
+        proven = {next(iter(w)) for w in ways.values() if len(w) == 1}
+        open_ones = []
+        for owner, found in ways.items():
+            axes = self._axes(found, proven)
+            if found and axes is None:
+                open_ones.append(owner)
+            elif axes is not None and len(found[axes]) > 1:
+                self.problems.append(
+                    f"module '{owner}': the shapes of its factors fit its parameters in {len(found[axes])} ways, and "
+                    "the adapter's names do not tell them apart. Fix: fold it into its base with the PEFT that wrote "
+                    "it, and merge full models"
+                )
+            elif axes is not None:
+                for module, name in zip(nests[owner], found[axes][0], strict=True):
+                    self._add(module, name, transposed=axes == "e_i_o")
+        if open_ones:
+            self.problems.append(self._undecided(open_ones, nests))
+
+    def _axes(self, found: Mapping[StackWord, list[tuple[str, ...]]], proven: set[StackWord]) -> StackWord | None:
+        """Axes of the stacks of one module, of those that fit: as said, as other shapes prove, or by the version."""
+        config = self._adapter.config
+        said = config.said(AXES)
+        if said is not None or len(found) < 2:
+            return said if said in found else next(iter(found), None) if said is None else None
+        if len(proven) == 1:
+            return next(iter(proven))
+        first = self.found[found["e_o_i"][0][0]].slices[0].name
+        orientation = self.layouts.tensors[first].orientation
+        return axes_by_version(config.version, orientation, str((self._base.config or {}).get("model_type")))
+
+    def _undecided(self, owners: Sequence[str], nests: Mapping[str, Sequence[AdapterModule]]) -> str:
+        """One sentence on stacks that can be read in two ways, or not in the way that the user says."""
+        config, first = self._adapter.config, nests[owners[0]][0]
+        shape = "x".join(map(str, first.shape))
+        more = f" and {len(owners) - 1} more" if len(owners) > 1 else ""
+        said = config.said(AXES)
+        if said is not None:
+            return (
+                f"module '{owners[0]}'{more}: 'stacks' says {said}, and its delta of {shape} fits the base as "
+                f"{next(a for a in AXES if a != said)} only; leave 'stacks' out"
+            )
+        return (
+            f"module '{owners[0]}'{more}: its delta of {shape} fits the base as e_i_o and as e_o_i (A reads the second "
+            f"or the last axis), and neither other stacks nor peft_version ({config.version or 'not given'}) tell. "
+            "PEFT 0.17 and 0.18 wrote e_i_o, 0.19.1 and later e_o_i where experts are stored E x O x I; 0.19.0 and "
+            f"transformers vary. {HOW_TO_SAY.format('e_i_o|e_o_i')}"
+        )
+
+    def _add(self, module: AdapterModule, name: str, *, transposed: bool) -> None:
+        self._taken.add(name)
+        for part in self.found[name].slices:
+            self.pieces[part.name] = Piece(module, transposed, part.index, part.start, part.stop)
 
     def _fit(self, module: AdapterModule, names: list[str], why: str, bias: str | None) -> None:
         """The pieces of one module."""
@@ -100,10 +172,8 @@ class _Fitting:
         if not fitting:
             self.problems.append(_misfit(module, options, names, self._base, why))
             return
-        name, target, transposed = fitting[0]
-        self._taken.add(name)
-        for part in target.slices:
-            self.pieces[part.name] = Piece(module, transposed, part.index, part.start, part.stop)
+        name, _, transposed = fitting[0]
+        self._add(module, name, transposed=transposed)
         if bias is None:
             return
         located = self.found.get(bias)
@@ -123,7 +193,7 @@ def _candidates(
     for module in modules:
         plain = module.inside.replace(".base_layer", "")
         if module.kind == "parameter":
-            out[module.name] = [f"{plain}.{p}" for p in adapter.config.parameters_of(plain)]
+            out[module.name] = [f"{plain}.{p}" for p in module.parameters]
         else:
             out[module.name] = [f"{plain}.weight", f"{plain}.in_proj_weight"]
     return out, []

@@ -7,7 +7,7 @@ Shapes: `O` out_features, `I` in_features, `R` rank, `E` stacked experts, `V` vo
 | Linear, Conv1D | `lora_A.weight`, R x I | `lora_B.weight`, O x R | O x I (Conv1D stores the transpose) |
 | Embedding | `lora_embedding_A`, R x V | `lora_embedding_B`, I x R | V x I, the transpose of `B A` |
 | Conv1d/2d/3d | `lora_A.weight`, R x I x k | `lora_B.weight`, O x R x 1 | O x (I k) |
-| parameter E x O x I | `lora_A.weight`, (E R) x I | `lora_B.weight`, O x (R E) | O x I for each expert |
+| parameter E x O x I | `lora_A.weight`, (E R) x I | `lora_B.weight`, O x (R E) | O x I for each expert (see `stacks`) |
 
 Source: PEFT (https://github.com/huggingface/peft), `tuners/lora/layer.py`.
 """
@@ -15,12 +15,15 @@ Source: PEFT (https://github.com/huggingface/peft), `tuners/lora/layer.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.experts.lora.config import AdapterConfig
+from actmat.experts.lora.fields import unknown_fields
+from actmat.experts.lora.stacks import fitting_names, is_grouped
 from actmat.layout.matching import MatchError
 
 ModuleKind = Literal["linear", "embedding", "convolution", "parameter"]
@@ -51,6 +54,14 @@ class AdapterModule:
     alpha: str | None = None  # name of the stored scale, in files without a config
     part: str = ""  # component of a pipeline, such as `unet`, in files that hold several
     path: str = ""  # name inside of that component; empty: the name
+    parameters: tuple[str, ...] = ()  # of a bare parameter: its name, or those that the file does not tell apart
+    is_turned: bool = False  # of a stack: `shape` is that of the delta, and `B A` is `I O`
+    is_grouped: bool = False  # of a stack: the columns of B are grouped by expert, not by rank
+
+    @property
+    def is_stack(self) -> bool:
+        """True for stacked experts."""
+        return self.kind == "parameter" and len(self.shape) == 3
 
     @property
     def inside(self) -> str:
@@ -113,6 +124,7 @@ def list_modules(specs: Mapping[str, TensorSpec], config: AdapterConfig) -> List
         else:
             extras[bare.replace(".base_layer.", ".")] = name
     modules: dict[str, AdapterModule] = {}
+    parameters = _parameters(halves, specs, config)
     for (module, embedding), names in halves.items():
         if module.endswith(_TWICE):
             problems.append(
@@ -122,7 +134,7 @@ def list_modules(specs: Mapping[str, TensorSpec], config: AdapterConfig) -> List
             )
             continue
         try:
-            found = _pair(module, embedding, names, specs, config)
+            found = _pair(module, embedding, names, specs, config, parameters.get(module, ()))
         except MatchError as error:
             problems.append(str(error))
             break
@@ -132,11 +144,50 @@ def list_modules(specs: Mapping[str, TensorSpec], config: AdapterConfig) -> List
             modules[module] = found
     if not modules and not extras and not problems:
         problems.append("the adapter holds no tensors")
-    return Listing(modules, extras, copies, problems)
+    return Listing(modules, extras, copies, list(dict.fromkeys(problems or _of_stacks(modules, config))))
+
+
+def _of_stacks(modules: Mapping[str, AdapterModule], config: AdapterConfig) -> Iterator[str]:
+    """Problems that only adapters of stacked experts have, and such words about others."""
+    has_stacks = any(m.is_stack for m in modules.values())
+    if has_stacks and (unknown := unknown_fields(config.fields)):
+        yield (
+            f"{ADAPTER_CONFIG} has fields that are not known here ({', '.join(unknown)}), and stacked experts, whose "
+            "factors such fields have redefined before. Likely cause: a newer PEFT, or another trainer. Fix: fold it "
+            "into its base with the software that wrote it, or take the fields out if they change no delta"
+        )
+    if config.stacks and not has_stacks:
+        yield f"'stacks' ({', '.join(config.stacks)}) says how stacked experts are stored, and it has none: leave it"
+
+
+def _parameters(
+    halves: Mapping[tuple[str, bool], Mapping[str, str]], specs: Mapping[str, TensorSpec], config: AdapterConfig
+) -> dict[str, tuple[str, ...]]:
+    """Wrappers of bare parameters -> the names that each may have."""
+    nests: dict[str, list[str]] = {}
+    for (module, embedding), names in halves.items():
+        whole = {"A", "B"} <= names.keys() and all(len(specs[names[side]].shape) == 2 for side in "AB")
+        if config.target_parameters and not embedding and whole:
+            nests.setdefault(module.replace(".base_layer", ""), []).append(module)
+    out: dict[str, tuple[str, ...]] = {}
+    for owner, wrappers in nests.items():
+        a, b = ([specs[halves[w, False][side]].shape for w in wrappers] for side in "AB")
+        shapes = [(y[0], x[1]) for x, y in zip(a, b, strict=True)]
+        try:
+            found = fitting_names(config, owner, [x[0] for x in a], shapes)
+        except MatchError:
+            return {}  # the first module gives the error
+        out |= {w: tuple(names) for w, names in zip(wrappers, found, strict=True)}
+    return out
 
 
 def _pair(
-    module: str, embedding: bool, names: Mapping[str, str], specs: Mapping[str, TensorSpec], config: AdapterConfig
+    module: str,
+    embedding: bool,
+    names: Mapping[str, str],
+    specs: Mapping[str, TensorSpec],
+    config: AdapterConfig,
+    parameters: tuple[str, ...],
 ) -> AdapterModule | str:
     """The module, or its problem in one sentence."""
     missing = [side for side in "AB" if side not in names]
@@ -145,7 +196,6 @@ def _pair(
         return f"module '{module}' has no lora_{missing[0]} (it has {has}): half of a pair is missing"
     a, b = specs[names["A"]].shape, specs[names["B"]].shape
     stripped = module.replace(".base_layer", "")
-    parameters = () if embedding else config.parameters_of(stripped)
     keys = [f"{stripped}.{p}" for p in parameters] or [stripped]
     found = {(config.rank_of(k), config.scaling_of(k)) for k in keys}
     if len(found) > 1:
@@ -175,7 +225,14 @@ def _pair(
         kind, shape = "convolution", (b[0], TensorSpec("", kernel, "float32", "").numel)
         if any(size != 1 for size in b[2:]):
             return f"module '{module}': lora_B is {_x(b)}; expected a convolution of kernel 1"
-    return AdapterModule(module, kind, names["A"], names["B"], rank, scaling, shape, kernel, names.get("bias"))
+    by_expert = is_grouped(config, stripped, parameters) if kind == "parameter" and stack > 1 and rank > 1 else False
+    if isinstance(by_expert, str):
+        return by_expert
+    return AdapterModule(
+        *(module, kind, names["A"], names["B"], rank, scaling, shape, kernel, names.get("bias")),
+        parameters=parameters,
+        is_grouped=by_expert,
+    )
 
 
 def _x(shape: tuple[int, ...]) -> str:

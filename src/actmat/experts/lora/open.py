@@ -26,6 +26,7 @@ from actmat.checkpoints.source import LocalSource
 from actmat.errors import CheckpointError
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
+from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import list_modules
 from actmat.experts.lora.patterns import PatternTable
 
@@ -57,15 +58,17 @@ def is_adapter(location: str | Path) -> bool:
     return _holds_adapter([n for n in repository.files if "/" not in n])
 
 
-def open_adapter(location: str | Path) -> Adapter:
+def open_adapter(location: str | Path, stacks: tuple[StackWord, ...] = ()) -> Adapter:
     """Open an adapter; reads the config and the headers of its weights.
+
+    `stacks` is what the user says of its stacked experts.
 
     Raises:
         CheckpointError: no adapter there, or its files cannot be read. Problems of its contents are in
             `Adapter.problems`.
     """
     if is_url(location) and not str(location).startswith("hf://"):
-        return _open_remote(str(location))
+        return _open_remote(str(location), stacks)
     path = local_path(location)
     if os.path.isfile(path) and path.name not in ADAPTER_WEIGHTS:
         pairs = pair_list(path)
@@ -81,19 +84,19 @@ def open_adapter(location: str | Path) -> Adapter:
         location, config, files = _fetch(str(location))
     if not files:
         raise CheckpointError(f"{location}: has {ADAPTER_CONFIG}, but neither {' nor '.join(ADAPTER_WEIGHTS)}")
-    parsed, problems = parse_adapter_config(read_object(config))
+    parsed, problems = parse_adapter_config(read_object(config), stacks)
     (name, file), *_ = files.items()
     weights = (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(LocalSource(file, str(location)))
     return Adapter(weights, parsed, problems)
 
 
-def _open_remote(url: str) -> Adapter:
+def _open_remote(url: str, stacks: tuple[StackWord, ...]) -> Adapter:
     """An adapter at a URL; its weights are downloaded when a tensor is first read, because they are read often."""
     source = find_source(url).whole()
     name = next((n for n in ADAPTER_WEIGHTS if n in source.names), None)
     if name is None or ADAPTER_CONFIG not in source.names:
         raise CheckpointError(f"{url}: expected {ADAPTER_CONFIG} and {' or '.join(ADAPTER_WEIGHTS)} there")
-    parsed, problems = parse_adapter_config(read_object(source.fetch(ADAPTER_CONFIG)))
+    parsed, problems = parse_adapter_config(read_object(source.fetch(ADAPTER_CONFIG)), stacks)
     if name.endswith(".bin"):
         source.fetch(name)  # refuses it
     return Adapter(SAFETENSORS.open(source.downloading(name)), parsed, problems)

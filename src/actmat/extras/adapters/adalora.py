@@ -19,7 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.experts.changes.base import Change, Content, Reader, group_tensors, shape_misfit
+from actmat.experts.changes.base import Change, Content, Reader
+from actmat.extras.adapters.groups import group_tensors, shape_misfit
 from actmat.linalg.lowrank import LowRank
 
 ROLES = ("lora_A", "lora_B", "lora_E")

@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.experts.changes.base import Change, Content, Group, Reader, group_tensors
+from actmat.experts.changes.base import Change, Content, Reader
+from actmat.extras.adapters.groups import Group, group_tensors
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.experts.changes.base import Change, Content, Group, Reader, group_tensors, scaling_config, shape_misfit
+from actmat.experts.changes.base import Change, Content, Reader
+from actmat.extras.adapters.groups import Group, group_tensors, scaling_config, shape_misfit
 from actmat.layout.matching import MatchError
 
 ROLES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2")

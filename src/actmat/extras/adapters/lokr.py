@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.experts.changes.base import Change, Content, Group, Reader, group_tensors, scaling_config, shape_misfit
+from actmat.experts.changes.base import Change, Content, Reader
+from actmat.extras.adapters.groups import Group, group_tensors, scaling_config, shape_misfit
 from actmat.layout.matching import MatchError
 
 ROLES = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")

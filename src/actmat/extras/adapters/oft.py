@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.experts.changes.base import Change, Content, Reader, group_tensors
+from actmat.experts.changes.base import Change, Content, Reader
+from actmat.extras.adapters.groups import group_tensors
 
 
 @dataclass(frozen=True)

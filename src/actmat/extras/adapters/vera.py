@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.experts.changes.base import Change, Content, Reader, group_tensors
+from actmat.experts.changes.base import Change, Content, Reader
+from actmat.extras.adapters.groups import group_tensors
 from actmat.linalg.lowrank import LowRank
 
 SHARED_A, SHARED_B = "base_model.vera_A", "base_model.vera_B"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from actmat.errors import StatisticsError
 from actmat.extras.collect.batches import Batch, call_model, evaluating
-from actmat.linalg.outputs import output_features
+from actmat.extras.collect.outputs import output_features
 
 
 @dataclass(frozen=True, slots=True)

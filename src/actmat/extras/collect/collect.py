@@ -19,9 +19,9 @@ from actmat.extras.collect.batches import Batch, DataSeen, evaluating
 from actmat.extras.collect.binding import Binding, bind, transformers_model
 from actmat.extras.collect.measures import MEASURES, Measure, Run, StoredTensors
 from actmat.extras.collect.settings import Settings
+from actmat.extras.collect.writing import check_output, write_statistics
 from actmat.statistics.header import DataInfo, Header
 from actmat.statistics.kinds import added_fields, get_kind
-from actmat.statistics.store import check_output, write_statistics
 from actmat.version import __version__
 
 

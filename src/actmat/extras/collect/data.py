@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.api.loading import Loaded, extra
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import RecipeError, StatisticsError, did_you_mean
+from actmat.extras.models.loading import Loaded, extra
 from actmat.foreign import in_brief, in_one_line
 from actmat.recipe import Recipe
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from actmat.api.diagnosing import recipe_of_output
-from actmat.api.loading import Loaded, load_model
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.resolve import open_checkpoint
@@ -39,7 +38,8 @@ from actmat.experts.resolve import needs_base
 from actmat.extras.collect.agreement import agreement as compare
 from actmat.extras.collect.batches import Batch
 from actmat.extras.collect.data import DataOptions, DataSource, data_of, make_batches, prepare_data
-from actmat.linalg.outputs import output_energy
+from actmat.extras.collect.outputs import output_energy
+from actmat.extras.models.loading import Loaded, load_model
 from actmat.planning.model import Item, MergePlan
 from actmat.planning.regions import Region, cut
 from actmat.recipe import ExpertRef, add_statistics

@@ -25,9 +25,9 @@ from actmat.experts.resolve import needs_base
 from actmat.extras.collect.batches import Batch
 from actmat.extras.collect.binding import Binding, bind
 from actmat.extras.collect.collect import measured
+from actmat.extras.collect.combine import join_statistics
 from actmat.extras.collect.measures import Run
 from actmat.extras.collect.settings import Settings
-from actmat.statistics.combine import join_statistics
 from actmat.statistics.header import ModelInfo, content_hash
 from actmat.statistics.store import open_statistics
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import hash_names
+from actmat.extras.collect.writing import write_statistics
 from actmat.statistics.header import DataInfo, GramInfo, GramOf, Header, ModelInfo, content_hash
-from actmat.statistics.store import write_statistics
 
 WIDTH, INNER, VOCABULARY, LAYERS, RANK = 6, 10, 12, 2, 2
 CONFIG = {

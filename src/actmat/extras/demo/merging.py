@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from actmat.errors import OutputError, RecipeError
-from actmat.methods import METHODS, MergeMethod, get_method
+from actmat.methods import MergeMethod, all_methods, get_method
 
 _MARK = ".actmat-demo"
 
@@ -28,10 +28,11 @@ class DemoFolder:
         return self.root / "merged" / method
 
 
-def claim_folder(root: Path, *, overwrite: bool) -> DemoFolder:
+def claim_folder(root: Path, tasks: Collection[str], *, overwrite: bool) -> DemoFolder:
     """Make the folder and mark it as a demo's; an earlier demo there is removed only if `overwrite`.
 
-    Only what a demo writes is removed, and only from a folder that carries its mark.
+    Only what a demo writes is removed, and only from a folder that carries its mark: the base, the experts of `tasks`
+    and a merge by each method.
 
     Raises:
         OutputError: something is there already that may not be replaced, or the place cannot be written.
@@ -49,7 +50,16 @@ def claim_folder(root: Path, *, overwrite: bool) -> DemoFolder:
             raise OutputError(
                 f"{root} holds an earlier demo. Give --overwrite to replace it, or another place with --out."
             )
-        for made in (folder.base, root / "experts", root / "merged"):
+        parents = {root / "experts": tasks, root / "merged": {m.name for m in all_methods()}}
+        if strange := [
+            str(p) for d, names in parents.items() if d.is_dir() for p in d.iterdir() if p.name not in names
+        ]:
+            raise OutputError(
+                f"{root} holds what no demo wrote, and --overwrite will not delete it. Move it elsewhere, or choose "
+                "another place with --out.",
+                sorted(strange),
+            )
+        for made in (folder.base, *parents):
             if made.exists():
                 shutil.rmtree(made)
         for made in (folder.heads, folder.results):
@@ -74,7 +84,7 @@ def choose_methods(
     Raises:
         RecipeError: a wanted rule is unknown or cannot run here.
     """
-    chosen = METHODS if wanted is None else list(map(get_method, wanted))
+    chosen = all_methods() if wanted is None else list(map(get_method, wanted))
     reasons = {m.name: _why_not(m, n_experts, statistics) for m in chosen}
     left_out = {name: reason for name, reason in reasons.items() if reason}
     if wanted is not None and left_out:

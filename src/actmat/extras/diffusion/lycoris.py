@@ -32,12 +32,13 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, Family
-from actmat.experts.changes.base import Change, Content, Group, shape_misfit
+from actmat.experts.changes.base import Change, Content
 from actmat.experts.changes.expert import FormedExpert
 from actmat.experts.files import open_weights
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.expert import unfitted_expert
 from actmat.experts.lora.modules import quantised_problem
+from actmat.extras.adapters.groups import Group, shape_misfit
 from actmat.extras.adapters.ia3 import Scaled
 from actmat.extras.adapters.loha import loha_change
 from actmat.extras.adapters.lokr import lokr_change

@@ -156,20 +156,27 @@ class GgufTensor(CodedTensor):
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
         """Rows in the order of transformers: half `p`, pair `d` of a head is row `2 d + p` there in the file."""
         rows = torch.arange(start, stop) + matrix * self.rows
-        if self.heads:
-            pairs = self.rows // self.heads // 2
-            head, inside = rows // (2 * pairs), rows % (2 * pairs)
-            rows = head * 2 * pairs + inside % pairs * 2 + inside // pairs
+        is_bias = len(self.shape) < 2  # its entries are the rows of its weight
+        if self.heads and not is_bias:
+            rows = self._order(rows, self.rows)
         low, high = int(rows.min()), int(rows.max()) + 1
         spec = stored.inner.specs[self.parts[0]]
         width = spec.shape[-1] if spec.shape else 1
         data = stored.entries(spec.name, low * width, (high - low) * width).view(high - low, width)[rows - low]
-        if self.type in PLAIN:
-            return data - self.shift if self.shift else data
-        from gguf import GGMLQuantizationType, dequantize
+        if self.type not in PLAIN:
+            from gguf import GGMLQuantizationType, dequantize
 
-        values: numpy.ndarray[Any, Any] = dequantize(data.numpy(), GGMLQuantizationType[self.type])
-        return torch.from_numpy(values).view(stop - start, self.columns) - self.shift
+            values: numpy.ndarray[Any, Any] = dequantize(data.numpy(), GGMLQuantizationType[self.type])
+            data = torch.from_numpy(values).view(stop - start, self.columns)
+        if self.heads and is_bias:
+            data = data[:, self._order(torch.arange(self.columns), self.columns)]
+        return data - self.shift if self.shift else data
+
+    def _order(self, rows: Tensor, count: int) -> Tensor:
+        """Rows of the file that are these rows in transformers, of a tensor of `count` rows."""
+        pairs = count // self.heads // 2
+        head, inside = rows // (2 * pairs), rows % (2 * pairs)
+        return head * 2 * pairs + inside % pairs * 2 + inside // pairs
 
 
 def _open(source: Source) -> Checkpoint:
@@ -209,7 +216,7 @@ def _tensors(inner: GgufFile) -> list[CodedTensor]:
             continue
         kind, *_ = _type_of(tensor)
         heads = rotated_heads(inner.header, tensor.name)
-        rows = tensor.shape[-2] if len(tensor.shape) > 1 else 1
+        rows = tensor.shape[-2] if len(tensor.shape) > 1 else tensor.shape[0] if tensor.shape else 1
         if heads and (heads < 0 or rows % (2 * heads)):
             raise CheckpointError(
                 f"{inner.location}: tensor {tensor.name[:120]!r} has {rows} rows, which {heads} heads of the metadata "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actmat.errors import CheckpointError
@@ -53,6 +53,12 @@ CONFIG_KEYS = {
     "vocab_size": "vocab_size",
 }
 """Key in the metadata, after the architecture -> field of `config.json`."""
+
+BIASES = {
+    "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"),
+    "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
+}
+"""Field of a Llama's `config.json` -> layers of each block that all have a bias where it is set."""
 
 TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 
@@ -120,6 +126,8 @@ def undescribed(header: GgufHeader) -> str:
     scaled = str(header.metadata.get(f"{architecture}.rope.scaling.type", "none")) != "none"
     if scaled or any(t.name in UNUSED for t in header.tensors):
         return "its rotary embeddings are scaled, and the file does not say how"
+    if architecture == "llama" and any(_has_biases(header, layers) is None for layers in BIASES.values()):
+        return "some layers have a bias and others of their kind have none, which no config of a Llama says"
     if architecture not in COMPLETE:
         return f"the metadata of {architecture} do not tell all that differs between its models"
     return ""
@@ -139,8 +147,18 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     tokens: Mapping[str, Any] = header.metadata
     if "vocab_size" not in config and isinstance(found := tokens.get("tokenizer.ggml.tokens"), SkippedList):
         config["vocab_size"] = found.count
+    if architecture == "llama":
+        config |= {field: True for field, layers in BIASES.items() if _has_biases(header, layers) is not False}
     tied = all(t.name != "output.weight" for t in header.tensors)
     return config | {"tie_word_embeddings": tied, "dtype": "bfloat16"}
+
+
+def _has_biases(header: GgufHeader, layers: Sequence[str]) -> bool | None:
+    """True if all these layers of all blocks have a bias, False if none has, else None."""
+    there = {t.name for t in header.tensors}
+    blocks = {name.split(".")[1] for name in there if name.startswith("blk.")}
+    found = {f"blk.{block}.{layer}.bias" in there for block in blocks for layer in layers}
+    return None if len(found) > 1 else True in found
 
 
 def _arch(header: GgufHeader) -> str:

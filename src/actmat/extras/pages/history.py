@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.hashing import ContentHash, hash_file
-from actmat.checkpoints.writing.staging import MANIFEST_NAME
+from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.resolve import open_stored
 from actmat.report.manifest import input_location, read_manifest

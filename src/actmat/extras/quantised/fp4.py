@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts, nibbles
+from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts
 from actmat.extras.quantised.mxfp4 import E2M1, OFFSET
 from actmat.extras.quantised.scaled import ACTIVATIONS
+from actmat.extras.quantised.words import nibbles
 
 NV_GROUP, MX_GROUP = 16, 32
 """Columns that share a scale."""

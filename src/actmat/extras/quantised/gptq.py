@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts, group_index, unpack_words
+from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts
+from actmat.extras.quantised.words import group_index, unpack_words
 
 WORD_BITS = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

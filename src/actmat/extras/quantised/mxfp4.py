@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts, nibbles
+from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts
+from actmat.extras.quantised.words import nibbles
 
 BLOCK, OFFSET = 32, 127
 HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -15,19 +15,10 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec, torch_dtype
-from actmat.checkpoints.codecs.base import (
-    WINDOW,
-    Claims,
-    Codec,
-    CodedTensor,
-    Headers,
-    StoredParts,
-    group_index,
-    pack_words,
-    unpack_words,
-)
+from actmat.checkpoints.codecs.base import WINDOW, Claims, Codec, CodedTensor, Headers, StoredParts
 from actmat.errors import CheckpointError
 from actmat.extras.quantised.scaled import Grid
+from actmat.extras.quantised.words import group_index, pack_words, unpack_words
 
 WORD_BITS = 32
 
@@ -115,7 +106,7 @@ class PackedTensor(CodedTensor):
         """Refuse a row that ends within a word: `weight_shape` tells, and headers do not."""
         if not self.size:
             return
-        said = tuple(stored.entries(self.size, 0, len(self.shape)).tolist())
+        said = tuple(stored.entries(self.size, 0, stored.inner.specs[self.size].numel).tolist())
         if said != self.shape:
             raise CheckpointError(
                 f"{stored.inner.location}: tensor '{self.size}' says {list(said)}, and '{self.packed}' holds "

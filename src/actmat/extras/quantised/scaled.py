@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec, torch_dtype
-from actmat.checkpoints.codecs.base import WINDOW, Claims, Codec, CodedTensor, Headers, StoredParts, count, group_index
+from actmat.checkpoints.codecs.base import WINDOW, Claims, Codec, CodedTensor, Headers, StoredParts, count
+from actmat.extras.quantised.words import group_index
 
 METHODS = ("", "fp8", "compressed-tensors")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")

@@ -28,13 +28,13 @@ from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
 from actmat.bounds import MAX_BYTES, parse_object
-from actmat.checkpoints.folder import is_plain_name
 from actmat.checkpoints.hashing import sha256_file
 from actmat.checkpoints.remote import MARK_NAME
 from actmat.checkpoints.retry import retried
 from actmat.checkpoints.writing.journal import Journal
+from actmat.checkpoints.writing.listed import MANIFEST_NAME, listed_files
 from actmat.checkpoints.writing.shards import Shard, index_files
-from actmat.checkpoints.writing.staging import JOURNAL_NAME, MANIFEST_NAME, Staging, disk_errors
+from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging, disk_errors
 from actmat.errors import CheckpointError, OutputError
 from actmat.extras.remote.objects import open_store
 from actmat.extras.remote.store import MissingFileError, RemoteFile, Store, check_url
@@ -246,12 +246,9 @@ class UploadStaging(Staging):
 
     def _old_names(self, files: Mapping[str, RemoteFile]) -> list[str]:
         """Files of the output, or of the unfinished upload, that is there."""
-        output = (self._read(files, MANIFEST_NAME) or {}).get("output")
         found = [_file_of(name) for name in files if name.startswith(NOTE_PREFIX) and name != MARK_NAME]
         found += [n for n in files if n.startswith(NOTE_PREFIX) and n != MARK_NAME]
-        for key in ("files", "side_files"):
-            names = output.get(key) if isinstance(output, dict) else None
-            found += [n for n in names if all(map(is_plain_name, n.split("/")))] if isinstance(names, dict) else []
+        found += listed_files(self._read(files, MANIFEST_NAME) or {})
         return found
 
     def _read_notes(self, files: Mapping[str, RemoteFile]) -> None:

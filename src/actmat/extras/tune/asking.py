@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from actmat.api.loading import Loaded
 from actmat.extras.collect.batches import DataSeen
 from actmat.extras.collect.collect import collect
 from actmat.extras.collect.data import DataOptions
+from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.evaluate import Asked, keep_answers
 from actmat.extras.tune.inputs import ExpertInputs, Source, prepare_inputs
 from actmat.extras.tune.live import Loader

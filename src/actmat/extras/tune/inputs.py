@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.api.loading import Loaded
 from actmat.errors import StatisticsError
 from actmat.extras.collect.data import DataOptions, class_prompts, make_batches
+from actmat.extras.models.loading import Loaded
 
 Source = DataOptions | Sequence[Mapping[str, Tensor]]
 """A data set, or batches of keyword arguments of the model that are ready; `labels` among them are taken out."""

@@ -16,15 +16,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from actmat.api.loading import Loaded, load_model
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import RecipeError, StatisticsError
 from actmat.extras.collect.binding import locate_parameters
+from actmat.extras.models.loading import Loaded, load_model
 from actmat.extras.tune.groups import FIXED
 from actmat.extras.tune.merges import Merges
 from actmat.extras.tune.space import MergeChoice
@@ -217,6 +218,11 @@ class Loader:
             location, adapters_base=self.base, model_class=self.model_class, dtype=self.dtype, device=self.device
         )
 
+    def merged(self, location: str) -> nn.Module:
+        """The model at a location; an adapter is merged into its base."""
+        model: Any = self.load(location).model
+        return cast(nn.Module, model.merge_and_unload() if hasattr(model, "merge_and_unload") else model)
+
 
 class Directions:
     """Merged deltas by choice; those used last stay in memory.
@@ -242,7 +248,7 @@ class Directions:
             if not self._merges.make([choice]):
                 raise RecipeError(f"{choice} cannot be merged: {self._merges.refused[choice.key]}")
             folder = self._merges.folder_of(choice)
-            loaded = self._live.direction(folder.name, lambda: self._loader.load(str(folder)).model)
+            loaded = self._live.direction(folder.name, lambda: self._loader.merged(str(folder)))
             while self._kept and sum(d.nbytes for d in self._kept.values()) + loaded.nbytes > self._memory:
                 self._kept.popitem(last=False)
             self._kept[choice.key] = loaded

@@ -100,6 +100,7 @@ class MemoryPlan:
         merging: peak of the merges, which are made one after the other before the search, with one worker.
         largest: the largest tensor.
         merges: methods with their options.
+        whole: those of them that are written as whole models; the others are adapters.
     """
 
     limit: int
@@ -112,6 +113,7 @@ class MemoryPlan:
     merging: int
     largest: int
     merges: int
+    whole: int
 
     @property
     def in_memory(self) -> int:
@@ -176,7 +178,7 @@ class MemoryPlan:
                 f"  search: {size(self.with_files)}; merged deltas stay in files and candidates are",
                 f"  formed tensor by tensor, since in memory the search would need {size(self.in_memory)}",
             ]
-        disk = (self.merges + (self.merges + 1 if self.held == "files" else 0)) * self.model
+        disk = (self.whole + (self.merges + 1 if self.held == "files" else 0)) * self.model
         return [*found, f"  disk: about {size(disk)} until the end"]
 
     def to_json(self) -> dict[str, Any]:
@@ -192,6 +194,7 @@ def plan_memory(
     dtype: str,
     merging: int,
     merges: int,
+    whole: int,
     gram: bool,
 ) -> MemoryPlan:
     """The plan of a search.
@@ -201,6 +204,7 @@ def plan_memory(
         dtype: of the models while they run.
         merging: peak memory of a merge.
         merges: methods with their options.
+        whole: those of them that are written as whole models.
         gram: Gram matrices are measured.
 
     Raises:
@@ -220,6 +224,7 @@ def plan_memory(
         merging=merging,
         largest=max(floats, default=0),
         merges=merges,
+        whole=whole,
     )
 
 

@@ -1,5 +1,7 @@
 """Merges at scale 1, in float32, kept on disk while candidates are tried: each choice is planned and merged once.
 
+Adapters are merged into adapters where the method has a low-rank form: the same deltas, in seconds and megabytes.
+
 The folder survives an interruption, and so do the merges that are complete.
 """
 
@@ -9,11 +11,15 @@ import contextlib
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from actmat.errors import MergeError
+from actmat.experts.resolve import has_factors, open_adapter
 from actmat.extras.tune.space import MergeChoice
+from actmat.methods import get_method
 from actmat.planning.model import MergePlan
 from actmat.recipe import ExpertRef, Recipe
+from actmat.recipe.output import Adapter
 from actmat.run import plan_recipe, run_recipes
 from actmat.settings import RunSettings
 
@@ -48,6 +54,7 @@ class Merges:
         recipe: inputs, scope, rules and all else that every candidate shares; its scale is ignored.
         folder: where the merges are kept.
         settings: of the runs.
+        keeps_factors: adapters may be merged into adapters, since models are loaded with these.
 
     Attributes:
         plans: choice -> the plan by which it was merged.
@@ -55,10 +62,11 @@ class Merges:
         mark: hash of the recipe, and of sizes and times of its local files.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, settings: RunSettings) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, settings: RunSettings, *, keeps_factors: bool = True) -> None:
         self.recipe = recipe
         self._folder = folder
         self._settings = settings
+        self._keeps_factors = keeps_factors and _are_plain_adapters(recipe)
         self.plans: dict[str, MergePlan] = {}
         self.refused: dict[str, str] = {}
         self.mark = _mark_of(recipe)
@@ -68,40 +76,70 @@ class Merges:
         key = hashlib.sha256(f"{self.mark} {choice.key}".encode()).hexdigest()[:12]
         return self._folder / f"{choice.method}-{key}"
 
+    def is_factored(self, choice: MergeChoice) -> bool:
+        """True if the merge of a choice is an adapter."""
+        if not self._keeps_factors:
+            return False
+        with contextlib.suppress(MergeError):
+            method = get_method(choice.method)
+            options = method.resolve_options(choice.options)
+            return method.why_dense(options, len(self.recipe.experts), choice.weights) is None
+        return False  # planning says what is wrong
+
     def make(self, choices: Sequence[MergeChoice]) -> list[MergeChoice]:
         """Merge what is missing, all in one reading of the inputs; returns those that are there.
 
         A choice that cannot be planned or merged is noted in `refused` and left out.
         """
         if missing := [c for c in choices if c.key not in self.plans and c.key not in self.refused]:
-            self._merge(missing)
+            factored = {c.key for c in missing if self.is_factored(c)}
+            for wanted in (True, False):
+                if some := [c for c in missing if (c.key in factored) == wanted]:
+                    self._merge(some, factored=wanted)
         return [c for c in choices if c.key in self.plans]
 
-    def _merge(self, choices: Sequence[MergeChoice]) -> None:
-        fields = [{"out": str(self.folder_of(c)), "dtype": "float32"} for c in choices]
-        recipes = [recipe_of(self.recipe, c).model_copy(update=f) for c, f in zip(choices, fields, strict=True)]
+    def _recipe(self, choice: MergeChoice, *, factored: bool) -> Recipe:
+        fields = {"out": str(self.folder_of(choice)), "dtype": "float32"}
+        into: dict[str, Any] = {"base": "", "output": Adapter()} if factored else {}
+        return recipe_of(self.recipe, choice).model_copy(update=fields | into)
+
+    def _merge(self, choices: Sequence[MergeChoice], *, factored: bool) -> None:
         try:
-            reports = run_recipes(recipes, self._settings)
+            reports = run_recipes([self._recipe(c, factored=factored) for c in choices], self._settings)
         except MergeError as error:
             if len(choices) == 1:
                 self.refused[choices[0].key] = error.problems[0] if error.problems else str(error)
                 return
-            possible = [c for c in choices if self._can_be_planned(c)]
+            possible = [c for c in choices if self._can_be_planned(c, factored=factored)]
             if len(possible) == len(choices):  # one of them cannot be computed: find out which
                 for choice in choices:
-                    self._merge([choice])
+                    self._merge([choice], factored=factored)
             elif possible:
-                self._merge(possible)
+                self._merge(possible, factored=factored)
             return
         self.plans |= {c.key: report.plan for c, report in zip(choices, reports, strict=True)}
 
-    def _can_be_planned(self, choice: MergeChoice) -> bool:
+    def _can_be_planned(self, choice: MergeChoice, *, factored: bool) -> bool:
         try:
-            plan_recipe(recipe_of(self.recipe, choice))
+            plan_recipe(self._recipe(choice, factored=factored))
         except MergeError as error:
             self.refused[choice.key] = error.problems[0] if error.problems else str(error)
             return False
         return True
+
+
+def _are_plain_adapters(recipe: Recipe) -> bool:
+    """True if every delta is stored as factors of PEFT's, and the recipe treats no tensor in a way of its own."""
+    plain = Recipe(experts=recipe.experts)
+    own = ("rules", "roles", "keep", "pool", "ties", "scope", "space", "post", "postprocess")
+    if any(getattr(recipe, name) != getattr(plain, name) for name in own) or recipe.model.vocabulary is not None:
+        return False
+    return all(has_factors(e.path) and _is_of_peft(e.path) for e in recipe.experts)
+
+
+def _is_of_peft(location: str) -> bool:
+    with open_adapter(location) as adapter:
+        return adapter.layout == "peft" and not adapter.extras
 
 
 def _mark_of(recipe: Recipe) -> str:

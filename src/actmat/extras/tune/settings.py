@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from actmat.api.loading import Loaded
-from actmat.api.notebook import NotebookLine, in_notebook
+from actmat.extras.models.loading import Loaded
+from actmat.extras.notebook.progress import NotebookLine
 from actmat.extras.tune.evaluate import Predict, Score, Trial, default_predict
 from actmat.extras.tune.live import Loader
 from actmat.extras.tune.memory import MemoryPlan
 from actmat.extras.tune.search import Budget
+from actmat.progress import in_notebook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class TuneSettings:
         new_tokens: tokens that a generating expert adds to an input.
         predict: logits of a model, for models whose output has none; or one for
             each expert by its name, if they have heads of their own.
-        load: from a location to a model, in place of `api.loading.load_model`.
+        load: from a location to a model, in place of `extras.models.loading.load_model`.
         average: compare the chosen merge with the average in the end.
         seed: of the search and of the bootstrap.
         keep: keep the merges that were tried in the work folder.

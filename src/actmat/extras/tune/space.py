@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actmat.errors import RecipeError
-from actmat.methods import METHODS, get_method
+from actmat.methods import all_methods, get_method
 from actmat.recipe.text import UnreadableError, parse_yaml
 
 DEFAULT_METHODS = (
@@ -109,7 +109,7 @@ def make_space(fields: Mapping[str, Any]) -> Space:
         RecipeError: every problem: an unknown field, method or option, a scale that is not positive.
     """
     wanted = fields.get("methods", DEFAULT_METHODS)
-    wanted = [m.name for m in METHODS] if wanted in ("all", ["all"], ("all",)) else wanted
+    wanted = [m.name for m in all_methods()] if wanted in ("all", ["all"], ("all",)) else wanted
     listed = [{"method": m} if isinstance(m, str) else m for m in wanted]
     try:
         space = Space.model_validate({**fields, "methods": listed})

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from actmat.api.loading import Loaded, extra
 from actmat.errors import StatisticsError
 from actmat.extras.collect.data import IMAGES, TEMPLATE, DataOptions, class_names, class_prompts, known_ids, pad_token
+from actmat.extras.models.loading import Loaded, extra
 from actmat.foreign import in_one_line
 
 BATCH = 16

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actmat.api.loading import named_base
 from actmat.api.merging import Location, make_arguments
 from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.writing.staging import check_output_path
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.experts.resolve import needs_base, open_adapter
 from actmat.extras.collect.data import (
@@ -24,6 +24,7 @@ from actmat.extras.collect.data import (
     is_contrastive,
     prepare_data,
 )
+from actmat.extras.models.loading import named_base
 from actmat.extras.tune.asking import ask_experts, mark_of
 from actmat.extras.tune.evaluate import Asked, Evaluator, Trial
 from actmat.extras.tune.groups import FIXED, Grouping, groups_of
@@ -46,7 +47,7 @@ from actmat.extras.tune.space import Candidate, MergeChoice, Space, make_space
 from actmat.planning.model import MergePlan
 from actmat.recipe import Recipe
 from actmat.recipe.output import Vocabulary
-from actmat.run import run_recipes
+from actmat.run import plan_recipe, run_recipes
 from actmat.run.automatic import named
 from actmat.settings import RunSettings
 
@@ -263,8 +264,8 @@ def _sources(recipe: Recipe, data: Mapping[str, TuneData]) -> dict[str, Source]:
 @contextlib.contextmanager
 def _work_folder(out: Path, run: RunSettings, *, keep: bool) -> Iterator[Path]:
     """`OUT.tune`, of which the merges are removed at the end of a search that came to its end."""
-    if out.exists() and any(out.iterdir() if out.is_dir() else [out]) and not run.overwrite:
-        raise OutputError(f"{out} exists. Choose another --out, or pass --overwrite.")
+    if problems := check_output_path(out, overwrite=run.overwrite, inputs={}):  # the merge checks again, hours later
+        raise OutputError("The output cannot be written there.", problems)
     work = out.with_name(f"{out.name}.tune")
     work.mkdir(parents=True, exist_ok=True)
     yield work
@@ -305,12 +306,12 @@ class _Search:
             recipe, data, self.settings, self.loader, self.space.statistics, collected, self.progress
         )
         inner = dataclasses.replace(self.run, overwrite=False, diagnose=False, durable=False, sha256=False)
-        merges = Merges(recipe, self.work / "merges", inner)
+        merges = Merges(recipe, self.work / "merges", inner, keeps_factors=self.loader.given is None)
         choices = self._merged(merges)
         for note in notes_on_space(self.space, choices):
             self.say(note)
         folder = self.work / "directions" if memory.held == "files" else None
-        live, groups = open_live(merges.plans[choices[0].key], self.space.groups, self.loader, folder)
+        live, groups = open_live(plan_recipe(recipe_of(recipe, choices[0])), self.space.groups, self.loader, folder)
         evaluator = self._evaluator(live, merges, asked, memory)
         trials = self._trials(choices, asked, groups, evaluator)
         least = self.settings.least_agreement
@@ -343,13 +344,16 @@ class _Search:
         with open_checkpoint(self.loader.base) as base:
             sizes = sizes_of(data, base.config or {}, self.settings.new_tokens)
             specs = dict(base.specs)
+        merges = Merges(recipe, self.work, self.run, keeps_factors=self.loader.given is None)
+        choices = self.space.merges()
         plan = plan_memory(
             specs,
             sizes,
             self.run,
             dtype=self.settings.dtype,
             merging=peak_bytes(recipe, [MergeChoice("average"), MergeChoice(recipe.method, recipe.options)]),
-            merges=len(self.space.merges()),
+            merges=len(choices),
+            whole=sum(not merges.is_factored(c) for c in choices),
             gram="gram" in self.space.statistics,
         )
         plan.check()

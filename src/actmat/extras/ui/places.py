@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.writing.staging import MANIFEST_NAME
+from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
 
 MOST = 500

@@ -1,8 +1,7 @@
 """Masks that keep entries by magnitude or at random. A mask works chunk by chunk and stores nothing of a tensor's size.
 
 Shapes: `T` experts, `N` entries of a flattened tensor, `P` entries of one chunk of it, `L` of its last entries, `O`
-rows and `I` columns of a matrix, `E` entries of small probability, `G` gaps drawn at a time, `R` rows, `X` rows at a
-time.
+rows and `I` columns of a matrix, `E` entries of small probability, `G` gaps drawn at a time.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from actmat.linalg.chunks import CHUNK_ENTRIES, chunks_of, shape_and_dtype
+from actmat.linalg.chunks import chunks_of, shape_and_dtype
 from actmat.linalg.masks.threshold import Cut, cuts_each, kth_magnitudes, true_indices
 
 
@@ -71,34 +70,6 @@ class Trim:
             late, self._left = int(true_indices(equal_P.bool())[self._left]), 0
         late_L = out_P[late:]
         late_L.addcmul_(late_L, equal_P[late:], value=-1)  # x - x takes a fifteenth of the time of `masked_fill_`
-
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """Keeps the entries that `low` keeps and `high` drops: neither the smallest nor the largest (breadcrumbs)."""
-
-    low: Trim
-    high: Trim
-
-    def apply(self, chunk_P: Tensor, start: int, out_P: Tensor) -> None:
-        """See `Mask`. The entries of `high` are among those of `low`, so the difference is exact."""
-        large_P = torch.empty_like(out_P)
-        self.high.apply(chunk_P, start, large_P)
-        self.low.apply(chunk_P, start, out_P)
-        out_P.sub_(large_P)
-
-
-@dataclass(frozen=True, slots=True)
-class Where:
-    """Keeps the entries at which a trim keeps a non-zero entry of another tensor, `score_N`."""
-
-    score_N: Tensor
-    trim: Trim
-
-    def apply(self, chunk_P: Tensor, start: int, out_P: Tensor) -> None:
-        """See `Mask`."""
-        self.trim.apply(self.score_N[start : start + chunk_P.numel()], start, out_P)
-        torch.mul(chunk_P, out_P != 0, out=out_P)
 
 
 def top_trims(flat_N: Tensor, ranks: Sequence[int], *, exact: bool) -> list[tuple[Trim, Cut]]:
@@ -225,57 +196,6 @@ class Drop:
 def random_int32(count: int, generator: torch.Generator) -> Tensor:
     """`count` uniform 32-bit integers (signed), two per 64-bit draw."""
     return _draws(-(-count // 2), generator).view(torch.int32)[:count]
-
-
-def magnitude_sampled(
-    delta: Tensor,
-    density: float,
-    epsilon: float,
-    *,
-    rescale: Literal["inverse", "l1", "none"],
-    generator: torch.Generator,
-) -> Tensor:
-    """A delta of which entry `i` is kept with probability `p_i = density - epsilon + 2 epsilon r_i` (DELLA).
-
-    Args:
-        delta: any shape; rows are its last axis, a vector is one row.
-        density: mean probability; 0 gives zeros, 1 the delta itself.
-        epsilon: half the range of the probabilities.
-        rescale: divide kept entries by `p_i`, or multiply all by one factor that keeps the L1 norm, or neither.
-        generator: gives one uniform number with 24 bits per entry, in storage order.
-    """
-    if density >= 1 or density <= 0:
-        return delta.clone() if density >= 1 else torch.zeros_like(delta)
-    width = delta.shape[-1] if delta.dim() else 1
-    rows_RI = delta.reshape(math.prod(delta.shape[:-1]), width)
-    out_RI = torch.empty_like(rows_RI)
-    before, after = 0.0, 0.0
-    step = max(2, CHUNK_ENTRIES // max(1, width) // 2 * 2)  # even: two numbers come from one draw
-    for x_XI, out_XI in zip(torch.split(rows_RI, step), torch.split(out_RI, step), strict=True):
-        keep_XI = (density - epsilon) + 2 * epsilon * normalized_ranks(x_XI.abs())
-        uniform_XI = random_int32(x_XI.numel(), generator).view(x_XI.shape).to(x_XI.dtype).mul_(2.0**-32).add_(0.5)
-        torch.mul(x_XI, uniform_XI.to(x_XI.device) < keep_XI, out=out_XI)
-        if rescale == "inverse":
-            out_XI.div_(keep_XI)
-        elif rescale == "l1":
-            before += float(x_XI.abs().sum(dtype=torch.float64))
-            after += float(out_XI.abs().sum(dtype=torch.float64))
-    if rescale == "l1" and after > 0:
-        out_RI.mul_(before / after)
-    return out_RI.view(delta.shape)
-
-
-def normalized_ranks(scores_RI: Tensor) -> Tensor:
-    """Rank of each entry within its row, 0 for the smallest and 1 for the largest; equal entries in storage order.
-
-    A row of one entry has rank 0.5.
-    """
-    width = scores_RI.shape[-1]
-    if width == 1:
-        return torch.full_like(scores_RI, 0.5)
-    order_RI = scores_RI.sort(dim=-1, stable=True).indices
-    rank_I = torch.linspace(0, 1, width, dtype=scores_RI.dtype, device=scores_RI.device)
-    return torch.empty_like(scores_RI).scatter_(-1, order_RI, rank_I.expand_as(scores_RI))
 
 
 def _draws(count: int, generator: torch.Generator) -> Tensor:

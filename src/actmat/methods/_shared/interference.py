@@ -77,7 +77,8 @@ def member(
     """
     family = _Family(rule_of, has_grams)
     needs = (("statistics",) if has_grams else ()) + (("base",) if base else ()) + ("weights",)
-    lowrank = LowRankForm(_published(family.merge_lowrank, rule_of, needs), why_not=family.lowrank_problem)
+    merge_lowrank = _published(family.merge_lowrank, rule_of, needs)
+    lowrank = LowRankForm(merge_lowrank, why_not=family.lowrank_problem, meets_all=family.meets_all)
     return MergeMethod(
         name,
         _published(family.merge, rule_of, needs),
@@ -160,6 +161,13 @@ class _Family:
         """See `Access`."""
         rule = self.rule_of(**options)
         return isinstance(rule, Rule) and second_reading(rule, shape, n_experts, has_grams=self.has_grams) is not None
+
+    def meets_all(self, options: Mapping[str, Any]) -> bool:
+        """See `LowRankForm`: every eigenvector of `S` counts in full, whatever its eigenvalue."""
+        rule = self.rule_of(**options)
+        if self.has_grams or isinstance(rule, Adam) or rule.spectral.kind != "hard" or rule.estimator.trim is not None:
+            return False
+        return not rule.estimator.centre or rule.null == "zero"  # a fill adds mean rows, which no `K_t` knows
 
     def sums_own_grams(self, options: Mapping[str, Any]) -> bool:
         """See `Stages`."""

@@ -1,26 +1,29 @@
-"""Post-processing steps: of single matrices and of layers, listed once in `STEPS`."""
+"""Post-processing steps, of single matrices and of layers: plug-ins of the group `actmat.post`."""
 
 from __future__ import annotations
 
 from actmat.errors import RecipeError, did_you_mean
 from actmat.methods.post.contract import Layer, LayerStep, Measures, PostStep, Step, apply_steps, apply_steps_lowrank
-from actmat.methods.post.layer_steps import ESM, LARV
-from actmat.methods.post.matrix_steps import ISOTROPISE, SUBSPACE_BOOSTING, SVC
+from actmat.plugins import entries, hint, load, load_all
 
 __all__ = [
-    "STEPS",
     "Layer",
     "LayerStep",
     "Measures",
     "PostStep",
     "Step",
+    "all_steps",
     "apply_steps",
     "apply_steps_lowrank",
     "get_step",
 ]
 
-STEPS: tuple[PostStep, ...] = (SVC, SUBSPACE_BOOSTING, ISOTROPISE, LARV, ESM)
-"""All steps, in the order of the tables."""
+GROUP = "actmat.post"
+
+
+def all_steps() -> list[PostStep]:
+    """All steps by name, those of other distributions last."""
+    return list(load_all(GROUP).values())
 
 
 def get_step(name: str) -> PostStep:
@@ -32,10 +35,9 @@ def get_step(name: str) -> PostStep:
     >>> get_step("svc").options["alpha"].default
     1.0
     """
-    for step in STEPS:
-        if step.name == name:
-            return step
-    known = [s.name for s in STEPS]
-    raise RecipeError(
-        f"There is no post-processing '{name}'.{did_you_mean(name, known)} Post-processing: {', '.join(known)}"
-    )
+    found: PostStep | None = load(GROUP, name)
+    if found is not None:
+        return found
+    known = list(entries(GROUP))
+    near, listed = did_you_mean(name, known), ", ".join(known)
+    raise RecipeError(f"There is no post-processing '{name}'.{near} Post-processing: {listed}{hint(GROUP, name)}")

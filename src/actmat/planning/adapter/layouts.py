@@ -12,42 +12,28 @@ from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.fields import AXES, ORDERS
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule
+from actmat.experts.lora.stacks import HOW_TO_SAY, WRITERS, axes_by_version, release_of
 from actmat.experts.resolve import module_names
-from actmat.layout.fused import GATED
+from actmat.layout.types import Orientation
 from actmat.planning.item import Item
 from actmat.recipe import Recipe
 
 
-def _tensor_name(name: str, found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> str:
+def _tensor_name(name: str, found: Sequence[AdapterModule | None]) -> str:
     """Name of the tensor that a module's delta belongs to, as the model has it."""
     plain = name.replace(".base_layer", "")
-    for adapter, module in zip(adapters, found, strict=True):
+    for module in found:
         if module is not None and module.kind == "parameter":
-            return f"{plain}.{_parameter_name(plain, module, adapter)}"
+            return f"{plain}.{_parameter_name(plain, module)}"
     return f"{plain}.weight"
 
 
-def _parameter_name(owner: str, module: AdapterModule, adapter: Adapter) -> str:
-    """Name of the bare parameter that a module adapts.
-
-    Several parameters of one owner are told apart by their place in a nest of wrappers, whose order only the model
-    knows. Of a pair that is gated (`gate_up_proj`, `down_proj`) the shapes tell as well: the first has two rows for
-    every column of the second.
-    """
-    parameters = adapter.config.parameters_of(owner)
-    if len(parameters) == 1:
-        return parameters[0]
-    nest = [m for m in adapter.modules.values() if m.name.replace(".base_layer", "") == owner]
-    down = next((GATED[p] for p in parameters if GATED.get(p) in parameters), None)
-    if down is not None and len(parameters) == len(nest) == 2:
-        (other,) = (m for m in nest if m is not module)
-        (a, b), (c, d) = module.shape[-2:], other.shape[-2:]
-        if (a, b) in ((2 * d, c), (d, 2 * c)):
-            return next(p for p in parameters if p != down)
-        if (c, d) in ((2 * b, a), (b, 2 * a)):
-            return down
-    return module.name[len(owner) :].lstrip(".") or "weight"
+def _parameter_name(owner: str, module: AdapterModule) -> str:
+    """Name of the bare parameter that a module adapts; of one that the file does not name, its place in the nest."""
+    known = module.parameters[0] if len(module.parameters) == 1 else ""
+    return known or module.name[len(owner) :].lstrip(".") or "weight"
 
 
 def is_transposed(found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> bool:
@@ -64,7 +50,7 @@ def stored_spec(name: str, found: Sequence[AdapterModule | None], adapters: Sequ
         shape = (shape[1], shape[0])
     elif module.kind == "convolution":
         shape = (shape[0], *module.kernel)
-    return TensorSpec(_tensor_name(name, found, adapters), shape, adapter.dtype, adapter.location)
+    return TensorSpec(_tensor_name(name, found), shape, adapter.dtype, adapter.location)
 
 
 ALPHA = ".alpha"
@@ -107,6 +93,8 @@ def module_outputs(
 ) -> tuple[TensorSpec, ...]:
     """The stored tensors of a module: A and B, and a bias (PEFT) or a scale (kohya)."""
     *batch, rows, columns = module.shape
+    if module.is_turned:
+        rows, columns = columns, rows
     n = rank * math.prod(batch)
     if module.kind == "embedding":
         shapes: tuple[tuple[int, ...], tuple[int, ...]] = (n, rows), (columns, n)
@@ -172,13 +160,64 @@ def output_config(
         "modules_to_save": sorted(set(saved)) or None,
         "rank_pattern": odd,
         "alpha_pattern": dict(odd),
+        **_version(adapters),
     }
 
 
 def _pattern_name(module: Item, adapters: Sequence[Adapter]) -> str:
     """Name that PEFT matches patterns against: the module, or the bare parameter of a module."""
     plain = module.name.replace(".base_layer", "")
-    if module.pair.kind != "parameter":
-        return plain
-    names = {p for a in adapters for p in a.config.parameters_of(plain)}
-    return f"{plain}.{next(iter(names))}" if len(names) == 1 else plain
+    found = next(m for a in adapters if (m := a.modules.get(module.name)) is not None)
+    return f"{plain}.{found.parameters[0]}" if len(found.parameters) == 1 else plain
+
+
+def stack_problems(labels: Sequence[str], adapters: Sequence[Adapter]) -> list[str]:
+    """Stacked experts whose factors may have other axes in one adapter than in another, without a base that tells."""
+    having = [(label, a) for label, a in zip(labels, adapters, strict=True) if _stacks(a)]
+    if len({_axes(a) for _, a in having}) < 2:
+        return []
+    shapes = [{(m.name, m.shape) for m in _stacks(a) if m.shape[-1] != m.shape[-2]} for _, a in having]
+    if set.intersection(*shapes):
+        return []  # A is as wide in all of them, so that it reads the same axis
+    listed = ", ".join(f"{label}: {_axes(a)}" for label, a in having)
+    return [
+        f"stacked experts may be stored with other axes in one adapter than in another ({listed}), and no stack that "
+        "is not square tells. Write a full model (--base ..., --to model), or " + HOW_TO_SAY.format("e_i_o|e_o_i")
+    ]
+
+
+def _stacks(adapter: Adapter) -> list[AdapterModule]:
+    return [m for m in adapter.modules.values() if m.is_stack]
+
+
+def _axes(adapter: Adapter) -> str:
+    """Axes of stacks as they are said, else the versions of PEFT that write them alike."""
+    said, release = adapter.config.said(AXES), release_of(adapter.config.version)
+    if said is not None or release is None:
+        return said or f"peft_version {adapter.config.version or 'not given'}"
+    swapped = "PEFT 0.19.1 or later" if release > (0, 19, 0) else "PEFT 0.19.0"
+    return "e_i_o" if release < (0, 19, 0) else swapped
+
+
+def is_turned(now: Orientation, mirrored: Orientation, adapters: Sequence[Adapter]) -> bool:
+    """True if `B A` of a stack is `I O`, from the orientations that its shape and the transposed one suggest.
+
+    Where shapes leave it open, the orientations are that of the base, or of most families, and the version decides.
+    """
+    if now != mirrored:
+        return now == "IO"
+    return now == "OI" and any(_axes(a) == "e_i_o" for a in adapters if _stacks(a))
+
+
+def _version(adapters: Sequence[Adapter]) -> dict[str, str]:
+    """`peft_version` and `lora_B_layout`, by which stacks are read as those of the adapters were."""
+    having = [a for a in adapters if _stacks(a)]
+    versions = [a.config.version for a in having or adapters]
+    known = sorted((v for v in versions if release_of(v)), key=lambda v: release_of(v) or ())
+    newest = {"peft_version": known[-1]} if known and (len(known) == len(versions) or not having) else {}
+    if said := next((w for a in having if (w := a.config.said(AXES)) is not None), None):
+        newer = [v for v in known if axes_by_version(v, "OI", "") == said]
+        newest = {"peft_version": newer[-1] if newer else WRITERS[said]}
+    fields = {n for a in having for n in a.config.fields}
+    marked = any(a.config.said(ORDERS) for a in having) or "lora_B_layout" in fields
+    return {**newest, **({"lora_B_layout": "rank_major"} if marked else {})}

@@ -12,16 +12,18 @@ from actmat.errors import AlignmentError, RecipeError
 from actmat.experts.base import Source
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule
-from actmat.layout.types import Block, Role, TensorLayout
+from actmat.layout.types import Block, LayoutMap, Role, TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import get_method
 from actmat.planning.adapter.layouts import (
     STEMS,
     in_one_layout,
     is_transposed,
+    is_turned,
     module_outputs,
     output_config,
     output_layout,
+    stack_problems,
     stored_spec,
 )
 from actmat.planning.adapter.serving import plan_notes
@@ -160,13 +162,13 @@ def plan_modules(
     problems = adapter_problems(recipe, adapters)
     layout = output_layout(recipe, adapters)
     adapters, layout_problems = in_one_layout(recipe, adapters, layout)
-    problems += layout_problems
+    problems += layout_problems + stack_problems(recipe.labels, adapters)
     problems += statistics.kind_problems([True] * len(adapters))
     chooser = Chooser(recipe, statistics.kinds)
     kept: dict[str, str] = {}
     found = _collect(adapters, chooser, kept, problems)
     chooser.names = [m.spec.name for m in found]
-    layouts, role_problems = resolve_roles(recipe, {m.spec.name: m.spec for m in found}, base_config)
+    layouts, role_problems = _resolve(recipe, found, adapters, base_config)
     dtype = recipe.dtype or _widest([a.dtype for a in adapters])
     planner = _ModulePlanner(recipe, adapters, chooser, dtype, layout)
     for module in found:
@@ -225,8 +227,13 @@ def _collect(adapters: Sequence[Adapter], chooser: Chooser, kept: dict[str, str]
         shapes = {m.shape: None for m in found if m is not None}
         if len(shapes) > 1:
             problems.append(
-                f"module '{name}' has deltas of shapes {shapes_text(shapes)}; are the adapters of one base?"
+                f"module '{name}' has deltas of shapes {shapes_text(shapes)}; are the adapters of one base, and their "
+                "stacked experts written by versions of PEFT that agree on the axes?"
             )
+        parameters = {m.parameters for m in found if m is not None}
+        if len(shapes) == 1 and not set.intersection(*(set(p) for p in parameters)) and any(parameters):
+            named = " and ".join(" or ".join(p) or "the layer" for p in sorted(parameters))
+            problems.append(f"module '{name}' adapts {named}: wrappers of other nests. Write a full model (--base ...)")
         spec = stored_spec(name, found, adapters)
         pattern = chooser.keeps(spec.name)
         if pattern is None:
@@ -234,6 +241,32 @@ def _collect(adapters: Sequence[Adapter], chooser: Chooser, kept: dict[str, str]
         else:
             kept[spec.name] = pattern
     return out
+
+
+def _resolve(
+    recipe: Recipe, found: Sequence[_Found], adapters: Sequence[Adapter], config: Mapping[str, Any] | None
+) -> tuple[LayoutMap, list[str]]:
+    """Layouts of the tensors that the modules imply, and problems; stacks whose `B A` is `I O` are turned."""
+    specs = {m.spec.name: m.spec for m in found}
+    stacks = [m for m in found if m.first.is_stack]
+    layouts, problems = resolve_roles(recipe, specs, config)
+    if not stacks:
+        return layouts, problems
+    mirrored, _ = resolve_roles(recipe, specs | {m.spec.name: _transposed(m.spec) for m in stacks}, config)
+    for module in stacks:
+        now, then = (of.tensors[module.spec.name].orientation for of in (layouts, mirrored))
+        if is_turned(now, then, adapters):
+            module.spec = specs[module.spec.name] = _transposed(module.spec)
+            module.modules = tuple(
+                None if m is None else dataclasses.replace(m, shape=module.spec.shape, is_turned=True)
+                for m in module.modules
+            )
+    return resolve_roles(recipe, specs, config)
+
+
+def _transposed(spec: TensorSpec) -> TensorSpec:
+    experts, rows, columns = spec.shape
+    return dataclasses.replace(spec, shape=(experts, columns, rows))
 
 
 @dataclass
@@ -293,6 +326,7 @@ class _ModulePlanner:
             exact_rank=exact,
             rank=rank,
             transposed=module.transposed,
+            turned=first.is_turned,
             kernel=first.kernel,
             blocks=blocks,
             grams=module.grams,
@@ -346,6 +380,7 @@ class _ModulePlanner:
     def _with_rank(self, item: Item, rank: int) -> Item:
         """The item written with another rank; zeros fill up."""
         first = next(m for a in self.adapters if (m := a.modules.get(item.name)) is not None)
+        first = dataclasses.replace(first, shape=item.shape, is_turned=item.pair.turned)
         has_bias = any(s.name.endswith(".bias") for s in item.outputs)
         outputs = self._outputs(item.name, first, rank, has_bias=has_bias)
         cost = dataclasses.replace(item.cost, write_bytes=sum(s.nbytes for s in outputs))

@@ -1,7 +1,7 @@
-"""Angles between matrices, and the three error terms that they bound (Theorem 1 of the ACTMat paper).
+"""Angles between matrices, and the three error terms that they bound (Theorem 3.1 of the ACTMat paper).
 
 A matrix is a vector of its entries: `<A, B> = tr(A^T B)`, and `angle(A, B) = arccos(<A, B> / (||A||_F ||B||_F))` is the
-length of an arc on the unit sphere. It obeys the triangle inequality, which is all that Theorem 1 uses. Between
+length of an arc on the unit sphere. It obeys the triangle inequality, which is all that Theorem 3.1 uses. Between
 positive semi-definite matrices `<A, B> >= 0`, so no such angle exceeds `pi / 2`: a bound beyond that says nothing.
 
 Shapes: `O` out_features, `I` in_features.
@@ -74,19 +74,19 @@ class DriftAngles:
 
     @property
     def bound(self) -> float:
-        """`e_cross + e_corr + e_drift`: Theorem 1's right-hand side."""
+        """`e_cross + e_corr + e_drift`: Theorem 3.1's right-hand side."""
         return self.cross + self.correlation + self.drift
 
     @property
     def full_bound(self) -> float:
-        """The same and the optimiser's angle: holds for any optimiser, and is Theorem 1 where that angle is zero."""
+        """The same and the optimiser's angle: holds for any optimiser, and is Theorem 3.1 where that angle is zero."""
         return self.optimiser + self.bound
 
 
 def drift_angles(
     delta_OI: Tensor, gradient_OI: Tensor, second_II: Tensor, decoupled_II: Tensor, gram_II: Tensor
 ) -> DriftAngles:
-    """Theorem 1's angles from accumulated matrices.
+    """Theorem 3.1's angles from accumulated matrices.
 
     Args:
         delta_OI: `D = W_K - W_0`.

@@ -1,9 +1,9 @@
 """`correlation`: whether the size of a token's gradient depends on its input, against what chance alone would show.
 
 For every product `z_i z_j` of a layer's inputs, Pearson's correlation over tokens with `||g||^2`, and the root mean
-square of these over `i, j`. Theorem 1's middle term is zero where `z z^T` and `||g||^2` are uncorrelated. A correlation
-estimated from `N` tokens is never exactly zero: chance gives `1 / sqrt(N - 1)`. A level that sinks along with it as
-samples are added is chance; one that stays is real.
+square of these over `i, j`. Theorem 3.1's middle term is zero where `z z^T` and `||g||^2` are uncorrelated. A
+correlation estimated from `N` tokens is never exactly zero: chance gives `1 / sqrt(N - 1)`. A level that sinks along
+with it as samples are added is chance; one that stays is real.
 
 Shapes: `N` tokens, `I` in_features.
 """

@@ -27,14 +27,14 @@ from actmat import merge_matrices
 from actmat.errors import RecipeError
 from actmat_experiments.analyses.cost_table import RULES, rule_table
 from actmat_experiments.analyses.result import Analysis, shown
-from actmat_experiments.core import METHODS, MergeMethod, get_method
+from actmat_experiments.core import MergeMethod, all_methods, get_method
 from actmat_experiments.harness.table import new_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PAPER_FLOPS = {rule.method: rule.formula for rule in RULES}
-"""The paper's table, with the constants of decompositions that the declared leading terms leave out."""
+PAPER_FLOPS = {rule.method: rule.leading for rule in RULES}
+"""The paper's leading terms, with the constants of decompositions that the declared leading terms leave out."""
 
 _OPERATIONS = {ast.Add: operator.add, ast.Mult: operator.mul, ast.Pow: operator.pow}
 
@@ -99,7 +99,8 @@ class CostResult(Analysis):
     def data(self) -> dict[str, Any]:
         """The fields, and the operations of the paper's rules."""
         rules = [
-            {"method": r.method, "formula": r.formula, "cubic": str(r.cubic), "entries": str(r.entries),
+            {"method": r.method, "formula": r.leading, "printed": r.printed, "counted": r.counted,
+             "cubic": str(r.cubic), "entries": str(r.entries),
              "products": str(r.products), "inverses": str(r.inverses), "svds": str(r.svds), "costly": r.costly,
              "preprocessing": r.preprocessing}
             for r in RULES
@@ -182,7 +183,7 @@ def cost(
         raise RecipeError(
             f"cost needs shapes with entries, experts and repeats; got {list(shapes)}, {n_experts}, {repeats}."
         )
-    chosen = [get_method(n) for n in methods] if methods is not None else list(METHODS)
+    chosen = [get_method(n) for n in methods] if methods is not None else all_methods()
     rates, costs = {}, []
     for shape in shapes:
         layer = _Layer(shape, n_experts, device, seed)

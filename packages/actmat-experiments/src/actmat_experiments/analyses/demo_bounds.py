@@ -1,4 +1,4 @@
-"""The bounds of Theorem 2 on the models of a finished demo."""
+"""The bounds of Theorem 3.3 on the models of a finished demo."""
 
 from __future__ import annotations
 

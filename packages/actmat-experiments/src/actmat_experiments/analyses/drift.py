@@ -1,4 +1,4 @@
-"""Angles of Theorem 1 along a run; and `drift`, which measures them along a real fine-tuning run (AdamW, minibatches).
+"""Angles of Theorem 3.1 along a run; and `drift`, which measures them along a fine-tuning run (AdamW, minibatches).
 
 The theorem is about gradient descent. For another optimiser `D` is not `-eta G`; the angle between `D^T D` and `G^T G`
 says how much that matters, and with it the inequality holds again.
@@ -98,7 +98,7 @@ class DriftResult(Analysis):
         caption = (
             "Degrees; 90 is the largest angle between such matrices, so a bound beyond it says nothing.\n"
             "est: D^T D against C; id: the identity against C; opt: D^T D against G^T G;\n"
-            "cross, corr, drift: the terms of Theorem 1; bound: opt + cross + corr + drift.\n"
+            "cross, corr, drift: the terms of Theorem 3.1; bound: opt + cross + corr + drift.\n"
             f"The bound lies below 90 in {sum(below)} of {len(below)} layers; "
             f"largest est - bound: {shown(math.degrees(self.worst_excess()), '.1e')}."
         )
@@ -115,7 +115,7 @@ class DriftResult(Analysis):
         from actmat_experiments.harness.figures import COLOURS, MARKERS, finish_panels, new_panels
 
         names = list(self.last.layers)
-        figure, panels = new_panels(len(names), f"Theorem 1 along a run ({self.title})")
+        figure, panels = new_panels(len(names), f"Theorem 3.1 along a run ({self.title})")
         steps = [m.step for m in self.moments]
         series = (
             ("angle(DᵀD, C)", "estimate", "-", 2.0),

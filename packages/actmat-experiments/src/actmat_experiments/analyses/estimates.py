@@ -140,10 +140,13 @@ class ScaleResult(Analysis):
     kappa: Mapping[str, Mapping[str, float]]
 
     def ratios(self, layer: str) -> dict[str, float]:
-        """`"s / t" -> kappa_s / kappa_t`, the larger one above, of every pair of experts with a delta in this layer."""
+        """`"s / t" -> kappa_s / kappa_t` of every ordered pair of two experts with a delta in this layer (Figure 3)."""
         found = {n: k for n, k in self.kappa[layer].items() if 0 < k < math.inf}
-        pairs = (sorted(pair, key=lambda n: -found[n]) for pair in itertools.combinations(found, 2))
-        return {f"{s} / {t}": found[s] / found[t] for s, t in pairs}
+        return {f"{s} / {t}": found[s] / found[t] for s, t in itertools.permutations(found, 2)}
+
+    def larger(self, layer: str) -> dict[str, float]:
+        """The ratios with the larger `kappa` above: every pair once, or twice where both are equal."""
+        return {pair: ratio for pair, ratio in self.ratios(layer).items() if ratio >= 1}
 
     def data(self) -> dict[str, Any]:
         """Scales and ratios."""
@@ -156,12 +159,12 @@ class ScaleResult(Analysis):
     def tables(self) -> list[Table]:
         """Ratios over pairs of experts, per layer."""
         caption = (
-            "Ratios of kappa = ||C||/||D^T D|| over pairs of experts, the larger above the smaller;\n"
+            "Ratios of kappa = ||C||/||D^T D|| over pairs of experts, here the larger above the smaller;\n"
             "1.00 everywhere is what merging with the estimates supposes."
         )
         table = new_table("Scale of the estimates", caption, "layer", ("median", "largest", "between"))
         for layer in self.kappa:
-            ratios = self.ratios(layer)
+            ratios = self.larger(layer)
             if not ratios:
                 table.add_row(escape(short_names([layer])[layer]), "-", "-", "fewer than two deltas")
                 continue
@@ -173,7 +176,7 @@ class ScaleResult(Analysis):
         return [table]
 
     def figure(self) -> Figure:
-        """One dot per pair of experts and layer."""
+        """One dot per ordered pair of experts and layer; a bar at the median of the larger over the smaller."""
         from matplotlib.ticker import LogLocator
 
         from actmat_experiments.harness.figures import COLOURS, layer_axis, new_axes
@@ -183,18 +186,24 @@ class ScaleResult(Analysis):
         for x, layer in enumerate(names):
             values = sorted(self.ratios(layer).values())
             spread = [x + 0.5 * (i / max(1, len(values) - 1) - 0.5) for i in range(len(values))]
-            axes.plot(spread, values, "o", color=COLOURS[0], markersize=3, alpha=0.7, label=None if x else "a pair")
+            axes.plot(
+                spread, values, "o", color=COLOURS[0], markersize=3, alpha=0.7, label=None if x else "an ordered pair"
+            )
             if values:
-                middle = statistics.median(values)
+                middle = statistics.median(self.larger(layer).values())
                 axes.plot(
-                    [x - 0.35, x + 0.35], [middle] * 2, color=COLOURS[1], linewidth=2, label=None if x else "median"
+                    [x - 0.35, x + 0.35],
+                    [middle] * 2,
+                    color=COLOURS[1],
+                    linewidth=2,
+                    label=None if x else "median, larger above smaller",
                 )
         axes.axhline(1, color="#333333", linewidth=0.8)
         axes.set_yscale("log")
         axes.minorticks_off()
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0, 7.0)))
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.set_ylabel("κ_s / κ_t, larger above smaller")
+        axes.set_ylabel("κ_s / κ_t")
         layer_axis(axes, list(short_names(names).values()))
         figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
         return figure

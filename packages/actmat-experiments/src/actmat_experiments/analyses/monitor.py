@@ -1,4 +1,4 @@
-"""`DriftMonitor`: Theorem 1's quantities along any training loop.
+"""`DriftMonitor`: Theorem 3.1's quantities along any training loop.
 
     monitor = DriftMonitor().attach(model)
     for k, batch in enumerate(batches):
@@ -71,7 +71,7 @@ class _Sums:
 
 
 class DriftMonitor:
-    """Sums up what Theorem 1 is about while a model is trained; changes no bit of the training.
+    """Sums up what Theorem 3.1 is about while a model is trained; changes no bit of the training.
 
     Args:
         layers: patterns of weight names, such as `"*.mlp.*"`; default: every linear layer.
@@ -174,7 +174,7 @@ class DriftMonitor:
             self._mode, self._mask = "idle", None
 
     def angles(self) -> dict[str, DriftAngles]:
-        """Theorem 1's angles of every linear map, with `D` and `C` as of now; NaN where a layer got no gradient.
+        """Theorem 3.1's angles of every linear map, with `D` and `C` as of now; NaN where a layer got no gradient.
 
         Raises:
             MergeError: no step yet, or layers (all are listed) whose inputs were not measured.

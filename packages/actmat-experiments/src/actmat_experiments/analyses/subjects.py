@@ -114,7 +114,7 @@ def finetune(
     on_moment: Callable[[int, DriftMonitor], object] = lambda step, monitor: None,
     on_step: Callable[[], object] = lambda: None,
 ) -> DriftAlongRun:
-    """Fine-tune the model, in place, with Theorem 1's angles at moments of the run.
+    """Fine-tune the model, in place, with Theorem 3.1's angles at moments of the run.
 
     Args:
         on_moment: called at step 0 and at every moment, after the inputs of all data have been measured.

@@ -1,4 +1,4 @@
-"""`theorem1`: Theorem 1 where it is exact, full-batch gradient descent; and the small network of both theorems.
+"""`theorem1`: Theorem 3.1 where it is exact, full-batch gradient descent; and the small network of both theorems.
 
 There `D = -eta G`, the angle of the optimiser is zero, and `angle(D^T D, C) <= e_cross + e_corr + e_drift` is an
 inequality between numbers that are all computed. docs/analyses/theorem1.md has the derivation, also for layers that
@@ -122,7 +122,7 @@ def theorem1(
     result = Theorem1Result(title, settings, moments, monitor.not_read)
     if not result.worst_excess() <= ROUNDING:
         raise NumericalError(
-            f"Theorem 1's inequality is violated by {result.worst_excess():.1e} radians. It cannot be, so this is an "
+            f"Theorem 3.1's inequality is violated by {result.worst_excess():.1e} radians. It cannot be, so this is an "
             "error of the measurement: please report it with the settings."
         )
     return result
@@ -137,7 +137,7 @@ def descend_watched(
     layers: list[str] | None = None,
     on_step: Callable[[], object] = lambda: None,
 ) -> tuple[DriftMonitor, list[Moment]]:
-    """`W <- W - rate * dL/dW` for all weights of `model`, in place, with Theorem 1's angles on the way.
+    """`W <- W - rate * dL/dW` for all weights of `model`, in place, with Theorem 3.1's angles on the way.
 
     Args:
         model: float64, so that rounding does not turn the delta away from the gradient.

@@ -1,6 +1,6 @@
 """`trajectory`: how the second moment of every layer's inputs turns while an expert is trained.
 
-`angle(C^(k), C^(K))` over the steps `k` of a run of `K`, per layer. Theorem 1's last term is small where inputs drift
+`angle(C^(k), C^(K))` over the steps `k` of a run of `K`, per layer. Theorem 3.1's last term is small where inputs drift
 little; this is the paper's picture of it. Gram matrices come from a run that is watched, or from statistics that were
 collected on saved checkpoints of any training loop.
 """

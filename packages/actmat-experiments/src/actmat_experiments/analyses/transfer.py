@@ -1,4 +1,4 @@
-"""`transfer`: Theorem 2 on real networks: per task the mean absolute negative transfer, against two sums over layers.
+"""`transfer`: Theorem 3.3 on real networks: per task the mean absolute negative transfer, against two sums over layers.
 
     E|l(f^(x)) - l(f_t(x))|  <=  sum_l gamma_l E||e_l||                                                       (1)
                              <=  sum_l gamma_l E||e*_l||
@@ -119,7 +119,7 @@ class TransferResult(Analysis):
             if not low <= high * (1 + 1e-4) + 1e-6
         ]
         if wrong:
-            raise NumericalError("Theorem 2 is violated. It cannot be: please report it.", wrong)
+            raise NumericalError("Theorem 3.3 is violated. It cannot be: please report it.", wrong)
 
     def data(self) -> dict[str, Any]:
         """Both sides, and every stage."""

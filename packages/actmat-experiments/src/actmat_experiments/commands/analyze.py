@@ -85,7 +85,7 @@ def theorem1(
     width: Annotated[int, typer.Option("--width", min=4, help="Hidden width.")] = 32,
     seed: Seed = 0,
 ) -> Any:
-    """Theorem 1 where it is exact: full-batch gradient descent on a small network."""
+    """Theorem 3.1 where it is exact: full-batch gradient descent on a small network."""
     from actmat_experiments.analyses import theorem1 as run
 
     if network not in ("mlp", "transformer"):
@@ -112,7 +112,7 @@ def drift(
     own: OwnModel,
     run: OwnRun,
 ) -> Any:
-    """Theorem 1's angles along a real fine-tuning run: AdamW, minibatches; a demo's expert, or your own model."""
+    """Theorem 3.1's angles along a real fine-tuning run: AdamW, minibatches; a demo's expert, or your own model."""
     from actmat_experiments.analyses import drift as again
     from actmat_experiments.analyses.subjects import finetune
 
@@ -281,7 +281,7 @@ def transfer(
     *,
     own: OwnMerge,
 ) -> Any:
-    """Theorem 2 on real networks: mean absolute negative transfer of every task, and its bounds."""
+    """Theorem 3.3 on real networks: mean absolute negative transfer of every task, and its bounds."""
     from actmat_experiments.analyses.demo_bounds import demo_transfer
 
     with _working("replacing layers", None):
@@ -338,10 +338,10 @@ def cost(
 ) -> Any:
     """Operations and measured time of every method on given layer shapes."""
     from actmat_experiments.analyses import cost as run
-    from actmat_experiments.core import METHODS
+    from actmat_experiments.core import all_methods
 
     shapes = [shape_of(s) for s in shape or ["1024x1024"]]
-    with _working("timing", len(shapes) * len(method or METHODS)) as step:
+    with _working("timing", len(shapes) * len(method or all_methods())) as step:
         return run(shapes, n_experts=experts, methods=method, device=device, repeats=repeats, seed=seed, on_method=step)
 
 

@@ -90,6 +90,7 @@ def run(
     from actmat_experiments.suites import get_suite
 
     chosen = get_suite(suite)
+    assert request.console is not None, "set by _request"
     request.console.print(
         f"{suite}: needs {chosen.needs}. What {cache} has already is not done again; logs are in {cache / 'logs'}.",
         highlight=False,

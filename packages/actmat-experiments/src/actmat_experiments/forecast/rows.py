@@ -21,7 +21,7 @@ from actmat import merge_matrices
 from actmat.extras.demo.heads import correct
 from actmat.extras.demo.heads import features as encode
 from actmat.extras.demo.model import Encoder
-from actmat_experiments.core import METHODS, get_method, one_thread, output_features
+from actmat_experiments.core import all_methods, get_method, one_thread, output_features
 from actmat_experiments.forecast.features import Leading, activation_features, energies, features
 from actmat_experiments.forecast.models import FAMILIES, Family, Key, Trained, input_grams, matrices, train
 from actmat_experiments.harness.cache import Cache, library_versions
@@ -83,7 +83,7 @@ def rules(n_experts: int) -> list[str]:
     """Names of the rules that merge that many experts without data and without running the model."""
     return [
         m.name
-        for m in METHODS
+        for m in all_methods()
         if not m.needs_statistics and (m.max_experts is None or n_experts <= m.max_experts) and m.name != "adamerging"
     ]
 

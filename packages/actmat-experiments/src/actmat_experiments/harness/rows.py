@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from actmat.errors import RecipeError, did_you_mean
 from actmat.extras.demo.merging import choose_methods
 from actmat_experiments import paper
-from actmat_experiments.core import METHODS, get_method
+from actmat_experiments.core import all_methods, get_method
 from actmat_experiments.harness.merging import Candidate
 from actmat_experiments.harness.results import REGIMES
 
@@ -80,7 +80,7 @@ def candidates(
     }
     variants = {c.name: c for c in _VARIANTS[regime] if c.name not in missing}
     if wanted is not None:
-        known = {*(m.name for m in METHODS), *(c.name for r in REGIMES for c in (*_VARIANTS[r], *more_rows(r)))}
+        known = {*(m.name for m in all_methods()), *(c.name for r in REGIMES for c in (*_VARIANTS[r], *more_rows(r)))}
         unknown = [w for w in wanted if w not in known and not w.endswith(".py") and ".py:" not in w]
         if unknown:
             raise RecipeError(
@@ -88,7 +88,7 @@ def candidates(
             )
         if cannot := [f"'{w}' {missing[w]}" for w in wanted if w in missing]:
             raise RecipeError("Not all these methods can run here.", cannot)
-    rules = None if wanted is None else [w for w in wanted if w in {m.name for m in METHODS} or ".py:" in w]
+    rules = None if wanted is None else [w for w in wanted if w in {m.name for m in all_methods()} or ".py:" in w]
     names, left_out = choose_methods(rules, n_experts, statistics)
     if wanted is None:
         names = [n for n in names if n not in _NOT_COMPARED]

@@ -126,12 +126,12 @@ def collect(
     _one_of("--dtype", loading.dtype, flags.MODEL_DTYPES)
     from rich.progress import BarColumn, TimeRemainingColumn
 
-    from actmat.api.loading import load_model
     from actmat.cli.screen import progress_bar
     from actmat.cli.streams import say
     from actmat.extras.collect.collect import collect as measure
     from actmat.extras.collect.data import make_batches
-    from actmat.statistics.store import check_output
+    from actmat.extras.collect.writing import check_output
+    from actmat.extras.models.loading import load_model
 
     check_output(out, overwrite=overwrite)
     options = reading.options(data)
@@ -201,10 +201,10 @@ def staged(
     """
     _one_of("--compute-dtype", staging.compute_dtype, ("float32", "float64"))
     _one_of("--dtype", loading.dtype, flags.MODEL_DTYPES)
-    from actmat.api.loading import load_model
     from actmat.cli.flags import split_name
     from actmat.extras.collect.data import make_batches
     from actmat.extras.collect.staged import staged_statistics
+    from actmat.extras.models.loading import load_model
     from actmat.recipe import ExpertRef
     from actmat.statistics import open_statistics
 
@@ -242,7 +242,7 @@ def merge(
 ) -> None:
     """Add up statistics of one model that were measured on several sets of batches; sums add, so this is exact."""
     _one_of("--store-dtype", store_dtype or "float32", ("float32", "float64"))
-    from actmat.statistics import merge_statistics
+    from actmat.extras.collect.combine import merge_statistics
 
     header = merge_statistics(inputs, out, dtype=store_dtype, overwrite=overwrite)
     _show({out: header}, json=json, quiet=quiet)

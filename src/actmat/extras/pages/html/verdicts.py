@@ -52,6 +52,7 @@ _NEXT = {
     "AM401": "Try `--scale 0.3` to `0.5`, a cap (in a recipe, `postprocess: {norm_cap: average}`), or `-m average`.",
     "AM402": "Try a lower `--scale`, a cap (in a recipe, `postprocess: {norm_cap: average}`), or `-m actmat_bounded`.",
     "AM403": "Look at rank and cut-off of the tensors below; try `--compute-dtype float64`, or another scale.",
+    "AM404": "Give a higher `--rank`, or write a full model (`--to model`).",
     "AM501": "Look at new tokens; `--keep '*embed*'` leaves the table as it is in the base.",
     "AM502": "Merge both tables by one rule, or tie them in config.json.",
 }  # fmt: skip

@@ -17,13 +17,13 @@ from torch import Tensor
 from actmat.bounds import read_bytes
 from actmat.checkpoints.base import DTYPES, FileIdentity, TensorSpec, torch_dtype
 from actmat.checkpoints.files import FileReader
-from actmat.checkpoints.formats.inert import InertError
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
 from actmat.checkpoints.source import Format, LocalSource, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
 from actmat.extras.training.dcp.items import Item, locate
 from actmat.extras.training.dcp.metadata import Chunk, StoredTensor, read_metadata
 from actmat.extras.training.dcp.names import model_part
+from actmat.extras.training.inert import InertError
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 1_000_000_000

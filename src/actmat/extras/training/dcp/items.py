@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.checkpoints.base import torch_dtype
-from actmat.checkpoints.formats.inert import Inert, InertError, parse_pickle
+from actmat.extras.training.inert import Inert, InertError, parse_pickle
 
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",

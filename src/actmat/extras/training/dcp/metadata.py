@@ -1,6 +1,6 @@
 """The `.metadata` of a checkpoint of torch.distributed.checkpoint (DCP): which bytes hold which part of which tensor.
 
-The file is a pickle. It is read as inert data (`formats.inert`): only classes of the metadata may be named in it, and
+The file is a pickle. It is read as inert data (`training.inert`): only classes of the metadata may be named in it, and
 none is ever called.
 """
 
@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from actmat.checkpoints.base import DTYPES
 from actmat.checkpoints.folder import is_plain_name, shown
-from actmat.checkpoints.formats.inert import Inert, InertError, parse_pickle
 from actmat.errors import CheckpointError
+from actmat.extras.training.inert import Inert, InertError, parse_pickle
 
 _DCP = "torch.distributed.checkpoint"
 _SHARD = "torch.distributed._shard.sharded_tensor.metadata"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from actmat.recipe import Recipe
     from actmat.run import MergeReport
     from actmat.settings import RunSettings
+
+
+BETWEEN_LINES = 15.0
+"""Seconds between lines about the search where no bar is seen."""
 
 
 @contextlib.contextmanager
@@ -27,10 +32,13 @@ def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
 
     with progress_bar("{task.description}", TimeElapsedColumn(), quiet=quiet) as bar:
         task = bar.add_task("starting", total=None)
+        began = said = time.monotonic()
+        tried = 0
 
         class Shown(TuneProgress):
             def doing(self, what: str) -> None:
                 bar.update(task, description=escape(what)[:70])
+                self._line(what)
 
             def planned(self, plan: MemoryPlan) -> None:
                 if not quiet:
@@ -41,7 +49,18 @@ def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
                     say(f"note: {text}")
 
             def trial(self, found: Trial, best: Trial) -> None:
+                nonlocal tried, said
                 bar.update(task, description=f"best so far: {escape(best.candidate)} ({best.mean:.4g})"[:70])
+                tried += 1
+                if time.monotonic() - said >= BETWEEN_LINES:
+                    self._line(f"{tried} tried; best so far: {best.candidate} ({best.mean:.4g})")
+
+            def _line(self, text: str) -> None:
+                """A line with the time since the start, where no bar is seen."""
+                nonlocal said
+                if not quiet and bar.disable:
+                    said = time.monotonic()
+                    say(f"{said - began:.0f} s: {text}")
 
         yield Shown()
 

@@ -14,7 +14,7 @@ from actmat.cli.listing import command
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
-    from actmat.api.loading import Loaded
+    from actmat.extras.models.loading import Loaded
     from actmat.recipe import Recipe
 
 
@@ -123,9 +123,9 @@ def _models(
     recipes: Sequence[Recipe], run: RunSettings, question: QuestionFlags, *, quiet: bool
 ) -> Iterator[tuple[str, Loaded]]:
     """Name and model of each merge, and of the inputs if they are compared; one at a time is in memory."""
-    from actmat.api.in_memory import run_in_memory
-    from actmat.api.loading import load_model
     from actmat.cli.screen import showing_progress
+    from actmat.extras.models.in_memory import run_in_memory
+    from actmat.extras.models.loading import load_model
     from actmat.extras.tune.memory import model_device
     from actmat.extras.tune.space import MergeChoice
     from actmat.run.automatic import named

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.experts.changes.base import Change, Content, Reader, shape_misfit
+from actmat.experts.changes.base import Change, Content, Reader
 from actmat.experts.lora.adapter import module_product
 from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.modules import AdapterModule, list_modules
+from actmat.extras.adapters.groups import shape_misfit
 from actmat.linalg.lapack import economy_svd
 from actmat.linalg.lowrank import LowRank
 

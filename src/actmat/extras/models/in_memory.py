@@ -9,15 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
-from actmat.api.loading import Loaded, load_tensors
+from actmat.api import Location, make_arguments
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.raw import empty_tensor, raw_bytes
 from actmat.engine.executors import AUTO, computes_here
 from actmat.engine.memory import available_memory
 from actmat.errors import OutputError, RecipeError, format_size, memory_errors
+from actmat.extras.models.loading import Loaded, load_tensors
 from actmat.foreign import html_table, terminal
 from actmat.planning import MergePlan
-from actmat.progress import NoProgress, Progress
+from actmat.progress import NoProgress, Progress, usual_progress
 from actmat.recipe import Recipe
 from actmat.recipe.output import Extracted
 from actmat.run.driver import execute
@@ -107,6 +108,27 @@ class MemoryMerge:
             dtype=dtype,
             device=device,
         )
+
+
+def merge_in_memory(
+    base: Location | None = None,
+    experts: Sequence[Location | Mapping[str, Any]] = (),
+    *,
+    method: str = "auto",
+    weights: Sequence[float] | None = None,
+    statistics: Mapping[str, Location] | Sequence[Location] | None = None,
+    progress: Progress | None = None,
+    **fields: Any,
+) -> MemoryMerge:
+    """Merge checkpoints and keep the result in memory; arguments as for `merge`, without `out`.
+
+    `found.tensors` are the bytes that `merge` would write, `found.load().model` is the model, ready to run.
+
+    Raises:
+        MergeError: whatever `merge` would raise, or an output that is larger than the free memory.
+    """
+    recipe, settings = make_arguments(base, experts, {"method": method} | fields, weights, statistics)
+    return run_in_memory(recipe, settings, progress or usual_progress())
 
 
 @memory_errors()

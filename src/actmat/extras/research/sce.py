@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from actmat.linalg.chunks import chunks_of
 from actmat.linalg.masks.election import elect, election_workspace
-from actmat.linalg.masks.mask import Keep, Mask, Trim, Where, top_trims
+from actmat.linalg.masks.mask import Keep, Mask, Trim, top_trims
 from actmat.linalg.scaling import exponent_of, largest_entry, scaled
 from actmat.methods.contract import Fraction, MergeMethod
 from actmat.methods.facets import About, Cost, Merged
@@ -42,6 +43,19 @@ def merge(deltas: Sequence[Tensor], *, select_topk: Fraction = 1.0) -> Merged:
     share = [e / total for e in energies] if total > 0 else [1 / len(deltas)] * len(deltas)
     value = elect(deltas, masks, scales=[1.0] * len(deltas), counts=share, mix=share, zero_sign="positive")
     return Merged(scaled(value, exponent), {"largest_share": max(share)})
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Keeps the entries at which a trim keeps a non-zero entry of another tensor, `score_N`."""
+
+    score_N: Tensor
+    trim: Trim
+
+    def apply(self, chunk_P: Tensor, start: int, out_P: Tensor) -> None:
+        """See `Mask`."""
+        self.trim.apply(self.score_N[start : start + chunk_P.numel()], start, out_P)
+        torch.mul(chunk_P, out_P != 0, out=out_P)
 
 
 def _selection(deltas: Sequence[Tensor], fraction: float) -> tuple[Tensor, Trim]:

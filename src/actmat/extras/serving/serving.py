@@ -11,7 +11,7 @@ from typing import Any
 
 from actmat.bounds import read_object
 from actmat.checkpoints.resolve import find_source
-from actmat.checkpoints.writing.staging import MANIFEST_NAME
+from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
 from actmat.planning.adapter.serving import VLLM_DEFAULT_RANK, VLLM_RANKS
 

@@ -3,7 +3,7 @@
     run_part(recipe, Part(3, 16))        # sixteen of these, in any order, also at the same time
     finish_parts(out)                    # once
 
-Parts need nothing of each other but a folder that all of them see, beside the output (`checkpoints.writing.shared`).
+Parts need nothing of each other but a folder that all of them see, beside the output (`stage`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from actmat.bounds import is_url
 from actmat.checkpoints.hashing import sha256_file
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.shards import Shard
-from actmat.checkpoints.writing.shared import SharedStage
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.observer import check_mutes
 from actmat.engine.inputs import Inputs
-from actmat.engine.shares import Part, plan_part, share_units
 from actmat.engine.units import plan_units
 from actmat.errors import MergeError, OutputError, RecipeError, memory_errors
+from actmat.extras.parts.differences import plan_differences
+from actmat.extras.parts.plan_files import read_plan, write_plan
+from actmat.extras.parts.shares import Part, plan_part, share_units
+from actmat.extras.parts.stage import SharedStage
 from actmat.planning import MergePlan
-from actmat.planning.differences import plan_differences
 from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
 from actmat.recipe.output import Extracted
-from actmat.report import Totals, read_manifest, recorded_totals, sum_records, verify
+from actmat.report import Totals, read_manifest, recorded_totals, verify
 from actmat.run.driver import execute
 from actmat.run.open import open_inputs
 from actmat.run.prepare import prepare
@@ -184,7 +185,7 @@ def _staged_part(
         with disk_errors(stage.out.parent):
             stage.out.parent.mkdir(parents=True, exist_ok=True)
         check_room([(stage.out, stage.out.parent)], [plan])
-        stage.create(head, plan.write, plan.shards)
+        stage.create(head, partial(write_plan, plan), plan.shards)
     _check_same(stage, head, plan)
     with contextlib.ExitStack() as stack:
         writer = ShardWriter(stage.path, plan.shards, durable=settings.durable, attach="cached")
@@ -229,7 +230,7 @@ def _check_same(stage: SharedStage, head: Mapping[str, Any], plan: MergePlan) ->
         if bool(there.get(key)) != head[key]
     ]
     if there.get("fingerprint") != head["fingerprint"]:
-        problems += plan_differences(MergePlan.read(stage.plan_path), plan)
+        problems += plan_differences(read_plan(stage.plan_path), plan)
     if problems:
         raise OutputError(
             f"{stage.folder} holds parts of another merge into {stage.out}. Finish that one (actmat merge --finish), "
@@ -269,7 +270,7 @@ def finish_parts(
     if not shared.is_open:
         return _verified(shared, began)
     head = shared.head()
-    plan = MergePlan.read(shared.plan_path)
+    plan = read_plan(shared.plan_path)
     if plan.fingerprint() != head.get("fingerprint"):
         raise OutputError(
             f"{shared.plan_path} was changed. Fix: remove {shared.folder} (rm -r) and run all parts again."
@@ -285,8 +286,7 @@ def finish_parts(
             output = StagedOutput(plan, writer, records, PartStage(shared))
             if head.get("diagnose"):
                 output.write_report(time.perf_counter() - began)
-            output.finish(opened.inputs, time.perf_counter() - began, sha256=sha256)
-            totals = sum_records(plan, records)
+            totals = output.finish(opened.inputs, time.perf_counter() - began, sha256=sha256)
         shared.commit(overwrite=overwrite)
     finally:
         shared.release_lock()

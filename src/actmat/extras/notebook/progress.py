@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -12,24 +11,13 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from actmat.foreign import html, terminal
-from actmat.progress import NoProgress, Progress
+from actmat.progress import NoProgress
 
 if TYPE_CHECKING:
     from actmat.planning import MergePlan
 
 SECONDS = 0.2
 """Between two updates of a line at least: a notebook keeps every message until it is saved."""
-
-
-def in_notebook() -> bool:
-    """True in a kernel of Jupyter, whose front end shows HTML; false in a terminal, IPython's included.
-
-    >>> in_notebook()
-    False
-    """
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return shell is not None and getattr(shell, "kernel", None) is not None
 
 
 class NotebookLine:
@@ -95,8 +83,3 @@ class NotebookProgress(NoProgress):
         seconds = time.monotonic() - self._began
         text = f"{self._doing}: {self._done} of {self._total} tensors, {seconds:.0f} s"
         self._line.show(text, self._done / max(1, self._total), now=now)
-
-
-def usual_progress(doing: str = "merging") -> Progress:
-    """The progress of calls that name none: a line in a notebook, else nothing."""
-    return NotebookProgress(doing) if in_notebook() else NoProgress()

@@ -28,14 +28,13 @@ from actmat.bounds import kind_of_file, read_object
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.lock import OutputLock
 from actmat.checkpoints.writing.shards import Shard
-from actmat.checkpoints.writing.staging import disk_errors, occupied, sibling
+from actmat.checkpoints.writing.staging import disk_errors, occupied, parts_folder, sibling
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import OutputError
 from actmat.system import rename_folder, sync_directory
 
 PLAN_NAME = "plan.json"
 HEAD_NAME = "parts.json"
-SUFFIX = "parts"
 
 
 class SharedStage:
@@ -52,7 +51,7 @@ class SharedStage:
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self.folder = sibling(out, SUFFIX)
+        self.folder = parts_folder(out)
         self.path = self.folder / "model"
         self.plan_path = self.folder / PLAN_NAME
         self._journals = self.folder / "journals"
@@ -89,7 +88,7 @@ class SharedStage:
         self._check_place()
         if self.is_open:
             return
-        temporary = sibling(self.out, f"{SUFFIX}.{secrets.token_hex(4)}")
+        temporary = self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(4)}")
         with disk_errors(self.out.parent):
             try:
                 for folder in (temporary, temporary / "model", temporary / "journals"):

@@ -1,19 +1,23 @@
 """Model breadcrumbs: drop the smallest entries of each delta and its largest outliers, then sum.
 
 M. Davari and E. Belilovsky, "Model breadcrumbs: scaling multi-task model merging with sparse masks", ECCV 2024.
+
+Shapes: `P` entries of one chunk of a flattened tensor.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from actmat.linalg.chunks import shape_and_dtype
 from actmat.linalg.masks.election import elect, masked_sum
-from actmat.linalg.masks.mask import Band, top_trims_each
+from actmat.linalg.masks.mask import Trim, top_trims_each
 from actmat.methods._shared.per_expert import per_expert, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
 from actmat.methods.facets import About, Access, Cost, Merged
@@ -50,6 +54,21 @@ def merge(
         return Merged(masked_sum(deltas, masks, [scaling * w for w in share]))
     value = elect(deltas, masks, scales=share, counts=share, reduce=reduce, zero_sign="positive")
     return Merged(value.mul_(scaling))
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Keeps the entries that `low` keeps and `high` drops: neither the smallest nor the largest (breadcrumbs)."""
+
+    low: Trim
+    high: Trim
+
+    def apply(self, chunk_P: Tensor, start: int, out_P: Tensor) -> None:
+        """See `Mask`. The entries of `high` are among those of `low`, so the difference is exact."""
+        large_P = torch.empty_like(out_P)
+        self.high.apply(chunk_P, start, large_P)
+        self.low.apply(chunk_P, start, out_P)
+        out_P.sub_(large_P)
 
 
 def bands(deltas: Sequence[Tensor], densities: Sequence[float], gammas: Sequence[float]) -> list[Band]:

@@ -1,6 +1,8 @@
 """DELLA: drop entries at random, small ones more often, rescale, then elect signs and merge.
 
 P. Deep et al., "DELLA-Merging: reducing interference in model merging through magnitude-based sampling", 2024.
+
+Shapes: `R` rows of `I` entries, `X` rows at a time.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import torch
 from torch import Tensor
 
 from actmat.errors import RecipeError
+from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
-from actmat.linalg.masks.mask import Keep, magnitude_sampled
+from actmat.linalg.masks.mask import Keep, random_int32
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Fractions, MergeMethod, Weights
 from actmat.methods.facets import About, Access, Cost, Merged
@@ -65,6 +68,57 @@ def merge(
     if not sign_election:
         return Merged(masked_sum(sampled, masks, share))
     return Merged(elect(sampled, masks, scales=share, counts=share, reduce=reduce))
+
+
+def magnitude_sampled(
+    delta: Tensor,
+    density: float,
+    epsilon: float,
+    *,
+    rescale: Literal["inverse", "l1", "none"],
+    generator: torch.Generator,
+) -> Tensor:
+    """A delta of which entry `i` is kept with probability `p_i = density - epsilon + 2 epsilon r_i` (DELLA).
+
+    Args:
+        delta: any shape; rows are its last axis, a vector is one row.
+        density: mean probability; 0 gives zeros, 1 the delta itself.
+        epsilon: half the range of the probabilities.
+        rescale: divide kept entries by `p_i`, or multiply all by one factor that keeps the L1 norm, or neither.
+        generator: gives one uniform number with 24 bits per entry, in storage order.
+    """
+    if density >= 1 or density <= 0:
+        return delta.clone() if density >= 1 else torch.zeros_like(delta)
+    width = delta.shape[-1] if delta.dim() else 1
+    rows_RI = delta.reshape(math.prod(delta.shape[:-1]), width)
+    out_RI = torch.empty_like(rows_RI)
+    before, after = 0.0, 0.0
+    step = max(2, CHUNK_ENTRIES // max(1, width) // 2 * 2)  # even: two numbers come from one draw
+    for x_XI, out_XI in zip(torch.split(rows_RI, step), torch.split(out_RI, step), strict=True):
+        keep_XI = (density - epsilon) + 2 * epsilon * normalized_ranks(x_XI.abs())
+        uniform_XI = random_int32(x_XI.numel(), generator).view(x_XI.shape).to(x_XI.dtype).mul_(2.0**-32).add_(0.5)
+        torch.mul(x_XI, uniform_XI.to(x_XI.device) < keep_XI, out=out_XI)
+        if rescale == "inverse":
+            out_XI.div_(keep_XI)
+        elif rescale == "l1":
+            before += float(x_XI.abs().sum(dtype=torch.float64))
+            after += float(out_XI.abs().sum(dtype=torch.float64))
+    if rescale == "l1" and after > 0:
+        out_RI.mul_(before / after)
+    return out_RI.view(delta.shape)
+
+
+def normalized_ranks(scores_RI: Tensor) -> Tensor:
+    """Rank of each entry within its row, 0 for the smallest and 1 for the largest; equal entries in storage order.
+
+    A row of one entry has rank 0.5.
+    """
+    width = scores_RI.shape[-1]
+    if width == 1:
+        return torch.full_like(scores_RI, 0.5)
+    order_RI = scores_RI.sort(dim=-1, stable=True).indices
+    rank_I = torch.linspace(0, 1, width, dtype=scores_RI.dtype, device=scores_RI.device)
+    return torch.empty_like(scores_RI).scatter_(-1, order_RI, rank_I.expand_as(scores_RI))
 
 
 DELLA = MergeMethod(

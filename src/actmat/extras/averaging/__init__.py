@@ -1,0 +1,1 @@
+"""Averages of checkpoints of one training run."""

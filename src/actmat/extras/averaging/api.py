@@ -1,0 +1,54 @@
+"""Average checkpoints of one training run: the function, and the flag of `actmat merge`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import typer
+
+from actmat.api import Location, MergeReport, run_recipes, split_fields
+from actmat.extras.averaging.recipe import average_recipe
+from actmat.progress import Progress
+from actmat.recipe import Recipe
+
+FIELDS = ("out", "dtype", "compute_dtype", "max_shard_size", "allow_nonfinite", "ties")
+"""Fields of a recipe that an average of checkpoints takes as flags."""
+
+
+def average(
+    checkpoints: Sequence[Location],
+    *,
+    out: Location,
+    weights: str | Sequence[float] = "uniform",
+    as_given: bool = False,
+    progress: Progress | None = None,
+    **fields: Any,
+) -> MergeReport:
+    """Write `W* = sum_t w_t W_t`, the weighted average of checkpoints of one run; no base is needed.
+
+    Args:
+        checkpoints: directories, files, hub ids or URLs, in any form that `merge` reads.
+        out: directory to write, or its URL.
+        weights: `uniform`, `linear`, `ema:0.9`, `wsd`, or one number per checkpoint (see
+            `extras.averaging.recipe.trajectory_weights`); divided by their sum.
+        as_given: keep the order of `checkpoints`; else they are put in the order of their step numbers.
+        progress: see `Progress`.
+        fields: other fields of a recipe (`dtype`, `compute_dtype`, `max_shard_size`, ...) or of `RunSettings`.
+
+    Returns:
+        The report; the model is in `out`, with config and tokenizer of the last checkpoint.
+
+    Raises:
+        MergeError: see `actmat.errors`; nothing is left at `out`.
+    """
+    settings, rest = split_fields(fields)
+    recipe = average_recipe([str(c) for c in checkpoints], weights, as_given=as_given, out=str(out), **rest)
+    return run_recipes([recipe], settings, progress)[0]
+
+
+def recipe_of_flags(inputs: Sequence[str], weights: str, given: Mapping[str, Any], *, as_given: bool) -> Recipe:
+    """The recipe of `--average WEIGHTS`; `given`: the flags of a recipe's fields."""
+    if others := sorted(given.keys() - set(FIELDS)):
+        raise typer.BadParameter(f"--average takes checkpoints and no {', '.join(others)}")
+    return average_recipe(inputs, weights, as_given=as_given, **given)

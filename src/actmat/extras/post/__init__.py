@@ -1,0 +1,1 @@
+"""Steps of post-processing, by entry points of `actmat.post`."""

@@ -1,0 +1,51 @@
+"""Codes of less than a byte in bytes and words."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def nibbles(packed: Tensor) -> Tensor:
+    """Bytes `[..., n]` as 4-bit codes `[..., 2 n]`, the low half of each byte first; uint8.
+
+    >>> nibbles(torch.tensor([0x21, 0x43], dtype=torch.uint8)).tolist()
+    [1, 2, 3, 4]
+    """
+    data = packed.view(torch.uint8)
+    return torch.stack((data & 15, data >> 4), dim=-1).view(*data.shape[:-1], 2 * data.shape[-1])
+
+
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """int32 words `[..., n]` as unsigned codes of 2, 4 or 8 bits `[..., n * 32 / bits]`, the lowest bits first; uint8.
+
+    >>> unpack_words(torch.tensor([0x76543210], dtype=torch.int32), 4).tolist()
+    [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    data = words.reshape(-1).contiguous().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
+    if bits == 8:
+        return data
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    split = (data.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return split.view(*data.shape[:-1], data.shape[-1] * (8 // bits))
+
+
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Unsigned codes of 4 or 8 bits as int32 words, the lowest bits first; the inverse of `unpack_words`.
+
+    >>> pack_words(torch.tensor([0, 1, 2, 3, 4, 5, 6, 7], dtype=torch.uint8), 4).tolist() == [0x76543210]
+    True
+    """
+    data = codes if bits == 8 else codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return data.contiguous().view(torch.int32)
+
+
+def group_index(order: Tensor, groups: int) -> Tensor:
+    """Group of each column, to index with.
+
+    Raises:
+        IndexError: there are only `groups` of them.
+    """
+    if order.numel() and not 0 <= int(order.min()) <= int(order.max()) < groups:
+        raise IndexError(f"expected groups 0 to {groups - 1}, found {int(order.min())} to {int(order.max())}")
+    return order.long()

@@ -1,0 +1,1 @@
+"""Commands that load a finished output."""

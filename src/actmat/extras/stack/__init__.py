@@ -1,0 +1,1 @@
+"""Stacks: layers of several checkpoints, one after the other."""

@@ -1,0 +1,100 @@
+"""One expert of a recipe, and values of options."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from actmat.checkpoints.layer_names import stack_parts
+from actmat.experts.lora.fields import AXES, ORDERS, StackWord
+from actmat.flag import Flag
+from actmat.recipe.values import Strict, Weight, numbers, read_option, read_value
+
+
+def _finite(value: Any) -> Any:
+    """`value` if all numbers in it are finite: no method has an option that NaN or infinity is a value of."""
+    todo = [value]
+    while todo:
+        inner = todo.pop()
+        if isinstance(inner, float) and not math.isfinite(inner):
+            raise ValueError(f"found {inner}, expected finite numbers")
+        if isinstance(inner, dict | list | tuple):
+            todo.extend(inner.values() if isinstance(inner, dict) else inner)
+    return value
+
+
+Options = Annotated[
+    dict[str, Annotated[Any, AfterValidator(_finite), AfterValidator(read_option)]], BeforeValidator(numbers)
+]
+OwnOptions = Annotated[
+    dict[str, Annotated[Any, AfterValidator(_finite), AfterValidator(read_value)]], BeforeValidator(numbers)
+]
+
+
+def _words(value: Any) -> Any:
+    """Words with commas between them, as a list."""
+    return [w.strip() for w in value.split(",") if w.strip()] if isinstance(value, str) else value
+
+
+class ExpertRef(Strict):
+    """One expert: its location, name, weight and options."""
+
+    path: str = Field(
+        description="directory, file, hub id org/name[@revision], URL, or a stack of layers such as 'a[0:16] + b[8:24]'"
+    )
+    name: str = Field(default="", description="short name for plans and records; default: last part of the path")
+    weight: Annotated[
+        Weight,
+        Flag(("--weight", "-w"), "Weight of an expert, once per expert, in their order.", repeated=True, type=float),
+    ] = Field(
+        default=1.0,
+        description="weight, for methods that take weights: a number, a gradient over depth, or entries by pattern",
+    )
+    options: OwnOptions = Field(
+        default_factory=dict,
+        description="this expert's own values of options that take one number per expert, such as `density`; each a "
+        "number, a gradient or entries, as `weight`",
+    )
+    statistics: Annotated[
+        str, Flag(help="NAME=PATH: what 'actmat statistics collect' wrote for expert NAME.", repeated=True)
+    ] = Field(
+        default="", description="what `actmat statistics collect` wrote for this expert, for methods that need it"
+    )
+
+    stacks: Annotated[
+        tuple[StackWord, ...],
+        BeforeValidator(_words),
+        Flag(
+            help="How an adapter stores stacked experts, where its files do not tell: e_i_o or e_o_i, rank_major or "
+            "grouped_by_expert; with a comma for both, as NAME=... for one expert, or one for each in their order.",
+            type=str,
+            repeated=True,
+        ),
+    ] = Field(
+        default=(),
+        description="how an adapter stores stacked experts, where its files do not tell: axes `e_i_o` or `e_o_i`, "
+        "columns of B `rank_major` or `grouped_by_expert`; see docs/adapters.md",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> ExpertRef:
+        for words in (AXES, ORDERS):
+            if len(said := [w for w in self.stacks if w in words]) > 1:
+                raise ValueError(f"stacks: found {' and '.join(said)}, expected one of them")
+        return self
+
+    @property
+    def label(self) -> str:
+        """The name, or the last part of the path; of a stack, those of its checkpoints."""
+        if self.name:
+            return self.name
+        parts = dict.fromkeys(p.location for p in stack_parts(self.path)) or [self.path]
+        return "+".join(Path(p.partition("@")[0]).name or p for p in parts)

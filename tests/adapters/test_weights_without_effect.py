@@ -1,0 +1,97 @@
+"""Weights that cannot matter are said to have no effect, in the plan, the summary and the manifest; others are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+from tests.helpers.adapters import LLAMA, save_peft, tiny
+from tests.helpers.merging import actmat as run
+from torch import Tensor
+
+import actmat
+
+UNEQUAL = [1.0, 0.5, 0.1]
+SAID = "the weights have no effect in"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three adapters of rank 2 and three of rank 6, for layers of 16 and 24 inputs."""
+    folder = tmp_path_factory.mktemp("adapters")
+    tiny("llama").float().save_pretrained(folder / "base")
+    for rank in (2, 6):
+        config = LoraConfig(**{**LLAMA, "r": rank})
+        for t in range(3):
+            save_peft(folder / f"rank{rank}" / f"{t}", "llama", t, config, dtype=torch.float32)
+    return folder
+
+
+def merged(
+    place: Path, out: Path, weights: list[float], *, rank: int = 2, **fields: Any
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    base = place / "base" if fields["to"] == "model" else None
+    experts = [place / f"rank{rank}" / f"{t}" for t in range(3)]
+    report = actmat.merge(base, experts, weights=weights, out=out, durable=False, **fields)
+    said = tuple(n for n in report.plan.notes if n.startswith(SAID))
+    assert [n for n in report.manifest["notes"] if n.startswith(SAID)] == list(said)
+    return load_file(next(out.glob("*.safetensors"))), said
+
+
+@pytest.mark.parametrize("to", ["adapter", "model"])
+@pytest.mark.parametrize("method", ["actmat", "wudi", "centred"])
+def test_where_it_is_said_the_bytes_are_equal(place: Path, tmp_path: Path, method: str, to: str) -> None:
+    alike, silent = merged(place, tmp_path / "a", [1.0, 1.0, 1.0], method=method, to=to)
+    weighted, said = merged(place, tmp_path / "b", UNEQUAL, method=method, to=to)
+    assert silent == (), "no weights that differ, nothing to say"
+    assert len(said) == 1
+    assert said[0].startswith(f"{SAID} 6 of 6 tensors")
+    assert said[0].endswith("linear, task_arithmetic, ties")
+    assert all(torch.equal(alike[name], weighted[name]) for name in alike)
+
+
+@pytest.mark.parametrize("to", ["adapter", "model"])
+@pytest.mark.parametrize("method", ["linear", "task_arithmetic", "ties", "average", "actmat_ridge", "swudi", "tsv"])
+def test_methods_that_obey_weights_say_nothing(place: Path, tmp_path: Path, method: str, to: str) -> None:
+    alike, _ = merged(place, tmp_path / "a", [1.0, 1.0, 1.0], method=method, to=to)
+    weighted, said = merged(place, tmp_path / "b", UNEQUAL, method=method, to=to)
+    assert said == ()
+    assert sum(not torch.equal(alike[n], weighted[n]) for n in alike) >= 6
+
+
+@pytest.mark.parametrize("to", ["adapter", "model"])
+def test_ranks_that_fill_the_inputs_say_nothing(place: Path, tmp_path: Path, to: str) -> None:
+    """18 directions are more than 16 inputs, and fewer than the 24 of the down projections."""
+    alike, _ = merged(place, tmp_path / "a", [1.0, 1.0, 1.0], rank=6, method="actmat", to=to)
+    weighted, said = merged(place, tmp_path / "b", UNEQUAL, rank=6, method="actmat", to=to)
+    assert said[0].startswith(f"{SAID} 2 of 6 tensors")
+    changed = {n for n in alike if not torch.allclose(alike[n], weighted[n], rtol=1e-4, atol=1e-6)}
+    assert changed
+    assert not any("down_proj" in name for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [({"trim": 0.5}, UNEQUAL), ({"filter": "tikhonov"}, UNEQUAL), ({"filter": "adaptive"}, UNEQUAL),
+     ({}, [1.0, 0.5, 0.0])],
+)  # fmt: skip
+def test_options_and_weights_that_matter_say_nothing(
+    place: Path, tmp_path: Path, options: dict[str, Any], weights: list[float]
+) -> None:
+    alike, _ = merged(place, tmp_path / "a", [1.0, 1.0, 1.0], method="actmat", to="model", options=options)
+    weighted, said = merged(place, tmp_path / "b", weights, method="actmat", to="model", options=options)
+    assert said == ()
+    assert any(not torch.equal(alike[name], weighted[name]) for name in alike)
+
+
+def test_the_commands_say_it(place: Path, tmp_path: Path) -> None:
+    inputs = [x for t, w in enumerate(UNEQUAL) for x in ("-e", str(place / "rank2" / str(t)), "-w", str(w))]
+    for argv in (["plan", *inputs], ["merge", *inputs, "--out", str(tmp_path / "out")]):
+        said = " ".join(run(argv).out.split())
+        assert f"note: {SAID} 6 of 6 tensors" in said, said
+    assert "weights: where row spaces overlap" in run(["methods", "actmat"]).out
+    assert "weights: yes" in run(["methods", "ties"]).out

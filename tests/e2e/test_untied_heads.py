@@ -1,0 +1,209 @@
+"""A base that ties its output head to the token table, and experts that train the two apart."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.helpers.tinymodels import build
+from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT
+from torch import Tensor
+
+import actmat
+from actmat.checkpoints.resolve import open_checkpoint, open_handle
+from actmat.checkpoints.untied import UntiedCheckpoint
+from actmat.errors import MergeError
+from actmat.extras.conformance.checkpoints import CheckpointConformance
+
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+IDS = torch.arange(1, 20)[None]
+
+
+def saved(folder: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
+    build("llama_tied").config.save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["LlamaForCausalLM"]} | config))
+    save_file({n: t.clone() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def noisy(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return {n: t + 0.1 * torch.randn(t.shape, generator=made) for n, t in tensors.items()}
+
+
+@pytest.fixture
+def tensors() -> dict[str, Tensor]:
+    return noisy({n: t for n, t in build("llama_tied").state_dict().items() if n != HEAD}, 0)
+
+
+@pytest.fixture
+def base(tensors: dict[str, Tensor], tmp_path: Path) -> Path:
+    return saved(tmp_path / "base", tensors)
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(IDS).logits
+    return out
+
+
+def reloaded(folder: Path) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def peft_adapter(base: Path, folder: Path, seed: int, targets: tuple[str, ...], **options: Any) -> Tensor:
+    """Save an adapter with random weights; logits of PEFT's merge."""
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT warns of ties
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", *targets], **options)
+        model = peft.get_peft_model(reloaded(base), config).eval()
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+        model.save_pretrained(folder)
+        return logits(peft.PeftModel.from_pretrained(reloaded(base), folder).merge_and_unload())
+
+
+UNTIED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "table": ((), {"modules_to_save": ["embed_tokens"]}),
+    "head": ((), {"modules_to_save": ["lm_head"]}),
+    "both": ((), {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "table saved, LoRA on the head": (("lm_head",), {"modules_to_save": ["embed_tokens"]}),
+    "head saved, LoRA on the table": (("embed_tokens",), {"modules_to_save": ["lm_head"]}),
+    "DoRA, head": ((), {"modules_to_save": ["lm_head"], "use_dora": True}),
+}
+TIED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "table": ((), {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    "both": ((), {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}),
+    "DoRA, both": ((), {"modules_to_save": ["lm_head"], "ensure_weight_tying": True, "use_dora": True}),
+    "LoRA on the table": (("embed_tokens",), {}),
+    "tokens": ((), {"trainable_token_indices": [3, 5]}),
+}
+
+
+@pytest.mark.parametrize("case", UNTIED)
+def test_saved_modules_untie_the_output_as_pefts_merge_does(case: str, base: Path, tmp_path: Path) -> None:
+    targets, options = UNTIED[case]
+    expected = peft_adapter(base, tmp_path / "a", 1, targets, **options)
+    report = actmat.merge(base, [tmp_path / "a"], out=tmp_path / "out", method="average", durable=False)
+    assert torch.allclose(logits(reloaded(tmp_path / "out")), expected, atol=F32_PRODUCT)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert any("its output head is untied" in n and "expert 'a'" in n for n in report.plan.notes)
+    assert not any("not merged" in n for n in report.plan.notes)
+    assert actmat.verify(tmp_path / "out", inputs=True).problems == ()
+
+
+@pytest.mark.parametrize("case", TIED)
+def test_what_peft_keeps_tied_stays_tied(case: str, base: Path, tmp_path: Path) -> None:
+    targets, options = TIED[case]
+    expected = peft_adapter(base, tmp_path / "a", 1, targets, **options)
+    report = actmat.merge(base, [tmp_path / "a"], out=tmp_path / "out", method="average", durable=False)
+    assert torch.allclose(logits(reloaded(tmp_path / "out")), expected, atol=F32_PRODUCT)
+    assert HEAD not in load_file(tmp_path / "out" / "model.safetensors")
+    assert not any("not merged" in n for n in report.plan.notes)
+    assert any("PEFT trained it on the table only" in n for n in report.plan.notes) is (case == "LoRA on the table")
+
+
+@pytest.mark.parametrize("stored_twice", [False, True])
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}])
+def test_lora_on_a_tied_head_is_refused_and_says_why(
+    options: dict[str, Any], stored_twice: bool, base: Path, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    peft_adapter(base, tmp_path / "a", 1, ("lm_head",), **options)
+    if stored_twice:
+        base = saved(tmp_path / "twice", tensors | {HEAD: tensors[TABLE]})
+    with pytest.raises(MergeError, match=f"delta for '{HEAD}', which the base .* ties to '{TABLE}'.*untied") as error:
+        actmat.plan(base, [tmp_path / "a"])
+    assert "is it an adapter of this base" not in str(error.value)
+
+
+def test_an_adapter_of_the_tied_base_changes_both_beside_one_that_unties(
+    base: Path, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    peft_adapter(base, tmp_path / "a", 1, (), modules_to_save=["embed_tokens"])
+    peft_adapter(base, tmp_path / "b", 2, ("embed_tokens",))
+    for name in "ab":
+        actmat.merge(base, [tmp_path / name], out=tmp_path / f"only-{name}", method="average", durable=False)
+    actmat.merge(base, [tmp_path / "a", tmp_path / "b"], out=tmp_path / "out", method="average", durable=False)
+    one, two, out = (load_file(tmp_path / n / "model.safetensors") for n in ("only-a", "only-b", "out"))
+    assert torch.allclose(out[TABLE], (one[TABLE] + two[TABLE]) / 2, atol=F32_ELEMENTWISE)
+    assert torch.allclose(out[HEAD], (tensors[TABLE] + two[TABLE]) / 2, atol=F32_ELEMENTWISE), (
+        "only 'b' changes the head"
+    )
+
+
+def test_an_expert_that_is_untied_gives_an_untied_output(
+    base: Path, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    own = noisy(tensors | {HEAD: tensors[TABLE]}, 1)
+    tied = noisy(tensors, 2)
+    experts = [saved(tmp_path / "own", own, tie_word_embeddings=False), saved(tmp_path / "tied", tied)]
+    actmat.merge(base, experts, out=tmp_path / "out", method="average", durable=False)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    expected = {n: (own[n] + tied.get(n, tied[TABLE])) / 2 for n in own}
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[n], expected[n], atol=F32_ELEMENTWISE) for n in found)
+    model = reloaded(tmp_path / "out")
+    assert torch.equal(model.lm_head.weight, found[HEAD])
+    assert torch.equal(model.model.embed_tokens.weight, found[TABLE])
+    assert actmat.verify(tmp_path / "out", inputs=True).problems == ()
+
+
+def test_a_head_that_a_tied_config_hides_stops_the_merge(
+    base: Path, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    own = noisy(tensors | {HEAD: tensors[TABLE]}, 1)
+    expert = saved(tmp_path / "own", own)
+    with pytest.raises(MergeError, match=f"'{HEAD}' and '{TABLE}' of expert 'own' are tied .*--no-ties"):
+        actmat.merge(base, [expert], out=tmp_path / "out", method="average", durable=False)
+    actmat.merge(base, [expert], out=tmp_path / "out", method="average", ties=False, durable=False)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.allclose(found[n], own[n], atol=F32_ELEMENTWISE) for n in own)
+    assert torch.equal(reloaded(tmp_path / "out").lm_head.weight, found[HEAD])
+
+
+def test_a_tied_tensor_that_an_expert_stores_twice_is_no_training(
+    base: Path, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    expert = noisy(tensors, 1)
+    saved(tmp_path / "twice", expert | {HEAD: expert[TABLE]})
+    report = actmat.merge(base, [tmp_path / "twice"], out=tmp_path / "out", method="average", durable=False)
+    assert HEAD not in load_file(tmp_path / "out" / "model.safetensors")
+    assert not any("not merged" in n for n in report.plan.notes)
+
+
+def test_outputs_that_cannot_be_untied_are_refused(base: Path, tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    own = saved(tmp_path / "own", noisy(tensors | {HEAD: tensors[TABLE]}, 1), tie_word_embeddings=False)
+    with pytest.raises(MergeError, match=r"untied.*an adapter of the tied base cannot hold.*Fix"):
+        actmat.plan(base, [own], to="adapter", rank=2)
+    shared = {"shared.weight": tensors[TABLE]}
+    config = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}
+    t5 = saved(tmp_path / "t5", shared, **config)
+    other = saved(tmp_path / "o", noisy(shared | {HEAD: tensors[TABLE]}, 1), tie_word_embeddings=False, **config)
+    with pytest.raises(MergeError, match=r"trains the output head .* apart"):
+        actmat.plan(t5, [other])
+
+
+class TestUntied(CheckpointConformance):
+    def store(self, tensors: Mapping[str, Tensor], folder: Path) -> UntiedCheckpoint:
+        save_file(dict(tensors), folder / "model.safetensors")
+        return UntiedCheckpoint(open_checkpoint(folder), {})
+
+
+def test_another_process_opens_an_untied_checkpoint(base: Path) -> None:
+    with UntiedCheckpoint(open_checkpoint(base), {HEAD: TABLE}) as untied, open_handle(untied.handle()) as again:
+        assert again.specs == untied.specs
+        assert again.config == untied.config
+        assert torch.equal(again.read(HEAD), untied.read(TABLE))
