@@ -48,6 +48,23 @@ def test_copying_a_console_block_takes_its_commands_only(site: tuple[Path, list[
     assert ".gp, [data-md-copying] .go { display: none; }" in (site[0] / "site.css").read_text()
 
 
+def test_the_site_is_searched_from_a_disk_without_a_network(site: tuple[Path, list[str]]) -> None:
+    out, _ = site
+    text = (out / "index.html").read_text()
+    assert '<script src="iframe-worker.js">' in text
+    assert "unpkg" not in text
+    assert (out / "iframe-worker.js").is_file()
+    assert (out / "search" / "search_index.js").read_text().startswith("var __index = {")
+
+
+def test_tasks_come_before_research_in_searches(site: tuple[Path, list[str]]) -> None:
+    """Top hit for "merge lora into base" is the recipe, and not a study of unlabelled inputs."""
+    found = json.loads((site[0] / "search" / "search_index.json").read_text())["docs"]
+    boosts = {entry["location"]: entry.get("boost", 1) for entry in found}
+    assert boosts["cookbook.html#merge-a-lora-into-its-base"] > 1 > boosts["tune.html"]
+    assert "search:" not in (site[0] / "cookbook.html").read_text().split("<article")[1][:500]
+
+
 def test_code_and_marks_stay_out_of_the_text(site: tuple[Path, list[str]]) -> None:
     text = (site[0] / "install.html").read_text()
     assert "<!-- not run" not in text
