@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
 import torch
 from torch import Tensor
 
 from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import LayoutMap, Role, TensorLayout
 from actmat.planning.align import Alignment, align
 
@@ -115,3 +117,68 @@ def test_a_tie_of_other_shapes_is_two_tensors() -> None:
 def test_a_circle_of_ties_ends() -> None:
     found = run({"a": W, "b": W}, {"a": W, "b": W}, ties={"a": "b", "b": "a"})
     assert sum(1 + len(aliases) for aliases in found.canonical.values()) == 2
+
+
+def layers(at: str, count: int = 3) -> dict[str, Tensor]:
+    return {f"{at}.layers.{i}.{n}.weight": W for i in range(count) for n in ("attn.q", "mlp.up")}
+
+
+def test_a_part_that_an_expert_lacks_is_one_problem_with_one_pattern() -> None:
+    base = {
+        **layers("model"),
+        **layers("model.visual"),
+        **layers("mtp"),
+        **{f"model.layers.{i}.bias": W for i in range(3)},
+    }
+    found = run(base, layers("model"))
+    assert len(found.problems) == 3
+    for pattern, count in (("model.visual.*", 6), ("mtp.*", 6), ("model.layers.*.bias", 3)):
+        (problem,) = (p for p in found.problems if f"'{pattern}'" in p)
+        assert problem.startswith(f"{count} tensors ")
+        assert problem.endswith(f"(--keep '{pattern}')")
+    kept = frozenset(
+        n for n in base if any(compile_pattern(p)(n) for p in ("model.visual.*", "mtp.*", "model.layers.*.bias"))
+    )
+    assert run(base, layers("model"), kept=tuple(kept)).problems == ()
+
+
+def test_layers_that_an_expert_lacks_are_named_apart_from_those_it_has() -> None:
+    (problem,) = run(layers("model"), layers("model", 2)).problems
+    assert "2 tensors 'model.layers.2.*' are missing" in problem
+
+
+def test_another_layout_is_not_to_be_kept() -> None:
+    base = {f"model.layers.{i}.attn.{n}.weight": W for i in range(2) for n in ("qkv", "o")}
+    expert = {f"model.layers.{i}.attn.{n}.weight": W for i in range(2) for n in ("q", "k", "v", "o")}
+    (problem,) = run(base, expert).problems
+    assert "'model.layers.*.attn.qkv.*' are missing" in problem
+    assert "it has 'model.layers.0.attn.q.weight' there" in problem
+    assert "keep" not in problem
+
+
+@pytest.mark.parametrize(
+    ("base", "expert"),
+    [
+        ("model.language_model", "model"),
+        ("model", "model.language_model"),
+        ("model.language_model", "language_model.model"),
+        ("language_model.model", "model.language_model"),
+        ("language_model.model", "model"),
+    ],
+)
+def test_the_language_model_of_a_multimodal_one_is_recognised(base: str, expert: str) -> None:
+    heads = [
+        "language_model.lm_head.weight" if at.startswith("language_model") else "lm_head.weight"
+        for at in (base, expert)
+    ]
+    found = run(
+        {**layers(base), heads[0]: W, **layers("model.visual")},
+        {**layers(expert), heads[1]: W},
+        kept=tuple(layers("model.visual")),
+    )
+    assert found.problems == ()
+    assert found.ignored == ((),)
+    assert found.sources[f"{base}.layers.1.mlp.up.weight"] == (f"{expert}.layers.1.mlp.up.weight",)
+    assert found.sources[heads[0]] == (heads[1],)
+    (problem,) = run({**layers(base), heads[0]: W, **layers("vision")}, {**layers(expert), heads[1]: W}).problems
+    assert problem.endswith("(--keep 'vision.*')")

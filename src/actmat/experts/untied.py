@@ -66,7 +66,7 @@ def tied_parts(
     keeps_ties: bool,
     equal: Callable[[str, str], bool],
 ) -> TiedParts:
-    """What an adapter does to a table and a head that its base ties.
+    """Treatment of a table and a head that the base of an adapter ties.
 
     Args:
         base: as it is stored.
@@ -108,7 +108,8 @@ def own_heads(expert: Expert, base: Checkpoint, *, ties: bool) -> Mapping[str, s
     """
     config = expert.config
     is_untied = config is not None and not ties_embeddings(config)
-    return tied_heads(expert.specs, base.specs, base.config) if is_untied or not ties else {}
+    heads = tied_heads(expert.specs, base.specs, base.config) if is_untied or not ties else {}
+    return {head_of(table) or head: table for head, table in heads.items()}
 
 
 def untied_base(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str], *, ties: bool) -> Checkpoint:

@@ -99,9 +99,12 @@ def tied_heads(
 ) -> dict[str, str]:
     """Output heads among `specs` -> the token table, of those `stored`, that the config ties each to.
 
-    A name that ends like a head's is one only if it has the table's shape, but for `UNTIED_HEAD`.
+    A name that ends like a head's is one only if it has the table's shape, but for `UNTIED_HEAD`. None where the
+    architecture has no head.
     """
     out = {}
+    if not may_have_head(config):
+        return {}
     for name in filter(is_output_head, specs):
         table = tied_partner(name, stored, config)
         if table is not None and (_end(name, [UNTIED_HEAD]) or specs[name].shape == stored[table].shape):

@@ -14,6 +14,7 @@ from actmat.experts.base import Expert
 from actmat.layout import resolve_layout
 from actmat.layout.ties import is_output_head, tied_heads, tied_partner
 from actmat.layout.types import Block, LayoutMap, Role, RoleOverride
+from actmat.planning.missing import missing_problems
 from actmat.recipe import Recipe
 
 
@@ -81,39 +82,40 @@ def align(
     ignored = []
     untied = base.heads if isinstance(base, UntiedCheckpoint) else {}
     for label, expert in zip(labels, experts, strict=True):
-        prefix = _prefix(base.specs, expert.specs)
-        if prefix is not None:
-            notes.append(f"expert '{label}' {prefix.describe()}; its names were matched without it")
+        renaming = _renaming(base.specs, expert.specs)
+        if renaming is not None:
+            notes.append(f"expert '{label}' {renaming.describe()}; its names were matched with the base's")
+        missing: list[str] = []
         heads = tied_heads(expert.specs, base.specs, base.config)
         used: set[str] = set()
         before = len(problems)
         for name, aliases in groups.items():
-            known = [name, *aliases, *(a for a, c in {**heads, **layouts.ties}.items() if c == name)]
-            there = dict.fromkeys(prefix.apply(n) if prefix else n for n in known)
-            stored = [n for n in there if n in expert.specs]
+            known = [name, *aliases, *(a for a, c in layouts.ties.items() if c == name)]
+            names = dict.fromkeys(renaming.apply(n) if renaming else n for n in known)
+            names |= {h: None for h, table in heads.items() if table == name}
+            stored = [n for n in names if n in expert.specs]
             source = stored[0] if stored else None
-            if source is None and is_output_head(name) and not prefix:
-                source = tied_partner(name, expert.specs, expert.config)
-                if source is None and expert.config is None and untied.get(name) in expert.specs:
-                    source = untied[name]
+            if source is None and is_output_head(name):
+                source = _table_for(next(iter(names)), expert, untied.get(name))
                 if source is not None:
                     notes.append(f"expert '{label}' ties its output head: its '{source}' stands for '{name}'")
             sources[name].append(source)
             twins[name].append(tuple(stored[1:]))
-            used.update(there)
+            used.update(names)
             if name in kept or layouts.tensors[name].role is Role.BUFFER:
                 continue
             if source is None:
-                problems.append(_missing(base.specs[name], label, expert))
+                missing.append(name)
             else:
                 problems.extend(_mismatch(base.specs[name], expert.specs[source], label, layouts.tensors[name].role))
+        extra = tuple(n for n in expert.specs if n not in used)
+        there = [n for n, found in sources.items() if found[-1] is not None]
+        problems += missing_problems([base.specs[n] for n in missing], there, extra, label, expert.location)
         if len(base.specs) > 1 and not any(found[-1] for found in sources.values()):
             problems[before:] = [_nothing_in_common(base, label, expert)]
-        extra = tuple(n for n in expert.specs if n not in used)
         ignored.append(extra)
         if extra:
-            shown = ", ".join(extra[:3]) + (", ..." if len(extra) > 3 else "")
-            notes.append(f"expert '{label}' has {len(extra)} tensors that the base lacks; not merged: {shown}")
+            notes.append(_ignored_note(label, extra))
     return Alignment(
         canonical=groups,
         sources={k: tuple(v) for k, v in sources.items()},
@@ -124,18 +126,44 @@ def align(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefix:
-    """The expert's names carry `text` in front (`add`), or lack it."""
+def _table_for(head: str, expert: Expert, table: str | None) -> str | None:
+    """The tensor of an expert that stands for an output head: one without a config is tied as the base was."""
+    found = tied_partner(head, expert.specs, expert.config)
+    return table if found is None and expert.config is None and table in expert.specs else found
 
-    text: str
-    add: bool
+
+def _ignored_note(label: str, extra: Sequence[str]) -> str:
+    shown = ", ".join(extra[:3]) + (", ..." if len(extra) > 3 else "")
+    return f"expert '{label}' has {len(extra)} tensors that the base lacks; not merged: {shown}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Renaming:
+    """The expert's names begin otherwise: pairs of a beginning in the base, and in the expert; the first that fits."""
+
+    pairs: tuple[tuple[str, str], ...]
 
     def apply(self, name: str) -> str:
-        return self.text + name if self.add else name.removeprefix(self.text)
+        return next((new + name[len(old) :] for old, new in self.pairs if name.startswith(old)), name)
 
     def describe(self) -> str:
-        return f"stores its tensors {'under the prefix' if self.add else 'without the prefix'} '{self.text}'"
+        (old, new), *more = self.pairs
+        if more or (old and new):
+            return "names its tensors otherwise: " + ", ".join(f"'{a}' is '{b}' there" for a, b in self.pairs)
+        return f"stores its tensors {'without' if old else 'under'} the prefix '{old or new}'"
+
+
+_MULTIMODAL = (
+    (("model.language_model.", "model."), ("model.visual.", "visual.")),
+    (
+        ("model.language_model.", "language_model.model."),
+        ("lm_head.", "language_model.lm_head."),
+        ("model.vision_tower.", "vision_tower."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+    ),
+)
+"""Beginnings of names in a multimodal model, and in its text model or in the same model saved by earlier versions of
+transformers."""
 
 
 def _groups(specs: Mapping[str, TensorSpec], ties: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -161,22 +189,23 @@ def _groups(specs: Mapping[str, TensorSpec], ties: Mapping[str, str]) -> dict[st
     return {name: out[name] for name in specs if name in out}
 
 
-def _prefix(base: Mapping[str, TensorSpec], expert: Mapping[str, TensorSpec]) -> _Prefix | None:
-    """The one prefix that makes more of the base's names known to the expert than its absence does, if any."""
+def _renaming(base: Mapping[str, TensorSpec], expert: Mapping[str, TensorSpec]) -> _Renaming | None:
+    """The one renaming that makes more of the base's names known to the expert than its absence does, if any."""
     direct = sum(n in expert for n in base)
     if direct == len(base):
         return None
-    best: tuple[int, _Prefix] | None = None
     probe = next((n for n in base if n not in expert), None)
-    candidates = {_Prefix(e.removesuffix(probe), True) for e in expert if probe and e.endswith("." + probe)}
-    candidates |= {_Prefix(n[: n.index(".") + 1], False) for n in base if "." in n and n.partition(".")[2] in expert}
+    added = {e.removesuffix(probe) for e in expert if probe and e.endswith("." + probe)}
+    removed = {n[: n.index(".") + 1] for n in base if "." in n and n.partition(".")[2] in expert}
     if any(n.startswith(DIFFUSION_MODEL) and n.removeprefix(DIFFUSION_MODEL) in expert for n in base):
-        candidates.add(_Prefix(DIFFUSION_MODEL, False))
-    for candidate in sorted(candidates, key=lambda c: (c.text, c.add)):
-        found = sum(candidate.apply(n) in expert for n in base)
-        if found > direct and (best is None or found > best[0]):
-            best = (found, candidate)
-    return best[1] if best else None
+        removed.add(DIFFUSION_MODEL)
+    pairs = {(("", text),) for text in added} | {((text, ""),) for text in removed}
+    candidates = [_Renaming(p) for p in sorted(pairs)]
+    for known in _MULTIMODAL:
+        candidates += [_Renaming(known), _Renaming(tuple((new, old) for old, new in known))]
+    found = [sum(c.apply(n) in expert for n in base) for c in candidates]
+    best = max(found, default=0)
+    return candidates[found.index(best)] if best > direct else None
 
 
 def _nothing_in_common(base: Checkpoint, label: str, expert: Expert) -> str:
@@ -185,13 +214,6 @@ def _nothing_in_common(base: Checkpoint, label: str, expert: Expert) -> str:
     return (
         f"expert '{label}' ({expert.location}) has no tensor name in common with the base ({base.location}): the base "
         f"has {len(base.specs)} tensors, such as '{first}', the expert {has}. Is it of another architecture?"
-    )
-
-
-def _missing(spec: TensorSpec, label: str, expert: Expert) -> str:
-    return (
-        f"tensor '{spec.name}' {_shape(spec)} is missing in expert '{label}' ({expert.location}). Is it fine-tuned "
-        "from this base? To copy it from the base, list it under 'keep' in the recipe (--keep)"
     )
 
 

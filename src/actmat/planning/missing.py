@@ -1,0 +1,92 @@
+"""Tensors of the base that an expert lacks, in as few sentences as there are parts of the model that it lacks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from actmat.checkpoints.base import TensorSpec
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_SPECIAL = re.compile(r"([*?\[\]{}\\])")
+
+
+def missing_problems(
+    missing: Sequence[TensorSpec], there: Sequence[str], others: Sequence[str], label: str, location: str
+) -> list[str]:
+    """One sentence for each part of the base that an expert lacks as a whole, or for each tensor.
+
+    Args:
+        missing: tensors of the base that it lacks, in order.
+        there: those of the base that it has.
+        others: tensors of the expert that the base lacks.
+        label, location: of the expert.
+    """
+    problems = []
+    specs = {spec.name: spec for spec in missing}
+    beside = {_place(n): n for n in reversed(others)}
+    for pattern, names in lost_parts(list(specs), there).items():
+        first, who = specs[names[0]], f"missing in expert '{label}' ({location})"
+        shape = "x".join(map(str, first.shape)) or "a scalar"
+        text = f"tensor '{first.name}' {shape} is {who}"
+        if len(names) > 1:
+            text = f"{len(names)} tensors '{pattern}' are {who}, such as '{first.name}' {shape}"
+        stranger = next((beside[p] for n in names if (p := _place(n)) in beside), None)
+        if stranger is not None:
+            text += (
+                f"; it has '{stranger}' there. Does it store them in another layout, or is it of another architecture? "
+                "Fix: save it in the base's layout, with the library that wrote the base"
+            )
+        elif len(names) > 1 and len(others) > len(there):
+            text += "; most of its own names are not in the base. Is it of another architecture?"
+        elif len(names) > 1:
+            text += (
+                ". Did the tool that saved it leave this part out, as some do with heads of multi-token prediction and "
+                f"vision towers? To copy it from the base, list it under 'keep' in the recipe (--keep '{pattern}')"
+            )
+        else:
+            text += (
+                ". Is it fine-tuned from this base? To copy it from the base, list it under 'keep' in the recipe "
+                "(--keep)"
+            )
+        problems.append(text)
+    return problems
+
+
+def lost_parts(missing: Sequence[str], there: Sequence[str]) -> dict[str, list[str]]:
+    """Pattern -> the missing names that it describes, and no name that is there; the shortest patterns that do.
+
+    >>> lost_parts(["a.0.b", "a.1.b", "mtp.w", "mtp.b"], ["a.0.w", "a.1.w"])
+    {'a.*.b': ['a.0.b', 'a.1.b'], 'mtp.*': ['mtp.w', 'mtp.b']}
+    """
+    found: dict[str, list[str]] = {}
+    rest = list(missing)
+    for spelled in (_in_all_layers, _escaped):
+        known = {p for name in there for p in _prefixes(spelled(name))}
+        left = []
+        for name in rest:
+            whole = next((p for p in _prefixes(spelled(name)) if p not in known), None)
+            if whole is None:
+                left.append(name)
+            else:
+                found.setdefault(whole, []).append(name)
+        rest = left
+    return found
+
+
+def _in_all_layers(name: str) -> str:
+    return _NUMBER.sub("*", _escaped(name))
+
+
+def _escaped(name: str) -> str:
+    return _SPECIAL.sub(r"\\\1", name)
+
+
+def _prefixes(name: str) -> list[str]:
+    """Patterns of all parts that a name is in, the largest first, and of the name itself."""
+    return [f"{name[: m.start()]}.*" for m in re.finditer(r"\.", name)] + [name]
+
+
+def _place(name: str) -> str:
+    """The block that a layer's tensor is in."""
+    return _in_all_layers(name).rsplit(".", 2)[0] if name.count(".") > 1 else name
