@@ -85,8 +85,7 @@ class RuleCost:
     def printed(self) -> str:
         """All terms, as the paper prints them."""
         terms = ((self.cubic, 3), (self.printed_entries, 2))
-        rest = [self.printed_rest] if self.printed_rest else []
-        return " + ".join([_term(t, p) for t, p in terms if t != _NO] + rest)
+        return " + ".join(_term(t, p) for t, p in terms if t != _NO) + self.printed_rest
 
 
 def _term(terms: Terms, power: int) -> str:
@@ -100,11 +99,11 @@ _GRAMS = "data of every task, forward passes of every expert; Grams: (2L - 1) T 
 RULES: tuple[RuleCost, ...] = (
     RuleCost("average", "none", _NO, _NO, _NO, Terms(1, 0), Terms(1, 0), "sum"),
     RuleCost(
-        "task_arithmetic", "none; validation runs where lambda is tuned", _NO, _NO, _NO, Terms(2, 1), Terms(2, 1), "sum"
+        "task_arithmetic", "none; validation where lambda is tuned", _NO, _NO, _NO, Terms(2, 1), Terms(2, 1), "sum"
     ),
     RuleCost("regmean", _GRAMS, Terms(1, 1), _ONE, _NO, Terms(3, -1), Terms(2, -2), "inverse of the summed Gram"),
     RuleCost("actmat", "none", Terms(2, 1), _ONE, _NO, Terms(3, -1), Terms(3, -2), "inverse of the summed D^T D"),
-    RuleCost("iso_c", "none", _ONE, _NO, _ONE, Terms(2, 1), Terms(2, 2), "SVD of the sum", "N"),
+    RuleCost("iso_c", "none", _ONE, _NO, _ONE, Terms(2, 1), Terms(2, 2), "SVD of the sum", " + N"),
     RuleCost("tsv", "none", _ONE, _NO, Terms(1, 2), Terms(1, 2), Terms(1, 3), "SVD of every delta"),
 )
 """Rows in the order of the paper's Table 2, with task arithmetic."""
@@ -119,7 +118,7 @@ def rule_table() -> Table:
     )
     table = new_table("Operations by rule", caption, "rule", ("N^3", "N^2, paper", "N^2, here", "dominated by"))
     for rule in RULES:
-        printed = str(rule.printed_entries) + (f", + {rule.printed_rest}" if rule.printed_rest else "")
+        printed = f"{rule.printed_entries}{rule.printed_rest.replace(' ', ', ', 1)}"
         cells = (str(rule.cubic), printed, str(rule.entries), rule.costly)
         table.add_row(rule.method, *(f" {c}" for c in cells))
     return table

@@ -186,17 +186,11 @@ class ScaleResult(Analysis):
         for x, layer in enumerate(names):
             values = sorted(self.ratios(layer).values())
             spread = [x + 0.5 * (i / max(1, len(values) - 1) - 0.5) for i in range(len(values))]
-            axes.plot(
-                spread, values, "o", color=COLOURS[0], markersize=3, alpha=0.7, label=None if x else "an ordered pair"
-            )
+            axes.plot(spread, values, "o", color=COLOURS[0], markersize=3, alpha=0.7, label=None if x else "a pair")
             if values:
                 middle = statistics.median(self.larger(layer).values())
                 axes.plot(
-                    [x - 0.35, x + 0.35],
-                    [middle] * 2,
-                    color=COLOURS[1],
-                    linewidth=2,
-                    label=None if x else "median, larger above smaller",
+                    [x - 0.35, x + 0.35], [middle] * 2, color=COLOURS[1], lw=2, label=None if x else "median above 1"
                 )
         axes.axhline(1, color="#333333", linewidth=0.8)
         axes.set_yscale("log")

@@ -63,16 +63,14 @@ def printed_lemma(
     true_TII, inverse_II = _cut_off(grams, torch.float64)
     found_TII, wrong_II = _cut_off(estimates, dtype)
     merged_OI = (matrices_TOI @ found_TII).sum(0) @ wrong_II
-    least_OI = (matrices_TOI @ true_TII).sum(0) @ inverse_II
-    lemma = PrintedLemma(
-        gap=float((merged_OI - least_OI).norm()),
+    return PrintedLemma(
+        gap=float((merged_OI - (matrices_TOI @ true_TII).sum(0) @ inverse_II).norm()),
         error=float(torch.linalg.matrix_norm(true_TII - found_TII).sum()),
         kappa_w=float(torch.linalg.matrix_norm(matrices_TOI).max()),
         kappa_s=float(inverse_II.norm()),
         inverse=float(max(inverse_II.norm(), wrong_II.norm()) ** 2),
         estimates=float(torch.linalg.matrix_norm(found_TII).sum()),
-    )
-    return lemma, merged_OI
+    ), merged_OI
 
 
 def _cut_off(terms: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

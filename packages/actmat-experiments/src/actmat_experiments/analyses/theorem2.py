@@ -189,6 +189,9 @@ class LayerTerms:
         return self.gamma * self.input * (self.printed.bound + self.off)
 
 
+_TERMS = ("local_term", "estimate_term", "printed_term")
+
+
 @dataclass(frozen=True)
 class Theorem2Result(Analysis):
     """Both sides of Theorem 3.3, layer by layer.
@@ -264,15 +267,7 @@ class Theorem2Result(Analysis):
             "right": {"local": self.local, "estimates": self.estimates, "sum": self.right, "printed": self.printed},
             "transfer": dict(self.transfer),
             "absolute": dict(self.absolute),
-            "layers": [
-                {
-                    **asdict(t),
-                    "local_term": t.local_term,
-                    "estimate_term": t.estimate_term,
-                    "printed_term": t.printed_term,
-                }
-                for t in self.layers
-            ],
+            "layers": [{**asdict(t), **{name: getattr(t, name) for name in _TERMS}} for t in self.layers],
         }
 
     def tables(self) -> list[Table]:
@@ -352,7 +347,8 @@ def transfer_bound(
         deltas = [layer.weight - start.weight for layer in own]
         found = [delta.mT @ delta for delta in deltas]
         factor = best_scale(grams, found)
-        gap = minimiser_gap(end.weight - start.weight, deltas, grams, [factor * k for k in found])
+        found = [factor * k for k in found]
+        gap = minimiser_gap(end.weight - start.weight, deltas, grams, found)
         oracle_OI = start.weight + least_interference(deltas, grams)
         gamma = largest * math.prod(norms[index + 1 :])
         errors = [
@@ -364,9 +360,8 @@ def transfer_bound(
         ]
         zeta = gamma * math.sqrt(gap.trace_inverse / len(pairs))
         length = statistics.fmean(float(torch.linalg.vector_norm(z_NI, dim=1).mean()) for z_NI in z_TNI)
-        printed, printed_OI = printed_lemma(
-            [layer.weight for layer in own], grams, [factor * k for k in found], dtype=torch.float32
-        )  # the cut-off of `actmat`
+        # float32: the cut-off of `actmat`
+        printed, printed_OI = printed_lemma([layer.weight for layer in own], grams, found, dtype=torch.float32)
         off = float(torch.linalg.matrix_norm(end.weight - printed_OI))
         terms.append(LayerTerms(gamma, errors[0], errors[1], zeta, gap, length, printed, off))
     changes = {
