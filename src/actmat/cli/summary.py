@@ -300,10 +300,9 @@ def extraction_data(report: ExtractReport) -> dict[str, Any]:
 def finished_data(report: FinishReport, out: Path) -> dict[str, Any]:
     """An output that was made of the parts of a merge."""
     fields = {name: getattr(report, name) for name in ("tensors", "parts", "was_finished")}
-    seconds, size = round(report.seconds, 3), size_data(report.totals.norms)
-    more = {"nonfinite": report.totals.nonfinite, "size": size, "warnings": _warnings(report.totals)}
-    more["seconds"] = seconds
-    return {"out": str(out), **fields, **more, "notes": list(report.notes)}
+    totals, seconds = report.totals, round(report.seconds, 3)
+    more = {"nonfinite": totals.nonfinite, "size": size_data(totals.norms), "warnings": _warnings(totals)}
+    return {"out": str(out), **fields, **more, "seconds": seconds, "notes": list(report.notes)}
 
 
 def compact_plan(plan: MergePlan) -> dict[str, Any]:
