@@ -41,7 +41,8 @@ def main() -> int:
 
     import actmat.api
     import actmat.cli.main
-    import actmat.cli.screen  # noqa: F401 - all that a merge imports, so that faults meet the merge
+    import actmat.cli.screen
+    import actmat.extras.training.writing  # noqa: F401 - all that a merge imports, so that faults meet the merge
 
     torch.set_num_threads(1)
     record = (read_record() if args.record else None) or Record(args.seed)

@@ -100,7 +100,8 @@ class Chaos:
             for name, data in self.half_finished(SORTS[label], place).items():
                 problems.append(f"{name} is there with other bytes ({len(data)})")
         code = self.wait(self.start(SORTS[label], place))
-        if code != 0:
+        is_finished = SORTS[label].verb == "export" and code == 1 and (place / "out").exists()
+        if code != 0 and not is_finished:
             problems.append(f"the same command gave {code}:\n{self.errors(place)}")
         elif contents(place / "out") != self.expected[label]:
             problems.append("other bytes in the end")

@@ -25,6 +25,8 @@ class Sort:
         flags: of `actmat merge`.
         executor: a name of `EXECUTORS`.
         inputs: "checkpoints", "adapters", or "base and adapters".
+        verb: "merge", "extract" of a model, or "export" of one for DCP, which does not go on after it was killed and
+            refuses to write what it finished.
         replaces: another output is in its place, which `--overwrite` replaces.
     """
 
@@ -32,6 +34,7 @@ class Sort:
     flags: tuple[str, ...] = ()
     executor: str = FIRST_EXECUTOR
     inputs: str = "checkpoints"
+    verb: str = "merge"
     replaces: bool = False
 
     @property
@@ -55,8 +58,13 @@ DISTURBED = [e for e in EXECUTORS if e != "ray"]
 """Executors that run in the forked process. Ray's workers are processes elsewhere, which `tests/engine/test_ray.py`
 kills."""
 
+_ON_THE_HOST = (
+    Sort("extraction", ("--rank", "4", "--threads", "1"), verb="extract"),
+    Sort("export", verb="export"),
+)
 SORTS = {s.label: s for e in DISTURBED for s in (replace(o, executor=e) for o in _OF_ANY_EXECUTOR)}
-"""Every sort of output by every executor that is disturbed here."""
+SORTS |= {s.label: s for s in _ON_THE_HOST}
+"""Every sort of output by every executor that is disturbed here, and those that have none to choose."""
 
 
 def make_inputs(root: Path) -> None:
@@ -86,6 +94,11 @@ def make_inputs(root: Path) -> None:
 
 def command(root: Path, sort: Sort, out: Path) -> list[str]:
     """Arguments of `actmat` for one sort of output."""
+    if sort.verb == "extract":
+        inputs = ["-b", str(root / "base"), "--model", str(root / "one")]
+        return ["extract", *inputs, "--out", str(out), "--quiet", *sort.flags]
+    if sort.verb == "export":
+        return ["export", str(root / "one"), "--out", str(out), "--quiet"]
     names = ("one", "two") if sort.inputs == "checkpoints" else ("lora-one", "lora-two")
     base = [] if sort.inputs == "adapters" else ["-b", str(root / "base")]
     experts = [a for name in names for a in ("-e", str(root / name))]
@@ -115,7 +128,7 @@ def _timeless(path: Path) -> bytes:
     if path.suffix == ".html":
         return b""  # drawn from report.json
     data = json.loads(path.read_bytes())
-    for part in (data, data.get("totals", {}), *data["tensors"]):
+    for part in (data, data.get("totals", {}), *data["tensors"], *data.get("modules", ())):
         for key in ("timing", "seconds", "peak_bytes", "stages", "out", "created"):
             part.pop(key, None)
     return json.dumps(data, sort_keys=True).encode()

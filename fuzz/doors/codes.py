@@ -58,7 +58,7 @@ def _case(rng: random.Random) -> Files:
             continue
         own = tuple(rng.choice((0, 1, 2, 3, 16)) for _ in shape) if kind < 0.08 else shape
         other = rng.choice((torch.int64, torch.uint8, torch.float32)) if kind > 0.97 else dtype
-        tensors[name] = _part(dtype, own, rng.choice((0, 0, 0, 0, 1, 2))).to(other)
+        tensors[name] = _part(dtype, own, rng.choice((0, 0, 0, 0, 1, 2))).to(other, copy=True)
     config = {"model_type": "llama", "dtype": "bfloat16", "quantization_config": entry}
     content = save(tensors)
     return {"config.json": json_text(rng, config),

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from actmat.errors import MergeError
+from actmat.foreign import terminal
 from actmat.planning.choose import Chooser
 from actmat.recipe import load_recipe, recipe_yaml
 from fuzz.doors.folder import in_folder
@@ -51,7 +52,9 @@ def _config(rng: random.Random) -> Files:
 def _read(folder: Path) -> str:
     recipe = load_recipe(folder / "mergekit.yaml")
     problems = Chooser(recipe).problems or ["none"]
-    return "\n".join([recipe_yaml(recipe), *recipe.notes, str(MergeError("The recipe is not valid.", problems))])
+    return "\n".join(
+        [recipe_yaml(recipe), *map(terminal, recipe.notes), str(MergeError("The recipe is not valid.", problems))]
+    )
 
 
 door("mergekit configs", _config, in_folder(_read))

@@ -65,7 +65,7 @@ def _read(folder: Path) -> str:
         for checkpoint in (own, *others.values()):
             for name in checkpoint.specs:
                 checkpoint.read(name)
-        return "\n".join([*own.notes, *others["expert"].notes, *own.written_sidecars.values()]).replace("\t", " ")
+        return "\n".join([*own.notes, *others["expert"].notes, *own.written_sidecars])
 
 
 door("vocabularies", _case, in_folder(_read))

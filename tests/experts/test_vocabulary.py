@@ -164,6 +164,18 @@ def test_what_cannot_be_joined_is_refused(folder: Path) -> None:
     shutil.rmtree(folder / "narrow")
 
 
+def test_damaged_tokenizers_are_refused(folder: Path) -> None:
+    """A row number far outside would make tables of billions of rows."""
+    data = json.loads((folder / "base" / "tokenizer.json").read_text())
+    data["model"]["vocab"]["far"] = 2_000_000_000
+    (folder / "base" / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(CheckpointError, match="last token has row 2000000000"):
+        aligned("base", "expert", tokens={"newest": TokenSource()})
+    (folder / "base" / "tokenizer.json").write_text(json.dumps(data | {"added_tokens": 7}))
+    with pytest.raises(CheckpointError, match="expected a list of added tokens, found '7'"):
+        aligned("base", "expert")
+
+
 def test_a_tokenizer_is_needed(folder: Path) -> None:
     (folder / "expert" / "tokenizer.json").write_text("{}")
     with open_checkpoint("expert") as found, pytest.raises(CheckpointError, match="expected a vocabulary"):

@@ -112,10 +112,8 @@ def build_manifest(
     }
     copied = {"copied_files": list(files), "left_out": dict(plan.left_out)}
     output |= {"relative_error": total_error(records)} if is_adapter else copied
-    adapter: dict[str, Any] = {}
-    if is_adapter:
-        modules = Rows(lambda: (_module_row(item) | _measured(item, records[item.name]) for item in plan.items))
-        adapter = {"kept": dict(plan.kept), "modules": modules}
+    modules = Rows(lambda: (_module_row(item) | _measured(item, records[item.name]) for item in plan.items))
+    adapter = {"kept": dict(plan.kept), "modules": modules} if is_adapter else {}
     return {
         "actmat_manifest": FORMAT,
         **({"kind": "adapter"} if is_adapter else {}),

@@ -36,8 +36,8 @@ class Scaled(Change):
     def misfit(self, shape: tuple[int, int]) -> str:
         """See `Change`."""
         size = shape[1] if self.of_inputs else shape[0]
-        fits = size == self.count or (self.of_inputs and size % self.count == 0)  # of channels, before a kernel
-        return "" if fits else f"it has {self.count} factors"
+        of_channels = self.of_inputs and self.count > 0 and size % self.count == 0  # before a kernel
+        return "" if size == self.count or of_channels else f"it has {self.count} factors"
 
     def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
         """See `Change`."""

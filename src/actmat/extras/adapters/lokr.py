@@ -85,8 +85,8 @@ def lokr_change(group: Group, target: str, scaling: float) -> Change | str:
 def _shape(group: Group, role: str) -> tuple[int, int] | None:
     """Rows and columns of W1 or W2, or None if it is incomplete."""
     whole, a, b = (group.shape(role + tail) for tail in ("", "_a", "_b"))
-    if len(whole) > 1:
-        return whole[0], math.prod(whole[1:])
+    if role in group.names:
+        return (whole[0], math.prod(whole[1:])) if len(whole) > 1 else None
     if len(a) != 2 or len(b) != 2:
         return None
     core = group.shape("lokr_t2") if role == "lokr_w2" else ()

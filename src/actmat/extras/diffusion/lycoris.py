@@ -212,7 +212,7 @@ def _plain(group: Group, target: str, scaling: float) -> Change | str:
     if missing := group.missing("lora_down", "lora_up"):
         return missing
     down, up, core = (group.shape(r) for r in ("lora_down", "lora_up", "lora_mid"))
-    inner = (up[1] if len(up) > 1 else 0, down[0])
+    inner = (up[1] if len(up) > 1 else 0, down[0] if down else 0)
     fits = len(down) > 1 and math.prod(up[2:]) == 1
     fits = fits and (len(core) > 2 and core[:2] == inner if core else inner[0] == inner[1])
     if not fits:

@@ -106,7 +106,7 @@ class PackedTensor(CodedTensor):
         """Refuse a row that ends within a word: `weight_shape` tells, and headers do not."""
         if not self.size:
             return
-        said = tuple(stored.entries(self.size, 0, stored.inner.specs[self.size].numel).tolist())
+        said = tuple(stored.entries(self.size, 0, len(self.shape)).tolist())
         if said != self.shape:
             raise CheckpointError(
                 f"{stored.inner.location}: tensor '{self.size}' says {list(said)}, and '{self.packed}' holds "
@@ -148,6 +148,8 @@ def _tensor(name: str, packed: TensorSpec, headers: Headers) -> PackedTensor | s
     grid = Grid(height, groups, 1 if height > 1 else rows, columns // groups)
     if zero in specs and specs[zero].shape != (*batch, -(-rows // (WORD_BITS // bits)), groups):
         return f"zero points '{zero}' {list(specs[zero].shape)} do not fit"
+    if size in specs and specs[size].shape != (len(packed.shape),):
+        return f"'{size}' {list(specs[size].shape)} does not name the {len(packed.shape)} sizes of a tensor"
     if order in specs and specs[order].shape != (columns,):
         return f"'{order}' {list(specs[order].shape)} does not name one group per column"
     parts = (packed.name, scale, size, zero, order)

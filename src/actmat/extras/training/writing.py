@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from actmat.checkpoints.base import Checkpoint, torch_dtype
+from actmat.checkpoints.writing.lock import OutputLock
 from actmat.checkpoints.writing.sidecars import SideFolder, copy_sidecars
-from actmat.checkpoints.writing.staging import check_output_path, disk_errors
+from actmat.checkpoints.writing.staging import check_output_path, disk_errors, occupied, sibling
 from actmat.errors import OutputError
 
 
@@ -42,11 +42,16 @@ def write_dcp(checkpoint: Checkpoint, out: Path, *, under: str = "") -> None:
     source = {} if checkpoint.directory is None else {"the checkpoint": checkpoint.directory}
     if problems := check_output_path(out, overwrite=False, inputs=source):
         raise OutputError("The output cannot be written there.", problems)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    lock, building = OutputLock(out, sibling(out, "lock")), sibling(out, "partial")
     with disk_errors(out.parent):
-        building = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lock.take()
         try:
-            building.chmod(0o777 & ~_umask())
+            if problems := occupied(out, overwrite=False):  # finished while we waited
+                raise OutputError("The output cannot be written there.", problems)
+            if building.exists():  # a process was killed here
+                shutil.rmtree(building)
+            building.mkdir()
             _save(checkpoint, building, under)
             folder = checkpoint.fetch_sidecars()
             sidecars = None if folder is None else SideFolder(folder, checkpoint.side_files())
@@ -55,6 +60,8 @@ def write_dcp(checkpoint: Checkpoint, out: Path, *, under: str = "") -> None:
         except BaseException:  # Ctrl-C too: nothing is left, and it is passed on
             shutil.rmtree(building, ignore_errors=True)
             raise
+        finally:
+            lock.release()
 
 
 def _save(checkpoint: Checkpoint, folder: Path, under: str) -> None:
@@ -91,9 +98,3 @@ class _Planner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         """The tensor of a write item."""
         return self._checkpoint.read(str(self.mappings[index.fqn][-1]))
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

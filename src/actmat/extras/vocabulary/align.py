@@ -25,6 +25,8 @@ from actmat.extras.vocabulary.tokenizer import ADDED, TOKENIZER, config_with_tok
 BASE, UNION = "base", "union"
 SHOWN = 12
 """New tokens that a note lists."""
+MOST_GAPS = 2
+"""Rows before the first new token, over those of the table and of the tokens: a tokenizer may skip numbers."""
 
 Sources = tuple[tuple[int, int], ...]
 
@@ -114,6 +116,12 @@ class _Joined:
         self.rows = max(self.keeper.rows, 1 + max(self.by_row, default=-1) if self.added else 0)
         if (multiple := policy.pad_to_multiple_of) is not None:
             self.rows = -(-self.rows // multiple) * multiple
+        if self.added and first > MOST_GAPS * (self.keeper.rows + len(self.tokens)):
+            self.problems.append(
+                f"'{self.keeper.label}' ({self.keeper.checkpoint.location}): its tokenizer has "
+                f"{len(self.keeper.tokens)} tokens and its table {self.keeper.rows} rows, but its last token has row "
+                f"{first - 1}. Likely cause: a damaged tokenizer.json. Fix: save the tokenizer again"
+            )
         self.special = {t: self._special(t, source) for t, source in policy.tokens.items()}
         self._lent = {t: self._lent_row(t) for t in self.tokens}
 

@@ -35,9 +35,13 @@ def read_tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, int], list[dict[st
     data = read_object(member(Path(folder), TOKENIZER))
     model = data.get("model")
     tokens = _tokens(model.get("vocab") if isinstance(model, Mapping) else None)
+    listed = data.get("added_tokens") or []
+    if not isinstance(listed, list):
+        said = f"expected a list of added tokens, found {str(listed)[:40]!r}. Fix: save the tokenizer again"
+        raise CheckpointError(f"{Path(folder) / TOKENIZER}: {said}")
     added = [
         dict(entry)
-        for entry in data.get("added_tokens") or []
+        for entry in listed
         if isinstance(entry, Mapping) and isinstance(entry.get("content"), str) and _is_row(entry.get("id"))
     ]
     tokens |= {entry["content"]: entry["id"] for entry in added}
