@@ -114,15 +114,16 @@ def _method_notes(items: Sequence[Item], n_experts: int) -> list[str]:
     """Notes on the step over layers, on methods that change one expert, and those that methods declare, each once."""
     used = {i.call.method: get_method(i.call.method) for i in items if i.call is not None}
     declared = [f"{name}: {method.about.plan_note}" for name, method in used.items() if method.about.plan_note]
-    changing = {i.call.method: None for i in items if n_experts == 1 and i.action == "merge" and not _adds(i.call)}
+    calls = [i.call for i in items if n_experts == 1 and i.action == "merge" and i.call is not None]
+    changing = {call.method: None for call in calls if not _adds(call)}
     alone = [f"one expert, which {name} does not add as it is: '-m linear' does" for name in changing]
     return [*layer_notes(items), *declared, *alone]
 
 
-def _adds(call: MethodCall | None) -> bool:
-    """True if a call for one expert gives its delta back as it is, and for what is no call."""
-    if call is None or call.method == "task_arithmetic":
-        return call is None or call.options == WHOLE
+def _adds(call: MethodCall) -> bool:
+    """True if a call for one expert gives its delta back as it is."""
+    if call.method == "task_arithmetic":
+        return call.options == WHOLE
     method = get_method(call.method)
     return "single" in method.laws and method.acts_on == "elementwise"
 
