@@ -88,7 +88,9 @@ def _printable_usage_errors() -> Iterator[None]:
 
 
 def _hint(error: Any) -> str:
-    """The meaning of `-e experts/*`: a flag takes one value, and the shell wrote several after it."""
+    """The meaning of `-e experts/*`: a flag takes one value, and the shell wrote several; and mergekit's flag."""
+    if "No such option: --cuda" in error.message:
+        return ". GPUs are named by --device cuda"
     parameters = getattr(getattr(error.ctx, "command", None), "params", ())
     experts = [p.name for p in parameters if "--expert" in p.opts and error.ctx.params.get(p.name)]
     if "unexpected extra argument" not in error.message or not experts:

@@ -141,7 +141,9 @@ def _recipes(inputs: list[str] | None, given: RecipeFlags, average: str | None, 
         if as_given:
             raise typer.BadParameter("--as-given goes with --average")
         if inputs and len(inputs) > 1:
-            raise typer.BadParameter(f"unexpected extra arguments ({' '.join(inputs[1:])})")
+            raise typer.BadParameter(
+                f"unexpected extra arguments ({' '.join(inputs[1:])}); the output is named by --out OUT"
+            )
         return given.recipes(Path(inputs[0]) if inputs else None)
     return [flags.behind("average")(inputs or [], average, given.given, as_given=as_given)]
 

@@ -46,6 +46,10 @@ MOST_PATTERNS = 4
 """Patterns of names that are shown of one group."""
 
 
+WARNING = "warning: "
+"""Beginning of a note that is shown first."""
+
+
 def print_plan(plan: MergePlan, *, full: bool) -> None:
     """Groups of outputs with what happens to them and why; `full`: one line per output."""
     from_adapters = plan.output == "adapter" and not plan.is_extracted
@@ -56,12 +60,21 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
         console.print(f"[bold]{escape(plan.recipe.method)}[/bold] over {over}")
     else:
         console.print(f"copy of the layers {escape(plan.recipe.base)}")
+    _print_warnings(plan)
     print_items(plan, plan.items, plan.kept, full=full)
     console.print(_ranks(plan) if from_adapters else escape(action_counts(plan)))
     console.print(plan_traffic(plan))
     console.print(plan_time(plan, usable_cores()) if plan.device == "cpu" else _devices(plan))
     for note in plan.notes:
-        console.print(f"note: {escape(note)}")
+        if not note.startswith(WARNING):
+            console.print(f"note: {escape(note)}")
+
+
+def _print_warnings(plan: MergePlan) -> None:
+    """Notes that stand at the top: likely mistakes in a recipe."""
+    for note in plan.notes:
+        if note.startswith(WARNING):
+            console.print(f"[yellow]{escape(note)}[/yellow]")
 
 
 def print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str], *, full: bool) -> None:
@@ -115,6 +128,7 @@ def print_summary(report: MergeReport) -> None:
     of += " into an adapter" if from_adapters else ", extracted into an adapter" if plan.is_extracted else ""
     what = f"{plan.recipe.method}; {of}" if plan.experts else "a stack of layers"
     console.print(f"[bold]{escape(report.out)}[/bold]  ({escape(what)})")
+    _print_warnings(plan)
     if report.was_finished:
         checked = "all its tensors, and its inputs, are intact"
         if isinstance(report.out, str):
@@ -134,7 +148,8 @@ def print_summary(report: MergeReport) -> None:
         "all hashes in actmat_manifest.json"
     )
     for note in plan.notes:
-        console.print(f"  note: {escape(note)}")
+        if not note.startswith(WARNING):
+            console.print(f"  note: {escape(note)}")
     if not from_adapters:
         print_nonfinite(report.totals)
     _print_findings(report)

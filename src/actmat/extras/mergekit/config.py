@@ -42,7 +42,8 @@ class Findings:
         for key in keys:
             if key not in known:
                 at = f"{path}." if path else ""
-                self.note(f"'{at}{key}' is ignored, as mergekit ignores it.{did_you_mean(key, known)}")
+                hint = did_you_mean(key, known)
+                self.note(f"{'warning: ' * bool(hint)}'{at}{key}' is ignored, as mergekit ignores it.{hint}")
 
     def _at(self, path: str, text: str) -> str:
         parts = path.split(".")
