@@ -19,6 +19,7 @@ from actmat.checkpoints.hashing import hash_names
 from actmat.errors import CheckpointError
 from actmat.experts.base import AdapterHandle, Expert, Family, Source
 from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.apart import packed_problems
 from actmat.experts.lora.fitting import Fit, fit_adapter
 from actmat.experts.untied import tied_parts
 from actmat.linalg.lowrank import LowRank
@@ -198,7 +199,7 @@ def fitted_expert(adapter: Adapter, location: str | Path, base: Checkpoint, fami
         equal=lambda a, b: adapter.hashes[adapter.extras[a]] == adapter.hashes[adapter.extras[b]],
     )
     fit = fit_adapter(adapter, parts.base)
-    if problems := parts.problems_with(fit.problems):
+    if problems := parts.problems_with(packed_problems(fit.problems, adapter.modules, base)):
         raise CheckpointError(
             f"{location}: the adapter cannot be merged into {base.location}.",
             [f"{location}: {problem}" for problem in problems],
