@@ -42,7 +42,7 @@ def _part(dtype: torch.dtype, shape: tuple[int, ...], kind: int) -> torch.Tensor
     """Values of a part: 0, groups of 8 inputs or the rows and columns, all bits, or far outside."""
     if shape == (16,) and kind == 0:
         return torch.arange(16).div(8, rounding_mode="floor").to(dtype)
-    if shape == (2,):
+    if shape == (2,) and dtype is torch.int64:
         return torch.tensor([8, 16] if kind < 2 else [2**62, -1], dtype=dtype)
     if not dtype.is_floating_point:
         return torch.full(shape, (0x12345678, -1, -(2**31))[kind], dtype=dtype)

@@ -107,7 +107,7 @@ def _read(files: Files) -> str:
     if b"application/json" in head and not json.loads(body)["ok"]:
         told = json.loads(body)
         return str(MergeError(told["headline"], told["problems"]))
-    return head.decode("latin1").replace("\r", "")
+    return head.decode("utf-8", "replace").replace("\r", "")
 
 
 door("pages", _request, _read)

@@ -146,8 +146,9 @@ def _tensor(name: str, packed: TensorSpec, headers: Headers) -> PackedTensor | s
     if stack != batch or height not in (1, rows) or not groups or columns % groups:
         return f"scales '{scale}' {list(specs[scale].shape)} do not divide {columns} columns into equal groups"
     grid = Grid(height, groups, 1 if height > 1 else rows, columns // groups)
-    if zero in specs and specs[zero].shape != (*batch, -(-rows // (WORD_BITS // bits)), groups):
-        return f"zero points '{zero}' {list(specs[zero].shape)} do not fit"
+    of_zero = (*batch, -(-rows // (WORD_BITS // bits)), groups)
+    if zero in specs and (specs[zero].shape, specs[zero].dtype) != (of_zero, "int32"):
+        return f"zero points '{zero}' {specs[zero].dtype} {list(specs[zero].shape)} do not fit"
     if size in specs and specs[size].shape != (len(packed.shape),):
         return f"'{size}' {list(specs[size].shape)} does not name the {len(packed.shape)} sizes of a tensor"
     if order in specs and specs[order].shape != (columns,):

@@ -6,6 +6,7 @@ bytes: what torch records of a save (its place, a random id) is left out.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import shutil
@@ -40,9 +41,13 @@ def write_dcp(checkpoint: Checkpoint, out: Path, *, under: str = "") -> None:
         OutputError: the place cannot be written.
     """
     source = {} if checkpoint.directory is None else {"the checkpoint": checkpoint.directory}
-    if problems := check_output_path(out, overwrite=False, inputs=source):
-        raise OutputError("The output cannot be written there.", problems)
     lock, building = OutputLock(out, sibling(out, "lock")), sibling(out, "partial")
+    if problems := check_output_path(out, overwrite=False, inputs=source):
+        with contextlib.suppress(OutputError, OSError):
+            if lock.path.is_file():  # of a process that was stopped after the rename
+                lock.take()
+                lock.release()
+        raise OutputError("The output cannot be written there.", problems)
     with disk_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         lock.take()
