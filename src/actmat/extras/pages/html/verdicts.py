@@ -390,7 +390,7 @@ def checks(diagnosis: Diagnosis) -> Markup:
 
 
 def _nothing(checks: Sequence[CheckResult]) -> str:
-    """What was checked, and what was not, where nothing was found."""
+    """A sentence on the checks that were made, and on those that were not, where nothing was found."""
     clear = sum(c.verdict == "clear" for c in checks)
     rest = len(checks) - clear
     other = f"; {plural(rest, 'check')} did not apply or {'was' if rest == 1 else 'were'} muted" if rest else ""
