@@ -11,7 +11,7 @@ from actmat.cli.screen import console, escape, plain_table
 from actmat.cli.summary import ROUNDING, print_summary
 from actmat.errors import format_size
 from actmat.planning.model import count_actions
-from actmat.report.words import plural, size_finding, size_ratios
+from actmat.report.words import plural, size_ratios, warnings_of
 
 if TYPE_CHECKING:
     from actmat.run import MergeReport
@@ -36,10 +36,7 @@ def print_outputs(reports: Sequence[MergeReport]) -> None:
     console.print(f"  {tensors} of each: {counts}")
     console.print(_table(reports, names))
     console.print("size: distance from the base, as a multiple of a mean expert's, and of all experts added up")
-    warned = [str(r.out) for r in reports if size_finding(r.totals.norms, r.plan.recipe.mute)]
-    if warned:
-        console.print(f"warning: the size of {len(warned)} of {len(reports)} is far off; see, for example")
-        console.print(f"  actmat diagnose {escape(shlex.quote(warned[0]))}", soft_wrap=True)
+    _print_warnings(reports, names)
     for report in reports:
         if report.diagnosis is not None:
             console.print(f"report: {escape(report.out)}/report.html", soft_wrap=True)
@@ -66,10 +63,22 @@ def _remarks(report: MergeReport) -> list[str]:
     remarks += [f"rank cut: relative error {lost:.2g}"] if lost and lost > ROUNDING else []
     if report.diagnosis is not None:
         return remarks + [c.code for c in report.diagnosis.checks if c.verdict == "found"]
-    found = size_finding(report.totals.norms, report.plan.recipe.mute)
-    remarks += [f"warning {found[0]}"] if found else []
+    remarks += [f"warning {code}" for code, _ in warnings_of(report.totals, report.plan.recipe.mute)]
     bad = report.totals.nonfinite
     return remarks + ([f"{bad} NaN or Inf entries treated as unchanged"] if bad else [])
+
+
+def _print_warnings(reports: Sequence[MergeReport], names: Mapping[str, str]) -> None:
+    """Every warning once, in the words of the first output that has it; a diagnosis says more."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for report in reports if reports[0].diagnosis is None else ():
+        for code, wrong in warnings_of(report.totals, report.plan.recipe.mute):
+            found.setdefault(code, []).append((str(report.out), wrong))
+    for code, rows in found.items():
+        (out, wrong), more = rows[0], len(rows) - 1
+        others = f", and {more} more have this warning" if more else ""
+        console.print(f"[yellow]warning {code}[/]: {escape(names[out])}: {escape(wrong)}{others}; see")
+        console.print(f"  actmat diagnose {escape(shlex.quote(out))}", soft_wrap=True)
 
 
 def _print_notes(reports: Sequence[MergeReport], names: Mapping[str, str]) -> None:
