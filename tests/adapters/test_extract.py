@@ -201,7 +201,7 @@ def test_wishes_that_make_no_sense_are_refused(fields: dict[str, Any], words: st
 def test_models_that_do_not_fit_and_places_in_use_are_refused(place: Path, tmp_path: Path) -> None:
     here = place / "llama"
     for model, out, words in (
-        (place / "gpt2" / "model", tmp_path / "a", "is missing in expert"),
+        (place / "gpt2" / "model", tmp_path / "a", "missing in expert"),
         (here / "base", tmp_path / "b", "differs from .* in no tensor"),
         (here / "model", here / "base", "is an input|is not empty|contains"),
     ):

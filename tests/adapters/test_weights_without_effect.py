@@ -91,7 +91,7 @@ def test_options_and_weights_that_matter_say_nothing(
 
 def test_the_commands_say_it(place: Path, tmp_path: Path) -> None:
     inputs = [x for t, w in enumerate(UNEQUAL) for x in ("-e", str(place / "rank2" / str(t)), "-w", str(w))]
-    for argv in (["plan", *inputs], ["merge", *inputs, "--out", str(tmp_path / "out")]):
+    for argv in (["plan", "-m", "actmat", *inputs], ["merge", "-m", "actmat", *inputs, "--out", str(tmp_path / "out")]):
         said = " ".join(run(argv).out.split())
         assert f"note: {SAID} 6 of 6 tensors" in said, said
     assert "weights: where row spaces overlap" in run(["methods", "actmat"]).out

@@ -22,7 +22,7 @@ def call(*arguments: str):
 def test_suites_are_listed():
     done = call("list")
     assert done.exit_code == 0
-    firsts = [line.split()[0] for line in done.stdout.splitlines() if not line.startswith(" ")]
+    firsts = [line.split()[0] for line in done.stdout.splitlines() if line and not line.startswith(" ")]
     assert firsts == [s.name for s in SUITES], "a long summary goes on below itself"
     assert max(map(len, done.stdout.splitlines())) <= 80
     listed = json.loads(call("list", "--json").stdout)

@@ -91,7 +91,7 @@ def test_the_experts_decide_once(tmp_path: Path) -> None:
     full = [str(e) for e in family.experts]
 
     def kind(fields: dict[str, Any]) -> Recipe:
-        recipe = make_recipe(fields)
+        recipe = make_recipe({"method": "actmat", **fields})
         return resolved(recipe, {e.path: needs_base(e.path) for e in recipe.experts})
 
     assert kind({"experts": lora}).output == Adapter()

@@ -33,7 +33,7 @@ SIZES = Sizes(experts=2, predictions=10, batch=4, classes=1000)
 
 
 def planned(max_memory: str, **fields: Any) -> MemoryPlan:
-    given: dict[str, Any] = {"dtype": "float32", "merging": 77, "merges": 10, "gram": False} | fields
+    given: dict[str, Any] = {"dtype": "float32", "merging": 77, "merges": 10, "whole": 10, "gram": False} | fields
     return plan_memory(SPECS, SIZES, RunSettings(max_memory=max_memory), **given)
 
 
@@ -75,7 +75,7 @@ def test_free_memory_is_the_limit_where_none_is_given(monkeypatch: pytest.Monkey
 
 def test_the_first_device_s_memory_is_the_limit_of_models_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunSettings(device="cuda:1,0", device_memory="2GB", max_memory="1GB")
-    given: dict[str, Any] = {"dtype": "float32", "merging": 0, "merges": 1, "gram": False}
+    given: dict[str, Any] = {"dtype": "float32", "merging": 0, "merges": 1, "whole": 1, "gram": False}
     plan = plan_memory(SPECS, SIZES, run, **given)
     assert (plan.limit, plan.device) == (2 * 10**9, "cuda:1")
     assert "--device-memory" in plan.source

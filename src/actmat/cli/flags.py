@@ -34,7 +34,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     "Options": ("base", "experts", "method", "options", "scale", "out", "plan", "json", "full", "quiet"),
     "What is merged": (
         *("weight", "normalize", "scope", "keep", "ties", "space", "post", "statistics", "stacks", "vocabulary"),
-        *("seed", "allow_nonfinite", "any_base", "mute", "tune_scale", "average", "as_given"),
+        *("seed", "allow_nonfinite", "any_base", "base_as", "mute", "tune_scale", "average", "as_given"),
     ),
     "What is written": (
         *("dtype", "compute_dtype", "quantise", "max_shard_size", "files_from", "to", "rank", "ranks", "energy"),

@@ -100,9 +100,11 @@ def open_inputs(
                 problems.found.append(RecipeError("The recipe is not valid.", choices))
             problems.check()
         if base is not None:
+            known = len(problems.found)
             with problems.noted():
                 base = _untied(recipes, base, [e for e in experts if e is not None])
-            problems.check()
+            if len(problems.found) > known:
+                problems.check()
         statistics = stack.enter_context(opened_statistics(recipe))
         inputs = Inputs(recipe.labels, base, [e for e in experts if e is not None], statistics)
         if place.outs or not here:
