@@ -312,6 +312,21 @@ def test_an_export_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad", "model", "taken"]
 
 
+def test_an_export_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    """Its folder, of a kill while it was built; its lock, of one after the last rename."""
+    base = save_checkpoint(tmp_path / "base", llama_tensors())
+    (tmp_path / ".out.actmat-partial").mkdir()
+    (tmp_path / ".out.actmat-partial" / "half").touch()
+    (tmp_path / ".out.actmat-lock").touch()
+    library.export(base, out=tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "out"]
+    assert not (tmp_path / "out" / "half").exists()
+    (tmp_path / ".out.actmat-lock").touch()
+    with pytest.raises(OutputError, match="not empty"):
+        library.export(base, out=tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "out"]
+
+
 def test_a_merged_model_goes_round(tmp_path: Path) -> None:
     base = llama_tensors(1)
     folders = [save_checkpoint(tmp_path / n, t) for n, t in {"base": base, "math": expert_of(base, 1)}.items()]
