@@ -31,25 +31,27 @@ MODEL_DTYPES = ("float32", "bfloat16", "float16", "float64")
 """Dtypes in which a model can run."""
 
 PANELS: Mapping[str, tuple[str, ...]] = {
-    "Options": ("base", "experts", "method", "options", "scale", "out", "plan", "json", "full", "quiet"),
+    "Options": (
+        *("base", "experts", "method", "options", "scale", "out", "plan", "json", "full", "quiet"),
+        *("weight", "overwrite", "diagnose"),
+    ),
     "What is merged": (
-        *("weight", "normalize", "scope", "keep", "ties", "space", "post", "statistics", "stacks", "vocabulary"),
+        *("normalize", "scope", "keep", "ties", "space", "post", "statistics", "stacks", "vocabulary"),
         *("seed", "allow_nonfinite", "any_base", "base_as", "mute", "tune_scale", "average", "as_given"),
     ),
     "What is written": (
         *("dtype", "compute_dtype", "quantise", "max_shard_size", "files_from", "to", "rank", "ranks", "energy"),
-        *("others", "overwrite", "durable", "sha256", "staging"),
+        *("others", "durable", "sha256", "staging"),
     ),
     "Where it runs": (
         *("device", "device_memory", "max_memory", "threads", "executor", "part", "finish", "check"),
     ),
-    "Measures": ("diagnose", "exact", "strict"),
+    "Measures": ("exact", "strict"),
 }  # fmt: skip
 """Panels of the help of a command that takes a recipe, the first first -> names of parameters."""
 
 FIRST = (
     *PANELS["Options"],
-    *("weight", "overwrite", "diagnose"),
     *("data", "budget", "methods", "scales", "score", "prompt", "images", "lm_eval", "compare", "as_recipe"),
 )
 """Names of the parameters that `--help` of such a command describes; of the others it lists the flags."""
