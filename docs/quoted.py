@@ -77,8 +77,17 @@ def _repeats(name: str) -> str:
     return {3: "three", 7: "seven"}[found]
 
 
+def _nf4(scheme: str) -> list[float]:
+    """Percent of the entries of each matrix that bitsandbytes rounds otherwise."""
+    rows = json.loads((RESULTS / "nf4.json").read_text(encoding="utf-8"))["rows"]
+    return [100 * row["different"] / row["entries"] for row in rows if row["scheme"] == scheme]
+
+
 _SHORT = ("average", "task_arithmetic", "actmat_bounded")
 NUMBERS: dict[str, Callable[[], str]] = {
+    "nf4-matrices": lambda: str(len(_nf4("nf4"))),
+    "nf4-different": lambda: f"{max(_nf4('nf4')):g}",
+    "nf4-double-different": lambda: f"{max(_nf4('nf4-double')):.2f}",
     "choice-mean-regret": lambda: f"{sum(_choice(5)) / len(_choice(5)):.1f}",
     "choice-most-regret": lambda: f"{max(_choice(5)):.1f}",
     "choice-least-rank": lambda: f"{min(_choice(3)):.2f}",

@@ -78,5 +78,5 @@ def test_the_record_names_the_method_and_the_reason(models: Path, tmp_path: Path
 def test_the_papers_method_on_adapters_comes_with_its_record(models: Path) -> None:
     plan = actmat.plan(models / "base", pair(models, "adapters"), method="actmat")
     assert plan.recipe.method == "actmat"
-    assert plan.recipe.notes[-1].startswith("actmat on adapters of a decoder: +20.8 points over the average")
+    assert plan.recipe.notes[-1].startswith("actmat on adapters, measured of a decoder: +20.8 points over the average")
     assert not actmat.plan(models / "base", pair(models, "experts"), method="actmat").recipe.notes

@@ -82,4 +82,4 @@ def test_a_search_plans_each_merge_once(family: Path, tmp_path: Path, monkeypatc
     )  # fmt: skip
     in_float32 = {method: n for method, n in plans.items() if method.endswith("float32")}
     assert in_float32 == {"average float32": 1, "tsv float32": 1, "actmat float32": 1}
-    assert sum(plans.values()) - 3 == 4, "the memory of two merges, the groups of layers, and the chosen one"
+    assert sum(plans.values()) - 3 == 3, "the memory of two merges, and the chosen one"

@@ -10,16 +10,14 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
+from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
-from actmat.checkpoints.side_files import SideFiles
+from actmat.checkpoints.view import CheckpointView
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class TensorRows:
     columns: int = 0
 
 
-class RowsCheckpoint(Checkpoint):
+class RowsCheckpoint(CheckpointView):
     """A checkpoint in another layout.
 
     Args:
@@ -55,10 +53,8 @@ class RowsCheckpoint(Checkpoint):
     def __init__(
         self, inner: Checkpoint, shapes: Mapping[str, tuple[int, ...]], rows: Mapping[str, TensorRows]
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.rows = dict(rows)
-        self.location, self.notes = inner.location, inner.notes
-        self.directory: Path | None = inner.directory
         self.aliases = MappingProxyType({})
         used = {r.name for t in rows.values() for r in t.ranges}
         specs = {n: s for n, s in inner.specs.items() if n not in used and n not in rows}
@@ -66,23 +62,6 @@ class RowsCheckpoint(Checkpoint):
             first = inner.specs[parts.ranges[0].name]
             specs[name] = TensorSpec(name, shapes[name], first.dtype, first.file)
         self.specs = MappingProxyType(specs)
-
-    @property
-    def config(self) -> Mapping[str, Any] | None:
-        """That of the stored checkpoint."""
-        return self.inner.config
-
-    def identity(self) -> tuple[FileIdentity, ...]:
-        """That of the stored checkpoint."""
-        return self.inner.identity()
-
-    def side_files(self) -> SideFiles:
-        """Those of the stored checkpoint."""
-        return self.inner.side_files()
-
-    def fetch_sidecars(self) -> Path | None:
-        """Those of the stored checkpoint."""
-        return self.inner.fetch_sidecars()
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, in the other layout."""
@@ -109,15 +88,6 @@ class RowsCheckpoint(Checkpoint):
         for name in names:
             parts = self.rows.get(name)
             self.inner.prefetch([name] if parts is None else dict.fromkeys(r.name for r in parts.ranges))
-
-    @property
-    def buffer_bytes(self) -> int:
-        """That of the stored checkpoint."""
-        return self.inner.buffer_bytes
-
-    def close(self) -> None:
-        """Close the stored checkpoint."""
-        self.inner.close()
 
     def _read_rows(self, parts: TensorRows, start: int, out: memoryview) -> None:
         """Fill `out` from byte `start` of the ranges, one below the other."""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec
-from actmat.checkpoints.side_files import SideFiles
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec
+from actmat.checkpoints.view import CheckpointView
 
 TIE = "tie_word_embeddings"
 
 
-class UntiedCheckpoint(Checkpoint):
+class UntiedCheckpoint(CheckpointView):
     """The tensors of a checkpoint, with a copy of the token table for each output head that is tied to it.
 
     Its config says `tie_word_embeddings: false`, also in what is written.
@@ -28,8 +27,8 @@ class UntiedCheckpoint(Checkpoint):
     """
 
     def __init__(self, inner: Checkpoint, heads: Mapping[str, str], note: str = "") -> None:
-        self.inner, self.heads = inner, dict(heads)
-        self.location, self.directory, self.unused = inner.location, inner.directory, inner.unused
+        super().__init__(inner)
+        self.heads = dict(heads)
         self.is_composed, self.written_sidecars = inner.is_composed, inner.written_sidecars
         self.notes = (*inner.notes, *([note] if note else []))
         self._copies = {head: table for head, table in self.heads.items() if head not in inner.specs}
@@ -58,10 +57,6 @@ class UntiedCheckpoint(Checkpoint):
         """Of the stored checkpoint."""
         return self.inner.stored_specs(self._stored(name))
 
-    def identity(self) -> tuple[FileIdentity, ...]:
-        """Of the stored checkpoint."""
-        return self.inner.identity()
-
     def read(self, name: str) -> Tensor:
         """The whole tensor."""
         return self.inner.read(self._stored(name))
@@ -74,26 +69,9 @@ class UntiedCheckpoint(Checkpoint):
         """Pass the hint on."""
         self.inner.prefetch(map(self._stored, names))
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Of the stored checkpoint."""
-        return self.inner.buffer_bytes
-
     def handle(self) -> CheckpointHandle:
         """Address of the stored checkpoint, with the heads."""
         return replace(self.inner.handle(), heads=tuple(self.heads.items()))
-
-    def side_files(self) -> SideFiles:
-        """Of the stored checkpoint."""
-        return self.inner.side_files()
-
-    def fetch_sidecars(self) -> Path | None:
-        """Of the stored checkpoint."""
-        return self.inner.fetch_sidecars()
-
-    def close(self) -> None:
-        """Close the stored checkpoint."""
-        self.inner.close()
 
     def _stored(self, name: str) -> str:
         return self._copies.get(name, name)

@@ -100,12 +100,8 @@ def _told(recipe: Recipe) -> Recipe:
     """The recipe of `actmat` on adapters, with what was measured of that among its notes."""
     kind = _kind(_config(recipe))
     found = ON_ADAPTERS.get(kind, ON_ADAPTERS["encoder"])
-    of = kind if kind in ON_ADAPTERS else "encoder"
-    better = TABLE["adapters", kind]
-    note = (
-        f"actmat on adapters of {'an' if of == 'encoder' else 'a'} {of}: {found}; auto would take {better.method}: "
-        f"{better.gain:+.1f}"
-    )
+    of, better = "a decoder" if kind == "decoder" else "an encoder", TABLE["adapters", kind]
+    note = f"actmat on adapters, measured of {of}: {found}; auto would take {better.method}: {better.gain:+.1f}"
     return recipe if note in recipe.notes else recipe.model_copy(update={"notes": (*recipe.notes, note)})
 
 
@@ -113,7 +109,11 @@ def _chosen(recipe: Recipe, are_adapters: list[bool]) -> tuple[str, dict[str, An
     """Method, options and reason."""
     full, mixed = not any(are_adapters), len(set(are_adapters)) > 1
     if len(are_adapters) == 1:
-        return "task_arithmetic", {"scaling": 1.0}, "one expert: task_arithmetic with scaling=1, which adds it whole"
+        return (
+            "task_arithmetic",
+            {"scaling": 1.0},
+            "one expert: task_arithmetic with scaling=1, which adds its delta, times its weight",
+        )
     if full and not recipe.base:
         return "average", {}, "checkpoints without a base: average, which needs none"
     if any(e.statistics for e in recipe.experts):

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec, torch_dtype
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec, torch_dtype
 from actmat.checkpoints.codecs.base import CONFIG_KEYS, LEVELS, WINDOW, CodedTensor, StoredParts
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
-from actmat.checkpoints.side_files import SideFiles
+from actmat.checkpoints.view import CheckpointView
 from actmat.errors import CheckpointError
 
 BYTES_PER_ENTRY = 24
 """Memory while an entry is decoded: code, indices, scale and value as float32, and the result."""
 
 
-class QuantisedCheckpoint(Checkpoint):
+class QuantisedCheckpoint(CheckpointView):
     """The logical tensors of a checkpoint of codes, which is closed with it.
 
     Args:
@@ -30,12 +29,9 @@ class QuantisedCheckpoint(Checkpoint):
     """
 
     def __init__(self, inner: Checkpoint, coded: Iterable[CodedTensor], unused: Iterable[str] = ()) -> None:
-        self.inner = inner
-        self.location = inner.location
-        self.directory = inner.directory
+        super().__init__(inner)
         self.coded: Mapping[str, CodedTensor] = MappingProxyType({c.name: c for c in coded})
         self.unused = tuple(unused)
-        self.notes = inner.notes
         self._stored = StoredParts(inner)
         first = {c.parts[0]: c for c in self.coded.values()}
         hidden = {p for c in self.coded.values() for p in c.parts} | set(self.unused)
@@ -71,10 +67,6 @@ class QuantisedCheckpoint(Checkpoint):
             return self.inner.stored_specs(name)
         return tuple(self.inner.specs[part] for part in self.coded[name].parts)
 
-    def identity(self) -> tuple[FileIdentity, ...]:
-        """Identity of the weight files."""
-        return self.inner.identity()
-
     def read(self, name: str) -> Tensor:
         """The whole tensor, decoded."""
         spec = find_spec(self, name)
@@ -109,18 +101,6 @@ class QuantisedCheckpoint(Checkpoint):
     def handle(self) -> CheckpointHandle:
         """Address of the stored checkpoint: opening it finds the codes again."""
         return self.inner.handle()
-
-    def side_files(self) -> SideFiles:
-        """Files beside the weights."""
-        return self.inner.side_files()
-
-    def fetch_sidecars(self) -> Path | None:
-        """Local folder of config, tokenizer and processor files."""
-        return self.inner.fetch_sidecars()
-
-    def close(self) -> None:
-        """Close the stored checkpoint."""
-        self.inner.close()
 
     def _fill(self, coded: CodedTensor, start: int, out: memoryview) -> None:
         """Decode the rows that bytes `start : start + len(out)` lie in, a window at a time, never across matrices."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from actmat import plugins
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle
 from actmat.checkpoints.raw import check_range, find_spec, raw_bytes
-from actmat.checkpoints.side_files import SideFiles
+from actmat.checkpoints.view import CheckpointView
 
 FORMAT = "simulated"
 """Format of its handles, whose view is the scheme, the names and the handle of what it is made of."""
@@ -20,7 +19,7 @@ BYTES_PER_ENTRY = 24
 """Memory while a tensor is rounded."""
 
 
-class SimulatedCheckpoint(Checkpoint):
+class SimulatedCheckpoint(CheckpointView):
     """Tensors of a checkpoint, which is closed with it, rounded by a codec when they are read.
 
     Args:
@@ -30,31 +29,16 @@ class SimulatedCheckpoint(Checkpoint):
     """
 
     def __init__(self, inner: Checkpoint, names: Iterable[str], scheme: str) -> None:
-        self.inner, self._names, self._scheme = inner, frozenset(names), scheme
-        self._round = rounding(scheme)
-        self.location, self.directory, self.specs, self.aliases = (
-            inner.location,
-            inner.directory,
-            inner.specs,
-            inner.aliases,
-        )
-        self.unused, self.written_sidecars = inner.unused, inner.written_sidecars
+        super().__init__(inner)
+        self._names, self._scheme, self._round = frozenset(names), scheme, rounding(scheme)
+        self.specs, self.aliases, self.written_sidecars = inner.specs, inner.aliases, inner.written_sidecars
         self.notes = (*inner.notes, f"{len(self._names)} tensors are rounded to {scheme} and back as they are read")
         self._last = threading.local()
-
-    @property
-    def config(self) -> Mapping[str, Any] | None:
-        """Parsed `config.json`."""
-        return self.inner.config
 
     @property
     def written_config(self) -> Mapping[str, Any] | None:
         """See `Checkpoint`."""
         return self.inner.written_config
-
-    def identity(self) -> tuple[FileIdentity, ...]:
-        """Identity of every weight file."""
-        return self.inner.identity()
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, rounded."""
@@ -71,10 +55,6 @@ class SimulatedCheckpoint(Checkpoint):
             self._last.value, self._last.name = self.read(name), name
         out[:] = raw_bytes(self._last.value)[start : start + len(out)]
 
-    def prefetch(self, names: Iterable[str]) -> None:
-        """Pass the hint on."""
-        self.inner.prefetch(names)
-
     @property
     def buffer_bytes(self) -> int:
         """A tensor that a thread keeps, and its memory while it rounds it."""
@@ -86,18 +66,6 @@ class SimulatedCheckpoint(Checkpoint):
         return CheckpointHandle(
             inner.address, FORMAT, self.location, view=(self._scheme, tuple(sorted(self._names)), inner)
         )
-
-    def side_files(self) -> SideFiles:
-        """Files beside the weights."""
-        return self.inner.side_files()
-
-    def fetch_sidecars(self) -> Path | None:
-        """Local folder of config, tokenizer and processor files."""
-        return self.inner.fetch_sidecars()
-
-    def close(self) -> None:
-        """Close the stored checkpoint."""
-        self.inner.close()
 
 
 def rounding(scheme: str) -> Callable[[Tensor], Tensor]:

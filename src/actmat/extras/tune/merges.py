@@ -1,6 +1,6 @@
 """Merges at scale 1, in float32, kept on disk while candidates are tried: each choice is planned and merged once.
 
-Adapters are merged into adapters where the method has a low-rank form: the same deltas, in seconds and megabytes.
+Adapters are merged into adapters where the method has a low-rank form: the same deltas, in less time and space.
 
 The folder survives an interruption, and so do the merges that are complete.
 """
@@ -85,6 +85,10 @@ class Merges:
             options = method.resolve_options(choice.options)
             return method.why_dense(options, len(self.recipe.experts), choice.weights) is None
         return False  # planning says what is wrong
+
+    def whole_plan(self, choice: MergeChoice) -> MergePlan:
+        """The plan of a choice that was made as a merge of whole tensors: its own, or of an adapter a second one."""
+        return plan_recipe(recipe_of(self.recipe, choice)) if self.is_factored(choice) else self.plans[choice.key]
 
     def make(self, choices: Sequence[MergeChoice]) -> list[MergeChoice]:
         """Merge what is missing, all in one reading of the inputs; returns those that are there.

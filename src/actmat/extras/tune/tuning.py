@@ -47,7 +47,7 @@ from actmat.extras.tune.space import Candidate, MergeChoice, Space, make_space
 from actmat.planning.model import MergePlan
 from actmat.recipe import Recipe
 from actmat.recipe.output import Vocabulary
-from actmat.run import plan_recipe, run_recipes
+from actmat.run import run_recipes
 from actmat.run.automatic import named
 from actmat.settings import RunSettings
 
@@ -311,7 +311,7 @@ class _Search:
         for note in notes_on_space(self.space, choices):
             self.say(note)
         folder = self.work / "directions" if memory.held == "files" else None
-        live, groups = open_live(plan_recipe(recipe_of(recipe, choices[0])), self.space.groups, self.loader, folder)
+        live, groups = open_live(merges.whole_plan(choices[0]), self.space.groups, self.loader, folder)
         evaluator = self._evaluator(live, merges, asked, memory)
         trials = self._trials(choices, asked, groups, evaluator)
         least = self.settings.least_agreement
