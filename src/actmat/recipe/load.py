@@ -93,6 +93,7 @@ def recipe_yaml(recipe: Recipe) -> str:
     base: base
     experts:
     - path: math
+    method: actmat
     """
     data = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"out"})
     return printable_yaml(data)

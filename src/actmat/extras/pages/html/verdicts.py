@@ -148,7 +148,7 @@ class _Sizes:
 def summary(diagnosis: Diagnosis) -> Markup:
     """The verdict, with its reasons beside it; numbers of the run below."""
     found = findings(diagnosis)
-    kind = "bad" if any(c.severity == "issue" for c in found) else "tip" if found else "plain"
+    kind = "bad" if any(c.severity == "issue" for c in found) else "tip" if found else "calm"
     sizes = _Sizes.of(diagnosis) if diagnosis.measures else None
     reasons = [_size(sizes)] if sizes is not None else []
     lists = el("div", _worst(diagnosis), _checks(diagnosis, found), _next(found))
