@@ -65,10 +65,10 @@ def test_few_tensors_of_the_wrong_size_do_not_make_the_whole_merge_long() -> Non
         ([SIZE], "tip", "No issue; the checks have 1 tip."),
         (
             [{**SIZE, "verdict": "muted"}],
-            "plain",
+            "calm",
             "No check found a fault in the weights. Whether the model answers well",
         ),
-        ([], "plain", "No checks ran."),
+        ([], "calm", "No checks ran."),
     ],
 )
 def test_the_page_leads_with_what_the_checks_found(checks: list[dict[str, Any]], kind: str, words: str) -> None:
@@ -153,7 +153,7 @@ def test_a_map_whose_cells_are_all_alike_is_one_sentence() -> None:
 def test_names_break_between_words_only() -> None:
     assert str(el("i", *dotted("layers.0.self_attn/q"))) == "<i>layers.0.<wbr>self_attn/<wbr>q</i>"
     assert dotted("a.vector_to_single_lstm")[2::2] == ["vector_", "to_", "single_", "lstm"]
-    assert dotted("plain") == ["plain"]
+    assert dotted("calm") == ["plain"]
 
 
 def test_labels_at_the_ends_of_lines_do_not_overlap() -> None:
