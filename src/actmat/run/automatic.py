@@ -14,6 +14,7 @@ from typing import Any, Literal
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import CheckpointError, RecipeError
 from actmat.experts.resolve import needs_base, open_adapter
+from actmat.planning.choose import WHOLE
 from actmat.recipe import Recipe
 from actmat.recipe.values import leaves
 
@@ -111,7 +112,7 @@ def _chosen(recipe: Recipe, are_adapters: list[bool]) -> tuple[str, dict[str, An
     if len(are_adapters) == 1:
         return (
             "task_arithmetic",
-            {"scaling": 1.0},
+            dict(WHOLE),
             "one expert: task_arithmetic with scaling=1, which adds its delta, times its weight",
         )
     if full and not recipe.base:

@@ -21,7 +21,7 @@ OBEYED = frozenset(
         *("peft_type", "peft_version", "base_model_name_or_path", "auto_mapping"),
         *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
         *("target_modules", "target_parameters", "bias", "init_lora_weights"),
-        *("lora_B_layout", "unsloth_fused_expert_lora"),
+        *("lora_B_layout", "unsloth_fused_expert_lora", "ensure_weight_tying"),
     }
 )
 
@@ -42,7 +42,6 @@ IRRELEVANT: Mapping[str, str] = {
     "qalora_group_size": "of use_qalora",
     "megatron_core": "of megatron_config",
     "runtime_config": "where it is computed",
-    "ensure_weight_tying": "tied names are one tensor of the base",
     "merge_weights": "of PEFT 0.2: when it merged",
 }
 """Field -> the reason why no delta depends on it."""
