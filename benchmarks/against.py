@@ -135,7 +135,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--expected", metavar="NAME[,NAME]", default="", help="merges whose weights may differ")
     parser.add_argument("--size", choices=("small", "medium"), default="small", help="60 M or 0.26 B parameters")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of runs of each merge")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="default: results/against.json")
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE", help="default: results/against.json, of speed alone against_speed.json"
+    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep inputs and outputs of `bytes` in this folder")
     return parser
 
@@ -181,7 +183,8 @@ def main() -> None:
             print("\n" + speed_table(timed))
         more = {"old": trees[0].label, "new": trees[1].label, "bytes": compared}
     rows, columns = (timed, COLUMNS) if timed else (compared, BYTE_COLUMNS)
-    print(write_result("against", rows, given.results or RESULTS / "against.json", **more, columns=columns))
+    name = "against_speed" if given.only == "speed" else "against"  # neither half wipes the record of the other
+    print(write_result("against", rows, given.results or RESULTS / f"{name}.json", **more, columns=columns))
     sys.exit(any(row["verdict"] not in PASSES for row in compared))
 
 
