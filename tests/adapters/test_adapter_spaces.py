@@ -62,6 +62,8 @@ GIVEN: list[dict[str, Any]] = [
     {"space": "core", "method": "tsv", "post": ["isotropise"], "postprocess": {"norm_cap": 0.5}},
     {"space": "factors", "method": "ties", "options": {"density": 0.4}, "post": "esm"},
     {"space": "factors", "method": "dare", "options": {"density": 0.5}, "seed": 3},
+    {"space": "pico", "method": "cart", "post": "svc"},
+    {"space": "pico_unscaled", "method": "dc_merge", "postprocess": {"norm_cap": 0.5}},
     {"method": "task_arithmetic", "post": ["svc", "subspace_boosting", "esm"]},
 ]
 

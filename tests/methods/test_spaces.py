@@ -40,7 +40,7 @@ COUNTING = {"tsv", "iso_c", "iso_cts", "actmat_ridge", "actmat_bounded", "dc_mer
 """Methods with ranks or means over the sides of the matrix: directions per expert, mean singular or eigenvalue."""
 
 IN_CORE = [
-    m for m in all_methods() if m.name != "adamerging" and not space_problems("core", m, m.resolve_options({}))
+    m for m in all_methods() if m.name != "adamerging" and not space_problems("core", m, m.resolve_options({}), 3)
     and m.max_experts is None
 ]  # fmt: skip
 
@@ -171,10 +171,10 @@ def test_records_tell_the_core_and_both_sides() -> None:
 )
 def test_methods_that_a_space_has_no_place_for(space: Any, method: str, options: dict[str, Any], words: str) -> None:
     chosen = get_method(method)
-    (problem,) = space_problems(space, chosen, chosen.resolve_options(options))
+    (problem,) = space_problems(space, chosen, chosen.resolve_options(options), 3)
     assert words in problem
     assert f"'{method}'" in problem
-    assert space_problems("full", chosen, chosen.resolve_options(options)) == []
+    assert space_problems("full", chosen, chosen.resolve_options(options), 3) == []
     if method != "regmean" and not chosen.uses_base(chosen.resolve_options(options)):
         with pytest.raises(RecipeError, match="cannot merge in this space"):
             merge_matrices(method, adapters(ranks=(2, 2)), space=space, **options)
@@ -185,9 +185,9 @@ def test_wrong_arguments_are_told() -> None:
     other: Any = {"space": "kernel"}
     with pytest.raises(RecipeError, match=r"expert 0 \(counted from 0\) is Tensor"):
         merge_matrices("ties", dense(pairs), space="core")
-    with pytest.raises(RecipeError, match="go with space='core'"):
+    with pytest.raises(RecipeError, match="go with another space, such as 'core'"):
         merge_matrices("ties", pairs)
-    with pytest.raises(RecipeError, match="space is 'full', 'core' or 'factors'; got 'kernel'"):
+    with pytest.raises(RecipeError, match="space is one of full, core, factors, pico, pico_unscaled; got 'kernel'"):
         merge_matrices("ties", pairs, **other)
     with pytest.raises(AlignmentError, match=r"ranks differ: \[2, 3\]"):
         merge_matrices("ties", pairs, space="factors")

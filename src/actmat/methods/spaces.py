@@ -1,11 +1,14 @@
-"""Spaces in which the deltas of adapters can be merged, for any method: the core space, and the factors themselves.
+"""Spaces in which the deltas of adapters can be merged: the core space, the factors themselves, calibrated factors.
 
     full      the method sees the deltas `D_t = b_t a_t`, dense or in an exact low-rank form of its own
     core      it sees `M_t = U^T b_t a_t V`, and `D* = U M V^T`: `U` and `V` are singular vectors of all `b_t` side by
               side and of all `a_t` one below the other
     factors   it sees `b_1 .. b_T`, then `a_1 .. a_T`, and `D* = b a`
+    pico      it sees `S b_t a_t`, where `S` damps output directions that the `b_t` share, and `D*` gets the mean norm
+              of the experts' deltas; `pico_unscaled` leaves it the norm that the method gives
 
 Core space: A. Panariello et al., "Accurate and Efficient Low-Rank Model Merging in Core Space", NeurIPS 2025.
+Pico: Y. Tang and Y. Yang, "Crowded in B-Space: Calibrating Shared Directions for LoRA Merging", 2026, arXiv:2604.16826.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `R` rank, `P`, `Q` sides of the core, at most `sum_t R_t`.
 """
@@ -14,17 +17,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from actmat.linalg.lapack import retry_stats
-from actmat.linalg.lowrank import LowRank, core_bases
+from actmat.linalg.lapack import economy_svd, retry_stats
+from actmat.linalg.lowrank import LowRank, core_bases, frobenius_norm
 from actmat.methods.contract import MergeMethod
 from actmat.methods.facets import MergedLowRank
 from actmat.methods.post.contract import Step, apply_steps, apply_steps_lowrank
 
-Space = Literal["full", "core", "factors"]
+Space = Literal["full", "core", "factors", "pico", "pico_unscaled"]
+
+CALIBRATED: frozenset[Space] = frozenset({"pico", "pico_unscaled"})
+KEEP_ROWS: frozenset[Space] = CALIBRATED | {"full"}
+"""Spaces in which a method sees every delta with its own row space."""
 
 ROTATIONS = frozenset({"left_orthogonal", "right_orthogonal"})
 """Laws of a method that is the same in every basis of the rows and of the columns."""
@@ -80,11 +88,52 @@ def merge_in_factors(
     return MergedLowRank(changed.value, {**sides, **changed.stats})
 
 
-MERGE_IN: Mapping[Space, Callable[..., MergedLowRank]] = {"core": merge_in_core, "factors": merge_in_factors}
+def merge_calibrated(
+    method: MergeMethod,
+    deltas: Sequence[LowRank],
+    needs: Mapping[str, Any],
+    options: Mapping[str, Any],
+    steps: Sequence[Step] = (),
+    *,
+    rescale: bool = True,
+) -> MergedLowRank:
+    """`D* = g method(S b_1 a_1, .., S b_T a_T)`, with less of the output directions that many experts share.
+
+        [b_1 .. b_T] = U diag(s) V^T,   c = s^2 / sum s^2,   S = I + U (diag(1 / (1 + (T - 1) c)) - I) U^T
+
+    and `g = mean_t ||D_t|| / ||D||` for the merged delta `D`, or 1 without `rescale`. `T` counts the experts that have
+    a delta; a single one is not changed. `S` depends on the norms of the columns of `b_t`: `(b g, a / g)` is the same
+    delta with another share. Cost `O(O R'^2)` with `R' = sum_t R_t` on top of the method's.
+    """
+    present = [d for d in deltas if bool(d.b_OR.any()) and bool(d.a_RI.any())]
+    if not present:
+        return MergedLowRank(deltas[0], {})
+    svd = economy_svd(torch.cat([d.b_OR for d in present], dim=-1))
+    shares_R = svd.s_R.square() / svd.s_R.square().sum()
+    damping_R = 1 / (1 + (len(present) - 1) * shares_R)
+    calibrated = [LowRank(d.b_OR + svd.u_MR @ ((damping_R - 1)[:, None] * (svd.u_MR.mT @ d.b_OR)), d.a_RI)
+                  for d in deltas]  # fmt: skip
+    assert method.lowrank is not None, "methods without a form on factors are refused"
+    merged = method.lowrank.merge(calibrated, **needs, **options)
+    changed = apply_steps_lowrank(merged.value, calibrated, steps)
+    stats = {**merged.stats, **changed.stats, "least_damping": float(damping_R.min()), **retry_stats(svd.retries)}
+    norm = frobenius_norm(changed.value)
+    if not rescale or norm == 0:
+        return MergedLowRank(changed.value, stats)
+    gain = sum(map(frobenius_norm, present)) / len(present) / norm
+    return MergedLowRank(LowRank(changed.value.b_OR * gain, changed.value.a_RI), {**stats, "gain": gain})
+
+
+MERGE_IN: Mapping[Space, Callable[..., MergedLowRank]] = {
+    "core": merge_in_core,
+    "factors": merge_in_factors,
+    "pico": merge_calibrated,
+    "pico_unscaled": partial(merge_calibrated, rescale=False),
+}
 """Merges of the deltas of one matrix in spaces other than the full one, which has the method's own forms."""
 
 
-def space_problems(space: Space, method: MergeMethod, options: Mapping[str, Any]) -> list[str]:
+def space_problems(space: Space, method: MergeMethod, options: Mapping[str, Any], n_experts: int) -> list[str]:
     """Reasons why a method cannot work in a space, one sentence each without a full stop."""
     if space == "full":
         return []
@@ -100,6 +149,11 @@ def space_problems(space: Space, method: MergeMethod, options: Mapping[str, Any]
             f"{where}: method '{method.name}' wants a pass over the whole model with these options, and surveys see "
             "full deltas; rank within each tensor instead (-o trim=tensor)"
         )
+    if space in CALIBRATED and (why_dense := method.why_dense(options, n_experts)):
+        problems.append(
+            f"{where}: only factors are calibrated, and {why_dense}; take a method that merges factors, such as "
+            "dc_merge, cart, tsv or average"
+        )
     if space == "factors" and method.acts_on == "matrix":
         problems.append(
             f"{where}: method '{method.name}' acts on linear maps, and a factor is half of one; take 'space: core', or "
@@ -114,6 +168,9 @@ def space_words(space: Space, method: MergeMethod, options: Mapping[str, Any]) -
         return ""
     if space == "factors":
         return " of A and of B apart (not the rule on deltas: their product mixes experts)"
+    if space in CALIBRATED:
+        size = " and given the experts' mean norm" if space == "pico" else ""
+        return f" of deltas whose shared output directions are damped (Pico){size}"
     sums = method.combine is not None or (method.lowrank is not None and method.acts_on == "elementwise")
     if sums and not method.uses_base(options):
         return " in the core space (equal to the full space)"

@@ -14,6 +14,7 @@ from actmat.errors import AlignmentError, CheckpointError
 from actmat.experts.base import Expert
 from actmat.experts.lora.adapter import Adapter
 from actmat.methods import METHODS, get_method
+from actmat.methods.spaces import KEEP_ROWS
 from actmat.methods.user import method_version
 from actmat.planning.adapter.extraction import plan_extraction
 from actmat.planning.adapter.modules import plan_modules
@@ -132,7 +133,7 @@ def _weight_notes(items: Sequence[Item]) -> list[str]:
     """Weights that were given and cannot matter: the ranks of adapters leave their row spaces independent."""
     given = {i.name: i.call for i in items if i.call is not None and len(set(i.call.weights or ())) > 1}
     calls = {n: c for n, c in given.items() if get_method(c.method).meets_all(c.options) and min(c.weights or ()) > 0}
-    vain = [i for i in items if i.name in calls and calls[i.name].space == "full" and _has_independent_rows(i)]
+    vain = [i for i in items if i.name in calls and calls[i.name].space in KEEP_ROWS and _has_independent_rows(i)]
     if not vain:
         return []
     methods = ", ".join(dict.fromkeys(calls[i.name].method for i in vain))

@@ -218,7 +218,7 @@ class Chooser:
             self.problems.append(
                 f"{where}method '{name}' takes no weights, so that 'normalize' has no meaning: drop it"
             )
-        self.problems.extend(where + p for p in space_problems(self.recipe.space, method, template.options))
+        self.problems.extend(where + p for p in space_problems(self.recipe.space, method, template.options, n_experts))
         return template
 
     def _patterns(self, texts: tuple[str, ...], where: str) -> list[tuple[str, Callable[[str], bool]]]:

@@ -204,10 +204,10 @@ class Recipe(Strict):
         default="token",
         description="what an expert's Gram is divided by: its tokens, its samples (long inputs count more), or nothing",
     )
-    space: Annotated[Literal["full", "core", "factors"], Flag()] = Field(
+    space: Annotated[Literal["full", "core", "factors", "pico", "pico_unscaled"], Flag()] = Field(
         default="full",
         description="space in which the deltas of adapters are merged: as they are (full), in the core space of their "
-        "factors (core), or A and B each by itself (factors)",
+        "factors (core), A and B each by itself (factors), or with less of what the B share (pico, pico_unscaled)",
     )
     post: Annotated[
         tuple[PostRef, ...],

@@ -41,7 +41,7 @@ def merge_matrices(
         statistics: kind ("gram", "fisher") -> one tensor per expert, for methods that need them.
         weights: one per expert, for methods that take them.
         generator: CPU generator of random methods; default: seeded with 0.
-        space: in which deltas of adapters are merged, see `methods.spaces`: "full", "core" or "factors".
+        space: in which deltas of adapters are merged, see `methods.spaces`.
         post: steps of post-processing, in this order: "svc", "svc:alpha=0.1" or {"name": "svc", "options": {...}}.
             Those over layers (`larv`, `esm`) need a whole model.
         options: options of the method.
@@ -137,11 +137,11 @@ def _pairs(deltas: Sequence[Any], space: Space) -> list[LowRank]:
         RecipeError: another space, or deltas that are no pairs.
         AlignmentError: products of different shapes, or ranks that do not go together.
     """
-    if space not in ("full", "core", "factors"):
-        raise RecipeError(f"merge_matrices: space is 'full', 'core' or 'factors'; got {space!r}.")
+    if space != "full" and space not in MERGE_IN:
+        raise RecipeError(f"merge_matrices: space is one of {', '.join(('full', *MERGE_IN))}; got {space!r}.")
     if space == "full":
         if any(not isinstance(d, Tensor) for d in deltas):
-            raise RecipeError("merge_matrices: pairs (b, a) go with space='core' or space='factors'; pass b @ a.")
+            raise RecipeError("merge_matrices: pairs (b, a) go with another space, such as 'core'; pass b @ a.")
         return []
     if not deltas:
         raise RecipeError("merge_matrices: there are no deltas to merge.")
@@ -167,7 +167,7 @@ def _merge_pairs(
     steps: Sequence[Step],
 ) -> Tensor:
     """The merged delta of factors, multiplied out."""
-    problems = space_problems(space, method, options)
+    problems = space_problems(space, method, options, len(pairs))
     if problems:
         raise RecipeError(f"'{method.name}' cannot merge in this space.", problems)
     dtype = pairs[0].b_OR.dtype
