@@ -1,0 +1,99 @@
+"""SSR-Merge: least squares on the layers' outputs within the inputs that the experts read.
+
+Z. Wei et al., "SSR-Merge: Subspace Signal Routing for Training-Free LoRA Merging in Diffusion Models", ICML 2026,
+arXiv:2606.10617.  Shapes: `T` experts, `O` out_features, `I` in_features, `R` rank of the joint row space.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from actmat.linalg import operations as ops
+from actmat.linalg.lapack import eigh, retry_stats
+from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
+from actmat.linalg.singular import joint_basis
+from actmat.linalg.svd import RANK_RTOL, svd_workspace
+from actmat.methods._shared.per_matrix import in_cores
+from actmat.methods.contract import Bounds, MergeMethod
+from actmat.methods.facets import About, Cost, Merged
+
+
+def merge(
+    deltas: Sequence[Tensor],
+    rows_IQ: Tensor | None = None,
+    *,
+    statistics: Mapping[str, Sequence[Tensor]],
+    ridge: Annotated[float, Bounds(0)] = 1e-4,
+) -> Merged:
+    """`D* = (sum_t D_t G_t V) (V^T G V + ridge m I)^+ V^T`, `G = sum_t G_t`, `m` the mean eigenvalue of `V^T G V`.
+
+    The columns of `V` span the rows of all deltas (of adapters, of all `A_t`). With `ridge=0` it minimises
+    `sum_t E ||(D - D_t) z_t||^2` over all `D` whose rows lie in that span; `regmean` minimises it over all `D`. The
+    statistics that it needs are `V^T G_t V`, of the size of the ranks. float64 inside.
+
+    Args:
+        rows_IQ: basis in which the deltas are given, for the low-rank form: cores instead of deltas.
+        ridge: of the system, in units of its mean eigenvalue. In the authors' code it is absolute, and the basis is
+            that of the stored `A_t`.
+    """
+    grams = [g.to(torch.float64) for g in statistics["gram"]]
+    if rows_IQ is not None:
+        grams = [rows_IQ.mT @ g @ rows_IQ for g in grams]
+    basis = joint_basis([d.mT for d in deltas])
+    v_IR, on_R = basis.u_OR, basis.on_R
+    right_OR, system_RR = None, None
+    for delta_OI, gram_II in zip(deltas, grams, strict=True):
+        seen_IR = gram_II @ v_IR
+        moved_OR = delta_OI.to(torch.float64) @ seen_IR
+        right_OR = moved_OR if right_OR is None else right_OR + moved_OR
+        system_RR = v_IR.mT @ seen_IR if system_RR is None else system_RR + v_IR.mT @ seen_IR
+    assert right_OR is not None
+    assert system_RR is not None
+    values_R, vectors_RR, retries = eigh((system_RR + system_RR.mT) / 2)
+    level = values_R.clamp(min=0).sum(-1, keepdim=True) / on_R.sum(-1, keepdim=True).clamp(min=1)
+    top = values_R[..., -1:] if values_R.shape[-1] else level
+    kept_R = values_R > RANK_RTOL**2 * top  # squares of what counts as a direction
+    inverse_R = torch.where(kept_R, values_R + ridge * level, torch.inf).reciprocal()
+    value_OI = (right_OR @ (vectors_RR * inverse_R.unsqueeze(-2))) @ vectors_RR.mT @ v_IR.mT
+    stats = {"rank_max": v_IR.shape[-1], **retry_stats([*basis.retries, *retries])}
+    return Merged(value_OI.to(deltas[0].dtype), stats)
+
+
+def _in_rows(deltas: Sequence[LowRank]) -> tuple[CommonBases, Tensor]:
+    bases = common_bases(deltas)
+    return bases, bases.q_IQ
+
+
+def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
+    *batch, n_out, n_in = shape
+    return math.prod(batch) * (svd_workspace(n_in, n_in) + 8 * n_in * n_in + 8 * n_out * n_in)
+
+
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
+    *batch, n_out, n_in = shape
+    rank = min(n_experts * n_out, n_in)
+    each = [ops.gram(n_in, n_out), ops.product(n_in, rank, n_in), ops.product(n_out, rank, n_in),
+            ops.product(rank, rank, n_in)]  # fmt: skip
+    whole = [ops.eigh(n_in), ops.eigh(rank), ops.product(n_out, rank, rank), ops.product(n_out, n_in, rank)]
+    return ops.repeated([*ops.repeated(each, n_experts), *whole], math.prod(batch))
+
+
+SSR = MergeMethod(
+    "ssr",
+    merge,
+    "matrix",
+    About(
+        "Least squares on every layer's outputs within the span of the experts' rows (of LoRA, of all A).",
+        "D* = (sum_t D_t G_t V) (V^T G V + ridge m I)^+ V^T, V: joint row space",
+        "Wei et al., SSR-Merge, ICML 2026, arXiv:2606.10617",
+    ),
+    laws=frozenset({"permutation", "homogeneous", "odd", "left_orthogonal", "zeros"}),
+    lowrank=in_cores(merge, site_of=_in_rows),
+    cost=Cost("(3T + 4) N^3", workspace=_workspace, operations=_operations),
+    needs_statistics=("gram",),
+)
