@@ -60,7 +60,7 @@ def merge(
     kept_R = values_R > RANK_RTOL**2 * top  # squares of what counts as a direction
     inverse_R = torch.where(kept_R, values_R + ridge * level, torch.inf).reciprocal()
     value_OI = (right_OR @ (vectors_RR * inverse_R.unsqueeze(-2))) @ vectors_RR.mT @ v_IR.mT
-    stats = {"rank_max": v_IR.shape[-1], **retry_stats([*basis.retries, *retries])}
+    stats: dict[str, int | str] = {"rank_max": v_IR.shape[-1], **retry_stats([*basis.retries, *retries])}
     return Merged(value_OI.to(deltas[0].dtype), stats)
 
 
