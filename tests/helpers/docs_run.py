@@ -21,12 +21,11 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 import textwrap
-import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.helpers.forks import actmat_in_fork
 from tests.helpers.repository import SOURCES
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w+-]*)")
@@ -225,39 +224,11 @@ def _console(name: str, code: str, line: int, outputs: dict[int, list[str]]) -> 
     for command in commands(code):
         plain = command.text.replace("\\\n", " ")
         simple = plain.startswith("actmat ") and not set(plain) & set("|&;<>$`()*?\n")
-        done = _actmat(shlex.split(plain)) if simple else _bash(command.text)
+        done = actmat_in_fork(shlex.split(plain)) if simple else _bash(command.text)
         rows = [piece for row in done.stdout.splitlines() for piece in _fold(row) or [""]]
         outputs[line + command.line] = _stripped([row.rstrip() for row in rows])
         if done.returncode:
             sys.exit(f"{name}:{line}: exit status {done.returncode} of\n{command.text}\n{done.stdout}")
-
-
-def _actmat(argv: list[str]) -> subprocess.CompletedProcess[str]:
-    """The command line in a fork of this process, which has torch loaded: what a new one needs most of its time for."""
-    with tempfile.TemporaryFile("w+") as stream:
-        sys.stdout.flush()
-        child = os.fork()
-        if child == 0:
-            os.dup2(stream.fileno(), 1)
-            os.dup2(stream.fileno(), 2)
-            status = 1
-            try:
-                sys.argv = argv
-                from actmat.cli.main import main
-
-                main()
-                status = 0
-            except SystemExit as stop:
-                status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-            finally:
-                if sys.exc_info()[0] is not None:  # not an exit: a failure, which the page's log shows
-                    traceback.print_exc()
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        stream.seek(0)
-        return subprocess.CompletedProcess(argv, status, stream.read())
 
 
 def _fold(row: str) -> list[str]:

@@ -7,12 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.forks import ForkServer
 from tests.helpers.merging import save_checkpoint
 from tests.helpers.repository import ROOT
 
@@ -141,27 +143,34 @@ toy = actmat_toy:Executor
 
 
 class Shell:
-    """`actmat` in processes of their own, with the given folders first on the path."""
+    """`actmat` with the given folders first on the path, in forks of a process that has loaded the core."""
 
     def __init__(self, folder: Path, *path: Path) -> None:
         self.folder = folder
         self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "COLUMNS": "300"}
+        self._server = ForkServer(folder, self.environment, ["torch", "actmat.run", "actmat.cli.main"])
 
-    def python(self, code: str, *arguments: object, fails: bool = False) -> str:
+    def python(self, code: str, *arguments: object) -> str:
+        """A new process, which has loaded nothing."""
         command = [sys.executable, "-c", code, *map(str, arguments)]
         done = subprocess.run(
             command, capture_output=True, text=True, env=self.environment, cwd=self.folder, timeout=300, check=False
         )
-        said = " ".join((done.stdout + done.stderr).split())
+        assert done.returncode == 0, done.stdout + done.stderr
+        return " ".join((done.stdout + done.stderr).split())
+
+    def actmat(self, *arguments: object, fails: bool = False) -> str:
+        done = self._server.actmat(*arguments)
+        said = " ".join(done.stdout.split())
         assert (done.returncode != 0) is fails, said
         return said
 
-    def actmat(self, *arguments: object, fails: bool = False) -> str:
-        return self.python("from actmat.cli.main import main; main()", *arguments, fails=fails)
+    def close(self) -> None:
+        self._server.close()
 
 
 @pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     """The package with its extras removed."""
     folder = tmp_path_factory.mktemp("core")
     shutil.copytree(
@@ -169,7 +178,9 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Shell:
     )
     for name, k in (("base", 0.0), ("a", 1.0), ("b", 2.0)):
         save_checkpoint(folder / name, {"w": torch.full((4, 4), k)})
-    return Shell(folder, folder / "src")
+    shell = Shell(folder, folder / "src")
+    yield shell
+    shell.close()
 
 
 MERGE = ("-b", "base", "-e", "a", "-e", "b", "-m", "average", "--scope", "all", "--threads", "1")
@@ -262,7 +273,7 @@ def test_a_codec_a_family_and_a_store_of_removed_extras_are_named(core: Shell) -
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     """A distribution outside of the repository that adds one of each."""
     folder = tmp_path_factory.mktemp("toy")
     site = folder / "site"
@@ -280,7 +291,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Shell:
     (folder / "read").mkdir()
     (folder / "read" / "adapter_config.json").write_text(json.dumps({"peft_type": "TOY"}))
     save_file({"base_model.model.toy": torch.ones(4, 4)}, folder / "read" / "adapter_model.safetensors")
-    return Shell(folder, site, ROOT / "src")
+    shell = Shell(folder, site, ROOT / "src")
+    yield shell
+    shell.close()
 
 
 def merged(toy: Shell, out: str, *arguments: object) -> float:
