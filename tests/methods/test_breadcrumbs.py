@@ -63,3 +63,12 @@ def test_one_fraction_per_expert() -> None:
     )
     with pytest.raises(RecipeError, match="'gamma' is a list of 3"):
         call(BREADCRUMBS, deltas, gamma=[0.1, 0.1, 0.1])
+
+
+def test_rescaled_deltas_have_their_l1_norm_back() -> None:
+    rng = torch.Generator().manual_seed(5)
+    delta = torch.randn((12, 10), generator=rng, dtype=torch.float64)
+    plain = BREADCRUMBS.merge([delta], density=0.5, gamma=0.1, scaling=1.0).value
+    found = BREADCRUMBS.merge([delta], density=0.5, gamma=0.1, scaling=1.0, rescale="l1").value
+    assert torch.equal(found != 0, plain != 0)
+    assert float(found.abs().sum()) == pytest.approx(float(delta.abs().sum()), rel=1e-12)

@@ -75,21 +75,22 @@ def test_the_base_is_looked_at_exactly_where_it_is_declared(method: MergeMethod)
     assert (method.parameters["base"].default is None) == callable(method.access.base)
     experts = Experts.random(2, (4, 11))  # fewer rows than inputs, and an input that no data has: singular sums
     experts.deltas[1][0] = -2 * experts.deltas[0][0]  # and rows in conflict
+    deltas = experts.deltas[: usable_experts(method, 2)]
     seen = torch.ones(11, dtype=torch.float64)
     seen[0] = 0
-    grams = [g * seen * seen.unsqueeze(1) for g in experts.statistics["gram"]]
+    grams = [g * seen * seen.unsqueeze(1) for g in experts.statistics["gram"][: len(deltas)]]
     given = {"statistics": experts.statistics | {"gram": grams}, "survey": None}
     flags = [{n: not o.default} for n, o in method.options.items() if o.type is bool]
     for variant in [{}, *flags, *literal_variants(method)]:
         options = method.resolve_options(variant)
         if method.uses_base(options):
-            moved = call(method, experts.deltas, options, base=experts.base + 1, **given).value
-            assert not torch.equal(moved, call(method, experts.deltas, options, base=experts.base, **given).value)
+            moved = call(method, deltas, options, base=2 * experts.base + 1, **given).value
+            assert not torch.equal(moved, call(method, deltas, options, base=experts.base, **given).value)
             with pytest.raises(RecipeError, match="needs the base"):
-                call(method, experts.deltas, options, base=None, **given)
+                call(method, deltas, options, base=None, **given)
         else:
-            with_base = call(method, experts.deltas, options, base=experts.base, **given).value
-            assert torch.equal(call(method, experts.deltas, options, base=None, **given).value, with_base)
+            with_base = call(method, deltas, options, base=experts.base, **given).value
+            assert torch.equal(call(method, deltas, options, base=None, **given).value, with_base)
 
 
 @pytest.mark.parametrize("method", [m for m in all_methods() if m.access.baseless], ids=lambda m: m.name)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from tests.helpers.experts import Experts
-from tests.tolerances import relative_error
+from tests.tolerances import F64_ORACLE, relative_error
 from torch import Tensor
 
 from actmat.extras.research.karcher import merge, sphere_mean
@@ -86,3 +86,21 @@ def test_experts_without_a_direction_are_left_out_of_it_but_not_of_the_norm() ->
 def test_weights_must_have_a_positive_sum() -> None:
     with pytest.raises(ValueError, match="positive sum"):
         merge([torch.ones(2), torch.ones(2)], base=torch.ones(2), weights=[1.0, -1.0])
+
+
+def test_no_step_is_the_direction_of_the_mean_of_the_unit_vectors() -> None:
+    experts = Experts.random(3, (6, 5))
+    share = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+    units = [d / d.norm() for d in experts.deltas]
+    pole = sum(w * u for w, u in zip(share, units, strict=True))
+    expected = pole / pole.norm() * sum(w * d.norm() for w, d in zip(share, experts.deltas, strict=True))
+    found = merge(experts.deltas, weights=[5.0, 2.0, 3.0], max_iter=0, of="deltas")
+    assert relative_error(found.value, expected) <= F64_ORACLE
+    with pytest.raises(ValueError, match="the base is no delta"):
+        merge(experts.deltas, of="deltas", include_base=True)
+
+
+def test_of_deltas_is_of_weights_from_a_zero_base() -> None:
+    experts = Experts.random(3, (6, 5))
+    expected = merge(experts.deltas, base=torch.zeros(6, 5, dtype=torch.float64))
+    assert relative_error(merge(experts.deltas, of="deltas").value, expected.value) <= F64_ORACLE

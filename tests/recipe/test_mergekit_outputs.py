@@ -25,11 +25,6 @@ CASES: dict[str, dict[str, Any]] = {c["name"]: c for c in SET["cases"]}
 
 REFUSED = {  # mergekit merges these; actmat says why it does not
     "linear_zero_sum": "expected weights with a sum other than 0",
-    "nuslerp": "weights that differ from tensor to tensor has no counterpart",
-    "nuslerp_base_rowwise": "nuslerp of deltas",
-    "arcee_fusion": "mergekit's 'arcee_fusion' has no counterpart",
-    "multislerp": "mergekit's 'multislerp' has no counterpart",
-    "multislerp_base": "mergekit's 'multislerp' has no counterpart",
 }
 FAILING = {  # mergekit fails too
     "err_missing_weight": "method 'ties' needs 'weight' for every tensor",
@@ -169,3 +164,16 @@ def test_every_configuration_is_in_one_group() -> None:
     assert sorted([*MERGED, *random, *REFUSED, *FAILING]) == sorted(CASES)
     assert {n for n, c in CASES.items() if c["exit"]} == set(FAILING)
     assert set(EXACT) | set(ROUNDED) <= set(MERGED)
+
+
+def test_a_switch_by_tensor_gives_what_each_value_gives(merge: Merge) -> None:
+    def text(normalize: str) -> str:
+        models = "[{model: ./a, parameters: {weight: 0.7, density: 0.3}}, {model: ./b, parameters: {weight: 0.4}}]"
+        given = f"{{normalize: {normalize}, density: 0.6}}"
+        return f"{{merge_method: ties, base_model: ./base, models: {models}, parameters: {given}, dtype: float32}}"
+
+    mixed = merge("mixed", text("[{filter: mlp, value: false}, {value: true}]"))
+    summed, averaged = merge("summed", text("false")), merge("averaged", text("true"))
+    for name, found in mixed.items():
+        assert torch.equal(found, (summed if "mlp" in name else averaged)[name]), name
+    assert not torch.equal(*(some["model.layers.0.mlp.up_proj.weight"] for some in (summed, averaged)))

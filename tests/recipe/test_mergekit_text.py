@@ -172,11 +172,45 @@ def test_normalize_is_the_recipes(method: str) -> None:
     assert converted(text)["normalize"] is True
 
 
-def test_nuslerp_of_plain_weights_is_slerp() -> None:
+def test_nuslerp_is_of_weights_or_of_deltas() -> None:
     models = "[{model: a, parameters: {weight: 0.25}}, {model: b, parameters: {weight: 0.75}}]"
     fields = converted(f"{{merge_method: nuslerp, models: {models}}}")
-    assert (fields["method"], fields["options"]) == ("slerp", {"t": 0.75})
-    assert [e["path"] for e in fields["experts"]] == ["a", "b"]
+    assert (fields["method"], fields["options"]) == ("nuslerp", {"of": "weights", "along": "tensor"})
+    assert [e["weight"] for e in fields["experts"]] == [0.25, 0.75]
+    fields = converted(
+        f"{{merge_method: nuslerp, base_model: c, models: {models}, parameters: {{nuslerp_flatten: false}}}}"
+    )
+    assert fields["base"] == "c"
+    assert fields["options"] == {"of": "deltas", "along": "rows"}
+
+
+def test_multislerp_is_no_step_of_the_karcher_mean() -> None:
+    models = "[{model: a, parameters: {weight: 0.5}}, {model: b, parameters: {weight: 0.3}}]"
+    fields = converted(
+        f"{{merge_method: multislerp, base_model: c, models: {models}, parameters: {{normalize_weights: false}}}}"
+    )
+    assert (fields["method"], fields["options"], fields["scale"]) == ("karcher", {"max_iter": 0, "of": "deltas"}, 0.8)
+    with pytest.raises(RecipeError, match="with a base model and one weight per model only"):
+        converted(f"{{merge_method: multislerp, models: {models}, parameters: {{normalize_weights: false}}}}")
+
+
+def test_switches_may_differ_from_tensor_to_tensor() -> None:
+    models = "[{model: a, parameters: {weight: 1}}, {model: c, parameters: {weight: 1}}]"
+    switch = "[{filter: mlp, value: false}, {value: true}]"
+    fields = converted(f"{{merge_method: ties, base_model: b, models: {models}, parameters: {{normalize: {switch}}}}}")
+    assert fields["options"] == {"reduce": "mean", "variant": "mergekit"}
+    (rule,) = fields["rules"]
+    assert rule == {"match": "*mlp*", "method": "ties", "options": {"reduce": "sum", "variant": "mergekit"}}
+    both = f"normalize: {switch}, rescale: {switch}"
+    with pytest.raises(RecipeError, match="one option can, several cannot"):
+        converted(f"{{merge_method: ties, base_model: b, models: {models}, parameters: {{{both}}}}}")
+
+
+def test_densities_are_clipped_as_mergekit_clips_them() -> None:
+    models = "[{model: a, parameters: {weight: 1, density: 1.5}}, {model: c, parameters: {weight: 1, density: -0.2}}]"
+    fields = converted(f"{{merge_method: ties, base_model: b, models: {models}}}")
+    assert [e["options"]["density"] for e in fields["experts"]] == [1.0, 0.0]
+    assert any("outside of [0, 1]" in note for note in fields["notes"])
 
 
 def test_an_adapter_of_the_base_is_an_expert() -> None:

@@ -20,14 +20,14 @@ from actmat.methods.contract import Fraction, MergeMethod
 from actmat.methods.facets import About, Access, Combination, Cost, Merged
 
 
-def merge(deltas: Sequence[Tensor], *, base: Tensor, t: Fraction = 0.5, linear_above: Fraction = 0.9995) -> Merged:
+def merge(deltas: Sequence[Tensor], *, base: Tensor, t: float = 0.5, linear_above: Fraction = 0.9995) -> Merged:
     """`W* = sin((1-t) a)/sin(a) X + sin(t a)/sin(a) Y`, `a` the angle between `X` and `Y`; `D* = W* - W_0`.
 
     One expert: from the base (`X = W_0`) to it (`Y = W_1`). Two experts: from the first to the second.
     Where the angle says nothing (|cos| above `linear_above`, or a zero tensor) the interpolation is linear.
 
     Args:
-        t: position between the ends, 0 = first, 1 = second.
+        t: position between the ends, 0 = first, 1 = second; outside of [0, 1] the path goes on beyond an end.
         linear_above: |cosine| above which the ends count as parallel.
     """
     basis = prepend(given_base("slerp", base), deltas)

@@ -10,7 +10,7 @@ from typing import Any
 from actmat.errors import RecipeError, did_you_mean
 from actmat.extras.mergekit.config import Config, Findings, Slice, Source, read_config
 from actmat.extras.mergekit.methods import FOREIGN, METHODS, Arrangement, Choice, Method
-from actmat.extras.mergekit.parameters import Parameters
+from actmat.extras.mergekit.parameters import Parameters, Switched
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -106,13 +106,27 @@ class _Conversion:
         out |= {"experts": self._experts(rows, [base for base, _ in pairs], choice)}
         out |= {"method": choice.method}
         if choice.options and out["experts"]:
-            out["options"] = choice.options
+            out |= self._options(choice)
         out |= {"normalize": True} if choice.normalize else {}
         out |= {"scale": choice.scale} if choice.scale != 1.0 else {}
         out["scope"] = "all"
         if not out["experts"]:
             del out["experts"], out["method"]
         return out | self._dtypes() | self._files(out.get("experts", [])) | {"notes": self._notes()}
+
+    def _options(self, choice: Choice) -> dict[str, Any]:
+        """Options, and rules for tensors that differ in one of them."""
+        varied = {n: v for n, v in choice.options.items() if isinstance(v, Switched)}
+        if len(varied) > 1:
+            listed = " and ".join(f"'{n}'" for n in varied)
+            self.found.problem("parameters", f"{listed} differ from tensor to tensor: one option can, several cannot")
+        plain = {n: v.default if isinstance(v, Switched) else v for n, v in choice.options.items()}
+        rules = [
+            {"match": match, "method": choice.method, "options": plain | {name: value}}
+            for name, switch in varied.items()
+            for match, value in switch.patterns
+        ]
+        return {"options": plain} | ({"rules": rules} if rules else {})
 
     @property
     def name(self) -> str:
@@ -125,17 +139,18 @@ class _Conversion:
         count = self.method.models
         wanted = one.base or self.config.base
         of_base = next((s for s in sources if s.model == wanted), None)
-        if self.method.needs_base and of_base is None:
+        has_base = self.method.needs_base or (self.method.takes_base and wanted is not None)
+        if has_base and of_base is None:
             what = f"'{wanted}' is no source of this slice" if wanted else "there is none"
             self.found.problem(one.path, f"method '{self.name}' needs a base model: {what}; name one ('base_model')")
             return sources[0], sources[1:]
-        if count is not None and len(sources) != count:
+        if count is not None and len(sources) - (has_base and self.method.takes_base) != count:
             listed = ", ".join(s.model for s in sources)
             base = ", the base model among them" if self.method.needs_base else ""
             self.found.problem(
                 one.path, f"method '{self.name}' takes exactly {count} model(s){base}; found {len(sources)}: {listed}"
             )
-        if self.method.needs_base:
+        if has_base:
             assert of_base is not None
             return of_base, [s for s in sources if s is not of_base]
         plain = [s for s in sources if "+" not in s.model]

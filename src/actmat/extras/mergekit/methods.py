@@ -10,15 +10,10 @@ from actmat.extras.mergekit.config import Source
 from actmat.extras.mergekit.parameters import REQUIRED, Parameters
 
 FOREIGN = {
-    "multislerp": "karcher, the mean on the sphere, is near to it",
-    "arcee_fusion": "it keeps entries by their effect on a softmax of the weights; breadcrumbs or sce select too",
     "ram": "",
     "ramplus_tl": "",
 }
 """Methods of mergekit that have no counterpart, and what comes nearest."""
-
-SMALLEST_SUM = 1e-6
-"""Sum of two weights below which nuslerp takes their middle."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +63,7 @@ class Method:
         convert: makes the choice.
         reads: names of its parameters.
         needs_base: whether it needs a base model.
+        takes_base: whether a base model, if there is one, is no expert but the origin of the deltas.
         models: number of models, the base among them; None: any.
         weighted: whether an expert can be left out of some layers by a weight of 0.
     """
@@ -75,12 +71,13 @@ class Method:
     convert: Callable[[Arrangement], Choice]
     reads: tuple[str, ...]
     needs_base: bool = True
+    takes_base: bool = False
     models: int | None = None
     weighted: bool = True
 
 
 def _linear(of: Arrangement) -> Choice:
-    return Choice("linear", {"normalize": of.parameters.flag("normalize", True)}, of.weights())
+    return Choice("linear", {"normalize": of.parameters.switch("normalize", True, (False, True))}, of.weights())
 
 
 def _slerp(of: Arrangement) -> Choice:
@@ -95,9 +92,7 @@ def _task_arithmetic(of: Arrangement) -> Choice:
 
 
 def _ties(of: Arrangement) -> Choice:
-    options = {"reduce": _reduce(of, True), "variant": "mergekit"}
-    if of.parameters.flag("rescale", False):
-        options["rescale"] = "l1"
+    options = {"reduce": _reduce(of, True), "variant": "mergekit", **_rescale_if_on(of)}
     return Choice("ties", options, of.weights(), _density(of), of.parameters.shared("lambda", 1.0))
 
 
@@ -137,8 +132,7 @@ def _breadcrumbs(*, elects: bool) -> Callable[[Arrangement], Choice]:
             options["reduce"] = _reduce(of, False)
         else:
             normalize = of.parameters.flag("normalize", False)
-        if of.parameters.flag("rescale", False):
-            of.parameters.found.problem("parameters", "'rescale' of breadcrumbs has no counterpart: leave it out")
+        options |= _rescale_if_on(of)
         own = _density(of) | {"gamma": of.own("gamma", 0.01, 0.0)}
         return Choice("breadcrumbs", options, of.weights(), own, normalize=normalize)
 
@@ -146,7 +140,7 @@ def _breadcrumbs(*, elects: bool) -> Callable[[Arrangement], Choice]:
 
 
 def _model_stock(of: Arrangement) -> Choice:
-    return Choice("model_stock", {"filter_wise": of.parameters.flag("filter_wise", False)})
+    return Choice("model_stock", {"filter_wise": of.parameters.switch("filter_wise", False, (False, True))})
 
 
 def _sce(of: Arrangement) -> Choice:
@@ -172,21 +166,37 @@ def _passthrough(of: Arrangement) -> Choice:
 
 
 def _nuslerp(of: Arrangement) -> Choice:
-    """Two models without a base: slerp at `t = w2 / (w1 + w2)`."""
-    found, whole = of.parameters.found, of.parameters.flag("nuslerp_flatten", True)
-    if of.parameters.config.base is not None or not whole:
-        found.problem("merge_method", "nuslerp of deltas (with 'base_model'), or row by row, has no counterpart")
-        return Choice("slerp")
-    if len(of.sources) != 2:
-        found.problem("models", f"method 'nuslerp' takes exactly 2 models; found {len(of.sources)}")
-        return Choice("slerp")
-    weights = of.weights()
-    if not all(isinstance(w, int | float) for w in weights):
-        what = "nuslerp with weights that differ from tensor to tensor has no counterpart: take slerp with 't'"
-        found.problem("merge_method", what)
-        return Choice("slerp")
-    total = sum(weights)
-    return Choice("slerp", {"t": weights[1] / total if abs(total) > SMALLEST_SUM else 0.5})
+    """Of deltas where there is a base, else of the weights; as a whole, by rows or by columns."""
+    along = "tensor"
+    if not of.parameters.flag("nuslerp_flatten", True):
+        along = "columns" if of.parameters.flag("nuslerp_row_wise", False) else "rows"
+    return Choice("nuslerp", {"of": _of(of), "along": along}, of.weights())
+
+
+def _multislerp(of: Arrangement) -> Choice:
+    """The direction of the weighted mean of the unit vectors, times the mean norm: no step of the Karcher mean."""
+    weights, normalized = of.weights(), of.parameters.flag("normalize_weights", True)
+    scale = 1.0
+    if not normalized:
+        if _of(of) == "weights" or not all(isinstance(w, int | float) for w in weights):
+            what = "'normalize_weights: false' has a counterpart with a base model and one weight per model only"
+            of.parameters.found.problem("parameters", what)
+        else:
+            scale = sum(weights)
+    return Choice("karcher", {"max_iter": 0, "of": _of(of)}, weights, scale=scale)
+
+
+def _arcee_fusion(of: Arrangement) -> Choice:
+    of.parameters.found.note(
+        "all importances decide the threshold of arcee_fusion; mergekit draws a million of them, with replacement, in "
+        "larger tensors"
+    )
+    return Choice("arcee_fusion")
+
+
+def _of(arrangement: Arrangement) -> str:
+    """Deltas, where the configuration names a base model; else weights."""
+    return "weights" if arrangement.parameters.config.base is None else "deltas"
 
 
 def _presence(of: Arrangement, flags: Sequence[float | None]) -> Any:
@@ -200,15 +210,34 @@ def _presence(of: Arrangement, flags: Sequence[float | None]) -> Any:
 
 
 def _density(of: Arrangement) -> dict[str, list[Any]]:
-    return {"density": of.own("density", 1.0, 1.0)}
+    """Densities; mergekit keeps all at 1 and above, nothing at 0 and below."""
+    values = of.own("density", 1.0, 1.0)
+    clipped = [_clipped(v) for v in values]
+    if clipped != values:
+        of.parameters.found.note("densities outside of [0, 1] count as 0 or 1, as in mergekit")
+    return {"density": clipped}
 
 
-def _rescale(of: Arrangement) -> str:
-    return "l1" if of.parameters.flag("rescale", True) else "none"
+def _clipped(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_clipped(v) for v in value]
+    if isinstance(value, Mapping):
+        return {**value, "value": _clipped(value["value"])}
+    return min(max(value, 0.0), 1.0) if not 0 <= value <= 1 else value
 
 
-def _reduce(of: Arrangement, default: bool) -> str:
-    return "mean" if of.parameters.flag("normalize", default) else "sum"
+def _rescale(of: Arrangement, *, default: bool = True) -> Any:
+    return of.parameters.switch("rescale", default, ("none", "l1"))
+
+
+def _rescale_if_on(of: Arrangement) -> dict[str, Any]:
+    """The option of methods that do not rescale by default."""
+    value = _rescale(of, default=False)
+    return {} if value == "none" else {"rescale": value}
+
+
+def _reduce(of: Arrangement, default: bool) -> Any:
+    return of.parameters.switch("normalize", default, ("sum", "mean"))
 
 
 _SUMS = ("weight", "lambda", "normalize", "int8_mask", "rescale")
@@ -227,7 +256,16 @@ METHODS: Mapping[str, Method] = {
     "sce": Method(_sce, ("select_topk", "int8_mask"), weighted=False),
     "karcher": Method(_karcher, ("max_iter", "tol"), needs_base=False),
     "nearswap": Method(_nearswap, ("t",), models=2, weighted=False),
-    "nuslerp": Method(_nuslerp, ("weight", "nuslerp_flatten", "nuslerp_row_wise"), needs_base=False, weighted=False),
+    "nuslerp": Method(
+        _nuslerp,
+        ("weight", "nuslerp_flatten", "nuslerp_row_wise"),
+        needs_base=False,
+        takes_base=True,
+        models=2,
+        weighted=False,
+    ),
+    "multislerp": Method(_multislerp, ("weight", "normalize_weights"), needs_base=False, takes_base=True),
+    "arcee_fusion": Method(_arcee_fusion, (), models=2, weighted=False),
     "passthrough": Method(_passthrough, ("scale",), needs_base=False, models=1),
 }
 """mergekit's name -> method."""

@@ -33,6 +33,14 @@ class _Part:
 
 
 @dataclass(frozen=True)
+class Switched:
+    """An option that some tensors have another value of: the first pattern that matches decides, else `default`."""
+
+    patterns: tuple[tuple[str, Any], ...]
+    default: Any
+
+
+@dataclass(frozen=True)
 class Parameters:
     """Parameters of a configuration as values.
 
@@ -55,11 +63,23 @@ class Parameters:
 
     def flag(self, name: str, default: bool) -> bool:
         """A switch, which must be the same for all tensors."""
+        value = self.switch(name, default, (False, True))
+        if isinstance(value, Switched):
+            self.found.problem("parameters", f"'{name}' differs from tensor to tensor, which has no counterpart")
+            return default
+        return bool(value)
+
+    def switch(self, name: str, default: bool, values: tuple[Any, Any]) -> Any:
+        """`values[1]` where a switch is on, `values[0]` where it is off; `Switched` where tensors differ."""
         value = self.shared(name, default)
         leaves = {bool(v) for v in _leaves(value)}
-        if len(leaves) > 1:
-            self.found.problem("parameters", f"'{name}' differs from tensor to tensor, which has no counterpart")
-        return leaves.pop()
+        if len(leaves) == 1:
+            return values[leaves.pop()]
+        if not all(isinstance(e, Mapping) and "layers" not in e and not isinstance(e["value"], list) for e in value):
+            self.found.problem("parameters", f"'{name}' differs from layer to layer, which has no counterpart")
+            return values[default]
+        *first, last = [(e.get("match"), values[bool(e["value"])]) for e in value]
+        return Switched(tuple(first), last[1])
 
     def plain(self, name: str, default: Any) -> Any:
         """A number that must be the same for all tensors."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from actmat.linalg.chunks import shape_and_dtype
 from actmat.linalg.masks.election import elect, masked_sum
-from actmat.linalg.masks.mask import Trim, top_trims_each
+from actmat.linalg.masks.mask import Trim, l1_factors, top_trims_each
 from actmat.methods._shared.per_expert import per_expert, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
 from actmat.methods.facets import About, Access, Cost, Merged
@@ -32,6 +32,7 @@ def merge(
     scaling: float = 0.3,
     sign_election: bool = False,
     reduce: Literal["mean", "sum"] = "sum",
+    rescale: Literal["none", "l1"] = "none",
 ) -> Merged:
     """`D* = scaling * sum_t w_t m_t * D_t`; the mask `m_t` drops the `gamma N` largest magnitudes and as many of the
     smallest as leaves `density N` entries.
@@ -45,14 +46,18 @@ def merge(
         scaling: lambda; 0.3 is the paper's choice, 1 is mergekit's.
         sign_election: merge what agrees with the elected sign (mergekit's breadcrumbs_ties).
         reduce: mean or sum of the agreeing entries, with `sign_election`.
+        rescale: `l1` gives each masked delta its L1 norm back, by one factor (mergekit's `rescale`); `none` leaves it.
     """
     densities = per_expert("density", density, len(deltas))
     gammas = per_expert("gamma", gamma, len(deltas))
     share = [1.0] * len(deltas) if weights is None else list(weights)
     masks = bands(deltas, densities, gammas)
+    scales = share
+    if rescale == "l1":
+        scales = [w * f for w, f in zip(share, l1_factors([d.reshape(-1) for d in deltas], masks), strict=True)]
     if not sign_election:
-        return Merged(masked_sum(deltas, masks, [scaling * w for w in share]))
-    value = elect(deltas, masks, scales=share, counts=share, reduce=reduce, zero_sign="positive")
+        return Merged(masked_sum(deltas, masks, [scaling * w for w in scales]))
+    value = elect(deltas, masks, scales=scales, counts=share, reduce=reduce, zero_sign="positive")
     return Merged(value.mul_(scaling))
 
 
@@ -95,6 +100,6 @@ BREADCRUMBS = MergeMethod(
         "Davari and Belilovsky, Model breadcrumbs, ECCV 2024",
     ),
     laws=frozenset({"permutation", "homogeneous", "odd", "zero_expert", "zeros"}),
-    access=Access(streams=True, walks_again=True),
+    access=Access(streams=lambda options: options["rescale"] == "none", walks_again=True),
     cost=Cost("T N^2", workspace=workspace_of_election),
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -26,28 +26,40 @@ from actmat.methods.facets import About, Access, Combination, Cost, Merged
 def merge(
     deltas: Sequence[Tensor],
     *,
-    base: Tensor,
+    base: Tensor | None = None,
     weights: Weights = None,
-    max_iter: Annotated[int, Bounds(1)] = 10,
+    max_iter: Annotated[int, Bounds(0)] = 10,
     tol: Annotated[float, Bounds(0)] = 1e-5,
     include_base: bool = False,
+    of: Literal["weights", "deltas"] = "weights",
 ) -> Merged:
     """`W* = (sum_t a_t |W_t|) u*`, `u* = argmin_u sum_t a_t angle(u, W_t/|W_t|)^2`, `|u| = 1`; `D* = W* - W_0`.
 
     Args:
         weights: one per expert, `a` before it is normalised to sum 1 (the base's own weight is their mean).
-        max_iter: most steps of the fixed-point iteration.
+        max_iter: most steps of the fixed-point iteration; 0: the direction of the weighted mean of the unit vectors
+            (mergekit's multislerp).
         tol: length of a step, in radians, at which it stops; tensors with a smaller norm have no direction.
         include_base: make the base one of the points.
+        of: "deltas": the points are `D_t`, and `D*` is their mean.
     """
-    basis = prepend(given_base("karcher", base), deltas)
+    basis = deltas if of == "deltas" else prepend(given_base("karcher", base), deltas)
     gram_BB = inner_products(basis)
-    found = combine(gram_BB, weights=weights, max_iter=max_iter, tol=tol, include_base=include_base)
+    found = combine(gram_BB, weights=weights, max_iter=max_iter, tol=tol, include_base=include_base, of=of)
     return Merged(weighted_sum(basis, found.coefficients, empty_result(deltas)), found.stats)
 
 
-def combine(gram_BB: Tensor, *, weights: Weights, max_iter: int, tol: float, include_base: bool) -> Combination:
-    """The coefficients of `W_0, D_1 .. D_T`, in which the points are `W_t = W_0 + D_t`."""
+def combine(
+    gram_BB: Tensor, *, weights: Weights, max_iter: int, tol: float, include_base: bool, of: str
+) -> Combination:
+    """The coefficients of `W_0, D_1 .. D_T`, in which the points are `W_t = W_0 + D_t`; or of `D_1 .. D_T`."""
+    if of == "deltas":
+        if include_base:
+            raise ValueError("karcher: the base is no delta: leave include_base out, or take of='weights'")
+        found = combine(
+            _with_zero_base(gram_BB), weights=weights, max_iter=max_iter, tol=tol, include_base=False, of="weights"
+        )
+        return Combination(found.coefficients[1:], found.stats)
     n_experts = len(gram_BB) - 1
     share = [1.0] * n_experts if weights is None else list(weights)
     if sum(share) <= 0:
@@ -76,6 +88,11 @@ def combine(gram_BB: Tensor, *, weights: Weights, max_iter: int, tol: float, inc
     in_basis_B = on_points_K @ points_KB
     in_basis_B[0] -= 1.0
     return Combination(in_basis_B.tolist(), {"iterations": iterations})
+
+
+def _with_zero_base(gram_TT: Tensor) -> Tensor:
+    """Inner products of a base that is zero and the deltas: then the weights are the deltas."""
+    return torch.nn.functional.pad(gram_TT, (1, 0, 1, 0))
 
 
 def sphere_mean(cosine_KK: Tensor, alpha_K: Tensor, max_iter: int, tol: float) -> tuple[Tensor, int]:
@@ -120,7 +137,10 @@ KARCHER = MergeMethod(
     ),
     laws=frozenset({"permutation", "single", "identical", "left_orthogonal", "right_orthogonal", "zeros"}),
     access=Access(
-        streams=True, walks_again=True, baseless=lambda options, n_experts: not options.get("include_base", False)
+        streams=True,
+        walks_again=True,
+        base=lambda options: options["of"] == "weights",
+        baseless=lambda options, n_experts: not options.get("include_base", False) and options.get("of") != "deltas",
     ),
     cost=Cost("T^2 N^2", workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1)),
     combine=combine,
