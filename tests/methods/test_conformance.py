@@ -84,7 +84,7 @@ def test_the_base_is_looked_at_exactly_where_it_is_declared(method: MergeMethod)
     for variant in [{}, *flags, *literal_variants(method)]:
         options = method.resolve_options(variant)
         if method.uses_base(options):
-            moved = call(method, deltas, options, base=2 * experts.base + 1, **given).value
+            moved = call(method, deltas, options, base=8 * experts.base.flip(0) + 1, **given).value
             assert not torch.equal(moved, call(method, deltas, options, base=experts.base, **given).value)
             with pytest.raises(RecipeError, match="needs the base"):
                 call(method, deltas, options, base=None, **given)
