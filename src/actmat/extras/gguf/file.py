@@ -45,7 +45,9 @@ class GgufFile(StoredCheckpoint):
     def __init__(self, source: Source, labels: Sequence[str]) -> None:
         super().__init__(source, labels)
         self.directory = None  # its config is in the metadata, not in the folder
-        self._reader = FileReader({label: source.fetch(label) for label in labels})
+        files = {label: source.fetch(label) for label in labels}
+        self.first_file = files[labels[0]]  # which has the metadata
+        self._reader = FileReader(files)
         try:
             sizes = [self._reader.size(label) for label in labels]
             headers = [
@@ -158,7 +160,7 @@ class GgufTensor(CodedTensor):
         rows = torch.arange(start, stop) + matrix * self.rows
         is_bias = len(self.shape) < 2  # its entries are the rows of its weight
         if self.heads and not is_bias:
-            rows = self._order(rows, self.rows)
+            rows = _order(rows, self.rows, self.heads)
         low, high = int(rows.min()), int(rows.max()) + 1
         spec = stored.inner.specs[self.parts[0]]
         width = spec.shape[-1] if spec.shape else 1
@@ -169,14 +171,22 @@ class GgufTensor(CodedTensor):
             values: numpy.ndarray[Any, Any] = dequantize(data.numpy(), GGMLQuantizationType[self.type])
             data = torch.from_numpy(values).view(stop - start, self.columns)
         if self.heads and is_bias:
-            data = data[:, self._order(torch.arange(self.columns), self.columns)]
+            data = data[:, _order(torch.arange(self.columns), self.columns, self.heads)]
         return data - self.shift if self.shift else data
 
-    def _order(self, rows: Tensor, count: int) -> Tensor:
-        """Rows of the file that are these rows in transformers, of a tensor of `count` rows."""
-        pairs = count // self.heads // 2
-        head, inside = rows // (2 * pairs), rows % (2 * pairs)
-        return head * 2 * pairs + inside % pairs * 2 + inside // pairs
+
+def _order(rows: Tensor, count: int, heads: int) -> Tensor:
+    """Rows of the file that are these rows in transformers, of a tensor of `count` rows."""
+    pairs = count // heads // 2
+    head, inside = rows // (2 * pairs), rows % (2 * pairs)
+    return head * 2 * pairs + inside % pairs * 2 + inside // pairs
+
+
+def rows_in_file(header: GgufHeader, tensor: StoredTensor) -> Tensor | None:
+    """Rows in transformers of each row of a tensor of the file; None where they are in the same order."""
+    heads = rotated_heads(header, tensor.name)
+    count = tensor.shape[-2] if len(tensor.shape) > 1 else tensor.shape[0]
+    return _order(torch.arange(count), count, heads).argsort() if heads > 0 else None
 
 
 def _open(source: Source) -> Checkpoint:

@@ -15,30 +15,39 @@ from actmat.cli.streams import optional_stdout
 @command("share", "written", "the checkpoint cannot be read, or the output place is wrong", imports_torch=True)
 def export(
     checkpoint: Annotated[str, typer.Argument(help="Directory, file, hub id or URL.")],
-    out: Annotated[Path, typer.Option("--out", help="Directory to write; must not exist.")],
-    to: Annotated[str, typer.Option("--to", help="Form: dcp, of torch.distributed.checkpoint.")] = "dcp",
+    out: Annotated[Path, typer.Option("--out", help="Directory or file to write; must not exist.")],
+    to: Annotated[
+        str, typer.Option("--to", help="Form: dcp, of torch.distributed.checkpoint, or gguf, of llama.cpp.")
+    ] = "dcp",
     under: Annotated[
-        str, typer.Option("--under", help="Key of the state dict that holds the model, such as 'model'; default: none.")
-    ] = "",
+        str | None, typer.Option("--under", help="dcp: key of the state dict that holds the model; default: none.")
+    ] = None,
+    like: Annotated[
+        str | None, typer.Option("--like", help="gguf: a GGUF file of the base, for names, metadata and tokenizer.")
+    ] = None,
+    type_: Annotated[
+        str | None, typer.Option("--type", help="gguf: type of matrices: f32, f16, bf16 (default) or q8_0.")
+    ] = None,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Write a checkpoint, such as a merged model, for training to go on from it.
+    """Write a checkpoint, such as a merged model, in the form of another tool.
 
     actmat export MERGED --to dcp --out DIR
+    actmat export MERGED --to gguf --like BASE.gguf --out MERGED.gguf
 
-    DIR is what torch.distributed.checkpoint.load reads, with any number of
-    processes. One tensor is in memory at a time.
+    A folder of dcp is what torch.distributed.checkpoint.load reads, with any
+    number of processes. A GGUF file is for llama.cpp; of a LoRA adapter it is
+    an adapter. One tensor is in memory at a time.
     """
-    if to != "dcp":
-        raise typer.BadParameter(f"expected --to dcp, found --to {to}")
     from actmat.cli.screen import console, escape, print_result
     from actmat.extras.training.exporting import export as write
 
-    write(checkpoint, out=out, under=under)
+    given = {"under": under, "like": like, "type": type_}
+    write(checkpoint, out=out, to=to, **{name: value for name, value in given.items() if value is not None})
     with optional_stdout("The export is complete."):
         if json:
             print_result("export", {"out": str(out), "checkpoint": checkpoint, "form": to})
         if json or quiet:
             return
-        console.print(f"[bold]{escape(out)}[/bold]: {escape(checkpoint)} for torch.distributed.checkpoint")
+        console.print(f"[bold]{escape(out)}[/bold]: {escape(checkpoint)} as {escape(to)}")

@@ -1,0 +1,270 @@
+"""Write models and LoRA adapters as GGUF, with the metadata and the tokenizer of a GGUF file of the same base.
+
+A GGUF file says more than a checkpoint of transformers: its tokenizer, its chat template, its hyperparameters in
+llama.cpp's words. Nothing of this is made up here: it is copied from a file that llama.cpp converted. Tensors get the
+names, the order of rows and the shifts of that file, one at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.writing.staging import disk_errors, sibling
+from actmat.errors import AlignmentError, CheckpointError, OutputError, RecipeError
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.resolve import has_factors, open_adapter
+from actmat.extras.gguf.file import GgufFile, rows_in_file
+from actmat.extras.gguf.header import StoredTensor
+from actmat.extras.gguf.names import UNUSED, added, architecture_of, names_of
+
+if TYPE_CHECKING:
+    import numpy
+    from gguf import GGUFWriter
+
+TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
+"""Types that are written; vectors stay float32, as llama.cpp has them."""
+FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+OWN_KEYS = ("GGUF.", "split.", "general.architecture", "general.file_type", "general.type")
+"""Beginnings of keys that are not copied: of the header, of the parts of a split file, and those that change."""
+LIKE = (
+    "llama.cpp's convert_hf_to_gguf.py makes a file of the base; --like takes that file, of any type, as the pattern "
+    "of names, metadata and tokenizer"
+)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One tensor to write: its name there, its type, its shape in bytes or entries, and a function that makes it."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    make: Callable[[], numpy.ndarray[Any, Any]]
+
+
+def write_gguf(location: str, out: Path, *, like: str | None = None, type: str = "bf16") -> int:
+    """Write a checkpoint, or a LoRA adapter, as one GGUF file; returns the number of tensors.
+
+    Args:
+        location: of the checkpoint or adapter.
+        out: a file that does not exist.
+        like: a GGUF file of the same base.
+        type: of matrices: f32, f16, bf16 or q8_0.
+
+    Raises:
+        RecipeError: no pattern, or a type that is not written.
+        AlignmentError: tensors that the pattern has not, or that lack; names all.
+        OutputError: the file exists, or cannot be written.
+    """
+    if type not in TYPES:
+        raise RecipeError(
+            f"GGUF is written as {', '.join(TYPES)}, not as {type!r}. Fix: write f16 or bf16, then "
+            f"`llama-quantize OUT.gguf OUT-{type}.gguf {type.upper()}` of llama.cpp makes the rest."
+        )
+    if like is None:
+        raise RecipeError(f"GGUF is written after the pattern of a GGUF file of the base: give --like. {LIKE}.")
+    if os.path.lexists(out):
+        raise OutputError(f"{out} exists; choose another place, or remove it.")
+    with _pattern(like) as pattern:
+        if has_factors(location):
+            with open_adapter(location) as adapter:
+                return _write(out, pattern, _pieces_of_adapter(adapter, pattern, type), _adapter_keys(adapter))
+        with open_checkpoint(location) as checkpoint:
+            return _write(out, pattern, _pieces_of_model(checkpoint, pattern, type), {"file_type": FILE_TYPES[type]})
+
+
+@contextlib.contextmanager
+def _pattern(like: str) -> Iterator[GgufFile]:
+    """The pattern, of which only the header is read."""
+    with open_checkpoint(like) as opened:
+        inner = getattr(opened, "inner", None)
+        if not isinstance(inner, GgufFile):
+            raise CheckpointError(
+                f"{like}: expected a GGUF file as the pattern (--like), found {opened.format}. {LIKE}."
+            )
+        yield inner
+
+
+def _pieces_of_model(checkpoint: Checkpoint, pattern: GgufFile, type: str) -> list[_Piece]:
+    """Every tensor of the pattern, with the values of the checkpoint.
+
+    Raises:
+        AlignmentError: what does not fit; all of it.
+    """
+    header, names = pattern.header, names_of(pattern.header, pattern.location)
+    pieces, problems = [], []
+    for tensor in header.tensors:
+        if tensor.name in UNUSED:  # computed from the config: the same for every model of this base
+            pieces.append(_Piece(tensor.name, "F32", tensor.shape, _copied(pattern, tensor)))
+            continue
+        name = names[tensor.name]
+        spec = checkpoint.specs.get(checkpoint.aliases.get(name, name))
+        if spec is None:
+            problems.append(f"'{name}' ({tensor.name} in the pattern) is not in {checkpoint.location}")
+        elif spec.shape != tensor.shape:
+            problems.append(f"'{name}' is {list(spec.shape)} here and {list(tensor.shape)} in the pattern")
+        elif type == "q8_0" and len(tensor.shape) > 1 and tensor.shape[-1] % 32:
+            problems.append(
+                f"'{name}' has rows of {tensor.shape[-1]}, which are no whole blocks of q8_0 (32): take f16"
+            )
+        else:
+            own = "F32" if len(tensor.shape) < 2 else TYPES[type]
+            pieces.append(_piece(tensor.name, own, tensor.shape, _values(checkpoint, spec.name, pattern, tensor)))
+    tied = checkpoint.aliases.keys()
+    extra = [n for n in checkpoint.specs if n not in names.values() and n not in tied and "rotary_emb" not in n]
+    problems += [f"'{name}' has no place in the pattern {pattern.location}" for name in extra]
+    if problems:
+        raise AlignmentError(
+            f"{checkpoint.location} does not fit the pattern {pattern.location}. Likely cause: a file of another base, "
+            "or an output whose head or vocabulary was changed. Fix: convert the output itself with llama.cpp's "
+            "convert_hf_to_gguf.py",
+            problems,
+        )
+    return pieces
+
+
+def _pieces_of_adapter(adapter: Adapter, pattern: GgufFile, type: str) -> list[_Piece]:
+    """Both factors of every module, rows of B in the order of the pattern.
+
+    Raises:
+        AlignmentError: modules that llama.cpp's adapters do not hold; all of them.
+    """
+    names = {there: name for name, there in names_of(pattern.header, pattern.location).items()}
+    stored = {t.name: t for t in pattern.header.tensors}
+    pieces, problems = [], [f"'{n}' was trained in full" for n in adapter.extras]
+    alpha = _alpha(adapter)
+    for name, module in adapter.modules.items():
+        there = stored.get(names.get(f"{name}.weight", ""))
+        if there is None or module.kind != "linear" or module.bias is not None:
+            why = "has no place in the pattern" if there is None else "is no plain LoRA of a linear layer"
+            problems.append(f"'{name}' {why}")
+            continue
+        if tuple(module.shape) != there.shape:
+            problems.append(f"'{name}' is {list(module.shape)} here and {list(there.shape)} in the pattern")
+            continue
+        factor = module.scaling * module.rank / alpha
+        order = rows_in_file(pattern.header, there)
+        own = "F16" if type == "f16" else "F32"  # factors are small, and ranks are no whole blocks
+        pieces.append(
+            _piece(f"{there.name}.lora_a", own, (module.rank, module.shape[1]), _factor(adapter, module.a, 1.0, None))
+        )
+        pieces.append(
+            _piece(
+                f"{there.name}.lora_b", own, (module.shape[0], module.rank), _factor(adapter, module.b, factor, order)
+            )
+        )
+    if problems:
+        raise AlignmentError(
+            f"{adapter.location} cannot be an adapter of llama.cpp. Fix: merge it into its base "
+            "(`actmat merge -b BASE -e ADAPTER`), and export the model",
+            problems,
+        )
+    return pieces
+
+
+def _alpha(adapter: Adapter) -> float:
+    """The alpha of the file: `scaling = alpha / rank` of the first module; others have theirs in B."""
+    first = next(iter(adapter.modules.values()))
+    return first.scaling * first.rank
+
+
+def _adapter_keys(adapter: Adapter) -> dict[str, Any]:
+    return {"adapter": _alpha(adapter)}
+
+
+def _values(checkpoint: Checkpoint, name: str, pattern: GgufFile, tensor: StoredTensor) -> Callable[[], Tensor]:
+    """The tensor as the file has it: rows in llama.cpp's order, and with what it adds."""
+
+    def make() -> Tensor:
+        value = checkpoint.read(name).to(torch.float32)
+        order = rows_in_file(pattern.header, tensor)
+        return (value if order is None else value[order]) + added(pattern.header, tensor.name)
+
+    return make
+
+
+def _factor(adapter: Adapter, name: str, factor: float, order: Tensor | None) -> Callable[[], Tensor]:
+    def make() -> Tensor:
+        value = adapter.weights.read(name).to(torch.float32)
+        value = value if order is None else value[order]
+        return value if factor == 1.0 else value * factor
+
+    return make
+
+
+def _copied(pattern: GgufFile, tensor: StoredTensor) -> Callable[[], Any]:
+    return lambda: pattern.read(tensor.name).to(torch.float32).numpy()
+
+
+def _piece(name: str, type: str, shape: tuple[int, ...], make: Callable[[], Tensor]) -> _Piece:
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quant_shape_to_byte_shape, quantize
+
+    kind = GGMLQuantizationType[type]
+    stored = quant_shape_to_byte_shape(shape, kind) if type in ("BF16", "Q8_0") else shape
+    return _Piece(name, type, tuple(stored), lambda: quantize(make().contiguous().numpy(), kind))
+
+
+def _write(out: Path, pattern: GgufFile, pieces: list[_Piece], keys: Mapping[str, Any]) -> int:
+    """Write the file beside its place, and rename it when it is whole."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    building = sibling(out, "partial")
+    with disk_errors(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        building.unlink(missing_ok=True)
+        writer = GGUFWriter(building, architecture_of(pattern.header, pattern.location))
+        try:
+            _add_metadata(writer, pattern, keys)
+            for piece in pieces:
+                dtype, size = _stored_as(piece)
+                writer.add_tensor_info(piece.name, piece.shape, dtype, size, GGMLQuantizationType[piece.type])
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for piece in pieces:
+                writer.write_tensor_data(piece.make())
+            writer.close()
+            os.replace(building, out)
+        except BaseException:  # Ctrl-C too: nothing is left, and it is passed on
+            with contextlib.suppress(OSError, ValueError):
+                writer.close()
+            building.unlink(missing_ok=True)
+            raise
+    return len(pieces)
+
+
+def _stored_as(piece: _Piece) -> tuple[Any, int]:
+    import math
+
+    import numpy
+
+    dtype = numpy.dtype({"F32": "float32", "F16": "float16"}.get(piece.type, "uint8"))
+    return dtype, math.prod(piece.shape) * dtype.itemsize
+
+
+def _add_metadata(writer: GGUFWriter, pattern: GgufFile, keys: Mapping[str, Any]) -> None:
+    """The pattern's metadata for a model; what llama.cpp asks of an adapter otherwise."""
+    from gguf import GGUFReader, GGUFType, GGUFValueType, Keys, LlamaFileType
+
+    if "adapter" in keys:
+        writer.add_type(GGUFType.ADAPTER)
+        writer.add_string(Keys.Adapter.TYPE, "lora")
+        writer.add_float32(Keys.Adapter.LORA_ALPHA, keys["adapter"])
+        return
+    writer.add_type(GGUFType.MODEL)
+    writer.add_file_type(LlamaFileType[keys["file_type"]])
+    for field in GGUFReader(pattern.first_file).fields.values():
+        if not field.name.startswith(OWN_KEYS):
+            inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], inner)

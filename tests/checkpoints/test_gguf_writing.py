@@ -1,0 +1,152 @@
+"""GGUF files that are written: read back by the package gguf, by transformers and by our reader."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.checkpoints.test_gguf import HEADS, KV_HEADS, write_gguf
+
+import actmat
+from actmat.checkpoints.resolve import open_checkpoint
+from actmat.errors import MergeError
+from actmat.extras.gguf.names import ONE_ADDED
+
+
+def metadata(file: Path) -> dict[str, Any]:
+    from gguf import GGUFReader
+
+    return {f.name: f.contents() for f in GGUFReader(file).fields.values()}
+
+
+def tensors(file: Path) -> dict[str, Any]:
+    from gguf import GGUFReader
+
+    return {t.name: t for t in GGUFReader(file).tensors}
+
+
+def as_checkpoint(file: Path, folder: Path) -> Path:
+    """The tensors of a GGUF file as transformers has them, in safetensors."""
+    folder.mkdir()
+    with open_checkpoint(file) as opened:
+        save_file({n: opened.read(n).clone() for n in opened.specs}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(dict(opened.config or {})))
+    return folder
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi3", "gemma2", "gemma3"])
+def test_what_was_read_is_written_again(architecture: str, tmp_path: Path) -> None:
+    biases = ("attn_q", "attn_k") if architecture == "qwen2" else ()
+    base = write_gguf(tmp_path / "base.gguf", "F16", architecture, biases=biases)
+    model = as_checkpoint(base, tmp_path / "model")
+    actmat.export(model, out=tmp_path / "out.gguf", to="gguf", like=str(base), type="f16")
+    found, expected = tensors(tmp_path / "out.gguf"), tensors(base)
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert found[name].tensor_type == tensor.tensor_type, name
+        if architecture in ONE_ADDED and name.endswith("norm.weight"):  # 1 is taken off and added again
+            np.testing.assert_allclose(found[name].data, tensor.data, rtol=0, atol=2.0**-22)
+        else:
+            assert np.array_equal(found[name].data, tensor.data), name
+    dropped = {"GGUF.kv_count", "general.file_type"}
+    one, other = metadata(tmp_path / "out.gguf"), metadata(base)
+    assert {k: v for k, v in one.items() if k not in dropped | {"general.type"}} == {
+        k: v for k, v in other.items() if k not in dropped
+    }
+    assert one["general.file_type"] == 1
+
+
+@pytest.mark.parametrize(("kind", "exact"), [("f32", True), ("bf16", True), ("q8_0", False)])
+def test_a_merged_model_loads_as_what_it_is(kind: str, exact: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base = write_gguf(tmp_path / "base.gguf", "Q8_0")
+    experts = [as_checkpoint(write_gguf(tmp_path / f"{k}.gguf", "Q8_0", seed=k), tmp_path / str(k)) for k in (1, 2)]
+    actmat.merge(base, experts, method="average", out=tmp_path / "merged", scope="all")
+    actmat.export(tmp_path / "merged", out=tmp_path / "gguf" / "m.gguf", to="gguf", like=str(base), type=kind)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "gguf", gguf_file="m.gguf", dtype=torch.float32)
+    loaded = model.state_dict()
+    with open_checkpoint(tmp_path / "gguf" / "m.gguf") as ours:
+        assert set(ours.specs) == set(merged)
+        for name, value in merged.items():
+            theirs, read = loaded[name], ours.read(name).float()
+            if exact:
+                assert torch.equal(theirs, value.float()), name
+                assert torch.equal(read, value.float()), name
+            else:
+                step = value.float().abs().amax(-1, keepdim=True) / 127  # at least a block's scale, which is a float16
+                assert bool(((theirs - value.float()).abs() <= (0.5 + 127 * 2.0**-11) * step).all()), name
+
+
+def save_lora(folder: Path, ranks: tuple[int, int] = (4, 4)) -> dict[str, torch.Tensor]:
+    """An adapter of two modules of the tiny Llama; its deltas by module."""
+    rng = torch.Generator().manual_seed(0)
+    stored, deltas = {}, {}
+    for (name, rows), rank in zip(
+        (("layers.0.self_attn.q_proj", 64), ("layers.1.mlp.down_proj", 64)), ranks, strict=True
+    ):
+        a = torch.randn((rank, 64 if rows == 64 and "q_proj" in name else 96), generator=rng)
+        b = torch.randn((rows, rank), generator=rng)
+        stored |= {f"base_model.model.model.{name}.lora_{x}.weight": t for x, t in (("A", a), ("B", b))}
+        deltas[name] = 8 / rank * b @ a
+    folder.mkdir()
+    save_file(stored, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": ranks[0], "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+    if ranks[0] != ranks[1]:
+        config["rank_pattern"] = {"down_proj": ranks[1]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return deltas
+
+
+@pytest.mark.parametrize("ranks", [(4, 4), (4, 2)])
+def test_an_adapter_is_one_of_llama_cpp(ranks: tuple[int, int], tmp_path: Path) -> None:
+    base = write_gguf(tmp_path / "base.gguf", "F16")
+    deltas = save_lora(tmp_path / "lora", ranks)
+    actmat.export(tmp_path / "lora", out=tmp_path / "lora.gguf", to="gguf", like=str(base))
+    keys, found = metadata(tmp_path / "lora.gguf"), tensors(tmp_path / "lora.gguf")
+    assert (keys["general.architecture"], keys["general.type"], keys["adapter.type"]) == ("llama", "adapter", "lora")
+    assert keys["adapter.lora.alpha"] == 8.0
+    rows = (64 // HEADS // 2, 2)
+    for there, name in (("blk.0.attn_q", "layers.0.self_attn.q_proj"), ("blk.1.ffn_down", "layers.1.mlp.down_proj")):
+        a, b = (torch.tensor(found[f"{there}.weight.lora_{x}"].data) for x in "ab")
+        delta = 8.0 / b.shape[1] * b @ a  # llama.cpp: alpha / rank
+        expected = deltas[name]
+        if "attn_q" in there:  # llama.cpp's own permutation of the rows of a Llama's q_proj
+            expected = expected.view(HEADS, 2, rows[0], 64).transpose(1, 2).reshape(64, 64)
+        torch.testing.assert_close(delta, expected, rtol=1e-5, atol=1e-5)
+    assert KV_HEADS != HEADS
+
+
+def test_refusals_say_what_to_do_and_leave_nothing(tmp_path: Path) -> None:
+    base = write_gguf(tmp_path / "base.gguf", "F16")
+    model = as_checkpoint(base, tmp_path / "model")
+    out = tmp_path / "out.gguf"
+
+    def refused(words: str, location: Path = model, **options: str) -> str:
+        with pytest.raises(MergeError, match=words) as caught:
+            actmat.export(location, out=out, to="gguf", **options)
+        assert not out.exists()
+        return str(caught.value)
+
+    assert "llama-quantize OUT.gguf OUT-q4_k_m.gguf Q4_K_M" in refused("not as 'q4_k_m'", like=str(base), type="q4_k_m")
+    assert "convert_hf_to_gguf.py" in refused("give --like")
+    refused("expected a GGUF file as the pattern", like=str(model))
+    stored = load_file(model / "model.safetensors")
+    head = tmp_path / "head"
+    head.mkdir()
+    save_file({**stored, "lm_head.weight": torch.ones(80, 64)}, head / "model.safetensors")
+    assert "'lm_head.weight' has no place in the pattern" in refused("does not fit the pattern", head, like=str(base))
+    with pytest.raises(MergeError, match="no form 'ggfu' to export to"):
+        actmat.export(model, out=out, to="ggfu")
+    with pytest.raises(MergeError, match="takes no option under; its options: like, type"):
+        actmat.export(model, out=out, to="gguf", under="model")
+    out.write_text("mine")
+    with pytest.raises(MergeError, match="exists"):
+        actmat.export(model, out=out, to="gguf", like=str(base))
+    assert out.read_text() == "mine"
