@@ -89,9 +89,7 @@ def _pattern(like: str) -> Iterator[GgufFile]:
     with open_checkpoint(like) as opened:
         inner = getattr(opened, "inner", None)
         if not isinstance(inner, GgufFile):
-            raise CheckpointError(
-                f"{like}: expected a GGUF file as the pattern (--like), found {opened.format}. {LIKE}."
-            )
+            raise CheckpointError(f"{like}: expected a GGUF file as the pattern (--like), and it is none. {LIKE}.")
         yield inner
 
 
