@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from typing import Any
 
+from actmat.extras.pages.html.environment import environment
+
 VOID = {"meta", "input", "wbr", "br", "link", "img", "hr"}
 
 
@@ -86,3 +88,8 @@ class Page(HTMLParser):
     def data(self) -> dict[str, Any]:
         """What the script draws the table from."""
         return dict(json.loads(self.one("script", id="rows").text))
+
+
+def drawn(file: str, macro: str, *given: Any, **named: Any) -> Page:
+    """What a macro of a template draws, as a page."""
+    return Page(str(getattr(environment().get_template(file).module, macro)(*given, **named)))

@@ -5,20 +5,24 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.helpers.pages import Page
+from jinja2 import UndefinedError
+from tests.helpers.pages import Page, drawn
 from tests.helpers.reports import HOSTILE, SHOWN, diagnosis
 from tests.tolerances import F64_IDENTITY
 
 from actmat.diagnostics.model import Spectrum
 from actmat.extras.pages.html import render_html
-from actmat.extras.pages.html.charts import Cell, Line, Strip, curve, largest_strips, layer_lines, scree, strips
-from actmat.extras.pages.html.elements import Markup, columns_table, data_block, el, join
+from actmat.extras.pages.html.charts import Cell, Curve, HeatMap, Line, Strip, curve, largest_strips, layer_lines, scree
+from actmat.extras.pages.html.environment import data_block, environment, spelled
 from actmat.extras.pages.html.measures import (
     kind_of_name,
     kinds,
@@ -45,22 +49,37 @@ POSITIVE = st.floats(1e-12, 1e12)
 # Markup
 
 
-def test_elements_escape_texts_and_keep_elements() -> None:
-    inner = el("b", "<i>&")
-    assert el("p", "1 < 2 ", inner, None, 3, class_="a b", data_tip='"x"', hidden=True, id=None) == Markup(
-        '<p class="a b" data-tip="&#34;x&#34;" hidden>1 &lt; 2 <b>&lt;i&gt;&amp;</b>3</p>'
+def test_templates_escape_texts_and_keep_elements() -> None:
+    made = environment().from_string(
+        "{% set inner %}<b>{{ x }}</b>{% endset %}<p title='{{ y }}'>{{ inner }}{{ z }}{{ 3 }}</p>"
     )
-    assert el("rect", x=0) == Markup('<rect x="0"/>')
+    assert made.render(x="<i>&", z=None, y="'\"") == "<p title='&#39;&#34;'><b>&lt;i&gt;&amp;</b>3</p>"
+    with pytest.raises(UndefinedError, match="nothing"):
+        environment().from_string("{{ nothing }}").render()
+
+
+def test_no_template_marks_a_text_as_safe() -> None:
+    folders = [Path(str(files(name))) / "templates" for name in ("actmat.extras.pages.html", "actmat.extras.tune")]
+    found = [file for folder in folders for file in sorted(folder.iterdir())]
+    assert len(found) >= 6
+    for file in found:
+        text = file.read_text(encoding="utf-8")
+        assert not re.search(r"\|\s*safe|autoescape|Markup|xmlattr|tojson", text), file.name
 
 
 @given(st.text())
 def test_any_text_is_shown_in_an_element_an_attribute_and_a_data_block(text: str) -> None:
-    page = Page(str(join([el("p", text, title=text), data_block("rows", {"a": [text]})])))
+    made = environment().from_string('<p title="{{ text }}">{{ text }}</p>{{ data_block("rows", {"a": [text]}) }}')
+    page = Page(made.render(text=text))
     text = terminal(text, keep="\n\t")  # signs that are not printable, as they are written
     assert page.problems == []
     assert page.one("p").text == text
     assert page.one("p").attributes["title"] == text
     assert page.data == {"a": [text]}
+
+
+def test_words_between_backticks_are_code_and_nothing_else_is_markup() -> None:
+    assert spelled("a `b<` **c**") == "a <code>b&lt;</code> <strong>c</strong>"
 
 
 @pytest.mark.parametrize("text", [HOSTILE, "<!--", "<script>", "]]>", "</SCRIPT >"])
@@ -72,7 +91,7 @@ def test_a_data_block_cannot_be_left(text: str) -> None:
 
 
 def test_tables_name_their_rows_and_columns() -> None:
-    page = Page(str(columns_table(["a", "b"], [["x", "1"], ["<y>", "2"]], caption="both")))
+    page = drawn("parts.html", "columns_table", ["a", "b"], [["x", "1"], ["<y>", "2"]], caption="both")
     assert page.problems == []
     assert [(e.text, e.attributes["scope"]) for e in page.all("th")] == [
         ("a", "col"), ("b", "col"), ("x", "row"), ("<y>", "row"),
@@ -187,10 +206,11 @@ def test_kinds_are_those_of_most_energy_in_the_order_of_the_model() -> None:
 def test_a_gap_lifts_the_pen_and_what_is_no_layer_stands_apart() -> None:
     assert curve([(0, 0.5), None, (2, 0.25), (3, 0)]) == "M0 0.5000M2 0.2500L3 0.0000"
     line = Line("e0", "math", [1.0, 2.0, None, 4.0])
-    page = Page(str(layer_lines([line], ["0", "1", "2", "other"], positive_axis([4.0]), label="x", floor=1.0)))
-    drawn, key = page.all("path", class_="line")
+    plot = layer_lines([line], ["0", "1", "2", "other"], positive_axis([4.0]), label="x", floor=1.0)
+    page = drawn("charts.html", "plot", plot)
+    shown, key = page.all("path", class_="line")
     assert (key.attributes["d"], page.one("div", class_="ends").text) == ("M0 1H4", "math")
-    assert drawn.attributes["d"] == "M0.5 0.7500L1.5 0.5000"
+    assert shown.attributes["d"] == "M0.5 0.7500L1.5 0.5000"
     assert (page.one("path", class_="dot").attributes["d"] or "").count("M") == 3
     tips = [e.attributes["data-tip"] for e in page.all("rect", class_="hit")]
     assert tips == ["layer 0: math 1", "layer 1: math 2", "layer 2: ", "outside the layers: math 4"]
@@ -198,23 +218,24 @@ def test_a_gap_lifts_the_pen_and_what_is_no_layer_stands_apart() -> None:
 
 def test_a_spectrum_falls_from_the_largest_to_the_smallest() -> None:
     spectrum = Spectrum((-4.0, -3.0, -2.0, -1.0, 0.0), (4, 0, 2, 2))
-    page = Page(str(scree([("d0", "layer 0", spectrum, 4)], label="x")))
-    drawn = page.all("path", class_="line")[0]
+    page = drawn("charts.html", "plot", scree([Curve("d0", "layer 0", spectrum, 4)], label="x"))
+    shown = page.all("path", class_="line")[0]
     assert page.one("div", class_="ends").text == "layer 0"
-    assert drawn.attributes["d"] == ("M0 0.0000L0.25 0.2500L0.5 0.5000L0.5 0.7500L1 1.0000")
-    assert page.one("path", class_="stop").attributes["d"] == "M0.5000 0.5000h0"
-    assert drawn.attributes["data-tip"] == "layer 0: 4 of 8 directions kept"
+    assert shown.attributes["d"] == ("M0 0.0000L0.25 0.2500L0.5 0.5000L0.5 0.7500L1 1.0000")
+    assert page.one("path", class_="stop").attributes["d"] == "M0.5 0.5000h0"
+    assert shown.attributes["data-tip"] == "layer 0: 4 of 8 directions kept"
 
 
 def test_where_few_directions_carry_anything_the_axis_ends_with_them() -> None:
     """As in merges of adapters: the null directions would take the whole width."""
     few = Spectrum((-8.0, -2.0, -1.0, 0.0), (760, 4, 4))
     fewer = Spectrum((-8.0, -2.0, -1.0, 0.0), (764, 2, 2))
-    page = Page(str(scree([("d0", "layer 0", few, 8), ("d1", "layer 1", fewer, 8)], label="x")))
+    plot = scree([Curve("d0", "layer 0", few, 8), Curve("d1", "layer 1", fewer, 8)], label="x")
+    page = drawn("charts.html", "plot", plot)
     first, second = (e.attributes["d"] for e in page.all("path") if "data-tip" in e.attributes)
     assert first == "M0 0.0000L0.5 0.1250L1 0.2500"
     assert second == "M0 0.0000L0.25 0.1250L0.5 0.2500"
-    assert [e.attributes["d"] for e in page.all("path", class_="stop")] == ["M1.0000 0.2500h0", "M1.0000 0.2500h0"]
+    assert [e.attributes["d"] for e in page.all("path", class_="stop")] == ["M1 0.2500h0", "M1 0.2500h0"]
     assert page.one("div", class_="x-axis").text == "00.52 %1 %"
 
 
@@ -228,8 +249,8 @@ def test_a_residual_near_zero_reads_as_a_sentence() -> None:
 
 
 def test_strips_leave_holes_where_there_is_no_matrix() -> None:
-    rows = [Strip("a", "a", [Cell("q1", "here"), None, Cell("h0", "there")], "0.5")]
-    page = Page(str(strips(rows, ["0", "1", "other"], x_title="layer")))
+    rows = [Strip("a", [Cell("q1", "here"), None, Cell("h0", "there")], "0.5")]
+    page = drawn("charts.html", "strips", HeatMap(rows, ["0", "1", "other"], "all", [0.5]))
     assert [(e.attributes["x"], e.attributes["class"]) for e in page.all("rect")] == [("0", "q1"), ("2", "h0")]
     assert [e.text for e in page.all("span")] == ["0", "1", "other"]
 

@@ -19,7 +19,7 @@ from actmat.diagnostics.model import Diagnosis
 from actmat.errors import OutputError
 from actmat.extras.pages.html import render_html, write_html
 from actmat.extras.pages.html.comparison import render_comparison, write_comparison
-from actmat.extras.pages.html.elements import CAVEAT, listed
+from actmat.extras.pages.html.environment import CAVEAT, listed
 from actmat.extras.pages.html.tensors import DETAILED, PAGE_ROWS
 from actmat.extras.pages.html.verdicts import rho_words
 from actmat.recipe import make_recipe

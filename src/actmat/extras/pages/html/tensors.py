@@ -8,19 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.diagnostics.model import Diagnosis, Measure
-from actmat.extras.pages.html.elements import (
-    Markup,
-    data_block,
-    dotted,
-    el,
-    join,
-    long_part,
-    section,
-    shape_text,
-    table,
-)
+from actmat.extras.pages.html.environment import shape_text
 from actmat.extras.pages.html.scales import number
-from actmat.report.words import plural
 
 PAGE_ROWS = 50
 """Rows on one page of the table, and rows that are shown without a script."""
@@ -68,35 +57,35 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def big_table(columns: Sequence[Column], *, caption: str, details: Any = None) -> Markup:
-    """The table with its controls; `details` are drawn below a row when it is opened."""
-    count = len(columns[0].values)
-    head = el("tr", *(el("th", c.title, scope="col", class_=c.kind) for c in columns))
-    rows = []
-    for i in range(min(count, PAGE_ROWS)):
-        name = el("th", el("code", *dotted(columns[0].text(i))), scope="row", class_=columns[0].kind)
-        rows.append(el("tr", name, *(el("td", c.text(i), class_=c.kind, data_label=c.title) for c in columns[1:])))
-    more = f"The first {PAGE_ROWS} of {count:,}; the others need JavaScript." if count > PAGE_ROWS else None
-    return join(
-        [
-            long_part(
-                f"The table of {plural(count, 'tensor')}",
-                el("div", class_="controls", hidden=True),
-                table(head, rows, caption=caption, class_="big stack"),
-                el("noscript", el("p", more)) if more else None,
-            ),
-            data_block("rows", {"columns": [c.to_json() for c in columns], "page": PAGE_ROWS, "details": details}),
-        ]
-    )
+@dataclass(frozen=True, slots=True)
+class BigTable:
+    """A table with its controls; `details` are drawn below a row when it is opened."""
+
+    columns: Sequence[Column]
+    details: Any = None
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return len(self.columns[0].values)
+
+    @property
+    def shown(self) -> range:
+        """Rows that are there without a script."""
+        return range(min(self.count, PAGE_ROWS))
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The data of the script."""
+        return {"columns": [c.to_json() for c in self.columns], "page": PAGE_ROWS, "details": self.details}
 
 
-def tensors(diagnosis: Diagnosis) -> Markup:
-    """Section "Every tensor": action, reason, options and measures of each."""
+def tensors(diagnosis: Diagnosis) -> tuple[BigTable, int]:
+    """Action, reason, options and measures of each tensor; and how many matrices' measures are left out."""
     measures: dict[str, list[Measure]] = {}
     for m in diagnosis.measures:
         measures.setdefault(m.name, []).append(m)
     rows = diagnosis.tensors
-    worst = [max((m.contested for m in measures.get(t.name, ())), default=None) for t in rows]
     columns = [
         Column("tensor", "name", [t.name for t in rows]),
         Column("action", "choice", [t.action + (", unchanged" if t.unchanged else "") for t in rows]),
@@ -105,32 +94,28 @@ def tensors(diagnosis: Diagnosis) -> Markup:
         Column("dtype", "choice", [t.dtype for t in rows]),
         Column("rule", "choice", [t.method or "–" for t in rows]),
         Column("reason", "text", [t.reason for t in rows]),
-        Column("largest ρ", "number", worst),
+        Column(
+            "largest ρ", "number", [max((m.contested for m in measures.get(t.name, ())), default=None) for t in rows]
+        ),
         Column("seconds", "number", [t.seconds for t in rows]),
     ]
-    kept, left = _detailed(diagnosis.measures)
-    note = (
-        f" The page holds the measures of the {DETAILED:,} matrices of largest ρ; {left:,} more are in report.json."
-        if left
-        else ""
-    )
-    return section(
-        "tensors",
-        "Every tensor",
-        big_table(columns, caption="Every tensor, what was done to it and why", details=_details(diagnosis, kept)),
-        lead=f"{plural(len(rows), 'tensor')} in the order of the output. Open one for its options and measures.{note}",
-    )
-
-
-def _detailed(measures: Sequence[Measure]) -> tuple[list[Measure], int]:
-    if len(measures) <= DETAILED:
-        return list(measures), 0
-    limit = sorted((m.contested for m in measures), reverse=True)[DETAILED - 1]
-    kept = [m for m in measures if m.contested >= limit][:DETAILED]
-    return kept, len(measures) - len(kept)
+    largest = sorted(diagnosis.measures, key=lambda m: -m.contested)[:DETAILED]
+    kept = {id(m) for m in largest}
+    details = _details(diagnosis, (m for m in diagnosis.measures if id(m) in kept))
+    return BigTable(columns, details), len(diagnosis.measures) - len(largest)
 
 
 _HEAD = ("expert", "‖D‖", "‖D‖ / ‖W₀‖", "over rounding", "effective rank", "energy kept", "ρ")
+_FACTS = {
+    "merged": "merged_norm",
+    "mean": "mean_norm",
+    "sum": "sum_norm",
+    "effective rank of S": "sum_effective_rank",
+    "numerical rank of S": "sum_numerical_rank",
+    "rank kept": "rank_kept",
+    "cut-off": "cutoff",
+}
+"""Facts of a measured matrix, and the fields of `Measure` that have them."""
 
 
 def _details(diagnosis: Diagnosis, kept: Iterable[Measure]) -> dict[str, Any]:
@@ -140,20 +125,12 @@ def _details(diagnosis: Diagnosis, kept: Iterable[Measure]) -> dict[str, Any]:
     edges = diagnosis.measures[0].spectrum.edges if diagnosis.measures else ()
     for m in kept:
         columns = (m.norms, m.relative_norms, m.snr, m.effective_rank, m.energy_kept, m.residual)
-        facts = {
-            "merged": m.merged_norm,
-            "mean": m.mean_norm,
-            "sum": m.sum_norm,
-            "effective rank of S": m.sum_effective_rank,
-            "numerical rank of S": m.sum_numerical_rank,
-            "rank kept": m.rank_kept,
-            "cut-off": m.cutoff,
-        }
+        facts = {title: _rounded(getattr(m, field)) for title, field in _FACTS.items()}
         matrices.setdefault(rows.get(m.name, -1), []).append(
             {
                 "part": m.part,
                 "values": [None if c is None else [_rounded(v) for v in c] for c in columns],
-                "facts": {k: _rounded(v) for k, v in facts.items() if v is not None},
+                "facts": {k: v for k, v in facts.items() if v is not None},
                 "counts": list(m.spectrum.counts) if m.spectrum.edges == edges else None,
             }
         )
