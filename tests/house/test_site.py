@@ -11,8 +11,8 @@ from docs.site import DOCS, ROOT, build, navigation, notebook_page, places, reli
 
 from actmat.methods import all_methods
 
-README_LINES = 100
-"""Two screens."""
+README_LINES = 120
+"""Two screens and a picture."""
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_cells_of_a_notebook() -> None:
     )
 
 
-def test_the_readme_is_two_screens_and_its_commands_are_of_the_makefile() -> None:
+def test_the_readme_is_short_and_its_commands_are_of_the_makefile() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= README_LINES
     makefile = (ROOT / "Makefile").read_text()
