@@ -61,7 +61,7 @@ def test_tasks_come_before_research_in_searches(site: tuple[Path, list[str]]) ->
     """Top hit for "merge lora into base" is the recipe, and not a study of unlabelled inputs."""
     found = json.loads((site[0] / "search" / "search_index.json").read_text())["docs"]
     boosts = {entry["location"]: entry.get("boost", 1) for entry in found}
-    assert boosts["cookbook.html#merge-a-lora-into-its-base"] > 1 > boosts["tune.html"]
+    assert boosts["cookbook.html#merge-a-lora-into-its-base"] > 1 > boosts["tune-results.html"]
     assert "search:" not in (site[0] / "cookbook.html").read_text().split("<article")[1][:500]
 
 
