@@ -36,6 +36,7 @@ from benchmarks.tune.tables import tune_table
 from docs.digits import demo_table
 from docs.labels import paper_table
 from docs.matrix import family_table
+from docs.picture import picture
 from docs.quoted import quoted
 from docs.reference import api
 from docs.searches import chaos_table, fuzz_table
@@ -368,11 +369,12 @@ def explanations() -> str:
     return json.dumps({c: re.sub(r"\*(\w+)\*", r"\1", t) for c, t in texts.items()}, indent=1) + "\n"
 
 
-WRITTEN = {
+WRITTEN: dict[Path, Callable[[], str]] = {
+    ROOT / "docs" / "merges.svg": picture,
     ROOT / "src" / "actmat" / "cli" / FILE: catalogue,
     ROOT / "src" / "actmat" / "extras" / "pages" / "html" / EXPLAINED: explanations,
 }
-"""Files of the package that are made from declarations and pages."""
+"""Whole files that are made from declarations, pages and results."""
 
 
 def main() -> None:

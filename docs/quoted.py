@@ -9,12 +9,15 @@ import functools
 import json
 import re
 from collections.abc import Callable
+from statistics import fmean
 
 from benchmarks.common import RESULTS
 from benchmarks.evidence.cosines import kind_rows
 from benchmarks.evidence.group import FOLDER, SUITES, groups
 from benchmarks.evidence.intervals import interval
 from benchmarks.evidence.tables import choice_rows
+from benchmarks.pretrained.choices import Choice, choices
+from benchmarks.tune import tables as tuned
 
 MARK = re.compile(r"(<!-- n: (?P<name>[\w-]+) -->)[^<]*(<!-- /n -->)")
 
@@ -83,6 +86,41 @@ def _nf4(scheme: str) -> list[float]:
     return [100 * row["different"] / row["entries"] for row in rows if row["scheme"] == scheme]
 
 
+@functools.cache
+def _pretrained() -> list[Choice]:
+    """The choice by divergence in every set of the evidence; all of them have candidates with data."""
+    return choices(groups())
+
+
+def _gain(*, with_data: bool) -> list[float]:
+    """Points of the choice above the average, set by set."""
+    return [c.over("average", c.with_data if with_data else None) for c in _pretrained()]
+
+
+def _lost_with_data() -> list[float]:
+    """Points that the choice lacks to the best, set by set, `regmean` among the candidates."""
+    return [c.best_with_data - c.with_data.test for c in _pretrained() if c.with_data is not None]
+
+
+@functools.cache
+def _small() -> list[tuned.Row]:
+    """Subjects of the search on small models."""
+    return tuned.read_rows()
+
+
+def _regret(*keys: str) -> list[float]:
+    """Points that the choice of the search, or of the grid by `keys[0]`, lacks to the best."""
+    if not keys:
+        return [100 * (tuned.best(row) - row["chosen"]["test"]) for row in _small()]
+    return [100 * (max(c["test"] for c in row["candidates"]) - tuned.picked(row, keys[0])) for row in _small()]
+
+
+def _over(key: str = "") -> list[float]:
+    """Points of the choice of the search, or of the grid by `key`, above the average."""
+    chosen = [tuned.picked(row, key) if key else row["chosen"]["test"] for row in _small()]
+    return [100 * (test - tuned.at(row, "average")) for test, row in zip(chosen, _small(), strict=True)]
+
+
 _SHORT = ("average", "task_arithmetic", "actmat_bounded")
 NUMBERS: dict[str, Callable[[], str]] = {
     "nf4-matrices": lambda: str(len(_nf4("nf4"))),
@@ -108,6 +146,19 @@ NUMBERS: dict[str, Callable[[], str]] = {
         for word, suite in zip(("images", "texts", "llm"), SUITES, strict=True)
         for end, pick in (("least", min), ("most", max))
     },
+    "tune-subjects": lambda: str(len(_small())),
+    "tune-regret": lambda: f"{fmean(_regret()):.1f}",
+    "tune-worst": lambda: f"{-min(_over()):.1f}",
+    "tune-regret-8": lambda: f"{fmean(_regret('own_8')):.1f}",
+    "tune-regret-64": lambda: f"{fmean(_regret('own_64')):.1f}",
+    "tune-wrong-regret": lambda: f"{fmean(_regret('other_64')):.1f}",
+    "tune-wrong-worst": lambda: f"{-min(_over('other_64')):.0f}",
+    "pretrained-sets": lambda: str(len(_pretrained())),
+    "pretrained-regret": lambda: f"{fmean(c.regret for c in _pretrained()):.1f}",
+    "pretrained-regret-data": lambda: f"{fmean(_lost_with_data()):.1f}",
+    "pretrained-gain": lambda: f"{fmean(_gain(with_data=False)):.0f}",
+    "pretrained-gain-data": lambda: f"{fmean(_gain(with_data=True)):.0f}",
+    "pretrained-worst": lambda: f"{min(_gain(with_data=False)):.1f}",
     "spectrum-runs": lambda: _repeats("spectrum"),
     "spectrum-square-runs": lambda: _repeats("spectrum_square"),
     "spectrum-wider-runs": lambda: _repeats("spectrum_wider"),

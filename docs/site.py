@@ -39,7 +39,7 @@ AS_IS = (*IMAGES, ".css", ".js")
 """Files that are copied."""
 BOOSTS = {
     **dict.fromkeys(("start.md", "cookbook.md"), 5),
-    **dict.fromkeys(("analyses/", "experiments/", "data-free.md", "evidence.md", "paper.md", "tune.md"), 0.2),
+    **dict.fromkeys(("analyses/", "experiments/", "data-free.md", "evidence.md", "paper.md", "tune-results.md"), 0.2),
     "project/changelog.md": 0.2,
 }
 """Beginning of a place in the site -> factor of its score in searches: tasks come before research."""

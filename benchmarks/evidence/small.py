@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from actmat_experiments.harness.report import latest
-from actmat_experiments.harness.results import Regime, Score, read_scores
+from actmat_experiments.harness.results import REFERENCES, Regime, Score, read_scores
 from actmat_experiments.harness.table import markdown_table, summarise
 from actmat_experiments.reasoning.passk import at, at_k_markdown
 from benchmarks.common import RESULTS
@@ -97,12 +97,18 @@ def _survival_rows(scores: Sequence[Score]) -> list[list[str]]:
 
 def _summary_rows(folder: Path) -> list[list[str]]:
     found: dict[str, dict[str, float]] = {}
+    widest: dict[str, float] = {}
     for head, (suite, model, regime) in COLUMNS.items():
         own, _ = latest(read_scores(folder / f"{suite}.jsonl"), model, regime)
         lines = summarise(own, _tasks(own))
-        found[head] = {line.method: 100 * line.average.value for line in lines if line.scale == "default"}
+        means = {line.method: line.average for line in lines if line.scale == "default"}
+        found[head] = {name: 100 * m.value for name, m in means.items()}
+        widest[head] = max(
+            (50 * (m.high - m.low) for name, m in means.items() if name in (*REFERENCES, *SUMMARY)), default=0
+        )
     names = {"base": "base", "experts": "the expert of each task", **{n: f"`{n}`" for n in SUMMARY}}
-    return [
+    rows = [
         [label, *(f"{found[head][name]:.1f}" if name in found[head] else "" for head in COLUMNS)]
         for name, label in names.items()
     ]
+    return [*rows, ["95 % intervals, at most", *(f"±{widest[head]:.1f}" if widest[head] else "" for head in COLUMNS)]]

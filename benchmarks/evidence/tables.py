@@ -16,7 +16,7 @@ from actmat_experiments.harness.results import REFERENCES
 from benchmarks.evidence import checks, cosines
 from benchmarks.evidence import choice as auto
 from benchmarks.evidence.group import FOLDER, NAMES, Candidate, Group, groups, method_of
-from benchmarks.evidence.intervals import Points, interval, paired
+from benchmarks.evidence.intervals import Interval, Points, interval, paired
 from benchmarks.evidence.subsets import subset_rows
 
 Table = Callable[[list[str], list[list[str]]], str]
@@ -49,20 +49,38 @@ def reference_rows(some: Sequence[Group]) -> list[list[str]]:
     return found
 
 
-SUMMARY = ("average", "task_arithmetic", "actmat", "actmat_ridge", "actmat_bounded", "tsv", "cart", "regmean")
-"""Rows of the short table."""
+LEAST_HALF = 0.05
+"""Half an interval in points below which all seeds agree by chance, which says nothing about their spread."""
 
 
-def summary_rows(some: Sequence[Group]) -> list[list[str]]:
-    """Means at the default scale, and what `actmat` is above the average."""
+def significant_rows(some: Sequence[Group]) -> list[list[str]]:
+    """Methods with all seeds of a group by the 95 % interval of their difference to the average, best first.
+
+    The interval is over seeds and tasks; of fewer than `auto.FEWEST_TASKS` tasks, over seeds for these tasks.
+    """
     found = []
     for group in some:
-        points = [group.points(name) for name in ("base", *SUMMARY, "experts")]
-        cells = [f"{interval(p).mean:.1f}" if p else "" for p in points]
-        seeds = f"{len(group.seeds)} seed{'s' if len(group.seeds) > 1 else ''}"
-        gap = difference(group.points("actmat"), group.points("average"))
-        found.append([f"{group.title}, {len(group.tasks)} tasks, {seeds}", *cells, gap])
+        average = group.points("average")
+        sides: dict[int, list[str]] = {1: [], 0: [], -1: []}
+        for name in group.rows():
+            own = group.points(name)
+            if name == "average" or list(own) != group.seeds:
+                continue
+            gap = paired(own, average) if len(group.tasks) >= auto.FEWEST_TASKS else _over_seeds(own, average)
+            assert gap is not None, "all seeds are there"
+            if gap.half is None:
+                continue
+            differs = abs(gap.mean) > gap.half >= LEAST_HALF
+            side = 0 if not differs else 1 if gap.mean > 0 else -1
+            sides[side].append(f"`{name}` {gap.mean:+.1f}" if side else f"`{name}`")
+        means = [f"{interval(group.points(name)).mean:.1f}" for name in ("base", "average", "experts")]
+        found.append([group.title, *means, *map(", ".join, sides.values())])
     return found
+
+
+def _over_seeds(own: Points, average: Points) -> Interval:
+    """Of the difference of the means over these tasks."""
+    return interval({s: {"all": mean(own[s].values()) - mean(average[s].values())} for s in own if s in average})
 
 
 def method_rows(group: Group) -> list[list[str]]:
@@ -91,7 +109,7 @@ def seed_rows(group: Group) -> list[list[str]]:
         own = group.points(name)
         gaps = {s: mean(own[s][k] - average[s][k] for k in group.tasks) for s in own if s in average}
         if name != "average" and len(gaps) > 1:
-            alone = interval({s: {"all": gap} for s, gap in gaps.items()})
+            alone = _over_seeds(own, average)
             found.append([f"`{name}`", *(f"{gaps[s]:+.1f}" if s in gaps else "" for s in group.seeds)])
             found[-1].append(alone.text(sign=True))
     return found
@@ -165,9 +183,9 @@ def choice_rows(some: Sequence[Group]) -> list[list[str]]:
 
 
 def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
-    """One of the tables, in Markdown: `references`, `summary`, `pairs`, `auto`, `choice`, `gram`, `checks`, `sweep`,
-    `subsets`, or `methods_SUITE_REGIME`, `seeds_SUITE_REGIME`, `variants_SUITE_REGIME`, `tasks_SUITE_REGIME` of
-    "vision", "text" or "llm", "full" or "lora".
+    """One of the tables, in Markdown: `references`, `significant`, `pairs`, `auto`, `choice`, `gram`, `checks`,
+    `sweep`, `subsets`, or `methods_SUITE_REGIME`, `seeds_SUITE_REGIME`, `variants_SUITE_REGIME`,
+    `tasks_SUITE_REGIME` of "vision", "text" or "llm", "full" or "lora".
     """
     some = groups(folder)
     plain: dict[str, tuple[list[str], Callable[[], list[list[str]]]]] = {
@@ -175,9 +193,9 @@ def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
             ["experts", "tasks", "seeds", "tested per task", "base", "experts' own", "head-room"],
             lambda: reference_rows(some),
         ),
-        "summary": (
-            ["experts", "base", *(f"`{n}`" for n in SUMMARY), "experts' own", "`actmat` - average"],
-            lambda: summary_rows(some),
+        "significant": (
+            ["experts", "base", "average", "experts' own", "significantly above the average", "neither", "below"],
+            lambda: significant_rows(some),
         ),
         "pairs": (["difference", "scale", *(g.title for g in some if g.rows())], lambda: pair_rows(some)),
         "choice": (

@@ -1,4 +1,4 @@
-"""Merges without data, and the choice by unlabelled inputs, on pretrained bases (docs/data-free.md, docs/tune.md).
+"""Merges without data and the choice by inputs, on pretrained bases (docs/data-free.md, docs/tune-results.md).
 
     python -m benchmarks.pretrained --data DATA --cache CACHE             # all; trains what the cache lacks
     python -m benchmarks.pretrained text-minilm/lora/0 --data DATA        # these subjects only: suite/regime/seed

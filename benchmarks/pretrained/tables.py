@@ -1,4 +1,4 @@
-"""Tables of docs/tune.md on the choice by unlabelled inputs on pretrained bases, from `results/pretrained.jsonl`.
+"""Tables of docs/tune-results.md on the choice on pretrained bases, from `results/pretrained.jsonl`.
 
 Points are percentage points of test accuracy. A choice is by the least mean divergence from the experts, on:
 

@@ -1,4 +1,4 @@
-"""The tables of docs/tune.md from `results/tune.jsonl`.
+"""The tables of docs/tune-results.md from `results/tune.jsonl`.
 
 Points are percentage points of test accuracy, the mean over a subject's tasks. An interval is Student's t at 95 % over
 the subjects of a row: a subject is a suite, a regime and a seed.
@@ -173,7 +173,7 @@ TABLES: dict[str, tuple[list[str], Callable[[Sequence[Row]], list[list[str]]]]] 
         choice_rows,
     ),
     "rivals": (
-        ["experts", "n", "over labels", "over AdaMerging", "rank correlation (least)", "told better than average"],
+        ["experts", "n", "over labels", "over AdaMerging", "rank correlation (least)", "significantly better"],
         rival_rows,
     ),
     "numbers": (["experts", "n", "8", "16", "32", "64", "128", "256"], number_rows),

@@ -113,6 +113,18 @@ def test_references_and_the_choice_by_divergence(folder):
     )
 
 
+def test_only_differences_beyond_their_interval_are_named_with_a_number(tmp_path):
+    """Three tasks: intervals over seeds. Shifts by seed: 10, 12, 14 of `tsv`; -9, 0, 3 of `ties`; 1, 1, 1 of `sce`."""
+    shifts = {"average": (0, 0, 0), "tsv": (10, 12, 14), "ties": (-9, 0, 3), "sce": (1, 1, 1), "dare": (-8, -9, -10)}
+    some = [line(m, t, 60 + by[s], seed=s) for m, by in shifts.items() for s in (0, 1, 2) for t in TASKS]
+    some += [line(m, t, c, seed=s) for m, c in (("base", 50), ("experts", 80)) for s in (0, 1, 2) for t in TASKS]
+    once = [line("wudi", t, 90) for t in TASKS]
+    write(tmp_path, [*some, *once])
+    found = cells(evidence_table("significant", table, tmp_path), "ViT, full fine-tuning")
+    assert found[1:4] == ["50.0", "60.0", "80.0"]
+    assert found[4:] == ["`tsv` +12.0", "`sce`, `ties`", "`dare` -9.0"], "wudi has one seed of three"
+
+
 def test_methods_that_need_data_are_no_candidates(folder):
     scores = read_scores(folder / "vision-vits14.jsonl")
     (group,) = groups(folder)

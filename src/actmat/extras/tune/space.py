@@ -19,7 +19,7 @@ DEFAULT_METHODS = (
     *("average", "ties", "tsv", "iso_c", "knots", "cart", "dc_merge", "actmat", "actmat_ridge", "swudi", "aswudi"),
     "regmean",
 )
-"""Methods that came first or second in some suite of docs/tune.md, and the average."""
+"""Methods that came first or second in some suite of docs/tune-results.md, and the average."""
 
 SCALES = (0.3, 0.5, 0.7, 1.0, 1.5, 2.0)
 

@@ -1,0 +1,118 @@
+"""The picture of the README: test accuracy of base, average, `auto` and experts, from the evidence."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from statistics import mean
+
+from benchmarks.evidence.choice import choice_table
+from benchmarks.evidence.group import groups
+from benchmarks.evidence.intervals import Points
+
+LEFT, RIGHT, TOP, ROW = 230, 640, 74, 34
+"""Pixels: the ends of the scale of accuracies, the first row, and the distance of rows."""
+WIDTH = 930
+LOW, HIGH = 10, 100
+"""Accuracies in % at the ends of the scale."""
+COLOURS = {"base": "#8a8f98", "average": "#c98a1b", "auto": "#1f5fa8", "experts": "#222222"}
+MUTED = "#8a8f98"
+
+
+def picture() -> str:
+    """An SVG with a row per set of experts; a gain whose interval has 0 in it is grey."""
+    rows = [
+        (
+            _short(group.title),
+            method.strip("`"),
+            gain,
+            [_accuracy(group.points(n)) for n in ("base", "average", name, "experts")],
+        )
+        for group, (_, method, gain, *_) in zip(groups(), choice_table(), strict=True)
+        for name in (method.strip("`"),)
+    ]
+    rows.sort(key=lambda row: "LoRA" in row[0])
+    height = TOP + ROW * len(rows) + 30
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        'font-family="system-ui, sans-serif" font-size="13">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        *_legend(),
+        *_scale(height),
+    ]
+    for number, row in enumerate(rows):
+        parts += _row(TOP + ROW * number + ROW / 2, *row)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _short(title: str) -> str:
+    """The title without the form in which the base's weights were found."""
+    return title.replace("-Instruct from Q4_1", "")
+
+
+def _accuracy(points: Points) -> float:
+    return mean(value for tasks in points.values() for value in tasks.values())
+
+
+def _place(accuracy: float) -> float:
+    return LEFT + (accuracy - LOW) / (HIGH - LOW) * (RIGHT - LEFT)
+
+
+def _legend() -> list[str]:
+    words = {
+        "base": "base",
+        "average": "average of the experts",
+        "auto": "merge by auto",
+        "experts": "each expert alone",
+    }
+    places = (LEFT, LEFT + 66, LEFT + 236, LEFT + 366)
+    parts = [
+        _text(16, 24, "Test accuracy in %", weight="bold"),
+        _text(16, 42, "mean over tasks and seeds", colour=MUTED),
+    ]
+    for (name, word), x in zip(words.items(), places, strict=True):
+        parts += [_mark(name, x, 20), _text(x + 10, 24, word)]
+    return [*parts, _text(RIGHT + 30, 54, "auto - average, points", weight="bold")]
+
+
+def _scale(height: float) -> list[str]:
+    parts = []
+    for accuracy in range(20, HIGH + 1, 20):
+        x = _place(accuracy)
+        parts.append(f'<line x1="{x:.1f}" y1="62" x2="{x:.1f}" y2="{height - 24}" stroke="#e4e6ea"/>')
+        parts.append(_text(x, 54, str(accuracy), anchor="middle", colour=MUTED))
+    return parts
+
+
+def _row(y: float, title: str, method: str, gain: str, values: list[float]) -> list[str]:
+    base, _, _, experts = values
+    left, right = sorted((_place(base), _place(experts)))
+    line = f'<line x1="{left:.1f}" y1="{y}" x2="{right:.1f}" y2="{y}" stroke="#c9cdd3" stroke-width="2"/>'
+    marks = [_mark(name, _place(value), y) for name, value in zip(COLOURS, values, strict=True)]
+    colour = MUTED if _holds_zero(gain) else COLOURS["auto"]
+    return [_text(16, y + 4, title), line, *marks, _text(RIGHT + 30, y + 4, f"{gain}, {method}", colour=colour)]
+
+
+def _holds_zero(gain: str) -> bool:
+    """True for `+0.6 ±0.9`, whose interval has 0 in it.
+
+    >>> _holds_zero("+0.6 ±0.9"), _holds_zero("+10.0 ±7.0"), _holds_zero("+59.4 (57 to 62 by seed)")
+    (True, False, False)
+    """
+    found = re.fullmatch(r"([+-][\d.]+) ±([\d.]+)", gain)
+    return found is not None and abs(float(found[1])) <= float(found[2])
+
+
+def _mark(name: str, x: float, y: float) -> str:
+    colour = COLOURS[name]
+    if name in ("base", "experts"):
+        return f'<line x1="{x:.1f}" y1="{y - 8}" x2="{x:.1f}" y2="{y + 8}" stroke="{colour}" stroke-width="3"/>'
+    return f'<circle cx="{x:.1f}" cy="{y}" r="6" fill="{colour}" fill-opacity="0.9"/>'
+
+
+def _text(
+    x: float, y: float, text: str, *, anchor: str = "start", colour: str = "#222222", weight: str = "normal"
+) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}" fill="{colour}" font-weight="{weight}">{escape(text)}</text>'
+    )
