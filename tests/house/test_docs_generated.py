@@ -116,14 +116,14 @@ def test_flags_that_are_those_of_another_command_are_named_only() -> None:
     assert "--scope" not in table
     assert "`--scope`" in shared.split(", ")
     diagnose = flags("diagnose")
-    assert "| `--dtype` text | `float32` | dtype of the model while it runs. |" in diagnose, "another meaning"
+    assert "| `--dtype` text | `float32` | Dtype of the model while it runs. |" in diagnose, "another meaning"
 
 
 def test_flags_of_a_group_are_described_once_with_their_commands() -> None:
     text = group_flags("statistics")
     assert text.count("| `--batch-size` number |") == 1
     assert "| `--batch-size` number | `8` | Samples in one forward pass. | collect, staged |" in text
-    assert "Print JSON in place of words. | all |" in text
+    assert "Print JSON instead of text. | all |" in text
 
 
 def test_recipe_tables_show_types_and_requirements() -> None:

@@ -12,7 +12,7 @@ from actmat.cli.listing import command
 from actmat.cli.streams import optional_stdout
 
 
-@command("share", "written", "the checkpoint cannot be read, or the output place is wrong", imports_torch=True)
+@command("share", "written", "the checkpoint cannot be read, or the output folder is wrong", imports_torch=True)
 def export(
     checkpoint: Annotated[str, typer.Argument(help="Directory, file, hub id or URL.")],
     out: Annotated[Path, typer.Option("--out", help="Directory to write; must not exist.")],
@@ -23,7 +23,7 @@ def export(
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Write a checkpoint, such as a merged model, for training to go on from it.
+    """Write a checkpoint, such as a merged model, in torch's distributed format, to continue training.
 
     actmat export MERGED --to dcp --out DIR
 
