@@ -4,11 +4,12 @@
     python -m docs.generate --check     # exit status 1 when a page is not what the code says
 
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
-overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `group-flags GROUP`, `exit-codes COMMAND`, `schemas`,
-`settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `versions`, `demo`, `api`, `tune NAME` (measured
-tables of the search), `pretrained NAME` (of the search on pretrained models), `datafree NAME` (of merges without data),
-`evidence NAME` (of experiments on pretrained models), `small NAME` (of those at laptop size), `matrix PART` (the
-families that were merged and run), `paper` (everything that the paper numbers).
+overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `group-flags GROUP` (each flag of its commands
+once), `exit-codes COMMAND`, `schemas`, `settings SUITE`, `recipe MODEL`, `outputs` (fields of all kinds of output),
+`exits`, `families`, `fuzz`, `chaos`, `versions`, `demo`, `api`, `tune NAME` (measured tables of the search),
+`pretrained NAME` (of the search on pretrained models), `datafree NAME` (of merges without data), `evidence NAME` (of
+experiments on pretrained models), `small NAME` (of those at laptop size), `matrix PART` (the families that were merged
+and run), `paper` (everything that the paper numbers).
 A number in a sentence stands between `<!-- n: NAME -->` and `<!-- /n -->`; `docs/quoted.py` has the names. Nothing
 outside the marks is touched.
 """
@@ -305,14 +306,28 @@ def schemas(_: str) -> str:
 
 def recipe(name: str) -> str:
     """Fields of one model of the recipe's schema."""
-    model = MODELS[name]
+    return table(["field", "type", "default", "meaning"], list(_fields(MODELS[name]).values()))
+
+
+def outputs(_: str) -> str:
+    """Fields of every kind of output, each described once."""
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for kind, model in OUTPUTS.items():
+        for field, row in _fields(model).items():
+            if field != "kind":
+                kinds.setdefault(tuple(row), []).append(f"`{kind}`")
+    rows = [[row[0], ", ".join(takers), *row[1:]] for row, takers in kinds.items()]
+    return table(["field", "kind", "type", "default", "meaning"], rows)
+
+
+def _fields(model: type[BaseModel]) -> dict[str, list[str]]:
+    """Fields of a model: name -> name, type, default and meaning as cells."""
     schema = model.model_json_schema()
-    rows = []
+    rows = {}
     for field, entry in schema["properties"].items():
-        required = field in schema.get("required", [])
-        default = "required" if required else f"`{_default(entry)}`"
-        rows.append([f"`{field}`", f"`{_type(entry)}`", default, entry.get("description", "")])
-    return table(["field", "type", "default", "meaning"], rows)
+        default = "required" if field in schema.get("required", []) else f"`{_default(entry)}`"
+        rows[field] = [f"`{field}`", f"`{_type(entry)}`", default, entry.get("description", "")]
+    return rows
 
 
 def _type(entry: dict[str, Any]) -> str:
@@ -374,6 +389,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "exit-codes": exit_codes,
     "schemas": schemas,
     "recipe": recipe,
+    "outputs": outputs,
     "families": families,
     "fuzz": lambda _: fuzz_table(table),
     "chaos": lambda _: chaos_table(table),

@@ -70,8 +70,8 @@ class Model(Strict):
     )
     base_as: Annotated[Literal["nf4", "nf4-double"] | None, Flag()] = Field(
         default=None,
-        description="add QLoRA adapters to the base that they were trained on: linear layers rounded to NF4 and "
-        "back; nf4-double: with double quantisation",
+        description="round the base's linear layers to NF4 and back, as QLoRA does in training, before adding "
+        "adapters; nf4-double: with double quantisation",
     )
 
     @property
