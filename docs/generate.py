@@ -4,11 +4,12 @@
     python -m docs.generate --check     # exit status 1 when a page is not what the code says
 
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
-overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `exit-codes COMMAND`, `schemas`,
-`settings SUITE`, `recipe MODEL`, `exits`, `families`, `fuzz`, `chaos`, `versions`, `demo`, `api`, `tune NAME` (measured
-tables of the search), `pretrained NAME` (of the search on pretrained models), `datafree NAME` (of merges without data),
-`evidence NAME` (of experiments on pretrained models), `small NAME` (of those at laptop size), `matrix PART` (the
-families that were merged and run), `paper` (everything that the paper numbers).
+overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `group-flags GROUP` (each flag of its commands
+once), `exit-codes COMMAND`, `schemas`, `settings SUITE`, `recipe MODEL`, `outputs` (fields of all kinds of output),
+`exits`, `families`, `fuzz`, `chaos`, `versions`, `demo`, `api`, `tune NAME` (measured tables of the search),
+`pretrained NAME` (of the search on pretrained models), `datafree NAME` (of merges without data), `evidence NAME` (of
+experiments on pretrained models), `small NAME` (of those at laptop size), `matrix PART` (the families that were merged
+and run), `paper` (everything that the paper numbers).
 A number in a sentence stands between `<!-- n: NAME -->` and `<!-- /n -->`; `docs/quoted.py` has the names. Nothing
 outside the marks is touched.
 """
@@ -44,7 +45,7 @@ from pydantic import BaseModel
 from typer.models import ArgumentInfo
 
 from actmat.cli.catalogue import FILE, describe
-from actmat.cli.flags import with_flags
+from actmat.cli.flags import FIRST, with_flags
 from actmat.cli.listing import COMMON, declared_command, info_of
 from actmat.cli.screen import LAYOUTS
 from actmat.errors import MergeError
@@ -190,14 +191,45 @@ def _memory(m: MergeMethod) -> str:
 # Commands
 
 
+LIKE_MERGE = ("plan", "diagnose", "tune", "try")
+"""Commands that take the flags of `merge`: their tables only name the flags that `--help` only names."""
+
+
 def flags(name: str) -> str:
     """Arguments and flags of one command, from its signature."""
+    rows, merge = _flags(name), _flags("merge") if name in LIKE_MERGE else {}
+    shared = [p for p, row in rows.items() if merge.get(p) == row and p not in FIRST]
+    text = table(["flag", "default", "meaning"], [row for p, row in rows.items() if p not in shared])
+    if not shared:
+        return text
+    listed = ", ".join(rows[p][0].split(" ")[0].rstrip(",") for p in shared)
+    return f"{text}\nThese flags are the same as for [`merge`](merge.md#flags): {listed}.\n"
+
+
+def group_flags(group: str) -> str:
+    """Flags of all commands of a group, each described once."""
+    commands = {c.callback.__name__: c.name for c in declared_command(group).registered_commands}
+    defaults: dict[tuple[str, str], dict[str, str]] = {}
+    for function, name in commands.items():
+        for flag, default, text in _flags(f"{group}_{function}").values():
+            defaults.setdefault((flag, text), {})[name or function] = default
+    rows = []
+    for (flag, text), found in defaults.items():
+        takers = "all" if len(found) == len(commands) else ", ".join(found)
+        usual = next(iter(found.values()))
+        others = [f"{command}: {default}" for command, default in found.items() if default != usual]
+        rows.append([flag, "; ".join([usual, *others]), text, takers])
+    return table(["flag", "default", "meaning", "taken by"], rows)
+
+
+def _flags(name: str) -> dict[str, list[str]]:
+    """Parameters of one command: name -> its spellings, default and meaning."""
     home, _, sub = name.replace("-", "_").partition("_")  # statistics_collect: a command of a group
     declared = declared_command(home)
     if sub:
         (declared,) = (c.callback for c in declared.registered_commands if c.callback.__name__ == sub)
     command = with_flags(declared)
-    rows = []
+    rows = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         kind, info = typing.get_args(parameter.annotation)[:2]
         # typer keeps the first spelling of an Annotated option where a default would stand
@@ -215,8 +247,9 @@ def flags(name: str) -> str:
         text = info.help or ""
         if found := re.search(r"\s*\(default: (.*?)\)", text):
             default, text = found[1], text.replace(found[0], "")
-        rows.append([", ".join(spelled), default and f"`{default}`", text + (" Repeatable." if many else "")])
-    return table(["flag", "default", "meaning"], rows)
+        spelling = ", ".join(spelled)
+        rows[parameter.name] = [spelling, default and f"`{default}`", text + (" Repeatable." if many else "")]
+    return rows
 
 
 def settings(name: str) -> str:
@@ -257,9 +290,11 @@ def exits(_: str) -> str:
 
 
 def exit_codes(command: str) -> str:
-    """Exit codes of one command."""
-    rows = [[str(code), meaning] for code, meaning in {**info_of(declared_command(command)).exits, **COMMON}.items()]
-    return table(["exit code", "when"], rows)
+    """Exit codes of one command; without a name, those of all commands."""
+    codes = info_of(declared_command(command)).exits if command else COMMON
+    rows = [[str(code), meaning] for code, meaning in codes.items()]
+    after = "\nMore codes are [common to all commands](README.md#exit-codes).\n" if command else ""
+    return table(["exit code", "when"], rows) + after
 
 
 def schemas(_: str) -> str:
@@ -272,14 +307,28 @@ def schemas(_: str) -> str:
 
 def recipe(name: str) -> str:
     """Fields of one model of the recipe's schema."""
-    model = MODELS[name]
+    return table(["field", "type", "default", "meaning"], list(_fields(MODELS[name]).values()))
+
+
+def outputs(_: str) -> str:
+    """Fields of every kind of output, each described once."""
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for kind, model in OUTPUTS.items():
+        for field, row in _fields(model).items():
+            if field != "kind":
+                kinds.setdefault(tuple(row), []).append(f"`{kind}`")
+    rows = [[row[0], ", ".join(takers), *row[1:]] for row, takers in kinds.items()]
+    return table(["field", "kind", "type", "default", "meaning"], rows)
+
+
+def _fields(model: type[BaseModel]) -> dict[str, list[str]]:
+    """Fields of a model: name -> name, type, default and meaning as cells."""
     schema = model.model_json_schema()
-    rows = []
+    rows = {}
     for field, entry in schema["properties"].items():
-        required = field in schema.get("required", [])
-        default = "required" if required else f"`{_default(entry)}`"
-        rows.append([f"`{field}`", f"`{_type(entry)}`", default, entry.get("description", "")])
-    return table(["field", "type", "default", "meaning"], rows)
+        default = "required" if field in schema.get("required", []) else f"`{_default(entry)}`"
+        rows[field] = [f"`{field}`", f"`{_type(entry)}`", default, entry.get("description", "")]
+    return rows
 
 
 def _type(entry: dict[str, Any]) -> str:
@@ -335,11 +384,13 @@ KINDS: dict[str, Callable[[str], str]] = {
     "steps": steps,
     "step": step,
     "flags": flags,
+    "group-flags": group_flags,
     "settings": settings,
     "exits": exits,
     "exit-codes": exit_codes,
     "schemas": schemas,
     "recipe": recipe,
+    "outputs": outputs,
     "families": families,
     "fuzz": lambda _: fuzz_table(table),
     "chaos": lambda _: chaos_table(table),

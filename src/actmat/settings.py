@@ -20,26 +20,30 @@ class RunSettings:
 
     device: Annotated[str, Flag(help="Where matrices are merged: cpu, cuda (all GPUs), cuda:0,2 (those), mps.")] = "cpu"
     device_memory: Annotated[
-        str | int | None, Flag(help="Limit of memory of each device, such as 40GB; larger tensors stay on the host.")
+        str | int | None, Flag(help="Memory limit of each device, such as 40GB; larger tensors are merged on the host.")
     ] = None
-    max_memory: Annotated[str | int | None, Flag(help="Limit of memory, such as 4GB; default: what is free.")] = None
+    max_memory: Annotated[
+        str | int | None, Flag(help="Memory limit, such as 4GB; default: nine tenths of the free memory.")
+    ] = None
     threads: Annotated[
-        int | None, Flag(help="Tensors merged at the same time, same bytes for any; default: all cores.")
+        int | None, Flag(help="Tensors merged at the same time; does not change the result; default: all cores.")
     ] = None
-    overwrite: Annotated[bool, Flag(help="Replace an earlier output of actmat; other files there stop it.")] = False
+    overwrite: Annotated[bool, Flag(help="Replace an earlier output of actmat; refused if other files are there.")] = (
+        False
+    )
     durable: Annotated[
-        bool, Flag(("--fsync/--no-fsync",), help="Wait until the output is on the disk before it appears.")
+        bool, Flag(("--fsync/--no-fsync",), help="Wait until the output is on the disk before renaming it.")
     ] = True
     sha256: Annotated[bool, Flag(help="Add SHA-256 of the weight files to the manifest.")] = False
-    diagnose: Annotated[bool, Flag(help="Measure and check while merging; a report goes into the output.")] = False
-    exact: Annotated[bool, Flag(help="Measure without random probes: no sampling error, slower.")] = False
+    diagnose: Annotated[bool, Flag(help="Measure and check while merging, and write a report into the output.")] = False
+    exact: Annotated[bool, Flag(help="Measure without random probes: slower, no sampling error.")] = False
     staging: Annotated[
-        str | None, Flag(help="Local folder where an output for a URL is built; default: in ~/.cache/actmat.")
+        str | None, Flag(help="Local folder in which an output for a URL is built; default: in ~/.cache/actmat.")
     ] = None
     executor: Annotated[
         str | None,
         Flag(
-            help="Who merges: auto, threads, devices, ray or ray=ADDRESS, see docs/cluster.md; default: the recipe's, "
-            "else auto: devices with --device, else threads."
+            help="Executor: auto, threads, devices, ray or ray=ADDRESS, see docs/cluster.md; default: the "
+            "recipe's, else auto (devices with --device, else threads)."
         ),
     ] = None

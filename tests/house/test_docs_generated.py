@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from docs.generate import KINDS, WRITTEN, filled, flags, method, pages, recipe, table
+from docs.generate import KINDS, WRITTEN, filled, flags, group_flags, method, pages, recipe, table
 from docs.quoted import MARK, NUMBERS
 from docs.record import recorded
 from tests.helpers.docs_run import Run
@@ -107,6 +107,23 @@ def test_flags_show_spellings_defaults_and_repetition() -> None:
     assert "| `--threads` number | `all cores` |" in text
     assert "| `--fsync`, `--no-fsync` | `--fsync` |" in text
     assert "| `OUT` |" in flags("verify")
+
+
+def test_flags_that_are_those_of_another_command_are_named_only() -> None:
+    table, _, shared = flags("plan").partition("These flags are the same as for [`merge`](merge.md#flags): ")
+    assert "| `--full`, `--all` |" in table
+    assert "| `--expert`, `-e` text |" in table, "the first flags of --help stay"
+    assert "--scope" not in table
+    assert "`--scope`" in shared.split(", ")
+    diagnose = flags("diagnose")
+    assert "| `--dtype` text | `float32` | Dtype of the model while it runs. |" in diagnose, "another meaning"
+
+
+def test_flags_of_a_group_are_described_once_with_their_commands() -> None:
+    text = group_flags("statistics")
+    assert text.count("| `--batch-size` number |") == 1
+    assert "| `--batch-size` number | `8` | Samples in one forward pass. | collect, staged |" in text
+    assert "Print JSON instead of text. | all |" in text
 
 
 def test_recipe_tables_show_types_and_requirements() -> None:

@@ -47,7 +47,7 @@ def diagnose(
     shown: flags.OutputFlags,
     data: DataFlags,
 ) -> None:
-    """Measure what a merge does to every layer, and check it; the model is not written.
+    """Measure and check what a merge does to every layer, without writing the model.
 
     actmat diagnose -b BASE -e EXPERT1 -e EXPERT2
     actmat diagnose -e ADAPTER1 -e ADAPTER2              (adapters: takes seconds)

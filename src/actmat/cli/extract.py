@@ -20,11 +20,11 @@ def extract(
     model: Annotated[str, typer.Option("--model", help="Fine-tuned checkpoint, or an adapter of any family.")],
     given: Annotated[RecipeFlags, Fields(only=("out", "rank", "energy", "others", "dtype"))],
     run: Annotated[RunSettings, Fields(without=("device", "device_memory", "exact"))],
-    plan: Annotated[bool, typer.Option("--plan", help="Show what would be done; write nothing.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Show the plan; write nothing.")] = False,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Extract a LoRA adapter from a fine-tuned model: the best approximation of its delta, layer by layer.
+    """Extract a LoRA adapter from a fine-tuned model: the best approximation of every layer's delta.
 
     actmat extract --base BASE --model MODEL --rank 64 --out ADAPTER
     actmat extract --base BASE --model MODEL --energy 0.99 --out ADAPTER

@@ -63,9 +63,9 @@ Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 if a check o
 PartOption = Annotated[
     str | None, typer.Option("--part", metavar="K/N", help="Only this part of the merge, such as 3/16, counted from 1.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON in place of words.")]
-Full = Annotated[bool, typer.Option("--full", help="With --json: also the lists with a row per tensor.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors, and what a script reads.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Full = Annotated[bool, typer.Option("--full", help="With --json: also lists with one row per tensor.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors, and output for scripts.")]
 """The same everywhere: no words for people. A script reads JSON (with --json), and what a command is asked to print:
 the recipe of `plan --as-recipe`, the command of `inspect --serve`, the answers of `try`, the address of `ui`."""
 
@@ -108,18 +108,18 @@ def _data_option(flag: str, text: str, **more: Any) -> Any:
 
 
 ModelClass = Annotated[
-    str | None, _data_option("--model-class", "Class of transformers to load it with (default: the config's).")
+    str | None, _data_option("--model-class", "Transformers class that loads the model (default: the config's).")
 ]
 Split = Annotated[str, _data_option("--split", "Split of a data set on the hub or of a folder.")]
 Subset = Annotated[str | None, _data_option("--subset", "Configuration of a data set on the hub.")]
-TextColumn = Annotated[str | None, _data_option("--text-column", "Column of texts (default: found).")]
-ImageColumn = Annotated[str | None, _data_option("--image-column", "Column of images (default: found).")]
+TextColumn = Annotated[str | None, _data_option("--text-column", "Column of texts (default: detected).")]
+ImageColumn = Annotated[str | None, _data_option("--image-column", "Column of images (default: detected).")]
 TargetColumn = Annotated[
-    str | None, _data_option("--target-column", "What the decoder of an encoder-decoder model reads.")
+    str | None, _data_option("--target-column", "Column of the decoder's texts, for encoder-decoder models.")
 ]
 BatchSize = Annotated[int, _data_option("--batch-size", "Samples in one forward pass.")]
-MaxLength = Annotated[int, _data_option("--max-length", "Tokens of one text at most.")]
-ModelDtype = Annotated[str, _data_option("--dtype", "dtype of the model while it runs.")]
+MaxLength = Annotated[int, _data_option("--max-length", "Maximum number of tokens per text.")]
+ModelDtype = Annotated[str, _data_option("--dtype", "Dtype of the model while it runs.")]
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,11 @@ class DataFlags:
         list[str] | None,
         _data_option(
             "--data",
-            "File, folder or hub id of unlabelled inputs, on which a merged model is compared with its experts. "
-            "NAME=DATA gives an expert its own; once per expert.",
+            "Unlabelled inputs for comparing a merged model with its experts: file, folder or hub id; NAME=DATA "
+            "for one expert.",
         ),
     ] = None
-    samples: Annotated[int, _data_option("--samples", "How many samples per expert at most.", min=1)] = 64
+    samples: Annotated[int, _data_option("--samples", "Maximum number of samples per expert.", min=1)] = 64
     split: Split = "train"
     subset: Subset = None
     text_column: TextColumn = None

@@ -33,7 +33,7 @@ def inspect(
         bool, typer.Option("--serve", help="Print the commands that load a merged model: vLLM's and transformers'.")
     ] = False,
     history: Annotated[
-        bool, _history("--history", "List the merges in these folders; two merges: what changed between them.")
+        bool, _history("--history", "List the merges in these folders; for two merges: the changes between them.")
     ] = False,
     contains: Annotated[
         str | None, _history("--contains", "Only merges of this expert: name, folder, hub id or hash.")
@@ -45,7 +45,7 @@ def inspect(
     every: Annotated[bool, typer.Option("--all", "--full", help="One line per tensor; in JSON, a row.")] = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Show tensors, roles, dtypes, shards, ties and parameters of a checkpoint; no tensor is read.
+    """Show tensors, roles, dtypes, shards and ties of a checkpoint, from headers only.
 
     actmat inspect MERGED --serve                                (how to load it)
     actmat inspect --history merges                              (earlier merges)

@@ -50,13 +50,13 @@ DISTRIBUTIONS = {"analyze": "actmat-experiments", "experiment": "actmat-experime
 
 COMMON: Mapping[int, str] = {
     2: "the command line is wrong",
-    3: "failed while running: numerically, for want of memory, or because of a bug, of which a report is written",
+    3: "failed while running: a numerical failure, too little memory, or a bug (a report is written)",
     130: "interrupted (Ctrl-C); 143: SIGTERM, 129: SIGHUP",
-    141: "the reader of stdout went away",
+    141: "the reader of stdout closed it, as 'head' does",
 }
 """Exit codes that every command may return."""
 
-BAD_INPUTS = "the inputs, the recipe or the output place are wrong; all problems are listed"
+BAD_INPUTS = "the inputs, the recipe or the output folder are wrong; all problems are listed"
 
 Declared = TypeVar("Declared", bound=Callable[..., Any] | typer.Typer)
 

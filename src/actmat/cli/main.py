@@ -106,9 +106,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     help="Merge fine-tuned models of one base into one model, without data.",
-    epilog="Exit codes: 0 done; 1 the inputs, the recipe or the output place are wrong; 2 the command line is wrong; "
-    "3 failed while running; 130 interrupted, 143 SIGTERM, 129 SIGHUP (the same command goes on where it stopped); "
-    "141 the reader of stdout went away.",
+    epilog="Exit codes: 0 done; 1 the inputs, the recipe or the output folder are wrong; 2 the command line is wrong; "
+    "3 failed while running; 130 interrupted, 143 SIGTERM, 129 SIGHUP (the same command continues); "
+    "141 the reader of stdout closed it.",
 )
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class MergeFlags:
     """Ways to merge, and what follows a merge."""
 
-    plan: Annotated[bool, typer.Option("--plan", help="Show what would be done, as 'actmat plan'.")] = False
+    plan: Annotated[bool, typer.Option("--plan", help="Show the plan, like 'actmat plan'.")] = False
     average: Annotated[
         str | None,
         typer.Option(
@@ -37,22 +37,22 @@ class MergeFlags:
         ),
     ] = None
     as_given: Annotated[
-        bool, typer.Option("--as-given", help="With --average: keep this order (default: by step numbers).")
+        bool, typer.Option("--as-given", help="With --average: keep the given order (default: by step numbers).")
     ] = False
     tune_scale: Annotated[
         list[str] | None,
         typer.Option(
             "--tune-scale",
             metavar="DATA",
-            help="Choose the scale by unlabelled inputs of the experts; NAME=DATA, once per expert.",
+            help="Choose the scale with unlabelled inputs of the experts: NAME=DATA, once per expert.",
         ),
     ] = None
     part: flags.PartOption = None
     finish: Annotated[
-        Path | None, typer.Option("--finish", metavar="OUT", help="Make one output of the parts that are in OUT.")
+        Path | None, typer.Option("--finish", metavar="OUT", help="Complete the output OUT of parts.")
     ] = None
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="With --finish: hash every tensor again as it lies on the disk.")
+        bool, typer.Option("--check/--no-check", help="With --finish: read and hash every tensor again.")
     ] = True
     strict: flags.Strict = False
 

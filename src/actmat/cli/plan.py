@@ -24,13 +24,13 @@ def plan(
     run: Annotated[RunSettings, Fields(only=("device", "device_memory"))],
     part: flags.PartOption = None,
     as_recipe: Annotated[
-        bool, typer.Option("--as-recipe", help="Print the recipe as YAML, also that of a mergekit configuration.")
+        bool, typer.Option("--as-recipe", help="Print the recipe as YAML; converts mergekit configurations, too.")
     ] = False,
     full: Annotated[bool, typer.Option("--full", "--all", help="One line per tensor instead of groups.")] = False,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Show what 'actmat merge' would do with the same inputs; nothing is written, no tensor is read.
+    """Show what 'actmat merge' would do with the same flags, from headers only.
 
     actmat plan -b BASE -e EXPERT1 -e EXPERT2
     actmat plan mergekit.yml --as-recipe > recipe.yaml

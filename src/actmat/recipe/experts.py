@@ -48,7 +48,7 @@ class ExpertRef(Strict):
     name: str = Field(default="", description="short name for plans and records; default: last part of the path")
     weight: Annotated[
         Weight,
-        Flag(("--weight", "-w"), "Weight of an expert, once per expert, in their order.", repeated=True, type=float),
+        Flag(("--weight", "-w"), "Weight of an expert; once per expert, in their order.", repeated=True, type=float),
     ] = Field(
         default=1.0,
         description="weight, for methods that take weights: a number, a gradient over depth, or entries by pattern",
@@ -59,17 +59,17 @@ class ExpertRef(Strict):
         "number, a gradient or entries, as `weight`",
     )
     statistics: Annotated[
-        str, Flag(help="NAME=PATH: what 'actmat statistics collect' wrote for expert NAME.", repeated=True)
+        str, Flag(help="NAME=PATH of an expert's statistics, from 'actmat statistics collect'.", repeated=True)
     ] = Field(
-        default="", description="what `actmat statistics collect` wrote for this expert, for methods that need it"
+        default="", description="statistics of this expert from `actmat statistics collect`, for methods that need them"
     )
 
     stacks: Annotated[
         tuple[StackWord, ...],
         BeforeValidator(_words),
         Flag(
-            help="How an adapter stores stacked experts, where its files do not tell: e_i_o or e_o_i, rank_major or "
-            "grouped_by_expert; with a comma for both, as NAME=... for one expert, or one for each in their order.",
+            help="Layout of stacked experts in an adapter, if its files do not say: e_i_o or e_o_i, rank_major or "
+            "grouped_by_expert, or both with a comma; NAME=... for one expert, or one for each in their order.",
             type=str,
             repeated=True,
         ),

@@ -17,8 +17,10 @@ class TokenRow(Strict):
 
     model: str = Field(default="", description="'base' or an expert's name; default: a row of zeros")
     token: str | None = Field(default=None, description="token of that model; default: the same")
-    token_id: Annotated[int, Field(ge=0)] | None = Field(default=None, description="or the number of its row")
-    force: bool = Field(default=False, description="also for models that have the token; default: only for others")
+    token_id: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="row number of that token, in place of its text"
+    )
+    force: bool = Field(default=False, description="also for models that have the token themselves")
 
     @model_validator(mode="before")
     @classmethod
@@ -34,7 +36,8 @@ class Vocabulary(Strict):
         default_factory=dict, description="token -> its row; tokens that the source lacks are added"
     )
     pad_to_multiple_of: Annotated[int, Field(gt=0)] | None = Field(
-        default=None, description="round the number of rows up; more padding is the mean of a table's other rows"
+        default=None,
+        description="round the number of rows up to a multiple; padding rows are the mean of the other rows",
     )
 
     @model_validator(mode="before")
@@ -54,22 +57,21 @@ class Model(Strict):
     kind: Literal["model"] = "model"
     quantise: Annotated[Literal["same"] | None, Flag()] = Field(
         default=None,
-        description="'same': write tensors that the base stores as codes in the same layout, with the rounding error "
-        "of each on record; default: as floats",
+        description="'same': write tensors that the base stores as codes in the same layout, and record the "
+        "rounding errors; default: as floats",
     )
     vocabulary: Annotated[Vocabulary | None, Flag(type=str)] = Field(
         default=None,
-        description="tokens of the merged model, by tokenizer.json: those of the 'base', the 'union' of the base's and "
-        "of those that experts added, or those of an expert (its name); default: tables must have one shape, and rows "
-        "are taken as they lie",
+        description="tokens of the merged model: those of the 'base', the 'union' of base and experts, or those "
+        "of an expert (its name); default: tables of one shape, merged row by row",
     )
     files_from: Annotated[str, Flag()] = Field(
         default="base", description="source of tokenizer and generation config: 'base' or an expert's name"
     )
     base_as: Annotated[Literal["nf4", "nf4-double"] | None, Flag()] = Field(
         default=None,
-        description="add adapters (QLoRA) to the base as they were trained on it: linear layers rounded to NF4 and "
-        "back; nf4-double: with quantised scales (bnb_4bit_use_double_quant)",
+        description="round the base's linear layers to NF4 and back, as QLoRA does in training, before adding "
+        "adapters; nf4-double: with double quantisation",
     )
 
     @property
@@ -83,12 +85,12 @@ class _Ranked(Strict):
     """Ranks of an adapter."""
 
     rank: Annotated[Annotated[int, Field(gt=0)] | None, Flag()] = Field(
-        default=None, description="rank of the adapter, truncated optimally; default: what is exact"
+        default=None, description="rank of the adapter, truncated optimally; default: the exact rank"
     )
     ranks: Annotated[Literal["uniform", "pattern"], Flag()] = Field(
         default="uniform",
-        description="ranks of the adapter where none is given: with 'uniform', zeros fill up to one rank; with "
-        "'pattern', each module has its own",
+        description="ranks if --rank is not given: one for all modules, filled with zeros ('uniform'), or one per "
+        "module ('pattern')",
     )
 
 
@@ -97,11 +99,9 @@ class Adapter(_Ranked):
 
     kind: Literal["adapter"] = "adapter"
     layout: Literal["same", "peft", "kohya", "diffusers"] = Field(
-        default="same", description="names of its tensors: those of the experts, or of peft, kohya or diffusers"
+        default="same", description="names of its tensors: as the experts', or as in peft, kohya or diffusers"
     )
-    any_base: Annotated[bool, Flag()] = Field(
-        default=False, description="merge adapters although they name different bases"
-    )
+    any_base: Annotated[bool, Flag()] = Field(default=False, description="merge adapters that name different bases")
 
 
 class Extracted(_Ranked):
@@ -110,13 +110,13 @@ class Extracted(_Ranked):
     kind: Literal["extracted"] = "extracted"
     energy: Annotated[Annotated[float, Field(gt=0, le=1)] | None, Flag()] = Field(
         default=None,
-        description="of an adapter that is extracted from full models: share of the squared norm of each layer's delta "
-        "to keep, such as 0.99, in place of a rank",
+        description="for an extracted adapter, in place of a rank: share of the squared norm of each layer's "
+        "delta to keep, such as 0.99",
     )
     others: Annotated[Literal["save", "leave"], Flag()] = Field(
         default="save",
-        description="changed tensors that the factors of an extracted adapter cannot hold (norms, tables): 'save' them "
-        "whole in it, or 'leave' them out",
+        description="changed tensors that an extracted adapter's factors cannot hold (norms, tables): 'save' them "
+        "whole, or 'leave' them out",
     )
 
     @model_validator(mode="after")

@@ -103,12 +103,12 @@ class Postprocess(Strict):
 
     lines: tuple[Factor, Factor] | None = Field(
         default=None,
-        description="LiNeS: factor of the first and of the last layer, linear in depth between; others keep 1",
+        description="LiNeS: factors of the first and the last layer, linear in between; 1 outside the layers",
     )
     norm_cap: Literal["mean", "sum", "average"] | Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="largest ||D*||_F: the mean or the sum of the experts' norms, that many means, or the norm of "
-        "their average",
+        description="largest ||D*||_F: the mean or the sum of the experts' norms, a multiple of the mean, or the "
+        "norm of their average",
     )
     singular_value_cap: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="largest singular value of D*, in units of the experts' largest singular value"
@@ -154,76 +154,76 @@ class Recipe(Strict):
 
     base: Annotated[str, Flag(("--base", "-b"))] = Field(
         default="",
-        description="the checkpoint that all experts come from: directory, file, hub id or URL; adapters, averages and "
-        "interpolations of experts need none",
+        description="the checkpoint that all experts were fine-tuned from: folder, file, hub id or URL; not "
+        "needed for adapters, averages and interpolations",
     )
     experts: Annotated[
         tuple[ExpertRef, ...],
         Flag(("--expert", "-e"), "A fine-tuned checkpoint; once per expert. NAME=PATH gives it a name."),
-    ] = Field(default=(), description="fine-tuned checkpoints: paths, or mappings; none: a stack of layers is copied")
+    ] = Field(default=(), description="fine-tuned checkpoints: paths or mappings; none: copy a stack of layers")
     method: Annotated[
         str,
         Flag(
             ("--method", "-m"),
-            "Merge method, see 'actmat methods'; merge and plan take several. Default: what measurements prefer.",
+            "Merge method, see 'actmat methods'; merge and plan take several. Default: the best in measurements.",
             repeated=True,
         ),
-    ] = Field(default="auto", description="merge method, see `actmat methods`; auto: what measurements prefer")
+    ] = Field(default="auto", description="merge method, see `actmat methods`; auto: the best in measurements")
     options: Annotated[
         Options,
-        Flag(("--option", "-o"), "name=value of the method; merge and plan try each value of name=a,b."),
+        Flag(("--option", "-o"), "Option of the method, name=value; merge and plan try each value of name=a,b."),
     ] = Field(default_factory=dict, description="options of the merge method")
     normalize: Annotated[bool, Flag()] = Field(
         default=False,
-        description="divide the weights of the experts by their sum, tensor by tensor; where it is 0, they stay",
+        description="divide the experts' weights by their sum, for each tensor, unless the sum is 0",
     )
     scale: Annotated[Weight, Flag(type=float)] = Field(
         default=1.0,
-        description="factor of the merged delta, for tensors merged by the method: W* = W_0 + scale * D*; a number, a "
+        description="factor of the merged delta where the method merges, W* = W_0 + scale * D*: a number, a "
         "gradient over depth, or entries by pattern",
     )
     scope: Annotated[Scope, Flag()] = Field(
         default="linear",
-        description="what the method acts on: linear-like tensors (linear), the paper's 2-D rule (paper), "
-        "everything it can act on (all); the rest is the mean of the deltas",
+        description="tensors that the method merges: linear layers (linear), the paper's 2-D rule (paper), or all "
+        "that it can (all); the others are averaged",
     )
-    rules: tuple[Rule, ...] = Field(default=(), description="per-pattern choices, first match wins")
-    roles: tuple[RoleRule, ...] = Field(default=(), description="per-pattern meanings, first match wins")
+    rules: tuple[Rule, ...] = Field(default=(), description="exceptions by pattern; the first match decides")
+    roles: tuple[RoleRule, ...] = Field(default=(), description="roles by pattern; the first match decides")
     keep: Annotated[Patterns, Flag()] = Field(
-        default=(), description="patterns of tensors copied from the base, such as '*lm_head*'"
+        default=(), description="patterns of tensors to copy from the base, such as '*lm_head*'"
     )
     pool: Patterns = Field(
         default=(),
-        description="patterns of linear layers that read the same input, such as '*.{q,k,v}_proj.weight': matches with "
-        "one parent module are merged as one matrix, so that they share one covariance estimate",
+        description="patterns of linear layers with the same input, such as '*.{q,k,v}_proj.weight'; matches in "
+        "one parent module are merged as one matrix",
     )
     ties: Annotated[bool, Flag(("--ties/--no-ties",))] = Field(
-        default=True, description="merge tensors that config.json ties once; otherwise each by itself"
+        default=True, description="merge tensors that config.json ties as one; otherwise each separately"
     )
     gram_mean: Literal["token", "sample", "sum"] = Field(
         default="token",
-        description="what an expert's Gram is divided by: its tokens, its samples (long inputs count more), or nothing",
+        description="divisor of an expert's Gram: its tokens, its samples (long inputs count more), or none (sum)",
     )
     space: Annotated[Literal["full", "core", "factors", "pico", "pico_unscaled"], Flag()] = Field(
         default="full",
-        description="space in which the deltas of adapters are merged: as they are (full), in the core space of their "
-        "factors (core), A and B each by itself (factors), or with less of what the B share (pico, pico_unscaled)",
+        description="space in which adapters are merged: their deltas (full), the core space of their factors "
+        "(core), A and B separately (factors), or deltas with shared output directions damped (pico, pico_unscaled)",
     )
     post: Annotated[
         tuple[PostRef, ...],
         BeforeValidator(_steps),
         Flag(
-            help="Post-processing after the method: NAME, or NAME:OPTION=VALUE,...; once per step.",
+            help="Post-processing step, NAME or NAME:OPTION=VALUE,...; once per step, in order.",
             type=str,
             repeated=True,
         ),
     ] = Field(
         default=(),
-        description="post-processing of every merged matrix, in this order: svc, subspace_boosting, isotropise, and "
-        "at the end larv or esm; texts or mappings",
+        description="post-processing of every merged matrix, in the given order: svc, subspace_boosting, "
+        "isotropise; larv or esm come last",
     )
     postprocess: Postprocess = Field(
-        default=Postprocess(), description="limits and factors of every merged delta, after 'post'"
+        default=Postprocess(), description="caps and layer factors of every merged delta, after 'post'"
     )
     dtype: Annotated[OutputDtype | None, Flag()] = Field(
         default=None,
@@ -236,31 +236,29 @@ class Recipe(Strict):
         default=0, description="seed of random methods, combined with each tensor's name"
     )
     allow_nonfinite: Annotated[bool, Flag()] = Field(
-        default=False, description="treat NaN and Inf in an expert as 'unchanged' instead of stopping"
+        default=False, description="treat NaN and Inf in an expert as unchanged, instead of stopping"
     )
     max_shard_size: Annotated[str, Flag()] = Field(
-        default="5GB", description="largest weight file; powers of ten, such as 500MB"
+        default="5GB", description="largest size of a weight file, such as 500MB (powers of ten)"
     )
     output: Annotated[Output | None, Flag(("--to",), type=str)] = Field(
         default=None,
-        description="kind of output: model, or adapter, in the experts' layout or in that of peft, kohya or diffusers; "
-        "default: an adapter if every expert is one and no base is given",
+        description="kind of output: model, adapter (in the experts' layout), peft, kohya or diffusers; default: "
+        "adapter if all experts are adapters and no base is given",
     )
     mute: Annotated[tuple[Annotated[str, Field(pattern=r"^AM\d{3}$")], ...], BeforeValidator(listed), Flag()] = Field(
-        default=(), description="codes of checks that shall not count, such as AM103; see `actmat diagnose`"
+        default=(), description="codes of checks to silence, such as AM103; see `actmat diagnose`"
     )
     out: Annotated[str | None, Flag()] = Field(
-        default=None, description="directory of the merged model, or a URL; in a file, relative to the file's folder"
+        default=None, description="folder or URL of the output; in a recipe file, relative to its folder"
     )
 
-    notes: tuple[str, ...] = Field(
-        default=(), description="remarks that plans and summaries repeat, such as what an import of a recipe says"
-    )
+    notes: tuple[str, ...] = Field(default=(), description="remarks that plans and summaries repeat")
     executor: str | None = Field(
         default=None,
         exclude=True,  # not in plans, manifests and fingerprints: it decides nothing about the result
         description=(
-            "who merges, where no --executor is given: auto, threads, devices, ray or ray=ADDRESS, see docs/cluster.md"
+            "executor if --executor is not given: auto, threads, devices, ray or ray=ADDRESS, see docs/cluster.md"
         ),
     )
 

@@ -78,10 +78,10 @@ class Entry(Strict):
     match: OneOrMore = Field(default="*", description="patterns on tensor names, as in `rules`; default: all")
     layers: tuple[int, int] | Literal["before", "after"] | None = Field(
         default=None,
-        description="only these layers, [start, stop]; 'before', 'after': tensors outside of the layers, embeddings or "
-        "the rest; default: all tensors",
+        description="only these layers, [start, stop], or tensors outside the layers: embeddings ('before') or "
+        "the rest ('after'); default: all tensors",
     )
-    value: Any = Field(description="a number, or a list: a gradient over the depth, of `layers` if these are given")
+    value: Any = Field(description="a number, or a gradient: a list over the depth, or over `layers`")
 
     @property
     def patterns(self) -> tuple[str, ...]:

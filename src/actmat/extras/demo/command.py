@@ -11,7 +11,7 @@ from actmat.cli import flags
 from actmat.cli.listing import command
 
 
-@command("merge", "all merges are there", "the output place or a method is wrong")
+@command("merge", "all merges are there", "the output folder or a method is wrong")
 def demo(
     out: Annotated[Path, typer.Option("--out", help="Where checkpoints and results go.")] = Path("demo-output"),
     method: Annotated[list[str] | None, typer.Option("--method", "-m", help="Only these methods.")] = None,

@@ -29,13 +29,13 @@ from actmat_experiments.commands.own import (
 app = typer.Typer(
     name="analyze",
     no_args_is_help=True,
-    help="Measure what the theorems behind ACTMat suppose; each analysis gives a table, JSON and a figure.",
+    help="Measure the assumptions of the theorems behind ACTMat; each analysis gives a table, JSON and a figure.",
 )
 command("research", "measured and saved", f"there are results already; {BAD_INPUTS}")(app)
 
 Out = Annotated[Path, typer.Option("--out", help="Folder of NAME.json, NAME.png and NAME.svg.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace earlier results there.")]
-Demo = Annotated[Path, typer.Option("--demo", help="What 'actmat demo' has written.")]
+Demo = Annotated[Path, typer.Option("--demo", help="Output folder of 'actmat demo'.")]
 Base = Annotated[str | None, typer.Option("--base", "-b", help="Your own base, in place of a demo.")]
 Experts = Annotated[
     list[str] | None, typer.Option("--expert", "-e", help="NAME=CHECKPOINT of an expert, once per expert.")
@@ -44,9 +44,9 @@ Statistics = Annotated[
     list[str] | None, typer.Option("--statistics", help="NAME=FOLDER of the expert's Gram matrices, once per expert.")
 ]
 Task = Annotated[str, typer.Option("--task", help="Task of the demo.")]
-Moments = Annotated[int, typer.Option("--moments", min=1, help="How often to measure.")]
-Permutations = Annotated[int, typer.Option("--permutations", min=1, help="Behind the level of chance.")]
-At = Annotated[str, typer.Option("--at", help="Weights of the demo's base, or of the task's expert.")]
+Moments = Annotated[int, typer.Option("--moments", min=1, help="Number of measurements.")]
+Permutations = Annotated[int, typer.Option("--permutations", min=1, help="Permutations for the chance level.")]
+At = Annotated[str, typer.Option("--at", help="Weights: 'base', or 'expert' of the task.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random.")]
 Layers = Annotated[list[str] | None, typer.Option("--layer", help="Only weights of this pattern, such as '*up_proj*'.")]
 OUT, DEMO = Path("analyses"), Path("demo-output")
@@ -277,7 +277,9 @@ def perturbation(
 @_analysis
 def transfer(
     demo: Demo = DEMO,
-    method: Annotated[str | None, typer.Option("--method", "-m", help="Which of the demo's merges; actmat.")] = None,
+    method: Annotated[
+        str | None, typer.Option("--method", "-m", help="One of the demo's merges; actmat if none is given.")
+    ] = None,
     *,
     own: OwnMerge,
 ) -> Any:
@@ -315,7 +317,7 @@ def interference(
 @_analysis
 def packed(
     cache: Annotated[
-        Path | None, typer.Option("--cache", help="What 'actmat experiment run' has filled: its scores, too.")
+        Path | None, typer.Option("--cache", help="Cache folder of 'actmat experiment run'; shows its scores, too.")
     ] = None,
 ) -> Any:
     """The paper's ablation of packed attention: RegMean with and without the split of q, k and v."""
@@ -333,7 +335,7 @@ def cost(
     experts: Annotated[int, typer.Option("--experts", min=1, help="Number of experts.")] = 7,
     method: Annotated[list[str] | None, typer.Option("--method", "-m", help="Only these methods.")] = None,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.")] = "cpu",
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Measurements behind a median.")] = 3,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Measurements per median.")] = 3,
     seed: Seed = 0,
 ) -> Any:
     """Operations and measured time of every method on given layer shapes."""

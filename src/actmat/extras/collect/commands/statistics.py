@@ -26,7 +26,7 @@ statistics = typer.Typer(
 command("research", "measured, added up or shown", "the model, the data or the statistics are wrong")(statistics)
 Out = Annotated[Path, typer.Option("--out", help="Folder to write.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace earlier statistics there.")]
-Stored = Annotated[str | None, typer.Option("--store-dtype", help="dtype of the stored sums: float32 or float64.")]
+Stored = Annotated[str | None, typer.Option("--store-dtype", help="Dtype of the stored sums: float32 or float64.")]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Loading:
     """Flags for loading the model."""
 
     base: Annotated[
-        str | None, typer.Option("--base", "-b", help="The checkpoint under an adapter (default: as it says).")
+        str | None, typer.Option("--base", "-b", help="Base of an adapter (default: the one that its config names).")
     ] = None
     model_class: flags.ModelClass = None
     dtype: flags.ModelDtype = "float32"
@@ -51,9 +51,9 @@ class Reading:
     image_column: flags.ImageColumn = None
     target_column: flags.TargetColumn = None
     label_column: Annotated[
-        str | None, typer.Option("--label-column", help="Class labels, for --fisher-labels given.")
+        str | None, typer.Option("--label-column", help="Column of class labels, for --fisher-labels given.")
     ] = None
-    samples: Annotated[int | None, typer.Option("--samples", help="How many samples at most (default: all).")] = None
+    samples: Annotated[int | None, typer.Option("--samples", help="Maximum number of samples (default: all).")] = None
     batch_size: flags.BatchSize = 8
     max_length: flags.MaxLength = 512
 
@@ -70,14 +70,17 @@ class Measuring:
     """Flags for the measurement."""
 
     gram: Annotated[bool, typer.Option("--gram/--no-gram", help="Measure Gram matrices.")] = True
-    fisher: Annotated[bool, typer.Option("--fisher", help="Measure the diagonal Fisher, one backward per sample.")] = (
-        False
-    )
+    fisher: Annotated[
+        bool, typer.Option("--fisher", help="Measure the diagonal Fisher, with one backward pass per sample.")
+    ] = False
     fisher_labels: Annotated[
-        str, typer.Option("--fisher-labels", help="drawn (from the model's predictions) or given (with the data).")
+        str,
+        typer.Option(
+            "--fisher-labels", help="Labels drawn from the model's predictions (drawn), or those of the data (given)."
+        ),
     ] = "drawn"
     compute_dtype: Annotated[
-        str, typer.Option("--compute-dtype", help="dtype of products: float32 or float64; sums are float64.")
+        str, typer.Option("--compute-dtype", help="Dtype of products: float32 or float64; sums are float64.")
     ] = "float32"
     store_dtype: Stored = None
     share: Annotated[

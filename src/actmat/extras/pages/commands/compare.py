@@ -27,7 +27,7 @@ def compare(
     full: flags.Full = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Show what differs between two merges of the same base and experts: recipes, weights, residuals, checks.
+    """Compare two merges of the same base and experts: recipes, weights, residuals, checks.
 
     actmat compare merged-actmat merged-ties --out compare.html
 

@@ -27,17 +27,19 @@ class QuestionFlags:
     """Flags of the question."""
 
     prompt: Annotated[list[str] | None, _option("--prompt", "Text to continue, or a question. Repeatable.")] = None
-    new_tokens: Annotated[int, _option("--new-tokens", "Tokens of an answer at most.", min=1)] = 64
+    new_tokens: Annotated[int, _option("--new-tokens", "Maximum number of tokens of an answer.", min=1)] = 64
     plain: Annotated[bool, _option("--plain", "Do not use the tokenizer's chat template.")] = False
-    images: Annotated[str | None, _option("--images", "Folder of images, perhaps one folder for each class.")] = None
+    images: Annotated[str | None, _option("--images", "Folder of images, with or without one subfolder per class.")] = (
+        None
+    )
     classes: Annotated[
-        str | None, _option("--classes", "a,b,c: classes of images, for CLIP (default: the folders' names).")
+        str | None, _option("--classes", "Classes of images, for CLIP: a,b,c (default: the folders' names).")
     ] = None
     template: Annotated[str, _option("--template", "Prompt of a class, for CLIP.")] = "a photo of a {}."
     lm_eval: Annotated[str | None, _option("--lm-eval", "Tasks of lm-eval, as a,b.")] = None
-    limit: Annotated[int | None, _option("--limit", "Questions of each task of lm-eval.", min=1)] = None
+    limit: Annotated[int | None, _option("--limit", "Questions per lm-eval task.", min=1)] = None
     model_class: flags.ModelClass = None
-    model_dtype: Annotated[str, _option("--model-dtype", "dtype of the model while it runs.")] = "float32"
+    model_dtype: Annotated[str, _option("--model-dtype", "Dtype of the model while it runs.")] = "float32"
     compare: Annotated[bool, _option("--compare", "Ask the base and every expert, too.")] = False
 
     def check(self) -> None:
@@ -93,7 +95,7 @@ def try_(
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Merge into memory and ask the result something; nothing is written.
+    """Merge in memory and ask the result something; nothing is written.
 
     actmat try -b BASE -e EXPERT1 -e EXPERT2 --prompt "2 + 2 ="
     actmat try -b BASE -e E1 -e E2 -m ties -m actmat --prompt "2 + 2 ="

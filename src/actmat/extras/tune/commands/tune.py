@@ -37,31 +37,32 @@ class SearchFlags:
     space: Annotated[Path | None, _option("--space", "YAML file with methods, options, scales, groups.")] = None
     score: Annotated[
         str,
-        _option(
-            "--score", "divergence, disagreement; with labels accuracy, perplexity; benchmarks: lm-eval:TASK,TASK."
-        ),
+        _option("--score", "divergence, disagreement, perplexity, accuracy (with labels), or lm-eval:TASK,TASK."),
     ] = "divergence"
-    limit: Annotated[int | None, _option("--limit", "Questions of each task of lm-eval (default: all).", min=1)] = None
-    label_column: Annotated[str | None, _option("--label-column", "Labels, for --score accuracy.")] = None
+    limit: Annotated[int | None, _option("--limit", "Questions per lm-eval task (default: all).", min=1)] = None
+    label_column: Annotated[str | None, _option("--label-column", "Column of labels, for --score accuracy.")] = None
     classes: Annotated[
         list[str] | None,
-        _option("--classes", "[NAME=]a,b,c or a file: classes of images, for CLIP (default: the folders' names)."),
+        _option("--classes", "Classes of images, for CLIP: [NAME=]a,b,c or a file (default: the folders' names)."),
     ] = None
     template: Annotated[str, _option("--template", "Prompt of a class, for CLIP.")] = "a photo of a {}."
-    budget: Annotated[str | None, _option("--budget", "Evaluations (200) or time (15m).")] = None
+    budget: Annotated[str | None, _option("--budget", "Number of evaluations (200) or time (15m).")] = None
     least_agreement: Annotated[
-        float, _option("--least-agreement", "Share of its predictions that every expert keeps.", min=0, max=1)
+        float,
+        _option("--least-agreement", "Smallest share of its predictions that every expert must keep.", min=0, max=1),
     ] = 0.0
     inputs: Annotated[
         int,
         _option(
             "--samples",
-            "Inputs per expert; half choose or measure, half compare.",
+            "Inputs per expert; half for the search, half for the final comparison.",
             min=2,
         ),
     ] = 128
-    new_tokens: Annotated[int, _option("--new-tokens", "Tokens that a generating expert adds to an input.", min=0)] = 32
-    model_dtype: Annotated[str, _option("--model-dtype", "dtype of the models while they run.")] = "float32"
+    new_tokens: Annotated[
+        int, _option("--new-tokens", "Tokens with which a language model continues each input.", min=0)
+    ] = 32
+    model_dtype: Annotated[str, _option("--model-dtype", "Dtype of the models while they run.")] = "float32"
     keep_work: Annotated[bool, _option("--keep-work", "Keep the merges that were tried.")] = False
 
     def chosen_space(self) -> Space:
