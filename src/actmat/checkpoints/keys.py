@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from actmat.checkpoints.folder import shown
+
 
 class Sorted(NamedTuple):
     """Keys of one config that are set and not simply read: refused -> the reason; and those in no list."""
@@ -26,22 +28,24 @@ class Keys:
         irrelevant: key -> the reason why no weight depends on it.
         refused: key -> the reason why weights cannot be read if it is set.
         inside: key -> lists of the mapping that is its value; `*` stands for any key.
+        values: key -> the texts in small letters that are read; another one is refused.
     """
 
     obeyed: Collection[str] = ()
     irrelevant: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     inside: Mapping[str, Keys] = field(default_factory=dict)
+    values: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     @property
     def known(self) -> frozenset[str]:
         """All keys of the lists."""
-        return frozenset((*self.obeyed, *self.irrelevant, *self.refused, *self.inside))
+        return frozenset((*self.obeyed, *self.irrelevant, *self.refused, *self.inside, *self.values))
 
     def but(self, *obeyed: str) -> Keys:
         """The same lists with these keys obeyed."""
         lists = ({k: why for k, why in of.items() if k not in obeyed} for of in (self.irrelevant, self.refused))
-        return Keys((*self.obeyed, *obeyed), *lists, self.inside)
+        return Keys((*self.obeyed, *obeyed), *lists, self.inside, self.values)
 
     def sort(self, fields: Mapping[str, Any]) -> Sorted:
         """The refused and the unknown keys that are set: neither null, false, zero nor empty.
@@ -57,6 +61,9 @@ class Keys:
                 continue
             if key in self.refused:
                 found.refused[key] = self.refused[key]
+            elif key in self.values:
+                if str(value).lower() not in self.values[key]:
+                    found.refused[key] = f"expected {' or '.join(self.values[key])}, found {shown(value)}"
             elif inner is not None and isinstance(value, Mapping):
                 refused, unknown = inner.sort(value)
                 found.refused.update({f"{key}.{k}": why for k, why in refused.items()})
