@@ -309,3 +309,24 @@ def test_layers_of_other_sizes_and_tensors_trained_in_full_are_refused(tmp_path:
     save_lora(tmp_path / "odd", {f"{layer}.qkv_proj": pair(30, 16, seed=2)})
     with pytest.raises(MergeError, match="in its place, which do not make it up"):
         actmat.plan(tmp_path / "llama" / "base", [tmp_path / "odd"])
+
+
+def test_packed_and_separate_layers_are_merged_on_a_base_only(tmp_path: Path) -> None:
+    """Into a model, and into an adapter that is extracted; not into an adapter that would hold both layers."""
+    save(packed(tiny("llama").state_dict()), tmp_path / "base", PHI)
+    first = packed(save_adapter(tmp_path / "a", "llama", 1, **SOME))
+    layer = "model.layers.0.self_attn.qkv_proj"
+    a, b = pair(32, 16, seed=1)
+    save_lora(tmp_path / "b", {layer: (a, b)})
+    with pytest.raises(MergeError, match=r"no model has both layers.*--to extracted"):
+        actmat.merge(None, [tmp_path / "a", tmp_path / "b"], out=tmp_path / "no", method="linear", **RUN)
+    expected = dict(first)
+    expected[f"{layer}.weight"] = first[f"{layer}.weight"] + 2.0 * b @ a
+    assert_close(merged(tmp_path, tmp_path / "a", tmp_path / "b"), expected)
+    run = RUN | SUM | {"out": tmp_path / "lora", "to": "extracted"}
+    actmat.merge(tmp_path / "base", [tmp_path / "a", tmp_path / "b"], **run)
+    with open_checkpoint(tmp_path / "base") as base, open_expert(tmp_path / "lora", base) as expert:
+        delta = expert.delta(f"{layer}.weight", 0, 32 * 16, torch.float64).view(32, 16)
+        torch.testing.assert_close(
+            base.read(f"{layer}.weight") + delta, expected[f"{layer}.weight"], rtol=1e-10, atol=1e-10
+        )
