@@ -20,6 +20,7 @@ from actmat import api
 from actmat.cli.main import app
 from actmat.errors import MergeError, StatisticsError
 from actmat.experts.lora.fields import IRRELEVANT, OBEYED, REFUSED
+from actmat.extras.models.in_memory import merge_in_memory
 from actmat.extras.models.loading import load_model
 
 Stored = dict[str, Tensor]
@@ -253,3 +254,21 @@ def test_no_model_is_loaded_with_an_adapter_that_peft_misreads(fields: dict[str,
     edit_config(square / "adapter", **fields)
     with pytest.raises(StatisticsError, match="would read its stacked experts otherwise than they were trained"):
         load_model(str(square / "adapter"), base=str(square / "base"))
+
+
+@pytest.mark.parametrize("fields", [{}, {"peft_version": "0.18.1"}, {"lora_B_layout": "grouped_by_expert"}])
+def test_a_merge_in_memory_is_held_to_the_same(fields: dict[str, Any], square: Path) -> None:
+    """Columns of B are rank-major in what is merged, whatever they were; axes stay those of the experts."""
+    edit_config(square / "adapter", base_model_name_or_path=str(square / "base"), **fields)
+    merge(square, square / "adapter", out="adapter2", base=None)
+    found = merge_in_memory(None, [square / "adapter"], method="linear")
+    if "peft_version" not in fields:
+        state = found.load().model.merge_and_unload().state_dict()
+        expected = load_model(str(square / "adapter2"), base=str(square / "base")).model.merge_and_unload().state_dict()
+        torch.testing.assert_close(state[GATE_UP], expected[GATE_UP], rtol=0, atol=0)
+        return
+    with pytest.raises(StatisticsError, match="would read its stacked experts otherwise") as in_memory:
+        found.load()
+    with pytest.raises(StatisticsError, match="would read its stacked experts otherwise") as on_disk:
+        load_model(str(square / "adapter2"), base=str(square / "base"))
+    assert str(in_memory.value).partition(": ")[2] == str(on_disk.value).partition(": ")[2]

@@ -227,6 +227,18 @@ def test_ignored_keys_are_noted_with_near_names() -> None:
     assert any("'models.0.parameters.wheight' is ignored" in n for n in notes)
 
 
+def test_ignored_keys_of_a_tokenizer_are_noted() -> None:
+    token = "{source: {kind: zero, knid: x}, froce: true}"
+    tokenizer = f"{{source: base, padding: 8, tokens: {{x: {token}}}}}"
+    text = f"{{merge_method: linear, models: [{{model: a, parameters: {{weight: 1}}}}], tokenizer: {tokenizer}}}"
+    notes = converted(text)["notes"]
+    for name in ("tokenizer.padding", "tokenizer.tokens.x.froce", "tokenizer.tokens.x.source.knid"):
+        assert any(f"'{name}' is ignored" in n for n in notes), name
+    assert "expected a mapping with 'source', found 'union'" in problems(
+        "{merge_method: linear, models: [{model: a}], tokenizer: union}"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -10,12 +10,14 @@ from typing import Any
 
 from actmat import plugins
 from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.folder import ADAPTER_CONFIG
+from actmat.checkpoints.keys import unknown_note
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, Family
-from actmat.experts.changes.base import Reader
+from actmat.experts.changes.base import Content, Reader
 from actmat.experts.changes.expert import FormedExpert
 from actmat.experts.lora.adapter import Adapter
-from actmat.experts.lora.config import parse_adapter_config
+from actmat.experts.lora.config import field_refusals, parse_adapter_config
 from actmat.experts.lora.expert import fitted_expert, unfitted_expert
 from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.open import is_adapter, open_adapter
@@ -40,14 +42,22 @@ def _open(location: str | Path, base: Checkpoint, stacks: tuple[StackWord, ...] 
         if reader is None:
             return fitted_expert(adapter, location, base, family)
         fields = adapter.config.fields
-        content = reader.read(adapter.weights.specs, fields)
-        content = replace(content, keeps_ties=bool(fields.get("ensure_weight_tying")))
+        content = replace(_content(reader, adapter), keeps_ties=bool(fields.get("ensure_weight_tying")))
         expert = FormedExpert(adapter.weights, base, content, family)
-        expert.notes = adapter.notes if fields.get("peft_type") == "LORA" else ()
+        unknown = () if reader.keys is None else reader.keys.sort(fields).unknown
+        expert.notes = (*expert.notes, *unknown_note(ADAPTER_CONFIG, unknown))
         return expert
     except CheckpointError:
         adapter.weights.close()
         raise
+
+
+def _content(reader: Reader, adapter: Adapter) -> Content:
+    """The content of an adapter, with a problem for each field of its config that is set and refused."""
+    fields = adapter.config.fields
+    content = reader.read(adapter.weights.specs, fields)
+    refused = () if reader.keys is None else field_refusals(reader.keys, fields)
+    return replace(content, problems=tuple(dict.fromkeys((*content.problems, *refused))))
 
 
 def _open_unfitted(location: str | Path, stacks: tuple[StackWord, ...] = ()) -> Expert:
@@ -84,11 +94,11 @@ def _has_factors(location: str | Path) -> bool:
 
 def _described(adapter: Adapter) -> dict[str, Any]:
     """Entries of `inspect` for a family that is no plain LoRA; none for LoRA."""
-    fields, specs = adapter.config.fields, adapter.weights.specs
-    reader = reader_of(fields)
+    specs = adapter.weights.specs
+    reader = reader_of(adapter.config.fields)
     if reader is None:
         return {}
-    content = reader.read(specs, fields)
+    content = _content(reader, adapter)
     return {
         "adapter": reader.name,
         "needs_base": reader.why_no_factors,

@@ -145,7 +145,8 @@ def untied_base(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[st
 def _tables(base: Checkpoint, names: Sequence[str]) -> dict[str, str]:
     """Name of a token table in the model -> its name in the base."""
     located = locate(base, [[n] for n in names])[0] if names else {}
-    return {n: located[n].slices[0].name for n in names if n in located and len(located[n].slices) == 1}
+    whole = {n: p for n, p in located.items() if len(p.slices) == 1 and not p.rows}
+    return {n: whole[n].slices[0].name for n in names if n in whole}
 
 
 def _no_head(base: Checkpoint, table: str) -> str:

@@ -14,12 +14,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.layout.types import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,14 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A tensor in memory: its shape, and the tensors on disk that make it up."""
+    """A tensor in memory: its shape, and the tensors on disk that make it up.
+
+    With `rows` it is these rows of the one tensor on disk, which packs several.
+    """
 
     shape: tuple[int, ...]
     slices: tuple[Slice, ...]
+    rows: tuple[Block, ...] = ()
 
 
 def locate(
@@ -62,9 +68,14 @@ def locate(
     if not complete():
         found = _by_prefix(base.specs, names) | found
     if not complete():
-        converted, why = _converted(base)
+        converted, why = _converted(base, packed=True)
         found = {n: converted[n] for n in names if n in converted} | found
     return found, why
+
+
+def located_by_name(base: Checkpoint, names: Sequence[str]) -> dict[str, Located]:
+    """The names that a base has, with the same prefix for all or without one."""
+    return _by_prefix(base.specs, list(names), tried=64) | {n: _whole(base.specs[n]) for n in names if n in base.specs}
 
 
 def names_in_memory(base: Checkpoint) -> tuple[dict[str, str], str]:
@@ -85,10 +96,10 @@ def _whole(spec: TensorSpec) -> Located:
     return Located(spec.shape, (Slice(spec.name),))
 
 
-def _by_prefix(specs: Mapping[str, TensorSpec], names: list[str]) -> dict[str, Located]:
-    """The names found with the prefix, added or removed, that matches most of them."""
+def _by_prefix(specs: Mapping[str, TensorSpec], names: list[str], tried: int = 8) -> dict[str, Located]:
+    """The names found with the prefix, added or removed, that matches most of them; `tried` give those to add."""
     best: dict[str, Located] = {}
-    added = {s.removesuffix(n) for n in names[:8] for s in specs if s.endswith("." + n)}
+    added = {s.removesuffix(n) for n in names[:tried] for s in specs if s.endswith("." + n)}
     taken = {n[: n.index(".") + 1] for n in names if "." in n}
     for prefix in sorted(added | taken):
         for renamed in ({n: prefix + n for n in names}, {n: n.removeprefix(prefix) for n in names}):
@@ -98,7 +109,7 @@ def _by_prefix(specs: Mapping[str, TensorSpec], names: list[str]) -> dict[str, L
     return best
 
 
-def _converted(base: Checkpoint) -> tuple[dict[str, Located], str]:
+def _converted(base: Checkpoint, *, packed: bool = False) -> tuple[dict[str, Located], str]:
     """Every tensor of the base by its name in memory, as transformers loads the architecture of its config."""
     config = base.config or {}
     architecture = next(iter(config.get("architectures") or ()), None)
@@ -117,13 +128,20 @@ def _converted(base: Checkpoint) -> tuple[dict[str, Located], str]:
         return {}, f"transformers {transformers.__version__} does not know the architecture {architecture}"
     with torch.device("meta"):
         model = model_class(transformers.AutoConfig.for_model(**config))
-    return names_on_disk(base, model, model.state_dict())
+    return names_on_disk(base, model, model.state_dict(), packed=packed)
 
 
-def names_on_disk(base: Checkpoint, model: Any, state: Mapping[str, Any]) -> tuple[dict[str, Located], str]:
+def names_on_disk(
+    base: Checkpoint, model: Any, state: Mapping[str, Any], *, packed: bool = False
+) -> tuple[dict[str, Located], str]:
     """Every tensor of a checkpoint by its name in memory, as transformers 5 loads this `PreTrainedModel`.
 
-    Only the keys of `state`, its state dict, are used. The text is the reason why tensors were left out, if any were.
+    The text is the reason why tensors were left out, if any were.
+
+    Args:
+        base, model: the checkpoint and its model.
+        state: its state dict; only the keys are used, and with `packed` the shapes.
+        packed: also tensors that are packed in one place and separate in the other.
     """
     from transformers import conversion_mapping, core_model_loading
 
@@ -147,6 +165,8 @@ def names_on_disk(base: Checkpoint, model: Any, state: Mapping[str, Any]) -> tup
         converter = of_pattern[pattern]
         if _only_stacks(converter):
             out[renamed] = _stacked(base.specs, members, converter.source_patterns)
+        elif packed and (found := _packed(base.specs, renamed, members, converter, state)):
+            out |= found
         elif not why:
             why = f"transformers rearranges {renamed} beyond stacking; such tensors are not mapped"
     return out, why
@@ -156,6 +176,37 @@ def _only_stacks(converter: Any) -> bool:
     """Return True for a conversion that stacks separate experts, or concatenates their rows, and does nothing else."""
     steps = [(type(o).__name__, getattr(o, "dim", None)) for o in converter.operations]
     return steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+
+
+def _packed(
+    specs: Mapping[str, TensorSpec],
+    renamed: str,
+    members: list[tuple[str, str | None]],
+    converter: Any,
+    state: Mapping[str, Any],
+) -> dict[str, Located]:
+    """Tensors in memory that are rows of one on disk, or one that is made of several; none for other conversions."""
+    steps = [(type(o).__name__, getattr(o, "dim", None)) for o in converter.operations]
+    sources, targets = converter.source_patterns, converter.target_patterns
+    if steps == [("Concatenate", 0)] and len(members) == len(sources):
+        ordered = [next(specs[n] for n, q in members if q == p) for p in sources]
+        ends = list(accumulate((s.shape[0] for s in ordered), initial=0))
+        slices = tuple(Slice(s.name, None, *e) for s, e in zip(ordered, pairwise(ends), strict=True))
+        return {renamed: Located((ends[-1], *ordered[0].shape[1:]), slices)}
+    alternates = steps[:1] == [("Interleave", 0)]
+    if len(members) != 1 or steps[-1:] not in ([("Chunk", 0)], [("Split", 0)]) or len(steps) != 1 + alternates:
+        return {}
+    spec = specs[members[0][0]]
+    names = [renamed.replace(targets[0], target) for target in targets]
+    if not all(n in state for n in names) or (alternates and len(names) != 2):
+        return {}
+    sizes = [int(state[n].shape[0]) for n in names]
+    if sum(sizes) != spec.shape[0]:
+        return {}
+    rows = [Block(n, *e) for n, e in zip(names, pairwise(accumulate(sizes, initial=0)), strict=True)]
+    if alternates:
+        rows = [Block(n, k, k + 1, groups=sizes[0]) for k, n in enumerate(names)]
+    return {b.name: Located((s, *spec.shape[1:]), (Slice(spec.name),), (b,)) for b, s in zip(rows, sizes, strict=True)}
 
 
 def _stacked(specs: Mapping[str, TensorSpec], members: list[tuple[str, str | None]], patterns: list[str]) -> Located:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
+from actmat.checkpoints.keys import Keys
 from actmat.checkpoints.raw import raw_bytes
 
 LEVELS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -167,11 +168,13 @@ class Codec:
     """Declaration of a codec, one entry of `CODECS`; `claims` reads headers.
 
     `roundings`: scheme -> function that quantises a whole tensor and decodes it, for what was trained on codes.
+    `keys`: `quant_method` -> lists of the settings that go with it.
     """
 
     name: str
     claims: Callable[[Headers], Claims]
     roundings: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    keys: Mapping[str, Keys] = field(default_factory=dict)
 
 
 def quantisation_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:

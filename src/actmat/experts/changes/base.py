@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.keys import Keys
 from actmat.linalg.lowrank import LowRank
 
 
@@ -86,9 +87,11 @@ class Reader:
         claims: true for the config of such an adapter.
         read: its content, from the stored tensors' headers and the config.
         why_no_factors: why an adapter cannot be merged from it without a base, as the end of a sentence.
+        keys: of its config; refused ones are problems, unknown ones remarks. None: `read` answers for all of them.
     """
 
     name: str
     claims: Callable[[Mapping[str, Any]], bool]
     read: Callable[[Mapping[str, TensorSpec], Mapping[str, Any]], Content]
     why_no_factors: str
+    keys: Keys | None = None

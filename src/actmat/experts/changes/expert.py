@@ -257,6 +257,8 @@ def _fit(content: Content, base: Checkpoint, layouts: LayoutMap) -> tuple[dict[s
 
 def _place(change: Change, located: Located, layouts: LayoutMap) -> _Place | str:
     """The change in the orientation that fits; where both do (a square matrix), the base's layout decides."""
+    if located.rows:
+        return f"the base packs it with others in '{located.slices[0].name}', which only plain LoRA is merged into"
     if len(located.slices) > 1 or located.slices[0].index is not None or located.slices[0].stop is not None:
         return f"the base stores it in {len(located.slices)} tensors, which only plain LoRA is merged into"
     name, stored = located.slices[0].name, located.shape

@@ -16,6 +16,7 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.hashing import ContentHash
+from actmat.checkpoints.keys import unknown_note
 from actmat.checkpoints.raw import raw_bytes
 from actmat.experts.lora.config import AdapterConfig
 from actmat.experts.lora.fields import unknown_fields
@@ -70,9 +71,7 @@ class Adapter:
     @property
     def notes(self) -> tuple[str, ...]:
         """Remarks for plans: fields of its config that are not known here."""
-        unknown = unknown_fields(self.config.fields)
-        text = f"{ADAPTER_CONFIG} has fields that are not known here and are not obeyed: {', '.join(unknown)}"
-        return (text,) if unknown else ()
+        return (*unknown_note(ADAPTER_CONFIG, unknown_fields(self.config.fields)), *self.listing.notes)
 
     @property
     def unlike_peft(self) -> str:

@@ -1,53 +1,120 @@
-"""Adapters of separate projections (`q_proj`, `k_proj`, `v_proj`) for a base that packs them in one tensor."""
+"""Adapters of separate projections for a base that packs them in the rows of one tensor, and the reverse.
+
+    [B_q A_q; 0; B_v A_v] = [[B_q, 0], [0, 0], [0, B_v]] [A_q; A_v]        rows of q, k, v; no module of k
+
+The layout of the base says which rows are whose, also where they are interleaved. A packed delta is cut where its
+layer's name fixes the order of the parts.
+
+Shapes: `O` rows of a tensor, `I` inputs, `R` rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 
-from actmat.checkpoints.base import Checkpoint
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import TensorSpec
 from actmat.layout.fused import QKV
+from actmat.layout.types import Block, TensorLayout
+from actmat.linalg.lowrank import LowRank
 
-_QUERY = frozenset(
-    ["q_proj", "k_proj", "v_proj", "query", "key", "value", "q", "k", "v", "to_q", "to_k", "to_v", "wq", "wk", "wv"]
+_Q, _K, _V, _GATE, _UP = (
+    ("q_proj", "query", "q", "to_q", "wq"),
+    ("k_proj", "key", "k", "to_k", "wk"),
+    ("v_proj", "value", "v", "to_v", "wv"),
+    ("gate_proj", "w1"),
+    ("up_proj", "w3"),
 )
-_GATE = frozenset({"gate_proj", "up_proj", "w1", "w3"})
-_PACKED = {
-    **dict.fromkeys((*QKV, "query_key_value", "in_proj_qkv", "in_proj_qkvz"), _QUERY),
-    **dict.fromkeys(("gate_up_proj", "gate_and_up_proj"), _GATE),
+_BLOCKS: Mapping[str, tuple[str, ...]] = {
+    **{leaf: (b,) for b, leaves in zip(("q", "k", "v"), (_Q, _K, _V), strict=True) for leaf in leaves},
+    **{leaf: (b,) for b, leaves in (("gate", _GATE), ("up", _UP)) for leaf in leaves},
+    "in_proj_q": ("q",),
+    "in_proj_k": ("k",),
+    "in_proj_v": ("v",),
+    "in_proj_z": ("z",),
+    "in_proj_qkv": ("q", "k", "v"),
+    "in_proj_b": ("beta",),
+    "in_proj_a": ("decay",),
 }
-"""Packed layer -> names of the layers that are packed in it."""
-_TAIL = 3
-"""Last parts of a block's name that the model and the checkpoint share, whatever their prefixes."""
+"""Layer that may be packed -> the blocks of the packed tensor that it is, in the order of its rows."""
+_ATTENTION = ("qkv_proj", *sorted(QKV - {"qkv_proj", "in_proj_weight"}), "query_key_value")
+_LINEAR_ATTENTION = ("in_proj_qkvz", "in_proj_qkv", "in_proj_ba")
+_OWNERS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys((*_Q, *_K, *_V), _ATTENTION),
+    **dict.fromkeys((*_GATE, *_UP), ("gate_up_proj", "gate_and_up_proj")),
+    **dict.fromkeys((leaf for leaf in _BLOCKS if leaf.startswith("in_proj_")), _LINEAR_ATTENTION),
+}
+"""Layer that may be packed -> names of the layers that pack it."""
+_IN_ORDER: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "qkv_proj": (_Q, _K, _V),
+    "W_pack": (_Q, _K, _V),
+    "gate_up_proj": (_GATE, _UP),
+}
+"""Packed layer whose parts are one after the other in every model -> the names that each part may have."""
 
 
-def packed_problems(problems: Sequence[str], modules: Collection[str], base: Checkpoint) -> list[str]:
-    """The problems of fitting an adapter; those of modules that the base packs are one sentence.
+def names_of_packed(layer: str) -> list[str]:
+    """Weights that may pack a layer, most likely ones first; none for a layer that is never packed.
 
-    Args:
-        problems: one sentence each.
-        modules: of the adapter.
-        base: the checkpoint that it does not fit.
+    >>> names_of_packed("h.0.up_proj")
+    ['h.0.gate_up_proj.weight', 'h.0.gate_and_up_proj.weight']
     """
-    packed: dict[str, str] = {}
-    for name in base.specs:
-        block, _, layer = name.removesuffix(".weight").rpartition(".")
-        if layer in _PACKED:
-            for part in _PACKED[layer]:
-                packed[f"{_tail(block)}.{part}"] = name
-    lost = {m: packed[tail] for m in modules if (tail := _tail(m, 1)) in packed}
-    unfit = {p.split("'")[1] for p in problems if p.startswith("module '") and "finds no tensor" in p}
-    explained = lost.keys() & unfit
-    if not explained:
-        return list(problems)
-    first = next(m for m in lost if m in explained)
-    text = (
-        f"{len(explained)} modules such as '{first}' have a delta each, and the base ({base.location}) packs them, as "
-        f"in '{lost[first]}': a delta of a packed tensor is not put together from several. Fix: give the base in the "
-        "layout that the adapter was trained on, or fold the adapter into that one (merge_and_unload), save it in that "
-        "of this base, and merge the full models"
-    )
-    return [text, *(p for p in problems if not (p.startswith("module '") and p.split("'")[1] in explained))]
+    block, _, leaf = layer.rpartition(".")
+    dot = "." if block else ""
+    return [f"{block}{dot}{owner}.weight" for owner in _OWNERS.get(leaf, ()) if owner != leaf]
 
 
-def _tail(name: str, more: int = 0) -> str:
-    return ".".join(name.split(".")[-_TAIL - more :])
+def names_of_parts(layer: str) -> list[list[str]]:
+    """The weights that each part of a packed layer may have, in the order of its rows; none where nothing says it."""
+    block, _, leaf = layer.rpartition(".")
+    dot = "." if block else ""
+    return [[f"{block}{dot}{name}.weight" for name in names] for names in _IN_ORDER.get(leaf, ())]
+
+
+def rows_of(layer: str, layout: TensorLayout) -> tuple[Block, ...]:
+    """Rows of a packed tensor that are those of a layer; none where the layout does not know them."""
+    by_name = {b.name: b for b in layout.blocks}
+    names = _BLOCKS.get(layer.rpartition(".")[2], ())
+    return tuple(by_name[n] for n in names) if names and all(n in by_name for n in names) else ()
+
+
+def count_rows(blocks: Sequence[Block]) -> int:
+    """Number of rows of these blocks."""
+    return sum((b.stop - b.start) * b.groups for b in blocks)
+
+
+def one_after_the_other(specs: Sequence[TensorSpec]) -> list[tuple[int, int]]:
+    """First row, and the one after the last, of each of these weights in the tensor that packs them."""
+    return list(pairwise(accumulate((s.shape[0] for s in specs), initial=0)))
+
+
+def put_rows(out_OX: Tensor, values_NX: Tensor, blocks: Sequence[Block]) -> None:
+    """Write rows, in order, to those of the blocks.
+
+    >>> out = torch.zeros(6, 1)
+    >>> put_rows(out, torch.tensor([[1.0], [2.0]]), (Block("k", 1, 2, groups=2),))
+    >>> out.flatten().tolist()
+    [0.0, 1.0, 0.0, 0.0, 2.0, 0.0]
+    """
+    start = 0
+    for block in blocks:
+        size, height = count_rows([block]), block.stop - block.start
+        grouped = out_OX.view(block.groups, out_OX.shape[0] // block.groups, -1)
+        grouped[:, block.start : block.stop] = values_NX[start : start + size].reshape(block.groups, height, -1)
+        start += size
+
+
+def packed_product(parts: Sequence[tuple[LowRank, Sequence[Block]]], rows: int) -> LowRank:
+    """The delta of a packed tensor with so many rows, from those of the layers in it."""
+    first = parts[0][0]
+    b_OR = first.b_OR.new_zeros(rows, sum(p.rank for p, _ in parts))
+    column = 0
+    for product, blocks in parts:
+        wide = torch.zeros(rows, product.rank, dtype=b_OR.dtype)
+        put_rows(wide, product.b_OR, blocks)
+        b_OR[:, column : column + product.rank] = wide
+        column += product.rank
+    return LowRank(b_OR, torch.cat([p.a_RI for p, _ in parts]))

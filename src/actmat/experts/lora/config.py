@@ -17,7 +17,8 @@ from typing import Any
 
 from actmat import plugins
 from actmat.checkpoints.folder import ADAPTER_CONFIG, shown
-from actmat.experts.lora.fields import REFUSED, StackWord
+from actmat.checkpoints.keys import Keys
+from actmat.experts.lora.fields import LORA, StackWord
 from actmat.experts.lora.patterns import PatternTable
 from actmat.layout.matching import MatchError, Regex
 from actmat.linalg.scaling import FLOAT32_MAX
@@ -162,12 +163,7 @@ def _refusals(fields: Mapping[str, Any]) -> list[str]:
             f"peft_type is {kind!r}: {why}.{removed} Fold it into its base (PeftModel.merge_and_unload, "
             "save_pretrained) and merge the full models"
         )
-    for name, why in REFUSED.items():
-        if fields.get(name):
-            problems.append(
-                f"{name} is set: {why}.{removed} Fold the adapter into its base (PeftModel.merge_and_unload) and merge "
-                "full models, where PEFT can do that"
-            )
+    problems += field_refusals(LORA, fields)
     start = fields.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(REFUSED_STARTS):
         problems.append(
@@ -176,6 +172,16 @@ def _refusals(fields: Mapping[str, Any]) -> list[str]:
             "path_initial_model_for_weight_conversion; of others, merge the full models"
         )
     return problems
+
+
+def field_refusals(keys: Keys, fields: Mapping[str, Any]) -> list[str]:
+    """One sentence for each field that is set and that these lists refuse."""
+    removed = plugins.hint("actmat.readers")
+    return [
+        f"{name} is set: {why}.{removed} Fold the adapter into its base (PeftModel.merge_and_unload) and merge full "
+        "models, where PEFT can do that"
+        for name, why in keys.sort(fields).refused.items()
+    ]
 
 
 def _pattern(fields: Mapping[str, Any], name: str, problems: list[str]) -> PatternTable:

@@ -19,9 +19,10 @@ from actmat.checkpoints.hashing import hash_names
 from actmat.errors import CheckpointError
 from actmat.experts.base import AdapterHandle, Expert, Family, Source
 from actmat.experts.lora.adapter import Adapter
-from actmat.experts.lora.apart import packed_problems
+from actmat.experts.lora.apart import packed_product, put_rows
 from actmat.experts.lora.fitting import Fit, fit_adapter
 from actmat.experts.untied import tied_parts
+from actmat.layout.types import Block
 from actmat.linalg.lowrank import LowRank
 
 _SLAB = 1 << 22
@@ -82,10 +83,10 @@ class AdapterExpert(Expert):
         nbytes = sum(stored[n].nbytes for n in self._tensors_of(name))
         if name in self._full:
             return Source(name, "stored", dtype, nbytes)
-        piece = self._pieces.get(name)
-        if piece is None:
+        pieces = self._pieces.get(name)
+        if pieces is None:
             return Source(name, "zero", dtype, nbytes)
-        return Source(name, "formed", dtype, nbytes, 0 if piece.bias else piece.module.rank)
+        return Source(name, "formed", dtype, nbytes, sum(0 if p.bias else p.module.rank for p in pieces))
 
     def read(self, name: str) -> Tensor:
         """A tensor that was trained in full."""
@@ -103,11 +104,8 @@ class AdapterExpert(Expert):
         """Entries `start:stop` of the flattened delta of `name`; only the rows around them are formed."""
         if self.source(name).kind != "formed":
             return super().delta(name, start, stop, dtype)
-        piece = self._pieces[name]
-        if piece.bias:
-            bias = self.adapter.bias_delta(piece.module, dtype)
-            assert bias is not None
-            return bias.flatten()[start:stop]
+        if self._pieces[name][0].bias:
+            return self._bias(name, dtype)[start:stop]
         return entries_of(self._product(name, dtype), start, stop)
 
     def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
@@ -131,8 +129,15 @@ class AdapterExpert(Expert):
         with self._lock:
             if self._last is not None and self._last[:2] == (name, dtype):
                 return self._last[2]
-        piece = self._pieces[name]
-        value = self.adapter.factors(piece.module, dtype)
+        pieces = self._pieces[name]
+        if pieces[0].rows:
+            assert self._base is not None, "pieces are rows of a base's tensor"
+            shape = self._base.specs[name].shape
+            parts = [(self.adapter.factors(p.module, dtype), p.rows) for p in pieces]
+            value = packed_product(parts, shape[1] if pieces[0].transposed else shape[0])
+        else:
+            value = self.adapter.factors(pieces[0].module, dtype)
+        piece = pieces[0]
         if piece.index is not None:
             value = LowRank(value.b_OR[piece.index], value.a_RI[piece.index])
         if piece.transposed:
@@ -143,15 +148,24 @@ class AdapterExpert(Expert):
             self._last = (name, dtype, value)
         return value
 
+    def _bias(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The delta of a bias, from all its pieces."""
+        out = torch.zeros(self.specs[name].numel, 1, dtype=dtype)
+        for piece in self._pieces[name]:
+            found = self.adapter.bias_delta(piece.module, dtype)
+            assert found is not None, "only modules with a bias have such a piece"
+            rows = piece.rows or (Block("all", 0, len(out)),)
+            put_rows(out, found.flatten()[piece.start : piece.stop, None], rows)
+        return out.flatten()
+
     def _tensors_of(self, name: str) -> tuple[str, ...]:
         """Names in the adapter of the tensors that its delta is made of."""
         if name in self._full:
             return (self._full[name],)
-        piece = self._pieces.get(name)
-        if piece is None:
-            return ()
-        module = piece.module
-        names = [module.bias] if piece.bias else [module.a, module.b, module.alpha]
+        names: list[str | None] = []
+        for piece in self._pieces.get(name, ()):
+            module = piece.module
+            names += [module.bias] if piece.bias else [module.a, module.b, module.alpha]
         return tuple(n for n in names if n is not None)
 
 
@@ -181,6 +195,7 @@ def _notes(adapter: Adapter, fit: Fit) -> tuple[str, ...]:
     return (
         *adapter.notes,
         *notes,
+        *fit.notes,
         *(["it holds copies of base weights; the base's own are used"] if adapter.copies else []),
     )
 
@@ -199,7 +214,7 @@ def fitted_expert(adapter: Adapter, location: str | Path, base: Checkpoint, fami
         equal=lambda a, b: adapter.hashes[adapter.extras[a]] == adapter.hashes[adapter.extras[b]],
     )
     fit = fit_adapter(adapter, parts.base)
-    if problems := parts.problems_with(packed_problems(fit.problems, adapter.modules, base)):
+    if problems := parts.problems_with(fit.problems):
         raise CheckpointError(
             f"{location}: the adapter cannot be merged into {base.location}.",
             [f"{location}: {problem}" for problem in problems],

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from actmat.checkpoints.keys import Keys
+
 StackWord = Literal["e_i_o", "e_o_i", "rank_major", "grouped_by_expert"]
 """Words of a user about stacked experts: the axes of a stack as PEFT took them, and the order of B's columns."""
 AXES: tuple[StackWord, ...] = ("e_i_o", "e_o_i")
@@ -25,7 +27,7 @@ OBEYED = frozenset(
     }
 )
 
-IRRELEVANT: Mapping[str, str] = {
+OF_EVERY_FAMILY: Mapping[str, str] = {
     "task_type": "the class of the loaded model",
     "revision": "of the base",
     "inference_mode": "whether factors are trained",
@@ -33,6 +35,11 @@ IRRELEVANT: Mapping[str, str] = {
     "layers_to_transform": "the file holds the modules that were adapted",
     "layers_pattern": "the file holds the modules that were adapted",
     "modules_to_save": "the file holds the tensors that were trained in full",
+}
+"""Fields that no delta depends on, in whichever config of PEFT they are."""
+
+IRRELEVANT: Mapping[str, str] = {
+    **OF_EVERY_FAMILY,
     "lora_bias": "the file holds the biases",
     "lora_dropout": "acts in training only",
     "eva_config": "how A began",
@@ -62,11 +69,13 @@ REFUSED: Mapping[str, str] = {
 }
 """Field -> the reason why an adapter that sets it has no plain low-rank delta."""
 
+LORA = Keys(OBEYED, IRRELEVANT, REFUSED)
+
 
 def unknown_fields(fields: Mapping[str, Any]) -> list[str]:
-    """Names that are in no list and whose values are set: neither null, false nor empty.
+    """Names that are in no list and whose values are set.
 
     >>> unknown_fields({"r": 8, "lora_dropout": 0.1, "sparsity": 0.5, "later": None})
     ['sparsity']
     """
-    return sorted(n for n, v in fields.items() if v and n not in OBEYED | IRRELEVANT.keys() | REFUSED.keys())
+    return LORA.sort(fields).unknown

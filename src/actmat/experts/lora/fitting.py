@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.apart import count_rows, names_of_packed, names_of_parts, one_after_the_other, rows_of
 from actmat.experts.lora.fields import AXES, StackWord
 from actmat.experts.lora.modules import AdapterModule
 from actmat.experts.lora.stacks import HOW_TO_SAY, axes_by_version, ways_to_fit
 from actmat.layout import resolve_layout
-from actmat.layout.in_memory import Located, locate
-from actmat.layout.types import LayoutMap
+from actmat.layout.in_memory import Located, locate, located_by_name
+from actmat.layout.types import Block, LayoutMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +26,25 @@ class Piece:
     start: int = 0  # first row of the module's delta
     stop: int | None = None
     bias: bool = False  # the delta is that of the layer's bias, from `lora_B.bias`
+    rows: tuple[Block, ...] = ()  # of a packed tensor; none: all rows
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
     """The stored tensors of a base that an adapter changes: of each its delta, or the name of the full tensor.
 
+    The delta of a packed tensor has a piece for each of the layers in it that the adapter changes.
     `hidden` are names of the base that are left out: of tied names, all but the one with the delta. `problems` are
     modules without a tensor, shapes that do not fit, and the problems of the adapter itself. `left_out` are components
     of a pipeline that the base is not, and the number of their modules.
     """
 
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, Sequence[Piece]]
     full: Mapping[str, str]
     hidden: frozenset[str]
     problems: tuple[str, ...]
     left_out: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def fit_adapter(adapter: Adapter, base: Checkpoint) -> Fit:
@@ -63,10 +67,16 @@ def fit_adapter(adapter: Adapter, base: Checkpoint) -> Fit:
     full = {}
     for name, source in adapter.extras.items():
         slices = fitting.found[name].slices if name in fitting.found else ()
+        if (packed := fitting.packed_in(name)) is not None:
+            fitting.problems.append(
+                f"tensor '{name}' is trained in full, and the base packs it with others in '{packed}': rows of a "
+                "tensor are not replaced. Fix: fold the adapter into its base (merge_and_unload), and merge full models"
+            )
+            continue
         # without one tensor in the base it is a new head: the plan notes that it is not merged
         full[slices[0].name if len(slices) == 1 else name] = source
     hidden = hidden_names(fitting.layouts, base, {*fitting.pieces, *full})
-    return Fit(fitting.pieces, full, hidden, tuple(fitting.problems), left_out)
+    return Fit(fitting.pieces, full, hidden, tuple(fitting.problems), left_out, tuple(fitting.notes()))
 
 
 class _Fitting:
@@ -76,9 +86,10 @@ class _Fitting:
         self._adapter, self._base = adapter, base
         self.layouts = resolve_layout(base.specs, base.config)
         self.problems = list(adapter.problems)
-        self.pieces: dict[str, Piece] = {}
+        self.pieces: dict[str, list[Piece]] = {}
         self.found: dict[str, Located] = {}
         self._taken: set[str] = set()
+        self._apart: dict[str, str] = {}  # module -> the tensor that packs it, or the first of those that it packs
 
     def add(self, modules: Sequence[AdapterModule], *, is_optional: bool) -> bool:
         """Fit the modules of one component; False if it is optional and the base has none of them."""
@@ -90,8 +101,9 @@ class _Fitting:
             return False
         self.problems += problems
         self._fit_stacks([m for m in modules if m.is_stack], candidates, why)
+        done = self._fit_apart([m for m in modules if m.kind == "linear"], candidates)
         for module in modules:
-            if module.is_stack or (problems and not candidates[module.name]):
+            if module.is_stack or module.name in done or (problems and not candidates[module.name]):
                 continue  # one sentence says why
             self._fit(module, candidates[module.name], why, biases.get(module.name))
         return True
@@ -163,7 +175,35 @@ class _Fitting:
     def _add(self, module: AdapterModule, name: str, *, transposed: bool) -> None:
         self._taken.add(name)
         for part in self.found[name].slices:
-            self.pieces[part.name] = Piece(module, transposed, part.index, part.start, part.stop)
+            piece = Piece(module, transposed, part.index, part.start, part.stop, rows=self.found[name].rows)
+            self._put(part.name, piece)
+        if self.found[name].rows:
+            self._apart[module.name] = self.found[name].slices[0].name
+
+    def _put(self, name: str, piece: Piece) -> None:
+        """Add a piece of a stored tensor; all pieces of one are rows of it, or there is one piece."""
+        others = self.pieces.setdefault(name, [])
+        others.append(piece)
+        if len(others) > 1 and not all(p.rows for p in others):
+            self.problems.append(
+                f"'{name}' of the base would be changed by several modules, {', '.join(p.module.name for p in others)}"
+            )
+
+    def packed_in(self, name: str) -> str | None:
+        """The tensor of the base that packs one of this name in memory with others, if one does."""
+        if name in self.found:
+            return self.found[name].slices[0].name if self.found[name].rows else None
+        return self._apart.get(name.rpartition(".")[0])
+
+    def notes(self) -> list[str]:
+        """Remarks on modules that the base packs, or has separately."""
+        if not self._apart:
+            return []
+        module, tensor = next(iter(self._apart.items()))
+        return [
+            f"{len(self._apart)} of its modules, such as '{module}', are packed in another way in the base, as in "
+            f"'{tensor}': their deltas are put on the same rows, exactly"
+        ]
 
     def _fit(self, module: AdapterModule, names: list[str], why: str, bias: str | None) -> None:
         """The pieces of one module."""
@@ -179,8 +219,84 @@ class _Fitting:
         located = self.found.get(bias)
         if located is None:
             self.problems.append(f"module '{module.name}' has a lora_bias, but the base has no '{bias}'")
+        for part in located.slices if located is not None else ():
+            piece = Piece(module, start=part.start, stop=part.stop, bias=True, rows=located.rows if located else ())
+            self._put(part.name, piece)
+
+    def _fit_apart(self, modules: Sequence[AdapterModule], candidates: Mapping[str, list[str]]) -> set[str]:
+        """Pieces of layers that the base packs, or that pack what it has separately; names of those that are done."""
+        lost = [m for m in modules if not any(n in self.found for n in candidates[m.name])]
+        inside = {m.name: m.inside.replace(".base_layer", "") for m in lost}
+        packed = {m.name: names_of_packed(inside[m.name]) for m in lost}
+        parts = {m.name: names_of_parts(inside[m.name]) for m in lost}
+        wanted = [n for names in packed.values() for n in names]
+        wanted += [n for groups in parts.values() for names in groups for n in names]
+        found = located_by_name(self._base, wanted) if wanted else {}
+        unknown: dict[str, str] = {}
+        done = set()
+        for module in lost:
+            tensor = next((found[n].slices[0].name for n in packed[module.name] if n in found), None)
+            chosen = [next((found[n].slices[0].name for n in names if n in found), "") for names in parts[module.name]]
+            if tensor is not None:
+                if not (rows := rows_of(inside[module.name], self.layouts.tensors[tensor])):
+                    unknown[module.name] = tensor
+                else:
+                    self._put_packed(module, tensor, rows)
+                done.add(module.name)
+            elif chosen and all(chosen):
+                self._put_parts(module, chosen)
+                done.add(module.name)
+        if unknown:
+            first, tensor = next(iter(unknown.items()))
+            self.problems.append(
+                f"{len(unknown)} modules such as '{first}' have a delta each, and the base ({self._base.location}) "
+                f"packs them, as in '{tensor}', of whose rows nothing says which are whose: "
+                f"{self.layouts.tensors[tensor].reason}. Fix: give the base with its config.json, or in the layout "
+                "that the adapter was trained on; or fold the adapter into that one (merge_and_unload), save it in "
+                "the layout of this base, and merge full models"
+            )
+        return done
+
+    def _put_packed(self, module: AdapterModule, tensor: str, rows: tuple[Block, ...]) -> None:
+        """The piece of a layer on the tensor that packs it."""
+        layout, shape = self.layouts.tensors[tensor], self._base.specs[tensor].shape
+        turned = layout.orientation == "IO"
+        expected = (count_rows(rows), shape[0] if turned else shape[1])
+        if module.shape != expected:
+            self.problems.append(
+                f"module '{module.name}' has a delta of {'x'.join(map(str, module.shape))}, which does not fit the "
+                f"{'x'.join(map(str, expected))} that are {', '.join(b.name for b in rows)} in '{tensor}' of the base; "
+                "is it an adapter of this base?"
+            )
+            return
+        self._apart[module.name] = tensor
+        self._put(tensor, Piece(module, turned, rows=rows))
+        if module.bias is not None:
+            self._put_bias(module, f"{tensor.removesuffix('weight')}bias", Piece(module, bias=True, rows=rows))
+
+    def _put_parts(self, module: AdapterModule, tensors: Sequence[str]) -> None:
+        """The pieces of a packed layer on the tensors that the base has in its place."""
+        specs = [self._base.specs[t] for t in tensors]
+        turned = any(self.layouts.tensors[t].orientation == "IO" for t in tensors)
+        if turned or (sum(s.shape[0] for s in specs), *specs[0].shape[1:]) != module.shape:
+            has = ", ".join(f"'{s.name}' {'x'.join(map(str, s.shape))}" for s in specs)
+            self.problems.append(
+                f"module '{module.name}' has a delta of {'x'.join(map(str, module.shape))}, and the base has {has} in "
+                "its place, which do not make it up; is it an adapter of this base?"
+            )
+            return
+        self._apart[module.name] = tensors[0]
+        for tensor, (start, stop) in zip(tensors, one_after_the_other(specs), strict=True):
+            self._put(tensor, Piece(module, start=start, stop=stop))
+            if module.bias is not None:
+                bias = Piece(module, start=start, stop=stop, bias=True)
+                self._put_bias(module, f"{tensor.removesuffix('weight')}bias", bias)
+
+    def _put_bias(self, module: AdapterModule, bias: str, piece: Piece) -> None:
+        if bias in self._base.specs:
+            self._put(bias, piece)
         else:
-            self.pieces[located.slices[0].name] = Piece(module, bias=True)
+            self.problems.append(f"module '{module.name}' has a lora_bias, but the base has no '{bias}'")
 
 
 def _candidates(
@@ -211,6 +327,8 @@ def is_transposed(module: AdapterModule, target: Located, layouts: LayoutMap) ->
     if len(target.shape) > 2 and target.shape == (*module.shape, *(1 for _ in target.shape[2:])):
         return False  # a convolution of kernel 1
     straight = target.shape == module.shape
+    if target.rows:  # counted along the first axis
+        return False if straight else None
     turned = target.shape == (*module.shape[:-2], module.shape[-1], module.shape[-2])
     if module.kind == "embedding" or (module.kind == "parameter" and len(module.shape) == 2):
         return False if straight else None

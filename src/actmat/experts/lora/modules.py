@@ -81,6 +81,7 @@ class Listing:
         layout: how the tensors are named.
         find: `find(specs, modules)` gives the tensors of a base that each module may change, by its name, and problems;
             for layouts whose names only the base resolves.
+        notes: remarks for plans.
     """
 
     modules: Mapping[str, AdapterModule]
@@ -89,6 +90,7 @@ class Listing:
     problems: Sequence[str]
     layout: AdapterLayout = "peft"
     find: Callable[..., tuple[dict[str, list[str]], list[str]]] | None = None
+    notes: Sequence[str] = ()
 
 
 def quantised_problem(spec: TensorSpec) -> str:

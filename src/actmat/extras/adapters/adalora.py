@@ -19,13 +19,28 @@ from typing import Any
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.keys import Keys
 from actmat.experts.changes.base import Change, Content, Reader
-from actmat.extras.adapters.groups import group_tensors, shape_misfit
+from actmat.experts.lora.fields import IRRELEVANT, REFUSED
+from actmat.extras.adapters.groups import family_keys, group_tensors, shape_misfit
 from actmat.linalg.lowrank import LowRank
 
 ROLES = ("lora_A", "lora_B", "lora_E")
 SHIFT = 1e-5
 """Added to the rank by PEFT."""
+_OWN = family_keys(("lora_alpha", "ensure_weight_tying"), "r", "rank_pattern")
+_UNREAD = ("use_rslora", "alpha_pattern", "init_lora_weights")
+_SCHEDULE = ("target_r", "init_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step")
+KEYS = Keys(
+    _OWN.obeyed,
+    {
+        **IRRELEVANT,
+        **_OWN.irrelevant,
+        **dict.fromkeys(_UNREAD, "PEFT takes it from LoRA's config and does not read it"),
+        **dict.fromkeys(_SCHEDULE, "when which directions were removed"),
+    },
+    {**REFUSED, "target_parameters": "stacked experts are read of plain LoRA only"},
+)
 
 
 @dataclass(frozen=True)
@@ -71,4 +86,5 @@ ADALORA = Reader(
     lambda fields: fields.get("peft_type") == "ADALORA",
     _read,
     "each direction has a scale of its own, which is put into the factors with the base at hand",
+    KEYS,
 )

@@ -8,10 +8,38 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.keys import Keys
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
+from actmat.experts.lora.fields import OF_EVERY_FAMILY
 from actmat.experts.lora.modules import quantised_problem
 
 _PREFIX = "base_model.model."
+
+_IN_THE_FILE = "the shapes of the stored tensors say it"
+SCALED = ("rank_pattern", "alpha_pattern", "r", "alpha")
+"""Fields that `scaling_config` reads."""
+IN_TRAINING = ("lora_dropout", "vera_dropout", "rank_dropout", "module_dropout", "rank_dropout_scale")
+
+
+def family_keys(obeyed: Sequence[str] = (), *in_the_file: str, **irrelevant: str) -> Keys:
+    """Lists of the config of a family, with the fields of every family of PEFT.
+
+    Args:
+        obeyed: the reader reads them.
+        in_the_file: their effect is in the stored tensors.
+        irrelevant: field -> the reason.
+    """
+    common = {
+        **OF_EVERY_FAMILY,
+        "target_modules": "the file holds the modules that were adapted",
+        "bias": "the file holds the biases",
+        "fan_in_fan_out": "the layout of the base says how it is stored",
+        "init_weights": "how the tensors began; the base is as it was",
+        **dict.fromkeys(IN_TRAINING, "acts in training only"),
+        **dict.fromkeys(in_the_file, _IN_THE_FILE),
+    }
+    of_peft = ("peft_type", "peft_version", "base_model_name_or_path", "auto_mapping")
+    return Keys((*of_peft, *obeyed), {k: w for k, w in (common | irrelevant).items() if k not in obeyed})
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.changes.base import Change, Content, Reader
-from actmat.extras.adapters.groups import Group, group_tensors
+from actmat.extras.adapters.groups import Group, family_keys, group_tensors
 
 
 @dataclass(frozen=True)
@@ -74,4 +74,10 @@ def _is_feedforward(group: Group, listed: Any) -> bool | None:
     return any(group.module == n or group.module.endswith(f".{n}") for n in map(str, listed or ()))
 
 
-IA3 = Reader("(IA)^3", lambda fields: fields.get("peft_type") == "IA3", _read, "it multiplies the base's weights")
+IA3 = Reader(
+    "(IA)^3",
+    lambda fields: fields.get("peft_type") == "IA3",
+    _read,
+    "it multiplies the base's weights",
+    family_keys(("feedforward_modules",), init_ia3_weights="how the factors began; the base is as it was"),
+)

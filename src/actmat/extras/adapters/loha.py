@@ -18,7 +18,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.changes.base import Change, Content, Reader
-from actmat.extras.adapters.groups import Group, group_tensors, scaling_config, shape_misfit
+from actmat.extras.adapters.groups import SCALED, Group, family_keys, group_tensors, scaling_config, shape_misfit
 from actmat.layout.matching import MatchError
 
 ROLES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2")
@@ -90,4 +90,10 @@ def _problem(group: Group) -> str:
     return ""
 
 
-LOHA = Reader("LoHa", lambda fields: fields.get("peft_type") == "LOHA", _read, "a Hadamard product is not low rank")
+LOHA = Reader(
+    "LoHa",
+    lambda fields: fields.get("peft_type") == "LOHA",
+    _read,
+    "a Hadamard product is not low rank",
+    family_keys(SCALED, "use_effective_conv2d"),
+)

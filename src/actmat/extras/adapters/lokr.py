@@ -19,7 +19,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.changes.base import Change, Content, Reader
-from actmat.extras.adapters.groups import Group, group_tensors, scaling_config, shape_misfit
+from actmat.extras.adapters.groups import SCALED, Group, family_keys, group_tensors, scaling_config, shape_misfit
 from actmat.layout.matching import MatchError
 
 ROLES = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
@@ -95,4 +95,10 @@ def _shape(group: Group, role: str) -> tuple[int, int] | None:
     return (a[0], b[1]) if a[1] == b[0] else None
 
 
-LOKR = Reader("LoKr", lambda fields: fields.get("peft_type") == "LOKR", _read, "a Kronecker product is not low rank")
+LOKR = Reader(
+    "LoKr",
+    lambda fields: fields.get("peft_type") == "LOKR",
+    _read,
+    "a Kronecker product is not low rank",
+    family_keys(SCALED, "use_effective_conv2d", "decompose_both", "decompose_factor"),
+)

@@ -25,13 +25,17 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.experts.changes.base import Change, Content, Reader
 from actmat.experts.lora.adapter import module_product
 from actmat.experts.lora.config import parse_adapter_config
+from actmat.experts.lora.fields import LORA
 from actmat.experts.lora.modules import AdapterModule, list_modules
-from actmat.extras.adapters.groups import shape_misfit
+from actmat.extras.adapters.groups import family_keys, shape_misfit
 from actmat.linalg.lapack import economy_svd
 from actmat.linalg.lowrank import LowRank
 
 _MAGNITUDE = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_magnitude_vector(?:\.weight)?")
 _TOKENS = re.compile(r"(?:base_model\.model\.)?(?P<module>.+?)(?:\.token_adapter)?\.trainable_tokens_delta")
+HANDLED = ("use_dora", "trainable_token_indices", "init_lora_weights")
+"""Fields that are refused of plain LoRA, and read here."""
+_KEYS = LORA.but(*HANDLED)
 _STARTS: dict[str, Literal["pissa", "olora"]] = {"pissa": "pissa", "olora": "olora"}
 
 
@@ -145,8 +149,7 @@ class _Tokens(Change):
 
 def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content:
     """Content of an adapter of type LORA."""
-    handled = ("use_dora", "trainable_token_indices", "init_lora_weights")
-    config, problems = parse_adapter_config({k: v for k, v in fields.items() if k not in handled})
+    config, problems = parse_adapter_config({k: v for k, v in fields.items() if k not in HANDLED})
     magnitudes = {m["module"]: n for n in specs if (m := _MAGNITUDE.fullmatch(n)) is not None}
     tables = {m["module"]: n for n in specs if (m := _TOKENS.fullmatch(n)) is not None}
     special = {*magnitudes.values(), *tables.values()}
@@ -228,22 +231,26 @@ DORA = Reader(
     lambda fields: _is_lora(fields) and bool(fields.get("use_dora")),
     _read,
     "it normalises W_0 + B A, so that its delta depends on the base and is not low rank",
+    _KEYS,
 )
 RESIDUAL = Reader(
     "PiSSA or OLoRA",
     lambda fields: _is_lora(fields) and str(fields.get("init_lora_weights")).lower() in _STARTS,
     _read,
     "training began from a changed base, which only the base tells",
+    _KEYS,
 )
 TOKENS = Reader(
     "trained tokens",
     lambda fields: fields.get("peft_type") == "TRAINABLE_TOKENS",
     _read_tokens,
     "they replace rows of the base's table",
+    family_keys(("token_indices",)),
 )
 LORA_TOKENS = Reader(
     "LoRA with trained tokens",
     lambda fields: _is_lora(fields) and bool(fields.get("trainable_token_indices")),
     _read,
     "the tokens replace rows of the base's table",
+    _KEYS,
 )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.changes.base import Change, Content, Reader
-from actmat.extras.adapters.groups import group_tensors
+from actmat.extras.adapters.groups import family_keys, group_tensors
 
 
 @dataclass(frozen=True)
@@ -104,4 +104,12 @@ def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content
     return Content(changes, extras, problems)
 
 
-OFT = Reader("OFT", lambda fields: fields.get("peft_type") == "OFT", _read, "it rotates the base's weights")
+OFT = Reader(
+    "OFT",
+    lambda fields: fields.get("peft_type") == "OFT",
+    _read,
+    "it rotates the base's weights",
+    family_keys(
+        ("coft", "eps", "block_share", "use_cayley_neumann", "num_cayley_neumann_terms"), "r", "oft_block_size"
+    ),
+)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.changes.base import Change, Content, Reader
-from actmat.extras.adapters.groups import group_tensors
+from actmat.extras.adapters.groups import family_keys, group_tensors
 from actmat.linalg.lowrank import LowRank
 
 SHARED_A, SHARED_B = "base_model.vera_A", "base_model.vera_B"
@@ -72,4 +72,7 @@ VERA = Reader(
     lambda fields: fields.get("peft_type") == "VERA",
     _read,
     "only the base says how many inputs a layer has, and so which part of the shared factors it takes",
+    family_keys(
+        ("projection_prng_key",), "r", "save_projection", d_initial="how the vectors began; the base is as it was"
+    ),
 )

@@ -20,13 +20,16 @@ from typing import Any
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.folder import shown
 from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint
+from actmat.checkpoints.keys import unknown_note
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, Family
 from actmat.experts.files import holds_factors, open_weights
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
 from actmat.experts.lora.expert import fitted_expert, unfitted_expert
+from actmat.experts.lora.fields import unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, quantised_problem
+from actmat.extras.diffusion.metadata import metadata_notes
 from actmat.extras.diffusion.names import FactorName, find_modules, foreign_factor, module_names, parse_factor
 from actmat.layout.matching import MatchError
 
@@ -63,7 +66,8 @@ def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple
     is_mixed = len({g.first.is_flat for g in groups.values()}) > 1
     if is_mixed:
         problems.append("some modules are named as kohya does, others as diffusers does: two files in one?")
-    scales = _Scales(weights, groups, _configs(metadata, problems))
+    notes = list(metadata_notes(metadata))
+    scales = _Scales(weights, groups, _configs(metadata, problems, notes))
     modules: dict[str, AdapterModule] = {}
     for module, group in groups.items():
         found = _pair(module, group, weights.specs, scales)
@@ -76,7 +80,7 @@ def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple
     r = max(set(ranks), key=lambda n: (ranks.count(n), n)) if ranks else 1
     is_flat = bool(groups) and all(g.first.is_flat for g in groups.values())
     layout: AdapterLayout = "kohya" if is_flat else "diffusers"
-    listing = Listing(modules, {}, {}, problems, layout, find_modules if is_flat else None)
+    listing = Listing(modules, {}, {}, problems, layout, find_modules if is_flat else None, notes)
     return listing, AdapterConfig(r=r, alpha=float(r))
 
 
@@ -95,7 +99,7 @@ def _other_tensors(family: str, names: list[str]) -> str:
     )
 
 
-def _configs(metadata: Mapping[str, str], problems: list[str]) -> dict[str, AdapterConfig]:
+def _configs(metadata: Mapping[str, str], problems: list[str], notes: list[str]) -> dict[str, AdapterConfig]:
     """Component -> config that diffusers stored; the component of a file of one model is empty."""
     text = metadata.get(METADATA_KEY)
     if text is None:
@@ -115,6 +119,7 @@ def _configs(metadata: Mapping[str, str], problems: list[str]) -> dict[str, Adap
     for part, own in by_part.items():
         out[part], found = parse_adapter_config({"peft_type": "LORA", **own})
         problems += [f"metadata of {part or 'the adapter'}: {p}" for p in found]
+        notes += unknown_note(f"metadata of {part or 'the adapter'}", unknown_fields(own))
     return out
 
 

@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint
+from actmat.checkpoints.keys import Keys
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, Family
 from actmat.experts.changes.base import Change, Content
@@ -43,12 +45,23 @@ from actmat.extras.adapters.ia3 import Scaled
 from actmat.extras.adapters.loha import loha_change
 from actmat.extras.adapters.lokr import lokr_change
 from actmat.extras.diffusion.lora_files import open_lora_file
+from actmat.extras.diffusion.metadata import metadata_notes
 from actmat.extras.diffusion.names import KOHYA_PREFIXES, find_flat_names
 
 _PREFIXES = {**KOHYA_PREFIXES, "lycoris_": ""}
 _ROLES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2", "lokr_w1", "lokr_w1_a",
           "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2", "lora_down", "lora_up", "lora_mid", "on_input",
           "weight", "alpha", "dora_scale")  # fmt: skip
+_OTHERS = {
+    "full": ("diff", "diff_b"),
+    "train_norm": ("w_norm", "b_norm"),
+    "diag-oft or boft": ("oft_blocks", "rescale", "oft_diag"),
+    "glora": ("a1", "a2", "b1", "b2", "bm"),
+    "tlora": ("q_layer", "p_layer", "lambda_layer"),
+    "lokr with a core of its first factor": ("lokr_t1",),
+}
+TENSORS = Keys(_ROLES, {}, {role: f"is of the algorithm '{a}'" for a, roles in _OTHERS.items() for role in roles})
+"""Ends of the names of a module's tensors; `.weight` may follow."""
 _NAME = re.compile(rf"(?P<module>(?:{'|'.join(_PREFIXES)})[^.]+)\.(?P<role>{'|'.join(_ROLES)})(?P<leaf>\.weight)?")
 _OWN = re.compile(rf"(?:{'|'.join(_PREFIXES)})[^.]+\.(?:hada_|lokr_|dora_scale|on_input|lora_mid)")
 _NEEDS_BASE = "its modules are named with underscores for dots, which only the base resolves"
@@ -92,9 +105,11 @@ def lycoris_modules(specs: Mapping[str, TensorSpec]) -> tuple[list[LycorisModule
     for name, spec in specs.items():
         match = _NAME.fullmatch(name)
         if match is None:
-            problems.append(f"tensor '{name}' is no part of LoRA, LoHa, LoKr, (IA)^3 or DoRA in kohya's names, and "
-                            "LyCORIS's other algorithms are not read. Fold the file into its base with the program "
-                            "that trained it, and merge full models")  # fmt: skip
+            role = name.partition(".")[2].removesuffix(".weight")
+            why = TENSORS.sort({role: True}).refused.get(role, "is no part of LoRA, LoHa, LoKr, (IA)^3 or DoRA")
+            problems.append(f"tensor '{name}' {why} in kohya's names, and LyCORIS's other algorithms are not read. "
+                            "Fold the file into its base with the program that trained it, and merge full "
+                            "models")  # fmt: skip
         elif match["role"] != "on_input" and (not spec.is_floating or spec.dtype.startswith("float8")):
             problems.append(quantised_problem(spec))
         else:
@@ -268,7 +283,8 @@ def _open(location: str | Path, base: Checkpoint) -> Expert:
     except CheckpointError:
         weights.close()
         raise
-    expert.notes = (*expert.notes, *notes)
+    metadata = weights.metadata() if isinstance(weights, SafetensorsCheckpoint) else {}
+    expert.notes = (*expert.notes, *notes, *metadata_notes(metadata))
     return expert
 
 

@@ -13,6 +13,8 @@ TOP = ("merge_method", "base_model", "models", "slices", "modules", "parameters"
 IGNORED = ("name", "random_seed")
 MODEL, SOURCE = ("model", "parameters"), ("model", "layer_range", "parameters")
 SLICE, MODULE = ("sources", "base_model", "parameters"), ("slices", "models", "parameters")
+TOKENIZER, TOKEN = ("source", "tokens", "pad_to_multiple_of"), ("source", "force")
+TOKEN_SOURCE = ("kind", "model", "token", "token_id")
 FORMS = ("models", "slices", "modules")
 
 

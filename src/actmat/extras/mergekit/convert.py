@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from actmat.errors import RecipeError, did_you_mean
-from actmat.extras.mergekit.config import Config, Findings, Slice, Source, read_config
+from actmat.extras.mergekit.config import TOKEN, TOKEN_SOURCE, TOKENIZER, Config, Findings, Slice, Source, read_config
 from actmat.extras.mergekit.methods import FOREIGN, METHODS, Arrangement, Choice, Method
 from actmat.extras.mergekit.parameters import Parameters, Switched
 
@@ -242,8 +242,11 @@ class _Conversion:
         if tokenizer is not None and rest.get("tokenizer_source") is not None:
             self.found.problem("tokenizer", "'tokenizer' and 'tokenizer_source' are both given; mergekit takes one")
         source = rest.get("tokenizer_source")
+        if tokenizer is not None and not isinstance(tokenizer, Mapping):
+            self.found.problem("tokenizer", f"expected a mapping with 'source', found {str(tokenizer)[:80]!r}")
         if not isinstance(tokenizer, Mapping):
             return {} if source is None else {"vocabulary": self._tokens_of(str(source), "tokenizer_source", experts)}
+        self.found.ignored("tokenizer", tokenizer, TOKENIZER)
         vocabulary: dict[str, Any] = {
             "source": self._tokens_of(str(tokenizer.get("source", "union")), "tokenizer.source", experts)
         }
@@ -260,6 +263,8 @@ class _Conversion:
         """Row of one token: of a model, zeros, or another token of a model."""
         path = f"tokenizer.tokens.{token}"
         source = entry.get("source") if isinstance(entry, Mapping) else None
+        self.found.ignored(path, entry if isinstance(entry, Mapping) else (), TOKEN)
+        self.found.ignored(f"{path}.source", source if isinstance(source, Mapping) else (), TOKEN_SOURCE)
         row: dict[str, Any] = {}
         if isinstance(source, str):
             row = {"model": self._tokens_of(source, path, experts)}

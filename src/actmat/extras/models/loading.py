@@ -16,8 +16,11 @@ from torch import Tensor, nn
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.folder import ADAPTER_CONFIG
+from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import HUB_ID, open_checkpoint
 from actmat.errors import CheckpointError, StatisticsError, did_you_mean
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.resolve import needs_base, open_adapter
 from actmat.foreign import in_brief
 
@@ -72,18 +75,7 @@ def load_model(
     checkpoint = location
     if adapter is not None:
         with open_adapter(adapter) as opened:
-            if opened.problems:
-                raise StatisticsError(f"{adapter}: the adapter cannot be used.", opened.problems)
-            if opened.layout != "peft":
-                raise StatisticsError(
-                    f"{adapter}: models are loaded with adapters of PEFT, found one in the layout '{opened.layout}'"
-                )
-            if opened.unlike_peft:
-                raise StatisticsError(
-                    f"{adapter}: PEFT, which loads it into a model, would read its stacked experts otherwise than they "
-                    f"were trained: {opened.unlike_peft}. Fix: merge it into its base, which gives a model to load "
-                    "(actmat merge -b BASE -e ADAPTER -m linear --out MODEL)"
-                )
+            _check_for_peft(opened, adapter)
             checkpoint = base or adapters_base or opened.config.base_model or ""
         if not checkpoint:
             raise StatisticsError(f"{adapter} names no base; give it with --base")
@@ -98,6 +90,26 @@ def load_model(
             warnings.simplefilter("ignore", FutureWarning)  # of PEFT, about transformers
             model = extra("peft").PeftModel.from_pretrained(model, path, **revision)
     return Loaded(model.to(device).eval(), checkpoint, adapter, _files(adapter, checkpoint))
+
+
+def _check_for_peft(adapter: Adapter, location: str) -> None:
+    """Refuse an adapter that PEFT would not load, or would read otherwise than it was trained.
+
+    Raises:
+        StatisticsError: says why, and what to do.
+    """
+    if adapter.problems:
+        raise StatisticsError(f"{location}: the adapter cannot be used.", adapter.problems)
+    if adapter.layout != "peft":
+        raise StatisticsError(
+            f"{location}: models are loaded with adapters of PEFT, found one in the layout '{adapter.layout}'"
+        )
+    if adapter.unlike_peft:
+        raise StatisticsError(
+            f"{location}: PEFT, which loads it into a model, would read its stacked experts otherwise than they were "
+            f"trained: {adapter.unlike_peft}. Fix: merge it into its base, which gives a model to load (actmat merge "
+            "-b BASE -e ADAPTER -m linear --out MODEL)"
+        )
 
 
 @contextlib.contextmanager
@@ -141,8 +153,12 @@ def load_tensors(
         model_class, dtype, device: as in `load_model`.
 
     Raises:
-        StatisticsError: it cannot be loaded, or parameters are missing.
+        StatisticsError: it cannot be loaded, or PEFT would misread it, or parameters are missing.
     """
+    if adapter is not None:
+        parsed, problems = parse_adapter_config(adapter)
+        with Adapter(MemoryCheckpoint(tensors, location="the merged adapter"), parsed, problems) as opened:
+            _check_for_peft(opened, opened.location)
     with tempfile.TemporaryDirectory() as folder:
         if adapter is not None:
             with named_base("the merged adapter", location):

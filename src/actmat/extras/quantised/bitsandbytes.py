@@ -21,6 +21,7 @@ from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts, count
 from actmat.errors import CheckpointError
 from actmat.extras.quantised.nf4 import rounded_nf4
+from actmat.extras.quantised.settings import BITSANDBYTES_KEYS
 
 STATE = ".quant_state.bitsandbytes__"
 MOST_STATE_BYTES = 1 << 16
@@ -164,4 +165,5 @@ BITSANDBYTES = Codec(
     "bitsandbytes",
     _claims,
     {"nf4": partial(rounded_nf4, nested=False), "nf4-double": partial(rounded_nf4, nested=True)},
+    {"bitsandbytes": BITSANDBYTES_KEYS},
 )

@@ -18,6 +18,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts
 from actmat.extras.quantised.mxfp4 import E2M1, OFFSET
 from actmat.extras.quantised.scaled import ACTIVATIONS
+from actmat.extras.quantised.settings import COMPRESSED_KEYS
 from actmat.extras.quantised.words import nibbles
 
 NV_GROUP, MX_GROUP = 16, 32
@@ -103,4 +104,4 @@ def _tensor(name: str, packed: TensorSpec, headers: Headers) -> Fp4Tensor | str:
     )
 
 
-FP4 = Codec("fp4", _claims)
+FP4 = Codec("fp4", _claims, keys={"compressed-tensors": COMPRESSED_KEYS})

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts
+from actmat.extras.quantised.settings import AWQ_KEYS, GPTQ_KEYS, PACKINGS
 from actmat.extras.quantised.words import group_index, unpack_words
 
 WORD_BITS = 32
@@ -92,10 +93,10 @@ def _claims(headers: Headers) -> Claims:
     claims = Claims()
     if headers.method not in ("gptq", "awq"):
         return claims
-    if headers.method == "awq" and str(headers.settings.get("version", "gemm")).lower() != "gemm":
+    if headers.method == "awq" and (layout := _layout(headers, "version", "gemm")) != "gemm":
         claims.problems.append(
-            f"config.json declares AWQ in the layout '{str(headers.settings['version'])[:80]}'; expected 'gemm'. Fix: "
-            "save a dequantised copy with the library that wrote it"
+            f"config.json declares AWQ in the layout '{layout[:80]}'; expected 'gemm'. Fix: save a dequantised copy "
+            "with the library that wrote it"
         )
         return claims
     for spec in headers.specs.values():
@@ -108,6 +109,14 @@ def _claims(headers: Headers) -> Claims:
         else:
             claims.tensors.append(found)
     return claims
+
+
+def _layout(headers: Headers, name: str, default: str) -> str:
+    """The layout that the config declares: by a name of older versions, which wins in transformers, or as `format`."""
+    settings = headers.settings
+    if name == "version" and settings.get("backend") == "llm-awq":
+        return "llm-awq"
+    return str(settings.get(name) or settings.get("format") or default).lower()
 
 
 def _linear(stem: str, codes: TensorSpec, headers: Headers) -> PackedLinear | str:
@@ -132,8 +141,8 @@ def _linear(stem: str, codes: TensorSpec, headers: Headers) -> PackedLinear | st
         return f"scales {list(scales.shape)} and zero points {list(zeros.shape)} do not fit codes of {bits} bits"
     if order is not None and (not ordered or order.is_floating):
         return f"'g_idx' {list(order.shape)} does not name one group for each of {inputs} inputs"
-    version = str(headers.settings.get("checkpoint_format", "gptq")).lower()
-    if not awq and version not in ("gptq", "gptq_v2"):
+    version = _layout(headers, "checkpoint_format", "gptq")
+    if not awq and version not in PACKINGS:
         return f"its layout '{version[:80]}' is not read; expected gptq or gptq_v2"
     size = headers.settings.get("group_size", headers.settings.get("q_group_size", -1))
     per = f"{size} inputs" if size not in (-1, None) else "output"
@@ -153,4 +162,4 @@ def _linear(stem: str, codes: TensorSpec, headers: Headers) -> PackedLinear | st
     )
 
 
-GPTQ = Codec("gptq", _claims)
+GPTQ = Codec("gptq", _claims, keys={"gptq": GPTQ_KEYS, "awq": AWQ_KEYS})

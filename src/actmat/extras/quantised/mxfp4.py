@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts
+from actmat.extras.quantised.settings import MXFP4_KEYS
 from actmat.extras.quantised.words import nibbles
 
 BLOCK, OFFSET = 32, 127
@@ -102,4 +103,4 @@ def _claims(headers: Headers) -> Claims:
     return claims
 
 
-MXFP4 = Codec("mxfp4", _claims)
+MXFP4 = Codec("mxfp4", _claims, keys={"mxfp4": MXFP4_KEYS})

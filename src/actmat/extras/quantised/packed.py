@@ -18,6 +18,7 @@ from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.checkpoints.codecs.base import WINDOW, Claims, Codec, CodedTensor, Headers, StoredParts
 from actmat.errors import CheckpointError
 from actmat.extras.quantised.scaled import Grid
+from actmat.extras.quantised.settings import COMPRESSED_KEYS
 from actmat.extras.quantised.words import group_index, pack_words, unpack_words
 
 WORD_BITS = 32
@@ -184,4 +185,4 @@ def _bits(headers: Headers) -> int:
     return found.pop() if len(found) == 1 else 0
 
 
-PACKED = Codec("packed", _claims)
+PACKED = Codec("packed", _claims, keys={"compressed-tensors": COMPRESSED_KEYS})

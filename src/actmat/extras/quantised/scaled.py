@@ -21,6 +21,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.checkpoints.codecs.base import WINDOW, Claims, Codec, CodedTensor, Headers, StoredParts, count
+from actmat.extras.quantised.settings import COMPRESSED_KEYS, FP8_KEYS
 from actmat.extras.quantised.words import group_index
 
 METHODS = ("", "fp8", "compressed-tensors")
@@ -270,4 +271,4 @@ def _words(grid: Grid, spec: TensorSpec, *, per_tensor: bool) -> str:
     return f"one scale per block of {grid.height}x{math.ceil(grid.width)}"
 
 
-SCALED = Codec("scaled", _claims)
+SCALED = Codec("scaled", _claims, keys={"fp8": FP8_KEYS, "compressed-tensors": COMPRESSED_KEYS})

@@ -11,6 +11,7 @@ from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.errors import AlignmentError, RecipeError
 from actmat.experts.base import Source
 from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.apart import names_of_packed
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule
 from actmat.layout.types import Block, LayoutMap, Role, TensorLayout
 from actmat.linalg.operations import total
@@ -55,6 +56,21 @@ def adapter_problems(recipe: Recipe, adapters: Sequence[Adapter]) -> list[str]:
             "copies of one model, say so with --any-base ('any_base: true' in a recipe)"
         )
     return problems
+
+
+def _packing_problems(pairs: Sequence[tuple[str, Adapter]]) -> list[str]:
+    """Layers that one adapter has packed and another one has separately, which no model has side by side."""
+    packed = {n: label for label, a in pairs for n, m in a.modules.items() if m.kind == "linear"}
+    for label, adapter in pairs:
+        for name in adapter.modules:
+            for weight in names_of_packed(name):
+                if (other := weight.removesuffix(".weight")) in packed:
+                    return [
+                        f"expert '{packed[other]}' adapts '{other}', in which '{name}' of expert '{label}' is packed: "
+                        "no model has both layers, so that no adapter holds both. With a base (--base), write a model "
+                        "(--to model), or an adapter that is extracted of what is merged (--to extracted)"
+                    ]
+    return []
 
 
 def recipe_problems(recipe: Recipe, decided: Mapping[str, Decision]) -> list[str]:
@@ -163,6 +179,7 @@ def plan_modules(
     layout = output_layout(recipe, adapters)
     adapters, layout_problems = in_one_layout(recipe, adapters, layout)
     problems += layout_problems + stack_problems(recipe.labels, adapters)
+    problems += _packing_problems(list(zip(recipe.labels, adapters, strict=True)))
     problems += statistics.kind_problems([True] * len(adapters))
     chooser = Chooser(recipe, statistics.kinds)
     kept: dict[str, str] = {}

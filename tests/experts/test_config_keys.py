@@ -1,0 +1,101 @@
+"""No key of a config of PEFT is read in silence: each field is in one list; refused and unknown ones are said."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+from tests.helpers.adapters import save_peft, tiny
+
+from actmat import api, plugins
+from actmat.checkpoints.keys import Keys
+from actmat.checkpoints.resolve import open_checkpoint
+from actmat.errors import MergeError
+from actmat.experts.changes.base import Reader
+from actmat.experts.peft import reader_of
+from actmat.experts.resolve import open_expert
+
+LINEAR = ["q_proj", "down_proj"]
+CONFIGS: dict[str, peft.PeftConfig] = {
+    "loha": peft.LoHaConfig(r=2, target_modules=LINEAR),
+    "lokr": peft.LoKrConfig(r=2, target_modules=LINEAR),
+    "ia3": peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+    "vera": peft.VeraConfig(r=2, target_modules=LINEAR),
+    "adalora": peft.AdaLoraConfig(init_r=3, total_step=10, target_modules=LINEAR),
+    "oft": peft.OFTConfig(oft_block_size=4, target_modules=["q_proj"]),
+    "tokens": peft.TrainableTokensConfig(token_indices=[1, 2], target_modules=["embed_tokens"]),
+    "dora": peft.LoraConfig(r=2, use_dora=True, target_modules=LINEAR),
+    "pissa": peft.LoraConfig(r=2, init_lora_weights="pissa", target_modules=LINEAR),
+    "lora_tokens": peft.LoraConfig(r=2, target_modules=LINEAR, trainable_token_indices=[1]),
+}
+
+
+def keys_of(name: str) -> Keys:
+    reader = reader_of(CONFIGS[name].to_dict())
+    assert reader is not None
+    assert reader.keys is not None
+    return reader.keys
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_field_of_a_family_is_in_one_list(name: str) -> None:
+    keys = keys_of(name)
+    lists = [set(keys.obeyed), keys.irrelevant.keys(), keys.refused.keys()]
+    fields = {f.name for f in dataclasses.fields(CONFIGS[name])}
+    assert not fields - keys.known, "new fields of PEFT: obey them, or say why not"
+    assert sum(map(len, lists)) == len(set().union(*lists)), "a field is in two lists"
+
+
+def test_every_family_that_is_read_has_lists() -> None:
+    readers: dict[str, Reader] = plugins.load_all("actmat.readers")
+    assert {r.name for r in readers.values()} == {r.name for n in CONFIGS if (r := reader_of(CONFIGS[n].to_dict()))}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and an adapter of every family."""
+    folder = tmp_path_factory.mktemp("keys")
+    tiny("llama").save_pretrained(folder / "base")
+    for name, config in CONFIGS.items():
+        if name != "pissa":  # which PEFT initialises in float32 only
+            save_peft(folder / name, "llama", 1, config)
+    return folder
+
+
+def changed(place: Path, name: str, folder: Path, **fields: Any) -> Path:
+    """A copy of an adapter with other fields."""
+    shutil.copytree(place / name, folder)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return folder
+
+
+@pytest.mark.parametrize("name", [n for n in CONFIGS if n != "pissa"])
+def test_a_field_that_is_not_known_is_noted(name: str, place: Path, tmp_path: Path) -> None:
+    found = api.plan(place / "base", [place / name], method="linear").notes
+    assert not [note for note in found if "not known here" in note]
+    adapter = changed(place, name, tmp_path / "a", sparsity=0.5, later=None)
+    notes = api.plan(place / "base", [adapter], method="linear").notes
+    assert sum("not known here and are not obeyed: sparsity" in note for note in notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("adalora", {"use_dora": True}, "use_dora is set: DoRA normalises"),
+        ("adalora", {"target_parameters": ["experts.up"]}, "target_parameters is set: stacked experts"),
+        ("dora", {"use_qalora": True}, "use_qalora is set"),
+    ],
+)
+def test_a_refused_field_is_an_error(
+    name: str, fields: dict[str, Any], words: str, place: Path, tmp_path: Path
+) -> None:
+    adapter = changed(place, name, tmp_path / "a", **fields)
+    with open_checkpoint(place / "base") as base, pytest.raises(MergeError) as error:
+        open_expert(adapter, base)
+    assert str(error.value).count(words) == 1

@@ -1,0 +1,114 @@
+"""Metadata of kohya's trainers, LyCORIS and diffusers in files without a config: nothing of it is read in silence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.helpers.lora_files import UNET, random_factors, save_diffusers, save_kohya, tiny_unet, weights_of
+
+from actmat import api
+from actmat.errors import MergeError
+from actmat.extras.diffusion.lycoris import TENSORS
+from actmat.extras.diffusion.metadata import ALGORITHMS, SETTINGS
+
+LYCORIS_TENSORS = {
+    *("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2", "alpha", "dora_scale", "lokr_w1"),
+    *("lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t1", "lokr_t2", "lora_up", "lora_down"),
+    *("lora_mid", "weight", "on_input", "w_norm", "b_norm", "a1", "a2", "b1", "b2", "bm", "diff", "diff_b"),
+    *("oft_blocks", "rescale", "q_layer", "p_layer", "lambda_layer"),
+}
+"""`weight_list` of every module of LyCORIS 4.1.3, without `.weight`."""
+LYCORIS_ARGUMENTS = {
+    *("conv_dim", "conv_alpha", "dropout", "rank_dropout", "module_dropout", "algo", "disable_conv_cp", "use_conv_cp"),
+    *("use_cp", "use_tucker", "use_scalar", "block_size", "train_norm", "constraint", "rescaled", "dora_wd", "preset"),
+    *("wd_on_output", "full_matrix", "bypass_mode", "rs_lora", "unbalanced_factorization", "train_t5xxl", "factor"),
+    *("train_llm_adapter", "loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio"),
+    *("decompose_both", "constrain"),
+}
+"""Arguments of `lycoris.kohya.create_network` of LyCORIS 4.1.3, its deprecated ones included."""
+ALGORITHM_NAMES = {"lora", "locon", "loha", "lokr", "dylora", "glora", "full", "diag-oft", "boft", "ia3", "tlora"}
+
+
+def test_every_tensor_and_argument_of_lycoris_is_in_a_list() -> None:
+    assert TENSORS.known >= LYCORIS_TENSORS
+    assert SETTINGS.known >= LYCORIS_ARGUMENTS
+    assert ALGORITHMS.known == ALGORITHM_NAMES
+
+
+def test_the_lists_hold_against_the_library() -> None:
+    wrapper = pytest.importorskip("lycoris.wrapper")
+    modules = {*wrapper.network_module_dict.values()}
+    stored = {n.removesuffix(".weight") for m in modules for n in m.weight_list}
+    assert not stored - TENSORS.known
+    assert not wrapper.network_module_dict.keys() - ALGORITHMS.known
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("metadata")
+    (folder / "unet").mkdir()
+    save_file(weights_of(tiny_unet()), folder / "unet" / "model.safetensors")
+    return folder
+
+
+def kohya(folder: Path) -> dict[str, torch.Tensor]:
+    model = tiny_unet()
+    return load_file(save_kohya(folder / "plain.safetensors", random_factors(model, UNET, 1), {}))
+
+
+def loha(folder: Path) -> dict[str, torch.Tensor]:
+    o, i = weights_of(tiny_unet())[f"{UNET[1]}.weight"].shape
+    stem = f"lora_unet_{UNET[1].replace('.', '_')}"
+    shapes = {"hada_w1_a": (o, 2), "hada_w1_b": (2, i), "hada_w2_a": (o, 2), "hada_w2_b": (2, i)}
+    return {f"{stem}.{n}": torch.ones(s, dtype=torch.float64) for n, s in shapes.items()}
+
+
+@pytest.mark.parametrize("make", [kohya, loha])
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"ss_network_args": json.dumps({"conv_dim": "4", "rank_dropout": "0.1", "rs_lora": "True"})}, ""),
+        ({"ss_network_module": "networks.lora_flux", "ss_network_args": "null"}, ""),
+        ({"ss_network_args": json.dumps({"curl": "0.5", "later": "False"})}, "not obeyed: curl"),
+        ({"ss_network_args": json.dumps({"algo": "Twist"})}, "not obeyed: algo=twist"),
+        ({"ss_network_module": "networks.twist"}, "a trainer's module that is not known here: 'networks.twist'"),
+        ({"ss_network_args": "{"}, "ss_network_args is no JSON object"),
+    ],
+)
+def test_a_setting_of_a_trainer_that_is_not_known_is_noted(
+    make: Callable[[Path], dict[str, torch.Tensor]], metadata: dict[str, str], words: str, place: Path, tmp_path: Path
+) -> None:
+    save_file(make(tmp_path), tmp_path / "lora.safetensors", metadata)
+    notes = api.plan(place / "unet", [tmp_path / "lora.safetensors"], method="average", scope="all").notes
+    found = [n for n in notes if "known here" in n or "no JSON" in n]
+    assert [words in n for n in found] == ([True] if words else [])
+
+
+def test_a_field_of_diffusers_metadata_that_is_not_known_is_noted(place: Path, tmp_path: Path) -> None:
+    fields = {"r": 3, "lora_alpha": 6, "curl": 0.5}
+    factors = random_factors(tiny_unet(), UNET, 1)
+    folder = save_diffusers(tmp_path / "lora", factors, {}, unet_lora_adapter_metadata=fields)
+    notes = api.plan(place / "unet", [folder], method="average", scope="all").notes
+    assert sum("metadata of unet has fields that are not known here and are not obeyed: curl" in n for n in notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("role", "words"),
+    [
+        ("oft_blocks", "of the algorithm 'diag-oft or boft'"),
+        ("diff", "of the algorithm 'full'"),
+        ("lambda_layer", "of the algorithm 'tlora'"),
+        ("curl", "is no part of LoRA, LoHa"),
+    ],
+)
+def test_a_tensor_of_another_algorithm_is_named(role: str, words: str, place: Path, tmp_path: Path) -> None:
+    stem = f"lora_unet_{UNET[0].replace('.', '_')}"
+    save_file(loha(tmp_path) | {f"{stem}.{role}": torch.ones(2, 2)}, tmp_path / "lora.safetensors")
+    with pytest.raises(MergeError) as error:
+        api.plan(place / "unet", [tmp_path / "lora.safetensors"], method="average", scope="all")
+    assert words in str(error.value)
