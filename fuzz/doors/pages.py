@@ -164,11 +164,8 @@ def _answered(wire: _Wire) -> str:
     if head.startswith((b"HTTP/1.1 200", b"HTTP/1.0 200")):
         if server.token.encode() not in own:
             raise BrokenPromise(f"answered without the token: {own[:300]!r}")
-        if any(
-            b"evil" in line.lower()
-            for line in own.partition(b"\r\n\r\n")[0].split(b"\r\n")
-            if line.startswith((b"Host", b"Origin"))
-        ):
+        headers = (line.partition(b":") for line in own.partition(b"\r\n\r\n")[0].split(b"\r\n"))
+        if any(n.strip().lower() in (b"host", b"origin") and b"evil" in value.lower() for n, _, value in headers):
             raise BrokenPromise(f"answered another host or origin: {own[:300]!r}")
     if b"text/html" in head and MARKUP.encode() in body:
         raise BrokenPromise(f"markup of the request is in a page: {own[:300]!r}")
