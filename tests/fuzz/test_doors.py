@@ -12,7 +12,7 @@ CASES = 200
 WANTED = {"headers", "indexes", "configs", "adapter configs", "recipes", "options", "patterns", "manifests", "journals",
           "statistics", "torch files", "distributed checkpoints", "paths", "verify", "compare", "reports", "gguf files",
           "quantised checkpoints", "LoRA files", "rank shards", "mergekit configs", "LyCORIS files", "packed codes",
-          "vocabularies", "pages", "web servers"}  # fmt: skip
+          "vocabularies", "pages", "web servers", "slow servers", "slow requests"}  # fmt: skip
 
 
 @pytest.mark.fuzz

@@ -33,7 +33,8 @@ class RangeServer:
 
     Args:
         fault: `fault(path, number, start)` names what goes wrong with the `number`-th request (from 0) of a file:
-            "500", "503", "truncate", "hang", "close"; empty for nothing.
+            "500", "503", "truncate", "hang", "close", "drip" (a byte at a time), "gzip" (what was not asked for); empty
+            for nothing.
         etags: path -> ETag to send in place of the content's; None: neither ETag nor Last-Modified.
         delay: seconds before each answer.
     """
@@ -128,6 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, content: bytes, headers: dict[str, str], path: str, start: int, *,
               fault: str = "") -> None:  # fmt: skip
         self.send_response(status)
+        headers |= {"Content-Encoding": "gzip"} if fault == "gzip" else {}
         for key, value in {**headers, "Content-Length": str(len(content))}.items():
             self.send_header(key, value)
         self.end_headers()
@@ -137,6 +139,9 @@ class _Handler(BaseHTTPRequestHandler):
         with self.served.lock:
             self.served.requests.append(Request(path, start, len(content), status))
         try:
-            self.wfile.write(content)
+            for place in range(len(content) if fault == "drip" else 0):
+                self.wfile.write(content[place : place + 1])
+                time.sleep(0.005)
+            self.wfile.write(b"" if fault == "drip" else content)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True  # a client may stop early

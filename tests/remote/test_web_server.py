@@ -15,7 +15,7 @@ from tests.helpers.checkpoint_files import save_sharded
 from tests.helpers.range_server import RangeServer, range_server
 from torch import Tensor
 
-from actmat.checkpoints import ranges
+from actmat.checkpoints import ranges, retry
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
@@ -105,11 +105,12 @@ def test_blocks_are_shared_by_small_tensors_and_dropped_when_read(server: RangeS
         assert not found._ranges._held  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("fault", ["500", "503", "truncate", "close", "hang"])
+@pytest.mark.parametrize("fault", ["500", "503", "truncate", "close", "hang", "drip"])
 def test_what_passes_is_tried_again(
     server: RangeServer, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http, "TIMEOUT", 0.1)
+    monkeypatch.setattr(retry, "PATIENCE", 0.05 if fault == "drip" else retry.PATIENCE)
     publish(tmp_path / "m")
     server.fault = lambda path, number, start: fault if path.endswith(".safetensors") and number < 3 else ""
     with open_checkpoint(f"{server.url}/m") as found:
@@ -126,6 +127,14 @@ def test_what_does_not_pass_names_the_file_and_the_tensor(server: RangeServer, t
             found.read("w.0")
         server.fault = lambda path, number, start: ""
         assert torch.equal(found.read("w.0"), TENSORS["w.0"])
+
+
+def test_a_server_that_compresses_what_was_not_asked_for_is_refused(server: RangeServer, tmp_path: Path) -> None:
+    publish(tmp_path / "m")
+    with open_checkpoint(f"{server.url}/m") as found:
+        server.fault = lambda path, number, start: "gzip"
+        with pytest.raises(CheckpointError, match=r"tensor 'w\.0'.*with the encoding 'gzip'"):
+            found.read("w.0")
 
 
 def test_a_file_that_changes_midway_is_refused(server: RangeServer, tmp_path: Path) -> None:

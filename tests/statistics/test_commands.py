@@ -176,6 +176,7 @@ def test_targets_feed_the_decoder_shifted_by_one(models: Path, tmp_path: Path) -
     ("change", "message"),
     [
         ({"--data": "nothing.jsonl"}, "nothing.jsonl: no such file or folder"),
+        ({"--data": "~nobody-of-this-name/x.jsonl"}, "nobody-of-this-name"),
         ({"--data": "x.md"}, "expected one of .json, .jsonl, .csv, .txt, .parquet, .npz"),
         ({"--text-column": "txet"}, "no column of texts 'txet'; it has text. Did you mean 'text'?"),
         ({"--model-class": "AutoModelForCausaLM"}, "no model class 'AutoModelForCausaLM'. Did you mean"),
@@ -186,7 +187,7 @@ def test_targets_feed_the_decoder_shifted_by_one(models: Path, tmp_path: Path) -
 def test_what_is_wrong_is_said(change: dict[str, str], message: str, models: Path, tmp_path: Path) -> None:
     (tmp_path / "x.md").write_text("x")
     flags = {"--data": str(text_file(tmp_path, "txt")), "--out": str(tmp_path / "s")}
-    flags |= {k: str(tmp_path / v) if k == "--data" else v for k, v in change.items()}
+    flags |= {k: str(tmp_path / v) if k == "--data" and v[0] != "~" else v for k, v in change.items()}
     done = run(["statistics", "collect", str(models / "base"), *(x for pair in flags.items() for x in pair)])
     assert done.code == 1, done.err
     assert message in " ".join(done.err.split())

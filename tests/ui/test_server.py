@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import struct
 import threading
 import webbrowser
 from collections.abc import Iterator
@@ -126,6 +128,25 @@ def test_a_senseless_form_is_an_answer_and_no_crash(server: Server, data: dict[s
     found = asked(server, "plan", data)
     assert not found["ok"]
     assert found["headline"]
+
+
+@pytest.mark.parametrize("question", ["folder", "save"])
+def test_a_home_of_nobody_is_an_answer_and_no_crash(server: Server, question: str) -> None:
+    form = {"recipe": {"base": "b", "experts": [{"path": "e"}]}, "settings": {}}
+    found = asked(server, question, {"path": "~nobody-of-this-name/x", "form": form})
+    assert not found["ok"]
+    assert "nobody-of-this-name" in found["headline"]
+
+
+def test_a_client_that_goes_away_leaves_no_traceback(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+    for number in range(20):
+        connection = socket.create_connection(("127.0.0.1", server.port))
+        head = f"POST /api/start HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nX-Actmat-Token: {server.token}\r\n"
+        connection.sendall(f"{head}Content-Length: {2 if number % 2 else 20}\r\n\r\n{{}}".encode())
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by a reset
+        connection.close()
+    assert asked(server, "start")["ok"], "it answers the next one"
+    assert capfd.readouterr().err == ""
 
 
 def test_a_port_that_is_taken_is_named(server: Server) -> None:

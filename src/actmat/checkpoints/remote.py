@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from actmat import plugins
+from actmat.bounds import local_path
 from actmat.checkpoints.source import Source
 from actmat.checkpoints.writing.shards import Shard
 from actmat.checkpoints.writing.staging import Staging
@@ -91,7 +92,7 @@ def check_upload_url(url: str) -> list[str]:
 def staging_folder(url: str, root: str | None) -> Path:
     """Local folder beside which an output for `url` is built: below `root`, or below the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    parent = Path(root).expanduser() if root else Path(cache).expanduser() / "actmat" / "uploads"
+    parent = local_path(root) if root else Path(cache).expanduser() / "actmat" / "uploads"
     name = url.rstrip("/").rpartition("/")[2][:80] or "output"
     return parent / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
 

@@ -24,6 +24,10 @@ FIRST_RANGE = 256 * 1024
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses after which another attempt may succeed."""
 
+PATIENCE = 60.0
+"""Seconds after which an answer must have come at `SLOWEST` or faster, in bytes per second."""
+SLOWEST = 1000
+
 CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 T = TypeVar("T")
@@ -72,13 +76,21 @@ def read_body(answer: Any, length: int) -> bytes:
     """The first `length` bytes of an answer that is streamed; stops early, a server may send more.
 
     Raises:
-        TransientError: it ended before.
+        TransientError: it ended before, or comes so slowly that it may never end.
+        CheckpointError: it is compressed although that was not asked for: a range of it means nothing.
     """
-    out = bytearray()
-    for chunk in answer.iter_bytes():
+    if (coding := answer.headers.get("Content-Encoding", "identity").strip().lower()) != "identity":
+        raise CheckpointError(
+            f"{str(answer.url)[:200]}: asked for the bytes of a file, the server sent them with the encoding "
+            f"'{coding[:40]}'. Fix: download the folder and give it, or use a server that honours Accept-Encoding."
+        )
+    out, began = bytearray(), time.monotonic()
+    for chunk in answer.iter_raw():
         out += chunk
         if len(out) >= length:
             return bytes(out[:length])
+        if (passed := time.monotonic() - began) > PATIENCE and len(out) < SLOWEST * passed:
+            raise TransientError(f"only {len(out)} of {length} bytes came in {passed:.0f} s")
     if len(out) < length:
         raise TransientError(f"the answer ended after {len(out)} of {length} bytes")
     return bytes(out)

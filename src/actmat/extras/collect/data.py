@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actmat.bounds import local_path
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import RecipeError, StatisticsError, did_you_mean
 from actmat.extras.models.loading import Loaded, extra
@@ -141,7 +142,7 @@ def class_names(location: str) -> tuple[str, ...]:
 
     Sorted, as the labels of the reader are. `train/`, `test/` and `validation/` above them are splits.
     """
-    root = Path(location).expanduser()
+    root = local_path(location, error=StatisticsError)
     found = {p.parent.name for p in root.rglob("*") if p.suffix.lower() in IMAGES} if root.is_dir() else set()
     return tuple(sorted(found - {root.name, "train", "test", "validation"}))
 
@@ -172,7 +173,7 @@ def class_prompts(loaded: Loaded, options: DataOptions) -> dict[str, Tensor]:
 
 def _rows(options: DataOptions) -> Iterable[Row]:
     """Rows of a data set, streamed."""
-    path = Path(options.location).expanduser()
+    path = local_path(options.location, error=StatisticsError)
     if path.suffix == ".npz" and path.is_file():
         return _arrays(path)
     if not path.exists() and (path.suffix in {*READERS, ".npz"} or options.location.startswith(("/", ".", "~"))):

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from actmat.bounds import local_path
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.memory import MemoryCheckpoint
@@ -238,8 +239,8 @@ def _without_bars(transformers: Any) -> Iterator[None]:
 
 def _local(location: str) -> tuple[str, dict[str, str]]:
     """Arguments of `from_pretrained`: a path or an id, and the revision."""
-    if Path(location).expanduser().exists():
-        return str(Path(location).expanduser()), {}
+    if (path := local_path(location)).exists():
+        return str(path), {}
     match = HUB_ID.fullmatch(location)
     if match is None:
         return location, {}

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import RecipeError, StatisticsError
 from actmat.extras.collect.batches import call_model
 from actmat.extras.tune.inputs import ExpertInputs, InputBatch
@@ -309,7 +310,7 @@ class Evaluator:
             self.write(candidate)
             losses, agreement = self._measure(share)
             entry = {"key": key, "losses": losses, "agreement": agreement}
-            with self._journal.open("a", encoding="utf-8") as file:
+            with disk_errors(self._journal), self._journal.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
             self._done[key] = entry
         return Trial(candidate, share, entry["losses"], entry["agreement"])
@@ -352,10 +353,14 @@ def _finite(value: float, name: str) -> float:
 
 
 def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
-    """Finished trials; a line that was cut off is left out."""
+    """Finished trials; a line that was cut off is left out, and ended, so that the next one is its own."""
     done: dict[str, dict[str, Any]] = {}
     if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        text = path.read_text(encoding="utf-8")
+        if text and not text.endswith("\n"):
+            with disk_errors(path), path.open("a", encoding="utf-8") as file:
+                file.write("\n")
+        for line in text.splitlines():
             try:
                 entry = json.loads(line)
                 done[str(entry["key"])] = entry

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
+from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import RecipeError, StatisticsError
 from actmat.extras.collect.binding import locate_parameters
 from actmat.extras.models.loading import Loaded, load_model
@@ -51,16 +52,17 @@ class StoredTensors(Mapping[str, Tensor]):
     @classmethod
     def store(cls, path: Path, tensors: Mapping[str, Tensor]) -> StoredTensors:
         """Write tensors one after the other; the index, which makes the file complete, comes last."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         index: dict[str, tuple[int, list[int], str]] = {}
-        with path.open("wb") as file:
-            for name, tensor in tensors.items():
-                file.write(bytes(-file.tell() % ALIGNMENT))
-                index[name] = (file.tell(), list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-                file.write(raw_bytes(tensor.detach().cpu().contiguous()))
-        part = path.with_name(f"{path.name}.part")
-        part.write_text(json.dumps(index), encoding="utf-8")
-        os.replace(part, _index_of(path))
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                for name, tensor in tensors.items():
+                    file.write(bytes(-file.tell() % ALIGNMENT))
+                    index[name] = (file.tell(), list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+                    file.write(raw_bytes(tensor.detach().cpu().contiguous()))
+            part = path.with_name(f"{path.name}.part")
+            part.write_text(json.dumps(index), encoding="utf-8")
+            os.replace(part, _index_of(path))
         return cls(path)
 
     @staticmethod

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actmat.errors import MergeError
+from actmat.errors import CheckpointError, MergeError, OutputError
 from actmat.experts.resolve import has_factors, open_adapter
 from actmat.extras.tune.space import MergeChoice
 from actmat.methods import get_method
@@ -94,6 +94,9 @@ class Merges:
         """Merge what is missing, all in one reading of the inputs; returns those that are there.
 
         A choice that cannot be planned or merged is noted in `refused` and left out.
+
+        Raises:
+            OutputError, CheckpointError: the disk is full, or an input cannot be read.
         """
         if missing := [c for c in choices if c.key not in self.plans and c.key not in self.refused]:
             factored = {c.key for c in missing if self.is_factored(c)}
@@ -110,6 +113,8 @@ class Merges:
     def _merge(self, choices: Sequence[MergeChoice], *, factored: bool) -> None:
         try:
             reports = run_recipes([self._recipe(c, factored=factored) for c in choices], self._settings)
+        except (OutputError, CheckpointError):  # a disk or a file that fails is no reason against a choice
+            raise
         except MergeError as error:
             if len(choices) == 1:
                 self.refused[choices[0].key] = error.problems[0] if error.problems else str(error)

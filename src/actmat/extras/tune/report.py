@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from actmat.checkpoints.writing.staging import disk_errors
+from actmat.diagnostics.model import write_whole
 from actmat.extras.tune.evaluate import Comparison, Named, Trial, loss_of
 from actmat.extras.tune.groups import group_rules
 from actmat.extras.tune.memory import MemoryPlan
@@ -21,6 +23,8 @@ from actmat.run import MergeReport
 from actmat.version import __version__
 
 RESAMPLES = 2000
+FOUND, PAGE, RECIPE = "tune.json", "tune.html", "recipe.yaml"
+"""Files of the work folder: the report, which is written last, its page, and the recipe of the chosen merge."""
 KEPT = "kept-statistics"
 """Folder of the statistics that the chosen method needs."""
 
@@ -117,12 +121,8 @@ class TuneReport:
         }
 
     def save(self, folder: Path) -> None:
-        """Write `tune.json` and `recipe.yaml` into a folder."""
-        import yaml
-
-        (folder / "tune.json").write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-        recipe = self.recipe.model_dump(mode="json", exclude_defaults=True)
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+        """Write `tune.json` into a folder, which says that the search is complete."""
+        write_whole(folder / FOUND, (json.dumps(self.to_json(), indent=1) + "\n").encode())
 
 
 def compare_finally(found: Mapping[str, Mapping[str, Comparison]], score: Any, seed: int) -> list[Rival]:
@@ -192,7 +192,11 @@ def final_recipe(
             return expert.statistics if keep else ""
         target = work / KEPT / place.name
         if not target.exists():
-            shutil.copytree(place, target)
+            part = target.with_name(f".{target.name}.part")
+            with disk_errors(target):
+                shutil.rmtree(part, ignore_errors=True)
+                shutil.copytree(place, part)
+                part.rename(target)
         return str(target)
 
     experts = tuple(ExpertRef.model_validate({**e.model_dump(), "statistics": kept(e)}) for e in made.experts)
@@ -200,6 +204,20 @@ def final_recipe(
     rules = (*made.rules, *group_rules(groups, factors))
     fields = {"experts": experts, "rules": rules, "out": given.out, "output": given.output or made.output}
     return Recipe.model_validate({**made.model_dump(), **fields})
+
+
+def start_ending(final: Recipe, work: Path) -> None:
+    """Write `recipe.yaml`, the recipe of the chosen merge, and remove the results of an earlier search.
+
+    Until `tune.json` is there, a run that is given again takes an output that this recipe made as its own.
+    """
+    import yaml
+
+    recipe = final.model_dump(mode="json", exclude_defaults=True)
+    with disk_errors(work):
+        for name in (FOUND, PAGE):
+            (work / name).unlink(missing_ok=True)
+        write_whole(work / RECIPE, yaml.safe_dump(recipe, sort_keys=False).encode())
 
 
 def notes_on_choice(finals: Sequence[Rival], *, allowed: bool, least_agreement: float) -> Iterator[str]:

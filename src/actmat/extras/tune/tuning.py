@@ -12,7 +12,8 @@ from typing import Any
 
 from actmat.api.merging import Location, make_arguments
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.checkpoints.writing.staging import check_output_path
+from actmat.checkpoints.writing.lock import OutputLock
+from actmat.checkpoints.writing.staging import check_output_path, disk_errors, sibling
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.experts.resolve import needs_base, open_adapter
 from actmat.extras.collect.data import (
@@ -34,12 +35,16 @@ from actmat.extras.tune.memory import MemoryPlan, model_device, plan_memory, siz
 from actmat.extras.tune.merges import Merges, peak_bytes, recipe_of
 from actmat.extras.tune.page import write_tune
 from actmat.extras.tune.report import (
+    FOUND,
+    PAGE,
+    RECIPE,
     Rival,
     TuneReport,
     compare_finally,
     final_recipe,
     notes_on_choice,
     notes_on_space,
+    start_ending,
 )
 from actmat.extras.tune.search import Varied, choose, pareto_front, parse_budget, search
 from actmat.extras.tune.settings import TuneProgress, TuneSettings, usual_tune_progress
@@ -55,6 +60,8 @@ BATCH = 4
 """Methods that are merged in one reading of the inputs."""
 MADE = ("merges", "statistics", "directions")
 """Folders of the work folder that are removed in the end."""
+TRIALS = "trials.jsonl"
+"""The journal of the trials, which also marks a work folder as one of ours."""
 
 TuneData = DataSource | Source
 """Inputs of an expert: a location, `DataOptions`, or batches that are ready."""
@@ -264,14 +271,25 @@ def _sources(recipe: Recipe, data: Mapping[str, TuneData]) -> dict[str, Source]:
 @contextlib.contextmanager
 def _work_folder(out: Path, run: RunSettings, *, keep: bool) -> Iterator[Path]:
     """`OUT.tune`, of which the merges are removed at the end of a search that came to its end."""
-    if problems := check_output_path(out, overwrite=run.overwrite, inputs={}):  # the merge checks again, hours later
-        raise OutputError("The output cannot be written there.", problems)
     work = out.with_name(f"{out.name}.tune")
-    work.mkdir(parents=True, exist_ok=True)
-    yield work
-    if not keep:
-        for name in MADE:
-            shutil.rmtree(work / name, ignore_errors=True)
+    is_ending = (work / RECIPE).exists() and not (work / FOUND).exists()  # killed while or after the choice was merged
+    problems = check_output_path(out, overwrite=run.overwrite or is_ending, inputs={})  # the merge checks again
+    if (there := [n for n in MADE if (work / n).exists()]) and not (work / TRIALS).exists():
+        problems.append(f"{work} holds '{there[0]}', and no search made it: choose another --out, or move it away")
+    if problems:
+        raise OutputError("The output cannot be written there.", problems)
+    with disk_errors(work):
+        work.mkdir(parents=True, exist_ok=True)
+        lock = OutputLock(out, sibling(work, "lock"))
+        lock.take(required=False)
+        (work / TRIALS).touch()
+    try:
+        yield work
+        if not keep:
+            for name in MADE:
+                shutil.rmtree(work / name, ignore_errors=True)
+    finally:
+        lock.release()
 
 
 class _Search:
@@ -320,6 +338,7 @@ class _Search:
         made = recipe_of(recipe, chosen.candidate.merge, chosen.candidate.scale)
         final = final_recipe(made, self.given, chosen.candidate, groups, self.work, collected)
         self.progress.doing("merging the chosen one")
+        start_ending(final, self.work)
         (merged,) = run_recipes([final], self.run)
         report = TuneReport(
             out=Path(str(final.out)),
@@ -335,8 +354,9 @@ class _Search:
             memory=memory,
             merged=merged,
         )
-        report.save(self.work)
-        write_tune(report, self.work / "tune.html")
+        with disk_errors(self.work):
+            write_tune(report, self.work / PAGE)
+            report.save(self.work)
         return report
 
     def _planned(self, recipe: Recipe, data: Mapping[str, Source]) -> MemoryPlan:
@@ -382,7 +402,7 @@ class _Search:
         inputs = {label: a.inputs for label, a in asked.items()}
         mark = mark_of(inputs, settings.score_name, settings.dtype, merges.mark)
         directions = Directions(live, merges, self.loader, memory.deltas)
-        return Evaluator(live, directions, asked, settings.score, self.work / "trials.jsonl", mark=mark)
+        return Evaluator(live, directions, asked, settings.score, self.work / TRIALS, mark=mark)
 
     def _trials(
         self,

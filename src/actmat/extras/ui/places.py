@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from actmat.bounds import local_path
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
 
@@ -24,7 +25,7 @@ def folder_of(path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: no folder, or one that cannot be read.
     """
-    here = Path(path or ".").expanduser().absolute()
+    here = local_path(path or ".").absolute()
     try:
         with os.scandir(here) as scan:
             entries = sorted((e for e in scan if not e.name.startswith(".")), key=lambda e: e.name.lower())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from actmat.bounds import local_path
 from actmat.errors import MergeError, RecipeError, format_size
 from actmat.extras.ui.form import RECIPE_FILE, command_of, groups_in, recipe_of, settings_of
 from actmat.extras.ui.jobs import Jobs
@@ -109,7 +110,7 @@ def _load(path: str) -> dict[str, Any]:
 def _save(path: str, form: Data) -> dict[str, Any]:
     """Write the recipe of a form to a file; an existing file is not replaced."""
     recipe = recipe_of(form)
-    file = Path(path).expanduser()
+    file = local_path(path, error=RecipeError)
     fields = recipe.model_dump(mode="json", exclude_defaults=True)
     for entry, key in ((fields, "base"), (fields, "out"), *((e, "path") for e in fields["experts"])):
         if key in entry and os.path.exists(entry[key]):  # paths in a file are relative to its folder

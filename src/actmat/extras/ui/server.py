@@ -7,6 +7,7 @@ origin that resolves its own name to 127.0.0.1 gets nothing. No cookie is set.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import hmac
 import json
@@ -106,6 +107,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     owner: Server
     timeout = 30  # seconds
+
+    def handle(self) -> None:
+        """Answer until the client is done, or gone."""
+        with contextlib.suppress(ConnectionError):  # of a tab that was closed: no traceback on the terminal
+            super().handle()
 
     def do_GET(self) -> None:
         """The page, or a page that a job made."""
