@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.provenance import processor, record
+
 HERE = Path(__file__).resolve().parent
 WORK = HERE / "work"
 RESULTS = HERE / "results"
@@ -198,7 +200,7 @@ def once(work: Callable[[], object]) -> float:
 def machine_facts(folder: Path = WORK, *, size: int = 2048, eigh_size: int = 1024) -> dict[str, Any]:
     """Rates against which a time can be judged: products, eigendecomposition, memory, disk, page cache."""
     facts: dict[str, Any] = {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "memory_b": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
@@ -304,26 +306,21 @@ class torch_threads:
         torch.set_num_threads(self.before)
 
 
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
-
-
 # Results
 
 
 def write_result(name: str, rows: Sequence[dict[str, Any]], path: Path | None = None, **more: Any) -> Path:
-    """`results/NAME.json` (or `path`): rows of a table, the command that made them, the machine and its load."""
+    """`results/NAME.json` (or `path`): rows of a table, the command that made them, the machine and its load.
+
+    Its provenance goes to `provenance.json` beside it.
+    """
     path = path or RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    command = " ".join(["python -m", f"benchmarks.{_program(Path(sys.argv[0]))}", *without_places(sys.argv[1:])])
     result = {
         "benchmark": name,
-        "command": command,
+        "command": own_command(),
         "date": time.strftime("%Y-%m-%d"),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "load_after": round(os.getloadavg()[0], 2),
@@ -331,7 +328,13 @@ def write_result(name: str, rows: Sequence[dict[str, Any]], path: Path | None = 
         "rows": list(rows),
     }
     path.write_text(json.dumps(result, indent=1) + "\n")
+    record(path, str(result["command"]), load_after=result["load_after"])
     return path
+
+
+def own_command() -> str:
+    """The command of this process, without paths of this machine."""
+    return " ".join(["python -m", f"benchmarks.{_program(Path(sys.argv[0]))}", *without_places(sys.argv[1:])])
 
 
 def _program(path: Path) -> str:

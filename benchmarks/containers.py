@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.provenance import record
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "containers.json"
 INSTRUCTIONS = ("FROM", "ENV", "ARG", "COPY", "RUN", "WORKDIR", "ENTRYPOINT", "CMD")
@@ -152,6 +154,7 @@ def main() -> None:
     runs = [r for r in before if r["file"] != entry["file"]] + [entry]
     made = {"command": "python -m benchmarks.containers FILE", "runs": sorted(runs, key=lambda r: r["file"])}
     RESULTS.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    record(RESULTS, "python -m benchmarks.containers FILE")
     print(json.dumps(entry, indent=1))
 
 

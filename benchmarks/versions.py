@@ -31,6 +31,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.provenance import record
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 MERGEKIT = """\
@@ -210,6 +212,7 @@ def main() -> None:
     RESULTS.write_text(
         json.dumps({"tests": TESTS, "commands": WITHOUT_TORCH, "runs": runs}, indent=1) + "\n", encoding="utf-8"
     )
+    record(RESULTS, "python -m benchmarks.versions, once per entry")
     print(json.dumps(entry, indent=1))
 
 

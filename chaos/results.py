@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from benchmarks import provenance
+
 RESULTS = Path(__file__).parent / "results.json"
 
 
@@ -52,3 +54,4 @@ def write_record(record: Record) -> None:
     partial = RESULTS.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(record), indent=1) + "\n")
     os.replace(partial, RESULTS)
+    provenance.record(RESULTS, f"python -m chaos --record --runs {record.runs}")

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
+from benchmarks import provenance
+
 from fuzz.worker import Batch
 
 RESULTS = Path(__file__).parent / "results.json"
@@ -74,3 +76,4 @@ def write_results(rows: dict[str, Row]) -> None:
     partial = RESULTS.with_suffix(".partial")
     partial.write_text(text)
     os.replace(partial, RESULTS)
+    provenance.record(RESULTS, "python -m fuzz --record")

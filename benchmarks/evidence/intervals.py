@@ -9,6 +9,10 @@ cell) and the mean squares of seeds, tasks and the rest,
 with the degrees of freedom of Satterthwaite, `(sum c_i MS_i)^2 / sum (c_i MS_i)^2 / df_i` over the mean squares that
 are in it (F. E. Satterthwaite, "An approximate distribution of estimates of variance components", 1946). With one seed
 it is the interval over tasks, with `T - 1` degrees of freedom.
+
+The questions of a task are a sample, too, and the same in every seed: their noise is part of `b[t]`, so that it counts
+where tasks count. An interval over seeds only holds for these tasks and these questions. Fewer than `LEAST_TASKS` tasks
+give no interval over tasks: they are too few to estimate a spread.
 """
 
 from __future__ import annotations
@@ -20,13 +24,14 @@ from statistics import mean
 
 from scipy.stats import t
 
+LEAST_TASKS = 4
 Points = Mapping[int, Mapping[str, float]]
 """Seed -> task -> points."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean, half the width of its 95 % interval, and the degrees of freedom; no width of a single value."""
+    """A mean, half the width of its 95 % interval (None of one value, or few tasks) and the degrees of freedom."""
 
     mean: float
     half: float | None
@@ -39,14 +44,18 @@ class Interval:
 
 
 def interval(points: Points) -> Interval:
-    """Of the mean over seeds and tasks; all seeds have the same tasks.
+    """Of the mean over seeds and tasks; all seeds have the same tasks. Of one "task", over seeds only.
 
+    >>> interval({0: {"a": 1.0, "b": 2.0, "c": 3.0, "d": 2.0}}).text(sign=True)
+    '+2.0 ±1.3'
     >>> interval({0: {"a": 1.0, "b": 2.0, "c": 3.0}}).text(sign=True)
-    '+2.0 ±2.5'
+    '+2.0'
     """
     seeds, tasks = list(points), list(next(iter(points.values())))
     n_seeds, n_tasks = len(seeds), len(tasks)
     centre = mean(points[s][k] for s in seeds for k in tasks)
+    if 1 < n_tasks < LEAST_TASKS:
+        return Interval(centre, None, 0)
     by_seed = {s: mean(points[s].values()) for s in seeds}
     by_task = {k: mean(points[s][k] for s in seeds) for k in tasks}
     squares = {

@@ -28,10 +28,12 @@ from actmat_experiments.harness.progress import Watch
 from actmat_experiments.pretrained import text, vision
 from actmat_experiments.pretrained.gram import gram_rows
 from actmat_experiments.suites import RunRequest
+from benchmarks.common import without_places
 from benchmarks.evidence.checks import check_file, findings
 from benchmarks.evidence.cosines import sweep_file
 from benchmarks.evidence.group import FOLDER, NAMES
 from benchmarks.evidence.subsets import subset_file
+from benchmarks.provenance import record
 
 RUNS = (
     *((8, 1e-5), (8, 1e-4), (8, 1e-3), (64, 1e-5), (64, 1e-4), (64, 1e-3), (64, 1e-2)),
@@ -133,11 +135,13 @@ def main() -> None:
         console=Console(file=sys.stderr),
     )
     if given.what == "sweep":
-        append_new(sweep_file(FOLDER, given.suite), sweep(request))
+        path, rows = sweep_file(FOLDER, given.suite), sweep(request)
     elif given.what == "checks":
-        append_new(check_file(FOLDER, given.suite), findings(_first(request), ROWS))
+        path, rows = check_file(FOLDER, given.suite), findings(_first(request), ROWS)
     else:
-        append_new(subset_file(FOLDER, given.suite), subsets(request))
+        path, rows = subset_file(FOLDER, given.suite), subsets(request)
+    append_new(path, rows)
+    record(path, " ".join(["python -m benchmarks.evidence.more", *without_places(sys.argv[1:])]))
 
 
 if __name__ == "__main__":

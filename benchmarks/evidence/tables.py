@@ -16,7 +16,7 @@ from actmat_experiments.harness.results import REFERENCES
 from benchmarks.evidence import checks, cosines
 from benchmarks.evidence import choice as auto
 from benchmarks.evidence.group import FOLDER, NAMES, Candidate, Group, groups, method_of
-from benchmarks.evidence.intervals import Interval, Points, interval, paired
+from benchmarks.evidence.intervals import LEAST_TASKS, Interval, Points, interval, paired
 from benchmarks.evidence.subsets import subset_rows
 
 Table = Callable[[list[str], list[list[str]]], str]
@@ -102,7 +102,7 @@ def method_rows(group: Group) -> list[list[str]]:
 
 
 def seed_rows(group: Group) -> list[list[str]]:
-    """Every merge less the average, by seed, with an interval over seeds for these tasks alone."""
+    """Every merge less the average, by seed, with an interval over seeds, for these tasks and questions."""
     average = group.points("average")
     found = []
     for name in group.rows():
@@ -223,7 +223,9 @@ def _group_table(what: str, group: Group, table: Table) -> str:
     if what == "tasks":
         text = table(["row", *group.tasks], task_rows(group))
     elif what == "seeds":
-        text = table(["- average", *(f"seed {s}" for s in group.seeds), "for these tasks"], seed_rows(group))
+        text = table(
+            ["- average", *(f"seed {s}" for s in group.seeds), "for these tasks and questions"], seed_rows(group)
+        )
     elif what == "variants":
         if not (rows := variant_rows(group)):
             return ""
@@ -231,6 +233,8 @@ def _group_table(what: str, group: Group, table: Table) -> str:
     else:
         head = ["row", "seeds", "default scale", "- average", "divergence", "tuned scale", "scale", "- tuned average"]
         text = table(head, method_rows(group))
+        if len(group.tasks) < LEAST_TASKS:
+            text += f"\nNo intervals: {len(group.tasks)} tasks are too few to estimate a spread over tasks.\n"
     versions = next((s.detail["versions"] for s in group.scores if "versions" in s.detail), {})
     how = ", ".join(f"{n} {v}" for n, v in sorted(versions.items()))
     seeds = ", ".join(map(str, group.seeds))

@@ -20,10 +20,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import WORK
+from benchmarks.common import WORK, own_command
 from benchmarks.pretrained.measure import measure, measure_methods
 from benchmarks.pretrained.subjects import DATA, open_subject
 from benchmarks.pretrained.tables import FILE
+from benchmarks.provenance import record
 
 ALL = [f"{suite}/{regime}/{seed}" for seed in range(3) for regime in ("full", "lora") for suite in DATA]
 
@@ -36,6 +37,7 @@ def add(file: Path, methods: Sequence[str], names: Sequence[str], cache: Path, d
             if missing := [m for m in methods if m not in {r["rule"] for r in row["rows"]}]:
                 row["rows"] += measure_methods(open_subject(name, cache, data, most=most), missing)
                 file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+                record(file, own_command())
                 print(f"{name}: {', '.join(missing)}", flush=True)
 
 
@@ -63,6 +65,7 @@ def main() -> None:
         row |= {"machine": machine, "date": datetime.date.today().isoformat()}
         with given.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+        record(given.file, own_command())
         print(f"{name}: {len(row['rows'])} merges, {row['cpu_seconds']} s", flush=True)
 
 

@@ -22,6 +22,7 @@ from actmat_experiments.datafree.matrices import matrices
 from benchmarks.common import WORK
 from benchmarks.pretrained.subjects import Inputs, Subject, open_subject
 from benchmarks.pretrained.tables import ADAMERGING
+from benchmarks.provenance import record
 
 __all__ = ["trained"]
 
@@ -105,6 +106,7 @@ def main() -> None:
         row = trained(open_subject(name, given.cache, given.data, most=given.inputs), steps=given.steps)
         with given.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+        record(given.file, "python -m benchmarks.pretrained.adamerging SUBJECT --data DATA --cache CACHE")
         print(row, flush=True)
 
 

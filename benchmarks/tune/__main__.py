@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import RESULTS, WORK
+from benchmarks.common import RESULTS, WORK, own_command
+from benchmarks.provenance import record
 from benchmarks.tune.measure import measure
 from benchmarks.tune.subjects import DIGITS, SUITES, subjects
 
@@ -64,6 +65,7 @@ def main() -> None:
                     row |= {"machine": machine, "date": datetime.date.today().isoformat()}
                     with given.file.open("a") as file:
                         file.write(json.dumps(row) + "\n")
+                    record(given.file, own_command())
                     chosen, best = row["chosen"], max(c["test"] for c in row["candidates"])
                     print(f"  {chosen['candidate']}: {chosen['test']:.3f}, best {best:.3f}", row["cpu_seconds"], "s")
                     measured += 1

@@ -201,6 +201,16 @@ def test_parts_are_disjoint_and_always_the_same(name):
     assert len({q.prompt for q in every}) == 30
 
 
+def test_no_sum_is_tested_that_was_learned_the_other_way_round():
+    task = draw_task("add", train=160, validation=8, test=32)
+    every = [*task.train, *task.validation, *task.test]
+    sums = [frozenset(q.prompt.splitlines()[-1].removesuffix("=").split("+")) for q in every]
+    assert len(set(sums)) == 200
+    assert any(len(s) == 1 for s in sums), "a number and itself are a sum, too"
+    with pytest.raises(RecipeError, match="'add' has 210 different questions, not 211"):
+        draw_task("add", train=211, validation=0, test=0)
+
+
 def test_answers_follow_from_prompts():
     draw = random.Random(0)
     for _ in range(20):

@@ -10,6 +10,7 @@ from statistics import mean, stdev, variance
 
 import numpy as np
 import pytest
+from benchmarks.evidence.__main__ import collect
 from benchmarks.evidence.cosines import sweep_file
 from benchmarks.evidence.group import FOLDER, SUITES, groups
 from benchmarks.evidence.intervals import interval, paired
@@ -19,14 +20,15 @@ from docs.generate import table
 from scipy.stats import t
 
 from actmat_experiments.harness.results import REFERENCES, Score, read_scores
+from actmat_experiments.pretrained.gram import gram_file
 
-TASKS = ("a", "b", "c")
+TASKS = ("a", "b", "c", "d")
 ROWS = {
-    "base": (50, 60, 70),
-    "experts": (80, 80, 80),
-    "average": (60, 62, 70),
-    "tsv": (66, 70, 71),
-    "ties": (51, 60, 69),
+    "base": (50, 60, 70, 60),
+    "experts": (80, 80, 80, 80),
+    "average": (60, 62, 70, 60),
+    "tsv": (66, 70, 71, 65),
+    "ties": (51, 60, 69, 57),
 }
 DIVERGENCES = {"average": 0.5, "tsv": 0.2, "ties": 0.9}
 
@@ -70,9 +72,9 @@ def cells(text: str, row: str) -> list[str]:
 
 def test_rows_are_means_over_tasks_with_paired_differences(folder):
     text = evidence_table("methods_vision_full", table, folder)
-    assert cells(text, "`tsv`")[2] == over_tasks([66, 70, 71])
-    assert cells(text, "`tsv`")[3] == over_tasks([6, 8, 1], sign=True) == "+5.0 ±9.0"
-    assert cells(text, "`tsv`")[4:] == ["0.200", over_tasks([69, 73, 74]), "2", "+5.0 ±9.0"]
+    assert cells(text, "`tsv`")[2] == over_tasks([66, 70, 71, 65])
+    assert cells(text, "`tsv`")[3] == over_tasks([6, 8, 1, 5], sign=True) == "+5.0 ±4.7"
+    assert cells(text, "`tsv`")[4:] == ["0.200", over_tasks([69, 73, 74, 68]), "2", "+5.0 ±4.7"]
     assert cells(text, "`ties`")[5:] == ["", "", ""], "was not tuned"
     order = re.findall(r"^\| `(\w+)`", text, re.MULTILINE)
     assert order == ["tsv", "average", "ties"], (
@@ -86,7 +88,7 @@ def test_variants_stand_apart_and_are_compared_with_their_method(folder):
     varied = [replace(s, method="tsv@core", correct=s.correct - 2) for s in scores if s.method == "tsv"]
     write(folder, [*scores, *varied])
     found = cells(evidence_table("variants_vision_full", table, folder), "`tsv@core`")
-    assert found == ["`tsv@core`", "0", over_tasks([64, 68, 69]), "-2.0 ±0.0", "-2.0 ±0.0"]
+    assert found == ["`tsv@core`", "0", over_tasks([64, 68, 69, 63]), "-2.0 ±0.0", "-2.0 ±0.0"]
     for name in ("methods_vision_full", "tasks_vision_full"):
         assert "core" not in evidence_table(name, table, folder)
     (group,) = groups(folder)
@@ -104,11 +106,11 @@ def test_differences_by_seed_have_an_interval_over_seeds_for_these_tasks(folder)
 
 def test_references_and_the_choice_by_divergence(folder):
     (row,) = [x for x in evidence_table("references", table, folder).splitlines() if "vision-vits14" in x]
-    assert "| 3 | 0 | 100 |" in row
-    assert over_tasks([30, 20, 10], sign=True) in row
+    assert "| 4 | 0 | 100 |" in row
+    assert over_tasks([30, 20, 10, 20], sign=True) in row
     (row,) = [x for x in evidence_table("choice", table, folder).splitlines() if "vision-vits14" in x]
     assert "| 6 | 0.83 |" in row, "three rows at two scales"
-    assert row.endswith("| `tsv` 69.0 | 3.0 | `average` x 2 67.0 | 5.0 | `tsv` x 2 72.0 |"), (
+    assert row.endswith("| `tsv` 68.0 | 3.0 | `average` x 2 66.0 | 5.0 | `tsv` x 2 71.0 |"), (
         "the first of those that validation cannot tell apart"
     )
 
@@ -140,8 +142,8 @@ def test_seeds_are_averaged_before_tasks_are_compared(tmp_path):
     named = [(m, t, c) for m in ("average", "tsv") for t, c in zip(TASKS, ROWS[m], strict=True)]
     write(tmp_path, [line(m, t, c + 4 * seed, seed=seed) for seed in (0, 1) for m, t, c in named])
     (group,) = groups(tmp_path)
-    assert group.points("tsv")[1] == {"a": 70, "b": 74, "c": 75}
-    assert "+5.0 ±9.0" in evidence_table("methods_vision_full", table, tmp_path)
+    assert group.points("tsv")[1] == {"a": 70, "b": 74, "c": 75, "d": 69}
+    assert "+5.0 ±4.7" in evidence_table("methods_vision_full", table, tmp_path)
 
 
 def test_a_row_of_some_seeds_is_compared_in_those(tmp_path):
@@ -149,27 +151,54 @@ def test_a_row_of_some_seeds_is_compared_in_those(tmp_path):
     scores = [line(m, t, c + 20 * seed, seed=seed) for seed in (0, 1) for m, t, c in named if (m, seed) != ("tsv", 1)]
     write(tmp_path, scores)
     found = cells(evidence_table("methods_vision_full", table, tmp_path), "`tsv`")
-    assert found[1:4] == ["0", over_tasks([66, 70, 71]), "+5.0 ±9.0"]
+    assert found[1:4] == ["0", over_tasks([66, 70, 71, 65]), "+5.0 ±4.7"]
+
+
+def test_rows_are_ranked_in_the_seeds_that_they_share(tmp_path):
+    """Seed 1 is easier, and `tsv` was not run there."""
+    named = [(m, t, c) for m in ("ties", "tsv") for t, c in zip(TASKS, ROWS[m], strict=True)]
+    scores = [line(m, t, c + 20 * seed, seed=seed) for seed in (0, 1) for m, t, c in named if (m, seed) != ("tsv", 1)]
+    write(tmp_path, scores)
+    (group,) = groups(tmp_path)
+    assert interval(group.points("ties")).mean > interval(group.points("tsv")).mean
+    assert group.rows() == ["tsv", "ties"]
+    write(tmp_path, [s for s in scores if (s.method == "tsv") == (s.seed == 0)])
+    (group,) = groups(tmp_path)
+    with pytest.raises(ValueError, match="no seed in common"):
+        group.rows()
+
+
+def test_a_matrix_that_was_measured_twice_counts_once(tmp_path):
+    about = {"suite": "text-minilm", "model": "BERT", "regime": "full", "seed": 0, "settings": "s", "samples": 64}
+    row = about | {"task": "mr", "tensor": "encoder.layer.0.x.weight", "identity": 0.3, "change": 0.01}
+    (tmp_path / "cache" / "scores").mkdir(parents=True)
+    file = gram_file(tmp_path / "cache", "text-minilm")
+    for estimate in (0.2, 0.21):
+        file.write_text(json.dumps(row | {"estimate": estimate}) + "\n")
+        (written,) = collect(tmp_path / "cache", tmp_path, tmp_path)
+    assert [json.loads(x)["estimate"] for x in written.read_text().splitlines()] == [0.21]
+    assert "| `x` | 1 | 0.21 |" in evidence_table("gram", table, tmp_path)
 
 
 def test_interval_over_seeds_and_tasks_is_that_of_the_two_way_table():
-    cells = {0: {"a": 1.0, "b": 4.0, "c": 2.5}, 1: {"a": 2.0, "b": 7.0, "c": 1.5}}
+    cells = {0: {"a": 1.0, "b": 4.0, "c": 2.5, "d": 3.5}, 1: {"a": 2.0, "b": 7.0, "c": 1.5, "d": 3.0}}
     grand = mean(v for some in cells.values() for v in some.values())
-    seeds = 3 * variance(mean(some.values()) for some in cells.values())
+    seeds = 4 * variance(mean(some.values()) for some in cells.values())
     tasks = 2 * variance(mean(some[k] for some in cells.values()) for k in TASKS)
     total = sum((v - grand) ** 2 for some in cells.values() for v in some.values())
-    rest = (total - seeds * 1 - tasks * 2) / 2
+    rest = (total - seeds * 1 - tasks * 3) / 3
     assert tasks > tasks + seeds - rest, "here seeds add nothing, so that tasks alone decide"
     found = interval(cells)
-    assert (found.mean, found.df) == pytest.approx((grand, 2))
-    assert found.half == pytest.approx(t.ppf(0.975, 2) * (tasks / 6) ** 0.5)
+    assert (found.mean, found.df) == pytest.approx((grand, 3))
+    assert found.half == pytest.approx(t.ppf(0.975, 3) * (tasks / 8) ** 0.5)
 
 
 def test_interval_with_both_sources_has_fewer_degrees_of_freedom_than_cells():
     found = interval({s: {k: 10.0 * s + 3 * n + (s * n % 2) for n, k in enumerate(TASKS)} for s in (0, 1, 2)})
     assert found.df < 4
     assert found.half is not None
-    one_way = t.ppf(0.975, 8) * stdev(10.0 * s + 3 * n + (s * n % 2) for s in range(3) for n in range(3)) / 3
+    values = [10.0 * s + 3 * n + (s * n % 2) for s in range(3) for n in range(4)]
+    one_way = t.ppf(0.975, 11) * stdev(values) / len(values) ** 0.5
     assert found.half > one_way, "cells that share a seed or a task are no independent draws"
 
 
@@ -181,6 +210,23 @@ def test_interval_covers_the_mean_as_often_as_it_says():
         found = interval({s: {str(k): a[s] + b[k] + e[s, k] for k in range(7)} for s in range(3)})
         hits += abs(found.mean) <= found.half
     assert hits >= 0.92 * 400
+
+
+def test_noise_of_questions_that_all_seeds_share_widens_the_interval():
+    """100 questions a task, the same in every seed: their noise does not shrink with the number of seeds."""
+    generator = np.random.default_rng(1)
+    hits = 0
+    for _ in range(300):
+        right = generator.binomial(100, 0.7, size=7)
+        found = interval({s: {str(k): right[k] + generator.normal() for k in range(7)} for s in range(3)})
+        hits += abs(found.mean - 70) <= found.half
+    assert hits >= 0.92 * 300
+
+
+def test_few_tasks_have_no_interval_over_tasks_but_one_over_seeds():
+    three = {s: {"a": 1.0 + s, "b": 4.0, "c": 2.5} for s in (0, 1, 2)}
+    assert interval(three).text() == "2.8"
+    assert interval({s: {"all": mean(some.values())} for s, some in three.items()}).half > 0
 
 
 def test_a_single_value_has_no_interval():

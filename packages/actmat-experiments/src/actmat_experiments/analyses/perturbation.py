@@ -7,7 +7,8 @@ With `S = sum_t C_t`, the merge `D` of least interference under the true Gram ma
 
 `P` projects on the inputs that the data has, `R` is what `D^` leaves of its own problem (zero up to its cut-off). The
 second form, in which merge and experts stand apart, is the one whose right side needs no difference of weights.
-docs/analyses/theorem2.md derives both.
+They stand in for Lemma B.3 of the paper, about the same gap, whose larger constants are in `printed`.
+docs/analyses/theorem2.md derives both and compares.
 
 Shapes: `O` out_features, `I` in_features.
 """
@@ -131,7 +132,7 @@ class PerturbationResult(Analysis):
         """Gap, bounds and tightness of every layer."""
         caption = (
             "D: merge with the true Gram matrices, D^: with D_t^T D_t. gap: ||(D^ - D) P||, in units of ||D||;\n"
-            "lemma, apart: the two bounds of it, in the same units; times: lemma / gap, 1 is tight;\n"
+            "lemma, apart: two bounds of it (smaller than Lemma B.3), in the same units; times: lemma / gap;\n"
             "error: mean over experts of ||C_t - C^_t|| / ||C_t||; |S^+|: what multiplies the errors."
         )
         columns = ("gap", "lemma", "apart", "times", "error", "|S^+|")

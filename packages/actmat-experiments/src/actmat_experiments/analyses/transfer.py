@@ -6,7 +6,8 @@
 
 The layers `l` are the modules in the order of execution. `e_l` is the local error: how much the output of layer `l`
 changes when only its parameters are merged, on the inputs that it has in the expert. `e*_l` is that of the merge with
-the true Gram matrices, `zeta_l = gamma_l ||S_l^+||_2 E||z_l||`.
+the true Gram matrices, `zeta_l = gamma_l ||S_l^+||_2 E||z_l||`. The bracket of (2) bounds what Lemma B.3 of the paper
+bounds, with smaller constants (docs/analyses/theorem2.md).
 
 (1) needs no product of Lipschitz constants, which attention does not have. The layers of the merged model are replaced
 by the expert's one by one, from the first to the last, and the loss changes by a telescoping sum; `gamma_l` is the

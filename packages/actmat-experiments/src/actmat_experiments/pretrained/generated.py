@@ -2,18 +2,20 @@
 
     record     an instruction's format: "Record: Anna, born 5 March 1998." -> {"name": "Anna", "born": "1998-03-05"}
     telegram   a style: "Telegram: The pilot will send two maps to the harbour on Monday." -> Pilot send two maps ...
-    add        arithmetic: two sums as examples, then a third one whose result has two digits
+    add        arithmetic: two sums as examples, then a third one whose result has two digits; 5+7 counts as 7+5
 
 Every prompt has one right answer. The texts of a task are always the same; the seed of a run does not change them.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from actmat.errors import RecipeError
 from actmat_experiments.harness.cache import digest
 
 END_OF_TURN = "<|im_end|>"
@@ -50,11 +52,13 @@ class Task:
     Args:
         learning: supervised ("sft"), or from rewards of the verifier ("grpo").
         draw: a question at random.
+        most: number of different questions.
     """
 
     name: str
     learning: Literal["sft", "grpo"]
     draw: Callable[[random.Random], Question]
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,25 +105,40 @@ def _add(generator: random.Random) -> Question:
     return Question(f"{_SHOTS}{one}+{other}=", f"{one + other}\n")
 
 
+def _same(prompt: str) -> Hashable:
+    """What a question shares with its repetition: of a sum the summands, in either order."""
+    return tuple(sorted(prompt.removeprefix(_SHOTS).removesuffix("=").split("+"))) if _SHOTS in prompt else prompt
+
+
 TASKS: Mapping[str, Task] = {
     task.name: task
-    for task in (Task("record", "sft", _record), Task("telegram", "sft", _telegram), Task("add", "grpo", _add))
+    for task in (
+        Task("record", "sft", _record, len(_NAMES) * 28 * len(_MONTHS) * 90),
+        Task("telegram", "sft", _telegram, math.prod(map(len, (_WHO, _DOES, _HOW_MANY, _WHAT, _WHERE, _WHEN)))),
+        Task("add", "grpo", _add, math.comb(len(_SUMMANDS) + 1, 2)),
+    )
 }
 """All tasks, in the order of the tables."""
 
 
 def draw_task(name: str, *, train: int, validation: int, test: int) -> Generated:
-    r"""The questions of a task; none is in two parts.
+    r"""The questions of a task; none is in two parts, no sum in either order.
+
+    Raises:
+        RecipeError: there are not so many.
 
     >>> task = draw_task("add", train=4, validation=2, test=2)
     >>> task.train[0]
-    Question(prompt='4+9=13\\n21+5=26\\n10+12=', answer='22\\n')
+    Question(prompt='4+9=13\n21+5=26\n10+12=', answer='22\n')
     """
     generator, n = random.Random(f"questions of {name}"), train + validation + test
-    found: dict[Question, None] = {}
+    if n > (most := TASKS[name].most):
+        raise RecipeError(f"'{name}' has {most} different questions, not {n}: lower train, validation or test.")
+    found: dict[Hashable, Question] = {}
     while len(found) < n:
-        found[TASKS[name].draw(generator)] = None
-    every = list(found)
+        question = TASKS[name].draw(generator)
+        found.setdefault(_same(question.prompt), question)
+    every = list(found.values())
     parts = {
         "test": every[:test],
         "validation": every[test : test + validation],
