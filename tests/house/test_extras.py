@@ -197,6 +197,7 @@ def test_the_core_merges_full_checkpoints_without_extras(core: Shell) -> None:
     core.actmat("plan", *MERGE[:-2])
     core.actmat("merge", *MERGE, "--out", "out")
     core.actmat("verify", "out")
+    assert "actmat.extras.bake" in core.actmat("verify", "out", "--against", "a", "--against", "b", fails=True)
     core.actmat("inspect", "out")
     core.actmat("diagnose", *MERGE[:-2])
 

@@ -54,6 +54,7 @@ LAYERS = (
 EXTRAS: dict[str, set[str]] = {
     "adapters": set(),
     "averaging": set(),
+    "bake": set(),
     "collect": {"models"},
     "conformance": {"collect"},
     "demo": set(),

@@ -29,8 +29,8 @@ WIDE: dict[str, str] = {
     "actmat_experiments.commands.experiment.study": "a parameter is a flag",
     "actmat.extras.collect.on_data.agreement": "keyword arguments of a public function",
     "actmat.methods.actmat.rule": "options of a method are parameters of its function",
-    "actmat.methods.knots.merge": "options of a method are parameters of its function",
-    "actmat.methods.knots.merge_lowrank": "options of a method are parameters of its function",
+    "actmat.extras.research.knots.merge": "options of a method are parameters of its function",
+    "actmat.extras.research.knots.merge_lowrank": "options of a method are parameters of its function",
 }
 """Function of more than `MOST_PARAMETERS` parameters -> reason."""
 

@@ -9,9 +9,9 @@ from tests.helpers.memory import peak_bytes
 from tests.helpers.spectra import random_deltas
 
 from actmat.extras.research.iso_cts import ISO_CTS
+from actmat.extras.research.knots import KNOTS
 from actmat.methods.contract import MergeMethod
 from actmat.methods.iso_c import ISO_C
-from actmat.methods.knots import KNOTS
 from actmat.methods.tsv import TSV
 
 CASES = [

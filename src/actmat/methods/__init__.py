@@ -15,7 +15,6 @@ from actmat.methods.dc_merge import DC_MERGE
 from actmat.methods.facets import About, Access, Cost, LowRankForm, Merged, MergedLowRank, Stages, Survey
 from actmat.methods.fisher import FISHER
 from actmat.methods.iso_c import ISO_C
-from actmat.methods.knots import KNOTS
 from actmat.methods.linear import LINEAR
 from actmat.methods.presets import PRESETS
 from actmat.methods.regmean import REGMEAN
@@ -55,7 +54,6 @@ METHODS: tuple[MergeMethod, ...] = (
     *PRESETS,
     TSV,
     ISO_C,
-    KNOTS,
     CART,
     DC_MERGE,
     FISHER,

@@ -27,8 +27,8 @@ from actmat.experts.policy import align_vocabularies
 from actmat.experts.resolve import convert, needs_base, open_base, open_stored
 from actmat.foreign import html_table
 from actmat.layout.ties import tied_heads
+from actmat.plugins import hint, load
 from actmat.recipe.output import Vocabulary, gathered
-from actmat.report.added import Added, check_added
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
 from actmat.report.words import plural
 from actmat.statistics.header import header_hash
@@ -169,6 +169,20 @@ SHOWN = 25
 """Differences that a notebook shows."""
 
 
+class Comparison(Protocol):
+    """Comparison of an output with the sum that it should be."""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Differences that rounding does not explain."""
+
+    def lines(self) -> Sequence[str]:
+        """The comparison in words."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as data."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verification:
     """Outcome of `verify`.
@@ -187,7 +201,7 @@ class Verification:
     problems: tuple[str, ...]
     unchecked: tuple[str, ...] = ()
     files: int = 0
-    added: Added | None = None
+    added: Comparison | None = None
 
     def __repr__(self) -> str:
         found = "intact" if self.ok else plural(len(self.problems), "difference")
@@ -258,9 +272,17 @@ def verify(
             problems += differences
             checked += [] if differences else [f"statistics of {row['expert']}"]
     given = [against] if isinstance(against, str | Path) else list(against)
-    added = check_added(str(out), directory, manifest, given) if given else None
+    added = _compared(str(out), directory, manifest, given) if given else None
     problems += added.problems if added is not None else ()
     return Verification(len(expected), tuple(checked), tuple(problems), tuple(unchecked), len(files), added)
+
+
+def _compared(out: str, directory: Path, manifest: Mapping[str, Any], experts: Sequence[str | Path]) -> Comparison:
+    check = load("actmat.flags", "against")
+    if check is None:
+        raise CheckpointError(f"{out} cannot be compared with its experts.{hint('actmat.flags', 'against')}")
+    found: Comparison = check(out, directory, manifest, experts)
+    return found
 
 
 def _inputs(manifest: Mapping[str, Any], out: Path) -> list[tuple[str, str, dict[str, str]]]:

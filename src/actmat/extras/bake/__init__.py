@@ -1,0 +1,1 @@
+"""Checks of deltas that were added to a base."""
