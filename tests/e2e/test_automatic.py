@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tests.helpers.docs_fixture import write_models
 
 import actmat
 from actmat.api.diagnosing import recipe_of_output
 from actmat.errors import RecipeError
 from actmat.extras.models.loading import load_model
-from actmat.run.automatic import TABLE, named
+from actmat.run import automatic
+from actmat.run.automatic import TABLE, Choice, named
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +44,32 @@ def test_checkpoints_of_a_decoder(models: Path) -> None:
 def test_adapters_of_a_decoder(models: Path, with_base: bool) -> None:
     plan = actmat.plan(models / "base" if with_base else None, pair(models, "adapters"))
     assert recipe_of(plan)[0] == TABLE["adapters", "decoder"].method, "task_type says so where no base does"
+
+
+def test_a_choice_may_name_a_space_for_adapters_with_factors(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calibrated = Choice("tsv", above=3, sets=3, gain=2.0, worst=1.0, space="pico")
+    monkeypatch.setattr(automatic, "TABLE", {**TABLE, ("adapters", "decoder"): calibrated})
+    plan = actmat.plan(models / "base", pair(models, "adapters"))
+    assert (plan.recipe.method, plan.recipe.space) == ("tsv", "pico")
+    assert plan.recipe.notes[-1].startswith("auto: tsv with --space pico, for adapters of a decoder (+2.0")
+    assert any("damped (Pico)" in item.reason for item in plan.items)
+    given = actmat.plan(models / "base", pair(models, "adapters"), space="core").recipe
+    assert (given.method, given.space) == (TABLE["changes", "decoder"].method, "core")
+    weighted = actmat.plan(models / "base", pair(models, "adapters"), weights=[1.0, 0.3]).recipe
+    assert (weighted.method, weighted.space) == ("linear", "full")
+
+
+def test_adapters_without_factors_are_merged_as_they_are(models: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        fields = {"peft_type": "IA3", "target_modules": ["k_proj"], "feedforward_modules": []}
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(fields))
+        scales = {
+            f"base_model.model.model.layers.{i}.self_attn.k_proj.ia3_l": torch.full((16, 1), 1.5) for i in range(2)
+        }
+        save_file(scales, tmp_path / name / "adapter_model.safetensors")
+    plan = actmat.plan(models / "base", [tmp_path / "one", tmp_path / "two"])
+    assert (plan.recipe.method, plan.recipe.space) == (TABLE["changes", "decoder"].method, "full")
 
 
 def test_both_forms_together(models: Path) -> None:

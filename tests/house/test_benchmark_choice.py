@@ -16,7 +16,7 @@ def test_the_table_is_that_of_the_scores() -> None:
 
 def test_the_default_is_never_more_than_a_point_below_the_average() -> None:
     for (form, kind), choice in TABLE.items():
-        assert min(gains(FOLDER, form, kind)[choice.method]) >= TOLERATED, (form, kind)
+        assert min(gains(FOLDER, form, kind)[choice.name]) >= TOLERATED, (form, kind)
 
 
 def test_the_default_works_without_data_and_of_adapters_without_a_base() -> None:

@@ -13,14 +13,15 @@ from typing import Any, Literal
 
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import CheckpointError, RecipeError
-from actmat.experts.resolve import needs_base, open_adapter
+from actmat.experts.resolve import has_factors, needs_base, open_adapter
+from actmat.methods.spaces import Space
 from actmat.planning.choose import WHOLE
 from actmat.recipe import Recipe
 from actmat.recipe.values import leaves
 
 AUTO = "auto"
-Form = Literal["full", "adapters", "mixed"]
-"""All experts are checkpoints, all are adapters, or some of each."""
+Form = Literal["full", "adapters", "changes", "mixed"]
+"""All experts are checkpoints; all are adapters with factors; all are adapters, and some have none; some of each."""
 Kind = Literal["encoder", "decoder", "any"]
 """`any`: encoder-decoders, and what no config tells; of those nothing was measured."""
 
@@ -36,6 +37,7 @@ class Choice:
         method: its name.
         above, sets: sets of experts in which its mean accuracy is above the average's, of how many.
         gain, worst: points above the average, in the mean and in the worst set.
+        space: in which it works.
     """
 
     method: str
@@ -43,6 +45,12 @@ class Choice:
     sets: int
     gain: float
     worst: float
+    space: Space = "full"
+
+    @property
+    def name(self) -> str:
+        """Method and space, as rows of the evidence are called."""
+        return self.method if self.space == "full" else f"{self.method}@{self.space}"
 
     def __str__(self) -> str:
         """The measurement in words."""
@@ -58,6 +66,9 @@ TABLE: Mapping[tuple[Form, Kind], Choice] = {
     ("adapters", "encoder"): Choice("cart", above=11, sets=12, gain=0.9, worst=-0.1),
     ("adapters", "decoder"): Choice("dc_merge", above=3, sets=3, gain=37.5, worst=33.3),
     ("adapters", "any"): Choice("cart", above=14, sets=15, gain=1.0, worst=-0.1),
+    ("changes", "encoder"): Choice("cart", above=11, sets=12, gain=0.9, worst=-0.1),
+    ("changes", "decoder"): Choice("dc_merge", above=3, sets=3, gain=37.5, worst=33.3),
+    ("changes", "any"): Choice("cart", above=14, sets=15, gain=1.0, worst=-0.1),
     ("mixed", "any"): Choice("average", above=0, sets=24, gain=0.0, worst=0.0),
 }
 
@@ -92,9 +103,9 @@ def with_method(recipe: Recipe, adapters: Mapping[str, bool]) -> Recipe:
     if recipe.method != AUTO:
         is_paper_on_adapters = recipe.method == "actmat" and len(are_adapters) > 1 and all(are_adapters)
         return _told(recipe) if is_paper_on_adapters else recipe
-    method, options, reason = _chosen(recipe, are_adapters)
+    method, space, options, reason = _chosen(recipe, are_adapters)
     notes = (*recipe.notes, f"auto: {reason}") if recipe.experts else recipe.notes
-    return recipe.model_copy(update={"method": method, "options": options, "notes": notes})
+    return recipe.model_copy(update={"method": method, "options": options, "space": space, "notes": notes})
 
 
 def _told(recipe: Recipe) -> Recipe:
@@ -102,32 +113,36 @@ def _told(recipe: Recipe) -> Recipe:
     kind = _kind(_config(recipe))
     found = ON_ADAPTERS.get(kind, ON_ADAPTERS["encoder"])
     of, better = "a decoder" if kind == "decoder" else "an encoder", TABLE["adapters", kind]
-    note = f"actmat on adapters, measured of {of}: {found}; auto would take {better.method}: {better.gain:+.1f}"
+    note = f"actmat on adapters, measured of {of}: {found}; auto would take {better.name}: {better.gain:+.1f}"
     return recipe if note in recipe.notes else recipe.model_copy(update={"notes": (*recipe.notes, note)})
 
 
-def _chosen(recipe: Recipe, are_adapters: list[bool]) -> tuple[str, dict[str, Any], str]:
-    """Method, options and reason."""
-    full, mixed = not any(are_adapters), len(set(are_adapters)) > 1
+def _chosen(recipe: Recipe, are_adapters: list[bool]) -> tuple[str, Space, dict[str, Any], str]:
+    """Method, space, options and reason."""
+    full, mixed, space = not any(are_adapters), len(set(are_adapters)) > 1, recipe.space
     if len(are_adapters) == 1:
-        return (
-            "task_arithmetic",
-            dict(WHOLE),
-            "one expert: task_arithmetic with scaling=1, which adds its delta, times its weight",
-        )
+        why = "one expert: task_arithmetic with scaling=1, which adds its delta, times its weight"
+        return "task_arithmetic", space, dict(WHOLE), why
     if full and not recipe.base:
-        return "average", {}, "checkpoints without a base: average, which needs none"
+        return "average", space, {}, "checkpoints without a base: average, which needs none"
     if any(e.statistics for e in recipe.experts):
-        return "regmean", {}, "statistics of the experts' inputs: regmean, which was made for them"
+        return "regmean", space, {}, "statistics of the experts' inputs: regmean, which was made for them"
     if not full and any(leaf != 1.0 for e in recipe.experts for leaf in leaves(e.weight)):
-        return "linear", {}, "adapters with weights: linear, the weighted mean, which obeys them"
-    form: Form = "mixed" if mixed else "full" if full else "adapters"
+        return "linear", space, {}, "adapters with weights: linear, the weighted mean, which obeys them"
+    form: Form = "mixed" if mixed else "full" if full else _form_of_adapters(recipe)
     kind = _kind(_config(recipe)) if not mixed else "any"
     choice = TABLE[form, kind]
-    what = {"full": "fine-tuned checkpoints", "adapters": "adapters", "mixed": "checkpoints and adapters"}[form]
+    what = {"full": "fine-tuned checkpoints", "mixed": "checkpoints and adapters"}.get(form, "adapters")
     of = f" of {'an' if kind == 'encoder' else 'a'} {kind}" if kind != "any" else ""
-    better = "actmat tune chooses by unlabelled inputs"
-    return choice.method, {}, f"{choice.method}, for {what}{of} ({choice}); {better}"
+    where = "" if choice.space == "full" else f" with --space {choice.space}"
+    reason = f"{choice.method}{where}, for {what}{of} ({choice}); actmat tune chooses by unlabelled inputs"
+    return choice.method, choice.space if space == "full" else space, {}, reason
+
+
+def _form_of_adapters(recipe: Recipe) -> Form:
+    """Adapters of factors, merged as they are, or others, and adapters for which the recipe names a space."""
+    plain = recipe.space == "full" and not recipe.pool
+    return "adapters" if plain and all(has_factors(e.path) for e in recipe.experts) else "changes"
 
 
 def _config(recipe: Recipe) -> Mapping[str, Any]:
