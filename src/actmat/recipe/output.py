@@ -39,8 +39,8 @@ class Vocabulary(Strict):
     )
     pad_to_multiple_of: Annotated[int, Field(gt=0)] | None = Field(
         default=None,
-        description="round the number of rows up, at most to a multiple of 16384; more padding is the mean of a table's "
-        "other rows",
+        description="round the number of rows up to a multiple of at most 16384; more padding is the mean of a table's "
+        "others",
     )
 
     @model_validator(mode="before")
