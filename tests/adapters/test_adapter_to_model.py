@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.adapters.test_adapter_reading import CASES
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
 from torch import Tensor
@@ -148,3 +148,35 @@ def test_a_rank_makes_no_sense_for_a_model(tmp_path: Path) -> None:
         merge(tmp_path, tmp_path / "base", [tmp_path / "a"], rank=3)
     manifest = merge(tmp_path, tmp_path / "base", [tmp_path / "a"], to="adapter").manifest
     assert manifest["kind"] == "adapter"
+
+
+@pytest.mark.parametrize(
+    ("begins", "trained"),
+    [
+        ("model.language_model.", "model."),
+        ("language_model.model.", "model.language_model."),
+        ("model.", "model.language_model."),
+    ],
+)
+def test_an_adapter_of_the_text_model_fits_the_language_model_of_a_multimodal_one(
+    begins: str, trained: str, tmp_path: Path
+) -> None:
+    """Beside a vision tower whose layers have the same names."""
+    text = tiny("llama").state_dict()
+    vision = {f"{begins}visual.{n.removeprefix('model.')}": t.clone() for n, t in text.items() if ".layers." in n}
+    base = {n.replace("model.", begins, 1): t.clone() for n, t in text.items()} | vision
+    (tmp_path / "base").mkdir()
+    save_file(base, tmp_path / "base" / "model.safetensors")
+    expected = save_adapter(tmp_path / "a", "llama", 1, **LLAMA)
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    stored = {
+        n.replace("base_model.model.model.", f"base_model.model.{trained}"): t for n, t in load_file(file).items()
+    }
+    save_file(stored, file)
+    run: dict[str, Any] = {"method": "linear", "compute_dtype": "float64", "durable": False, "threads": 1}
+    api.merge(tmp_path / "base", [tmp_path / "a"], out=tmp_path / "out", **run)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    wanted = {n.replace("model.", begins, 1): t for n, t in expected.items()} | vision
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import actmat
 from actmat.cli.main import app
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, MergeError
 
 LLAMA = BY_NAME["llama"]
 
@@ -175,3 +175,19 @@ def test_a_merge_of_hub_ids(hub: HubStandIn, family: Path, tmp_path: Path) -> No
     result = actmat.verify(report.out)
     assert result.ok
     assert result.inputs == ("base", "expert1", "expert2")
+
+
+def test_an_expert_in_a_folder_called_base_has_a_name_of_its_own(project: Path, tmp_path: Path) -> None:
+    (project / "other").mkdir()
+    shutil.copytree(project / "expert1", project / "other" / "base")
+    experts = [project / "other" / "base", project / "expert2"]
+    actmat.merge(project / "base", experts, out=project / "again", durable=False)
+    result = actmat.verify(project / "again")
+    assert result.ok, result.problems
+    assert result.inputs == ("base", "base-expert", "expert2")
+    flip_last_bit(project / "other" / "base" / "model.safetensors")
+    (problem, *_) = actmat.verify(project / "again").problems
+    assert "base-expert" in problem
+    for name in ("base", "union"):
+        with pytest.raises(MergeError, match=f"'{name}' stands for the"):
+            actmat.merge(project / "base", [{"path": str(project / "expert1"), "name": name}], out=tmp_path / "no")

@@ -64,6 +64,11 @@ def test_what_a_recipe_writes(fields: dict[str, Any], output: Output | None) -> 
         (BASE | {"output": {"kind": "model", "files_form": "x"}}, ("no field 'files_form'", "'files_from'")),
         (BASE | {"output": ["model"]}, ("output",)),
         (BASE | {"vocabulary": {"sorce": "base"}}, ("no field 'sorce'", "'source'")),
+        (
+            BASE | {"vocabulary": {"pad_to_multiple_of": 16385}},
+            ("expected at most 16384", "found 16385", "128 devices"),
+        ),
+        (BASE | {"vocabulary": {"pad_to_multiple_of": 10**30}}, ("expected at most 16384",)),
     ],
 )
 def test_what_means_nothing_cannot_be_built(fields: dict[str, Any], words: tuple[str, ...]) -> None:

@@ -258,12 +258,21 @@ def test_only_outputs_of_actmat_are_replaced(family: Family, memory: str, tmp_pa
     found, path = opened(f"{url}/thesis.txt")
     found.rm_file(path)
     assert merge(family, url).code == 0
-    write(f"{url}/notes.txt", b"mine")
     refused = merge(family, url, "--method", "average")
     assert refused.code == 1
     assert "--overwrite" in refused.err
+    for own in ("notes.txt", "model.safetensors", "sub/model.safetensors"):  # the last but one is written by the next
+        write(f"{url}/{own}", b"mine")
+        before = names(url)
+        refused = merge(family, url, "--method", "average", "--overwrite", "--max-shard-size", "1GB")
+        assert refused.code == 1
+        assert "holds what its merge did not write" in refused.err.replace("\n", " ")
+        assert names(url) == before
+        found, path = opened(f"{url}/{own}")
+        assert found.cat_file(path) == b"mine"
+        found.rm_file(path)
     assert merge(family, url, "--method", "average", "--overwrite", "--max-shard-size", "1GB").code == 0
-    assert {"model.safetensors", "notes.txt", MANIFEST_NAME} <= names(url)
+    assert {"model.safetensors", MANIFEST_NAME} <= names(url)
     assert not any("-of-" in n or n.startswith(".actmat") for n in names(url)), "nothing of the old output is left"
     got = load_file(download(url, tmp_path / "got") / "model.safetensors")
     assert all(torch.isfinite(t).all() for t in got.values())

@@ -4,7 +4,8 @@ Adapters and statistics name tensors as the model has them in memory; a checkpoi
 matched in three ways, tried in this order:
 
 1. the same name;
-2. the same name with, or without, the model's prefix (`transformer.`, `model.`) in all of them;
+2. the same name with, or without, the model's prefix (`transformer.`, `model.`) in all of them, or with the beginnings
+   that the language model of a multimodal one has;
 3. transformers' own conversion for the architecture in `config.json`: renamed tensors (a ViT's `query` is `q_proj` in
    memory), and experts of a mixture that are separate on disk and stacked in memory. Needs transformers.
 """
@@ -22,6 +23,23 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.layout.types import Block
+
+MULTIMODAL = (
+    (("model.language_model.", "model."), ("model.visual.", "visual.")),
+    (
+        ("model.language_model.", "language_model.model."),
+        ("lm_head.", "language_model.lm_head."),
+        ("model.vision_tower.", "vision_tower."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+    ),
+)
+"""Beginnings of names in a multimodal model, and in its text model or in the same model saved by earlier versions of
+transformers."""
+
+
+def begun_otherwise(name: str, pairs: Sequence[tuple[str, str]]) -> str:
+    """The name with another beginning: that of the first pair of an old and a new one that fits."""
+    return next((new + name[len(old) :] for old, new in pairs if name.startswith(old)), name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +119,13 @@ def _by_prefix(specs: Mapping[str, TensorSpec], names: list[str], tried: int = 8
     best: dict[str, Located] = {}
     added = {s.removesuffix(n) for n in names[:tried] for s in specs if s.endswith("." + n)}
     taken = {n[: n.index(".") + 1] for n in names if "." in n}
-    for prefix in sorted(added | taken):
-        for renamed in ({n: prefix + n for n in names}, {n: n.removeprefix(prefix) for n in names}):
-            found = {n: _whole(specs[r]) for n, r in renamed.items() if r in specs}
-            if len(found) > len(best):
-                best = found
+    pairs = [pair for prefix in sorted(added | taken) for pair in ((("", prefix),), ((prefix, ""),))]
+    pairs += [p for known in MULTIMODAL for p in (known, tuple((new, old) for old, new in known))]
+    for pair in pairs:
+        renamed = {n: begun_otherwise(n, pair) for n in names}
+        found = {n: _whole(specs[r]) for n, r in renamed.items() if r in specs}
+        if len(found) > len(best):
+            best = found
     return best
 
 

@@ -12,6 +12,7 @@ from actmat.checkpoints.untied import UntiedCheckpoint
 from actmat.errors import MergeError
 from actmat.experts.base import Expert
 from actmat.layout import resolve_layout
+from actmat.layout.in_memory import MULTIMODAL, begun_otherwise
 from actmat.layout.ties import is_output_head, tied_heads, tied_partner
 from actmat.layout.types import Block, LayoutMap, Role, RoleOverride
 from actmat.planning.missing import missing_problems
@@ -144,26 +145,13 @@ class _Renaming:
     pairs: tuple[tuple[str, str], ...]
 
     def apply(self, name: str) -> str:
-        return next((new + name[len(old) :] for old, new in self.pairs if name.startswith(old)), name)
+        return begun_otherwise(name, self.pairs)
 
     def describe(self) -> str:
         (old, new), *more = self.pairs
         if more or (old and new):
             return "names its tensors otherwise: " + ", ".join(f"'{a}' is '{b}' there" for a, b in self.pairs)
         return f"stores its tensors {'without' if old else 'under'} the prefix '{old or new}'"
-
-
-_MULTIMODAL = (
-    (("model.language_model.", "model."), ("model.visual.", "visual.")),
-    (
-        ("model.language_model.", "language_model.model."),
-        ("lm_head.", "language_model.lm_head."),
-        ("model.vision_tower.", "vision_tower."),
-        ("model.multi_modal_projector.", "multi_modal_projector."),
-    ),
-)
-"""Beginnings of names in a multimodal model, and in its text model or in the same model saved by earlier versions of
-transformers."""
 
 
 def _groups(specs: Mapping[str, TensorSpec], ties: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -201,7 +189,7 @@ def _renaming(base: Mapping[str, TensorSpec], expert: Mapping[str, TensorSpec]) 
         removed.add(DIFFUSION_MODEL)
     pairs = {(("", text),) for text in added} | {((text, ""),) for text in removed}
     candidates = [_Renaming(p) for p in sorted(pairs)]
-    for known in _MULTIMODAL:
+    for known in MULTIMODAL:
         candidates += [_Renaming(known), _Renaming(tuple((new, old) for old, new in known))]
     found = [sum(c.apply(n) in expert for n in base) for c in candidates]
     best = max(found, default=0)

@@ -39,13 +39,21 @@ def _words(value: Any) -> Any:
     return [w.strip() for w in value.split(",") if w.strip()] if isinstance(value, str) else value
 
 
+RESERVED = {"base": "the base", "union": "the tokens of all models"}
+"""Names that no expert has."""
+
+
 class ExpertRef(Strict):
     """One expert: its location, name, weight and options."""
 
     path: str = Field(
         description="directory, file, hub id org/name[@revision], URL, or a stack of layers such as 'a[0:16] + b[8:24]'"
     )
-    name: str = Field(default="", description="short name for plans and records; default: last part of the path")
+    name: str = Field(
+        default="",
+        description="short name for plans and records; default: last part of the path, with `-expert` after `base` or "
+        "`union`, which no expert is called",
+    )
     weight: Annotated[
         Weight,
         Flag(("--weight", "-w"), "Weight of an expert; once per expert, in their order.", repeated=True, type=float),
@@ -91,10 +99,23 @@ class ExpertRef(Strict):
                 raise ValueError(f"stacks: found {' and '.join(said)}, expected one of them")
         return self
 
+    @model_validator(mode="after")
+    def _own_name(self) -> ExpertRef:
+        if self.name in RESERVED:
+            raise ValueError(
+                f"name: {self.name!r} stands for {RESERVED[self.name]} in recipes and records; give another"
+            )
+        return self
+
     @property
     def label(self) -> str:
-        """The name, or the last part of the path; of a stack, those of its checkpoints."""
+        """The name, or the last part of the path; of a stack, those of its checkpoints.
+
+        >>> ExpertRef(path="experts/math").label, ExpertRef(path="experts/base").label
+        ('math', 'base-expert')
+        """
         if self.name:
             return self.name
         parts = dict.fromkeys(p.location for p in stack_parts(self.path)) or [self.path]
-        return "+".join(Path(p.partition("@")[0]).name or p for p in parts)
+        found = "+".join(Path(p.partition("@")[0]).name or p for p in parts)
+        return f"{found}-expert" if found in RESERVED else found

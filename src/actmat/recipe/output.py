@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from actmat.experts.policy import TokenSource, VocabularyPolicy
 from actmat.flag import Flag
@@ -28,6 +28,10 @@ class TokenRow(Strict):
         return {"model": value} if isinstance(value, str) else value
 
 
+MOST_PADDING = 128 * 128
+"""Rows: tiles of a matrix kernel times devices that a table is split among."""
+
+
 class Vocabulary(Strict):
     """Tokens of the merged model; as text, only their source."""
 
@@ -37,13 +41,23 @@ class Vocabulary(Strict):
     )
     pad_to_multiple_of: Annotated[int, Field(gt=0)] | None = Field(
         default=None,
-        description="round the number of rows up to a multiple; padding rows are the mean of the other rows",
+        description="round the number of rows up to a multiple (16384 at most); padding rows are the mean of the others",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, value: Any) -> Any:
         return {"source": value} if isinstance(value, str) else value
+
+    @field_validator("pad_to_multiple_of")
+    @classmethod
+    def _is_a_padding(cls, value: int | None) -> int | None:
+        if value is not None and value > MOST_PADDING:
+            raise ValueError(
+                f"expected at most {MOST_PADDING}, which 128 devices with tiles of 128 rows each want, found {value}: "
+                "it is rounded up to a multiple, and more would be mostly rows of padding. Is it a number of rows?"
+            )
+        return value
 
     def policy(self) -> VocabularyPolicy:
         """The same for the code that carries it out."""

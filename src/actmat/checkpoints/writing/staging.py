@@ -115,11 +115,16 @@ def _not_ours(out: Path) -> list[str]:
             f"{out} cannot be replaced: its manifest is damaged, so that nothing tells which files are a user's own "
             f"({error.problems[0]}). Remove the folder yourself, or choose another place"
         ]
+    return not_ours_problems(str(out), names)
+
+
+def not_ours_problems(place: str, names: Sequence[str]) -> list[str]:
+    """Problem: files of a user's own in an output that is to be replaced; none where there are no such files."""
     if not names:
         return []
     more = f" and {len(names) - SHOWN_FILES} more" if len(names) > SHOWN_FILES else ""
     return [
-        f"{out} holds what its merge did not write, and --overwrite will not delete it: "
+        f"{place} holds what its merge did not write, and --overwrite will not delete it: "
         f"{', '.join(names[:SHOWN_FILES])}{more}. Move it elsewhere, or choose another place"
     ]
 

@@ -11,6 +11,7 @@ from actmat.errors import RecipeError, did_you_mean
 from actmat.extras.mergekit.config import TOKEN, TOKEN_SOURCE, TOKENIZER, Config, Findings, Slice, Source, read_config
 from actmat.extras.mergekit.methods import FOREIGN, METHODS, Arrangement, Choice, Method
 from actmat.extras.mergekit.parameters import Parameters, Switched
+from actmat.recipe.experts import RESERVED
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -190,7 +191,7 @@ class _Conversion:
             expert: dict[str, Any] = {"path": self._adapter(filled[0], bases[0]) or self._location(filled)}
             models = dict.fromkeys(_name(s.model) for s in filled)
             label, plain = "+".join(models), "+".join(models)
-            while label in names or label == "base":
+            while label in names or label in RESERVED:
                 label = f"{plain}-{len(names) + 1}"
             names.add(label)
             if label != plain:

@@ -32,9 +32,9 @@ from actmat.checkpoints.hashing import sha256_file
 from actmat.checkpoints.remote import MARK_NAME
 from actmat.checkpoints.retry import retried
 from actmat.checkpoints.writing.journal import Journal
-from actmat.checkpoints.writing.listed import MANIFEST_NAME, listed_files
+from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS, listed_files
 from actmat.checkpoints.writing.shards import Shard, index_files
-from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging, disk_errors
+from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging, disk_errors, not_ours_problems
 from actmat.errors import CheckpointError, OutputError
 from actmat.extras.remote.objects import open_store
 from actmat.extras.remote.store import MissingFileError, RemoteFile, Store, check_url
@@ -111,7 +111,7 @@ class UploadStaging(Staging):
         """Take the local lock; read the local journal, and add the notes of shards that were sent.
 
         Raises:
-            OutputError: the folder holds something else.
+            OutputError: the folder holds something else, or a user's own files among those of the output.
         """
         journal = super().open()
         files = self._call(lambda: _listed(self._store), self.url)
@@ -125,6 +125,8 @@ class UploadStaging(Staging):
             )
         if MANIFEST_NAME in files and not (clearing or is_ours or self.overwrite):
             raise OutputError(f"{self.url} holds a finished output; choose another place or pass --overwrite")
+        if MANIFEST_NAME in files and not (clearing or is_ours):
+            self._check_own(files)
         if is_ours:
             self._marked = True
             self._read_notes(files)
@@ -250,6 +252,23 @@ class UploadStaging(Staging):
         found += [n for n in files if n.startswith(NOTE_PREFIX) and n != MARK_NAME]
         found += listed_files(self._read(files, MANIFEST_NAME) or {})
         return found
+
+    def _check_own(self, files: Mapping[str, RemoteFile]) -> None:
+        """Refuse to replace an output among files that it did not write, one of which might be written over.
+
+        Raises:
+            OutputError: names them; or the manifest is damaged.
+        """
+        manifest = self._read(files, MANIFEST_NAME)
+        if manifest is None:
+            raise OutputError(
+                f"{self.url} cannot be replaced: its manifest is damaged, so that nothing tells which files are a "
+                "user's own. Remove the folder yourself, or choose another place"
+            )
+        known = {MANIFEST_NAME, MARK_NAME, *REPORTS, *listed_files(manifest)}
+        strange = sorted(n for n in files if n not in known and not n.startswith(NOTE_PREFIX))
+        if problems := not_ours_problems(self.url, strange):
+            raise OutputError(problems[0])
 
     def _read_notes(self, files: Mapping[str, RemoteFile]) -> None:
         """Keep the notes whose shard is there as it was sent."""
