@@ -10,6 +10,8 @@ documented.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import random
 import sys
 import tempfile
@@ -21,6 +23,16 @@ from pathlib import Path
 from chaos.results import Record, read_record, write_record
 from chaos.runs import KINDS, Chaos
 from chaos.sorts import SORTS
+
+IMPORTS = (
+    "datasets",
+    "transformers.models.llama.modeling_llama",
+    "transformers.generation",
+    "transformers.models.auto.tokenization_auto",
+    "actmat.extras.tune.commands.tune",
+    "actmat.extras.tune.tuning",
+)
+"""All that a search imports besides."""
 
 
 def kth(k: int, sorts: Sequence[str]) -> tuple[str, str]:
@@ -36,7 +48,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sort", action="append", choices=sorted(SORTS), help="may be repeated; default: all")
     parser.add_argument("--record", action="store_true", help="write chaos/results.json, and go on where it stops")
+    parser.add_argument("--ray", action="store_true", help="merges on a Ray cluster; --runs of these")
     args = parser.parse_args()
+    if args.ray:
+        return _on_ray(args.runs, args.seed, record=args.record)
     import torch
 
     import actmat.api
@@ -44,9 +59,11 @@ def main() -> int:
     import actmat.cli.screen
     import actmat.extras.training.writing  # noqa: F401 - all that a merge imports, so that faults meet the merge
 
+    sorts = args.sort or list(SORTS)
+    for module in IMPORTS if "tune" in sorts else ():
+        importlib.import_module(module)
     torch.set_num_threads(1)
     record = (read_record() if args.record else None) or Record(args.seed)
-    sorts = args.sort or list(SORTS)
     with tempfile.TemporaryDirectory() as folder:
         chaos = Chaos(Path(folder) / "chaos", sorts)
         while record.runs < args.runs:
@@ -56,11 +73,30 @@ def main() -> int:
             record.add(sort, kind, disturbances, [f"run {k}: {p}" for p in found], time.monotonic() - began)
             if args.record:
                 write_record(record)
+        chaos.close()
     kinds: Counter[str] = Counter()
     for counts in record.by.values():
         kinds.update(counts)
     print("\n".join([*record.problems, f"{record.runs} runs, {len(record.problems)} problems; {dict(kinds)}"]))
     return 1 if record.problems else 0
+
+
+def _on_ray(runs: int, seed: int, *, record: bool) -> int:
+    """The runs on a Ray cluster; returns the exit code."""
+    from chaos.on_ray import KINDS as KILLED
+    from chaos.on_ray import LABEL, RayChaos
+
+    kept = (read_record() if record else None) or Record(seed)
+    before = len(kept.problems)
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(RayChaos(Path(folder) / "chaos")) as chaos:
+        while (k := sum(kept.by.get(LABEL, {}).values())) < runs:
+            began, kind = time.monotonic(), KILLED[k % len(KILLED)]
+            faults, found = chaos.run(kind, random.Random(f"{kept.seed} ray {k}"))
+            kept.add(LABEL, kind, faults, [f"run {k}: {p}" for p in found], time.monotonic() - began)
+            if record:
+                write_record(kept)
+    print("\n".join([*kept.problems[before:], f"{k} runs on Ray, {len(kept.problems) - before} problems"]))
+    return int(len(kept.problems) > before)
 
 
 if __name__ == "__main__":

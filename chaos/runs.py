@@ -8,14 +8,32 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from tqdm import tqdm
+
 from actmat.settings import RunSettings
-from chaos.faults import ERRORS, READS, WRITES, Fault, install
-from chaos.sorts import FIRST_EXECUTOR, SORTS, Sort, command, contents, leftovers, make_inputs, prepare, weights
+from chaos.faults import ERRORS, READS, RECEIVES, SENDS, WRITES, Fault, install
+from chaos.pushes import Hub
+from chaos.searches import make_search_inputs, search_contents
+from chaos.sorts import (
+    FIRST_EXECUTOR,
+    PUSHED,
+    SORTS,
+    Sort,
+    command,
+    contents,
+    leftovers,
+    make_inputs,
+    prepare,
+    untouched,
+    weights,
+)
 
 KINDS = ("kill", "half", "term", "full", *ERRORS, "read", "clock", "rival")
 """kill: at an operation on the disk; half: after half a write; term: SIGTERM; full: files cannot grow; read: an error
@@ -30,22 +48,46 @@ class Chaos:
     def __init__(self, root: Path, sorts: Sequence[str]) -> None:
         self.root = root
         make_inputs(root)
+        verbs = {SORTS[label].verb for label in sorts}
+        self.hub = Hub(root) if "push" in verbs else None
+        if "tune" in verbs:
+            make_search_inputs(root)
         self.expected: dict[str, dict[str, bytes]] = {}
         self.counts: dict[str, dict[str, int]] = {}
         self.seconds: dict[str, float] = {}
-        code = self.wait(self._fork([*command(root, SORTS["model"], root / "replaced"), "-m", "ties"], root))
+        code = self.wait(self._fork([*command(root, SORTS["model"], root / PUSHED), "-m", "ties"], root))
         assert code == 0, self.errors(root)
-        self.replaced = contents(root / "replaced")
+        self.replaced = contents(root / PUSHED)
+        self.inputs = untouched(root)
         for label in sorts:
-            place = root / f"reference {label}"
+            place = root / "run"  # that of all runs: a search names it in its recipe
             began = time.monotonic()
             code = self.wait(self.start(SORTS[label], place))
             self.seconds[label] = time.monotonic() - began
             assert code == 0, self.errors(place)
-            self.expected[label] = made = contents(place / "out")
+            self.expected[label] = made = self.found(SORTS[label], place)
             first = self.expected.get(SORTS[label].name, made)  # of the first executor: no other gives other weights
             assert weights(made) == weights(first), f"{label} differs from {SORTS[label].name} without any fault"
             self.counts[label] = json.loads((place / "counts.json").read_text())
+            self.clear(place)
+
+    def close(self) -> None:
+        """End the stand-in of the hub."""
+        if self.hub is not None:
+            self.hub.close()
+
+    def clear(self, place: Path) -> None:
+        """Remove all that a run made."""
+        shutil.rmtree(place)
+        if self.hub is not None:
+            self.hub.forget(place)
+
+    def found(self, sort: Sort, place: Path) -> dict[str, bytes]:
+        """Files that a command made: its output, and of a search its work folder, of a push the last commit."""
+        if sort.verb == "push":
+            assert self.hub is not None
+            return next(reversed(self.hub.commits(place)), {})
+        return contents(place / "out") | (search_contents(place / "out") if sort.verb == "tune" else {})
 
     def start(self, sort: Sort, place: Path, fault: Fault | None = None) -> int:
         """Fork a merge into `place / "out"`; returns the process."""
@@ -83,7 +125,8 @@ class Chaos:
             time.sleep(moment)
             os.kill(process, signal.SIGKILL)
             return f"killed after {moment:.3f} s", {self.wait(process)}
-        names = READS if kind == "read" else WRITES
+        names = (*READS, *RECEIVES) if kind == "read" else WRITES
+        names = (*names, *SENDS) if sort.verb == "push" and kind != "read" else names
         number = rng.randint(1, sum(self.counts[label][n] for n in names))
         fault = Fault("EIO" if kind == "read" else kind, names, number)
         return f"{fault.kind} at operation {number} of {names[0]}, ...", {self.wait(self.start(sort, place, fault))}
@@ -100,22 +143,32 @@ class Chaos:
             for name, data in self.half_finished(SORTS[label], place).items():
                 problems.append(f"{name} is there with other bytes ({len(data)})")
         code = self.wait(self.start(SORTS[label], place))
-        is_finished = SORTS[label].verb == "export" and code == 1 and (place / "out").exists()
+        is_finished = SORTS[label].verb in ("export", "tune") and code == 1 and (place / "out").exists()
         if code != 0 and not is_finished:
             problems.append(f"the same command gave {code}:\n{self.errors(place)}")
-        elif contents(place / "out") != self.expected[label]:
-            problems.append("other bytes in the end")
+        elif self.found(SORTS[label], place) != self.expected[label]:
+            made = self.found(SORTS[label], place)
+            differing = sorted(n for n in made | self.expected[label] if made.get(n) != self.expected[label].get(n))
+            problems.append(f"other bytes in the end: {', '.join(differing)}")
+        if untouched(self.root) != self.inputs:
+            problems.append("an input is changed")
         if left := leftovers(place):
             problems.append(f"left: {left}")
-        shutil.rmtree(place)
+        self.clear(place)
         return len(story), [f"{label}, {'; '.join(story)}: {p}" for p in problems]
 
     def half_finished(self, sort: Sort, place: Path) -> dict[str, bytes]:
         """Files under a final name that are not as they should be, nor all those of the output to be replaced."""
+        if sort.verb == "push":
+            assert self.hub is not None
+            wrong = [c for c in self.hub.commits(place) if c != self.expected[sort.label]]
+            return {f"a commit of {sorted(c)}": b"" for c in wrong}
         if not (place / "out").exists():
             return {}
         try:
-            found = contents(place / "out")
+            found = self.found(sort, place)
+            if sort.verb == "tune":  # of the work folder, only the report says that it is complete
+                found = {n: d for n, d in found.items() if not n.startswith("search/") or n == "search/tune.json"}
         except ValueError as error:  # JSON that was cut
             return {"a manifest or a report": str(error).encode()}
         if sort.replaces and found == self.replaced:
@@ -129,6 +182,8 @@ def _child(argv: list[str], place: Path, fault: Fault | None, executor: str) -> 
     try:
         handle = os.open(place / "stderr.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(handle, 2)
+        tqdm.set_lock(threading.RLock())  # its own is shared by all forked processes, and held by those that are killed
+        torch.set_num_threads(1)  # makes torch's pool anew, which is lost in a fork, before several threads want it
         counts = install(fault)
         sys.argv = ["actmat", *argv, *_flags(executor)]
         from actmat.cli.main import main

@@ -11,9 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 from actmat.engine.executors import EXECUTORS
+from chaos.pushes import Hub
+from chaos.searches import search_command
 
 WIDTH, LAYERS, RANK = 16, 6, 2
 FIRST_EXECUTOR = "threads"
+PUSHED = "replaced"
+"""Folder of the output that is pushed, and of the one that `--overwrite` replaces."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,8 @@ class Sort:
         flags: of `actmat merge`.
         executor: a name of `EXECUTORS`.
         inputs: "checkpoints", "adapters", or "base and adapters".
-        verb: "merge", "extract" of a model, or "export" of one for DCP, which does not go on after it was killed and
-            refuses to write what it finished.
+        verb: "merge", "extract" of a model, "tune", "push" to a stand-in of the hub, or "export" of a model for DCP,
+            which does not go on after it was killed. "export" and "tune" refuse to write what they finished.
         replaces: another output is in its place, which `--overwrite` replaces.
     """
 
@@ -61,6 +65,8 @@ kills."""
 _ON_THE_HOST = (
     Sort("extraction", ("--rank", "4", "--threads", "1"), verb="extract"),
     Sort("export", verb="export"),
+    Sort("tune", verb="tune"),
+    Sort("push", verb="push"),
 )
 SORTS = {s.label: s for e in DISTURBED for s in (replace(o, executor=e) for o in _OF_ANY_EXECUTOR)}
 SORTS |= {s.label: s for s in _ON_THE_HOST}
@@ -94,6 +100,10 @@ def make_inputs(root: Path) -> None:
 
 def command(root: Path, sort: Sort, out: Path) -> list[str]:
     """Arguments of `actmat` for one sort of output."""
+    if sort.verb == "tune":
+        return search_command(root, out)
+    if sort.verb == "push":
+        return ["push", str(root / PUSHED), Hub.name(out.parent), "--quiet"]
     if sort.verb == "extract":
         inputs = ["-b", str(root / "base"), "--model", str(root / "one")]
         return ["extract", *inputs, "--out", str(out), "--quiet", *sort.flags]
@@ -108,7 +118,13 @@ def command(root: Path, sort: Sort, out: Path) -> list[str]:
 def prepare(root: Path, sort: Sort, out: Path) -> None:
     """Put the output that is to be replaced in its place; once for all runs."""
     if sort.replaces and not out.exists():
-        shutil.copytree(root / "replaced", out)
+        shutil.copytree(root / PUSHED, out)
+
+
+def untouched(root: Path) -> dict[str, bytes]:
+    """Every file of the inputs, which no command may change."""
+    folders = (p for p in root.iterdir() if p.name.startswith(("base", "one", "two", "lora-", "llama", PUSHED)))
+    return {str(p.relative_to(root)): p.read_bytes() for f in folders for p in f.rglob("*") if p.is_file()}
 
 
 def contents(out: Path) -> dict[str, bytes]:

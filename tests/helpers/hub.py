@@ -19,7 +19,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -104,6 +104,11 @@ class _Handler(BaseHTTPRequestHandler):
     hub: HubStandIn
     protocol_version = "HTTP/1.1"
 
+    def handle(self) -> None:
+        """Answer until the client is done, or killed."""
+        with suppress(ConnectionError):
+            super().handle()
+
     def do_HEAD(self) -> None:
         self._answer(body=False)
 
@@ -130,7 +135,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._tree(match["repo"], unquote(match["revision"]), lambda path: path in fields["paths"])
 
     def _body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        length = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(length)
+        if len(body) < length:  # a part of a request is none
+            raise ConnectionResetError(f"{len(body)} of {length} bytes came")
+        return body
 
     def _uploaded(self, body: bytes) -> bool:
         """Answer a request that writes; False if it is none."""

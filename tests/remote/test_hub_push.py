@@ -7,6 +7,7 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,6 +20,7 @@ from tests.helpers.merging import Family, actmat
 from tests.helpers.repository import ROOT
 
 import actmat as package
+from actmat.checkpoints import hub_push
 from actmat.checkpoints.hub_push import hub_name
 from actmat.checkpoints.writing.listed import listed_files
 from actmat.errors import OutputError
@@ -284,3 +286,38 @@ def test_the_commands_of_the_github_action_do_what_the_page_says(
         assert Path(steps[-1]["with"]["path"]).is_file()
         assert head(hub).keys() >= {"model.safetensors", "actmat_manifest.json", "README.md"}
         shutil.rmtree("merged")  # a runner begins with nothing
+
+
+def test_two_first_pushes_of_different_outputs_are_not_mixed(
+    hub: HubStandIn, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one makes the repository, and commits, after this one has found none of its name."""
+    real = hub_push.create
+
+    def overtaken(place: hub_push.HubPlace, *, private: bool) -> None:
+        monkeypatch.setattr(hub_push, "create", real)
+        package.push(models[2], "org/merged")
+        real(place, private=private)
+
+    monkeypatch.setattr(hub_push, "create", overtaken)
+    with pytest.raises(OutputError, match="it holds a finished output"):
+        package.push(models[1], "org/merged")
+    assert head(hub) == content(models[2])
+    again = actmat(["push", str(models[1]), "org/merged", "--overwrite"])
+    assert (again.code, head(hub)) == (0, content(models[1]))
+
+
+def test_a_commit_while_the_first_push_sends_its_files_stops_it(
+    hub: HubStandIn, uploads: Uploads, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = uploads._large
+
+    def overtaken(*arguments: Any) -> Any:
+        monkeypatch.setattr(uploads, "_large", real)
+        hub.add("org/merged", models[2])
+        return real(*arguments)
+
+    monkeypatch.setattr(uploads, "_large", overtaken)
+    with pytest.raises(OutputError, match="the repository changed meanwhile"):
+        package.push(models[1], "org/merged")
+    assert head(hub) == content(models[2])

@@ -14,10 +14,10 @@ from tests.tune.conftest import TEXTS
 
 import actmat
 from actmat.checkpoints.writing.lock import OutputLock
-from actmat.checkpoints.writing.staging import sibling
 from actmat.errors import OutputError
 from actmat.extras.tune import merges, report
 from actmat.extras.tune.report import TuneReport
+from actmat.extras.tune.tuning import LOCK
 
 
 def tuned(family: Path, out: Path, **fields: Any) -> TuneReport:
@@ -123,7 +123,8 @@ def test_a_cut_line_of_the_journal_costs_one_trial(family: Path, tmp_path: Path)
 
 def test_two_searches_do_not_share_a_folder(family: Path, tmp_path: Path) -> None:
     out = tmp_path / "best"
-    lock = OutputLock(out, sibling(tmp_path / "best.tune", "lock"))
+    lock = OutputLock(out, tmp_path / "best.tune" / LOCK)
+    lock.path.parent.mkdir()
     lock.take()
     with pytest.raises(OutputError, match="Another actmat is writing"):
         tuned(family, out)

@@ -236,9 +236,13 @@ def send(push: HubPush, message: str) -> str:
     Raises:
         OutputError: the hub refused, or was out of reach; nothing of it shows in the repository.
     """
-    repo_id = push.place.repo_id
+    repo_id, head = push.place.repo_id, push.place.head
     create(push.place, private=push.private)
-    if push.place.exists and not push.changes:
+    if not push.place.exists:  # another process may have made it, and pushed, since it was looked up
+        made = look_up(repo_id)
+        check_place(made, private=push.private, overwrite=False)
+        head = made.head
+    elif not push.changes:
         return f"{constants.ENDPOINT}/{repo_id}/commit/{push.place.head}"
     operations: list[Any] = [
         CommitOperationAdd(path_in_repo=f.name, path_or_fileobj=str(push.folder / f.name))
@@ -247,8 +251,7 @@ def send(push: HubPush, message: str) -> str:
     ]
     operations += [CommitOperationDelete(path_in_repo=name) for name in push.removed]
     with push_errors(repo_id):
-        parent = push.place.head or None
-        info = HfApi().create_commit(repo_id, operations, commit_message=message, parent_commit=parent)
+        info = HfApi().create_commit(repo_id, operations, commit_message=message, parent_commit=head or None)
     return str(info.commit_url)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from actmat.api.merging import Location, make_arguments
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.lock import OutputLock
-from actmat.checkpoints.writing.staging import check_output_path, disk_errors, sibling
+from actmat.checkpoints.writing.staging import check_output_path, disk_errors
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.experts.resolve import needs_base, open_adapter
 from actmat.extras.collect.data import (
@@ -60,6 +60,7 @@ BATCH = 4
 """Methods that are merged in one reading of the inputs."""
 MADE = ("merges", "statistics", "directions")
 """Folders of the work folder that are removed in the end."""
+LOCK = ".actmat-lock"
 TRIALS = "trials.jsonl"
 """The journal of the trials, which also marks a work folder as one of ours."""
 
@@ -221,7 +222,7 @@ def tune_recipe(
     sources = _sources(recipe, data)
     device, note = model_device(run.device)
     settings = dataclasses.replace(settings, device=device)
-    with _work_folder(out, run, keep=settings.keep) as work:
+    with _work_folder(out, run) as work:
         searching = _Search(recipe, space, settings, run, progress, work)
         if note:
             searching.say(note)
@@ -269,8 +270,8 @@ def _sources(recipe: Recipe, data: Mapping[str, TuneData]) -> dict[str, Source]:
 
 
 @contextlib.contextmanager
-def _work_folder(out: Path, run: RunSettings, *, keep: bool) -> Iterator[Path]:
-    """`OUT.tune`, of which the merges are removed at the end of a search that came to its end."""
+def _work_folder(out: Path, run: RunSettings) -> Iterator[Path]:
+    """`OUT.tune`, locked."""
     work = out.with_name(f"{out.name}.tune")
     is_ending = (work / RECIPE).exists() and not (work / FOUND).exists()  # killed while or after the choice was merged
     problems = check_output_path(out, overwrite=run.overwrite or is_ending, inputs={})  # the merge checks again
@@ -280,14 +281,11 @@ def _work_folder(out: Path, run: RunSettings, *, keep: bool) -> Iterator[Path]:
         raise OutputError("The output cannot be written there.", problems)
     with disk_errors(work):
         work.mkdir(parents=True, exist_ok=True)
-        lock = OutputLock(out, sibling(work, "lock"))
+        lock = OutputLock(out, work / LOCK)
         lock.take(required=False)
         (work / TRIALS).touch()
     try:
         yield work
-        if not keep:
-            for name in MADE:
-                shutil.rmtree(work / name, ignore_errors=True)
     finally:
         lock.release()
 
@@ -356,7 +354,10 @@ class _Search:
         )
         with disk_errors(self.work):
             write_tune(report, self.work / PAGE)
-            report.save(self.work)
+            for made in (self.work / name for name in (() if self.settings.keep else MADE)):
+                if made.exists():
+                    shutil.rmtree(made)
+            report.save(self.work)  # last: then the search is complete, and is not given again
         return report
 
     def _planned(self, recipe: Recipe, data: Mapping[str, Source]) -> MemoryPlan:
