@@ -35,7 +35,7 @@ def test_the_site_builds_without_a_warning(site: tuple[Path, list[str]]) -> None
 
 def test_the_notebook_is_a_page_with_what_it_showed(site: tuple[Path, list[str]]) -> None:
     text = (site[0] / "tutorial.html").read_text()
-    assert "MergePlan: actmat over 2 experts" in text
+    assert "MergePlan: actmat_ridge over 2 experts" in text
     assert "experts/parity" in text
 
 

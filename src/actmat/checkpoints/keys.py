@@ -44,8 +44,10 @@ class Keys:
 
     def but(self, *obeyed: str) -> Keys:
         """The same lists with these keys obeyed."""
-        lists = ({k: why for k, why in of.items() if k not in obeyed} for of in (self.irrelevant, self.refused))
-        return Keys((*self.obeyed, *obeyed), *lists, self.inside, self.values)
+        irrelevant, refused = (
+            {k: why for k, why in of.items() if k not in obeyed} for of in (self.irrelevant, self.refused)
+        )
+        return Keys((*self.obeyed, *obeyed), irrelevant, refused, self.inside, self.values)
 
     def sort(self, fields: Mapping[str, Any]) -> Sorted:
         """The refused and the unknown keys that are set: neither null, false, zero nor empty.

@@ -119,7 +119,9 @@ def _by_prefix(specs: Mapping[str, TensorSpec], names: list[str], tried: int = 8
     best: dict[str, Located] = {}
     added = {s.removesuffix(n) for n in names[:tried] for s in specs if s.endswith("." + n)}
     taken = {n[: n.index(".") + 1] for n in names if "." in n}
-    pairs = [pair for prefix in sorted(added | taken) for pair in ((("", prefix),), ((prefix, ""),))]
+    pairs: list[tuple[tuple[str, str], ...]] = [
+        pair for prefix in sorted(added | taken) for pair in ((("", prefix),), ((prefix, ""),))
+    ]
     pairs += [p for known in MULTIMODAL for p in (known, tuple((new, old) for old, new in known))]
     for pair in pairs:
         renamed = {n: begun_otherwise(n, pair) for n in names}

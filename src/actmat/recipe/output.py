@@ -41,7 +41,7 @@ class Vocabulary(Strict):
     )
     pad_to_multiple_of: Annotated[int, Field(gt=0)] | None = Field(
         default=None,
-        description="round the number of rows up to a multiple (16384 at most); padding rows are the mean of the others",
+        description="round the number of rows up to a multiple, 16384 at most; padding rows are the mean of the others",
     )
 
     @model_validator(mode="before")
