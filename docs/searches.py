@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
-from chaos.on_ray import LABEL
 from chaos.results import read_record
 from fuzz.results import read_results
 
@@ -21,16 +21,13 @@ def fuzz_table(table: Table) -> str:
 
 
 def chaos_table(table: Table) -> str:
-    """A row per sort of output, a column per kind of fault; those of Ray are of other kinds, and have a table."""
+    """A row per sort of output with its runs, and a sentence with the runs per kind of fault."""
     record = read_record()
     assert record is not None, "python -m chaos --record writes it"
-    said = f"{record.runs} runs with {record.disturbances} disturbances, {len(record.problems)} problems.\n\n"
-    on_ray = {sort: counts for sort, counts in record.by.items() if sort == LABEL}
-    others = {sort: counts for sort, counts in record.by.items() if sort != LABEL}
-    return said + "\n".join(_counts(table, by) for by in (others, on_ray) if by)
-
-
-def _counts(table: Table, by: dict[str, dict[str, int]]) -> str:
-    kinds = sorted({kind for counts in by.values() for kind in counts})
-    rows = [[sort, *(str(counts.get(kind, 0)) for kind in kinds)] for sort, counts in by.items()]
-    return table(["output", *kinds], rows)
+    kinds: Counter[str] = Counter()
+    for counts in record.by.values():
+        kinds.update(counts)
+    said = f"{record.runs} runs with {record.disturbances} disturbances, {len(record.problems)} problems."
+    first = ", ".join(f"{kind} {runs}" for kind, runs in sorted(kinds.items()))
+    rows = [[sort, str(sum(counts.values()))] for sort, counts in record.by.items()]
+    return f"{said} Runs by kind of disturbance: {first}.\n\n" + table(["output", "runs"], rows)

@@ -354,9 +354,9 @@ class _Search:
         )
         with disk_errors(self.work):
             write_tune(report, self.work / PAGE)
-            for made in (self.work / name for name in (() if self.settings.keep else MADE)):
-                if made.exists():
-                    shutil.rmtree(made)
+            for folder in (self.work / name for name in (() if self.settings.keep else MADE)):
+                if folder.exists():
+                    shutil.rmtree(folder)
             report.save(self.work)  # last: then the search is complete, and is not given again
         return report
 
