@@ -36,6 +36,7 @@ from benchmarks.tune.tables import tune_table
 from docs.digits import demo_table
 from docs.labels import paper_table
 from docs.matrix import family_table
+from docs.published import WRITTEN as SCHEMA_FILES
 from docs.quoted import quoted
 from docs.reference import api
 from docs.searches import chaos_table, fuzz_table
@@ -371,8 +372,9 @@ def explanations() -> str:
 WRITTEN = {
     ROOT / "src" / "actmat" / "cli" / FILE: catalogue,
     ROOT / "src" / "actmat" / "extras" / "pages" / "html" / EXPLAINED: explanations,
+    **SCHEMA_FILES,
 }
-"""Files of the package that are made from declarations and pages."""
+"""Files that are made from declarations and pages."""
 
 
 def main() -> None:

@@ -29,6 +29,8 @@ ELSEWHERE = {
     "docs/README.md": "pages.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "CHANGELOG.md": "project/changelog.md",
+    "CODE_OF_CONDUCT.md": "project/conduct.md",
+    "SECURITY.md": "project/security.md",
     "LICENSE": "project/licence.md",
     "benchmarks/README.md": "project/benchmarks.md",
     "docs/tutorial.ipynb": "tutorial.md",
