@@ -38,6 +38,7 @@ from docs.digits import demo_table
 from docs.labels import paper_table
 from docs.matrix import family_table
 from docs.picture import picture
+from docs.published import WRITTEN as SCHEMA_FILES
 from docs.quoted import quoted
 from docs.reference import api
 from docs.searches import chaos_table, fuzz_table
@@ -424,6 +425,7 @@ WRITTEN: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "merges.svg": picture,
     ROOT / "src" / "actmat" / "cli" / FILE: catalogue,
     ROOT / "src" / "actmat" / "extras" / "pages" / "html" / EXPLAINED: explanations,
+    **SCHEMA_FILES,
 }
 """Whole files that are made from declarations, pages and results."""
 

@@ -4,7 +4,8 @@
 
 The pages are copied to build/pages first: README.md becomes the home page, pages from elsewhere in the repository come
 in, the notebook becomes a page, and a link to a file that is no page of the site becomes its path as text. In the
-navigation of mkdocs.yml, `...: FOLDER` stands for the pages of a folder that are not named.
+navigation of mkdocs.yml, `...: FOLDER` stands for the pages of a folder that are not named, `...: PAGE` for a page if
+it exists. `llms.txt` lists all pages with their first sentences, for programs that read.
 """
 
 from __future__ import annotations
@@ -29,29 +30,38 @@ ELSEWHERE = {
     "docs/README.md": "pages.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "CHANGELOG.md": "project/changelog.md",
+    "CODE_OF_CONDUCT.md": "project/conduct.md",
+    "SECURITY.md": "project/security.md",
     "LICENSE": "project/licence.md",
     "benchmarks/README.md": "project/benchmarks.md",
     "docs/tutorial.ipynb": "tutorial.md",
 }
 """Path in the repository -> path in the site, for what does not keep its place below docs/."""
 IMAGES = (".png", ".svg")
-AS_IS = (*IMAGES, ".css", ".js")
+AS_IS = (*IMAGES, ".css", ".js", ".json")
 """Files that are copied."""
 BOOSTS = {
     **dict.fromkeys(("start.md", "cookbook.md"), 5),
+    "bake.md": 10,
     **dict.fromkeys(("analyses/", "experiments/", "data-free.md", "evidence.md", "paper.md", "tune-results.md"), 0.2),
     "project/changelog.md": 0.2,
 }
-"""Beginning of a place in the site -> factor of its score in searches: tasks come before research."""
+"""Beginning of a place in the site -> factor of its score in searches: tasks come before research, first baking, whose
+words are on many pages."""
 LINK = re.compile(r"(?P<text>!?\[(?:[^\[\]]|\[[^\]]*\])*\])\((?P<target>[^)\s]+)\)")
-NOT_MARKS = re.compile(r"^<!-- (?:not run|file|generated|end generated|table|end table)\b.*?-->\n", re.MULTILINE)
+NOT_MARKS = re.compile(
+    r"^<!-- (?:not run|file|generated|end generated|table|end table)\b.*?-->\n|<!-- n: [\w-]+ -->|<!-- /n -->",
+    re.MULTILINE,
+)
+CELL_CODE = re.compile(r"`[^`\n]*`")
 
 
 def places() -> dict[Path, str]:
     """Files of the repository -> places in the site."""
     found = {ROOT / name: place for name, place in ELSEWHERE.items()}
     for path in sorted(DOCS.rglob("*")):
-        if path.suffix in (".md", *AS_IS) and path not in found:
+        published = path.suffix != ".json" or path.parent.name == "schemas"
+        if path.suffix in (".md", *AS_IS) and published and path not in found:
             found[path] = path.relative_to(DOCS).as_posix()
     return found
 
@@ -111,8 +121,9 @@ def notebook_page(notebook: dict[str, Any]) -> str:
 
 
 def navigation(entries: Iterable[Any], pages: Iterable[str]) -> list[Any]:
-    """The navigation with the pages of its folders in place of `...: FOLDER`."""
-    listed = set(_pages_of(entries := list(entries)))
+    """The navigation with pages in place of `...: FOLDER` and `...: PAGE`; a page stands once."""
+    given = list(entries)
+    listed = {*_pages_of(given), *_pages_of(given, elided=True)}
     pages = sorted(pages)
 
     def filled(items: Iterable[Any]) -> list[Any]:
@@ -120,7 +131,7 @@ def navigation(entries: Iterable[Any], pages: Iterable[str]) -> list[Any]:
         for item in items:
             if isinstance(item, dict) and "..." in item:
                 folder = item["..."]
-                out += [p for p in pages if os.path.dirname(p) == folder and p not in listed]
+                out += [p for p in pages if p == folder or (os.path.dirname(p) == folder and p not in listed)]
             elif isinstance(item, dict):
                 ((title, inner),) = item.items()
                 found = filled(inner) if isinstance(inner, list) else inner
@@ -129,18 +140,64 @@ def navigation(entries: Iterable[Any], pages: Iterable[str]) -> list[Any]:
                 out.append(item)
         return out
 
-    return filled(entries)
+    return filled(given)
 
 
-def _pages_of(items: Iterable[Any]) -> list[str]:
+def _pages_of(items: Iterable[Any], *, elided: bool = False) -> list[str]:
+    """Pages that are named; or, elided, folders and pages after `...`."""
     found: list[str] = []
     for item in items:
         if isinstance(item, str):
-            found.append(item)
-        elif "..." not in item:
+            found += [] if elided else [item]
+        elif "..." in item:
+            found += [item["..."]] if elided else []
+        else:
             (inner,) = item.values()
-            found += _pages_of(inner) if isinstance(inner, list) else [inner]
+            found += _pages_of(inner, elided=elided) if isinstance(inner, list) else [] if elided else [inner]
     return found
+
+
+def llms(nav: Iterable[Any], pages: Path, name: str, summary: str) -> str:
+    """`llms.txt`: title, summary, and a link with the first sentence of every page, by section of the navigation."""
+    lines = [f"# {name}", "", f"> {summary}"]
+
+    def add(items: Iterable[Any], heading: str) -> None:
+        inner: list[tuple[str, list[Any]]] = []
+        lines.extend(["", f"## {heading}", ""])
+        for item in items:
+            title, target = next(iter(item.items())) if isinstance(item, dict) else ("", item)
+            if isinstance(target, list):
+                inner.append((title, target))
+            else:
+                lines.append(_described((pages / target).read_text(encoding="utf-8"), target, title))
+        for title, target in inner:
+            add(target, f"{heading}: {title}")
+
+    for item in nav:
+        ((title, target),) = item.items()
+        add(target, title)
+    return re.sub(r"\n\n## [^\n]*\n(?=\n*(?:## |\Z))", "", "\n".join(lines)) + "\n"
+
+
+def _described(text: str, place: str, title: str) -> str:
+    """A line of `llms.txt`: title of a page, its place, its first sentence."""
+    body = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
+    heading = re.search(r"^# (.*)$", body, re.MULTILINE)
+    paragraphs = re.split(r"\n[ \t]*\n", NOT_MARKS.sub("", body).strip())
+    first = next((p for p in paragraphs if not p.startswith(("#", "|", "```", "<", "!", ">", " ", "* ", "- "))), "")
+    plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(first.split()))
+    sentence = re.split(r"(?<=[.:;?!]) ", plain, maxsplit=1)[0].rstrip(".:; ")
+    said = f": {sentence}" if sentence else ""
+    return f"- [{title or (heading[1] if heading else place)}]({Path(place).with_suffix('.html').as_posix()}){said}"
+
+
+def unescaped(text: str) -> str:
+    """A page whose code in tables has plain bars: unlike GitHub, Python-Markdown shows a backslash before them."""
+
+    def plain(line: str) -> str:
+        return CELL_CODE.sub(lambda m: m[0].replace("\\|", "|"), line) if line.startswith("|") else line
+
+    return "".join(map(plain, text.splitlines(keepends=True)))
 
 
 def stage(folder: Path) -> list[str]:
@@ -161,7 +218,7 @@ def stage(folder: Path) -> list[str]:
             text = f"# Licence\n\n```text\n{text.rstrip()}\n```\n"
         boost = next((factor for start, factor in BOOSTS.items() if place.startswith(start)), 1)
         head = f"---\nsearch: {{boost: {boost}}}\n---\n" if boost != 1 else ""
-        target.write_text(head + relinked(NOT_MARKS.sub("", text), path, sites), encoding="utf-8")
+        target.write_text(head + relinked(unescaped(NOT_MARKS.sub("", text)), path, sites), encoding="utf-8")
         pages.append(place)
     return pages
 
@@ -176,7 +233,10 @@ def build(out: Path, work: Path) -> list[str]:
     pages = stage(work / "pages")
     given = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     given |= {"docs_dir": "pages", "site_dir": str(out.resolve()), "nav": navigation(given["nav"], pages)}
-    return run_mkdocs(given, work)
+    warnings = run_mkdocs(given, work)
+    text = llms(given["nav"], work / "pages", given["site_name"], given["site_description"])
+    (out / "llms.txt").write_text(text.replace("/README.html", "/index.html"), encoding="utf-8")
+    return warnings
 
 
 def run_mkdocs(config: dict[str, Any], work: Path) -> list[str]:

@@ -48,6 +48,31 @@ def test_every_step_has_its_page(name: str) -> None:
     assert f"({name}.md)" in (ROOT / "docs" / "post" / "README.md").read_text()
 
 
+LONGEST_PAGE, LONGEST_OVERVIEW = 400, 600
+"""Words of prose of the page of a method or a step, and of the overviews: without tables, formulas and code."""
+
+
+def prose_words(page: str) -> int:
+    """Words of a page outside generated parts, code, tables and formulas."""
+    text = re.sub(r"<!-- generated.*?<!-- end generated -->|^ *```.*?^ *```", "", page, flags=re.DOTALL | re.MULTILINE)
+    return len(re.sub(r"^(?:    |\|).*$", "", text, flags=re.MULTILINE).split())
+
+
+@pytest.mark.parametrize("folder", ["methods", "post"])
+def test_pages_of_methods_are_short(folder: str) -> None:
+    long = {}
+    for page in (ROOT / "docs" / folder).glob("*.md"):
+        found = prose_words(page.read_text())
+        if found > (LONGEST_OVERVIEW if page.stem == "README" else LONGEST_PAGE):
+            long[page.name] = found
+    assert not long
+
+
+def test_words_of_prose_are_counted_without_code_tables_and_formulas() -> None:
+    page = "# A b\n\n    x = y\n\n| a |\n<!-- generated: x -->\na b\n<!-- end generated -->\n```python\nz = 1\n```\nc\n"
+    assert prose_words(page) == 4
+
+
 def test_no_page_is_left_of_a_method_that_is_gone() -> None:
     listed = {p.stem for p in (ROOT / "docs" / "methods").glob("*.md")} - {"README"}
     assert listed == {m.name for m in all_methods()}

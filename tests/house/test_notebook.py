@@ -51,6 +51,18 @@ def test_it_fits_on_screens_and_names_no_machine() -> None:
     assert all(len(line) < 200 for cell in STORED.cells for line in cell.source.splitlines())
 
 
+def test_the_first_cell_installs_actmat_only_where_it_is_missing(tmp_path: Path) -> None:
+    """As on Colab; pip is replaced, and actmat is hidden by its name."""
+    first = next(c for c in STORED.cells if c.cell_type == "code")
+    assert first.source.startswith('import importlib.util\n\nif importlib.util.find_spec("actmat") is None:\n    %pip ')
+    heard = (
+        "from IPython.core.magic import register_line_magic as magic\n@magic\ndef pip(line):\n    print('pip', line)"
+    )
+    cells = [nbformat.v4.new_code_cell(s) for s in (heard, first.source, first.source.replace('"actmat"', '"missing"'))]
+    done = run(nbformat.v4.new_notebook(cells=cells), tmp_path)
+    assert [[o.text for o in c.outputs] for c in done.cells] == [[], [], ['pip install --quiet "actmat[demo]"\n']]
+
+
 def test_a_failing_cell_is_an_error(tmp_path: Path) -> None:
     made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("assert 1 == 2")])
     with pytest.raises(CellExecutionError, match="AssertionError"):

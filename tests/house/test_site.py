@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
-from docs.site import DOCS, ROOT, build, navigation, notebook_page, places, relinked, run_mkdocs
+from docs.site import DOCS, ROOT, build, llms, navigation, notebook_page, places, relinked, run_mkdocs, unescaped
 
 from actmat.methods import all_methods
 
@@ -62,6 +63,7 @@ def test_tasks_come_before_research_in_searches(site: tuple[Path, list[str]]) ->
     found = json.loads((site[0] / "search" / "search_index.json").read_text())["docs"]
     boosts = {entry["location"]: entry.get("boost", 1) for entry in found}
     assert boosts["cookbook.html#merge-a-lora-into-its-base"] > 1 > boosts["tune-results.html"]
+    assert boosts["bake.html"] > boosts["cookbook.html"], "it is the top hit: tried in Chromium"
     assert "search:" not in (site[0] / "cookbook.html").read_text().split("<article")[1][:500]
 
 
@@ -107,6 +109,58 @@ def test_a_folder_stands_for_its_pages_that_are_not_named() -> None:
         {"Methods": ["m/README.md", "m/a.md", "m/b.md"]},
         {"M": "m/special.md"},
     ]
+
+
+def test_a_page_that_may_be_missing_is_named_with_dots() -> None:
+    nav = [{"Results": ["results.md", {"...": "semantics.md"}, {"...": "tune-results.md"}]}, {"More": [{"...": ""}]}]
+    pages = ["results.md", "semantics.md", "other.md"]
+    assert navigation(nav, pages) == [{"Results": ["results.md", "semantics.md"]}, {"More": ["other.md"]}]
+
+
+def test_the_navigation_has_two_parts_and_results_name_their_pages(site: tuple[Path, list[str]]) -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert [title for part in nav for title in part] == ["Guide", "Results"]
+    listed = (DOCS / "results.md").read_text()
+    for entry in nav[1]["Results"][1:]:
+        target = next(iter(entry.values())) if isinstance(entry, dict) else entry
+        page = target[0] if isinstance(target, list) else target
+        if (site[0] / page).with_suffix(".html").is_file() or page.endswith("README.md"):
+            assert page.replace("project/benchmarks.md", "../benchmarks/README.md") in listed, page
+
+
+def test_llms_txt_lists_every_page_with_a_sentence(site: tuple[Path, list[str]]) -> None:
+    text = (site[0] / "llms.txt").read_text()
+    assert text.startswith("# actmat\n\n> ")
+    links = re.findall(r"^- \[[^\]]+\]\(([^)]+)\)", text, re.MULTILINE)
+    assert len(links) == len(set(links))
+    assert {link for link in links if not (site[0] / link).is_file()} == set()
+    built = {str(p.relative_to(site[0])) for p in site[0].rglob("*.html")} - {"404.html"}
+    assert set(links) == built
+    assert "- [Which method?](choosing.html): " in text
+    assert "\n\n\n" not in text
+
+
+def test_first_sentences_are_of_paragraphs(tmp_path: Path) -> None:
+    page = "---\nsearch: {boost: 5}\n---\n# Title `x`\n\n* a list\n  that goes on\n\n[A link](a.md) is\nplain. More.\n"
+    (tmp_path / "p.md").write_text(page)
+    (tmp_path / "q.md").write_text("# Other\n\n| a |\n|---|\n")
+    nav = [{"Guide": ["p.md", {"Deep": [{"Named": "q.md"}]}, {"Only": [{"Deeper": ["q.md"]}]}]}]
+    assert llms(nav, tmp_path, "x", "y") == (
+        "# x\n\n> y\n\n## Guide\n\n- [Title `x`](p.html): A link is plain\n\n## Guide: Deep\n\n- [Named](q.html)\n"
+        "\n## Guide: Only: Deeper\n\n- [Other](q.html)\n"
+    )
+
+
+def test_schemas_are_on_the_site(site: tuple[Path, list[str]]) -> None:
+    for path in (DOCS / "schemas").iterdir():
+        assert (site[0] / "schemas" / path.name).read_bytes() == path.read_bytes()
+    assert not (site[0] / "paper.json").exists()
+
+
+def test_code_in_tables_has_plain_bars_and_numbers_have_no_marks(site: tuple[Path, list[str]]) -> None:
+    assert unescaped("| `a \\| b` \\| c |\n`d \\| e`\n") == "| `a | b` \\| c |\n`d \\| e`\n"
+    assert "<code>float | None</code>" in (site[0] / "methods" / "actmat.html").read_text()
+    assert "<!-- n:" not in "".join(p.read_text() for p in site[0].rglob("*.html"))
 
 
 def test_cells_of_a_notebook() -> None:

@@ -1,0 +1,189 @@
+"""The public surface is the recorded one; schemas describe real files; files of earlier versions are still read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from docs.published import FILES, SURFACE, WRITTEN, _call, published, signature, surface
+from jsonschema import Draft202012Validator
+from tests.helpers.docs_fixture import write_models
+from tests.helpers.repository import ROOT
+
+import actmat
+from actmat.diagnostics import read_diagnosis
+from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError
+from actmat.planning import MergePlan
+from actmat.recipe import Recipe, make_recipe
+from actmat.recipe.load import load_recipe
+from actmat.report.manifest import read_manifest
+
+EARLIER = ROOT / "tests" / "data" / "earlier"
+"""Written by the version before outputs had kinds: fields of the output stood at the top of a recipe."""
+SHORT_FORMS = """
+base: base
+experts: [experts/math, {path: experts/code, name: code, weight: 1e-1, stacks: "e_i_o, rank_major"}]
+method: dare_ties
+options: {density: [{match: "*.mlp.*", value: [0, 1]}, {value: 0.5}]}
+scale: {gradient: [0, 0.5]}
+rules: [{match: "*.down_proj.weight", options: {rtol: 1e-6}}]
+post: svc:alpha=0.1
+keep: "*norm*"
+mute: AM103
+output: {vocabulary: union}
+"""
+
+
+def difference(recorded: Any, found: Any, place: str = "") -> list[str]:
+    """Places at which two surfaces differ."""
+    if isinstance(recorded, dict) and isinstance(found, dict):
+        names = sorted({*recorded, *found})
+        return [d for n in names for d in difference(recorded.get(n), found.get(n), f"{place}{n}: ")]
+    if isinstance(recorded, list) and isinstance(found, list):
+        gone, new = ([x for x in a if x not in b] for a, b in ((recorded, found), (found, recorded)))
+        return [f"{place}{word} {x}" for word, some in (("gone", gone), ("new", new)) for x in some]
+    return [] if recorded == found else [f"{place}recorded {recorded}, found {found}"]
+
+
+def invalid(kind: str, data: Any) -> list[str]:
+    """Problems of a file by its published schema."""
+    schema = json.loads(published(kind))
+    Draft202012Validator.check_schema(schema)
+    return [f"{e.json_path}: {e.message[:200]}" for e in Draft202012Validator(schema).iter_errors(data)]
+
+
+def test_the_public_surface_is_the_recorded_one() -> None:
+    found = difference(json.loads(SURFACE.read_text()), json.loads(json.dumps(surface())))
+    assert not found, (
+        "the public surface changed. A name that goes, or a signature that breaks callers, needs a deprecation "
+        "(docs/stability.md) and a line in CHANGELOG.md. Then: python -m docs.published\n" + "\n".join(found)
+    )
+
+
+def test_a_change_of_the_surface_is_seen() -> None:
+    recorded = {"python": {"merge": "(a, b)", "plan": "(a)"}, "extras": ["ray", "s3"]}
+    found = {"python": {"merge": "(a)", "tune": "(c)"}, "extras": ["gcs", "s3"]}
+    assert difference(recorded, found) == [
+        "extras: gone ray",
+        "extras: new gcs",
+        "python: merge: recorded (a, b), found (a)",
+        "python: plan: recorded (a), found None",
+        "python: tune: recorded None, found (c)",
+    ]
+    assert difference(recorded, recorded) == []
+
+
+def test_signatures_show_names_and_defaults() -> None:
+    def function(a: int, *, b: float = 1.0, progress: object = len, **rest: str) -> None: ...
+
+    assert _call(function) == "(a, *, b=1.0, progress=len, **rest)"
+    assert signature(OutputError) == "error, exit code 1"
+    assert signature(MergeError) == "error, exit code 3"
+
+
+def test_no_schema_of_another_version_is_published() -> None:
+    assert {p.name for p in (ROOT / "docs" / "schemas").iterdir()} == {p.name for p in WRITTEN}
+
+
+# Real files
+
+
+@pytest.fixture(scope="module")
+def merges(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A merged model with its report, a merged adapter and an extracted one."""
+    root = tmp_path_factory.mktemp("merges")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        write_models(root)
+        experts, adapters = ["experts/math", "experts/code"], ["adapters/math", "adapters/code"]
+        actmat.merge("base", experts, method="ties", post=["svc"], out="model", diagnose=True)
+        actmat.merge(experts=adapters, method="average", to="peft", out="adapter", diagnose=True)
+        actmat.extract("base", "experts/math", rank=4, out="extracted")
+    return root
+
+
+@pytest.mark.parametrize("out", ["model", "adapter", "extracted"])
+def test_a_manifest_and_its_recipe_follow_the_schemas(merges: Path, out: str) -> None:
+    found = read_manifest(merges / out)
+    assert invalid("manifest", found) == []
+    assert invalid("recipe", found["recipe"]) == []
+
+
+@pytest.mark.parametrize("out", ["model", "adapter"])
+def test_a_report_follows_the_schema(merges: Path, out: str) -> None:
+    found = json.loads((merges / out / "report.json").read_text())
+    assert invalid("report", found) == []
+    assert len(invalid("report", found | {"extra": 1})) == 1
+    assert len(invalid("report", {k: v for k, v in found.items() if k != "checks"})) == 1
+
+
+def test_a_plan_follows_the_schema(merges: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(merges)
+    for fields in ({"base": "base", "experts": ["experts/math", "experts/code"]}, {"experts": ["adapters/math"]}):
+        found = json.loads(json.dumps(actmat.plan(**fields).to_json()))
+        assert invalid("plan", found) == []
+        assert invalid("plan", found | {"actmat_plan": 2}) == ["$.actmat_plan: 3 was expected"]
+
+
+def test_every_form_of_a_recipe_follows_the_schema() -> None:
+    data = yaml.safe_load(SHORT_FORMS)
+    recipe = make_recipe(data)
+    assert recipe.experts[1].weight == 0.1
+    assert invalid("recipe", data) == []
+    assert invalid("recipe", json.loads(recipe.model_dump_json())) == []
+    assert len(invalid("recipe", data | {"metod": "ties"})) == 1
+    assert len(invalid("recipe", data | {"scope": "most"})) == 1
+
+
+def test_a_changed_manifest_does_not_follow_the_schema(merges: Path) -> None:
+    found = read_manifest(merges / "model")
+    assert invalid("manifest", found | {"actmat_manifest": 2}) == ["$.actmat_manifest: 1 was expected"]
+    assert invalid("manifest", found | {"experts": "math"})
+
+
+# Files of earlier versions
+
+
+def test_a_recipe_of_an_earlier_version_is_read() -> None:
+    path = EARLIER / "recipe-1.yaml"
+    recipe = load_recipe(path)
+    assert (recipe.method, recipe.options["rule"], recipe.model.files_from) == ("dare", "ties", "code")
+    assert recipe.scale == (0.5, 1.0)
+    assert invalid("recipe", yaml.safe_load(path.read_text())) == []
+
+
+@pytest.mark.parametrize("out", ["model", "adapter"])
+def test_a_manifest_of_an_earlier_version_is_read(out: str) -> None:
+    found = read_manifest(EARLIER / out)
+    assert invalid("manifest", found) == []
+    recipe = Recipe.model_validate(found["recipe"])
+    assert recipe.output is not None
+    assert recipe.output.kind == out
+    assert found["recipe"].keys() & {"files_from", "to"}, "the earlier form"
+
+
+def test_a_report_of_an_earlier_version_is_read() -> None:
+    found = read_diagnosis(EARLIER / "model")
+    assert (found.method, len(found.experts)) == ("dare", 2)
+    assert invalid("report", json.loads((EARLIER / "model" / "report.json").read_text())) == []
+
+
+def test_files_of_other_versions_are_refused_with_both_numbers(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="layout 3, found 2"):
+        MergePlan.from_json({"actmat_plan": 2})
+    shutil.copytree(EARLIER / "model", tmp_path / "model")
+    path = tmp_path / "model" / "actmat_manifest.json"
+    path.write_text(path.read_text().replace('"actmat_manifest": 1', '"actmat_manifest": 2', 1))
+    with pytest.raises(CheckpointError, match="layout 2; this version of actmat reads layout 1"):
+        read_manifest(tmp_path / "model")
+
+
+def test_the_present_version_of_every_file_has_an_earlier_one_on_record() -> None:
+    """A new version of a layout keeps a file of the version before it, and says what becomes of it."""
+    assert {kind: version for kind, (version, *_) in FILES.items()} == {
+        "recipe": 1, "plan": 3, "manifest": 1, "report": 1,
+    }, "keep a file of the earlier version in tests/data/earlier, with a test that reads it"  # fmt: skip
