@@ -73,7 +73,7 @@ def test_a_comparison_fits_80_columns(family: Family) -> None:
                   "residual rho actmat ties", "expert0", "expert1"):  # fmt: skip
         assert words in text
     assert sum("proj " in line for line in lines) <= 10
-    assert "x the experts' sum" in text
+    assert "against all experts added up" in text
 
 
 def test_a_merge_of_the_wrong_size_is_not_praised_for_its_residual(family: Family, tmp_path: Path) -> None:

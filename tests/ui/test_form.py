@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from actmat.cli.main import app
 from actmat.errors import RecipeError
-from actmat.extras.ui.form import command_of, groups_in, recipe_of, settings_of
+from actmat.extras.ui.form import command_of, groups_in, recipe_of, settings_of, tune_command
 from actmat.extras.ui.jobs import Jobs
 from actmat.extras.ui.questions import Questions
 from actmat.recipe import load_recipe, make_recipe
@@ -60,6 +60,20 @@ def parsed(command: str) -> dict[str, Any]:
         _, merge, rest = group.resolve_command(context, words[1:])
         with merge.make_context("merge", rest, parent=context) as inner:
             return {k: v for k, v in inner.params.items() if v not in (None, [], (), False)}
+
+
+def test_the_command_of_a_search_is_one_that_tune_reads() -> None:
+    recipe = make_recipe({"base": "b", "experts": ["x/math", {"path": "a b", "name": "code"}], "out": "o"})
+    words = shlex.split(tune_command(recipe))
+    group = get_command(app)
+    with group.make_context("actmat", words[1:], resilient_parsing=True) as context:
+        name, tune, rest = group.resolve_command(context, words[1:])
+        assert tune is not None
+        with tune.make_context("tune", rest, parent=context) as inner:
+            given = inner.params
+    assert (name, given["base"], given["experts"]) == ("tune", "b", ["x/math", "code=a b"])
+    assert given["data"] == ["math=math.jsonl", "code=code.jsonl"]
+    assert given["out"] == "o"
 
 
 @pytest.mark.parametrize(

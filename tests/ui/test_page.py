@@ -83,7 +83,24 @@ def test_methods_are_in_groups_with_a_recommendation_first(page: Any) -> None:
     labels = [groups.nth(i).get_attribute("label") for i in range(groups.count())]
     assert labels[:2] == ["Recommended", "Basics"]
     assert page.locator("#method option").count() == len(read_catalogue()) + 1
+    assert page.locator("#method optgroup").first.locator("option").first.get_attribute("value") == "auto"
     assert page.locator("#recipe").text_content() == ""
+
+
+def test_auto_says_what_it_takes_and_why_and_a_search_is_one_command_away(page: Any) -> None:
+    assert page.is_hidden("#why")
+    for field, value in (
+        ("#base", "base"),
+        ("[aria-label='Expert 1']", "expert0"),
+        ("[aria-label='Expert 2']", "expert1"),
+    ):
+        fill(page, field, value)
+    page.locator("#why", has_text="points over the average").wait_for()
+    assert page.text_content("#why").startswith("For these experts: ")
+    assert page.text_content("#tune").startswith("actmat tune -b base -e expert0 -e expert1 --data ")
+    page.select_option("#method", "ties")
+    page.locator("#command", has_text="-m ties").wait_for()
+    assert page.is_hidden("#why")
 
 
 def test_a_recipe_is_saved_and_opened_and_the_form_survives_a_reload(page: Any, samples: Family) -> None:

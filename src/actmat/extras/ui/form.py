@@ -99,6 +99,16 @@ def command_of(recipe: Recipe, settings: RunSettings) -> tuple[str, str]:
     return shlex.join(words), "" if is_simple else recipe_yaml(recipe)
 
 
+def tune_command(recipe: Recipe) -> str:
+    """The command of a search for method and scale among these experts; its files of inputs are for the user to name.
+
+    >>> tune_command(make_recipe({"base": "base", "experts": ["math", "code"]}))
+    'actmat tune -b base -e math -e code --data math=math.jsonl --data code=code.jsonl --out tuned'
+    """
+    data = [word for name in recipe.labels for word in ("--data", f"{name}={name}.jsonl")]
+    return shlex.join(["actmat", "tune", *_inputs(recipe), *data, "--out", recipe.out or "tuned"])
+
+
 def _are_simple(fields: Mapping[str, Any]) -> bool:
     """True if the experts and the options have nothing that flags cannot say."""
     experts = all(e.keys() <= {"path", "name", "weight"} for e in fields["experts"])
@@ -112,12 +122,16 @@ def _are_simple(fields: Mapping[str, Any]) -> bool:
     )
 
 
-def _flags(recipe: Recipe, fields: Mapping[str, Any]) -> list[str]:
+def _inputs(recipe: Recipe, *, weights: bool = False) -> list[str]:
     words = ["-b", recipe.base] if recipe.base else []
-    weights = any(e.weight != 1.0 for e in recipe.experts)
     for expert in recipe.experts:
         words += ["-e", f"{expert.name}={expert.path}" if expert.name else expert.path]
         words += ["-w", str(expert.weight)] if weights else []
+    return words
+
+
+def _flags(recipe: Recipe, fields: Mapping[str, Any]) -> list[str]:
+    words = _inputs(recipe, weights=any(e.weight != 1.0 for e in recipe.experts))
     words += ["-m", recipe.method] if "method" in fields else []
     for name, value in recipe.options.items():
         words += ["-o", f"{name}={str(value).lower() if isinstance(value, bool) else value}"]

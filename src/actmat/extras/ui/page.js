@@ -2,7 +2,7 @@
 const token = new URLSearchParams(location.search).get("token");
 const byId = (id) => document.getElementById(id);
 const form = { recipe: { base: "", experts: [], method: "auto", options: {} }, out: "", grouping: "none", scales: {}, settings: {} };
-let methods = [], asked = 0, planned = false, running = false, jobTimer = null, chosen = null, tab = "folder";
+let methods = [], recommended = [], asked = 0, planned = false, running = false, jobTimer = null, chosen = null, tab = "folder";
 
 function el(tag, fields, ...children) {
   const made = Object.assign(document.createElement(tag), fields);
@@ -61,7 +61,8 @@ function enable() {
 
 function showMissing(absent) {
   byId("status").replaceChildren(el("p", { className: "note" }, `Choose ${absent.join(" and ")}.`));
-  byId("recipe").textContent = byId("command").textContent = "";
+  for (const id of ["recipe", "command", "tune"]) byId(id).textContent = "";
+  byId("why").hidden = true;
   byId("plan").replaceChildren(el("p", { className: "note" }, "The plan appears when the inputs are chosen."));
 }
 
@@ -77,6 +78,8 @@ async function plan() {
   const answer = found.ok ? found.answer : found;
   byId("recipe").textContent = answer.yaml ?? "";
   byId("command").textContent = answer.command ?? "";
+  byId("tune").textContent = answer.tune ?? "";
+  showWhy(answer);
   if (answer.problems) {
     byId("plan").replaceChildren(el("p", { className: "note" }, "The plan appears when the inputs fit together."));
     return byId("status").replaceChildren(problems(answer));
@@ -84,7 +87,7 @@ async function plan() {
   planned = true;
   enable();
   byId("status").replaceChildren(el("p", { className: "good" }, "The inputs fit together."), el("p", {}, answer.counts),
-    el("p", {}, answer.traffic), ...answer.notes.map((n) => el("p", { className: "caveat" }, n)));
+    el("p", {}, answer.traffic), ...answer.notes.filter((n) => !n.startsWith("auto: ")).map((n) => el("p", { className: "caveat" }, n)));
   const rows = answer.rows.map((r) => el("tr", {}, el("td", {}, String(r.count)), el("td", { className: "action" }, r.action),
     el("td", {}, r.reason, ...r.patterns.map((p) => el("div", { className: "dim" }, el("code", {}, p))),
       r.more ? el("div", { className: "dim" }, `and ${r.more} more patterns`) : null)));
@@ -104,9 +107,9 @@ function showExperts() {
         if (value === "") delete expert[field]; else expert[field] = field === "weight" ? Number(value) : value;
         changed();
       } });
-    const place = input("path", { placeholder: "folder, file, hub id or URL", ariaLabel: `Expert ${i + 1}` });
+    const place = input("path", { placeholder: "folder, file, hub id or URL", id: `expert-${i + 1}`, ariaLabel: `Expert ${i + 1}` });
     return el("div", { className: "expert" },
-      el("div", {}, `Expert ${i + 1}`),
+      el("label", { htmlFor: `expert-${i + 1}` }, `Expert ${i + 1}`),
       el("div", { className: "row" }, place, el("button", { onclick: () => browse((path) => { expert.path = path; showExperts(); changed(); }) }, "Choose"),
         el("button", { ariaLabel: `Remove expert ${i + 1}`, onclick: () => { form.recipe.experts.splice(i, 1); showExperts(); changed(); } }, "Remove")),
       el("div", { className: "row" }, el("label", {}, "name ", input("name", { className: "name", placeholder: "from the path" })),
@@ -121,12 +124,26 @@ function showExperts() {
 const AUTO = { name: "auto", summary: "The method that measurements prefer for experts like these; the plan names it, with the reason.",
   equation: "", needs: { data: [], takes_weights: true }, reference: "", options: [] };
 const BASICS = ["average", "linear", "task_arithmetic", "ties", "dare", "slerp"];
+const GROUPS = ["Recommended", "Basics", "On the matrices of linear layers", "On single weights and whole tensors", "With statistics of data"];
 
 function groupOf(method) {
-  if (method.name === "auto") return "Recommended";
-  if (BASICS.includes(method.name)) return "Basics";
-  if (method.needs.data.length) return "With statistics of data";
-  return method.acts_on === "matrix" ? "On the matrices of linear layers" : "On single weights and whole tensors";
+  if (method.name === "auto") return GROUPS[0];
+  if (BASICS.includes(method.name)) return GROUPS[1];
+  if (recommended.includes(method.name)) return GROUPS[0];
+  if (method.needs.data.length) return GROUPS[4];
+  return method.acts_on === "matrix" ? GROUPS[2] : GROUPS[3];
+}
+
+function methodOption(method) {
+  const says = method.name === "auto" ? "what measurements prefer for experts like these" : method.summary.replace(/\.$/, "");
+  return el("option", { value: method.name }, `${method.name}: ${says.length > 80 ? `${says.slice(0, 79)}…` : says}`);
+}
+
+/* The method that `auto` takes, with its reason, once the plan has looked at the experts. */
+function showWhy(answer) {
+  const reason = (answer.notes ?? []).find((n) => n.startsWith("auto: "));
+  byId("why").hidden = form.recipe.method !== "auto" || !answer.method;
+  byId("why").textContent = `For these experts: ${reason ? reason.slice(6) : answer.method}.`;
 }
 
 function showMethod() {
@@ -328,8 +345,8 @@ async function loadRecipe(path) {
   if (!found.ok) return document.querySelector("main").replaceChildren(problems(found));
   methods = [AUTO, ...found.answer.methods];
   byId("version").textContent = `actmat ${found.answer.version}, in ${found.answer.cwd}`;
-  byId("method").replaceChildren(...[...new Set(methods.map(groupOf))].map((label) =>
-    el("optgroup", { label }, ...methods.filter((m) => groupOf(m) === label).map((m) => el("option", { value: m.name }, m.name)))));
+  recommended = found.answer.recommended;
+  byId("method").replaceChildren(...GROUPS.map((label) => el("optgroup", { label }, ...methods.filter((m) => groupOf(m) === label).map(methodOption))));
   Object.assign(form, JSON.parse(sessionStorage.getItem("form") ?? "{}"));
   if (!form.recipe.experts.length) form.recipe.experts.push({ path: "" }, { path: "" });
   wire();

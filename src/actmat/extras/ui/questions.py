@@ -9,13 +9,14 @@ from typing import Any
 
 from actmat.bounds import local_path
 from actmat.errors import MergeError, RecipeError, format_size
-from actmat.extras.ui.form import RECIPE_FILE, command_of, groups_in, recipe_of, settings_of
+from actmat.extras.ui.form import RECIPE_FILE, command_of, groups_in, recipe_of, settings_of, tune_command
 from actmat.extras.ui.jobs import Jobs
 from actmat.extras.ui.places import cached_models, folder_of, found_on_hub
 from actmat.planning import MergePlan
 from actmat.recipe.load import load_recipe, printable_yaml, recipe_yaml
 from actmat.report.words import action_counts, item_groups, plan_traffic
 from actmat.run import plan_recipe
+from actmat.run.automatic import TABLE
 from actmat.version import __version__
 
 Data = Mapping[str, Any]
@@ -34,7 +35,7 @@ class Questions:
         self._methods = list(methods)
         self.jobs = jobs
         self._known: dict[str, Callable[[Data], Any]] = {
-            "start": lambda data: {"methods": self._methods, "version": __version__, "cwd": str(Path.cwd())},
+            "start": lambda data: self._start(),
             "folder": lambda data: folder_of(str(data.get("path", ""))),
             "cache": lambda data: cached_models(),
             "hub": lambda data: found_on_hub(str(data["words"])),
@@ -61,6 +62,11 @@ class Questions:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             return {"ok": False, "headline": f"The page asked '{question}' wrongly: {error!r}.", "problems": []}
 
+    def _start(self) -> dict[str, Any]:
+        recommended = list(dict.fromkeys(choice.method for choice in TABLE.values()))
+        said = {"version": __version__, "cwd": str(Path.cwd())}
+        return {"methods": self._methods, "recommended": recommended, **said}
+
     def _run(self, data: Data) -> dict[str, Any]:
         if data["do"] not in ("merge", "diagnose", "compare"):
             raise RecipeError(f"There is no job {str(data['do'])[:40]!r}.")
@@ -75,6 +81,7 @@ def _plan(form: Data) -> dict[str, Any]:
     recipe, settings = recipe_of(form), settings_of(form)
     command, file = command_of(recipe, settings)
     said = {"yaml": recipe_yaml(recipe), "command": command, "file": RECIPE_FILE if file else ""}
+    said |= {"tune": tune_command(recipe)}
     try:
         plan = plan_recipe(recipe, device=settings.device)
     except MergeError as error:  # the recipe and the command are right all the same
@@ -97,6 +104,7 @@ def _shown(plan: MergePlan) -> dict[str, Any]:
         "notes": list(plan.notes),
         "output": plan.output,
         "labels": list(plan.recipe.labels),
+        "method": plan.recipe.method,
     }
 
 

@@ -67,7 +67,7 @@ def _print(found: Comparison) -> None:
     onto = f" of {found.base}" if found.base else ""
     console.print(f"{len(found.experts)} experts{escape(onto)}: {escape(names)}\n")
     _rows(["differs in", first, second], [[s.field, _short(s.first), _short(s.second)] for s in found.settings])
-    _print_sizes(found)
+    _rows(["size of the change", first, second], found.size_rows)
     _print_tensors(found)
     residuals = [[r.expert, f"{r.first:.2f}", f"{r.second:.2f}"] for r in found.residuals]
     _rows(["residual rho", first, second], residuals)
@@ -79,15 +79,6 @@ def _print(found: Comparison) -> None:
     _rows(["check", first, second], checks)
     for note in found.notes:
         console.print(f"note: {escape(note)}")
-
-
-def _print_sizes(found: Comparison) -> None:
-    """Size of each merge, where both manifests have it."""
-    from actmat.report.words import size_ratios
-
-    first, second = map(size_ratios, found.totals)
-    rows = [[f"x {what}", f"{first[what]:.3g}", f"{second[what]:.3g}"] for what in first if what in second]
-    _rows(["size", *found.names], rows)
 
 
 def _print_tensors(found: Comparison) -> None:

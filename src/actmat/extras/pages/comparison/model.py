@@ -119,11 +119,9 @@ class Comparison:
     def _repr_html_(self) -> str:
         first, second = self.names
         settings = [(s.field, s.first, s.second) for s in self.settings]
-        ratios = [size_ratios(norms) for norms in self.totals]
-        sizes = [(f"x {what}", *(f"{r[what]:.3g}" for r in ratios)) for what in ratios[0] if what in ratios[1]]
         residuals = [(r.expert, f"{r.first:.3g}", f"{r.second:.3g}") for r in self.residuals]
         checks = [(f"{c.code} {c.title}", c.first or "-", c.second or "-") for c in self.checks]
-        tables: dict[str, Sequence[Sequence[object]]] = {"differs in": settings, "size": sizes}
+        tables: dict[str, Sequence[Sequence[object]]] = {"differs in": settings, "size of the change": self.size_rows}
         tables |= {"residual": residuals, "check": checks}
         return str(html_table(repr(self), (), ())) + "".join(
             str(html_table(title, ("", first, second), rows)) for title, rows in tables.items() if rows
@@ -147,6 +145,14 @@ class Comparison:
             codes[0] if codes else found[0] if found else None for codes, found in zip(by_check, whole, strict=True)
         )
         return first, second
+
+    @property
+    def size_rows(self) -> list[list[str]]:
+        """How far each merge is from the base, in words for a table; empty where both are not on record."""
+        words = {"a mean expert": "against one expert, on average", "the experts' sum": "against all experts added up"}
+        first, second = map(size_ratios, self.totals)
+        rows = [(text, first[what], second[what]) for what, text in words.items() if what in first and what in second]
+        return [[text, f"{one:.3g} x", f"{two:.3g} x"] for text, one, two in rows]
 
     @property
     def sizes(self) -> tuple[float, float] | None:

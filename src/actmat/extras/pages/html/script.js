@@ -230,7 +230,11 @@
   menu.parentNode.classList.add("folding");
   fold(false);
   menu.addEventListener("click", () => fold(!menu.parentNode.classList.contains("open")));
-  menu.parentNode.querySelector("ul").addEventListener("click", () => fold(false));
+  menu.parentNode.querySelector("ul").addEventListener("click", (event) => {
+    fold(false);
+    const part = event.target.hash && document.querySelector(`${event.target.hash} details.long`);
+    if (part) part.open = true;
+  });
   const links = new Map([...document.querySelectorAll("nav a")].map((a) => [a.hash.slice(1), a]));
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries) {

@@ -154,7 +154,7 @@ def expert_rows(diagnosis: Diagnosis) -> list[ExpertRow]:
     rows = []
     for t, (entry, row) in enumerate(zip(diagnosis.experts, diagnosis.experts_summary, strict=True)):
         snr = [m.snr[t] for m in diagnosis.measures if m.snr is not None and m.norms[t]]
-        rounding = f"{number(min(snr))} to {number(max(snr))}" if snr else "–"
+        rounding = " to ".join(dict.fromkeys(map(number, (min(snr), max(snr))))) if snr else "–"
         still = not any(m.norms[t] for m in diagnosis.measures)
         words = ("no change", "no measured matrix differs from the base") if still else rho_words(row.residual)
         rows.append(ExpertRow(expert_class(t), entry, row, *words, rounding, still))
