@@ -236,7 +236,7 @@ def test_tables_hold_what_their_heads_name(tmp_path: Path) -> None:
     assert text[:1] + text[3:8] == ["MiniLM-L6, full", "64.0", "11.0", "11.0", "-1.0", "-1.0"], (
         "two tasks have no interval"
     )
-    assert image[3:8] == ["75.0", "0.0", "0.0", "+10.0 ±0.0", "+10.0"]
+    assert image[3:8] == ["75.0", "0.0", "0.0", "+10.0", "+10.0"]
     assert whole[:2] == ["all", "3"]
     ways = TABLES["statistics"][1](every)[0]
     assert ways[:2] == ["MiniLM-L6, full", "2"]

@@ -1,0 +1,1 @@
+"""The data of the suites, made again from public originals."""
