@@ -148,7 +148,7 @@ class Comparison:
 
     @property
     def size_rows(self) -> list[list[str]]:
-        """How far each merge is from the base, in words for a table; empty where both are not on record."""
+        """Distance of each merge from the base, in words for a table; empty where both are not on record."""
         words = {"a mean expert": "against one expert, on average", "the experts' sum": "against all experts added up"}
         first, second = map(size_ratios, self.totals)
         rows = [(text, first[what], second[what]) for what, text in words.items() if what in first and what in second]
