@@ -141,7 +141,8 @@ def _models(
         base = merged.base
         loaded = merged.load(model_class=model_class, dtype=dtype, device=device)
         del merged
-        yield str(MergeChoice(recipe.method, recipe.options)), loaded
+        where = "" if recipe.space == "full" else f" --space {recipe.space}"
+        yield str(MergeChoice(recipe.method, recipe.options)) + where, loaded
         del loaded
     if question.compare:
         yield "base", load_model(base, model_class=model_class, dtype=dtype, device=device)
