@@ -6,7 +6,7 @@ The lists are data beside the code that reads a config; tests hold them against 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from actmat.checkpoints.folder import shown
@@ -45,9 +45,9 @@ class Keys:
     def but(self, *obeyed: str) -> Keys:
         """The same lists with these keys obeyed."""
         irrelevant, refused = (
-            {k: why for k, why in of.items() if k not in obeyed} for of in (self.irrelevant, self.refused)
+            {k: w for k, w in of.items() if k not in obeyed} for of in (self.irrelevant, self.refused)
         )
-        return Keys((*self.obeyed, *obeyed), irrelevant, refused, self.inside, self.values)
+        return replace(self, obeyed=(*self.obeyed, *obeyed), irrelevant=irrelevant, refused=refused)
 
     def sort(self, fields: Mapping[str, Any]) -> Sorted:
         """The refused and the unknown keys that are set: neither null, false, zero nor empty.

@@ -119,12 +119,11 @@ def _by_prefix(specs: Mapping[str, TensorSpec], names: list[str], tried: int = 8
     best: dict[str, Located] = {}
     added = {s.removesuffix(n) for n in names[:tried] for s in specs if s.endswith("." + n)}
     taken = {n[: n.index(".") + 1] for n in names if "." in n}
-    pairs: list[tuple[tuple[str, str], ...]] = [
-        pair for prefix in sorted(added | taken) for pair in ((("", prefix),), ((prefix, ""),))
-    ]
-    pairs += [p for known in MULTIMODAL for p in (known, tuple((new, old) for old, new in known))]
-    for pair in pairs:
-        renamed = {n: begun_otherwise(n, pair) for n in names}
+    renamings: list[Sequence[tuple[str, str]]] = []
+    renamings += [[pair] for prefix in sorted(added | taken) for pair in (("", prefix), (prefix, ""))]
+    renamings += [pairs for known in MULTIMODAL for pairs in (known, [(new, old) for old, new in known])]
+    for pairs in renamings:
+        renamed = {n: begun_otherwise(n, pairs) for n in names}
         found = {n: _whole(specs[r]) for n, r in renamed.items() if r in specs}
         if len(found) > len(best):
             best = found

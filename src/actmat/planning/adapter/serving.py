@@ -17,6 +17,7 @@ from typing import Any
 
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.open import PAIR_LIST
+from actmat.methods import get_method
 from actmat.planning.item import Item
 from actmat.recipe import Recipe
 
@@ -43,6 +44,7 @@ def plan_notes(
             f"{len(dense)} modules are merged on dense deltas and cut to rank {max(m.pair.rank for m in dense)}: "
             "'relative_error' in the records tells what that leaves out"
         )
+    notes += _stack_notes(modules)
     widths = {m.pair.rank for m in modules}
     if recipe.adapter.ranks == "uniform" and widths and any(m.pair.rank > m.pair.exact_rank for m in modules):
         notes.append(f"all modules are written with rank {max(widths)}, padded with zeros; 'ranks: pattern' avoids it")
@@ -56,6 +58,20 @@ def plan_notes(
     elif config is not None:
         notes += serving_notes(config, modules)
     return notes
+
+
+def _stack_notes(modules: Sequence[Item]) -> list[str]:
+    """Methods that look at a tensor as a whole, and do so at a whole stack of experts."""
+    stacks: dict[str, list[str]] = {}
+    for item in modules:
+        whole = item.call is not None and get_method(item.call.method).acts_on == "tensor"
+        if len(item.shape) == 3 and whole and item.call is not None and item.call.options.get("trim") != "global":
+            stacks.setdefault(item.call.method, []).append(item.name)
+    return [
+        f"{method} acts on whole tensors: here on stacks with all their experts ({len(names)}, such as '{names[0]}'), "
+        "as on those of a checkpoint that stores stacks; where a checkpoint stores single experts, on each of them"
+        for method, names in stacks.items()
+    ]
 
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
