@@ -54,6 +54,7 @@ class RayChaos:
 
     def __init__(self, root: Path) -> None:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray listens on 127.0.0.1 only
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "200")  # a busy machine is no defect
         from ray.cluster_utils import Cluster
 
         self.root = root

@@ -15,7 +15,7 @@ from tests.tune.conftest import TEXTS
 import actmat
 from actmat.checkpoints.writing.lock import OutputLock
 from actmat.errors import OutputError
-from actmat.extras.tune import merges, report
+from actmat.extras.tune import merges, report, tuning
 from actmat.extras.tune.report import TuneReport
 from actmat.extras.tune.tuning import LOCK
 
@@ -73,6 +73,23 @@ def test_a_search_that_is_killed_after_its_last_merge_is_ended(
     assert json.loads((work / "tune.json").read_text())["chosen"] == json.loads(json.dumps(found.chosen.to_json()))
     with pytest.raises(OutputError, match="best"):
         tuned(family, out)
+
+
+def test_a_search_that_is_killed_while_it_removes_its_merges_is_ended(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove_in_part(folder: Path, **fields: Any) -> None:
+        for path in [p for p in Path(folder).rglob("*") if p.is_file()][1:]:
+            path.unlink()
+        raise Killed
+
+    monkeypatch.setattr(tuning.shutil, "rmtree", remove_in_part)
+    with pytest.raises(Killed):
+        tuned(family, tmp_path / "best")
+    monkeypatch.undo()
+    tuned(family, tmp_path / "best")
+    names = sorted(p.name for p in (tmp_path / "best.tune").iterdir())
+    assert names == ["recipe.yaml", "trials.jsonl", "tune.html", "tune.json"]
 
 
 def test_a_recipe_beside_another_output_does_not_make_it_ours(family: Path, tmp_path: Path) -> None:
