@@ -54,9 +54,10 @@ class RayChaos:
 
     def __init__(self, root: Path) -> None:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray listens on 127.0.0.1 only
-        os.environ.setdefault("RAY_raylet_start_wait_time_s", "200")  # a busy machine is no defect
+        from ray._private import services
         from ray.cluster_utils import Cluster
 
+        services.get_node = _patient(services.get_node)
         self.root = root
         make_inputs(root)
         before = signal.getsignal(signal.SIGTERM)
@@ -139,6 +140,22 @@ class RayChaos:
             self.second = self.cluster.add_node(**NODE)
         shutil.rmtree(out, ignore_errors=True)
         return faults, [f"{LABEL}, {kind}: {p}" for p in problems]
+
+
+def _patient(request: Callable[..., Any]) -> Callable[..., Any]:
+    """A request for a node that is starting, which Ray gives up after 30 seconds: a busy machine is no defect."""
+
+    def asked(*arguments: Any) -> Any:
+        deadline = time.monotonic() + LONGEST
+        while True:
+            try:
+                return request(*arguments)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+
+    return asked
 
 
 def _wait(is_due: Callable[[], bool], driver: subprocess.Popen[str]) -> bool:
