@@ -32,6 +32,11 @@ KINDS = ("worker", "node", "driver")
 """What is killed."""
 TENSORS, WIDTH = 60, 256
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "memory": 4 << 30}
+ENVIRONMENT = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on 127.0.0.1 only
+    "RAY_raylet_start_wait_time_s": "300",  # a busy machine is no defect
+    "RAY_agent_register_timeout_ms": "300000",
+}
 LONGEST = 300.0
 """Seconds of one merge."""
 DRIVER = [sys.executable, "-c", "from actmat.cli.main import main; main()"]
@@ -53,7 +58,8 @@ class RayChaos:
     """A cluster of two nodes on this machine, and the files of an undisturbed merge."""
 
     def __init__(self, root: Path) -> None:
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray listens on 127.0.0.1 only
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         from ray._private import services
         from ray.cluster_utils import Cluster
 
