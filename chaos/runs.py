@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from actmat.settings import RunSettings
 from chaos.faults import ERRORS, READS, RECEIVES, SENDS, WRITES, Fault, install

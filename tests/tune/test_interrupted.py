@@ -15,7 +15,7 @@ from tests.tune.conftest import TEXTS
 import actmat
 from actmat.checkpoints.writing.lock import OutputLock
 from actmat.errors import OutputError
-from actmat.extras.tune import merges, report, tuning
+from actmat.extras.tune import merges
 from actmat.extras.tune.report import TuneReport
 from actmat.extras.tune.tuning import LOCK
 
@@ -42,7 +42,8 @@ def test_a_full_disk_is_no_reason_against_a_method(
     family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Left out, the method would lose to a worse one, and the output would be another than without the fault."""
-    real = merges.run_recipes
+    module: Any = merges
+    real = module.run_recipes
 
     def full(recipes: Any, settings: Any) -> Any:
         if any(r.method == "ties" for r in recipes):
@@ -83,7 +84,7 @@ def test_a_search_that_is_killed_while_it_removes_its_merges_is_ended(
             path.unlink()
         raise Killed
 
-    monkeypatch.setattr(tuning.shutil, "rmtree", remove_in_part)
+    monkeypatch.setattr("actmat.extras.tune.tuning.shutil.rmtree", remove_in_part)
     with pytest.raises(Killed):
         tuned(family, tmp_path / "best")
     monkeypatch.undo()
@@ -117,7 +118,7 @@ def test_statistics_that_were_copied_in_part_are_copied_again(
             os.truncate(file, file.stat().st_size // 2)
         raise Killed
 
-    monkeypatch.setattr(report.shutil, "copytree", in_part)
+    monkeypatch.setattr("actmat.extras.tune.report.shutil.copytree", in_part)
     with pytest.raises(Killed):
         tuned(family, out, space=space)
     monkeypatch.undo()
