@@ -107,10 +107,14 @@ class RayChaos:
             return 0
 
     def workers(self) -> list[int]:
-        """Processes of the cluster that merge; each is a child of a node's daemon, which is a child of this process."""
+        """Processes of the cluster that merge; each is a child of a node's daemon, which is a child of this process.
+
+        Not the agents of a daemon, which ends with them.
+        """
         daemons = set(_children(os.getpid()))
         found = (p for d in daemons for p in _children(d))
-        return sorted(p for p in found if _title(p).startswith("ray::") and "IDLE" not in _title(p))
+        titles = {p: _title(p) for p in found}
+        return sorted(p for p, t in titles.items() if t.startswith("ray::") and "IDLE" not in t and "Agent" not in t)
 
     def strike(self, kind: str, driver: subprocess.Popen[str], rng: random.Random) -> None:
         """Kill one of a kind."""
