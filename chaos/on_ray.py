@@ -32,6 +32,11 @@ KINDS = ("worker", "node", "driver")
 """What is killed."""
 TENSORS, WIDTH = 60, 256
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "memory": 4 << 30}
+ENVIRONMENT = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on 127.0.0.1 only
+    "RAY_raylet_start_wait_time_s": "300",  # a busy machine is no defect
+    "RAY_agent_register_timeout_ms": "300000",
+}
 LONGEST = 300.0
 """Seconds of one merge."""
 DRIVER = [sys.executable, "-c", "from actmat.cli.main import main; main()"]
@@ -53,9 +58,12 @@ class RayChaos:
     """A cluster of two nodes on this machine, and the files of an undisturbed merge."""
 
     def __init__(self, root: Path) -> None:
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray listens on 127.0.0.1 only
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        from ray._private import services
         from ray.cluster_utils import Cluster
 
+        services.get_node = _patient(services.get_node)
         self.root = root
         make_inputs(root)
         before = signal.getsignal(signal.SIGTERM)
@@ -99,10 +107,14 @@ class RayChaos:
             return 0
 
     def workers(self) -> list[int]:
-        """Processes of the cluster that merge; each is a child of a node's daemon, which is a child of this process."""
+        """Processes of the cluster that merge; each is a child of a node's daemon, which is a child of this process.
+
+        Not the agents of a daemon, which ends with them.
+        """
         daemons = set(_children(os.getpid()))
         found = (p for d in daemons for p in _children(d))
-        return sorted(p for p in found if _title(p).startswith("ray::") and "IDLE" not in _title(p))
+        titles = {p: _title(p) for p in found}
+        return sorted(p for p, t in titles.items() if t.startswith("ray::") and "IDLE" not in t and "Agent" not in t)
 
     def strike(self, kind: str, driver: subprocess.Popen[str], rng: random.Random) -> None:
         """Kill one of a kind."""
@@ -138,6 +150,22 @@ class RayChaos:
             self.second = self.cluster.add_node(**NODE)
         shutil.rmtree(out, ignore_errors=True)
         return faults, [f"{LABEL}, {kind}: {p}" for p in problems]
+
+
+def _patient(request: Callable[..., Any]) -> Callable[..., Any]:
+    """A request for a node that is starting, which Ray gives up after 30 seconds: a busy machine is no defect."""
+
+    def asked(*arguments: Any) -> Any:
+        deadline = time.monotonic() + LONGEST
+        while True:
+            try:
+                return request(*arguments)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+
+    return asked
 
 
 def _wait(is_due: Callable[[], bool], driver: subprocess.Popen[str]) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from actmat.settings import RunSettings
 from chaos.faults import ERRORS, READS, RECEIVES, SENDS, WRITES, Fault, install
@@ -150,6 +150,8 @@ class Chaos:
             made = self.found(SORTS[label], place)
             differing = sorted(n for n in made | self.expected[label] if made.get(n) != self.expected[label].get(n))
             problems.append(f"other bytes in the end: {', '.join(differing)}")
+        elif wrong := self.half_finished(SORTS[label], place):  # of a push, the earlier commits
+            problems.append(f"there are files with other bytes: {sorted(wrong)}")
         if untouched(self.root) != self.inputs:
             problems.append("an input is changed")
         if left := leftovers(place):

@@ -87,7 +87,8 @@ class _Network:
 
 class _Stream:
     def __init__(self, network: _Network) -> None:
-        self.network, self.pieces, self.began = network, iter(()), 0.0
+        self.network, self.began = network, 0.0
+        self.pieces: Iterator[tuple[float, bytes]] = iter(())
         self.request = b""
 
     def write(self, data: bytes, timeout: float | None = None) -> None:
@@ -167,7 +168,7 @@ def _case(rng: random.Random) -> Files:
 def _network() -> _Network:
     """The network of this process, in place of the real one."""
     clock: Any = _Clock()
-    retry.time = clock
+    vars(retry)["time"] = clock
     source.PARALLEL_REQUESTS = 1  # one clock, and the same requests in every run
     pool: Any = get_session()._transport._pool  # type: ignore[attr-defined]
     core = sys.modules[type(pool).__module__.partition(".")[0]]

@@ -32,6 +32,26 @@ def test_a_few_runs(tmp_path: Path) -> None:
     assert "7 runs, 0 problems" in done.stdout
 
 
+def test_a_few_pushes(tmp_path: Path) -> None:
+    done = chaos("--runs", "2", "--sort", "push", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 runs, 0 problems" in done.stdout
+
+
+def test_a_search(tmp_path: Path) -> None:
+    done = chaos("--runs", "1", "--sort", "tune", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 runs, 0 problems" in done.stdout
+
+
+@pytest.mark.slow  # starts a cluster of two nodes, and workers for every run
+def test_a_few_merges_on_ray(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    done = chaos("--ray", "--runs", "3", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 runs on Ray, 0 problems" in done.stdout
+
+
 @pytest.mark.parametrize("count", [1, 6, 9, 10, 18])
 def test_every_sort_meets_every_kind_of_fault(count: int) -> None:
     sorts = [f"sort {i}" for i in range(count)]
@@ -58,6 +78,28 @@ def leaving_a_file(stage):
 
 Staging._read_journal = leaving_a_file
 """
+
+
+HALF_A_COMMIT = """
+from tests.helpers.hub_uploads import Uploads
+
+commit, count = Uploads._commit, 0
+
+def in_halves(self, hub, repo, lines):
+    global count
+    count += 1
+    if count == 2:  # the first is the reference
+        commit(self, hub, repo, lines[: len(lines) // 2])
+    return commit(self, hub, repo, [lines[0] | {"value": {}}, *lines[1:]])
+
+Uploads._commit = in_halves
+"""
+
+
+def test_half_a_commit_is_found(tmp_path: Path) -> None:
+    done = chaos("--runs", "1", "--seed", "3", "--sort", "push", startup=HALF_A_COMMIT, folder=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "other bytes" in done.stdout
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tests.tune.conftest import TEXTS
 import actmat
 from actmat.checkpoints.writing.lock import OutputLock
 from actmat.errors import OutputError
-from actmat.extras.tune import merges, report
+from actmat.extras.tune import merges
 from actmat.extras.tune.report import TuneReport
 from actmat.extras.tune.tuning import LOCK
 
@@ -42,7 +42,8 @@ def test_a_full_disk_is_no_reason_against_a_method(
     family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Left out, the method would lose to a worse one, and the output would be another than without the fault."""
-    real = merges.run_recipes
+    module: Any = merges
+    real = module.run_recipes
 
     def full(recipes: Any, settings: Any) -> Any:
         if any(r.method == "ties" for r in recipes):
@@ -75,6 +76,23 @@ def test_a_search_that_is_killed_after_its_last_merge_is_ended(
         tuned(family, out)
 
 
+def test_a_search_that_is_killed_while_it_removes_its_merges_is_ended(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove_in_part(folder: Path, **fields: Any) -> None:
+        for path in [p for p in Path(folder).rglob("*") if p.is_file()][1:]:
+            path.unlink()
+        raise Killed
+
+    monkeypatch.setattr("actmat.extras.tune.tuning.shutil.rmtree", remove_in_part)
+    with pytest.raises(Killed):
+        tuned(family, tmp_path / "best")
+    monkeypatch.undo()
+    tuned(family, tmp_path / "best")
+    names = sorted(p.name for p in (tmp_path / "best.tune").iterdir())
+    assert names == ["recipe.yaml", "trials.jsonl", "tune.html", "tune.json"]
+
+
 def test_a_recipe_beside_another_output_does_not_make_it_ours(family: Path, tmp_path: Path) -> None:
     out, work = tmp_path / "best", tmp_path / "best.tune"
     tuned(family, out)
@@ -100,7 +118,7 @@ def test_statistics_that_were_copied_in_part_are_copied_again(
             os.truncate(file, file.stat().st_size // 2)
         raise Killed
 
-    monkeypatch.setattr(report.shutil, "copytree", in_part)
+    monkeypatch.setattr("actmat.extras.tune.report.shutil.copytree", in_part)
     with pytest.raises(Killed):
         tuned(family, out, space=space)
     monkeypatch.undo()

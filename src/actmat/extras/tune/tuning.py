@@ -290,6 +290,16 @@ def _work_folder(out: Path, run: RunSettings) -> Iterator[Path]:
         lock.release()
 
 
+def _remove_made(work: Path) -> None:
+    """Remove the folders of a search; each is renamed first, so that a kill leaves no half of a merge to be used."""
+    for name in MADE:
+        aside = work / f".removed-{name}"
+        for folder in (aside, work / name):
+            if folder.exists():
+                folder.rename(aside)
+                shutil.rmtree(aside)
+
+
 class _Search:
     """The steps of one search."""
 
@@ -354,9 +364,8 @@ class _Search:
         )
         with disk_errors(self.work):
             write_tune(report, self.work / PAGE)
-            for folder in (self.work / name for name in (() if self.settings.keep else MADE)):
-                if folder.exists():
-                    shutil.rmtree(folder)
+            if not self.settings.keep:
+                _remove_made(self.work)
             report.save(self.work)  # last: then the search is complete, and is not given again
         return report
 
