@@ -27,8 +27,8 @@ def export(
 
     actmat export MERGED --to dcp --out DIR
 
-    DIR is what torch.distributed.checkpoint.load reads, with any number of
-    processes. One tensor is in memory at a time.
+    torch.distributed.checkpoint.load reads DIR, with any number of processes.
+    One tensor is in memory at a time.
     """
     if to != "dcp":
         raise typer.BadParameter(f"expected --to dcp, found --to {to}")
