@@ -300,7 +300,10 @@ def exit_codes(command: str) -> str:
 
 def schemas(_: str) -> str:
     """Version of every layout of JSON."""
-    return table(["layout", "version"], [[f"`actmat.{name}`", str(v)] for name, v in LAYOUTS.items()])
+    by_version: dict[int, list[str]] = {}
+    for name, version in LAYOUTS.items():
+        by_version.setdefault(version, []).append(f"`actmat.{name}`")
+    return table(["version", "layouts"], [[str(v), ", ".join(names)] for v, names in sorted(by_version.items())])
 
 
 # Recipes and layouts

@@ -29,9 +29,9 @@ def extract(
     actmat extract --base BASE --model MODEL --rank 64 --out ADAPTER
     actmat extract --base BASE --model MODEL --energy 0.99 --out ADAPTER
 
-    It is a merge of one expert, which verify, diagnose and inspect know; the
-    error of every layer is in actmat_manifest.json. PEFT loads the adapter.
-    Interrupted, the same command goes on.
+    The error of every layer is in actmat_manifest.json. PEFT loads the adapter;
+    verify, diagnose and inspect read it like any merge. The same command
+    continues an interrupted extraction.
     """
     from actmat.api import run_recipes
     from actmat.api.extracting import extract_recipe, report_of

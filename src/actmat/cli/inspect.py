@@ -53,10 +53,9 @@ def inspect(
     actmat inspect --history merges --made model.safetensors     (which made it?)
     actmat inspect --history merges/old merges/new               (what changed?)
 
-    With --serve --quiet only the command of vLLM is printed, or the reason why
-    vLLM cannot serve the model, with exit code 1. Earlier merges are found by
-    the manifests that they left; experts and files by the hashes of their
-    content, wherever they lie now.
+    With --serve --quiet, only the command of vLLM is printed; if vLLM cannot
+    serve the model, the reason, with exit code 1. Earlier merges are found by
+    their manifests, experts and files by the hashes of their content.
     """
     if history or contains is not None or made is not None:
         if not history or serve:

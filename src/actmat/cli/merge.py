@@ -99,10 +99,10 @@ def merge(
     Several --method, or several values of an --option, give one output each,
     below OUT. An output is a directory that from_pretrained loads. It appears
     when it is complete; the same command continues an interrupted merge.
-    With --part 3/16, it is made in parts by as many processes, on machines that
-    share its folder; 'actmat merge --finish OUT' completes it.
-    With --tune-scale math=math.jsonl --tune-scale code=code.jsonl, the scale is
-    the one at which the merged model answers most as the experts do ('actmat
+    --part 3/16 merges one of 16 parts, on this or another machine with the same
+    folder; 'actmat merge --finish OUT' completes the output.
+    --tune-scale math=math.jsonl --tune-scale code=code.jsonl chooses the scale
+    at which the merged model's answers are nearest to the experts' ('actmat
     tune' searches methods, too).
     """
     if how.finish is not None:

@@ -35,11 +35,11 @@ def plan(
     actmat plan -b BASE -e EXPERT1 -e EXPERT2
     actmat plan mergekit.yml --as-recipe > recipe.yaml
 
-    Prints for groups of tensors what happens to them and why, the bytes to read
-    and write, the peak of memory and a rough time. If the inputs do not fit
+    Prints the action and the reason for groups of tensors, the bytes to read
+    and write, the peak memory and a rough time. If the inputs do not fit
     together, all problems are listed and the exit code is 1. --part 3/16 shows
-    what that part would do. With --as-recipe no model is opened: a field of
-    another tool that has no counterpart is an error which lists all of them.
+    the plan of that part. --as-recipe opens no model; fields of mergekit
+    without a counterpart are an error that lists all of them.
     """
     recipes = given.recipes(recipe)
     if as_recipe:

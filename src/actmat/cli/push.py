@@ -33,8 +33,8 @@ def push(
     actmat push MERGED org/name --dry-run
 
     The repository is private unless --public is given. All files appear in one
-    commit. Files that the repository has are not sent, nor what an interrupted
-    push sent: the same command goes on. Log in before: hf auth login.
+    commit. Files that the hub has already are not sent again, so the same
+    command continues an interrupted push. First log in: hf auth login.
     """
     from actmat.api.pushing import push as send
     from actmat.cli.screen import hub_bars, print_result

@@ -25,9 +25,12 @@ def verify(
 ) -> None:
     """Hash every tensor and file of a merged model, and its inputs, and compare with actmat_manifest.json.
 
-    All differences are listed, and what could not be checked or found. With --against, every tensor is also compared
-    with the base plus the adapter's delta, computed again: to the bit, or within a unit of the last place, and the
-    part of the delta that was lost in rounding.
+    actmat verify MERGED
+    actmat verify MERGED --against ADAPTER
+
+    Lists all differences, and content that could not be checked. --against
+    adds the adapter to the base again, compares every tensor with the merged
+    model, and says how much of the delta was lost in rounding.
     """
     from actmat.cli.screen import console, escape, print_result
     from actmat.report.verify import verify as check

@@ -22,10 +22,10 @@ def ui(
 ) -> None:
     """Open a page to choose models, see the plan as you type, merge, watch and compare.
 
-    The page is for this machine and for whoever has its address, which holds a
-    token; nothing is sent elsewhere, but for what you look up on the hub. It
-    shows the recipe and the command of everything that it does. Ctrl-C ends it; a
-    merge that is running then stops and keeps what is done.
+    Only this machine can open the page, at an address with a secret token.
+    Nothing is sent elsewhere, except your searches on the hub. The page shows
+    the recipe and the command for everything that it does. Ctrl-C ends it; a
+    running merge stops and keeps its finished tensors.
     On a remote machine: ssh -L 8000:127.0.0.1:8000 HOST actmat ui --port 8000
     """
     from actmat.cli.catalogue import read_catalogue

@@ -116,12 +116,12 @@ def collect(
     overwrite: Overwrite = False,
     shown: Annotated[flags.OutputFlags, Fields(without=("full",))],
 ) -> None:
-    """Run a model over data and store sums over the inputs of its layers, padding left out.
+    """Run a model on data and store sums over the inputs of its layers, without padding.
 
     actmat statistics collect EXPERT --data texts.jsonl --out STATS
     actmat statistics collect ADAPTER --base BASE --data images/ --out STATS
 
-    The file is bound to the model by the hashes of its weights: a merge refuses statistics of any other.
+    The file has the hashes of the model's weights: a merge refuses statistics of another model.
     """
     _one_of("--fisher-labels", measuring.fisher_labels, ("drawn", "given"))
     _one_of("--compute-dtype", measuring.compute_dtype, ("float32", "float64"))
@@ -200,7 +200,7 @@ def staged(
 
     actmat statistics staged -b BASE -e math=MATH -e code=CODE --data math=a.jsonl --data code=b.jsonl --out STATS
 
-    Writes STATS/NAME for every expert, for 'actmat merge -m regmean'. A call that was interrupted goes on.
+    Writes STATS/NAME for every expert, for 'actmat merge -m regmean'. The same command continues an interrupted one.
     """
     _one_of("--compute-dtype", staging.compute_dtype, ("float32", "float64"))
     _one_of("--dtype", loading.dtype, flags.MODEL_DTYPES)

@@ -153,12 +153,12 @@ def tune(
     actmat tune -b BASE -e math=M -e code=C
            --data math=math.jsonl --data code=code.jsonl --out BEST
 
-    Every method is merged once and tried at every scale in memory; the score is
-    how far the merged model's predictions are from each expert's own, on that
-    expert's inputs. No labels are needed. Half of the inputs are kept back to
-    say whether the winner is better than the average. BEST.tune holds the
-    recipe, all trials (tune.json) and a page (tune.html). The same command goes
-    on after an interruption.
+    Every method is merged once and tried at every scale in memory. The score is
+    the distance of the merged model's predictions from each expert's, on that
+    expert's inputs. No labels are needed. Half of the inputs are held out to
+    test whether the winner is better than the average. BEST.tune has the
+    recipe, all trials (tune.json) and a page (tune.html). The same command
+    continues an interrupted search.
     """
     from actmat.extras.tune.commands.searching import print_search, showing_search
     from actmat.extras.tune.search import parse_budget
