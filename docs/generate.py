@@ -9,7 +9,8 @@ once), `exit-codes COMMAND`, `schemas`, `settings SUITE`, `recipe MODEL`, `outpu
 `exits`, `families`, `fuzz`, `chaos`, `versions`, `demo`, `api`, `tune NAME` (measured tables of the search),
 `pretrained NAME` (of the search on pretrained models), `datafree NAME` (of merges without data), `evidence NAME` (of
 experiments on pretrained models), `small NAME` (of those at laptop size), `matrix PART` (the families that were merged
-and run), `paper` (everything that the paper numbers).
+and run), `paper` (everything that the paper numbers), `results` (pages of results), `wheel PART` (size, times and extras
+of the wheel).
 A number in a sentence stands between `<!-- n: NAME -->` and `<!-- /n -->`; `docs/quoted.py` has the names. Nothing
 outside the marks is touched.
 """
@@ -34,6 +35,7 @@ from benchmarks.evidence.small import small_table
 from benchmarks.evidence.tables import evidence_table
 from benchmarks.pretrained.tables import pretrained_table
 from benchmarks.tune.tables import tune_table
+from benchmarks.wheel import wheel_table
 from docs.digits import demo_table
 from docs.labels import paper_table
 from docs.matrix import family_table
@@ -41,6 +43,7 @@ from docs.picture import picture
 from docs.published import WRITTEN as SCHEMA_FILES
 from docs.quoted import quoted
 from docs.reference import api
+from docs.results import results_table
 from docs.searches import chaos_table, fuzz_table
 from pydantic import BaseModel
 from typer.models import ArgumentInfo
@@ -408,6 +411,8 @@ KINDS: dict[str, Callable[[str], str]] = {
     "small": lambda name: small_table(name, table),
     "matrix": lambda name: family_table(name, table),
     "paper": lambda _: paper_table(table),
+    "results": lambda _: results_table(table),
+    "wheel": lambda part: wheel_table(part, table),
 }
 
 

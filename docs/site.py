@@ -233,10 +233,9 @@ def build(out: Path, work: Path) -> list[str]:
     pages = stage(work / "pages")
     given = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     given |= {"docs_dir": "pages", "site_dir": str(out.resolve()), "nav": navigation(given["nav"], pages)}
-    warnings = run_mkdocs(given, work)
     text = llms(given["nav"], work / "pages", given["site_name"], given["site_description"])
-    (out / "llms.txt").write_text(text.replace("/README.html", "/index.html"), encoding="utf-8")
-    return warnings
+    (work / "pages" / "llms.txt").write_text(text.replace("/README.html", "/index.html"), encoding="utf-8")
+    return run_mkdocs(given, work)
 
 
 def run_mkdocs(config: dict[str, Any], work: Path) -> list[str]:

@@ -92,6 +92,8 @@ def test_the_changelog_is_one_entry_for_people() -> None:
 
 def test_the_page_on_stability_is_short_and_names_every_schema() -> None:
     text = (ROOT / "docs" / "stability.md").read_text()
-    assert len(text.split()) <= LONGEST_STABILITY
+    assert (
+        len(re.sub(r"<!-- generated.*?<!-- end generated -->", "", text, flags=re.DOTALL).split()) <= LONGEST_STABILITY
+    )
     for kind, (version, *_) in FILES.items():
         assert f"(schemas/{kind}-{version}.json)" in text
