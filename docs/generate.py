@@ -9,8 +9,8 @@ once), `exit-codes COMMAND`, `schemas`, `settings SUITE`, `recipe MODEL`, `outpu
 `exits`, `families`, `fuzz`, `chaos`, `versions`, `demo`, `api`, `tune NAME` (measured tables of the search),
 `pretrained NAME` (of the search on pretrained models), `datafree NAME` (of merges without data), `evidence NAME` (of
 experiments on pretrained models), `small NAME` (of those at laptop size), `matrix PART` (the families that were merged
-and run), `paper` (everything that the paper numbers), `results` (pages of results), `wheel PART` (size, times and extras
-of the wheel).
+and run), `paper` (everything that the paper numbers), `results` (pages of results), `wheel PART` (size, times and
+extras of the wheel).
 A number in a sentence stands between `<!-- n: NAME -->` and `<!-- /n -->`; `docs/quoted.py` has the names. Nothing
 outside the marks is touched.
 """

@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from actmat.errors import CheckpointError
 
@@ -36,7 +37,7 @@ class Original:
             CheckpointError: it cannot be had.
         """
         where = f"{self.mirror}/{{repo}}/{{commit}}/{{path}}" if self.mirror else RAW
-        return _download(where.format(repo=self.repo, commit=self.commit, path=urllib.request.quote(path)))
+        return _download(where.format(repo=self.repo, commit=self.commit, path=quote(path)))
 
     def files(self, wanted: Callable[[str], bool]) -> dict[str, bytes]:
         """Path -> content of all wanted files, sorted by path, from the archive of the repository.

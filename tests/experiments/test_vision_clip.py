@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 from tests.helpers.vision import write_clip
 from tests.tolerances import F32_PRODUCT, relative_error
 from transformers import AutoTokenizer, CLIPModel, CLIPVisionModel
@@ -148,6 +151,21 @@ def test_public_experts_take_the_place_of_training(finished, request_of, monkeyp
     assert [(s.task, s.correct) for s in public.references()] == [(s.task, s.correct) for s in trained]
     with pytest.raises(RecipeError, match="public"):
         prepared(request_of(settings={"experts": "public"}, regimes=("lora",)))
+
+
+def test_a_public_expert_that_lacks_weights_is_refused_and_not_drawn_at_random(finished, request_of, tmp_path):
+    """transformers only warns of them."""
+    path = next(iter(prepared(request_of()).experts().values())).path
+    whole = read_tensors(path)
+    shutil.copytree(path, tmp_path / "expert")
+    lost = next(name for name in whole if name.endswith("mlp.fc1.weight"))
+    save_file(
+        {n: t for n, t in whole.items() if n != lost}, tmp_path / "expert" / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(CheckpointError, match="lacks 1 weights of an image encoder") as caught:
+        public_expert(Cache(tmp_path / "cache"), str(tmp_path / "expert"))
+    assert "fc1.weight" in str(caught.value) + str(getattr(caught.value, "problems", ""))
+    assert public_expert(Cache(tmp_path / "cache"), str(path)).is_dir()
 
 
 def test_one_process_of_several_trains_its_share(request_of):

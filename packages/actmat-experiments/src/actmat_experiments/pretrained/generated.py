@@ -106,7 +106,7 @@ def _add(generator: random.Random) -> Question:
 
 
 def _same(prompt: str) -> Hashable:
-    """Identity of a question among its repetitions: of a sum the summands, in either order."""
+    """Identity of a question: of a sum its summands, in either order."""
     return tuple(sorted(prompt.removeprefix(_SHOTS).removesuffix("=").split("+"))) if _SHOTS in prompt else prompt
 
 

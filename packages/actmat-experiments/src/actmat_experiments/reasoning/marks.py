@@ -16,6 +16,11 @@ from actmat.errors import MergeError
 
 _SAID = re.compile(r"answer\s*(?:is|:|=)?\s*[:=]?\s*\**\s*(\$?\\?\(?\s*[\d,]+)", re.IGNORECASE)
 _WRAPPING = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\s*\{([^{}]*)\}|\\[,;!: ]|[\s$*]|\\[()\[\]]|\{,\}")
+_UNIT = re.compile(
+    r"(?<=\d)(?:\.0+)?(?:\^?\{?\\circ\}?|°|\\?%|(?:\s|\\[,;: ])*\\(?:text|mathrm)\s*\{[A-Za-z .]+\}(?:\^\{?[23]\}?)?"
+    r"|\s+[A-Za-z]{2,}[A-Za-z ]*)?\s*\.?$"
+)
+"""Behind a number: zeros of a decimal, degrees, per cent, or a unit in words."""
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 _FENCE = re.compile(r"```[ \t]*(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -57,7 +62,7 @@ def _boxed(text: str) -> list[str]:
 
 
 def _integer(text: str) -> int | None:
-    plain = text
+    plain = _UNIT.sub("", text.replace("\\$", "").strip(" $"))
     while (shorter := _WRAPPING.sub(lambda m: m[1] or "", plain)) != plain:
         plain = shorter
     plain = plain.rpartition("=")[2].rstrip(".").replace(",", "")

@@ -133,14 +133,25 @@ def clip_base(cache: Cache, location: str) -> Path:
 
 
 def public_expert(cache: Cache, location: str) -> Path:
-    """A ready-made expert, stored under the same names as the base's encoder."""
+    """A ready-made expert, stored under the same names as the base's encoder.
+
+    Raises:
+        CheckpointError: it lacks weights of an image encoder of CLIP, which transformers would draw at random.
+    """
     folder, identity = clip_source(cache, location)
     key = {"version": _VERSION, "source": identity, "libraries": library_versions("transformers")}
 
     def make(out: Path) -> None:
         from transformers import CLIPVisionModel
 
-        CLIPVisionModel.from_pretrained(folder).float().save_pretrained(out)
+        model, found = CLIPVisionModel.from_pretrained(folder, output_loading_info=True)
+        if missing := sorted(found["missing_keys"]):
+            raise CheckpointError(
+                f"'{location}' lacks {len(missing)} weights of an image encoder of CLIP. Is it an adapter, or another "
+                "part of the model? Without it, leave out the task (--tasks), or train experts (experts=train).",
+                missing,
+            )
+        model.float().save_pretrained(out)
 
     return cache.get("public-expert", key, make)
 
