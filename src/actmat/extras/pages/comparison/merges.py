@@ -429,7 +429,7 @@ def _setting_differences(
 
 
 def _flat(manifest: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    recipe = {k: v for k, v in manifest["recipe"].items() if k not in ("base", "experts", "method")}
+    recipe = {k: v for k, v in manifest["recipe"].items() if k not in ("base", "experts", "method", "notes")}
     out: dict[str, Any] = {"method": _method_of(manifest)}
     for field, value in recipe.items():
         out |= {f"{field}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {field: value}
