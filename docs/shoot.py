@@ -1,6 +1,7 @@
-"""`python -m docs.shoot`: the picture of `actmat ui` in the docs, taken in a headless Chromium.
+"""`python -m docs.shoot`: the pictures of `actmat ui` and of a report in the docs, taken in a headless Chromium.
 
-Needs Chromium and playwright (`pip install playwright`); the models are those that the pages' commands run on.
+Needs Chromium and playwright (`pip install playwright`). The models of `ui` are those that the pages' commands run on,
+those of the report the experts of `actmat demo`; `python -m docs.shoot FOLDER` takes a `demo-output` that is in FOLDER.
 """
 
 from __future__ import annotations
@@ -17,7 +18,36 @@ from tests.helpers.docs_fixture import write_models
 HERE = Path(__file__).parent
 
 
-def shoot(folder: Path) -> None:
+COLOURS = 64
+"""Colours that are kept of a page of text and bars."""
+
+
+def shoot_report(folder: Path) -> None:
+    """Merge the six experts of the demo by actmat, and photograph the upper half of the report."""
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
+    actmat = [sys.executable, "-m", "actmat"]
+    if not (folder / "demo-output" / "experts").is_dir():
+        subprocess.run([*actmat, "demo", "--quiet", "--method", "actmat"], cwd=folder, check=True)
+    experts = (
+        word
+        for e in sorted((folder / "demo-output" / "experts").iterdir())
+        for word in ("-e", f"demo-output/experts/{e.name}")
+    )
+    merge = [*actmat, "merge", "-b", "demo-output/base", *experts, "-m", "actmat", "--out", "my/actmat", "--diagnose"]
+    subprocess.run([*merge, "--quiet", "--overwrite"], cwd=folder, check=True)
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1100, "height": 1600})
+        page.goto((folder / "my" / "actmat" / "report.html").absolute().as_uri())
+        page.screenshot(path=HERE / "report.png")
+        browser.close()
+    with Image.open(HERE / "report.png") as whole:
+        whole.convert("RGB").quantize(COLOURS).save(HERE / "report.png", optimize=True)
+
+
+def shoot_ui(folder: Path) -> None:
     """Fill in the form, merge, and photograph the page."""
     from playwright.sync_api import sync_playwright
 
@@ -55,4 +85,5 @@ def shoot(folder: Path) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
         write_models(Path(made))
-        shoot(Path(made))
+        shoot_ui(Path(made))
+        shoot_report(Path(sys.argv[1] if len(sys.argv) > 1 else made))

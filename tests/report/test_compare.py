@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.tolerances import F64_ORACLE
 
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import AlignmentError, CheckpointError
 from actmat.extras.pages.comparison import Comparison, TensorDifference, compare
 from actmat.extras.pages.comparison import merges as merges_module
@@ -129,6 +131,17 @@ def test_settings_that_differ(family: Family) -> None:
     tensors = {t.name: t.actions for t in between(family, "actmat", "ties").tensors}
     assert (tensors[Q0], tensors[NORM]) == (("actmat", "ties"), ("average", "copy"))
     assert tensors[EMBEDDING] == ("average", "average")
+
+
+def test_notes_of_a_recipe_are_no_settings(family: Family, tmp_path: Path) -> None:
+    """Such as the reason of `auto`."""
+    outs = []
+    for name in ("one", "other"):
+        outs.append(shutil.copytree(family.root / "actmat", tmp_path / name))
+        manifest = json.loads((outs[-1] / MANIFEST_NAME).read_text())
+        manifest["recipe"]["notes"] = [f"auto: {name}"]
+        (outs[-1] / MANIFEST_NAME).write_text(json.dumps(manifest))
+    assert compare(*outs).settings == ()
 
 
 def test_experts_are_told_by_their_contents(family: Family) -> None:

@@ -256,7 +256,7 @@ function showJob(job) {
   enable();
   byId("stop").hidden = !running;
   byId("stop").disabled = Boolean(job.stopping);
-  const notes = (job.notes ?? []).map((n) => el("p", { className: "caveat" }, n));
+  const notes = (job.notes ?? []).filter((n) => !n.startsWith("auto: ")).map((n) => el("p", { className: "caveat" }, n));
   const doing = { merge: "merging", diagnose: "measuring", compare: "comparing" }[job.do];
   const shown = {
     idle: () => [],

@@ -19,13 +19,7 @@ from actmat.diagnostics.model import REPORT_NAME, CheckResult, Diagnosis, read_d
 from actmat.errors import AlignmentError, CheckpointError, MergeError
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.resolve import open_adapter
-from actmat.extras.pages.comparison.model import (
-    CheckDifference,
-    Comparison,
-    ResidualDifference,
-    SettingDifference,
-    TensorDifference,
-)
+from actmat.extras.pages.comparison import model
 from actmat.linalg.lowrank import LowRank, frobenius_norm, weighted_sum
 from actmat.report.manifest import expert_hashes, input_location, read_manifest
 from actmat.report.totals import Norms, recorded_totals
@@ -264,7 +258,7 @@ def difference(
     actions: tuple[str, str],
     sums: Sums,
     dtypes: tuple[str, str] | None = None,
-) -> TensorDifference:
+) -> model.TensorDifference:
     """The difference of two tensors from their sums; without norms only the distance.
 
     >>> difference("w", (2,), ("a", "b"), Sums(4.0, 1.0, 1.0, -1.0)).relative
@@ -278,20 +272,12 @@ def difference(
     distance = math.sqrt(sums.apart)
     same = distance == 0 and dtypes is None
     if sums.first is None or sums.second is None:
-        return TensorDifference(name, shape, actions, same=same, distance=distance, dtypes=dtypes)
+        return model.TensorDifference(name, shape, actions, same=same, distance=distance, dtypes=dtypes)
     norms = math.sqrt(sums.first), math.sqrt(sums.second)
     product = norms[0] * norms[1]
-    return TensorDifference(
-        name,
-        shape,
-        actions,
-        same=same,
-        distance=distance,
-        norms=norms,
-        relative=2 * distance / sum(norms) if sum(norms) else None,
-        cosine=max(-1.0, min(1.0, sums.inner / product)) if product else None,
-        dtypes=dtypes,
-    )
+    relative = 2 * distance / sum(norms) if sum(norms) else None
+    cosine = max(-1.0, min(1.0, sums.inner / product)) if product else None
+    return model.TensorDifference(name, shape, actions, same, distance, norms, relative, cosine, dtypes)
 
 
 def _chunk(checkpoint: Checkpoint, name: str, start: int) -> Tensor:
@@ -312,7 +298,7 @@ ExpertNames = Sequence[tuple[str, str]]
 
 def compare(
     first: str | Path, second: str | Path, *, progress: Callable[[int, int], None] = lambda done, total: None
-) -> Comparison:
+) -> model.Comparison:
     """Compare two outputs of `actmat merge`, models or adapters; memory is bounded whatever the size of a tensor.
 
     Args:
@@ -332,7 +318,7 @@ def compare(
     if missing := [o for o, r in zip(outs, (report_one, report_two), strict=True) if r is None]:
         notes.append(f"no {REPORT_NAME} in {' and '.join(missing)}: residuals and checks are not compared")
     base = manifests[0]["base"]
-    return Comparison(
+    return model.Comparison(
         outs=outs,
         methods=(_method_of(manifests[0]), _method_of(manifests[1])),
         base=None if base is None else base["location"],
@@ -357,7 +343,7 @@ def _norms(manifest: Mapping[str, Any]) -> Norms | None:
 
 def _tensors(
     one: Output, two: Output, notes: list[str], progress: Callable[[int, int], None]
-) -> list[TensorDifference]:
+) -> list[model.TensorDifference]:
     """Differences of all items of the outputs, in the order of the first."""
     if problems := [*one.missing(), *two.missing()]:
         raise CheckpointError("An output is not what its manifest says; actmat verify tells more.", problems)
@@ -371,11 +357,11 @@ def _tensors(
     return found
 
 
-def _difference(one: Output, two: Output, base: Checkpoint | None, name: str) -> TensorDifference:
+def _difference(one: Output, two: Output, base: Checkpoint | None, name: str) -> model.TensorDifference:
     """Difference of one item: from hashes where they agree, from factors where there are any, else from the bytes."""
     shape, actions = one.shape(name) or (), (one.action(name), two.action(name))
     if one.identity(name) is not None and one.identity(name) == two.identity(name):
-        return TensorDifference(name, shape, actions, same=True, distance=0.0)
+        return model.TensorDifference(name, shape, actions, same=True, distance=0.0)
     factors = one.factors(name), two.factors(name)
     if factors[0] is not None and factors[1] is not None:
         return difference(name, shape, actions, factored_sums(factors[0], factors[1]))
@@ -419,17 +405,17 @@ def _method_of(manifest: Mapping[str, Any]) -> str:
 
 def _setting_differences(
     first: Mapping[str, Any], second: Mapping[str, Any], experts: ExpertNames
-) -> Iterator[SettingDifference]:
+) -> Iterator[model.SettingDifference]:
     """Fields that differ: of recipes without locations and names of inputs (their contents agree), versions, device."""
     mine = _flat(first, {a: a for a, _ in experts})
     other = _flat(second, {b: a for a, b in experts})
     for field in dict.fromkeys([*mine, *other]):
         if mine.get(field) != other.get(field):
-            yield SettingDifference(field, mine.get(field), other.get(field))
+            yield model.SettingDifference(field, mine.get(field), other.get(field))
 
 
 def _flat(manifest: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    recipe = {k: v for k, v in manifest["recipe"].items() if k not in ("base", "experts", "method")}
+    recipe = {k: v for k, v in manifest["recipe"].items() if k not in ("base", "experts", "method", "notes")}
     out: dict[str, Any] = {"method": _method_of(manifest)}
     for field, value in recipe.items():
         out |= {f"{field}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {field: value}
@@ -441,17 +427,19 @@ def _flat(manifest: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
     return out | {"device": manifest.get("device", "cpu")}
 
 
-def _residual_differences(first: Diagnosis, second: Diagnosis, experts: ExpertNames) -> tuple[ResidualDifference, ...]:
+def _residual_differences(
+    first: Diagnosis, second: Diagnosis, experts: ExpertNames
+) -> tuple[model.ResidualDifference, ...]:
     """Residuals of the experts that both reports have."""
     one, two = ({s.name: s.residual for s in r.experts_summary} for r in (first, second))
-    return tuple(ResidualDifference(a, one[a], two[b]) for a, b in experts if a in one and b in two)
+    return tuple(model.ResidualDifference(a, one[a], two[b]) for a, b in experts if a in one and b in two)
 
 
-def _check_differences(first: Diagnosis, second: Diagnosis) -> tuple[CheckDifference, ...]:
+def _check_differences(first: Diagnosis, second: Diagnosis) -> tuple[model.CheckDifference, ...]:
     """Checks with other outcomes, in the order of their codes."""
     one, two = ({c.code: c for c in r.checks} for r in (first, second))
     titles = {c.code: c.title for c in (*second.checks, *first.checks)}
-    found = (CheckDifference(c, titles[c], _outcome(one.get(c)), _outcome(two.get(c))) for c in sorted(titles))
+    found = (model.CheckDifference(c, titles[c], _outcome(one.get(c)), _outcome(two.get(c))) for c in sorted(titles))
     return tuple(c for c in found if c.first != c.second)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -74,13 +74,6 @@ class TensorDifference:
         return depth_of(self.name)
 
 
-_SIDES: tuple[Callable[[CheckDifference], str | None], ...] = (lambda c: c.first, lambda c: c.second)
-
-
-def _is_found(verdict: str | None) -> bool:
-    return " found" in (verdict or "")
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
     """Differences between two merges.
@@ -121,10 +114,12 @@ class Comparison:
         settings = [(s.field, s.first, s.second) for s in self.settings]
         residuals = [(r.expert, f"{r.first:.3g}", f"{r.second:.3g}") for r in self.residuals]
         checks = [(f"{c.code} {c.title}", c.first or "-", c.second or "-") for c in self.checks]
-        tables: dict[str, Sequence[Sequence[object]]] = {"differs in": settings, "size of the change": self.size_rows}
-        tables |= {"residual": residuals, "check": checks}
+        titles = ("differs in", "size of the change", "residual", "check")
+        tables: Sequence[Sequence[Sequence[object]]] = (settings, self.size_rows, residuals, checks)
         return str(html_table(repr(self), (), ())) + "".join(
-            str(html_table(title, ("", first, second), rows)) for title, rows in tables.items() if rows
+            str(html_table(title, ("", first, second), rows))
+            for title, rows in zip(titles, tables, strict=True)
+            if rows
         )
 
     @property
@@ -139,7 +134,8 @@ class Comparison:
     @property
     def size_codes(self) -> tuple[str | None, str | None]:
         """Of each merge the check that finds its size far off; a residual says little then. None: none does."""
-        by_check = ([c.code for c in self.checks if c.code in SIZE_CODES and _is_found(v(c))] for v in _SIDES)
+        verdicts = ([(c.code, c.first) for c in self.checks], [(c.code, c.second) for c in self.checks])
+        by_check = ([code for code, v in side if code in SIZE_CODES and " found" in (v or "")] for side in verdicts)
         whole = (size_finding(norms) for norms in self.totals)
         first, second = (
             codes[0] if codes else found[0] if found else None for codes, found in zip(by_check, whole, strict=True)

@@ -134,19 +134,9 @@ def layer_lines(
     inside = -1 if columns[-1] == "other" and len(columns) > 1 else len(columns)
     lasts = [(line, _last(line.values[:inside]) or _last(line.values)) for line in lines]
     ends = [(line.style, line.name, axis.position(v)) for line, v in lasts if v is not None]
-    return Plot(
-        label,
-        axis,
-        [number(t) for t in axis.ticks],
-        layer_ticks(columns),
-        "layer",
-        paths,
-        wide=len(columns),
-        hits=hits,
-        floor=floor,
-        names=[(line.style, line.name) for line in lines],
-        ends=end_labels(ends, height=AREA_HEIGHT),
-    )
+    names, labels = [(line.style, line.name) for line in lines], end_labels(ends, height=AREA_HEIGHT)
+    texts, ticks = [number(t) for t in axis.ticks], layer_ticks(columns)
+    return Plot(label, axis, texts, ticks, "layer", paths, len(columns), hits, floor, names, labels)
 
 
 def _last(values: Sequence[float | None]) -> float | None:
@@ -196,15 +186,10 @@ def scree(curves: Sequence[Curve], *, label: str) -> Plot:
             stop = (min(kept / total / end, 1), axis.top(_height(fall, kept / total)))
             paths.append(Drawn(dots([stop]), f"stop {style}"))
         ends += [(style, name, axis.position(fall[-1][1]))] if fall else []
-    return Plot(
-        label,
-        axis,
-        ["1" if not t else f"1e{t:g}" for t in axis.ticks],
-        [(0, "0"), *((at, f"{100 * at * end:.2g} %" if end < 1 else f"{100 * at:g} %") for at in (0.5, 1))],
-        "share of directions",
-        paths,
-        ends=end_labels(ends, height=PANEL_HEIGHT),
-    )
+    texts = ["1" if not t else f"1e{t:g}" for t in axis.ticks]
+    middle, last = (f"{100 * at * end:.2g} %" if end < 1 else f"{100 * at:g} %" for at in (0.5, 1))
+    ticks, labels = [(0, "0"), (0.5, middle), (1, last)], end_labels(ends, height=PANEL_HEIGHT)
+    return Plot(label, axis, texts, ticks, "share of directions", paths, ends=labels)
 
 
 FEW = 0.5

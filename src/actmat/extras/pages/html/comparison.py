@@ -101,14 +101,12 @@ def _heat(tensors: Sequence[TensorDifference]) -> HeatMap | None:
         return None
     values = [_far(t) / FURTHEST for ts in kinds.values() for t in ts]
     scale = HeatScale.over(values)
-    rows = largest_strips(
-        sorted(kinds.items(), key=lambda kind: -max(map(_far, kind[1])))[:MOST_KINDS],
-        depths,
-        depth=lambda t: t.depth,
-        value=_far,
-        cell=lambda t: Cell(scale.level(min(_far(t) / FURTHEST, 0.999)), f"{t.name}: {number(_far(t))}"),
-        text=number,
-    )
+    shown = sorted(kinds.items(), key=lambda kind: -max(map(_far, kind[1])))[:MOST_KINDS]
+
+    def cell(t: TensorDifference) -> Cell:
+        return Cell(scale.level(min(_far(t) / FURTHEST, 0.999)), f"{t.name}: {number(_far(t))}")
+
+    rows = largest_strips(shown, depths, depth=lambda t: t.depth, value=_far, cell=cell, text=number)
     return HeatMap(rows, [str(d) for d in depths], "largest", values)
 
 

@@ -10,7 +10,7 @@ from actmat.diagnostics.model import Diagnosis
 from actmat.extras.pages.html.environment import render, write_document
 from actmat.extras.pages.html.measures import norms, overlap, residuals, rounding, spectra
 from actmat.extras.pages.html.tensors import tensors
-from actmat.extras.pages.html.verdicts import BAR_END, expert_rows, explanation, nearness, summary
+from actmat.extras.pages.html.verdicts import BAR_END, expert_rows, explanation, summary
 from actmat.recipe.load import printable_yaml
 
 SLOWEST = 8
@@ -41,7 +41,6 @@ def render_html(diagnosis: Diagnosis) -> str:
         download="data:application/yaml;charset=utf-8," + quote(recipe.encode("utf-8", "replace")),
         place=shlex.quote(diagnosis.out or "merged"),
         explanation=explanation,
-        nearness=nearness,
         bar_end=BAR_END,
     )
 

@@ -50,23 +50,11 @@ def environment(package: str = OWN) -> Environment:
         lstrip_blocks=True,
         finalize=lambda value: "" if value is None else html(value),
     )
-    made.filters |= {
-        "number": scales.number,
-        "percent": scales.percent,
-        "rho": scales.residual_text,
-        "rho_sign": scales.residual_sign,
-        "level": scales.residual_level,
-        "at": lambda share: f"{100 * share:.2f}%",
-        "in_svg": lambda value: f"{value:.4f}",
-        "bar": lambda share: f"{100 * min(1.0, max(0.0, share)):.2f}",
-        "commas": lambda count: f"{count:,}",
-        "size": format_size,
-        "plural": plural,
-        "listed": listed,
-        "shape": shape_text,
-        "dotted": dotted,
-        "spelled": spelled,
-    }
+    made.filters |= {f.__name__: f for f in (scales.number, scales.percent, plural, listed, dotted, spelled)}
+    made.filters |= {"rho": scales.residual_text, "rho_sign": scales.residual_sign, "level": scales.residual_level}
+    made.filters |= {"size": format_size, "commas": "{:,}".format, "in_svg": "{:.4f}".format}
+    made.filters |= {"at": lambda share: f"{100 * share:.2f}%"}
+    made.filters |= {"bar": lambda share: f"{100 * min(1.0, max(0.0, share)):.2f}"}
     style, script = (files(OWN).joinpath(name).read_text(encoding="utf-8") for name in ("style.css", "script.js"))
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     made.globals |= {

@@ -13,29 +13,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from actmat.diagnostics.model import Diagnosis, Matrix, Measure, Vector
-from actmat.extras.pages.html.charts import (
-    Cell,
-    Curve,
-    HeatMap,
-    Line,
-    Plot,
-    Strip,
-    expert_class,
-    largest_strips,
-    layer_lines,
-    scree,
-)
-from actmat.extras.pages.html.scales import (
-    HeatScale,
-    diverging,
-    log_axis,
-    number,
-    percent,
-    positive_axis,
-    residual_sign,
-    residual_text,
-    spread,
-)
+from actmat.extras.pages.html import charts, scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,32 +113,30 @@ def residuals(diagnosis: Diagnosis) -> dict[str, Any]:
     columns = [x.label for x in layers]
     by_layer = [[residual_over(x.measures, t) for t in range(len(diagnosis.experts))] for x in layers]
     values = [v for row in by_layer for v in row if v is not None]
-    scale, rows = HeatScale.over(values), []
+    scale, rows = scales.HeatScale.over(values), []
     for t, expert in enumerate(diagnosis.experts_summary):
         cells = [
-            None if v[t] is None else Cell(scale.level(v[t]), f"{x.title}, {expert.name}: ρ {residual_sign(v[t])}")
+            None
+            if v[t] is None
+            else charts.Cell(scale.level(v[t]), f"{x.title}, {expert.name}: ρ {scales.residual_sign(v[t])}")
             for x, v in zip(layers, by_layer, strict=True)
         ]
-        rows.append(Strip(expert.name, cells, residual_text(expert.residual)))
+        rows.append(charts.Strip(expert.name, cells, scales.residual_text(expert.residual)))
     worst = [m.contested for m in diagnosis.measures]
-    kind_scale = HeatScale.over(worst)
+    kind_scale = scales.HeatScale.over(worst)
 
-    def cell(m: Measure) -> Cell:
+    def cell(m: Measure) -> charts.Cell:
         expert = diagnosis.experts[m.residual.index(m.contested)].name
-        return Cell(kind_scale.level(m.contested), f"{m.label}: {expert}, ρ {residual_sign(m.contested)}")
+        return charts.Cell(kind_scale.level(m.contested), f"{m.label}: {expert}, ρ {scales.residual_sign(m.contested)}")
 
-    by_kind = largest_strips(
-        kinds(diagnosis.measures, MOST_KINDS),
-        [x.depth for x in layers],
-        depth=lambda m: m.layer,
-        value=lambda m: m.contested,
-        cell=cell,
-        text=residual_text,
+    shown, depths = kinds(diagnosis.measures, MOST_KINDS), [x.depth for x in layers]
+    by_kind = charts.largest_strips(
+        shown, depths, depth=lambda m: m.layer, value=lambda m: m.contested, cell=cell, text=scales.residual_text
     )
     return {
-        "experts": HeatMap(rows, columns, "all", values),
-        "kinds": HeatMap(by_kind, columns, "largest", worst),
-        "table": [[x.title, *map(residual_text, v)] for x, v in zip(layers, by_layer, strict=True)],
+        "experts": charts.HeatMap(rows, columns, "all", values),
+        "kinds": charts.HeatMap(by_kind, columns, "largest", worst),
+        "table": [[x.title, *map(scales.residual_text, v)] for x, v in zip(layers, by_layer, strict=True)],
     }
 
 
@@ -178,9 +154,9 @@ def _pairs(
     titles: tuple[str, str, str], values: Matrix, ends: Callable[[float], str], cell: Callable[[float], str]
 ) -> Pairs:
     others = [v for s, row in enumerate(values) for t, v in enumerate(row) if s != t]
-    colour = diverging if cell is ends else HeatScale.over(others).level
+    colour = scales.diverging if cell is ends else scales.HeatScale.over(others).level
     rows = [[(cell(v), "self" if s == t else colour(v), v) for t, v in enumerate(row)] for s, row in enumerate(values)]
-    alike = spread(others)
+    alike = scales.spread(others)
     return Pairs(*titles, rows, None if alike is None else (ends(alike[0]), ends(alike[1])))
 
 
@@ -203,11 +179,16 @@ def overlap(diagnosis: Diagnosis) -> list[Pairs]:
     if (shared := overall_share(measures, lambda m: m.subspace_overlap)) is not None:
         note = "Per cent: how far two experts change the same input directions, weighted by how much; by chance "
         found.append(
-            _pairs(("Shared subspace", "Subspace overlap", f"{note}{percent(chance)}."), shared, percent, whole)
+            _pairs(
+                ("Shared subspace", "Subspace overlap", f"{note}{scales.percent(chance)}."),
+                shared,
+                scales.percent,
+                whole,
+            )
         )
     if (signs := overall_share(measures, lambda m: m.sign_conflict)) is not None:
         note = "Per cent of the entries that two experts move in opposite directions; by chance 50 %."
-        found.append(_pairs(("Sign conflict", "Sign conflict", note), signs, percent, whole))
+        found.append(_pairs(("Sign conflict", "Sign conflict", note), signs, scales.percent, whole))
     return found
 
 
@@ -221,7 +202,7 @@ class Panel(NamedTuple):
     title: str
     inputs: int
     effective_rank: float
-    plot: Plot
+    plot: charts.Plot
 
 
 def spectra(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -231,20 +212,14 @@ def spectra(diagnosis: Diagnosis) -> dict[str, Any]:
     for name, measures in shown:
         some = _some(sorted(measures, key=lambda m: (m.layer is None, m.layer or 0)))
         step = (MOST_CURVES - 1) / max(len(some) - 1, 1)  # a darker blue further down
-        curves = [
-            Curve(
-                f"d{round(i * step) if len(some) > 1 else 2}",
-                m.label if m.layer is None else f"layer {m.layer}",
-                m.spectrum,
-                m.rank_kept,
-            )
-            for i, m in enumerate(some)
-        ]
+        styles = [f"d{round(i * step) if len(some) > 1 else 2}" for i in range(len(some))]
+        names = [m.label if m.layer is None else f"layer {m.layer}" for m in some]
+        curves = [charts.Curve(s, n, m.spectrum, m.rank_kept) for s, n, m in zip(styles, names, some, strict=True)]
         effective = median(m.sum_effective_rank for m in measures)
-        drawn = scree(curves, label=f"Eigenvalues of S for {name}, largest first")
+        drawn = charts.scree(curves, label=f"Eigenvalues of S for {name}, largest first")
         panels.append(Panel(name, measures[0].shape[1], effective, drawn))
         for m in some:
-            effective_text, condition, cutoff = map(number, (m.sum_effective_rank, m.condition, m.cutoff))
+            effective_text, condition, cutoff = map(scales.number, (m.sum_effective_rank, m.condition, m.cutoff))
             rows.append([m.label, effective_text, m.sum_numerical_rank, condition, m.rank_kept, cutoff])
     left = len({(m.name, m.part) for m in diagnosis.measures}) - sum(len(ms) for _, ms in shown)
     return {"panels": panels, "table": rows, "left": left}
@@ -264,12 +239,15 @@ def norms(diagnosis: Diagnosis) -> dict[str, Any]:
         [math.hypot(*(getattr(m, field) for m in x.measures)) for x in layers]
         for field in ("sum_norm", "merged_norm", "mean_norm")
     )
-    lines = [Line("grey", "sum", total), Line("merged thick", "merged", merged), Line("grey dash", "mean", mean)]
+    entries = (("grey", "sum", total), ("merged thick", "merged", merged), ("grey dash", "mean", mean))
+    lines = [charts.Line(*entry) for entry in entries]
     ratios = [m / s if s else None for m, s in zip(merged, total, strict=True)]
     columns, label = [x.label for x in layers], "Norms of merged delta, mean and sum by layer"
     return {
-        "plot": layer_lines(lines, columns, positive_axis([*total, *merged, *mean]), label=label),
-        "table": [[x.title, *map(number, row)] for x, *row in zip(layers, total, merged, mean, ratios, strict=True)],
+        "plot": charts.layer_lines(lines, columns, scales.positive_axis([*total, *merged, *mean]), label=label),
+        "table": [
+            [x.title, *map(scales.number, row)] for x, *row in zip(layers, total, merged, mean, ratios, strict=True)
+        ],
     }
 
 
@@ -286,10 +264,15 @@ def rounding(diagnosis: Diagnosis) -> dict[str, Any] | None:
     def smallest(layer: Layer, t: int) -> float | None:
         return min((m.snr[t] for m in layer.measures if m.snr is not None and m.snr[t] > 0), default=None)
 
-    lines = [Line(expert_class(t), e.name, [smallest(x, t) for x in layers]) for t, e in enumerate(diagnosis.experts)]
+    lines = [
+        charts.Line(charts.expert_class(t), e.name, [smallest(x, t) for x in layers])
+        for t, e in enumerate(diagnosis.experts)
+    ]
     values = [v for line in lines for v in line.values if v is not None]
     far = min(values) if values and min(values) >= FAR_ABOVE_ROUNDING else None
     columns = [x.label for x in layers]
-    drawn = layer_lines(lines, columns, log_axis(values), label="Change over rounding by layer", floor=1.0)
-    rows = [[x.title, *(number(line.values[i]) for line in lines)] for i, x in enumerate(layers)]
+    drawn = charts.layer_lines(
+        lines, columns, scales.log_axis(values), label="Change over rounding by layer", floor=1.0
+    )
+    rows = [[x.title, *(scales.number(line.values[i]) for line in lines)] for i, x in enumerate(layers)]
     return {"far": far, "plot": drawn, "table": rows}

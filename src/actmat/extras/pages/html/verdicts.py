@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from actmat.diagnostics.model import CheckResult, Diagnosis, ExpertSummary
 from actmat.extras.pages.html.charts import expert_class
 from actmat.extras.pages.html.environment import OWN
-from actmat.extras.pages.html.scales import number, residual_text
+from actmat.extras.pages.html.scales import number
 from actmat.report.words import SIZE_CODES, plural
 
 FILE = "checks.json"
@@ -37,14 +37,6 @@ def next_step(code: str) -> str | None:
     """The step to try after a finding, in a sentence; None where nothing has to be done."""
     return _texts("next_steps.json").get(code)
 
-
-DONE = {
-    "merge": "merged by the rule",
-    "average": "averaged (mean of the deltas)",
-    "copy": "copied from the base",
-    "tie": "tied to another tensor",
-}
-"""Words for an action."""
 
 _RHO = (
     (0.1, "met", "misses it by less than a tenth of what the base does"),
@@ -85,14 +77,6 @@ class Sizes(NamedTuple):
     mean: float
     average: float
 
-    @property
-    def bars(self) -> list[tuple[str, float, str, str]]:
-        """The merged change, and what it is to be held against: name, length, number, class."""
-        longest = max(self) or 1.0
-        names = ("merged", "sum of the experts", "a mean expert", "their average")
-        styles = ("merged solid", *3 * ("share",))
-        return [(n, v / longest, number(v), s) for n, v, s in zip(names, self, styles, strict=True)]
-
 
 def sizes(diagnosis: Diagnosis) -> Sizes | None:
     """Sizes of the merged change and of the experts'; None where nothing was measured."""
@@ -120,7 +104,7 @@ def summary(diagnosis: Diagnosis) -> dict[str, Any]:
         "far": far,
         "off": "" if far is None else off_where(diagnosis, far),
         "steps": [step for c in found if (step := next_step(c.code)) is not None],
-        "actions": [f"{n:,} {DONE.get(a, a)}" for a, n in Counter(t.action for t in diagnosis.tensors).most_common()],
+        "actions": Counter(t.action for t in diagnosis.tensors).most_common(),
         "unchanged": sum(t.unchanged for t in diagnosis.tensors),
         "parameters": _short(diagnosis.totals.parameters),
     }
@@ -159,10 +143,3 @@ def expert_rows(diagnosis: Diagnosis) -> list[ExpertRow]:
         words = ("no change", "no measured matrix differs from the base") if still else rho_words(row.residual)
         rows.append(ExpertRow(expert_class(t), entry, row, *words, rounding, still))
     return rows
-
-
-def nearness(residual: float) -> str:
-    """`0.25 of the base's distance away from it`."""
-    if residual >= 1:
-        return "no nearer to it than the base is"
-    return f"{residual_text(residual).replace('< ', 'less than ')} of the base's distance away from it"
