@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.expert import fitted_expert, unfitted_expert
 from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.open import is_adapter, open_adapter
+from actmat.experts.untied import keeps_ties
 
 
 def reader_of(fields: Mapping[str, Any]) -> Reader | None:
@@ -37,17 +38,34 @@ def _open(location: str | Path, base: Checkpoint, stacks: tuple[StackWord, ...] 
     adapter, family = open_adapter(location, stacks), _told(stacks) if stacks else PEFT
     reader = reader_of(adapter.config.fields)
     try:
+        expert: Expert
         if reader is None:
-            return fitted_expert(adapter, location, base, family)
-        fields = adapter.config.fields
-        content = reader.read(adapter.weights.specs, fields)
-        content = replace(content, keeps_ties=bool(fields.get("ensure_weight_tying")))
-        expert = FormedExpert(adapter.weights, base, content, family)
-        expert.notes = adapter.notes if fields.get("peft_type") == "LORA" else ()
+            expert = fitted_expert(adapter, location, base, family)
+        else:
+            fields = adapter.config.fields
+            content = reader.read(adapter.weights.specs, fields)
+            content = replace(content, keeps_ties=keeps_ties(fields))
+            expert = FormedExpert(adapter.weights, base, content, family)
+            if fields.get("peft_type") == "LORA":
+                expert.notes = (*expert.notes, *adapter.notes)
+        expert.notes = (*expert.notes, *_lost_biases(adapter, expert, base))
         return expert
     except CheckpointError:
         adapter.weights.close()
         raise
+
+
+def _lost_biases(adapter: Adapter, expert: Expert, base: Checkpoint) -> Sequence[str]:
+    """A note if the adapter trained biases that its file lacks."""
+    if adapter.config.bias != "lora_only" or any(name.endswith(".bias") for name in adapter.extras):
+        return ()
+    biases = [n.removesuffix("weight") + "bias" for n in expert.specs if expert.source(n).kind == "formed"]
+    if not (lost := [n for n in biases if n in base.specs]):
+        return ()
+    return (
+        f"bias is 'lora_only', and its file has none of the {len(lost)} biases such as '{lost[0]}': PEFT before 0.21 "
+        "did not save them. The base's stay, as PEFT loads it; what was trained of them is lost",
+    )
 
 
 def _open_unfitted(location: str | Path, stacks: tuple[StackWord, ...] = ()) -> Expert:
