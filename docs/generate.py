@@ -34,6 +34,7 @@ from benchmarks.datafree.tables import datafree_table
 from benchmarks.evidence.small import small_table
 from benchmarks.evidence.tables import evidence_table
 from benchmarks.pretrained.tables import pretrained_table
+from benchmarks.semantics.tables import semantics_table
 from benchmarks.tune.tables import tune_table
 from benchmarks.wheel import wheel_table
 from docs.digits import demo_table
@@ -410,6 +411,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "evidence": lambda name: evidence_table(name, table),
     "small": lambda name: small_table(name, table),
     "matrix": lambda name: family_table(name, table),
+    "semantics": lambda name: semantics_table(name, table),
     "paper": lambda _: paper_table(table),
     "results": lambda _: results_table(table),
     "wheel": lambda part: wheel_table(part, table),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from actmat.experts.lora.config import field_refusals, parse_adapter_config
 from actmat.experts.lora.expert import fitted_expert, unfitted_expert
 from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.open import is_adapter, open_adapter
+from actmat.experts.untied import keeps_ties
 
 
 def reader_of(fields: Mapping[str, Any]) -> Reader | None:
@@ -39,13 +40,16 @@ def _open(location: str | Path, base: Checkpoint, stacks: tuple[StackWord, ...] 
     adapter, family = open_adapter(location, stacks), _told(stacks) if stacks else PEFT
     reader = reader_of(adapter.config.fields)
     try:
+        expert: Expert
         if reader is None:
-            return fitted_expert(adapter, location, base, family)
-        fields = adapter.config.fields
-        content = replace(_content(reader, adapter), keeps_ties=bool(fields.get("ensure_weight_tying")))
-        expert = FormedExpert(adapter.weights, base, content, family)
-        unknown = () if reader.keys is None else reader.keys.sort(fields).unknown
-        expert.notes = (*expert.notes, *unknown_note(ADAPTER_CONFIG, unknown))
+            expert = fitted_expert(adapter, location, base, family)
+        else:
+            fields = adapter.config.fields
+            content = replace(_content(reader, adapter), keeps_ties=keeps_ties(fields))
+            expert = FormedExpert(adapter.weights, base, content, family)
+            unknown = () if reader.keys is None else reader.keys.sort(fields).unknown
+            expert.notes = (*expert.notes, *unknown_note(ADAPTER_CONFIG, unknown))
+        expert.notes = (*expert.notes, *_lost_biases(adapter, expert, base))
         return expert
     except CheckpointError:
         adapter.weights.close()
@@ -58,6 +62,19 @@ def _content(reader: Reader, adapter: Adapter) -> Content:
     content = reader.read(adapter.weights.specs, fields)
     refused = () if reader.keys is None else field_refusals(reader.keys, fields)
     return replace(content, problems=tuple(dict.fromkeys((*content.problems, *refused))))
+
+
+def _lost_biases(adapter: Adapter, expert: Expert, base: Checkpoint) -> Sequence[str]:
+    """A note if the adapter trained biases that its file lacks."""
+    if adapter.config.bias != "lora_only" or any(name.endswith(".bias") for name in adapter.extras):
+        return ()
+    biases = [n.removesuffix("weight") + "bias" for n in expert.specs if expert.source(n).kind == "formed"]
+    if not (lost := [n for n in biases if n in base.specs]):
+        return ()
+    return (
+        f"bias is 'lora_only', and its file has none of the {len(lost)} biases such as '{lost[0]}': PEFT before 0.21 "
+        "did not save them. The base's stay, as PEFT loads it; what was trained of them is lost",
+    )
 
 
 def _open_unfitted(location: str | Path, stacks: tuple[StackWord, ...] = ()) -> Expert:

@@ -9,8 +9,9 @@ Source: PEFT 0.21 (https://github.com/huggingface/peft), `tuners/tuners_utils.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.untied import UntiedCheckpoint
@@ -31,6 +32,22 @@ FIX = (
     "Fix: merge into an untied copy of the base (load it in transformers, set config.tie_word_embeddings = False and "
     "lm_head.weight to a clone of the table, save_pretrained)"
 )
+
+_KEPT_TIED = frozenset({"embed_tokens", "lm_head"})
+"""Modules for which PEFT obeys `ensure_weight_tying`; those with another name, as GPT-2's `wte`, it unties."""
+
+
+def keeps_ties(fields: Mapping[str, Any]) -> bool:
+    """True if PEFT trained a saved table and the head that is tied to it as one, by the config of the adapter.
+
+    >>> keeps_ties({"ensure_weight_tying": True, "modules_to_save": ["lm_head"]})
+    True
+    >>> keeps_ties({"ensure_weight_tying": True, "modules_to_save": ["wte"]})
+    False
+    """
+    saved = fields.get("modules_to_save") or ()
+    names = {str(n).rpartition(".")[2] for n in saved} if isinstance(saved, list | tuple) else set()
+    return bool(fields.get("ensure_weight_tying")) and not names.isdisjoint(_KEPT_TIED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +78,7 @@ class TiedParts:
 def tied_parts(
     base: Checkpoint,
     saved: Mapping[str, TensorSpec],
-    deltas: Collection[str],
+    deltas: Mapping[str, tuple[int, ...]],
     *,
     keeps_ties: bool,
     equal: Callable[[str, str], bool],
@@ -71,14 +88,16 @@ def tied_parts(
     Args:
         base: as it is stored.
         saved: tensors trained in full, by their names in the model.
-        deltas: names in the model of the weights that it has deltas for.
-        keeps_ties: `ensure_weight_tying` of the adapter.
+        deltas: names in the model of the weights that it has deltas for, and their shapes, empty if not known.
+        keeps_ties: of the adapter.
         equal: `equal(a, b)` is true for two of the saved tensors with the same content.
     """
     if not (ties_embeddings(base.config) and may_have_head(base.config)):
         return TiedParts(base, {})
     tables = _tables(base, [n for n in (*saved, *deltas) if is_token_table(n)])
-    of_names = tied_heads({n: TensorSpec(n, (), "", "") for n in deltas} | dict(saved), base.specs, base.config)
+    of_names = tied_heads(
+        {n: TensorSpec(n, s, "", "") for n, s in deltas.items()} | dict(saved), base.specs, base.config
+    )
     heads: dict[str, str] = {}
     copies = set()
     problems, notes = [], []

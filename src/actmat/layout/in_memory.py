@@ -76,6 +76,7 @@ def locate(
 
     One name of each of the `groups` of alternative names is wanted; `optional` ones may be missing.
     """
+    optional = list(optional)
     names = [*(n for group in groups for n in group), *optional]
     why = ""
     found = {n: _whole(base.specs[n]) for n in names if n in base.specs}
@@ -85,7 +86,7 @@ def locate(
 
     if not complete():
         found = _by_prefix(base.specs, names) | found
-    if not complete():
+    if not complete() or any(n not in found for n in optional):  # a head may have another name on disk
         converted, why = _converted(base, packed=True)
         found = {n: converted[n] for n in names if n in converted} | found
     return found, why
@@ -133,7 +134,8 @@ def _by_prefix(specs: Mapping[str, TensorSpec], names: list[str], tried: int = 8
 def _converted(base: Checkpoint, *, packed: bool = False) -> tuple[dict[str, Located], str]:
     """Every tensor of the base by its name in memory, as transformers loads the architecture of its config."""
     config = base.config or {}
-    architecture = next(iter(config.get("architectures") or ()), None)
+    text = config.get("text_config") or {}  # where transformers 4 writes it for Qwen2-VL
+    architecture = next(iter(config.get("architectures") or text.get("architectures") or ()), None)
     if architecture is None:
         return {}, "the base's config.json names no architecture, so that its tensors could not be renamed"
     try:
@@ -145,8 +147,9 @@ def _converted(base: Checkpoint, *, packed: bool = False) -> tuple[dict[str, Loc
             "pip install 'transformers>=5'"
         )
     model_class = getattr(transformers, architecture, None)
-    if model_class is None:
-        return {}, f"transformers {transformers.__version__} does not know the architecture {architecture}"
+    if model_class is None or model_class.config_class.model_type != config.get("model_type"):
+        known = f"{architecture} of the model type {config.get('model_type')}"
+        return {}, f"transformers {transformers.__version__} does not know the architecture {known}"
     with torch.device("meta"):
         model = model_class(transformers.AutoConfig.for_model(**config))
     return names_on_disk(base, model, model.state_dict(), packed=packed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -25,7 +25,7 @@ from actmat.experts.lora.fitting import hidden_names
 from actmat.experts.untied import tied_parts
 from actmat.layout import resolve_layout
 from actmat.layout.in_memory import Located, locate
-from actmat.layout.ties import is_output_head
+from actmat.layout.ties import is_output_head, tied_partner
 from actmat.layout.types import LayoutMap
 from actmat.linalg.lowrank import LowRank
 
@@ -67,11 +67,12 @@ class FormedExpert(Expert):
         self._hashes: Mapping[str, str] | None = None
         self._last: tuple[str, torch.dtype, Tensor | LowRank] | None = None
         self._closed = False
+        content = self._without_copies(content, base)
         parts = tied_parts(
             base,
             {name: weights.specs[stored] for name, stored in content.extras.items()},
             # PEFT ties trained tokens itself
-            [c.target for c in content.changes if c.kind != "tokens" or is_output_head(c.target)],
+            {c.target: () for c in content.changes if c.kind != "tokens" or is_output_head(c.target)},
             keeps_ties=content.keeps_ties,
             equal=lambda a, b: self.hashes()[content.extras[a]] == self.hashes()[content.extras[b]],
         )
@@ -90,6 +91,22 @@ class FormedExpert(Expert):
             spec = weights.specs[stored]
             specs[name] = TensorSpec(name, spec.shape, spec.dtype, spec.file)
         self.specs = MappingProxyType(specs)
+
+    def _without_copies(self, content: Content, base: Checkpoint) -> Content:
+        """The content without trained tokens that a tied table has too: PEFT saves them under every name of it."""
+        tokens = [c for c in content.changes if c.kind == "tokens"]
+        copies: list[Change] = []
+
+        def is_copy(change: Change, other: Change) -> bool:
+            partner = tied_partner(change.target, base.specs, base.config)
+            if other is change or other in copies or partner is None or not f".{partner}".endswith(f".{other.target}"):
+                return False
+            a, b = (vars(c) | {"target": "", "stored": [self.hashes()[n] for n in c.stored]} for c in (change, other))
+            return a == b
+
+        for change in sorted(tokens, key=lambda c: not is_output_head(c.target)):  # the head of two that are stored
+            copies += [change] if any(is_copy(change, other) for other in tokens) else []
+        return replace(content, changes=[c for c in content.changes if c not in copies])
 
     def source(self, name: str) -> Source:
         """Stored if it was trained in full, formed if a change is of it, else zero."""

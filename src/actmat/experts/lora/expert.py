@@ -21,7 +21,7 @@ from actmat.experts.base import AdapterHandle, Expert, Family, Source
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.apart import packed_product, put_rows
 from actmat.experts.lora.fitting import Fit, fit_adapter
-from actmat.experts.untied import tied_parts
+from actmat.experts.untied import keeps_ties, tied_parts
 from actmat.layout.types import Block
 from actmat.linalg.lowrank import LowRank
 
@@ -209,8 +209,8 @@ def fitted_expert(adapter: Adapter, location: str | Path, base: Checkpoint, fami
     parts = tied_parts(
         base,
         {name: adapter.weights.specs[stored] for name, stored in adapter.extras.items()},
-        [f"{module.inside}.weight" for module in adapter.modules.values()],
-        keeps_ties=bool(adapter.config.fields.get("ensure_weight_tying")),
+        {f"{module.inside}.weight": module.shape for module in adapter.modules.values()},
+        keeps_ties=keeps_ties(adapter.config.fields),
         equal=lambda a, b: adapter.hashes[adapter.extras[a]] == adapter.hashes[adapter.extras[b]],
     )
     fit = fit_adapter(adapter, parts.base)

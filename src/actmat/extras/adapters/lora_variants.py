@@ -173,7 +173,10 @@ def _of_module(
     problems: list[str],
 ) -> list[Change]:
     if module.kind == "parameter":
-        problems.append(f"module '{module.name}' adapts bare parameters, which is read of plain LoRA only")
+        problems.append(
+            f"module '{module.name}' adapts bare parameters, which is read of plain LoRA only. Fold "
+            "the adapter into its base (PeftModel.merge_and_unload) and merge full models"
+        )
         return []
     target, pair = f"{module.name.replace('.base_layer', '')}.weight", (module.a, module.b)
     out: list[Change] = []

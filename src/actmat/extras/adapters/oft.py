@@ -30,6 +30,7 @@ class _Rotation(Change):
     size: int
     is_shared: bool
     neumann_terms: int  # 0: the exact Cayley transform
+    is_even: bool  # the last power of the series counts twice, as the others
     eps: float | None  # of the constrained variant
     reads_base = True
 
@@ -60,11 +61,11 @@ class _Rotation(Change):
         if not self.neumann_terms:
             exact: Tensor = torch.linalg.solve(one + skew, one - skew, left=False)
             return exact
-        return one + _neumann(skew, self.neumann_terms)
+        return one + _neumann(skew, self.neumann_terms, self.is_even)
 
 
-def _neumann(skew: Tensor, terms: int) -> Tensor:
-    """`2 S + 2 S^2 + ... + S^(terms - 1)`: the last power counts once, as in PEFT."""
+def _neumann(skew: Tensor, terms: int, is_even: bool) -> Tensor:
+    """`2 S + 2 S^2 + ... + S^(terms - 1)`: the last power counts once, as in PEFT since 0.18, or twice, as before."""
     out = torch.zeros_like(skew)
     if terms < 2:
         return out
@@ -73,10 +74,10 @@ def _neumann(skew: Tensor, terms: int) -> Tensor:
         return out
     power = skew @ skew
     out += 2 * power
-    for _ in range(3, terms - 1):
+    for _ in range(3, terms if is_even else terms - 1):
         power = power @ skew
         out += 2 * power
-    return out + power @ skew
+    return out if is_even else out + power @ skew
 
 
 def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content:
@@ -84,6 +85,7 @@ def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content
     is_shared = bool(fields.get("block_share"))
     terms = fields.get("num_cayley_neumann_terms", 5) if fields.get("use_cayley_neumann", True) else 0
     eps = fields.get("eps", 6e-5) if fields.get("coft") else None
+    is_even = not fields.get("peft_version")  # which PEFT writes since 0.18
     if "use_cayley_neumann" not in fields:
         problems.append(
             "its config has no 'use_cayley_neumann': an older version of PEFT wrote it, whose OFT rotates in another "
@@ -100,7 +102,7 @@ def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content
             problems.append(f"module '{group.module}': oft_R is {shape}; expected blocks x upper triangle")
             continue
         stored = (group.names["oft_R"],)
-        changes.append(_Rotation(f"{group.module}.weight", stored, shape[0], size, is_shared, terms, eps))
+        changes.append(_Rotation(f"{group.module}.weight", stored, shape[0], size, is_shared, terms, is_even, eps))
     return Content(changes, extras, problems)
 
 
