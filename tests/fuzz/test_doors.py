@@ -31,8 +31,8 @@ def test_every_reader_of_foreign_input_has_a_door() -> None:
     assert set(DOORS) == WANTED
 
 
-YOUNG = {"LyCORIS files": 5_000, "mergekit configs": 5_000, "packed codes": 5_000, "slow requests": 10_000,
-         "slow servers": 5_000, "vocabularies": 33_000, "web servers": 5_000}  # fmt: skip
+YOUNG = {"LyCORIS files": 5_000, "mergekit configs": 5_000, "packed codes": 5_000, "slow requests": 20_000,
+         "slow servers": 12_000, "vocabularies": 35_000, "web servers": 5_000}  # fmt: skip
 """Doors whose 100,000 cases have not been recorded yet, and the cases that have."""
 
 
