@@ -19,6 +19,8 @@ from benchmarks.evidence.tables import choice_rows
 from benchmarks.pretrained.choices import Choice, choices
 from benchmarks.tune import tables as tuned
 
+from actmat.methods import all_methods
+
 MARK = re.compile(r"(<!-- n: (?P<name>[\w-]+) -->)[^<]*(<!-- /n -->)")
 
 
@@ -123,6 +125,7 @@ def _over(key: str = "") -> list[float]:
 
 _SHORT = ("average", "task_arithmetic", "actmat_bounded")
 NUMBERS: dict[str, Callable[[], str]] = {
+    "methods": lambda: str(len(all_methods())),
     "nf4-matrices": lambda: str(len(_nf4("nf4"))),
     "nf4-different": lambda: f"{max(_nf4('nf4')):g}",
     "nf4-double-different": lambda: f"{max(_nf4('nf4-double')):.2f}",
