@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -179,3 +181,29 @@ def test_the_readme_is_short_and_its_commands_are_of_the_makefile() -> None:
     for command in ("demo", "test"):
         assert f"make {command} " in text
         assert f"\n{command}: " in makefile
+
+
+MOST_WORDS = 40_000
+"""Of the guide: what a user reads, without the pages of methods and the tables that the code makes."""
+GENERATED = re.compile(r"<!-- generated: .*?<!-- end generated -->", re.DOTALL)
+
+
+def test_the_guide_is_short() -> None:
+    (guide,) = (part["Guide"] for part in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"] if "Guide" in part)
+    pages = [str(p.relative_to(DOCS)) for p in sorted(DOCS.rglob("*.md"))]
+    results = [
+        part["Results"] for part in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"] if "Results" in part
+    ]
+    named = set(_leaves(navigation([{"Guide": guide}, {"Results": results[0]}], pages)[0]))
+    read = [p for p in named if (DOCS / p).is_file() and not p.startswith(("methods/", "post/", "project/"))]
+    assert {"start.md", "commands/merge.md", "formats/recipe.md", "safety.md"} <= set(read)
+    assert not {"evidence.md", "commands/analyze.md", "paper.md"} & set(read)
+    words = sum(len(GENERATED.sub("", (DOCS / p).read_text(encoding="utf-8")).split()) for p in read)
+    assert words <= MOST_WORDS, f"the guide has {words} words; {MOST_WORDS} at most"
+
+
+def _leaves(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    for entry in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
+        yield from _leaves(entry)
