@@ -215,7 +215,8 @@ def _pair(
     if rows != rank * stack:
         return (
             f"module '{module}': its factors have rank {rows}, adapter_config.json says {rank}; scaling would be "
-            "wrong. Is the config of another adapter beside these weights?"
+            "wrong. Likely cause: the config of another adapter, or PiSSA or OLoRA on a layer with a shorter side. "
+            f"Fix: put the config of these weights there, or the rank into its rank_pattern ({{'{module}': {rows}}})."
         )
     kind: ModuleKind = "linear"
     shape: tuple[int, ...] = (b[0], a[1])
