@@ -143,6 +143,26 @@ PAIRS = (
 """Comparisons: the first less the second."""
 
 
+CALIBRATED = ("average", "task_arithmetic", "actmat", "tsv", "dc_merge", "cart")
+"""Methods that were merged of calibrated deltas (Pico)."""
+
+
+def calibrated_rows(some: Sequence[Group]) -> list[list[str]]:
+    """Points above the average in the same seeds, of methods with and without calibration; a column per group."""
+    found = []
+    for method in CALIBRATED:
+        for name in (method, f"{method}@pico", f"{method}@pico_unscaled"):
+            cells = [difference(g.points(name), g.points("average")) if name != "average" else "" for g in some]
+            if any(g.points(name) for g in some) and name != "average":
+                found.append([f"`{name}`", *cells])
+    return found
+
+
+def with_calibrated(some: Sequence[Group]) -> list[Group]:
+    """Groups of adapters in which such rows were measured."""
+    return [g for g in some if g.regime == "lora" and g.points("actmat@pico")]
+
+
 def pair_rows(some: Sequence[Group]) -> list[list[str]]:
     """A row per comparison and kind of scale, a column per group."""
     return [
@@ -184,7 +204,7 @@ def choice_rows(some: Sequence[Group]) -> list[list[str]]:
 
 def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
     """One of the tables, in Markdown: `references`, `significant`, `pairs`, `auto`, `choice`, `gram`, `checks`,
-    `sweep`, `subsets`, or `methods_SUITE_REGIME`, `seeds_SUITE_REGIME`, `variants_SUITE_REGIME`,
+    `sweep`, `subsets`, `calibrated`, or `methods_SUITE_REGIME`, `seeds_SUITE_REGIME`, `variants_SUITE_REGIME`,
     `tasks_SUITE_REGIME` of "vision", "text" or "llm", "full" or "lora".
     """
     some = groups(folder)
@@ -198,6 +218,10 @@ def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
             lambda: significant_rows(some),
         ),
         "pairs": (["difference", "scale", *(g.title for g in some if g.rows())], lambda: pair_rows(some)),
+        "calibrated": (
+            ["row", *(f"{g.title}, {len(g.points('actmat@pico'))} seeds" for g in with_calibrated(some))],
+            lambda: calibrated_rows(with_calibrated(some)),
+        ),
         "choice": (
             [
                 *("experts", "seed", "candidates", "rank correlation", "least divergence", "regret"),
