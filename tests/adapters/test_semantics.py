@@ -90,8 +90,7 @@ def test_an_architecture_in_the_config_of_the_text_is_read(worker: Worker) -> No
     assert compare(base, case, 1e-12).outcome == "exact"
     config["text_config"]["architectures"] = ["Qwen2ForCausalLM"]
     path.write_text(json.dumps(config))
-    cell = compare(base, case, 1e-12)
-    assert "does not know the architecture Qwen2ForCausalLM of the model type qwen2_vl" in cell.why
+    assert compare(base, case, 1e-12).outcome == "exact", "names fit by the prefix of a multimodal model"
 
 
 def test_biases_that_peft_did_not_save_are_noted(worker: Worker) -> None:

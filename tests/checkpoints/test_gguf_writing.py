@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints.test_gguf import HEADS, KV_HEADS, write_gguf
+from tests.tolerances import F32_PRODUCT
 
 import actmat
 from actmat.checkpoints.resolve import open_checkpoint
@@ -119,7 +120,7 @@ def test_an_adapter_is_one_of_llama_cpp(ranks: tuple[int, int], tmp_path: Path) 
         expected = deltas[name]
         if "attn_q" in there:  # llama.cpp's own permutation of the rows of a Llama's q_proj
             expected = expected.view(HEADS, 2, rows[0], 64).transpose(1, 2).reshape(64, 64)
-        torch.testing.assert_close(delta, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(delta, expected, rtol=F32_PRODUCT, atol=F32_PRODUCT)
     assert KV_HEADS != HEADS
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.checkpoints.test_gguf import METADATA, VOCAB, shapes
 from tests.checkpoints.test_gguf_writing import as_checkpoint, save_lora
+from tests.tolerances import F32_FORWARD
 
 import actmat
 
@@ -69,7 +70,7 @@ def test_a_merged_model_and_an_adapter_answer_as_in_transformers(tmp_path: Path)
     actmat.merge(base, experts, method="average", out=tmp_path / "merged", dtype="float32", scope="all")
     actmat.export(tmp_path / "merged", out=tmp_path / "merged.gguf", to="gguf", like=str(base), type="f32")
     expected = in_transformers(tmp_path / "merged")
-    torch.testing.assert_close(in_llama_cpp(tmp_path / "merged.gguf"), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(in_llama_cpp(tmp_path / "merged.gguf"), expected, rtol=F32_FORWARD, atol=F32_FORWARD)
 
     save_lora(tmp_path / "lora", (4, 2))
     actmat.export(tmp_path / "lora", out=tmp_path / "lora.gguf", to="gguf", like=str(base))
@@ -77,6 +78,6 @@ def test_a_merged_model_and_an_adapter_answer_as_in_transformers(tmp_path: Path)
     actmat.merge(model, [tmp_path / "lora"], method="linear", out=tmp_path / "baked", dtype="float32")
     expected = in_transformers(tmp_path / "baked")
     found = in_llama_cpp(base, tmp_path / "lora.gguf")
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found, expected, rtol=F32_FORWARD, atol=F32_FORWARD)
     assert float((in_transformers(model) - expected).abs().max()) > 0.1  # the adapter does something
     assert json.loads((tmp_path / "lora" / "adapter_config.json").read_text())["rank_pattern"]

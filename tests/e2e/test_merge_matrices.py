@@ -141,7 +141,7 @@ def test_a_base_that_is_not_read_changes_nothing(kind: torch.dtype, method: Merg
 def test_a_missing_base_is_named() -> None:
     """Of the rules that look at `W_0`, some can do without: theirs is an optional argument."""
     for method in (m for m in all_methods() if m.needs_base and not m.needs_statistics):
-        if method.parameters["base"].default is None:
+        if not method.uses_base(method.resolve_options({})):
             assert actmat.merge_matrices(method.name, experts_for(method)).any()
         else:
             with pytest.raises(RecipeError, match=f"'{method.name}' looks at the base weights"):

@@ -159,7 +159,7 @@ def test_options_of_single_experts() -> None:
         ({"experts": [{"path": "e", "options": {"t": 0.2}}], "method": "slerp"}, "one for all experts"),
         ({"experts": [{"path": "e", "options": {"densty": 0.2}}], "method": "ties"}, "has an option 'densty'"),
         ({"experts": [{"path": "e", "options": {"density": [0.2, 1.5]}}], "method": "ties"}, "must lie in \\[0, 1\\]"),
-        ({"method": "slerp", "options": {"t": [0.2, 1.5]}}, "must lie in \\[0, 1\\], got 1.5"),
+        ({"method": "slerp", "options": {"linear_above": [0.2, 1.5]}}, "must lie in \\[0, 1\\], got 1.5"),
         ({"method": "slerp", "options": {"s": [{"value": 1}]}}, "has no option 's'"),
         (
             {"method": "slerp", "options": {"t": [{"match": "*.mlp.*", "value": 1}]}},

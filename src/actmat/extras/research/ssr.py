@@ -1,7 +1,8 @@
 """SSR-Merge: least squares on the layers' outputs within the inputs that the experts read.
 
 Z. Wei et al., "SSR-Merge: Subspace Signal Routing for Training-Free LoRA Merging in Diffusion Models", ICML 2026,
-arXiv:2606.10617.  Shapes: `T` experts, `O` out_features, `I` in_features, `R` rank of the joint row space.
+arXiv:2606.10617.  Shapes: `T` experts, `O` out_features, `I` in_features, `R` rank of the joint row space, `N`
+in_features of a layer whose cores are given.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from actmat.methods.facets import About, Cost, Merged
 
 def merge(
     deltas: Sequence[Tensor],
-    rows_IQ: Tensor | None = None,
+    rows_NI: Tensor | None = None,
     *,
     statistics: Mapping[str, Sequence[Tensor]],
     ridge: Annotated[float, Bounds(0)] = 1e-4,
@@ -37,13 +38,13 @@ def merge(
     statistics that it needs are `V^T G_t V`, of the size of the ranks. float64 inside.
 
     Args:
-        rows_IQ: basis in which the deltas are given, for the low-rank form: cores instead of deltas.
+        rows_NI: basis in which the deltas are given, for the low-rank form: cores instead of deltas.
         ridge: of the system, in units of its mean eigenvalue. In the authors' code it is absolute, and the basis is
             that of the stored `A_t`.
     """
     grams = [g.to(torch.float64) for g in statistics["gram"]]
-    if rows_IQ is not None:
-        grams = [rows_IQ.mT @ g @ rows_IQ for g in grams]
+    if rows_NI is not None:
+        grams = [rows_NI.mT @ g @ rows_NI for g in grams]
     basis = joint_basis([d.mT for d in deltas])
     v_IR, on_R = basis.u_OR, basis.on_R
     right_OR, system_RR = None, None
