@@ -12,7 +12,7 @@ actmat.api        a function or class that `actmat.<name>` gives
 actmat.codecs     `checkpoints.codecs.base.Codec`
 actmat.commands   a command: a function, or a `typer.Typer`
 actmat.conversions  `experts.base.Conversion`: a checkpoint read in the layout of its base
-actmat.exports    a function `(checkpoint, out, options)` that writes another tool's form, see `actmat export`
+actmat.exports    a function `(checkpoint, out, *, options) -> words` that writes another tool's form
 actmat.executors  `engine.executors.base.ExecutorFactory`
 actmat.experts    `experts.base.Family`
 actmat.formats    `checkpoints.source.Format`

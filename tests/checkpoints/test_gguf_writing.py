@@ -151,3 +151,32 @@ def test_refusals_say_what_to_do_and_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(MergeError, match="exists"):
         actmat.export(model, out=out, to="gguf", like=str(base))
     assert out.read_text() == "mine"
+
+
+def test_no_entry_is_lost_in_silence(tmp_path: Path) -> None:
+    base = write_gguf(tmp_path / "base.gguf", "F16")
+    stored = load_file(as_checkpoint(base, tmp_path / "model") / "model.safetensors")
+    for number, (value, kind) in enumerate(((7e4, "f16"), (1e7, "q8_0"), (float("nan"), "bf16"))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        changed = stored["model.layers.1.mlp.up_proj.weight"].float()
+        changed[0, 0] = value
+        save_file({**stored, "model.layers.1.mlp.up_proj.weight": changed}, folder / "model.safetensors")
+        with pytest.raises(MergeError, match=r"blk\.1\.ffn_up\.weight': expected finite entries"):
+            actmat.export(folder, out=tmp_path / "out.gguf", to="gguf", like=str(base), type=kind)
+        assert not [p for p in tmp_path.iterdir() if "out.gguf" in p.name and "lock" not in p.name]
+
+
+def test_an_adapter_without_effect_and_one_that_is_not_read(tmp_path: Path) -> None:
+    base = write_gguf(tmp_path / "base.gguf", "F16")
+    save_lora(tmp_path / "lora")
+    config = tmp_path / "lora" / "adapter_config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps(fields | {"lora_alpha": 0}))
+    said = actmat.export(tmp_path / "lora", out=tmp_path / "zero.gguf", to="gguf", like=str(base))
+    assert said == "4 tensors: 4 F32"
+    assert metadata(tmp_path / "zero.gguf")["adapter.lora.alpha"] != 0  # llama.cpp takes 0 for a scaling of 1
+    assert not tensors(tmp_path / "zero.gguf")["blk.0.attn_q.weight.lora_b"].data.any()
+    config.write_text(json.dumps(fields | {"r": 8}))
+    with pytest.raises(MergeError, match="cannot be read as an adapter"):
+        actmat.export(tmp_path / "lora", out=tmp_path / "wrong.gguf", to="gguf", like=str(base))

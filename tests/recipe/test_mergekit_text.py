@@ -211,6 +211,22 @@ def test_densities_are_clipped_as_mergekit_clips_them() -> None:
     fields = converted(f"{{merge_method: ties, base_model: b, models: {models}}}")
     assert [e["options"]["density"] for e in fields["experts"]] == [1.0, 0.0]
     assert any("outside of [0, 1]" in note for note in fields["notes"])
+    gradient = models.replace("1.5", "[1.5, 0.5]")
+    with pytest.raises(RecipeError, match="clips it layer by layer"):
+        converted(f"{{merge_method: ties, base_model: b, models: {gradient}}}")
+
+
+def test_a_base_model_of_the_slices_counts_as_one_of_all() -> None:
+    def sources(base: str, first: int) -> str:
+        named = [f"{{model: {m}, layer_range: [{first}, {first + 1}], parameters: {{weight: 1}}}}" for m in "abc"]
+        return f"{{{base}sources: [{', '.join(named)}]}}"
+
+    both = f"{sources('base_model: c, ', 0)}, {sources('base_model: c, ', 1)}"
+    fields = converted(f"{{merge_method: nuslerp, slices: [{both}]}}")
+    assert (fields["options"]["of"], len(fields["experts"])) == ("deltas", 2)
+    mixed = f"{sources('base_model: c, ', 0)}, {sources('', 1)}"
+    with pytest.raises(RecipeError, match="slices with and without a base model have no counterpart for 'multislerp'"):
+        converted(f"{{merge_method: multislerp, slices: [{mixed}]}}")
 
 
 def test_an_adapter_of_the_base_is_an_expert() -> None:

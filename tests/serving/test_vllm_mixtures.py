@@ -156,6 +156,9 @@ def test_vllm_asks_for_a_mixture_and_gets_it(
     assert (Path(one.lora_path) / "adapter_config.json").is_file()
     assert other.lora_path == str(tmp_path / "code")
     assert 0 < one.lora_int_id != other.lora_int_id > 0
+    for name in ("my-adapter", "no-adapter"):  # vLLM takes equal numbers for one adapter
+        save_lora(tmp_path / name)
+    assert ask("my-adapter").lora_int_id != ask("no-adapter").lora_int_id
     assert ask("nobody") is None
     assert ask("math+math") is None
     assert "above the largest of this server" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 from pathlib import Path
@@ -31,7 +32,8 @@ class MixtureResolver(LoRAResolver):  # type: ignore[misc]  # vLLM is not there 
             return None
         if folder is None:
             return None
-        number = int.from_bytes(str(folder).encode()[-7:], "big")  # the end of a hash: the same in every process
+        # vLLM takes equal numbers for one adapter; the number is the same in every process
+        number = int.from_bytes(hashlib.sha256(str(folder).encode()).digest()[:7], "big") + 1
         return LoRARequest(lora_name=lora_name, lora_int_id=number, lora_path=str(folder))
 
 

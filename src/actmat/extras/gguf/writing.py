@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,15 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.writing.lock import OutputLock
 from actmat.checkpoints.writing.staging import disk_errors, sibling
-from actmat.errors import AlignmentError, CheckpointError, OutputError, RecipeError
+from actmat.errors import AlignmentError, CheckpointError, NumericalError, OutputError, RecipeError
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.resolve import has_factors, open_adapter
 from actmat.extras.gguf.file import GgufFile, rows_in_file
 from actmat.extras.gguf.header import StoredTensor
 from actmat.extras.gguf.names import UNUSED, added, architecture_of, names_of
+from actmat.linalg.scaling import FLOAT32_MAX
 
 if TYPE_CHECKING:
     import numpy
@@ -34,8 +37,10 @@ if TYPE_CHECKING:
 TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 """Types that are written; vectors stay float32, as llama.cpp has them."""
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-OWN_KEYS = ("GGUF.", "split.", "general.architecture", "general.file_type", "general.type")
-"""Beginnings of keys that are not copied: of the header, of the parts of a split file, and those that change."""
+OWN_KEYS = ("GGUF.", "split.", "quantize.", "general.architecture", "general.file_type", "general.type")
+"""Beginnings of keys that are not copied: of the header, of a split or quantised file, and those that change."""
+LARGEST = {"F16": 65504.0, "BF16": 3.3895e38, "Q8_0": 127 * 65504.0}
+"""Largest entry of a type; the scale of a block of Q8_0 is a float16."""
 LIKE = (
     "llama.cpp's convert_hf_to_gguf.py makes a file of the base; --like takes that file, of any type, as the pattern "
     "of names, metadata and tokenizer"
@@ -52,8 +57,8 @@ class _Piece:
     make: Callable[[], numpy.ndarray[Any, Any]]
 
 
-def write_gguf(location: str, out: Path, *, like: str | None = None, type: str = "bf16") -> int:
-    """Write a checkpoint, or a LoRA adapter, as one GGUF file; returns the number of tensors.
+def write_gguf(location: str, out: Path, *, like: str | None = None, type: str = "bf16") -> str:
+    """Write a checkpoint, or a LoRA adapter, as one GGUF file; returns the number and types of its tensors in words.
 
     Args:
         location: of the checkpoint or adapter.
@@ -63,7 +68,9 @@ def write_gguf(location: str, out: Path, *, like: str | None = None, type: str =
 
     Raises:
         RecipeError: no pattern, or a type that is not written.
-        AlignmentError: tensors that the pattern has not, or that lack; names all.
+        AlignmentError: tensors that the pattern lacks, or that the checkpoint lacks; names all.
+        CheckpointError: an adapter that is not read.
+        NumericalError: an entry that is not finite, or beyond the type.
         OutputError: the file exists, or cannot be written.
     """
     if type not in TYPES:
@@ -78,6 +85,8 @@ def write_gguf(location: str, out: Path, *, like: str | None = None, type: str =
     with _pattern(like) as pattern:
         if has_factors(location):
             with open_adapter(location) as adapter:
+                if adapter.problems:
+                    raise CheckpointError(f"{location} cannot be read as an adapter.", adapter.problems)
                 return _write(out, pattern, _pieces_of_adapter(adapter, pattern, type), _adapter_keys(adapter))
         with open_checkpoint(location) as checkpoint:
             return _write(out, pattern, _pieces_of_model(checkpoint, pattern, type), {"file_type": FILE_TYPES[type]})
@@ -171,9 +180,12 @@ def _pieces_of_adapter(adapter: Adapter, pattern: GgufFile, type: str) -> list[_
 
 
 def _alpha(adapter: Adapter) -> float:
-    """The alpha of the file: `scaling = alpha / rank` of the first module; others have theirs in B."""
-    first = next(iter(adapter.modules.values()))
-    return first.scaling * first.rank
+    """The alpha of the file: `scaling = alpha / rank` of the first module; others have theirs in B.
+
+    Never 0, which llama.cpp takes for a scaling of 1.
+    """
+    first = next(iter(adapter.modules.values()), None)
+    return 1.0 if first is None else first.scaling * first.rank or 1.0
 
 
 def _adapter_keys(adapter: Adapter) -> dict[str, Any]:
@@ -210,36 +222,55 @@ def _piece(name: str, type: str, shape: tuple[int, ...], make: Callable[[], Tens
 
     kind = GGMLQuantizationType[type]
     stored = quant_shape_to_byte_shape(shape, kind) if type in ("BF16", "Q8_0") else shape
-    return _Piece(name, type, tuple(stored), lambda: quantize(make().contiguous().numpy(), kind))
+
+    def checked() -> numpy.ndarray[Any, Any]:
+        value, limit = make(), LARGEST.get(type, FLOAT32_MAX)
+        largest = float(value.abs().max()) if value.numel() else 0.0
+        if not largest <= limit:  # NaN, too
+            raise NumericalError(
+                f"tensor '{name}': expected finite entries of at most {limit:g} for {type}, found {largest:g}. Fix: "
+                "write bf16 or f32; if it is not finite, look at the checkpoint."
+            )
+        return quantize(value.contiguous().numpy(), kind)
+
+    return _Piece(name, type, tuple(stored), checked)
 
 
-def _write(out: Path, pattern: GgufFile, pieces: list[_Piece], keys: Mapping[str, Any]) -> int:
-    """Write the file beside its place, and rename it when it is whole."""
-    from gguf import GGMLQuantizationType, GGUFWriter
-
-    building = sibling(out, "partial")
+def _write(out: Path, pattern: GgufFile, pieces: list[_Piece], keys: Mapping[str, Any]) -> str:
+    """Write the file next to its place, and rename it when it is complete."""
+    lock, building = OutputLock(out, sibling(out, "lock")), sibling(out, "partial")
     with disk_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
-        building.unlink(missing_ok=True)
-        writer = GGUFWriter(building, architecture_of(pattern.header, pattern.location))
+        lock.take()
         try:
-            _add_metadata(writer, pattern, keys)
-            for piece in pieces:
-                dtype, size = _stored_as(piece)
-                writer.add_tensor_info(piece.name, piece.shape, dtype, size, GGMLQuantizationType[piece.type])
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            for piece in pieces:
-                writer.write_tensor_data(piece.make())
-            writer.close()
+            if os.path.lexists(out):  # another process was faster
+                raise OutputError(f"{out} exists; choose another place, or remove it.")
+            building.unlink(missing_ok=True)  # of a process that was killed here
+            _fill(building, pattern, pieces, keys)
             os.replace(building, out)
         except BaseException:  # Ctrl-C too: nothing is left, and it is passed on
-            with contextlib.suppress(OSError, ValueError):
-                writer.close()
             building.unlink(missing_ok=True)
             raise
-    return len(pieces)
+        finally:
+            lock.release()
+    counts = Counter(piece.type for piece in pieces)
+    return f"{len(pieces)} tensors: " + ", ".join(f"{count} {kind}" for kind, count in counts.items())
+
+
+def _fill(file: Path, pattern: GgufFile, pieces: list[_Piece], keys: Mapping[str, Any]) -> None:
+    """Metadata, then tensor after tensor."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    with contextlib.closing(GGUFWriter(file, architecture_of(pattern.header, pattern.location))) as writer:
+        _add_metadata(writer, pattern, keys)
+        for piece in pieces:
+            dtype, size = _stored_as(piece)
+            writer.add_tensor_info(piece.name, piece.shape, dtype, size, GGMLQuantizationType[piece.type])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for piece in pieces:
+            writer.write_tensor_data(piece.make())
 
 
 def _stored_as(piece: _Piece) -> tuple[Any, int]:

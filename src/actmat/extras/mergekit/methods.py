@@ -195,8 +195,13 @@ def _arcee_fusion(of: Arrangement) -> Choice:
 
 
 def _of(arrangement: Arrangement) -> str:
-    """Deltas, where the configuration names a base model; else weights."""
-    return "weights" if arrangement.parameters.config.base is None else "deltas"
+    """Deltas, where the configuration or every slice names a base model; else weights."""
+    config = arrangement.parameters.config
+    have = {(one.base or config.base) is not None for one in config.slices}
+    if len(have) > 1:
+        what = f"slices with and without a base model have no counterpart for '{config.method}'"
+        arrangement.parameters.found.problem("slices", what)
+    return "deltas" if True in have else "weights"
 
 
 def _presence(of: Arrangement, flags: Sequence[float | None]) -> Any:
@@ -212,18 +217,26 @@ def _presence(of: Arrangement, flags: Sequence[float | None]) -> Any:
 def _density(of: Arrangement) -> dict[str, list[Any]]:
     """Densities; mergekit keeps all at 1 and above, nothing at 0 and below."""
     values = of.own("density", 1.0, 1.0)
-    clipped = [_clipped(v) for v in values]
+    clipped = [_clipped(v, of) for v in values]
     if clipped != values:
         of.parameters.found.note("densities outside of [0, 1] count as 0 or 1, as in mergekit")
     return {"density": clipped}
 
 
-def _clipped(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_clipped(v) for v in value]
+def _clipped(value: Any, of: Arrangement) -> Any:
+    """Densities within [0, 1]; mergekit clips a gradient after it was interpolated, which no list of numbers gives."""
     if isinstance(value, Mapping):
-        return {**value, "value": _clipped(value["value"])}
-    return min(max(value, 0.0), 1.0) if not 0 <= value <= 1 else value
+        return {**value, "value": _clipped(value["value"], of)}
+    if isinstance(value, list):
+        if any(isinstance(v, Mapping) for v in value):
+            return [_clipped(v, of) for v in value]
+        if any(not 0 <= v <= 1 for v in value):
+            what = (
+                f"'density': the gradient {value} leaves [0, 1], where mergekit clips it layer by layer: no counterpart"
+            )
+            of.parameters.found.problem("parameters", what)
+        return value
+    return value if 0 <= value <= 1 else min(max(value, 0.0), 1.0)
 
 
 def _rescale(of: Arrangement, *, default: bool = True) -> Any:

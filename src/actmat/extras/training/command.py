@@ -44,10 +44,10 @@ def export(
     from actmat.extras.training.exporting import export as write
 
     given = {"under": under, "like": like, "type": type_}
-    write(checkpoint, out=out, to=to, **{name: value for name, value in given.items() if value is not None})
+    said = write(checkpoint, out=out, to=to, **{name: value for name, value in given.items() if value is not None})
     with optional_stdout("The export is complete."):
         if json:
             print_result("export", {"out": str(out), "checkpoint": checkpoint, "form": to})
         if json or quiet:
             return
-        console.print(f"[bold]{escape(out)}[/bold]: {escape(checkpoint)} as {escape(to)}")
+        console.print(f"[bold]{escape(out)}[/bold]: {escape(checkpoint)} as {escape(to)}; {said}")

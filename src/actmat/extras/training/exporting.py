@@ -14,8 +14,8 @@ from actmat.plugins import entries, hint, load
 GROUP = "actmat.exports"
 
 
-def export(checkpoint: Location, *, out: Location, to: str = "dcp", **options: str) -> None:
-    """Write a checkpoint, such as a merged model, in the form of another tool.
+def export(checkpoint: Location, *, out: Location, to: str = "dcp", **options: str) -> str:
+    """Write a checkpoint, such as a merged model, in the form of another tool; returns in words what was written.
 
     Args:
         checkpoint: directory, file, hub id or URL of anything that `merge` reads.
@@ -38,11 +38,12 @@ def export(checkpoint: Location, *, out: Location, to: str = "dcp", **options: s
     if strange := [name for name in options if name not in taken]:
         listed = ", ".join(taken) or "none"
         raise RecipeError(f"The form {to} takes no option {', '.join(strange)}; its options: {listed}.")
-    form(str(checkpoint), Path(out), **options)
+    said: str = form(str(checkpoint), Path(out), **options)
+    return said
 
 
-def export_dcp(checkpoint: str, out: Path, *, under: str = "") -> None:
-    """Write a checkpoint for `torch.distributed.checkpoint.load`.
+def export_dcp(checkpoint: str, out: Path, *, under: str = "") -> str:
+    """Write a checkpoint for `torch.distributed.checkpoint.load`; returns the number of its tensors in words.
 
     Raises:
         MergeError: nothing is at `out`.
@@ -52,3 +53,4 @@ def export_dcp(checkpoint: str, out: Path, *, under: str = "") -> None:
     with open_checkpoint(checkpoint) as opened, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
         write_dcp(opened, out, under=under)
+        return f"{len(opened.specs)} tensors as they were"
