@@ -23,8 +23,8 @@ from rich.console import Console
 
 from actmat_experiments.harness.cache import digest
 from actmat_experiments.harness.experiment import Experiment
-from actmat_experiments.harness.merging import Candidate
 from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.rows import candidates
 from actmat_experiments.pretrained import text, vision
 from actmat_experiments.pretrained.gram import gram_rows
 from actmat_experiments.suites import RunRequest
@@ -42,7 +42,9 @@ RUNS = (
 """Steps and rates, from short and cold to long and hot; the suite's own run, 64 steps at 1e-4, is among them."""
 
 ROWS = ("average", "tsv", "actmat", "actmat_ridge", "actmat_bounded")
-"""Rows that are merged from subsets, and checked."""
+"""Rows that are checked, and of full fine-tuning merged from subsets."""
+
+SUBSET_ROWS = {"full": ROWS, "lora": ("average", "actmat", "tsv", "dc_merge", "cart", "tsv@pico", "dc_merge@pico")}
 
 MODULES = {NAMES["text"]: text, NAMES["vision"]: vision}
 
@@ -75,11 +77,12 @@ def _trained(whole: text.PretrainedText, steps: int, rate: float) -> text.Pretra
     return replace(whole, tasks=tasks, schedule=replace(whole.schedule, epochs=epochs, learning_rate=rate))
 
 
-def subsets(request: RunRequest, rows: Sequence[str] = ROWS) -> Iterator[dict[str, Any]]:
+def subsets(request: RunRequest, rows: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
     """Test accuracy of merges of the first two to seven experts, on their tasks, at the default scale."""
     experiment = _first(request)
     for n in range(2, len(experiment.names) + 1):
-        found = experiment.merges([Candidate(row, row) for row in rows], only=experiment.names[:n], tune=False)
+        some, _ = candidates(rows or SUBSET_ROWS[experiment.regime], experiment.regime, n)
+        found = experiment.merges(some, only=experiment.names[:n], tune=False)
         for row, result in found.items():
             for task, counts in result["test"].items():
                 answers = {"task": task, "correct": counts["correct"], "total": counts["total"]}

@@ -88,11 +88,14 @@ def settings_digest(settings: DataclassInstance, base: str, tasks: Sequence[Any]
     return digest([plain, base, [[t.name, t.content] for t in tasks]])
 
 
-def chosen_tasks(request: RunRequest, known: Sequence[str], base: str, *, takes_data: bool = True) -> list[str]:
-    """The names of the tasks that a request asks for; all, if it names none.
+def chosen_tasks(
+    request: RunRequest, known: Sequence[str], base: str, *, more: Sequence[str] = (), takes_data: bool = True
+) -> list[str]:
+    """The names of the tasks that a request asks for; the known ones, if it names none.
 
     Args:
         base: what kind of model `--set base` takes.
+        more: tasks that are run only for a request that names them.
         takes_data: whether the suite reads a data folder.
 
     Raises:
@@ -102,9 +105,9 @@ def chosen_tasks(request: RunRequest, known: Sequence[str], base: str, *, takes_
         raise RecipeError(f"The suite {request.suite} draws its tasks itself: leave out --data.")
     if request.models:
         raise RecipeError(f"The suite {request.suite} has one base; --set base=FOLDER gives another {base}.")
-    names = list(request.tasks or known)
-    if unknown := [f"'{n}' is no task.{did_you_mean(n, list(known))}" for n in names if n not in known]:
-        raise RecipeError(f"The tasks are {', '.join(known)}.", unknown)
+    names, every = list(request.tasks or known), [*known, *more]
+    if unknown := [f"'{n}' is no task.{did_you_mean(n, every)}" for n in names if n not in every]:
+        raise RecipeError(f"The tasks are {', '.join(every)}.", unknown)
     return names
 
 

@@ -46,7 +46,7 @@ from actmat_experiments.pretrained.text_model import (
     text_features,
     write_base,
 )
-from actmat_experiments.pretrained.text_tasks import TASKS, TextSet, load_texts
+from actmat_experiments.pretrained.text_tasks import FRESH, TASKS, TextSet, load_texts
 from actmat_experiments.pretrained.wheels import MINILM, unpacked
 from actmat_experiments.suites import RunRequest, TableRequest
 from actmat_experiments.vision.backbones import load_expert, load_head, save_head
@@ -233,7 +233,8 @@ def table(request: TableRequest) -> None:
 
 def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedText]:
     """One for each seed and regime, for LoRA one for each rank; experts are not yet trained."""
-    settings, names = changed(TextSettings(), request.settings), chosen_tasks(request, list(TASKS), "BERT")
+    settings = changed(TextSettings(), request.settings)
+    names = chosen_tasks(request, list(TASKS), "BERT", more=list(FRESH))
     if request.data is None:
         raise RecipeError(
             f"The suite {request.suite} takes its texts from a folder: give --data DIR with trec.train.jsonl, ..."
