@@ -33,6 +33,11 @@ def method_of(row: str) -> str:
     return "" if method == row else method
 
 
+def is_trial(score: Score) -> bool:
+    """True for a row whose method is a file's and none of the package's: it is shown beside the others, never chosen."""
+    return ".py:" in str(score.detail.get("rule", ""))
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A method at a scale, as `tune` would try it, in points.
@@ -55,11 +60,15 @@ class Candidate:
 
 
 class Group:
-    """Scores of the settings that were run last. A row may have been run with some of the seeds only."""
+    """Scores of the settings that were run last, `trials` those of methods of files.
+
+    A row may have been run with some of the seeds only.
+    """
 
     def __init__(self, scores: Sequence[Score]) -> None:
         last = scores[-1].settings
-        self.scores = [s for s in scores if s.settings == last]
+        self.scores = [s for s in scores if s.settings == last and not is_trial(s)]
+        self.trials = [s for s in scores if s.settings == last and is_trial(s)]
         self.suite, self.model, self.regime = scores[0].suite, scores[0].model, scores[0].regime
         self.seeds = sorted({s.seed for s in self.scores})
         self.tasks = list(dict.fromkeys(s.task for s in self.scores))
@@ -72,7 +81,7 @@ class Group:
     def points(self, method: str, kind: str = "default") -> Points:
         """Of a row, for the seeds in which it has all tasks."""
         found: dict[int, dict[str, float]] = {}
-        for s in self.scores:
+        for s in (*self.scores, *self.trials):
             if (s.method, s.scale) == (method, kind):
                 found.setdefault(s.seed, {})[s.task] = 100 * s.share
         whole = {seed: found[seed] for seed in sorted(found) if len(found[seed]) == len(self.tasks)}

@@ -158,6 +158,23 @@ def calibrated_rows(some: Sequence[Group]) -> list[list[str]]:
     return found
 
 
+LENGTHS = (
+    *("average_layer", "actmat", "actmat_layer", "actmat@pico", "tsv", "tsv_layer", "tsv@pico"),
+    *("dc_merge", "dc_merge_layer", "dc_merge@pico", "cart", "cart_layer"),
+    *("shares", "directions", "directions_layer", "robustmerge"),
+)
+"""Methods beside the same ones at the mean norm of every matrix, other lengths, and RobustMerge."""
+
+
+def length_rows(some: Sequence[Group]) -> list[list[str]]:
+    """Points above the average in the same seeds, a column per group; the seeds are those of the first group."""
+    found = []
+    for name in LENGTHS:
+        cells = [difference(g.points(name), g.points("average")) for g in some]
+        found.append([f"`{name}`", ", ".join(map(str, some[0].points(name))), *cells])
+    return found
+
+
 def with_calibrated(some: Sequence[Group]) -> list[Group]:
     """Groups of adapters in which such rows were measured."""
     return [g for g in some if g.regime == "lora" and g.points("actmat@pico")]
@@ -218,6 +235,10 @@ def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
             lambda: significant_rows(some),
         ),
         "pairs": (["difference", "scale", *(g.title for g in some if g.rows())], lambda: pair_rows(some)),
+        "lengths": (
+            ["row", "seeds", *(g.title for g in some if g.trials)],
+            lambda: length_rows([g for g in some if g.trials]),
+        ),
         "calibrated": (
             ["row", *(f"{g.title}, {len(g.points('actmat@pico'))} seeds" for g in with_calibrated(some))],
             lambda: calibrated_rows(with_calibrated(some)),
