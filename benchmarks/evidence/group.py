@@ -34,7 +34,7 @@ def method_of(row: str) -> str:
 
 
 def is_trial(score: Score) -> bool:
-    """True for a row whose method is a file's and none of the package's: it is shown beside the others, never chosen."""
+    """True for a row whose method is a file's and none of the package: it is shown beside the others, never chosen."""
     return ".py:" in str(score.detail.get("rule", ""))
 
 

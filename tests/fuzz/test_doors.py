@@ -31,15 +31,10 @@ def test_every_reader_of_foreign_input_has_a_door() -> None:
     assert set(DOORS) == WANTED
 
 
-YOUNG = {"LyCORIS files": 5_000, "mergekit configs": 5_000, "packed codes": 5_000, "slow requests": 20_000,
-         "slow servers": 12_000, "vocabularies": 35_000, "web servers": 5_000}  # fmt: skip
-"""Doors whose 100,000 cases have not been recorded yet, and the cases that have."""
-
-
 @pytest.mark.parametrize("name", sorted(read_results()))
 def test_what_a_recording_found_is_kept_and_its_cases_were_cheap(name: str) -> None:
     row = read_results()[name]
-    assert row.cases >= YOUNG.get(name, 100_000)
+    assert row.cases >= 100_000
     assert row.found <= len(list(kept_cases(name))), "the cases that were found are tried above"
     assert row.slowest < 1.0
     assert row.memory < 300_000_000
