@@ -130,7 +130,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
 
 
 def test_a_job_is_stopped_at_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    scripted(monkeypatch, "import subprocess; subprocess.run(['sleep', '600'])")
+    scripted(monkeypatch, "import subprocess; print('{\"event', end='', flush=True); subprocess.run(['sleep', '600'])")
     jobs, began = Jobs(Limits(seconds=2), tmp_path), time.monotonic()
     with pytest.raises(MergeError, match="The merge was stopped after 2 s, the limit of this space"):
         jobs.merge(Form(BOTH))

@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from actmat.errors import SHOWN_PROBLEMS, MergeError
 from actmat.foreign import html
+from actmat.report.words import plural
 
 REASON = "auto: "
 """Beginning of the note that says why `auto` took a method."""
@@ -37,13 +38,14 @@ def plan_html(plan: Mapping[str, Any], title: str = "Plan") -> Markup:
     reason = next((n.removeprefix(REASON) for n in notes if n.startswith(REASON)), "")
     options = ", ".join(f"{k}={v}" for k, v in plan["options"].items())
     method = f"{plan['method']} ({options})" if options else plan["method"]
-    ranks = ", ".join(f"{rank} ({count} modules)" for rank, count in plan["ranks"])
+    ranks = ", ".join(f"{rank} ({plural(count, 'module')})" for rank, count in plan["ranks"])
+    written = f"{plural(plan['modules'], 'module')}, {plural(plan['full'], 'full tensor')}"
     facts = [
         ("Method", method),
         *([("Why", reason)] if reason else []),
         *([("Base", plan["base"])] if plan["base"] else []),
         ("Ranks", f"{ranks or 'none'}; exact would be up to {plan['exact_rank']}"),
-        ("Size", f"{plan['size']} to write; {plan['modules']} modules, {plan['full']} full tensors"),
+        ("Size", f"{plan['size']} to write; {written}"),
         ("Cost", f"{plan['traffic']}; {plan['time']}"),
     ]
     adapters = [(e["location"], e["commit"][:8], f"{e['weight']:g}", e["size"], e["tensors"]) for e in plan["experts"]]

@@ -33,6 +33,10 @@ PASSED = (
 """Variables of the environment that a job sees: none of the secrets of the space, such as its own token."""
 LAST_BYTES = 4000
 """Bytes kept of what a job that broke down says on stderr."""
+END_S = 5.0
+"""Time that a process has to end after it closed its output."""
+OUT = "merged-adapter"
+"""Name of an output: relative, since reports and manifests show it."""
 RESULT = re.compile("[0-9a-f]{32}")
 Progress = Callable[[int, int], None]
 
@@ -83,11 +87,12 @@ class Jobs:
             self.sweep(room=1)
             key = secrets.token_hex(16)
             folder = self._kept / key
-            out = folder / "merged-adapter"
+            out = folder / OUT
             folder.mkdir()
             try:
-                said = self._run({"do": "merge", "form": dataclasses.asdict(form), "out": str(out)}, progress)
-                archive = folder / "merged-adapter.zip"
+                job = {"do": "merge", "form": dataclasses.asdict(form), "out": OUT}
+                said = self._run(job, progress, keep=out)
+                archive = folder / f"{OUT}.zip"
                 with zipfile.ZipFile(archive, "w") as file:  # weights do not shrink
                     for path in sorted(p for p in out.rglob("*") if p.is_file()):
                         file.write(path, Path(out.name) / path.relative_to(out))
@@ -113,7 +118,7 @@ class Jobs:
             raise RecipeError("What was given as the token is none: a token has no spaces and no special characters.")
         with self._one:
             self.sweep()
-            out = self._kept / key / "merged-adapter"
+            out = self._kept / key / OUT
             if not RESULT.fullmatch(key) or not out.is_dir():
                 minutes = self.limits.keep_seconds // 60
                 raise OutputError(f"There is no merged adapter to push: it is kept for {minutes} minutes at most. Fix: "
@@ -141,15 +146,20 @@ class Jobs:
 
         threading.Thread(target=work, daemon=True).start()
 
-    def _run(self, job: Mapping[str, Any], progress: Progress | None = None) -> Mapping[str, Any]:
-        """The last thing that the process of a job says.
+    def _run(
+        self, job: Mapping[str, Any], progress: Progress | None = None, *, keep: Path | None = None
+    ) -> Mapping[str, Any]:
+        """The last thing that the process of a job says; its output moves to `keep`.
 
         Raises:
             MergeError: the one that it says; or it ended otherwise, or took too long.
         """
         work = Path(tempfile.mkdtemp(prefix="job-", dir=self.root))
         try:
-            return self._talk({**job, "limits": dataclasses.asdict(self.limits)}, work, progress)
+            said = self._talk({**job, "limits": dataclasses.asdict(self.limits)}, work, progress)
+            if keep is not None:
+                (work / OUT).rename(keep)
+            return said
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
@@ -161,12 +171,7 @@ class Jobs:
                 env=_environment(work), start_new_session=True,
             )  # fmt: skip
         late = threading.Event()
-
-        def stop() -> None:
-            late.set()
-            os.killpg(process.pid, signal.SIGKILL)
-
-        timer = threading.Timer(self.limits.seconds, stop)
+        timer = threading.Timer(self.limits.seconds, _stop, [process, late])
         timer.start()
         said: Mapping[str, Any] = {}
         try:
@@ -177,16 +182,20 @@ class Jobs:
                     json.dump(job, pipe)
             except BrokenPipeError:
                 pass  # it ended, which is told below
-            for line in process.stdout:
-                said = json.loads(line)
-                if said["event"] == "progress" and progress is not None:
-                    progress(said["done"], said["total"])
+            with process.stdout as lines:
+                for line in lines:
+                    if not line.endswith("\n"):
+                        break  # it was stopped while it spoke
+                    said = json.loads(line)
+                    if said["event"] == "progress" and progress is not None:
+                        progress(said["done"], said["total"])
         finally:
             timer.cancel()
-            if not late.is_set() and process.poll() is None and said.get("event") not in ("done", "failed"):
-                os.killpg(process.pid, signal.SIGKILL)  # whoever waits for it has left
-            code = process.wait()
-            process.stdout.close()
+            try:
+                code = process.wait(timeout=END_S)
+            except subprocess.TimeoutExpired:  # it hangs, or whoever waited for it has left
+                os.killpg(process.pid, signal.SIGKILL)
+                code = process.wait()
         if said.get("event") == "done":
             return said
         if said.get("event") == "failed":
@@ -209,6 +218,12 @@ class Jobs:
                               "or smaller adapters.")  # fmt: skip
         return MergeError(f"The {job['do']} broke down (exit code {code}), which is a fault of this space; its log has "
                           "the details.")  # fmt: skip
+
+
+def _stop(process: subprocess.Popen[str], late: threading.Event) -> None:
+    """Kill a process with all that it started, and say so."""
+    late.set()
+    os.killpg(process.pid, signal.SIGKILL)
 
 
 def _environment(work: Path) -> dict[str, str]:
