@@ -51,6 +51,7 @@ LOOKS_AT_LOCATIONS: dict[str, str] = {
     "extras/collect/on_data.py": "an adapter has no full matrices to hold against statistics",
     "extras/collect/staged.py": "blocks of an adapter cannot be put into a model",
     "extras/conformance/experts.py": "the suite compares this answer with the expert's",
+    "extras/stack/adapted.py": "the second part of model+adapter is one",
     "extras/gguf/writing.py": "an adapter becomes an adapter of llama.cpp, a model a model",
     "extras/tune/merges.py": "adapters are merged into adapters where all have factors",
     "extras/tune/tuning.py": "without a base, the adapters name it",

@@ -279,9 +279,10 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _distinct_names(self) -> Recipe:
-        if not self.experts and not stack_parts(self.base):
+        if not self.experts and not stack_parts(self.base) and not self.base.endswith((".yml", ".yaml")):
             raise ValueError(
-                "experts: this field is required, except where the base is a stack of layers, which is copied"
+                "experts: this field is required, except where the base is a stack of layers, or a file that describes "
+                "a mixture of experts, which is copied"
             )
         labels = [e.label for e in self.experts]
         twice = sorted({n for n in labels if labels.count(n) > 1})
