@@ -172,7 +172,8 @@ def test_two_switches_by_tensor_give_what_each_pair_gives(merge: Merge) -> None:
         given = f"{{normalize: {normalize}, rescale: {rescale}, density: 0.6}}"
         return f"{{merge_method: ties, base_model: ./base, models: {models}, parameters: {given}, dtype: float32}}"
 
-    mlp, down = "[{filter: mlp, value: false}, {value: true}]", "[{filter: mlp.down, value: true}, {value: false}]"
+    mlp = "[{filter: mlp, value: false}, {value: true}]"
+    down = "[{filter: q_proj, value: false}, {filter: p.down, value: true}, {value: false}]"
     mixed = merge("mixed", text(mlp, down))
     plain = {(n, r): merge(f"{n}-{r}", text(n, r)) for n in ("true", "false") for r in ("true", "false")}
     for name, found in mixed.items():

@@ -221,6 +221,7 @@ def test_two_switches_may_differ_from_tensor_to_tensor() -> None:
         ("*q_proj*", "sum", "none"),
         ("*down_proj*", "mean", "l1"),
     ]
+    assert [r.get("optional", False) for r in fields["rules"]] == [True, False, True, False, False]
     assert any(compile_pattern(p)("model.layers.0.mlp.down_proj.weight") for p in both)
     flat = "nuslerp_flatten: [{filter: mlp, value: false}, {value: true}]"
     by_axis = "nuslerp_row_wise: [{filter: mlp.d, value: true}, {value: false}]"

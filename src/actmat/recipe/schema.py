@@ -66,6 +66,9 @@ class Rule(Strict):
     options: Options = Field(default_factory=dict, description="options of that method")
     scale: WeightOrNone = Field(default=None, description="factor of the merged delta; default: the recipe's")
     keep: Literal[False] | Literal["base"] = Field(default=False, description="'base': copy the base's tensor")
+    optional: bool = Field(
+        default=False, description="whether its patterns may match no tensor, which is an error else"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -124,6 +124,7 @@ class _Conversion:
         both = joined(list(varied.values()), lambda *values: values)
         rules = [
             {"match": match, "method": choice.method, "options": plain | dict(zip(varied, values, strict=True))}
+            | ({"optional": True} if isinstance(match, list) else {})  # no tensor may have the texts of both filters
             for match, values in both.patterns
         ]
         return {"options": plain} | ({"rules": rules} if rules else {})

@@ -43,7 +43,7 @@ class ComposedCheckpoint(Checkpoint):
         self.first, self.origins = first, origins
         self.checkpoints = list(dict.fromkeys([first, *(o.checkpoint for o in origins.values())]))
         self.specs = MappingProxyType({n: _spec(n, o) for n, o in origins.items()})
-        stored = {(id(o.checkpoint), o.name): n for n, o in reversed(origins.items())}
+        stored = {(id(o.checkpoint), o.name): n for n, o in reversed(list(origins.items()))}
         aliases = {}
         for name, origin in origins.items():
             target = stored.get((id(origin.checkpoint), origin.checkpoint.aliases.get(origin.name, "")))
