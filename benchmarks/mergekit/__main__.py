@@ -91,7 +91,7 @@ def run_here(name: str, data: dict[str, Any], folder: Path) -> str:
         recipe = load_recipe(file, {"out": str(folder / "here" / name)})
         run_recipes([recipe], RunSettings(threads=1, durable=False, overwrite=True))
     except MergeError as error:
-        return str(error)
+        return str(error).replace(f"{folder}/", "")
     return ""
 
 

@@ -261,6 +261,15 @@ def test_a_missing_key_and_value_heads_is_what_the_dense_model_means(
         ({"experts": [{"source_model": "../qwen3/0"}, {"source_model": "./1"}]}, "found llama, qwen3"),
         ({"experts": experts(0, 1), "shared_experts": experts(0, 1)}, "expected one shared expert at most, found 2"),
         ({"experts": experts(0, 1), "shared_experts": experts(0)}, "Mixtral has no shared expert"),
+        (
+            {
+                "experts": experts(0, 1),
+                "gate_mode": "hidden",
+                "architecture": "qwen moe",
+                "shared_experts": [{"source_model": "./0", "negative_prompts": ["a"]}],
+            },
+            "Qwen MoE needs 'positive_prompts' of the shared expert",
+        ),
         ({"experts": experts(0, 1), "dtype": "int8"}, "expected one of float32, bfloat16, float16, found 'int8'"),
         ({"experts": [{"source_model": "./0", "residual_scale": "much"}] * 2}, "expected a number, found 'much'"),
         ({"experts": [{"source_model": "./0"}, {"source_model": "./missing"}]}, "has no 'missing'"),

@@ -134,7 +134,7 @@ def find_source(
 
 
 def missing_problem(location: str) -> str | None:
-    """Sentence on a path at which nothing is; None for a path that exists, and for hub ids, URLs and what is made of them.
+    """Sentence on a path at which nothing is; None for one that exists, hub ids, URLs, and locations made of several.
 
     >>> missing_problem("org/name"), missing_problem("/")
     (None, None)

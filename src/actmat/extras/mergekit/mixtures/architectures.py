@@ -60,10 +60,10 @@ class Architecture:
             return "has no shared expert"
         if self.gated and not mixture.shared:
             return "needs one shared expert ('shared_experts')"
-        prompts = [e.positive or e.negative for e in mixture.shared]
-        if self.gated and mixture.gate_mode not in RANDOM and not all(prompts):
+        if self.gated and mixture.gate_mode not in RANDOM and not all(e.positive for e in mixture.shared):
             return "needs 'positive_prompts' of the shared expert, for its gate"
-        return "has no gate for the shared expert: drop its prompts" if any(prompts) and not self.gated else ""
+        has_prompts = any(e.positive or e.negative for e in mixture.shared)
+        return "has no gate for the shared expert: drop its prompts" if has_prompts and not self.gated else ""
 
     def config(self, base: Mapping[str, Any], mixture: Mixture) -> dict[str, Any]:
         """config.json of the output."""

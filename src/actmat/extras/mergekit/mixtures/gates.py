@@ -56,7 +56,7 @@ def _warn_of_degenerate(gates: Tensor) -> None:
     """Warn of layers whose router can hardly tell the experts apart, as mergekit does: the gates are made in a run."""
     layers = [str(i) for i, rows in enumerate(gates) if float(torch.linalg.cond(rows.float())) > DEGENERATE]
     if layers:
-        named = "all layers" if len(layers) == len(gates) else f"layers {', '.join(layers)}"
+        named = "all layers" if len(layers) == len(gates) else f"layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
         warnings.warn(
             f"the gates of {named} are nearly alike (condition number above {DEGENERATE:g}), so that some experts will "
             "hardly be used. Likely cause: prompts that are too similar",
