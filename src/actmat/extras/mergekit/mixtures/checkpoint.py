@@ -272,7 +272,8 @@ class _MixtureView:
 
 
 def _expert(data: Mapping[str, Any]) -> MixedExpert:
-    return MixedExpert(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+    prompts = tuple(data["positive"]), tuple(data["negative"])
+    return MixedExpert(str(data["model"]), *prompts, data["noise"], data["residual"])
 
 
 MIXTURE = Format(NAME, (), _claims, _open)

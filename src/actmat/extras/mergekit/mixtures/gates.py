@@ -142,5 +142,5 @@ def _hidden(model: Any, tokens: Any, *, average: bool) -> Tensor:
 def _embedded(embeddings: Tensor, tokens: Any, n_layers: int) -> Tensor:
     """Sum of the embeddings of all tokens, of norm 1, for every layer."""
     rows = embeddings[tokens["input_ids"]].float() * tokens["attention_mask"].unsqueeze(-1)
-    total = rows.sum(dim=1).sum(dim=0, keepdim=True)
+    total: Tensor = rows.sum(dim=1).sum(dim=0, keepdim=True)
     return (total / total.norm(dim=-1, keepdim=True).clamp(min=NEARLY_ZERO)).repeat(n_layers, 1)
