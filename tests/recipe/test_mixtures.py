@@ -213,6 +213,7 @@ def test_any_range_of_a_tensor_is_read_here_and_from_a_handle(models: Path, buil
     rng = random.Random(0)
     with open_checkpoint(models / "llama" / "ranges.yml") as here, open_handle(here.handle()) as there:
         assert dict(here.specs) == dict(there.specs)
+        assert here.identity() == there.identity()
         for name, spec in here.specs.items():
             whole = here.read(name)
             assert (tuple(whole.shape), whole.dtype) == (spec.shape, torch.bfloat16)
@@ -221,6 +222,28 @@ def test_any_range_of_a_tensor_is_read_here_and_from_a_handle(models: Path, buil
             buffer = bytearray(rng.randrange(spec.nbytes - start + 1))
             there.read_into(name, start, memoryview(buffer))
             assert bytes(buffer) == bytes(raw_bytes(whole)[start : start + len(buffer)]), name
+
+
+def test_a_run_goes_on_with_the_same_description_only(models: Path, build: Build) -> None:
+    """Prompts of the same length: no file of weights tells the two apart, and no size."""
+
+    def described(prompt: str) -> Any:
+        file = models / "llama" / "prompts.yml"
+        listed = [{"source_model": "./0", "positive_prompts": [prompt]}, *experts(1)]
+        file.write_text(yaml.safe_dump({"base_model": "./0", "gate_mode": "cheap_embed", "experts": listed}))
+        with open_checkpoint(file) as checkpoint:
+            return [(f.size, f.etag) for f in checkpoint.identity()]
+
+    one, other = described("aa"), described("ab")
+    assert [size for size, _ in one] == [size for size, _ in other]
+    assert one != other
+    assert described("aa") == one
+    out = build("llama", "again", experts=experts(0, 1))
+    before = (out / "model.safetensors").stat().st_mtime_ns
+    assert build("llama", "again", experts=experts(0, 1)) == out, "found complete"
+    assert (out / "model.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(MergeError, match="is not what the recipe gives now"):
+        build("llama", "again", experts=experts(1, 0))
 
 
 def test_dtype_is_that_of_the_file_or_of_the_base(build: Build) -> None:

@@ -163,7 +163,9 @@ class Recipe(Strict):
     experts: Annotated[
         tuple[ExpertRef, ...],
         Flag(("--expert", "-e"), "A fine-tuned checkpoint; once per expert. NAME=PATH gives it a name."),
-    ] = Field(default=(), description="fine-tuned checkpoints: paths or mappings; none: copy a stack of layers")
+    ] = Field(
+        default=(), description="fine-tuned checkpoints: paths or mappings; none: copy a stack of layers or a mixture"
+    )
     method: Annotated[
         str,
         Flag(

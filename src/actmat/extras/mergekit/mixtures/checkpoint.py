@@ -7,6 +7,7 @@ read from its model when it is wanted, so that a merge of no experts into it wri
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 import zlib
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from actmat.bounds import read_bytes
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec, torch_dtype
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec, torch_dtype
 from actmat.checkpoints.raw import check_range, copy_range, find_spec, raw_bytes
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.source import Format, LocalSource, Source
@@ -77,6 +78,12 @@ class MixtureCheckpoint(ComposedCheckpoint):
         """The config, to be written in place of a copied one."""
         return self.config
 
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of all weight files, and of the description by its content: a run goes on with the same one only."""
+        text = json.dumps(asdict(self.mixture)).encode()
+        described = FileIdentity(self.location, len(text), etag=hashlib.sha256(text).hexdigest())
+        return (described, *super().identity())
+
     def scheme(self, name: str) -> str:
         """Every tensor is read as floats."""
         return ""
@@ -111,7 +118,8 @@ class MixtureCheckpoint(ComposedCheckpoint):
 
     def handle(self) -> CheckpointHandle:
         """The mixture and the handles of its models: another process reads the file no more."""
-        view = (json.dumps(asdict(self.mixture)), tuple((n, c.handle()) for n, c in self._models.items()))
+        models = tuple((n, c.handle()) for n, c in self._models.items())
+        view = (self.location, json.dumps(asdict(self.mixture)), models)
         return CheckpointHandle(self.location, NAME, self.location, view=view)
 
     def _spec(self, spec: TensorSpec) -> TensorSpec:
@@ -264,11 +272,11 @@ class _MixtureView:
     """The way back from a handle."""
 
     def open(self, view: Any, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
-        text, models = view
+        location, text, models = view
         data = json.loads(text)
         experts = {k: tuple(_expert(e) for e in data[k]) for k in ("experts", "shared")}
         handles = {n: h if isinstance(h, CheckpointHandle) else CheckpointHandle(**h) for n, h in models}
-        return open_mixture(NAME, Mixture(**(data | experts)), lambda model: open_handle(handles[model]))
+        return open_mixture(location, Mixture(**(data | experts)), lambda model: open_handle(handles[model]))
 
 
 def _expert(data: Mapping[str, Any]) -> MixedExpert:
