@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from benchmarks.common import RESULTS
 
@@ -12,6 +14,7 @@ OUTCOMES = ("same bits", "same within rounding", "fails in both", "differs", "re
 GOOD = OUTCOMES[:3]
 """Outcomes in which a configuration does here what it does in mergekit."""
 
+_FILE = re.compile(r"^.*?\.yml:\d+: (parameters: )?")
 Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
 
 
@@ -21,9 +24,9 @@ def mergekit_table(table: Table) -> str:
     kinds = ("merges", "mixtures")
     counts = Counter((kinds[row["kind"] == "mixture"], row["outcome"]) for row in result["rows"])
     rows = [[o, *(str(counts[k, o]) for k in kinds)] for o in OUTCOMES if any(counts[k, o] for k in kinds)]
-    rows.append(["**all**", *(str(sum(n for (k, _), n in counts.items() if k == kind)) for kind in kinds)])
+    rows.append(["all", *(str(sum(n for (k, _), n in counts.items() if k == kind)) for kind in kinds)])
     others = [row for row in result["rows"] if row["outcome"] not in GOOD]
-    listed = [f"* `{r['name']}`: {r['outcome']}. {r.get('there') or r.get('reason') or ''}".rstrip() for r in others]
+    listed = [f"* `{r['name']}`: {r['outcome']}, {_reason(r)}." for r in others]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions_of_mergekit"].items())
     text = table(["outcome", *kinds], rows)
     return (
@@ -31,3 +34,8 @@ def mergekit_table(table: Table) -> str:
         + f"\nIn {versions}; file `benchmarks/results/mergekit.json`.\n"
         + ("\n" + "\n".join(listed) + "\n" if listed else "")
     )
+
+
+def _reason(row: dict[str, Any]) -> str:
+    """The last problem of an error, without the place in the file."""
+    return _FILE.sub("", (row.get("there") or row["reason"]).rstrip("."))
