@@ -143,4 +143,5 @@ def _embedded(embeddings: Tensor, tokens: Any, n_layers: int) -> Tensor:
     """Sum of the embeddings of all tokens, of norm 1, for every layer."""
     rows = embeddings[tokens["input_ids"]].float() * tokens["attention_mask"].unsqueeze(-1)
     total: Tensor = rows.sum(dim=1).sum(dim=0, keepdim=True)
-    return (total / total.norm(dim=-1, keepdim=True).clamp(min=NEARLY_ZERO)).repeat(n_layers, 1)
+    total /= total.norm(dim=-1, keepdim=True).clamp(min=NEARLY_ZERO)
+    return total.repeat(n_layers, 1)
