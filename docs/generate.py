@@ -6,7 +6,8 @@
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
 overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `group-flags GROUP` (each flag of its commands
 once), `exit-codes COMMAND`, `schemas`, `settings SUITE`, `recipe MODEL`, `outputs` (fields of all kinds of output),
-`exits`, `families`, `fuzz`, `chaos`, `versions`, `demo`, `api`, `tune NAME` (measured tables of the search),
+`exits`, `families`, `fuzz`, `chaos`, `versions`, `demo`, `mergekit` (configurations run in both tools), `api`, `tune
+NAME` (measured tables of the search),
 `pretrained NAME` (of the search on pretrained models), `datafree NAME` (of merges without data), `evidence NAME` (of
 experiments on pretrained models), `small NAME` (of those at laptop size), `matrix PART` (the families that were merged
 and run), `paper` (everything that the paper numbers), `results` (pages of results), `wheel PART` (size, times and
@@ -33,6 +34,7 @@ from typing import Any
 from benchmarks.datafree.tables import datafree_table
 from benchmarks.evidence.small import small_table
 from benchmarks.evidence.tables import evidence_table
+from benchmarks.mergekit.tables import mergekit_table
 from benchmarks.pretrained.tables import pretrained_table
 from benchmarks.semantics.tables import semantics_table
 from benchmarks.tune.tables import tune_table
@@ -412,6 +414,7 @@ KINDS: dict[str, Callable[[str], str]] = {
     "small": lambda name: small_table(name, table),
     "matrix": lambda name: family_table(name, table),
     "semantics": lambda name: semantics_table(name, table),
+    "mergekit": lambda _: mergekit_table(table),
     "paper": lambda _: paper_table(table),
     "results": lambda _: results_table(table),
     "wheel": lambda part: wheel_table(part, table),

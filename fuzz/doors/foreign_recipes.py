@@ -26,7 +26,7 @@ LAYERS = [{"sources": [{"model": "org/math", "layer_range": [0, 8]}, {"model": "
           {"sources": [{"model": "org/code", "layer_range": [4, 12], "parameters": {"scale": 0.5}}]}]  # fmt: skip
 MERGES = (
     "linear", "slerp", "nuslerp", "task_arithmetic", "ties", "dare_ties", "dare_linear", "della", "della_linear",
-    "breadcrumbs", "breadcrumbs_ties", "model_stock", "passthrough", "sce", "karcher", "nearswap", "multislerp", "x",
+    "breadcrumbs", "breadcrumbs_ties", "model_stock", "passthrough", "sce", "karcher", "nearswap", "multislerp", "ram", "x",
 )  # fmt: skip
 TOP = {
     "base_model": "org/base", "dtype": "bfloat16", "out_dtype": "float16", "tokenizer_source": "union",
@@ -36,10 +36,19 @@ TOP = {
 }  # fmt: skip
 
 
+MIXTURE = {
+    "base_model": "org/base", "gate_mode": "hidden", "dtype": "bfloat16", "experts_per_token": 1, "random_seed": 2,
+    "experts": [{"source_model": "org/math", "positive_prompts": ["a", "b"], "negative_prompts": ["c"]},
+                {"source_model": "org/code+org/lora", "positive_prompts": ["d"], "noise_scale": 0.1}],
+    "shared_experts": [{"source_model": "org/base", "residual_scale": 0.1}], "architecture": "qwen",
+}  # fmt: skip
+
+
 def _config(rng: random.Random) -> Files:
     given: dict[str, Any] = {"merge_method": rng.choice(MERGES)}
     given |= {k: v for k, v in TOP.items() if k == "base_model" or rng.random() < 0.3}
     given |= rng.choice(({"models": MODELS}, {"slices": LAYERS}, {"modules": {"a": {"models": MODELS}}}))
+    given = MIXTURE if rng.random() < 0.2 else given
     if rng.random() < 0.8:
         content = json.dumps(mutated_json(rng, given)).encode()  # JSON is YAML
     else:

@@ -60,7 +60,7 @@ EXTRAS: dict[str, set[str]] = {
     "demo": set(),
     "diffusion": {"adapters"},
     "gguf": set(),
-    "mergekit": set(),
+    "mergekit": {"models", "stack"},
     "models": set(),
     "notebook": set(),
     "pages": set(),

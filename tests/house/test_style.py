@@ -16,7 +16,7 @@ CLAUSES = ("What", "Who", "Where", "Whether", "How")
 LONGEST_FUNCTION = 60
 MOST_PARAMETERS = 8
 MOST_SUPPRESSED = 15
-CORE_CODE, ALL_CODE, EXPERIMENTS_CODE = 25_900, 44_900, 12_300
+CORE_CODE, ALL_CODE, EXPERIMENTS_CODE = 25_900, 45_600, 12_300
 """Lines of code of the package without its extras, with them, and of the experiments. The aim is 24,000 and 38,000:
 lower these when something goes."""
 
@@ -51,6 +51,7 @@ LOOKS_AT_LOCATIONS: dict[str, str] = {
     "extras/collect/on_data.py": "an adapter has no full matrices to hold against statistics",
     "extras/collect/staged.py": "blocks of an adapter cannot be put into a model",
     "extras/conformance/experts.py": "the suite compares this answer with the expert's",
+    "extras/stack/adapted.py": "the second part of model+adapter is one",
     "extras/gguf/writing.py": "an adapter becomes an adapter of llama.cpp, a model a model",
     "extras/tune/merges.py": "adapters are merged into adapters where all have factors",
     "extras/tune/tuning.py": "without a base, the adapters name it",

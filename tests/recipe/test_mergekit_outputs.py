@@ -166,6 +166,21 @@ def test_every_configuration_is_in_one_group() -> None:
     assert set(EXACT) | set(ROUNDED) <= set(MERGED)
 
 
+def test_two_switches_by_tensor_give_what_each_pair_gives(merge: Merge) -> None:
+    def text(normalize: str, rescale: str) -> str:
+        models = "[{model: ./a, parameters: {weight: 0.7, density: 0.3}}, {model: ./b, parameters: {weight: 0.4}}]"
+        given = f"{{normalize: {normalize}, rescale: {rescale}, density: 0.6}}"
+        return f"{{merge_method: ties, base_model: ./base, models: {models}, parameters: {given}, dtype: float32}}"
+
+    mlp = "[{filter: mlp, value: false}, {value: true}]"
+    down = "[{filter: q_proj, value: false}, {filter: p.down, value: true}, {value: false}]"
+    mixed = merge("mixed", text(mlp, down))
+    plain = {(n, r): merge(f"{n}-{r}", text(n, r)) for n in ("true", "false") for r in ("true", "false")}
+    for name, found in mixed.items():
+        pair = ("false" if "mlp" in name else "true", "true" if "mlp.down" in name else "false")
+        assert torch.equal(found, plain[pair][name]), name
+
+
 def test_a_switch_by_tensor_gives_what_each_value_gives(merge: Merge) -> None:
     def text(normalize: str) -> str:
         models = "[{model: ./a, parameters: {weight: 0.7, density: 0.3}}, {model: ./b, parameters: {weight: 0.4}}]"

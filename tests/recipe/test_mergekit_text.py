@@ -13,6 +13,7 @@ from tests.helpers.merging import Family, actmat
 
 from actmat.errors import RecipeError
 from actmat.extras.mergekit import convert, is_mergekit
+from actmat.layout.patterns import compile_pattern
 from actmat.recipe import load_recipe, make_recipe
 from actmat.recipe.text import parse_yaml
 
@@ -201,9 +202,35 @@ def test_switches_may_differ_from_tensor_to_tensor() -> None:
     assert fields["options"] == {"reduce": "mean", "variant": "mergekit"}
     (rule,) = fields["rules"]
     assert rule == {"match": "*mlp*", "method": "ties", "options": {"reduce": "sum", "variant": "mergekit"}}
-    both = f"normalize: {switch}, rescale: {switch}"
-    with pytest.raises(RecipeError, match="one option can, several cannot"):
-        converted(f"{{merge_method: ties, base_model: b, models: {models}, parameters: {{{both}}}}}")
+
+
+def test_two_switches_may_differ_from_tensor_to_tensor() -> None:
+    """A rule for every pair of filters, then for each filter; a name that holds both texts in any way matches both."""
+    models = "[{model: a, parameters: {weight: 1}}, {model: c, parameters: {weight: 1}}]"
+    normalize = "normalize: [{filter: mlp.down, value: false}, {filter: q_proj, value: false}, {value: true}]"
+    rescale = "rescale: [{filter: down_proj, value: true}, {value: false}]"
+    given = f"parameters: {{{normalize}, {rescale}}}"
+    fields = converted(f"{{merge_method: ties, base_model: b, models: {models}, {given}}}")
+    assert fields["options"] == {"reduce": "mean", "variant": "mergekit", "rescale": "none"}
+    both = ["*mlp.down*down_proj*", "*down_proj*mlp.down*", "*mlp.down_proj*"]
+    rows = [(r["match"], r["options"]["reduce"], r["options"]["rescale"]) for r in fields["rules"]]
+    assert rows == [
+        (both, "sum", "l1"),
+        ("*mlp.down*", "sum", "none"),
+        (["*q_proj*down_proj*", "*down_proj*q_proj*"], "sum", "l1"),
+        ("*q_proj*", "sum", "none"),
+        ("*down_proj*", "mean", "l1"),
+    ]
+    assert [r.get("optional", False) for r in fields["rules"]] == [True, False, True, False, False]
+    assert any(compile_pattern(p)("model.layers.0.mlp.down_proj.weight") for p in both)
+    flat = "nuslerp_flatten: [{filter: mlp, value: false}, {value: true}]"
+    by_axis = "nuslerp_row_wise: [{filter: mlp.d, value: true}, {value: false}]"
+    fields = converted(f"{{merge_method: nuslerp, models: {models}, parameters: {{{flat}, {by_axis}}}}}")
+    assert [(r["match"], r["options"]["along"]) for r in fields["rules"]] == [
+        (["*mlp.d*"], "columns"),
+        ("*mlp*", "rows"),
+        ("*mlp.d*", "tensor"),
+    ]
 
 
 def test_densities_are_clipped_as_mergekit_clips_them() -> None:
@@ -232,8 +259,11 @@ def test_a_base_model_of_the_slices_counts_as_one_of_all() -> None:
 def test_an_adapter_of_the_base_is_an_expert() -> None:
     text = "{merge_method: task_arithmetic, base_model: b, models: [{model: b+lora, parameters: {weight: 1}}]}"
     assert converted(text)["experts"] == [{"path": "lora"}]
-    assert "an adapter of another model than the base (b)" in problems(text.replace("b+lora", "x+lora"))
-    assert "layers of a model with an adapter" in problems(slices("a+lora 0 2 weight: 1; c 0 2 weight: 1"))
+    assert converted(text.replace("b+lora", "x+lora"))["experts"] == [{"path": "x+lora"}]
+    stacked = converted(slices("a+lora 0 2 weight: 1; c 0 2 weight: 1"))
+    assert (stacked["base"], stacked["experts"][0]["path"]) == ("c[0:2]", "a+lora[0:2]")
+    mapped = text.replace("model: b+lora", "model: {model: {path: x, revision: v2}, lora: {path: lora}}")
+    assert converted(mapped)["experts"] == [{"path": "x@v2+lora"}]
 
 
 def test_ignored_keys_are_noted_with_near_names() -> None:
@@ -278,7 +308,7 @@ def test_ignored_keys_of_a_tokenizer_are_noted() -> None:
             "{merge_method: karcher, models: [{model: a}], parameters: {tol: [0, 1]}}",
             "'tol' differs from tensor to tensor",
         ),
-        ("{gate_mode: hidden, experts: [{source_model: a}]}", "mergekit-moe"),
+        ("{gate_mode: hidden, experts: [{source_model: a}]}", "expected 'base_model', the donor of attention"),
         (
             slices("a 0 2; b 0 2; c 0 2", "a 2 4; b 2 4", method="sce", more="base_model: a"),
             "different numbers of models",

@@ -2,7 +2,8 @@
 
     base[0:16] + math[8:24]
 
-is a *stack*: layers 0 to 15 of `base`, then layers 8 to 23 of `math`, numbered anew from 0.
+is a *stack*: layers 0 to 15 of `base`, then layers 8 to 23 of `math`, numbered anew from 0. `base+lora` is the model
+`base` with the adapter `lora` merged into it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,16 @@ def stack_parts(text: str) -> tuple[StackPart, ...]:
         if text[part.end()] != "+":
             return ()
         position = part.end() + 1
+
+
+def adapted_parts(text: str) -> tuple[str, str] | None:
+    """Locations of a model and of the adapter that is merged into it; None for a text that is no `MODEL+ADAPTER`.
+
+    >>> adapted_parts("org/base+./lora"), adapted_parts("org/base")
+    (('org/base', './lora'), None)
+    """
+    model, _, adapter = text.partition("+")
+    return (model, adapter) if model and adapter and "+" not in adapter and "://" not in model else None
 
 
 def split_layer(name: str) -> tuple[str, int, str] | None:

@@ -1,5 +1,5 @@
-"""Open what a user named: a folder, a weight file, a hub id `org/name[@revision]`, a URL, a stack of their layers, or a
-mapping of tensors.
+"""Open what a user named: a folder, a weight file, a hub id `org/name[@revision]`, a URL, a stack of their layers, a
+model with an adapter merged into it (`model+adapter`), or a mapping of tensors.
 
 A local path wins over a hub id of the same text, unless that is written `hf://org/name`. Weights of a plain hub id are
 downloaded into the hub's cache; those of `hf://`, as of every URL, are read by ranges.
@@ -22,7 +22,7 @@ from actmat.checkpoints.base import Checkpoint, CheckpointHandle
 from actmat.checkpoints.codecs import decoded
 from actmat.checkpoints.codecs.simulated import FORMAT, open_simulated
 from actmat.checkpoints.formats import find_format, format_named
-from actmat.checkpoints.layer_names import StackPart, stack_parts
+from actmat.checkpoints.layer_names import StackPart, adapted_parts, stack_parts
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.source import LocalSource, Source
 from actmat.checkpoints.untied import UntiedCheckpoint
@@ -79,6 +79,11 @@ def open_checkpoint(
     parts = stack_parts(str(location))
     if parts and not os.path.lexists(location):
         return _open_stack(str(location), parts, lambda place: open_checkpoint(place, cache_dir=cache_dir))
+    if (pair := adapted_parts(str(location))) and not os.path.lexists(location):
+        adapted: Checkpoint = plugins.needed("actmat.views", "adapted").merged(
+            str(location), open_checkpoint(pair[0], cache_dir=cache_dir), pair[1]
+        )
+        return adapted
     source = find_source(location, cache_dir=cache_dir)
     return decoded(find_format(source).open(source))
 
@@ -129,12 +134,13 @@ def find_source(
 
 
 def missing_problem(location: str) -> str | None:
-    """Sentence on a path at which nothing is; None for a path that exists, and for hub ids, URLs and stacks.
+    """Sentence on a path at which nothing is; None for one that exists, hub ids, URLs, and locations made of several.
 
     >>> missing_problem("org/name"), missing_problem("/")
     (None, None)
     """
-    if not location or "\0" in location or stack_parts(location) or is_url(location) or hub_id_of(location):
+    composed = stack_parts(location) or adapted_parts(location)
+    if not location or "\0" in location or composed or is_url(location) or hub_id_of(location):
         return None
     path = local_path(location)
     return None if os.path.lexists(path) else _not_found(path, location).headline

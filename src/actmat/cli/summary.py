@@ -20,6 +20,7 @@ from actmat.planning.model import Item, count_actions
 from actmat.planning.placement import STAGING_BYTES
 from actmat.report.words import (
     action_counts,
+    copied_thing,
     item_groups,
     plan_time,
     plan_traffic,
@@ -59,7 +60,7 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
     if plan.experts:
         console.print(f"[bold]{escape(plan.recipe.method)}[/bold] over {over}")
     else:
-        console.print(f"copy of the layers {escape(plan.recipe.base)}")
+        console.print(f"copy of the {copied_thing(plan.recipe.base)} {escape(plan.recipe.base)}")
     _print_warnings(plan)
     print_items(plan, plan.items, plan.kept, full=full)
     console.print(_ranks(plan) if from_adapters else escape(action_counts(plan)))
@@ -126,7 +127,7 @@ def print_summary(report: MergeReport) -> None:
     from_adapters = plan.output == "adapter" and not plan.is_extracted
     of = plural(len(plan.experts), "adapter" if from_adapters else "expert")
     of += " into an adapter" if from_adapters else ", extracted into an adapter" if plan.is_extracted else ""
-    what = f"{plan.recipe.method}; {of}" if plan.experts else "a stack of layers"
+    what = f"{plan.recipe.method}; {of}" if plan.experts else f"a {copied_thing(plan.recipe.base)}"
     console.print(f"[bold]{escape(report.out)}[/bold]  ({escape(what)})")
     _print_warnings(plan)
     if report.was_finished:

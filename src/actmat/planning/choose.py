@@ -129,7 +129,8 @@ class Chooser:
 
     def unused_patterns(self, names: Collection[str]) -> list[str]:
         """Patterns that match none of these tensors (a typo, most of the time), whichever rule takes them."""
-        listed = [*(pair for patterns, _, _ in self._rules for pair in patterns), *self._keep]
+        rules = zip(self.recipe.rules, self._rules, strict=True)
+        listed = [*(pair for rule, (patterns, _, _) in rules if not rule.optional for pair in patterns), *self._keep]
         return [text for text, matches in listed if not any(map(matches, names))]
 
     def _inside(self, spec: TensorSpec, layout: TensorLayout, explicit: bool) -> tuple[bool, str, TensorLayout]:

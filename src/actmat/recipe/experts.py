@@ -47,7 +47,8 @@ class ExpertRef(Strict):
     """One expert: its location, name, weight and options."""
 
     path: str = Field(
-        description="directory, file, hub id org/name[@revision], URL, or a stack of layers such as 'a[0:16] + b[8:24]'"
+        description="directory, file, hub id org/name[@revision], URL, model+adapter, or a stack of layers such as "
+        "'a[0:16] + b[8:24]'"
     )
     name: str = Field(
         default="",

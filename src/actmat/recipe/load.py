@@ -12,7 +12,7 @@ import yaml
 
 from actmat import plugins
 from actmat.bounds import is_url, local_path, read_bytes
-from actmat.checkpoints.layer_names import stack_parts
+from actmat.checkpoints.layer_names import adapted_parts, stack_parts
 from actmat.errors import RecipeError
 from actmat.foreign import terminal
 from actmat.recipe.output import LOOSE
@@ -173,21 +173,26 @@ def _lines(root: yaml.Node, file: Path) -> dict[str, str]:
     return where
 
 
+def local_location(text: str, folder: Path) -> str:
+    """A location as seen from here, given one that is relative to `folder`; one of nothing there stays as it is."""
+    parts = stack_parts(text)
+    if parts and not os.path.lexists(folder / text):
+        return " + ".join(str(replace(part, location=local_location(part.location, folder))) for part in parts)
+    if is_url(text):
+        return text
+    if (pair := adapted_parts(text)) and not os.path.lexists(folder / text):
+        return "+".join(local_location(part, folder) for part in pair)
+    found = text.startswith(("./", "../")) or os.path.exists(folder / text)
+    return str(folder / text) if found and not Path(text).is_absolute() else text
+
+
 def _with_local_paths(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The fields with local paths relative to `folder`; what does not exist there stays as it is, a hub id."""
 
     def local(value: Any) -> Any:
         if isinstance(value, dict):  # an expert
             return {k: local(v) if k in ("path", "statistics") else v for k, v in value.items()}
-        if not isinstance(value, str):
-            return value
-        parts = stack_parts(value)
-        if parts and not os.path.lexists(folder / value):
-            return " + ".join(str(replace(part, location=local(part.location))) for part in parts)
-        if is_url(value) or Path(value).is_absolute():
-            return value
-        found = value.startswith(("./", "../")) or os.path.exists(folder / value)
-        return str(folder / value) if found else value
+        return local_location(value, folder) if isinstance(value, str) else value
 
     fields = dict(data)
     if fields.get("base", "") is None:

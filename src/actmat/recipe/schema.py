@@ -66,6 +66,9 @@ class Rule(Strict):
     options: Options = Field(default_factory=dict, description="options of that method")
     scale: WeightOrNone = Field(default=None, description="factor of the merged delta; default: the recipe's")
     keep: Literal[False] | Literal["base"] = Field(default=False, description="'base': copy the base's tensor")
+    optional: bool = Field(
+        default=False, description="whether its patterns may match no tensor, which is an error else"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -160,7 +163,9 @@ class Recipe(Strict):
     experts: Annotated[
         tuple[ExpertRef, ...],
         Flag(("--expert", "-e"), "A fine-tuned checkpoint; once per expert. NAME=PATH gives it a name."),
-    ] = Field(default=(), description="fine-tuned checkpoints: paths or mappings; none: copy a stack of layers")
+    ] = Field(
+        default=(), description="fine-tuned checkpoints: paths or mappings; none: copy a stack of layers or a mixture"
+    )
     method: Annotated[
         str,
         Flag(
@@ -279,9 +284,10 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _distinct_names(self) -> Recipe:
-        if not self.experts and not stack_parts(self.base):
+        if not self.experts and not stack_parts(self.base) and not self.base.endswith((".yml", ".yaml")):
             raise ValueError(
-                "experts: this field is required, except where the base is a stack of layers, which is copied"
+                "experts: this field is required, except where the base is a stack of layers, or a file that describes "
+                "a mixture of experts, which is copied"
             )
         labels = [e.label for e in self.experts]
         twice = sorted({n for n in labels if labels.count(n) > 1})

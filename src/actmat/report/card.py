@@ -15,6 +15,7 @@ from actmat.recipe import Recipe
 from actmat.recipe.load import recipe_yaml
 from actmat.recipe.values import shown_value
 from actmat.report.licences import Origin, combine, origins_of
+from actmat.report.words import copied_thing
 
 
 def model_card(plan: MergePlan, warnings: Sequence[str] = ()) -> str:
@@ -30,7 +31,7 @@ def model_card(plan: MergePlan, warnings: Sequence[str] = ()) -> str:
     method = get_method(recipe.method)
     about = f"{method.about.summary}\n\n    {method.about.equation}\n\nReference: {method.about.reference}."
     if not recipe.experts:
-        about = "Layers of models, one after the other, copied as they are."
+        about = f"A {copied_thing(recipe.base)}, copied as its models have the tensors."
     thing, with_what = (
         ("module", "with norms and the error of the\ntruncation; `actmat verify` checks the hashes.")
         if is_adapter
@@ -82,7 +83,7 @@ def _of_model(plan: MergePlan, origins: Sequence[Origin]) -> tuple[dict[str, Any
     table = f"| | checkpoint | weight |\n|---|---|---|\n| base | {markdown(recipe.base)} | |\n{_expert_rows(recipe)}"
     done = "Tensors: " + ", ".join(f"{n} {words[a]}" for a, n in count_actions(plan.items).items() if n) + "."
     if not recipe.experts:
-        return head, "Stack of layers", table, done
+        return head, copied_thing(recipe.base).capitalize(), table, done
     return head, f"Merge of {len(recipe.experts)} experts with {markdown(recipe.method)}", table, done
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from actmat.checkpoints.layer_names import stack_parts
 from actmat.diagnostics.checks.merged import size_warning, truncation_warning
 from actmat.errors import format_size
 from actmat.planning.model import Item, MergePlan, count_actions
@@ -26,6 +27,11 @@ _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 def plural(count: int, one: str, many: str | None = None) -> str:
     """`1 tensor`, `2 tensors`."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def copied_thing(base: str) -> str:
+    """A base that is written without experts, in words."""
+    return "stack of layers" if stack_parts(base) else "mixture of experts"
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ def read_config(data: Mapping[str, Any], found: Findings) -> Config | None:
             "", f"expected exactly one of 'models', 'slices' and 'modules', found {' and '.join(forms) or 'none'}"
         )
         return None
-    base = _model(data.get("base_model"), "base_model", found) if data.get("base_model") is not None else None
+    base = model_at(data.get("base_model"), "base_model", found) if data.get("base_model") is not None else None
     whole: Mapping[str, Any] = data
     module_parameters: Mapping[str, Any] = {}
     prefix = ""
@@ -142,7 +142,7 @@ def read_config(data: Mapping[str, Any], found: Findings) -> Config | None:
 
 def _slice_of_models(listed: Any, base: str | None, path: str, found: Findings) -> Slice | None:
     """All layers of all models; a base model that is not listed is appended, as mergekit does."""
-    sources = [_source(m, f"{path}.{i}", MODEL, found) for i, m in enumerate(_list(listed, path, found))]
+    sources = [_source(m, f"{path}.{i}", MODEL, found) for i, m in enumerate(list_at(listed, path, found))]
     known = [s for s in sources if s is not None]
     if base is not None and base not in [s.model for s in known]:
         known.append(Source(base, None, {}, "base_model"))
@@ -151,15 +151,15 @@ def _slice_of_models(listed: Any, base: str | None, path: str, found: Findings) 
 
 def _slices(listed: Any, path: str, found: Findings) -> list[Slice | None]:
     out: list[Slice | None] = []
-    for i, one in enumerate(_list(listed, path, found)):
+    for i, one in enumerate(list_at(listed, path, found)):
         at = f"{path}.{i}"
         if not isinstance(one, Mapping):
             found.problem(at, "expected a mapping with 'sources'")
             continue
         found.ignored(at, one, SLICE)
-        listed_sources = _list(one.get("sources"), f"{at}.sources", found)
+        listed_sources = list_at(one.get("sources"), f"{at}.sources", found)
         sources = [_source(s, f"{at}.sources.{k}", SOURCE, found) for k, s in enumerate(listed_sources)]
-        base = _model(one["base_model"], f"{at}.base_model", found) if one.get("base_model") is not None else None
+        base = model_at(one["base_model"], f"{at}.base_model", found) if one.get("base_model") is not None else None
         known = tuple(s for s in sources if s is not None)
         out.append(_checked(Slice(known, _parameters(one, at, found), base, at), found))
     return out
@@ -186,7 +186,7 @@ def _source(data: Any, path: str, known: Sequence[str], found: Findings) -> Sour
         layers = _range(data.get("layer_range"), path, found)
         if layers is None:
             return None
-    return Source(_model(data["model"], f"{path}.model", found), layers, _parameters(data, path, found), path)
+    return Source(model_at(data["model"], f"{path}.model", found), layers, _parameters(data, path, found), path)
 
 
 def _range(value: Any, path: str, found: Findings) -> tuple[int, int] | None:
@@ -198,18 +198,23 @@ def _range(value: Any, path: str, found: Findings) -> tuple[int, int] | None:
     return whole[0], whole[1]
 
 
-def _model(value: Any, path: str, found: Findings) -> str:
-    """Location of a model; mergekit also takes mappings with `path` and `revision`."""
-    if isinstance(value, Mapping):
-        inner = value.get("model")
-        if isinstance(inner, Mapping) and value.get("lora") is None:
-            value = inner
-        if isinstance(value.get("path"), str) and set(value) <= {"path", "revision"}:
-            value = value["path"] + (f"@{value['revision']}" if value.get("revision") else "")
+def model_at(value: Any, path: str, found: Findings) -> str:
+    """Location of a model, `MODEL+ADAPTER`; mergekit also takes mappings with `path` and `revision`."""
+    if isinstance(value, Mapping) and value.get("model") is not None:
+        named = [_path(value["model"]), *([_path(value["lora"])] if value.get("lora") is not None else [])]
+        value = "+".join(named) if all(isinstance(n, str) for n in named) else value
+    value = _path(value)
     if not isinstance(value, str) or not value.strip():
         found.problem(path, f"expected the path or hub id of a model, found {str(value)[:80]!r}")
         return ""
     return value.strip()
+
+
+def _path(value: Any) -> Any:
+    """The text of a mapping of path and revision; anything else as it is."""
+    if isinstance(value, Mapping) and isinstance(value.get("path"), str) and set(value) <= {"path", "revision"}:
+        return value["path"] + (f"@{value['revision']}" if value.get("revision") else "")
+    return value
 
 
 def _parameters(data: Mapping[str, Any], path: str, found: Findings) -> Mapping[str, Any]:
@@ -220,7 +225,8 @@ def _parameters(data: Mapping[str, Any], path: str, found: Findings) -> Mapping[
     return value
 
 
-def _list(value: Any, path: str, found: Findings) -> list[Any]:
+def list_at(value: Any, path: str, found: Findings) -> list[Any]:
+    """A list with one entry at least; an empty one, and a problem, for anything else."""
     if isinstance(value, list) and value:
         return value
     found.problem(path, f"expected a list with one entry at least, found {str(value)[:80]!r}")

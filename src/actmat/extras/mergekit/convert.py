@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import PurePath, PurePosixPath
 from typing import Any
 
 from actmat.errors import RecipeError, did_you_mean
 from actmat.extras.mergekit.config import TOKEN, TOKEN_SOURCE, TOKENIZER, Config, Findings, Slice, Source, read_config
-from actmat.extras.mergekit.methods import FOREIGN, METHODS, Arrangement, Choice, Method
-from actmat.extras.mergekit.parameters import Parameters, Switched
+from actmat.extras.mergekit.methods import METHODS, Arrangement, Choice, Method
+from actmat.extras.mergekit.mixtures.config import is_mixture, read_mixture
+from actmat.extras.mergekit.parameters import MOST_SWITCHES, Parameters, Switched, joined
 from actmat.recipe.experts import RESERVED
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -22,7 +23,7 @@ def is_mergekit(data: Mapping[str, Any]) -> bool:
     >>> is_mergekit({"merge_method": "slerp"}), is_mergekit({"method": "slerp"})
     (True, False)
     """
-    return "merge_method" in data or _is_mixture(data)
+    return "merge_method" in data or is_mixture(data)
 
 
 def convert(data: Mapping[str, Any], where: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -41,16 +42,14 @@ def convert(data: Mapping[str, Any], where: Mapping[str, str] | None = None) -> 
         RecipeError: fields without a counterpart, or that mergekit refuses as well; all of them.
     """
     found = Findings(where or {})
-    if _is_mixture(data):
-        raise RecipeError(
-            "This is a mixture of experts (mergekit-moe): it puts a router before whole MLPs and merges no weights. "
-            "Fix: run it with mergekit-moe; its output can be a base or an expert here."
-        )
-    method = _method(str(data["merge_method"]), found)
-    config = read_config(data, found)
     fields: dict[str, Any] = {}
-    if config is not None and config.slices and method is not None and not found.problems:
-        fields = _Conversion(config, method, found).fields()
+    if is_mixture(data):
+        fields = _mixture(data, found)
+    else:
+        method = _method(str(data["merge_method"]), found)
+        config = read_config(data, found)
+        if config is not None and config.slices and method is not None and not found.problems:
+            fields = _Conversion(config, method, found).fields()
     if found.problems:
         n = len(found.problems)
         raise RecipeError(
@@ -60,22 +59,21 @@ def convert(data: Mapping[str, Any], where: Mapping[str, str] | None = None) -> 
     return fields
 
 
-def _is_mixture(data: Mapping[str, Any]) -> bool:
-    experts = data.get("experts")
-    listed = [e for e in experts if isinstance(e, Mapping)] if isinstance(experts, list) else []
-    return "gate_mode" in data or any("source_model" in e for e in listed)
+def _mixture(data: Mapping[str, Any], found: Findings) -> dict[str, Any]:
+    """The recipe of a mixture: the file itself is the base, which is written as it is."""
+    read_mixture(data, found)
+    file = found.where.get("", "").rpartition(":")[0]
+    if not file:
+        found.problem("", "a mixture of experts (mergekit-moe) is read from a file, which is given as the recipe")
+    notes = ["a mixture of experts (mergekit-moe): no weights are merged", *found.notes]
+    return {"base": f"./{PurePath(file).name}", "scope": "all", "notes": notes}
 
 
 def _method(name: str, found: Findings) -> Method | None:
     if name in METHODS:
         return METHODS[name]
-    if name in FOREIGN:
-        near = f": {FOREIGN[name]}" if FOREIGN[name] else ""
-        found.problem("merge_method", f"mergekit's '{name}' has no counterpart{near}")
-        return None
-    known = [*METHODS, *FOREIGN]
     found.problem(
-        "merge_method", f"mergekit has no method '{name}'.{did_you_mean(name, known)} Known: {', '.join(known)}"
+        "merge_method", f"mergekit has no method '{name}'.{did_you_mean(name, METHODS)} Known: {', '.join(METHODS)}"
     )
     return None
 
@@ -118,14 +116,16 @@ class _Conversion:
     def _options(self, choice: Choice) -> dict[str, Any]:
         """Options, and rules for tensors that differ in one of them."""
         varied = {n: v for n, v in choice.options.items() if isinstance(v, Switched)}
-        if len(varied) > 1:
-            listed = " and ".join(f"'{n}'" for n in varied)
-            self.found.problem("parameters", f"{listed} differ from tensor to tensor: one option can, several cannot")
+        if len(varied) > MOST_SWITCHES:
+            listed = ", ".join(f"'{n}'" for n in varied)
+            self.found.problem("parameters", f"{listed} differ from tensor to tensor: two options can, more cannot")
+            return {}
         plain = {n: v.default if isinstance(v, Switched) else v for n, v in choice.options.items()}
+        both = joined(list(varied.values()), lambda *values: values)
         rules = [
-            {"match": match, "method": choice.method, "options": plain | {name: value}}
-            for name, switch in varied.items()
-            for match, value in switch.patterns
+            {"match": match, "method": choice.method, "options": plain | dict(zip(varied, values, strict=True))}
+            | ({"optional": True} if isinstance(match, list) else {})  # no tensor may have the texts of both filters
+            for match, values in both.patterns
         ]
         return {"options": plain} | ({"rules": rules} if rules else {})
 
@@ -155,8 +155,6 @@ class _Conversion:
             assert of_base is not None
             return of_base, [s for s in sources if s is not of_base]
         plain = [s for s in sources if "+" not in s.model]
-        if not plain:
-            self.found.problem(one.path, "every model is a model with an adapter: merge one of them first")
         return of_base or (plain or sources)[0], sources
 
     def _location(self, sources: Sequence[Source]) -> str:
@@ -171,12 +169,6 @@ class _Conversion:
                 parts[-1] = (source.model, parts[-1][1], stop)
             else:
                 parts.append((source.model, start, stop))
-        if adapted := sorted({m for m, _, _ in parts if "+" in m}):
-            listed = ", ".join(adapted)
-            self.found.problem(
-                "slices",
-                f"{listed}: layers of a model with an adapter have no counterpart; merge it into its model first",
-            )
         return " + ".join(f"{m}[{a}:{b}]" for m, a, b in parts)
 
     def _experts(
@@ -188,7 +180,8 @@ class _Conversion:
         out, names = [], set[str]()
         for k, row in enumerate(rows):
             filled = [base if s is None else s for s, base in zip(row, bases, strict=True)]
-            expert: dict[str, Any] = {"path": self._adapter(filled[0], bases[0]) or self._location(filled)}
+            adapter = None if self.config.is_stacked else _adapter(filled[0], bases[0])
+            expert: dict[str, Any] = {"path": adapter or self._location(filled)}
             models = dict.fromkeys(_name(s.model) for s in filled)
             label, plain = "+".join(models), "+".join(models)
             while label in names or label in RESERVED:
@@ -202,19 +195,6 @@ class _Conversion:
                 expert["options"] = own
             out.append(expert)
         return out
-
-    def _adapter(self, source: Source, base: Source) -> str | None:
-        """Location of the adapter where an expert is the base with an adapter."""
-        model, plus, adapter = source.model.partition("+")
-        if not plus or self.config.is_stacked:
-            return None
-        if model != base.model:
-            self.found.problem(
-                source.path,
-                f"{source.model}: an adapter of another model than the base ({base.model}) has no counterpart; merge "
-                "it into its model first",
-            )
-        return adapter
 
     def _dtypes(self) -> dict[str, Any]:
         """dtype of the output and of the computation."""
@@ -307,6 +287,12 @@ class _Conversion:
 
     def _notes(self) -> list[str]:
         return [f"converted from a mergekit configuration ({self.name})", *self.found.notes]
+
+
+def _adapter(source: Source, base: Source) -> str | None:
+    """Location of the adapter where an expert is the base with an adapter: its factors are read, no whole matrices."""
+    model, plus, adapter = source.model.partition("+")
+    return adapter if plus and model == base.model else None
 
 
 def _name(model: str) -> str:

@@ -7,13 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actmat.extras.mergekit.config import Source
-from actmat.extras.mergekit.parameters import REQUIRED, Parameters
-
-FOREIGN = {
-    "ram": "",
-    "ramplus_tl": "",
-}
-"""Methods of mergekit that have no counterpart, and what comes nearest."""
+from actmat.extras.mergekit.parameters import REQUIRED, Parameters, joined
 
 
 @dataclass(frozen=True)
@@ -159,6 +153,17 @@ def _nearswap(of: Arrangement) -> Choice:
     return Choice("nearswap", {"t": of.parameters.shared("t", REQUIRED)})
 
 
+def _ram(of: Arrangement) -> Choice:
+    return Choice("ram", {"epsilon": of.parameters.shared("epsilon", 1e-5)})
+
+
+def _ramplus(of: Arrangement) -> Choice:
+    """RAM+ whose ratios are those of each tensor."""
+    found = _ram(of)
+    found.options |= {"amplify": of.parameters.shared("r", 0.1), "most": of.parameters.shared("alpha", 0.2)}
+    return found
+
+
 def _passthrough(of: Arrangement) -> Choice:
     """A copy, or the one model's weights times `scale`."""
     scales = of.own("scale", 1.0, 1.0)
@@ -167,9 +172,10 @@ def _passthrough(of: Arrangement) -> Choice:
 
 def _nuslerp(of: Arrangement) -> Choice:
     """Of deltas where there is a base, else of the weights; as a whole, by rows or by columns."""
-    along = "tensor"
-    if not of.parameters.flag("nuslerp_flatten", True):
-        along = "columns" if of.parameters.flag("nuslerp_row_wise", False) else "rows"
+    flat = of.parameters.switch("nuslerp_flatten", True, ("", "tensor"))
+    other = of.parameters.switch("nuslerp_row_wise", False, ("rows", "columns"))
+    both = joined([flat, other], lambda whole, along: whole or along)
+    along = both if len({v for _, v in both.patterns} | {both.default}) > 1 else both.default
     return Choice("nuslerp", {"of": _of(of), "along": along}, of.weights())
 
 
@@ -279,6 +285,8 @@ METHODS: Mapping[str, Method] = {
     ),
     "multislerp": Method(_multislerp, ("weight", "normalize_weights"), needs_base=False, takes_base=True),
     "arcee_fusion": Method(_arcee_fusion, (), models=2, weighted=False),
+    "ram": Method(_ram, ("epsilon",), weighted=False),
+    "ramplus_tl": Method(_ramplus, ("epsilon", "r", "alpha"), weighted=False),
     "passthrough": Method(_passthrough, ("scale",), needs_base=False, models=1),
 }
 """mergekit's name -> method."""

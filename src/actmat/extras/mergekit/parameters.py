@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ REQUIRED = object()
 """Default of a parameter that has none."""
 
 _LAYER = re.compile(r"(?P<stack>(?:^|\.)(?:layers|layer|h|blocks|block)\.)(?P<number>\d+)(?P<end>\.|$)")
-_GLOB = re.compile(r"([*?\[\]{}\\])")
+_SPECIAL = re.compile(r"([*?\[\]{}\\])")
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,55 @@ class _Part:
 
 @dataclass(frozen=True)
 class Switched:
-    """An option that some tensors have another value of: the first pattern that matches decides, else `default`."""
+    """An option that some tensors have another value of: the first pattern, or list of such, that matches decides.
 
-    patterns: tuple[tuple[str, Any], ...]
+    `default` is the value of all other tensors.
+    """
+
+    patterns: tuple[tuple[Any, Any], ...]
     default: Any
+
+
+MOST_SWITCHES = 2
+"""Options that may differ from tensor to tensor at once."""
+
+
+def joined(switches: Sequence[Any], value: Callable[..., Any]) -> Switched:
+    """Two options at most as one, whose values are `value(...)` of theirs; an option may have one value for all."""
+    full = [s if isinstance(s, Switched) else Switched((), s) for s in switches]
+    if not full:
+        return Switched((), None)
+    if len(full) < MOST_SWITCHES:
+        return Switched(tuple((p, value(v)) for p, v in full[0].patterns), value(full[0].default))
+    one, two = full
+    out = []
+    for p, v in one.patterns:
+        out += [(_both(p, q), value(v, w)) for q, w in two.patterns] + [(p, value(v, two.default))]
+    out += [(q, value(one.default, w)) for q, w in two.patterns]
+    return Switched(tuple(out), value(one.default, two.default))
+
+
+def _both(pattern: str, other: str) -> list[str]:
+    """Patterns of the names that hold the texts of two filters, one after the other or overlapping.
+
+    >>> _both("*mlp*", "*down*"), _both("*mlp.*", "*.down*"), _both("*a*", "*bar*")
+    (['*mlp*down*', '*down*mlp*'], ['*mlp.*.down*', '*.down*mlp.*', '*mlp.down*'], ['*bar*'])
+    """
+    a, b = (re.sub(r"\\(.)", r"\1", p[1:-1]) for p in (pattern, other))
+    if a in b or b in a:
+        return [_glob(max(a, b, key=len))]
+    overlaps = [
+        first + second[n:]
+        for first, second in ((a, b), (b, a))
+        for n in range(1, min(len(a), len(b)))
+        if first.endswith(second[:n])
+    ]
+    return [_glob(a, b), _glob(b, a), *map(_glob, overlaps)]
+
+
+def _glob(*texts: str) -> str:
+    """Pattern of the names that hold these texts in this order."""
+    return "*" + "*".join(_SPECIAL.sub(r"\\\1", text) for text in texts) + "*"
 
 
 @dataclass(frozen=True)
@@ -211,7 +256,7 @@ def _of_layers(part: _Part, text: str | None, value: Any) -> list[dict[str, Any]
 
 
 def _entry(text: str | None, value: Any, layers: Any = None) -> dict[str, Any]:
-    match = {} if text is None else {"match": "*" + _GLOB.sub(r"\\\1", text) + "*"}
+    match = {} if text is None else {"match": _glob(text)}
     return match | ({} if layers is None else {"layers": layers}) | {"value": value}
 
 

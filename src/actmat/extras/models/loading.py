@@ -86,7 +86,7 @@ def load_model(
         config = found.config or {}
     model = _load(checkpoint, model_class or next(iter(config.get("architectures") or ()), None), dtype)
     if adapter is not None:
-        path, revision = _local(adapter)
+        path, revision = local_files(adapter)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of PEFT, about transformers
             model = extra("peft").PeftModel.from_pretrained(model, path, **revision)
@@ -192,7 +192,7 @@ def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> An
     if kind is None or not hasattr(kind, "from_pretrained"):
         near = did_you_mean(model_class, [n for n in dir(transformers) if "Model" in n or "For" in n])
         raise StatisticsError(f"transformers {transformers.__version__} has no model class '{model_class}'.{near}")
-    path, revision = (None, {}) if "state_dict" in more else _local(location)
+    path, revision = (None, {}) if "state_dict" in more else local_files(location)
     try:
         with _without_bars(transformers):
             model, found = kind.from_pretrained(
@@ -237,7 +237,7 @@ def _without_bars(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _local(location: str) -> tuple[str, dict[str, str]]:
+def local_files(location: str) -> tuple[str, dict[str, str]]:
     """Arguments of `from_pretrained`: a path or an id, and the revision."""
     if (path := local_path(location)).exists():
         return str(path), {}

@@ -9,19 +9,13 @@ the first part's, the others (final norm, output head) the last part's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle
 from actmat.checkpoints.layer_names import StackPart, is_before_layers, split_layer
-from actmat.checkpoints.raw import find_spec
-from actmat.checkpoints.side_files import SideFiles
 from actmat.errors import CheckpointError
+from actmat.extras.stack.composed import ComposedCheckpoint, Origin
 
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Names of the number of layers in configs."""
@@ -59,15 +53,7 @@ def open_stack(
         return StackedCheckpoint(location, [(opened[p.location], p) for p in parts])
 
 
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """Place of a stack's tensor: checkpoint and the name there."""
-
-    checkpoint: Checkpoint
-    name: str
-
-
-class StackedCheckpoint(Checkpoint):
+class StackedCheckpoint(ComposedCheckpoint):
     """Layers of open checkpoints, which are closed with the stack.
 
     Args:
@@ -76,19 +62,8 @@ class StackedCheckpoint(Checkpoint):
     """
 
     def __init__(self, location: str, parts: Sequence[tuple[Checkpoint, StackPart]]) -> None:
-        self.location = location
         self._parts = list(parts)
-        self._checkpoints = list(dict.fromkeys(c for c, _ in parts))
-        self.directory = self._parts[0][0].directory
-        self._origins = _origins(self._parts)
-        self.specs = MappingProxyType({n: _spec(n, o) for n, o in self._origins.items()})
-        stored = {(id(o.checkpoint), o.name): n for n, o in reversed(self._origins.items())}
-        aliases = {}
-        for name, origin in self._origins.items():
-            target = stored.get((id(origin.checkpoint), origin.checkpoint.aliases.get(origin.name, "")))
-            if target is not None:
-                aliases[name] = target
-        self.aliases = MappingProxyType(aliases)
+        super().__init__(location, parts[0][0], _origins(self._parts))
 
     @property
     def n_layers(self) -> int:
@@ -111,64 +86,11 @@ class StackedCheckpoint(Checkpoint):
         """The config, to be written in place of a copied one."""
         return self.config
 
-    def scheme(self, name: str) -> str:
-        """Of the part that holds it."""
-        origin = self._origins[name]
-        return origin.checkpoint.scheme(origin.name)
-
-    def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
-        """Of the part that holds it, with its names."""
-        origin = self._origins[name]
-        return origin.checkpoint.stored_specs(origin.name)
-
-    def identity(self) -> tuple[FileIdentity, ...]:
-        """Identity of the weight files of all parts."""
-        return tuple(dict.fromkeys(i for c in self._checkpoints for i in c.identity()))
-
-    def read(self, name: str) -> Tensor:
-        """The whole tensor, from its part."""
-        find_spec(self, name)
-        origin = self._origins[name]
-        return origin.checkpoint.read(origin.name)
-
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
-        """Bytes of the tensor, from its part."""
-        find_spec(self, name)
-        origin = self._origins[name]
-        origin.checkpoint.read_into(origin.name, start, out)
-
-    def prefetch(self, names: Iterable[str]) -> None:
-        """Pass the hint on."""
-        wanted: dict[int, list[str]] = {}
-        for name in names:
-            if (origin := self._origins.get(name)) is not None:
-                wanted.setdefault(id(origin.checkpoint), []).append(origin.name)
-        for checkpoint in self._checkpoints:
-            checkpoint.prefetch(wanted.get(id(checkpoint), ()))
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Of all parts, as each may read ahead."""
-        return sum(c.buffer_bytes for c in self._checkpoints)
-
     def handle(self) -> CheckpointHandle:
         """Address of the stack: the handles of its parts."""
-        handles = {id(c): c.handle() for c in self._checkpoints}
+        handles = {id(c): c.handle() for c in self.checkpoints}
         parts = tuple((handles[id(c)], p.location, p.start, p.stop) for c, p in self._parts)
         return CheckpointHandle(self.location, "stack", self.location, parts=parts)
-
-    def side_files(self) -> SideFiles:
-        """Those of the first part."""
-        return self._parts[0][0].side_files()
-
-    def fetch_sidecars(self) -> Path | None:
-        """Local folder of the files of the first part."""
-        return self._parts[0][0].fetch_sidecars()
-
-    def close(self) -> None:
-        """Close all parts."""
-        for checkpoint in self._checkpoints:
-            checkpoint.close()
 
     def _deepened(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """A config with the number of layers of the stack; lists with an entry per layer are stacked as well."""
@@ -188,24 +110,19 @@ def _layer_types(config: Mapping[str, Any] | None, default: list[Any]) -> list[A
     return own if isinstance(own, list) else default
 
 
-def _spec(name: str, origin: _Origin) -> TensorSpec:
-    spec = origin.checkpoint.specs[origin.name]
-    return replace(spec, name=name, file=f"{origin.checkpoint.location}/{spec.file}")
-
-
-def _origins(parts: Sequence[tuple[Checkpoint, StackPart]]) -> dict[str, _Origin]:
+def _origins(parts: Sequence[tuple[Checkpoint, StackPart]]) -> dict[str, Origin]:
     """Origin of every tensor of the stack: embeddings, layers, the rest."""
     first, last = parts[0][0], parts[-1][0]
-    out = {n: _Origin(first, n) for n in first.specs if is_before_layers(n)}
+    out = {n: Origin(first, n) for n in first.specs if is_before_layers(n)}
     offset = 0
     for checkpoint, part in parts:
         for name in checkpoint.specs:
             found = split_layer(name)
             if found is not None and part.start <= found[1] < part.stop:
-                out[f"{found[0]}{offset + found[1] - part.start}{found[2]}"] = _Origin(checkpoint, name)
+                out[f"{found[0]}{offset + found[1] - part.start}{found[2]}"] = Origin(checkpoint, name)
         offset += part.stop - part.start
     after = [n for n in last.specs if split_layer(n) is None and not is_before_layers(n)]
-    return out | {n: _Origin(last, n) for n in after}
+    return out | {n: Origin(last, n) for n in after}
 
 
 def _problems(parts: Sequence[StackPart], opened: Mapping[str, Checkpoint]) -> list[str]:

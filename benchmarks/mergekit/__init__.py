@@ -1,0 +1,1 @@
+"""Configurations of mergekit as actmat runs them, against mergekit itself."""

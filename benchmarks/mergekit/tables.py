@@ -1,0 +1,41 @@
+"""The table of the page on mergekit, from `results/mergekit.json`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.common import RESULTS
+
+OUTCOMES = ("same bits", "same within rounding", "fails in both", "differs", "refused here", "fails in mergekit")
+GOOD = OUTCOMES[:3]
+"""Outcomes in which a configuration does here what it does in mergekit."""
+
+_FILE = re.compile(r"^.*?\.yml:\d+: (parameters: )?")
+Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
+
+
+def mergekit_table(table: Table) -> str:
+    """Numbers of configurations by outcome, and every one that does not do the same, with the reason."""
+    result = json.loads((RESULTS / "mergekit.json").read_text(encoding="utf-8"))
+    kinds = ("merges", "mixtures")
+    counts = Counter((kinds[row["kind"] == "mixture"], row["outcome"]) for row in result["rows"])
+    rows = [[o, *(str(counts[k, o]) for k in kinds)] for o in OUTCOMES if any(counts[k, o] for k in kinds)]
+    rows.append(["all", *(str(sum(n for (k, _), n in counts.items() if k == kind)) for kind in kinds)])
+    others = [row for row in result["rows"] if row["outcome"] not in GOOD]
+    listed = [f"* `{r['name']}`: {r['outcome']}, {_reason(r)}." for r in others]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions_of_mergekit"].items())
+    text = table(["outcome", *kinds], rows)
+    return (
+        text
+        + f"\nIn {versions}; file `benchmarks/results/mergekit.json`.\n"
+        + ("\n" + "\n".join(listed) + "\n" if listed else "")
+    )
+
+
+def _reason(row: dict[str, Any]) -> str:
+    """The last problem of an error, without the place in the file."""
+    return _FILE.sub("", (row.get("there") or row["reason"]).rstrip("."))

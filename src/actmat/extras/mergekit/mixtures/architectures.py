@@ -1,0 +1,151 @@
+"""Architectures of mixtures: names of tensors, entries of config.json, and the dense models that they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from actmat.errors import CheckpointError
+from actmat.extras.mergekit.mixtures.config import RANDOM, Mixture
+
+DENSE: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+    "mistral": {"rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "num_key_value_heads": 8},
+    "qwen2": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "qwen3": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+}
+"""Model type -> defaults of transformers that a config may leave out, and that the mixture's type has otherwise."""
+ROPE_THETA = 10000.0
+"""Default of all of `DENSE`."""
+HUB_CODE = "deepseek-ai/deepseek-moe-16b-base"
+"""Repository of the code of DeepSeek's first mixture, which transformers does not have."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One kind of output.
+
+    Args:
+        name: mergekit's.
+        inputs: model types that it is made of; all models have the same one.
+        model_type, model_class: of the output's config.
+        block: module of a layer that holds router and experts.
+        projections: of an expert, by their names in the dense model.
+        shared: module of the shared expert; empty: there is none.
+        gated: whether a shared expert is needed, and has a gate.
+        biases: names of modules of the attention that may have one.
+        entries: further entries of config.json.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    model_type: str
+    model_class: str
+    block: str = "mlp"
+    projections: Mapping[str, str] = field(
+        default_factory=lambda: {n: n for n in ("gate_proj", "up_proj", "down_proj")}
+    )
+    shared: str = ""
+    gated: bool = False
+    biases: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    entries: Mapping[str, Any] = field(default_factory=dict)
+
+    def objection(self, mixture: Mixture, types: set[str]) -> str:
+        """Why it cannot be made of a mixture's models; empty if it can."""
+        found = ", ".join(sorted(types))
+        if len(types) > 1 or not types <= set(self.inputs):
+            return f"is made of {' or '.join(self.inputs)} models, all of one type; found {found}"
+        if mixture.shared and not self.shared:
+            return "has no shared expert"
+        if self.gated and not mixture.shared:
+            return "needs one shared expert ('shared_experts')"
+        if self.gated and mixture.gate_mode not in RANDOM and not all(e.positive for e in mixture.shared):
+            return "needs 'positive_prompts' of the shared expert, for its gate"
+        has_prompts = any(e.positive or e.negative for e in mixture.shared)
+        return "has no gate for the shared expert: drop its prompts" if has_prompts and not self.gated else ""
+
+    def config(self, base: Mapping[str, Any], mixture: Mixture) -> dict[str, Any]:
+        """config.json of the output."""
+        heads = base.get("num_attention_heads")
+        out = {"num_key_value_heads": heads, **DENSE[str(base["model_type"])], **base}
+        if not out.get("rope_parameters"):
+            out.setdefault("rope_theta", ROPE_THETA)
+        out |= {"architectures": [self.model_class], "model_type": self.model_type}
+        out |= {"num_experts_per_tok": mixture.per_token, **self.entries}
+        out[{"mixtral": "num_local_experts", "deepseek": "n_routed_experts"}.get(self.model_type, "num_experts")] = len(
+            mixture.experts
+        )
+        if self.model_type != "mixtral":
+            out["moe_intermediate_size"] = base.get("intermediate_size")
+        if self.model_type == "qwen2_moe":
+            out["shared_expert_intermediate_size"] = base.get("intermediate_size")
+        if self.model_type == "deepseek":
+            out["n_shared_experts"] = len(mixture.shared) or None
+        if "sliding_window" in self.entries:
+            out.pop("layer_types", None)
+        return out
+
+
+_TOPK: Mapping[str, Any] = {"norm_topk_prob": True, "decoder_sparse_step": 1}
+ARCHITECTURES = (
+    Architecture(
+        "Mixtral",
+        ("llama", "mistral"),
+        "mixtral",
+        "MixtralForCausalLM",
+        "block_sparse_moe",
+        {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"},
+        biases=(),
+        entries={"sliding_window": None},
+    ),
+    Architecture(
+        "DeepSeek MoE",
+        ("llama", "mistral"),
+        "deepseek",
+        "DeepseekForCausalLM",
+        shared="shared_experts",
+        entries={
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 0,
+            "moe_layer_freq": 1,
+            "scoring_func": "softmax",
+            "auto_map": {
+                "AutoConfig": f"{HUB_CODE}--configuration_deepseek.DeepseekConfig",
+                "AutoModel": f"{HUB_CODE}--modeling_deepseek.DeepseekModel",
+                "AutoModelForCausalLM": f"{HUB_CODE}--modeling_deepseek.DeepseekForCausalLM",
+            },
+        },
+    ),
+    Architecture(
+        "Qwen MoE",
+        ("llama", "mistral", "qwen2"),
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        shared="shared_expert",
+        gated=True,
+        biases=("q_proj", "k_proj", "v_proj"),
+        entries={**_TOPK, "sliding_window": None, "use_sliding_window": False},
+    ),
+    Architecture("Qwen3 MoE", ("qwen3",), "qwen3_moe", "Qwen3MoeForCausalLM", entries=_TOPK),
+)
+
+
+def choose(mixture: Mixture, types: set[str]) -> Architecture:
+    """The first architecture, Mixtral before all, that can be made of models of these types.
+
+    Raises:
+        CheckpointError: there is none; says why for each.
+    """
+    wanted = (mixture.architecture or "").lower()
+    named = [a for a in ARCHITECTURES if a.name.lower().startswith(wanted)]
+    if not named:
+        known = ", ".join(a.name for a in ARCHITECTURES)
+        raise CheckpointError(f"'architecture: {mixture.architecture}' is none of {known} (or their beginnings)")
+    objections = {a.name: a.objection(mixture, types) for a in named}
+    chosen = next((a for a in named if not objections[a.name]), None)
+    if chosen is None:
+        raise CheckpointError(
+            "No mixture of experts can be made of these models.", [f"{n} {why}" for n, why in objections.items()]
+        )
+    return chosen

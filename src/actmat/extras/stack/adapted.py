@@ -1,0 +1,104 @@
+"""A model with an adapter merged into it, as one checkpoint: `base+lora`.
+
+An entry is the model's plus the adapter's delta, computed in float32 (float64 for such a model) and rounded to the
+model's dtype once, as PEFT's `merge_and_unload` stores it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, torch_dtype
+from actmat.checkpoints.raw import check_range, copy_range, find_spec, raw_bytes
+from actmat.checkpoints.view import CheckpointView
+from actmat.errors import CheckpointError
+from actmat.experts.base import AdapterHandle, Expert
+from actmat.experts.resolve import needs_base, open_expert
+from actmat.experts.resolve import open_handle as open_expert_handle
+
+NAME = "adapted"
+
+
+class AdaptedCheckpoint(CheckpointView):
+    """The tensors of a model with those of an adapter added; both are closed with it."""
+
+    def __init__(self, location: str, model: Checkpoint, adapter: Expert) -> None:
+        super().__init__(model)
+        self.location, self._adapter = location, adapter
+        self.specs, self.aliases = MappingProxyType(dict(model.specs)), model.aliases
+        self.notes = (*model.notes, *adapter.notes)
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of the files of both."""
+        return (*super().identity(), *self._adapter.identity())
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor."""
+        spec = find_spec(self, name)
+        return self._entries(name, 0, spec.numel).view(spec.shape)
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Bytes of the tensor; of a changed one, the delta of these entries is formed."""
+        spec = find_spec(self, name)
+        check_range(spec, start, out)
+        first, last = start // spec.itemsize, -(-(start + len(out)) // spec.itemsize)
+        copy_range(self._entries(name, first, last), start - first * spec.itemsize, out)
+
+    def handle(self) -> CheckpointHandle:
+        """Address of the model, and that of the adapter."""
+        handle = self.inner.handle()
+        return CheckpointHandle(handle.address, NAME, self.location, view=(handle, self._adapter.handle()))
+
+    def close(self) -> None:
+        """Close both."""
+        self._adapter.close()
+        super().close()
+
+    def _entries(self, name: str, first: int, last: int) -> Tensor:
+        """Entries `first:last` of the flattened tensor."""
+        spec, kind = self.specs[name], self._adapter.source(name).kind
+        dtype = torch_dtype(spec.dtype)
+        if kind == "stored":  # a module that was saved whole
+            stored = self._adapter.read(name)
+            return stored.reshape(-1)[first:last].to(dtype)
+        values = torch.empty(last - first, dtype=dtype)
+        self.inner.read_into(name, first * spec.itemsize, raw_bytes(values))
+        if kind == "zero":
+            return values
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return (values.to(wide) + self._adapter.delta(name, first, last, wide)).to(dtype)
+
+
+class _Adapted:
+    """The plug-in: a model with its adapter, and the way back from a handle."""
+
+    def merged(self, location: str, model: Checkpoint, adapter: str) -> Checkpoint:
+        try:
+            if not needs_base(adapter):
+                raise CheckpointError(f"{location}: expected an adapter at '{adapter}', found none")
+            opened = open_expert(adapter, model)
+            if opened.heads:
+                opened.close()
+                raise CheckpointError(
+                    f"{location}: the adapter unties the output head, which the model has not. Fix: give the model as "
+                    "the base and the adapter as an expert"
+                )
+        except CheckpointError:
+            model.close()
+            raise
+        return AdaptedCheckpoint(location, model, opened)
+
+    def open(self, view: Any, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
+        model, adapter = view
+        assert isinstance(adapter, AdapterHandle)
+        return AdaptedCheckpoint(
+            f"{model.location}+{adapter.location}", open_handle(model), open_expert_handle(adapter)
+        )
+
+
+ADAPTED = _Adapted()

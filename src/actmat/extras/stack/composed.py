@@ -1,0 +1,109 @@
+"""A checkpoint whose tensors are those of other open checkpoints, under names of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
+from actmat.checkpoints.raw import find_spec
+from actmat.checkpoints.side_files import SideFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Place of a tensor: checkpoint and the name there."""
+
+    checkpoint: Checkpoint
+    name: str
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Spec there."""
+        return self.checkpoint.specs[self.name]
+
+
+class ComposedCheckpoint(Checkpoint):
+    """Tensors of open checkpoints, which are closed with it.
+
+    Args:
+        location: as the user wrote it.
+        first: the checkpoint whose config, tokenizer and code files go with the tensors.
+        origins: name -> origin of every tensor.
+    """
+
+    is_composed = True
+
+    def __init__(self, location: str, first: Checkpoint, origins: Mapping[str, Origin]) -> None:
+        self.location, self.directory = location, first.directory
+        self.first, self.origins = first, origins
+        self.checkpoints = list(dict.fromkeys([first, *(o.checkpoint for o in origins.values())]))
+        self.specs = MappingProxyType({n: _spec(n, o) for n, o in origins.items()})
+        stored = {(id(o.checkpoint), o.name): n for n, o in reversed(list(origins.items()))}
+        aliases = {}
+        for name, origin in origins.items():
+            target = stored.get((id(origin.checkpoint), origin.checkpoint.aliases.get(origin.name, "")))
+            if target is not None:
+                aliases[name] = target
+        self.aliases = MappingProxyType(aliases)
+
+    def scheme(self, name: str) -> str:
+        """Of the checkpoint that holds it."""
+        origin = self.origins[name]
+        return origin.checkpoint.scheme(origin.name)
+
+    def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
+        """Of the checkpoint that holds it, with its names."""
+        origin = self.origins[name]
+        return origin.checkpoint.stored_specs(origin.name)
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of the weight files of all checkpoints."""
+        return tuple(dict.fromkeys(i for c in self.checkpoints for i in c.identity()))
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, from its checkpoint."""
+        find_spec(self, name)
+        origin = self.origins[name]
+        return origin.checkpoint.read(origin.name)
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Bytes of the tensor, from its checkpoint."""
+        find_spec(self, name)
+        origin = self.origins[name]
+        origin.checkpoint.read_into(origin.name, start, out)
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Pass the hint on."""
+        wanted: dict[int, list[str]] = {}
+        for name in names:
+            if (origin := self.origins.get(name)) is not None:
+                wanted.setdefault(id(origin.checkpoint), []).append(origin.name)
+        for checkpoint in self.checkpoints:
+            checkpoint.prefetch(wanted.get(id(checkpoint), ()))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of all checkpoints, as each may read ahead."""
+        return sum(c.buffer_bytes for c in self.checkpoints)
+
+    def side_files(self) -> SideFiles:
+        """Those of the first checkpoint."""
+        return self.first.side_files()
+
+    def fetch_sidecars(self) -> Path | None:
+        """Local folder of the files of the first checkpoint."""
+        return self.first.fetch_sidecars()
+
+    def close(self) -> None:
+        """Close all checkpoints."""
+        for checkpoint in self.checkpoints:
+            checkpoint.close()
+
+
+def _spec(name: str, origin: Origin) -> TensorSpec:
+    return replace(origin.spec, name=name, file=f"{origin.checkpoint.location}/{origin.spec.file}")
