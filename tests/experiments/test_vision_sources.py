@@ -205,7 +205,12 @@ def test_the_papers_tasks_have_their_prompts():
         ("/a/abbey", "abbey"),
         ("baseball_diamond", "baseball diamond"),
         ("/a/arena/hockey", "arena hockey"),
+        ("/t/theater/indoor_procenium", "theater indoor procenium"),
+        ("athletic_field/outdoor", "athletic field outdoor"),
         ("BMW X5", "BMW X5"),
+        ("Ram C/V Cargo Van Minivan 2012", "Ram C/V Cargo Van Minivan 2012"),
+        ("Bentley Continental Supersports Conv. Convertible 2012",) * 2,
+        ("polka-dotted", "polka-dotted"),
     ],
 )
 def test_names_become_words(name, words):

@@ -78,8 +78,12 @@ def clip_tasks(names: Sequence[str] | None = None) -> list[ClipTask]:
 
 
 def class_words(name: str) -> str:
-    """A data set's name of a class as words: `/a/abbey` -> "abbey", `baseball_diamond` -> "baseball diamond"."""
-    return re.sub(r"[_/]+", " ", re.sub(r"^/\w/", "", name)).strip()
+    """A data set's name of a class as words: `/a/abbey` -> "abbey", `baseball_diamond` -> "baseball diamond".
+
+    A slash in a name of several words is part of it: "Ram C/V Cargo Van Minivan 2012" of the Cars.
+    """
+    bare = re.sub(r"^/\w/", "", name)
+    return re.sub(r"_+" if " " in bare else r"[_/]+", " ", bare).strip()
 
 
 def clip_source(cache: Cache, location: str) -> tuple[Path, str]:
