@@ -94,11 +94,8 @@ class OptionLlm(PretrainedLlm):
 
     def majority(self) -> dict[str, Counts]:
         """See `Experiment`: the most frequent place of the right answer among the options."""
-        found = {}
-        for task in self.tasks:
-            shares = majority_share([_label(q) for q in task.train], [_label(q) for q in task.test])
-            found[task.name] = dict(zip(("correct", "total"), shares, strict=True))
-        return found
+        parts = {t.name: [[_label(q) for q in part] for part in (t.train, t.test)] for t in self.tasks}
+        return {n: dict(zip(("correct", "total"), majority_share(*p), strict=True)) for n, p in parts.items()}
 
 
 def _label(question: Question) -> int:

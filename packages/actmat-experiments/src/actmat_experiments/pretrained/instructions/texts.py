@@ -164,8 +164,8 @@ def load_options(folder: Path, names: Sequence[str], *, train: int, validation: 
 
 
 def _read(folder: Path, name: str, problems: list[str]) -> tuple[list[Asked], list[Asked]]:
-    source, parts = TASKS[name], ([], [])
-    for files, into in zip((source.learnt, source.tested), parts, strict=True):
+    source, learnt, tested = TASKS[name], list[Asked](), list[Asked]()
+    for files, into in ((source.learnt, learnt), (source.tested, tested)):
         for file in files:
             try:
                 lines = [line for line in (folder / file).read_text(encoding="utf-8").split("\n") if line.strip()]
@@ -174,7 +174,7 @@ def _read(folder: Path, name: str, problems: list[str]) -> tuple[list[Asked], li
                 problems.append(f"{name}: {file} is not there")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 problems.append(f"{name}: {file} does not hold what it should: {type(error).__name__}: {error}")
-    return parts
+    return learnt, tested
 
 
 def _drawn(name: str, learnt: list[Asked], tested: list[Asked], sizes: tuple[int, int, int]) -> Generated:
