@@ -43,6 +43,7 @@ class ClipTask:
         epochs: of full fine-tuning, about 2,000 steps.
         templates: prompts, with `{}` for the class.
         classes: words for the classes; None: those of the data set.
+        names: the published names of the data set's classes, in the order of its labels, where a copy has none.
     """
 
     name: str
@@ -51,6 +52,7 @@ class ClipTask:
     epochs: int
     templates: tuple[str, ...]
     classes: tuple[str, ...] | None
+    names: tuple[str, ...] = ()
 
 
 def clip_tasks(names: Sequence[str] | None = None) -> list[ClipTask]:
@@ -70,6 +72,7 @@ def clip_tasks(names: Sequence[str] | None = None) -> list[ClipTask]:
             epochs=fields["epochs"],
             templates=tuple(fields["templates"]),
             classes=tuple(fields["classes"]) if "classes" in fields else None,
+            names=tuple(fields.get("names", ())),
         )
     if unknown := [n for n in names or () if n not in found]:
         problems = [f"there is no task '{n}'.{did_you_mean(n, found)} Tasks: {', '.join(found)}" for n in unknown]

@@ -161,11 +161,14 @@ def open_folder(folder: Path) -> RawTask:
     return RawTask(folder.name, part_of("train"), part_of("test"), tuple(names), content.hexdigest())
 
 
-def open_hub(name: str, where: HubSet, class_names: Sequence[str] | None = None) -> RawTask:
+def open_hub(
+    name: str, where: HubSet, class_names: Sequence[str] | None = None, published: Sequence[str] = ()
+) -> RawTask:
     """A data set of the hub, downloaded or from the local store of `datasets`; only the splits that are used.
 
     Args:
         class_names: what the labels mean, where the data set's own names are not it.
+        published: names for a copy whose labels are bare numbers.
 
     Raises:
         CheckpointError: splits or columns are missing, or the classes do not fit.
@@ -181,12 +184,13 @@ def open_hub(name: str, where: HubSet, class_names: Sequence[str] | None = None)
     if problems:
         raise CheckpointError(f"The data set {where.repo} does not look as expected.", problems)
     own = getattr(found[where.train].features[where.label], "names", None)
-    names = tuple(class_names or own or ())
+    numbered = own is None or all(str(n).isdigit() for n in own)
+    names = tuple(class_names or (published if numbered else own) or own or ())
     labels = {split: list(found[split][where.label]) for split in splits}
-    highest = max(max(some) for some in labels.values())
-    if len(names) <= highest or (own and len(own) != len(names)):
+    lowest, highest = min(map(min, labels.values())), max(map(max, labels.values()))
+    if lowest < 0 or len(names) <= highest or (own and len(own) != len(names)):
         raise CheckpointError(
-            f"The data set {where.repo} has labels up to {highest} and {len(own or ())} names of classes, but "
+            f"The data set {where.repo} has labels {lowest} to {highest} and {len(own or ())} names of classes, but "
             f"{len(names)} names are known for '{name}'. Is it another version of the data?"
         )
     train, test = (RawPart(_opener(found[s], where.image), labels[s]) for s in splits)
