@@ -92,7 +92,7 @@ def recipes_of(
     seed: int = 0,
     statistics: Mapping[str, Path] | None = None,
 ) -> list[Recipe]:
-    """What `merge_candidates` merges."""
+    """Recipes of the rows, as `merge_candidates` runs them."""
     measured = statistics or {}
     return [
         make_recipe(
