@@ -67,7 +67,7 @@ class TaskSettings:
     epochs: int = 1
     rate: float = 3e-5
     lora_epochs: int = 1
-    lora_rate: float = 5e-4
+    lora_rate: float = 3e-3
     ranks: tuple[int, ...] = (16,)
     batch_size: int = 8
     samples: int = 32
