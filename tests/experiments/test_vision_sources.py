@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from PIL import Image
 from tests.helpers.vision import arrays, write_tasks
 from transformers import ViTConfig, ViTModel
 
-from actmat.errors import CheckpointError, RecipeError
+from actmat.errors import CheckpointError, OutputError, RecipeError
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.vision.backbones import CLIP_SCALE, PLAIN_SCALE, Backbone, features
@@ -241,6 +243,17 @@ def test_the_papers_tasks_have_their_prompts():
 )
 def test_names_become_words(name, words):
     assert class_words(name) == words
+
+
+def test_images_that_do_not_fit_the_disk_are_refused_before_one_is_written(data, tmp_path, monkeypatch):
+    raw, cache = local_task(data, "first"), Cache(tmp_path / "cache")
+    needed = 3 * 32**2 * (len(raw.train.labels) + len(raw.test.labels))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
+    with pytest.raises(OutputError, match=r"'first' at 32 pixels take .* images=streamed"):
+        prepare_task(cache, raw, 32, Watch())
+    assert not list((tmp_path / "cache").rglob("*.npy"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
+    assert len(prepare_task(cache, raw, 32, Watch()).test) == len(raw.test.labels)
 
 
 def test_images_that_cannot_be_read_are_left_out_one_in_a_hundred_at_most(tmp_path):

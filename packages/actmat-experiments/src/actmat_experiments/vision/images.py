@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, OutputError, format_size
 from actmat.extras.demo.training import generator_for
 from actmat_experiments.harness.cache import Cache, digest, file_digest, library_versions
 from actmat_experiments.harness.hub import check_malformed, load_splits
@@ -412,6 +413,12 @@ def _write(raw: RawTask, size: int, limits: Limits, watch: Watch, out: Path) -> 
     import numpy as np
 
     parts = _parts(raw, limits)
+    needed, free = sum(len(index) for _, index in parts.values()) * 3 * size**2, shutil.disk_usage(out).free
+    if needed > free:  # a page of a mapped file that finds no block on the disk would end the process without a word
+        raise OutputError(
+            f"The images of '{raw.name}' at {size} pixels take {format_size(needed)}; the disk of the cache {out} has "
+            f"{format_size(free)}. Choose another --cache, or fewer images; the suite vision has --set images=streamed."
+        )
     content, malformed = {}, list[str]()
     with watch.stage(f"images: {raw.name}", total=sum(len(index) for _, index in parts.values())) as stage:
         for part, (source, index) in parts.items():
