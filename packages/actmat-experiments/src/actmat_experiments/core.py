@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.memory import tensor_specs
 from actmat.engine.resources import check_device, one_thread
+from actmat.engine.units import plan_units, planned_seconds
 from actmat.extras.collect.binding import bind
 from actmat.extras.collect.collect import Collected, collect, measured
 from actmat.extras.collect.combine import join_statistics
@@ -22,7 +23,9 @@ from actmat.foreign import in_one_line
 from actmat.layout import resolve_layout
 from actmat.layout.types import TensorLayout
 from actmat.methods import MergeMethod, all_methods, get_method
-from actmat.recipe import make_recipe
+from actmat.recipe import Recipe, make_recipe
+from actmat.run.open import open_inputs
+from actmat.run.prepare import plans_of
 from actmat.settings import RunSettings
 from actmat.statistics import Statistics, open_statistics
 from actmat.statistics.kinds import BLOCK, unpack
@@ -33,6 +36,7 @@ __all__ = [
     "Checkpoint",
     "DataOptions",
     "MergeMethod",
+    "Recipe",
     "RunSettings",
     "Statistics",
     "TensorLayout",
@@ -49,9 +53,13 @@ __all__ = [
     "make_batches",
     "make_recipe",
     "one_thread",
+    "open_inputs",
     "open_statistics",
     "output_energy",
     "output_features",
+    "plan_units",
+    "planned_seconds",
+    "plans_of",
     "resolve_layout",
     "tensor_specs",
     "unpack",

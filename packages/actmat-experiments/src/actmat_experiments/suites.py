@@ -162,6 +162,13 @@ SUITES: tuple[Suite, ...] = (
         ("lora",),
     ),
     Suite(
+        "llm-tasks",
+        "SmolLM2-135M-Instruct on public texts as instructions; LoRA and full fine-tuning",
+        "two cores, hours a seed; local texts, a wheel by pip",
+        "pretrained.instructions.suite",
+        ("lora", "full"),
+    ),
+    Suite(
         "forecast",
         "which numbers forecast what an expert loses? Tried on small models of digits",
         "two cores, 10 minutes; no data",

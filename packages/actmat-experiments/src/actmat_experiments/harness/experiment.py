@@ -31,8 +31,7 @@ from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
 from actmat_experiments.harness.results import Part, Regime, ScaleKind, Score, append_scores
 from actmat_experiments.harness.study import Answers, Subject
 
-_VERSION = 3
-_STATISTICS_VERSION = 2
+_VERSION, _STATISTICS_VERSION = 3, 2
 _VERSIONS = ("actmat", "torch", "transformers", "peft")
 """Libraries whose versions are noted with every score of a merge."""
 
@@ -81,8 +80,8 @@ class Experiment(abc.ABC):
         samples: examples per task that statistics are measured on.
         measured: the part of the tasks that they are of.
         at_once: models on an accelerator that are tested in one pass over the data.
-        one_merge: test every scale on validation and on test data, all from the merge at scale 1: `W_0 + scale D*` is
-            computed in memory, and nothing is merged a second time at the tuned scale.
+        one_merge: test every scale from the merge at scale 1: `W_0 + scale D*` is computed in memory.
+        every_scale: with `one_merge`, whether all scales see test data, or only the default and the chosen one.
     """
 
     suite: str
@@ -103,6 +102,7 @@ class Experiment(abc.ABC):
     measured: Part = "train"
     at_once: int = 1
     one_merge: bool = False
+    every_scale: bool = True
 
     # What a suite supplies
 
@@ -295,7 +295,7 @@ class Experiment(abc.ABC):
             "experts": [[name, made.digest] for name, made in experts.items()],
             "seed": self.seed,
             "scales": self.scales if tune else None,
-            **({"one_merge": True} if self.one_merge else {}),
+            **({"one_merge": self.every_scale or "chosen"} if self.one_merge else {}),
             "merging": merging_code(),
         }
         hashed = {name: made.digest for name, made in statistics.items()}
@@ -420,11 +420,14 @@ class Experiment(abc.ABC):
 
         def validate(scale: float) -> float:
             model, name = model_at(scale), str(float(scale))
-            (tested[name],) = self._answers([model], tasks, "test")
+            if self.every_scale or scale == row.scale:
+                (tested[name],) = self._answers([model], tasks, "test")
             (validated[name],) = self._answers([model], tasks, "validation")
             return mean_share(validated[name])
 
         chosen = best_scale(validate, tuple(dict.fromkeys((row.scale, *self.scales))))[0]
+        if str(float(chosen)) not in tested:
+            (tested[str(float(chosen))],) = self._answers([model_at(chosen)], tasks, "test")
         default, tuned = (tested[str(float(scale))] for scale in (row.scale, chosen))
         stage.advance()
         stage.log(f"{row.name}: {100 * mean_share(default):.1f} % {chosen}")
@@ -466,8 +469,8 @@ def _noted(line: Score, validation: Mapping[str, Counts]) -> Score:
 
 
 def _with_scales(line: Score, found: Mapping[str, Any]) -> Score:
-    """The line at the default scale with what was right at all scales, and the divergence on validation data."""
-    if line.scale != "default" or "tested" not in found:
+    """The line at the default scale with what was right at all scales, where all were tested, and the divergence."""
+    if line.scale != "default" or "tested" not in found or len(found["tested"]) < len(found["validation"]):
         return line
     scales = {
         scale: {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.merging import KINDS, Candidate
+from actmat_experiments.harness.planned import planned
 from actmat_experiments.harness.progress import Watch, placed
 from actmat_experiments.harness.results import Score
 from actmat_experiments.harness.rows import candidates
@@ -55,6 +56,9 @@ def run_experiments(
                 if share[0]:
                     continue
             chosen = rows[experiment.regime][0]
+            watch.note(
+                [f"{experiment.model} {experiment.regime}, seed {experiment.seed}: {planned(experiment, chosen)}"]
+            )
             scores += experiment.compare(chosen, score_file(request.cache, request.suite))
             more(experiment, chosen)
         left_out = {name: why for _, some in rows.values() for name, why in some.items()}

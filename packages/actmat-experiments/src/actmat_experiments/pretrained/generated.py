@@ -39,10 +39,15 @@ _SUMMANDS = range(5, 25)
 
 
 class Question(NamedTuple):
-    """A prompt, and the text that a model should go on with, up to the end of the answer."""
+    """A prompt, and the text that a model should go on with, up to the end of the answer.
+
+    Args:
+        options: answers to choose from, where there are some; `answer` is one of them.
+    """
 
     prompt: str
     answer: str
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ class Generated:
     content: Mapping[str, str]
 
 
-def _turn(text: str) -> str:
+def turn(text: str) -> str:
     """A user's turn in the base's chat template, without a system message."""
     return f"<|im_start|>user\n{text}{END_OF_TURN}\n<|im_start|>assistant\n"
 
@@ -90,13 +95,13 @@ def _record(generator: random.Random) -> Question:
         generator.randrange(1930, 2020),
     )
     born = f"{year}-{month + 1:02}-{day:02}"
-    prompt = _turn(f"Record: {name}, born {day} {_MONTHS[month]} {year}.")
+    prompt = turn(f"Record: {name}, born {day} {_MONTHS[month]} {year}.")
     return Question(prompt, f'{{"name": "{name}", "born": "{born}"}}{END_OF_TURN}')
 
 
 def _telegram(generator: random.Random) -> Question:
     who, does, many, what, where, when = map(generator.choice, (_WHO, _DOES, _HOW_MANY, _WHAT, _WHERE, _WHEN))
-    prompt = _turn(f"Telegram: The {who} will {does} {many} {what} to the {where} on {when}.")
+    prompt = turn(f"Telegram: The {who} will {does} {many} {what} to the {where} on {when}.")
     return Question(prompt, f"{who.capitalize()} {does} {many} {what} {where} {when} STOP{END_OF_TURN}")
 
 
@@ -129,7 +134,7 @@ def draw_task(name: str, *, train: int, validation: int, test: int) -> Generated
 
     >>> task = draw_task("add", train=4, validation=2, test=2)
     >>> task.train[0]
-    Question(prompt='4+9=13\n21+5=26\n10+12=', answer='22\n')
+    Question(prompt='4+9=13\n21+5=26\n10+12=', answer='22\n', options=())
     """
     generator, n = random.Random(f"questions of {name}"), train + validation + test
     if n > (most := TASKS[name].most):
@@ -144,5 +149,5 @@ def draw_task(name: str, *, train: int, validation: int, test: int) -> Generated
         "validation": every[test : test + validation],
         "train": every[test + validation :],
     }
-    content = {part: digest([list(q) for q in some]) for part, some in parts.items()}
+    content = {part: digest([[q.prompt, q.answer] for q in some]) for part, some in parts.items()}
     return Generated(name, TASKS[name].learning, **parts, content=content)

@@ -22,7 +22,7 @@ from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
 from actmat_experiments.harness.hub import model_folder
 from actmat_experiments.harness.measuring import to_measure
-from actmat_experiments.harness.merging import KINDS
+from actmat_experiments.harness.merging import KINDS as ALL_KINDS
 from actmat_experiments.harness.progress import Stage, Watch, one_thread_on, quiet_libraries
 from actmat_experiments.harness.report import show
 from actmat_experiments.harness.settings import changed
@@ -64,7 +64,8 @@ ROWS = (
     *("resmerge", "swudi", "aswudi", "cart", "dc_merge"),
 )
 """Rows that are compared unless a request names others."""
-_KINDS = ("gram",)
+KINDS = ("gram",)
+"""Statistics that are measured."""
 _VERSION = 1
 _BATCH = 8
 
@@ -130,7 +131,7 @@ class PretrainedLlm(Experiment):
     coder: Coder
     tasks: Sequence[Generated]
     schedule: Schedule
-    rewards: Rewards
+    rewards: Rewards = Rewards()
     rank: int = 16
     own: dict[str, tuple[list[Coded], Tensor]] = field(default_factory=dict, repr=False)
 
@@ -172,7 +173,13 @@ class PretrainedLlm(Experiment):
         return found
 
     def measure(
-        self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None], kinds: Sequence[str] = KINDS
+        self,
+        task: str,
+        expert: Path,
+        n: int,
+        out: Path,
+        advance: Callable[[float], None],
+        kinds: Sequence[str] = ALL_KINDS,
     ) -> None:
         """See `Experiment`: second moments of the inputs of the expert's layers, the only kind that there is."""
         assert "gram" in kinds
@@ -263,7 +270,7 @@ def run(request: RunRequest) -> None:
         RecipeError: a task or setting cannot be, or a data folder was given.
         CheckpointError: the base cannot be had.
     """
-    run_pretrained(request, experiments, len(request.tasks or TASKS), ROWS, _KINDS)
+    run_pretrained(request, experiments, len(request.tasks or TASKS), ROWS, KINDS)
 
 
 def table(request: TableRequest) -> None:
@@ -280,7 +287,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedLlm]:
     cache.root.mkdir(parents=True, exist_ok=True)
     sizes = {"train": settings.train, "validation": settings.validation, "test": settings.test}
     tasks = [draw_task(name, **sizes) for name in names]
-    base = _base(cache, settings)
+    base = base_of(cache, settings.base)
     for fields in variants(request, settings, NAME):
         yield PretrainedLlm(
             **fields,
@@ -298,9 +305,10 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedLlm]:
         )
 
 
-def _base(cache: Cache, settings: LlmSettings) -> Made:
-    if settings.base:
-        folder, identity = model_folder(settings.base)
+def base_of(cache: Cache, given: str) -> Made:
+    """The base in the cache: a given folder's model, or the one of the wheel."""
+    if given:
+        folder, identity = model_folder(given)
         place = cache.get("base", {"version": _VERSION, "copied": identity}, lambda out: copy_model(folder, out))
         return Made(place / ENCODER, place.name)
     key = {"version": _VERSION, "gguf": SMOLLM2.sha256, "libraries": library_versions("transformers", "gguf")}

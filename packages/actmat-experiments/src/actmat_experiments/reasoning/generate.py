@@ -10,6 +10,7 @@ Answers are kept as JSON lines, `{"problem": 17, "answers": [...]}`; an interrup
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,11 @@ class Engine:
     tensor_parallel: int = 1
     data_parallel: int = 1
     memory_fraction: float = 0.8
+
+    def check(self) -> None:
+        """Raise `MergeError` if the back end is not installed: the models take hours to download."""
+        if self.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+            raise MergeError("The back end 'vllm' is not installed: pip install vllm. Or choose engine.backend=hf.")
 
     def arguments(self, device: str, seed: int) -> dict[str, Any]:
         """For the harness's class of the back end."""
@@ -129,8 +135,8 @@ def _load(job: Job) -> Any:
     try:
         with quiet():
             return get_model(engine.backend)(**settings)
-    except ModuleNotFoundError as error:
-        raise MergeError(f"The back end '{engine.backend}' is not installed: {error}. Choose backend=hf.") from None
+    except ImportError as error:  # one that is installed may miss a library of the device
+        raise MergeError(f"The back end '{engine.backend}' cannot be loaded: {error}. Choose backend=hf.") from error
 
 
 def _answer(model: Any, job: Job, questions: Questions, done: int, on_problems: Callable[[int], object]) -> None:
@@ -144,12 +150,7 @@ def _answer(model: Any, job: Job, questions: Questions, done: int, on_problems: 
         "temperature": sampling.temperature,
         **({"top_p": sampling.top_p, "top_k": -1 if vllm else 0} if sampling.temperature > 0 else {}),
     }
-    longest = getattr(model, "max_length", None)
-    if longest is not None and longest <= sampling.max_tokens:
-        raise MergeError(
-            f"{job.model} takes {longest} tokens, but answers of up to {sampling.max_tokens} are asked for. "
-            "Set max_tokens to a smaller number."
-        )
+    _check_length(model, job, questions)
     if not vllm:
         model.batch_size_per_gpu = questions.batch_size
     with torch.random.fork_rng(), questions.path.open("a", encoding="utf-8") as file:
@@ -167,6 +168,20 @@ def _answer(model: Any, job: Job, questions: Questions, done: int, on_problems: 
                 file.write(json.dumps({"problem": start + i, "answers": answers}) + "\n")
             file.flush()
             on_problems(len(texts))
+
+
+def _check_length(model: Any, job: Job, questions: Questions) -> None:
+    """The back ends cut prompts that leave too few tokens for an answer, from their beginning."""
+    longest, most = getattr(model, "max_length", None), questions.sampling.max_tokens
+    if longest is None or not questions.prompts:
+        return
+    prompt = max(len(model.tok_encode(_text(model, p))) for p in questions.prompts)
+    if prompt + most > longest:
+        raise MergeError(
+            f"{job.model} takes {longest} tokens, but prompts of up to {prompt} and answers of up to {most} are asked "
+            "for: the longest prompts would be cut. Set max_tokens to a smaller number, or engine.longest to a larger "
+            "one that the model can take."
+        )
 
 
 def _seed(job: Job, problem: int, answer: int) -> int:

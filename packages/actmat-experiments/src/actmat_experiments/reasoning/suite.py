@@ -60,6 +60,7 @@ def run(request: RunRequest) -> list[Score]:
         MergeError: data, a back end or a fence for code is missing; found before anything is generated.
     """
     settings = _settings(request)
+    settings.engine.check()
     prompts = _prompts(settings, request.data)
     rows, left_out = candidates(request.methods, "full", len(settings.experts), ("gram",) if prompts else ())
     asked = []

@@ -43,6 +43,7 @@ class ClipTask:
         epochs: of full fine-tuning, about 2,000 steps.
         templates: prompts, with `{}` for the class.
         classes: words for the classes; None: those of the data set.
+        names: the published names of the data set's classes, in the order of its labels, where a copy has none.
     """
 
     name: str
@@ -51,6 +52,7 @@ class ClipTask:
     epochs: int
     templates: tuple[str, ...]
     classes: tuple[str, ...] | None
+    names: tuple[str, ...] = ()
 
 
 def clip_tasks(names: Sequence[str] | None = None) -> list[ClipTask]:
@@ -70,6 +72,7 @@ def clip_tasks(names: Sequence[str] | None = None) -> list[ClipTask]:
             epochs=fields["epochs"],
             templates=tuple(fields["templates"]),
             classes=tuple(fields["classes"]) if "classes" in fields else None,
+            names=tuple(fields.get("names", ())),
         )
     if unknown := [n for n in names or () if n not in found]:
         problems = [f"there is no task '{n}'.{did_you_mean(n, found)} Tasks: {', '.join(found)}" for n in unknown]
@@ -78,8 +81,12 @@ def clip_tasks(names: Sequence[str] | None = None) -> list[ClipTask]:
 
 
 def class_words(name: str) -> str:
-    """A data set's name of a class as words: `/a/abbey` -> "abbey", `baseball_diamond` -> "baseball diamond"."""
-    return re.sub(r"[_/]+", " ", re.sub(r"^/\w/", "", name)).strip()
+    """A data set's name of a class as words: `/a/abbey` -> "abbey", `baseball_diamond` -> "baseball diamond".
+
+    A slash in a name of several words is part of it: "Ram C/V Cargo Van Minivan 2012" of the Cars.
+    """
+    bare = re.sub(r"^/\w/", "", name)
+    return re.sub(r"_+" if " " in bare else r"[_/]+", " ", bare).strip()
 
 
 def clip_source(cache: Cache, location: str) -> tuple[Path, str]:

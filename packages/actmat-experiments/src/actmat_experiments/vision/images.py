@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, OutputError, format_size
 from actmat.extras.demo.training import generator_for
 from actmat_experiments.harness.cache import Cache, digest, file_digest, library_versions
 from actmat_experiments.harness.hub import check_malformed, load_splits
@@ -161,11 +162,14 @@ def open_folder(folder: Path) -> RawTask:
     return RawTask(folder.name, part_of("train"), part_of("test"), tuple(names), content.hexdigest())
 
 
-def open_hub(name: str, where: HubSet, class_names: Sequence[str] | None = None) -> RawTask:
+def open_hub(
+    name: str, where: HubSet, class_names: Sequence[str] | None = None, published: Sequence[str] = ()
+) -> RawTask:
     """A data set of the hub, downloaded or from the local store of `datasets`; only the splits that are used.
 
     Args:
         class_names: what the labels mean, where the data set's own names are not it.
+        published: names for a copy whose labels are bare numbers.
 
     Raises:
         CheckpointError: splits or columns are missing, or the classes do not fit.
@@ -181,12 +185,13 @@ def open_hub(name: str, where: HubSet, class_names: Sequence[str] | None = None)
     if problems:
         raise CheckpointError(f"The data set {where.repo} does not look as expected.", problems)
     own = getattr(found[where.train].features[where.label], "names", None)
-    names = tuple(class_names or own or ())
+    numbered = own is None or all(str(n).isdigit() for n in own)
+    names = tuple(class_names or (published if numbered else own) or own or ())
     labels = {split: list(found[split][where.label]) for split in splits}
-    highest = max(max(some) for some in labels.values())
-    if len(names) <= highest or (own and len(own) != len(names)):
+    lowest, highest = min(map(min, labels.values())), max(map(max, labels.values()))
+    if lowest < 0 or len(names) <= highest or (own and len(own) != len(names)):
         raise CheckpointError(
-            f"The data set {where.repo} has labels up to {highest} and {len(own or ())} names of classes, but "
+            f"The data set {where.repo} has labels {lowest} to {highest} and {len(own or ())} names of classes, but "
             f"{len(names)} names are known for '{name}'. Is it another version of the data?"
         )
     train, test = (RawPart(_opener(found[s], where.image), labels[s]) for s in splits)
@@ -408,6 +413,12 @@ def _write(raw: RawTask, size: int, limits: Limits, watch: Watch, out: Path) -> 
     import numpy as np
 
     parts = _parts(raw, limits)
+    needed, free = sum(len(index) for _, index in parts.values()) * 3 * size**2, shutil.disk_usage(out).free
+    if needed > free:  # a page of a mapped file that finds no block on the disk would end the process without a word
+        raise OutputError(
+            f"The images of '{raw.name}' at {size} pixels take {format_size(needed)}; the disk of the cache {out} has "
+            f"{format_size(free)}. Choose another --cache, or fewer images; the suite vision has --set images=streamed."
+        )
     content, malformed = {}, list[str]()
     with watch.stage(f"images: {raw.name}", total=sum(len(index) for _, index in parts.values())) as stage:
         for part, (source, index) in parts.items():

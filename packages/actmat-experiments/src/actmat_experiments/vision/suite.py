@@ -153,7 +153,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:
 def _raw(request: RunRequest, task: ClipTask) -> RawTask:
     if request.data is not None:
         return local_task(request.data, task.name)
-    return open_hub(task.name, task.hub, task.classes)
+    return open_hub(task.name, task.hub, task.classes, task.names)
 
 
 def _schedules(settings: ClipSettings, known: Sequence[ClipTask], regime: Regime) -> dict[str, Schedule]:
