@@ -32,6 +32,7 @@ FOREIGN = {
     ".onnx": "an ONNX graph",
     ".npz": "a NumPy archive",
     ".tflite": "a TensorFlow Lite graph",
+    ".nemo": "an archive of NeMo, which its scripts export to the Hugging Face form",
 }
 """Suffix of weight files in formats that are not read -> description."""
 
