@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import PurePath
 from typing import Any
 
 from actmat.errors import RecipeError, did_you_mean
@@ -312,4 +312,4 @@ class _Conversion:
 def _name(model: str) -> str:
     """Short name of a model: the last part of its path, or of its adapter's."""
     text = model.rpartition("+")[2].partition("@")[0]
-    return PurePosixPath(text).name or text
+    return PurePath(text).name or text

@@ -251,8 +251,8 @@ def _open(source: Source) -> DcpCheckpoint:
         backend = read_object(source.fetch(BACKEND)).get("sharded_backend")
         raise CheckpointError(
             f"{source.location}: expected Megatron-core's format 'torch_dist' with a {METADATA}, found "
-            f"{shown(backend)} in {BACKEND} and no {METADATA}. Fix: load it with a Megatron that reads it and save it as "
-            "torch_dist; if it is torch_dist, fetch the whole folder again."
+            f"{shown(backend)} in {BACKEND} and no {METADATA}. Fix: load it with a Megatron that reads it and save it "
+            "as torch_dist; if it is torch_dist, fetch the whole folder again."
         )
     return DcpCheckpoint(source, files)
 
