@@ -1,6 +1,6 @@
 """Calls of the operating system that are not on every one, each with a way to do without it.
 
-Linux is the system that is tested. A test takes these calls away and merges without them; on macOS and on Windows
+Linux is the system that is tested. Tests take these calls away and imitate those of others; on macOS and on Windows
 nothing has been run.
 """
 
