@@ -37,7 +37,8 @@ MAX_PATH_BYTES = 4095
 
 CHUNK = 1 << 20
 
-URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
+URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
+"""A scheme has two letters at least: `C://models` is a path on Windows."""
 
 KINDS = {
     stat.S_IFDIR: "a directory",

@@ -1,6 +1,6 @@
 """Calls of the operating system that are not on every one, each with a way to do without it.
 
-Linux is the system that is tested. A test takes these calls away and merges without them; on macOS and on Windows
+Linux is the system that is tested. Tests take these calls away and imitate those of others; on macOS and on Windows
 nothing has been run.
 """
 
@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import importlib
 import os
+import re
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +28,19 @@ DSYNC: int = getattr(os, "O_DSYNC", getattr(os, "O_SYNC", 0))
 
 UNKNOWN_MEMORY = 2 << 30
 """Bytes that are taken for free where no call tells; --max-memory says better."""
+
+WINDOWS = os.name == "nt"
+
+NOT_ON_WINDOWS = re.compile(
+    r'[<>:"|?*\\]|[. ]$|^(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9\u00b9\u00b2\u00b3])\s*(\.|$)', re.IGNORECASE
+)
+"""Names that are no files there: a drive or a stream (`:`), a device with any suffix, and an end that is cut."""
+
+BUSY_WAITS = (0.05, 0.1, 0.2, 0.4, 0.8)
+"""Seconds between attempts at a rename on Windows, where a virus scanner holds new files open for a moment."""
+
+_NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM})
+"""Errors of file systems (network, FUSE) that sync no folders."""
 
 _position = threading.Lock()
 """Held while a file's position is moved, where reading at a place is no call of its own."""
@@ -73,24 +90,60 @@ def sync_data(handle: int) -> None:
     (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(handle)
 
 
+def sync_file(handle: int) -> None:
+    """Wait until a file is on the disk; on macOS also for the disk's own cache, where the file system does that."""
+    fcntl = optional_module("fcntl")
+    if hasattr(fcntl, "F_FULLFSYNC"):
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(handle)
+
+
 def sync_directory(path: Path) -> None:
-    """Wait until the names in a folder are on the disk; Windows opens no folders, and orders renames itself."""
+    """Wait until the names in a folder are on the disk, on systems and file systems that do this for a folder.
+
+    Windows opens no folders, and orders renames itself.
+    """
     if not hasattr(os, "O_DIRECTORY"):
         return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
     finally:
         os.close(handle)
+
+
+def is_file_name(name: str) -> bool:
+    """False for a name without slashes that this system takes for something else than a file in a folder."""
+    return not WINDOWS or NOT_ON_WINDOWS.search(name) is None
+
+
+def replace_file(source: Path, target: Path) -> None:
+    """Rename a file, over one that is there."""
+    _patiently(lambda: os.replace(source, target))
 
 
 def rename_folder(source: Path, target: Path) -> None:
     """Rename a folder to a name that is free, or that an empty folder has."""
     try:
-        os.rename(source, target)
+        _patiently(lambda: os.rename(source, target))
     except FileExistsError:  # Windows replaces no folder
         target.rmdir()
-        os.rename(source, target)
+        _patiently(lambda: os.rename(source, target))
+
+
+def _patiently(rename: Callable[[], None]) -> None:
+    """Rename; on Windows again while another program has a file open."""
+    for wait in BUSY_WAITS if WINDOWS else ():
+        try:
+            return rename()
+        except PermissionError:
+            time.sleep(wait)
+    return rename()
 
 
 def stored_bytes(status: os.stat_result) -> int:

@@ -5,11 +5,13 @@ This shows that nothing depends on them; it does not show that macOS or Windows 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,19 +20,26 @@ from tests.helpers.merging import Family, actmat
 from tests.helpers.repository import SOURCES
 
 from actmat import system
+from actmat.bounds import is_url
+from actmat.checkpoints.folder import is_plain_name
+from actmat.checkpoints.writing.staging import check_output_path
+from actmat.cli.flags import split_name
+from actmat.extras.averaging.recipe import distinct_names
 
 BLOCKED = """
 import builtins, os, signal, sys
 import torch, safetensors.torch, huggingface_hub, pydantic, rich.progress, typer, yaml, xxhash  # theirs to look after
-for name in ("fcntl", "resource"):
+for name in ("fcntl", "resource", "pwd", "grp"):
     sys.modules[name] = None
 gone = ["sched_getaffinity", "preadv", "posix_fadvise", "fdatasync", "getloadavg", "sysconf", "O_NOFOLLOW",
-        "O_NONBLOCK", "O_CLOEXEC", "O_DSYNC", "O_SYNC", "O_DIRECTORY"]
+        "O_NONBLOCK", "O_CLOEXEC", "O_DSYNC", "O_SYNC", "O_DIRECTORY",
+        "fork", "getuid", "geteuid", "symlink", "link", "mkfifo", "killpg"]
 for name in gone + json_more:
     if hasattr(os, name):
         delattr(os, name)
-if hasattr(signal, "SIGHUP"):
-    del signal.SIGHUP
+for name in ("SIGHUP", "SIGKILL"):
+    if hasattr(signal, name):
+        delattr(signal, name)
 opened = builtins.open
 def open_without_proc(file, *arguments, **options):
     if str(file).startswith(("/proc/", "/sys/")):
@@ -141,3 +150,145 @@ def test_a_folder_takes_the_place_of_an_empty_one_where_rename_does_not(
         system.rename_folder(tmp_path / "more", tmp_path / "out")
     monkeypatch.delattr(os, "O_DIRECTORY")
     system.sync_directory(tmp_path / "not there")  # no folder is opened
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "cp437", "ascii"])
+def test_a_console_without_unicode_gets_all_that_is_printed(family: Family, tmp_path: Path, encoding: str) -> None:
+    """Names and tables have signs that these encodings lack; they are escaped, and nothing fails."""
+    base = tmp_path / "b\u0101se-\u6a21\u578b"
+    shutil.copytree(family.base, base)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, SOURCES)),
+        "PYTHONIOENCODING": encoding,
+        "PYTHONUTF8": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    for argv in (["inspect", str(base)], ["merge", "--help"], ["methods", "actmat"]):
+        command = [sys.executable, "-m", "actmat", *argv]
+        done = subprocess.run(command, env=environment, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+        shown = done.stdout.decode(encoding)
+        assert "\\u6a21" in shown or argv[0] != "inspect"
+
+
+def test_names_that_are_no_files_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = [
+        "C:model.safetensors",
+        "x:stream",
+        "NUL",
+        "con.safetensors",
+        "COM1",
+        "lpt9.bin",
+        "dot.",
+        "blank ",
+        "a?",
+        "a\\b",
+    ]
+    good = ["model.safetensors", "console.bin", "nullable", "com10.bin", ".hidden", "a b"]
+    assert all(is_plain_name(n) for n in (*bad[:-1], *good)), "all but a backslash are names on Linux"
+    monkeypatch.setattr(system, "WINDOWS", True)
+    assert [n for n in (*bad, *good) if is_plain_name(n)] == good
+    (problem,) = check_output_path(tmp_path / "aux.merged", overwrite=False, inputs={})
+    assert "no name of a folder on Windows" in problem
+    assert check_output_path(tmp_path / "merged", overwrite=False, inputs={}) == []
+
+
+def test_a_drive_is_no_scheme_and_a_backslash_is_no_name() -> None:
+    assert not is_url("C://models/base")
+    assert is_url("s3://bucket/base")
+    assert split_name("C:\\runs\\lr=3\\model") == ("", "C:\\runs\\lr=3\\model")
+    assert split_name("math=C:\\models\\math") == ("math", "C:\\models\\math")
+
+
+def test_names_of_checkpoints_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actmat.extras.averaging.recipe.PurePath", PureWindowsPath)
+    assert distinct_names(["run\\step-1\\model", "run\\step-2\\model\\"]) == ["step-1", "step-2"]
+    assert distinct_names(["s3://b/step-1/m", "s3://b/step-2/m"]) == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize("below", ["", "inner"])
+def test_an_input_by_a_name_in_other_case_is_no_output(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
+) -> None:
+    """A link stands for the second name that a folder has where case does not count; `realpath` keeps both there."""
+    shutil.copytree(family.base, tmp_path / "base")
+    (tmp_path / "BASE").symlink_to(tmp_path / "base")
+    monkeypatch.setattr(os.path, "realpath", lambda path: str(path))
+    monkeypatch.setattr(os.path, "islink", lambda path: False)
+    problems = check_output_path(tmp_path / "BASE" / below, overwrite=True, inputs={"base": tmp_path / "base"})
+    assert any("an input of this merge (base)" in p for p in problems), problems
+
+
+@pytest.mark.parametrize("refusals", [2, 99])
+def test_a_rename_waits_for_other_programs_on_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: int
+) -> None:
+    replace, tried = os.replace, []
+
+    def busy(source: Path, target: Path) -> None:
+        tried.append(source)
+        if len(tried) <= refusals:
+            raise PermissionError(13, "used by another process")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", busy)
+    monkeypatch.setattr(system, "BUSY_WAITS", (0.0, 0.0, 0.0))
+    (tmp_path / "a").touch()
+    with pytest.raises(PermissionError):
+        system.replace_file(tmp_path / "a", tmp_path / "b")
+    assert len(tried) == 1, "only Windows waits"
+    tried.clear()
+    monkeypatch.setattr(system, "WINDOWS", True)
+    if refusals == 99:
+        with pytest.raises(PermissionError):
+            system.replace_file(tmp_path / "a", tmp_path / "b")
+        assert len(tried) == 4
+    else:
+        system.replace_file(tmp_path / "a", tmp_path / "b")
+        assert (tmp_path / "b").exists()
+
+
+def test_a_folder_that_is_not_synced_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(code: int) -> Any:
+        def fail(handle: int) -> None:
+            raise OSError(code, os.strerror(code))
+
+        return fail
+
+    for code in (errno.EINVAL, errno.EPERM, errno.EACCES):
+        monkeypatch.setattr(os, "fsync", refused(code))
+        system.sync_directory(tmp_path)
+    monkeypatch.setattr(os, "fsync", refused(errno.EIO))
+    with pytest.raises(OSError, match="Input/output"):
+        system.sync_directory(tmp_path)
+
+
+def test_macos_empties_the_cache_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    calls = SimpleNamespace(F_FULLFSYNC=51, fcntl=lambda handle, what: asked.append((handle, what)))
+    monkeypatch.setitem(sys.modules, "fcntl", calls)
+    monkeypatch.setattr(os, "fsync", lambda handle: asked.append((handle, 0)))
+    system.sync_file(7)
+
+    def unsupported(handle: int, what: int) -> None:
+        raise OSError(errno.ENOTSUP, "not here")
+
+    calls.fcntl = unsupported
+    system.sync_file(8)
+    assert asked == [(7, 51), (8, 0)]
+
+
+def test_a_manifest_of_two_drives_has_no_relative_path(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    relpath, out = os.path.relpath, family.base.parent / "two-drives"
+
+    def other_drive(path: str, start: Any = ".") -> str:
+        if Path(path).is_relative_to(start):
+            return relpath(path, start)
+        raise ValueError("path is on mount 'D:', start on mount 'C:'")
+
+    monkeypatch.setattr(os.path, "relpath", other_drive)
+    assert actmat(family.argv("--out", str(out))).code == 0
+    text = (out / "actmat_manifest.json").read_text(encoding="utf-8")
+    assert "from_here" not in text
+    assert actmat(["verify", str(out)]).code == 0

@@ -14,6 +14,7 @@ from typing import Any
 
 from actmat.bounds import kind_of_file, read_object
 from actmat.errors import CheckpointError
+from actmat.system import is_file_name
 
 INDEX_SUFFIX = ".index.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -32,6 +33,7 @@ FOREIGN = {
     ".onnx": "an ONNX graph",
     ".npz": "a NumPy archive",
     ".tflite": "a TensorFlow Lite graph",
+    ".nemo": "an archive of NeMo, which its scripts export to the Hugging Face form",
 }
 """Suffix of weight files in formats that are not read -> description."""
 
@@ -113,6 +115,7 @@ def is_plain_name(name: object) -> bool:
         and not any(c in name for c in "/\\\0")
         and name.isprintable()
         and len(name) <= 255
+        and is_file_name(name)
     )
 
 

@@ -201,9 +201,9 @@ class RecipeFlags:
 
 
 def split_name(text: str) -> tuple[str, str]:
-    """`NAME=PLACE` as a pair; the name, which has no slash, is empty where none is given."""
+    """`NAME=PLACE` as a pair; the name, which has no slash or backslash, is empty where none is given."""
     name, equals, place = text.partition("=")
-    return (name, place) if equals and "/" not in name else ("", text)
+    return (name, place) if equals and not {"/", "\\"} & {*name} else ("", text)
 
 
 def statistics_of(given: Sequence[str], field: str = "statistics") -> dict[str, str] | list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import typer
 
 from actmat.cli.listing import Commands
-from actmat.cli.streams import checked_stdout, open_closed_streams, say
+from actmat.cli.streams import checked_stdout, open_closed_streams, say, show_any_text
 from actmat.errors import MergeError, memory_errors
 from actmat.foreign import terminal
 from actmat.version import __version__
@@ -149,6 +149,7 @@ def main() -> None:
     _keep_pages_warm()
     _allow_many_files()
     open_closed_streams()
+    show_any_text()
     try:
         with stopped_by_signals(), memory_errors():
             app()

@@ -28,7 +28,7 @@ def print_outputs(reports: Sequence[MergeReport]) -> None:
             print_summary(report)
         return
     place = os.path.commonpath(outs) if "://" not in outs[0] else os.path.dirname(outs[0])
-    names = {out: out.removeprefix(place).lstrip("/") for out in outs}
+    names = {out: out.removeprefix(place).lstrip("/\\") for out in outs}
     plan = reports[0].plan
     counts = ", ".join(f"{n} {action}" for action, n in count_actions(plan.items).items() if n)
     tensors = "tensors" if plan.output != "adapter" else "modules and tensors"

@@ -31,6 +31,13 @@ def open_closed_streams() -> None:
     os.close(handle)
 
 
+def show_any_text() -> None:
+    """Escape what a stream's encoding lacks, such as Greek letters on a console of Windows, in place of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
 def say(message: str, **style: Any) -> None:
     """Print a message on stderr, if that can be written to; a terminal gets its lines wrapped with an indentation."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
@@ -20,6 +21,7 @@ from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
 from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.report.rows import Rows, canonical_json, indented_json
+from actmat.system import replace_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +265,8 @@ def _input(summary: InputSummary, out: Path | None) -> dict[str, Any]:
 def _located(row: dict[str, Any], out: Path | None) -> dict[str, Any]:
     """A row with the place of its `location` relative to the output, where both are on this machine."""
     if out is not None and os.path.exists(row["location"]):
-        row["from_here"] = os.path.relpath(row["location"], out)
+        with contextlib.suppress(ValueError):  # on another drive of Windows
+            row["from_here"] = Path(os.path.relpath(row["location"], out)).as_posix()
     return row
 
 
@@ -287,7 +290,7 @@ def write_manifest(directory: Path, manifest: dict[str, Any], *, sha256: Callabl
     with unfinished.open("x", encoding="utf-8") as file:
         file.writelines(indented_json(manifest))
         file.write("\n")
-    os.replace(unfinished, directory / MANIFEST_NAME)
+    replace_file(unfinished, directory / MANIFEST_NAME)
 
 
 def manifest_content(manifest: Mapping[str, Any]) -> str:

@@ -76,7 +76,8 @@ class _Folder(OutputFiles):
         found = []
         for folder, folders, names in os.walk(self.manifest_folder):
             links = [n for n in folders if os.path.islink(os.path.join(folder, n))]
-            found += [os.path.relpath(os.path.join(folder, n), self.manifest_folder) for n in (*names, *links)]
+            below = Path(folder).relative_to(self.manifest_folder)
+            found += [(below / n).as_posix() for n in (*names, *links)]
         return sorted(found)
 
     def size(self, name: str) -> int:

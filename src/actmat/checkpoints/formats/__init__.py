@@ -31,7 +31,7 @@ SIGNS: dict[str, tuple[str, ...]] = {
     "pipelines": ("model_index.json",),
     "ranks": ("shard-*-model-*",),
     "safetensors": ("*",),
-    "dcp": (".metadata", "*.distcp", "pytorch_model_fsdp_*", "model", "weights"),
+    "dcp": (".metadata", "*.distcp", "pytorch_model_fsdp_*", "model", "weights", "common.pt"),
     "deepspeed": ("*_states.pt", "latest", "zero_to_fp32.py"),
     "torch": ("*",),
     "gguf": ("*.gguf",),

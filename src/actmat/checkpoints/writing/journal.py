@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from actmat.bounds import open_regular, parse_object
 from actmat.errors import OutputError
-from actmat.system import BINARY, NOFOLLOW, read_at
+from actmat.system import BINARY, NOFOLLOW, read_at, sync_file
 
 MAX_LINE_BYTES = 1 << 26
 """Longest line; one with the measures of a matrix takes some kilobytes."""
@@ -98,7 +98,7 @@ class Journal(Mapping[str, dict[str, Any]]):
             self._good += self._write(entry)
             self.closing = dict(entry)
             assert self._file is not None
-            os.fsync(self._file.fileno())
+            sync_file(self._file.fileno())
 
     def drop(self, name: str) -> None:
         """Forget an entry, which stays in the file."""

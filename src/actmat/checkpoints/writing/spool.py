@@ -6,7 +6,6 @@ one is on the disk, and are made of it again where a later step failed.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.writing.shards import Shard
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter
+from actmat.system import rename_folder, replace_file, sync_file
 
 SPOOL = ".spool"
 """Folder of the tensors' files, in that of the output."""
@@ -48,9 +48,9 @@ class SpoolSink:
                 file, part, path = self._files.pop(), self._parts.pop(), self._paths[len(self._parts)]
                 file.flush()
                 if self._durable:
-                    os.fsync(file.fileno())
+                    sync_file(file.fileno())
                 file.close()
-                os.replace(part, path)
+                replace_file(part, path)
         return self._hash.hexdigest()
 
 
@@ -129,4 +129,4 @@ class SpoolWriter:
             shutil.rmtree(aside)
         path.unlink()
         if aside.is_dir():
-            os.replace(aside, self._folder)
+            rename_folder(aside, self._folder)

@@ -29,7 +29,7 @@ from actmat.checkpoints.writing.listed import MANIFEST_NAME, unlisted_files
 from actmat.checkpoints.writing.lock import OutputLock
 from actmat.checkpoints.writing.shards import Shard
 from actmat.errors import OutputError, format_size
-from actmat.system import rename_folder, sync_directory
+from actmat.system import WINDOWS, is_file_name, rename_folder, replace_file, sync_directory
 
 JOURNAL_NAME = "journal.jsonl"
 LONGEST_NAME = 255
@@ -48,13 +48,16 @@ def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path])
         return list(error.problems)
     if len(os.fsencode(sibling(out, "previous").name)) > LONGEST_NAME:
         return [f"the name of {out} is too long: while it is built, its folder has a prefix and a suffix; shorten it"]
+    if not is_file_name(out.name):
+        return [f"'{out.name}' is no name of a folder on Windows (a device, a sign such as ':', or a dot at its end)"]
     problems = _obstacles(out)
     resolved = Path(os.path.realpath(out))
+    place, above = _identity(resolved), {_identity(p) for p in resolved.parents}
     for label, path in inputs.items():
         source = Path(os.path.realpath(path))
-        if source == resolved or resolved in source.parents:
+        if place in {_identity(p) for p in (source, *source.parents)}:
             problems.append(f"{out} is, or contains, an input of this merge ({label}); write somewhere else")
-        elif source in resolved.parents and os.path.isdir(source):
+        elif _identity(source) in above and os.path.isdir(source):
             problems.append(f"{out} lies inside an input of this merge ({label}); write somewhere else")
     if os.path.islink(out) or (os.path.exists(out) and not os.path.isdir(out)):
         problems.append(f"{out} exists and is not a directory; choose another place")
@@ -68,6 +71,15 @@ def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path])
     elif not os.access(parent, os.W_OK):
         problems.append(f"{parent} is not writable; choose a place you may write to")
     return problems
+
+
+def _identity(path: Path) -> object:
+    """The same for all names of a file or folder: they may differ in upper and lower case (Windows, macOS)."""
+    with contextlib.suppress(OSError):
+        status = os.stat(path)
+        if status.st_ino:
+            return status.st_dev, status.st_ino
+    return path
 
 
 def _obstacles(out: Path) -> list[str]:
@@ -149,7 +161,7 @@ def disk_errors(path: Path) -> Iterator[None]:
             errno.ENOSPC: "the disk is full",
             errno.EDQUOT: "the disk quota is used up",
             errno.EROFS: "the file system is read-only",
-            errno.EACCES: "permission denied",
+            errno.EACCES: "permission denied" + (", or another program has a file in it open" if WINDOWS else ""),
             errno.EFBIG: "the file system does not take a file of this size",
             errno.EIO: "the disk reports an input/output error",
             errno.ENOLCK: "the file system offers no locks",
@@ -254,11 +266,11 @@ class Staging:
                 raise OutputError(f"The output {self.out} cannot be written.", problems)
             self._lock.take()
             if self._previous.exists() and not self.out.exists():
-                os.rename(self._previous, self.out)  # killed between the two renames of `commit`
+                rename_folder(self._previous, self.out)  # killed between the two renames of `commit`
             if problems := occupied(self.out, overwrite=self.overwrite):  # finished while we waited or planned
                 raise OutputError(problems[0])
             if self._journal_aside.exists() and self.path.exists():
-                os.rename(self._journal_aside, self.path / JOURNAL_NAME)  # stopped before the last rename of `commit`
+                replace_file(self._journal_aside, self.path / JOURNAL_NAME)  # stopped before the end of `commit`
             self._journal_aside.unlink(missing_ok=True)
             self._journal = self._read_journal()
             if self._journal is None:
@@ -285,12 +297,12 @@ class Staging:
             if problems := occupied(self.out, overwrite=self.overwrite):
                 raise OutputError(problems[0])
             self._journal.close()
-            os.rename(self.path / JOURNAL_NAME, self._journal_aside)
+            replace_file(self.path / JOURNAL_NAME, self._journal_aside)
             sync_directory(self.path)
             if self.out.exists() and any(self.out.iterdir()):
                 if self._previous.exists():
                     shutil.rmtree(self._previous)
-                os.rename(self.out, self._previous)
+                rename_folder(self.out, self._previous)
             rename_folder(self.path, self.out)
             self.committed = self._gone = True
             sync_directory(self.out.parent)

@@ -14,7 +14,7 @@ from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.writing.shards import Extent, Shard, index_files
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import OutputError
-from actmat.system import BINARY, DSYNC, NOFOLLOW, read_at, sync_data, write_at
+from actmat.system import BINARY, DSYNC, NOFOLLOW, read_at, sync_data, sync_file, write_at
 
 _CHECK_BYTES = 1 << 22
 _FLUSH_BYTES = 1 << 26
@@ -165,14 +165,14 @@ class ShardWriter:
                 raise self._flush_error
             if self.durable:
                 for handle in self._handles.values():
-                    os.fsync(handle)
+                    sync_file(handle)
             self.close()
 
     def settle(self) -> None:
         """Bring the headers to the disk, close the files, and keep no page of them in memory (see `SHARED_FLAGS`)."""
         with disk_errors(self.directory):
             for handle in self._handles.values():
-                os.fsync(handle)
+                sync_file(handle)
                 _forget_pages(handle, 0, 0)
         self.close()
 

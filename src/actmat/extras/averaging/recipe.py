@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from pathlib import PurePosixPath
+from pathlib import PurePath, PurePosixPath
 from typing import Any
 
+from actmat.bounds import is_url
 from actmat.errors import RecipeError
 from actmat.recipe.schema import Recipe, make_recipe
 
@@ -36,7 +37,7 @@ def distinct_names(places: Sequence[str]) -> list[str]:
     >>> distinct_names(["run/step-1/model", "run/step-2/model"])
     ['step-1', 'step-2']
     """
-    parts = [PurePosixPath(p.rstrip("/")).parts for p in places]
+    parts = [(PurePosixPath if is_url(p) else PurePath)(p.rstrip("/")).parts for p in places]
     for k in range(1, min(map(len, parts), default=0) + 1):
         names = [p[-k] for p in parts]
         if len(set(names)) == len(names):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath, PurePosixPath
+from pathlib import PurePath
 from typing import Any
 
 from actmat.errors import RecipeError, did_you_mean
@@ -298,4 +298,4 @@ def _adapter(source: Source, base: Source) -> str | None:
 def _name(model: str) -> str:
     """Short name of a model: the last part of its path, or of its adapter's."""
     text = model.rpartition("+")[2].partition("@")[0]
-    return PurePosixPath(text).name or text
+    return PurePath(text).name or text

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from actmat.checkpoints.writing.lock import OutputLock
 from actmat.checkpoints.writing.sidecars import SideFolder, copy_sidecars
 from actmat.checkpoints.writing.staging import check_output_path, disk_errors, occupied, sibling
 from actmat.errors import OutputError
+from actmat.system import rename_folder
 
 
 def write_dcp(checkpoint: Checkpoint, out: Path, *, under: str = "") -> None:
@@ -61,7 +61,7 @@ def write_dcp(checkpoint: Checkpoint, out: Path, *, under: str = "") -> None:
             folder = checkpoint.fetch_sidecars()
             sidecars = None if folder is None else SideFolder(folder, checkpoint.side_files())
             copy_sidecars(sidecars, sidecars, building, None, checkpoint.written_configs)
-            os.replace(building, out)  # an empty folder may be there
+            rename_folder(building, out)  # an empty folder may be there
         except BaseException:  # Ctrl-C too: nothing is left, and it is passed on
             shutil.rmtree(building, ignore_errors=True)
             raise

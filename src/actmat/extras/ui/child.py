@@ -103,13 +103,13 @@ JOBS = {"merge": _merge, "diagnose": _diagnose, "compare": _compare}
 def main() -> None:
     """Do the job on stdin."""
     signal.signal(signal.SIGTERM, _stop)
-    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    lines = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)  # whatever a library prints does not get between the lines
 
     def tell(event: str, **fields: Any) -> None:
         lines.write(json.dumps({"event": event, **fields}) + "\n")
 
-    job = json.load(sys.stdin)
+    job = json.load(sys.stdin.buffer)
     try:
         JOBS[job["do"]](job, tell)
     except MergeError as error:

@@ -52,7 +52,8 @@ class Jobs:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
+                encoding="utf-8",
+                errors="backslashreplace",
                 start_new_session=True,  # Ctrl-C on the server stops it through `close`
             )
         said: list[str] = []

@@ -14,9 +14,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from actmat.bounds import read_bytes
+from actmat.bounds import read_bytes, read_object
 from actmat.checkpoints.base import DTYPES, FileIdentity, TensorSpec, torch_dtype
 from actmat.checkpoints.files import FileReader
+from actmat.checkpoints.folder import shown
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
 from actmat.checkpoints.source import Format, LocalSource, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
@@ -29,6 +30,15 @@ METADATA = ".metadata"
 MAX_METADATA_BYTES = 1_000_000_000
 NESTED = re.compile(r"pytorch_model_fsdp_\d+|model|weights")
 """Folders in which accelerate, torch's trainers and NeMo keep the model of a checkpoint."""
+
+MEGATRON = "common.pt"
+"""File that Megatron-core adds, with the iteration and other objects of the training program."""
+BACKEND = "metadata.json"
+"""File in which Megatron-core names its format."""
+STACKED = (
+    "Megatron-core stacks the layers in one tensor and packs projections in its own order: averages are right, methods "
+    "on matrices are not. Convert it to the Hugging Face form for those"
+)
 
 
 class DcpCheckpoint(StoredCheckpoint):
@@ -50,7 +60,7 @@ class DcpCheckpoint(StoredCheckpoint):
         self._folder = files
         self._stored = {name: found.tensors[fqn] for name, fqn in part.names.items()}
         self._items: dict[tuple[str, int], Item] = {}
-        self.notes = part.notes
+        self.notes = part.notes + ((STACKED,) if MEGATRON in files.names else ())
         self.aliases = MappingProxyType({})
         self.specs = MappingProxyType(self._specs())
         local = {label: files.local(label) for label in self.labels}
@@ -230,10 +240,25 @@ def _files_of(source: Source) -> Source | None:
     return LocalSource(source.directory / nested[0], source.location) if len(nested) == 1 else None
 
 
+def _is_without_metadata(source: Source) -> bool:
+    """True for a folder of Megatron-core's in another format, such as zarr, or one of which the metadata is missing."""
+    return source.named is None and METADATA not in source.names and {MEGATRON, BACKEND} <= {*source.names}
+
+
 def _open(source: Source) -> DcpCheckpoint:
     files = _files_of(source)
-    assert files is not None, "the source was claimed"
+    if files is None:
+        backend = read_object(source.fetch(BACKEND)).get("sharded_backend")
+        raise CheckpointError(
+            f"{source.location}: expected Megatron-core's format 'torch_dist' with a {METADATA}, found "
+            f"{shown(backend)} in {BACKEND} and no {METADATA}. Fix: load it with a Megatron that reads it and save it "
+            "as torch_dist; if it is torch_dist, fetch the whole folder again."
+        )
     return DcpCheckpoint(source, files)
 
 
-DCP = Format(DcpCheckpoint.format, (METADATA,), claims=lambda source: _files_of(source) is not None, open=_open)
+def _claims(source: Source) -> bool:
+    return _files_of(source) is not None or _is_without_metadata(source)
+
+
+DCP = Format(DcpCheckpoint.format, (METADATA,), claims=_claims, open=_open)

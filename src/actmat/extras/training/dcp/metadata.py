@@ -18,10 +18,14 @@ from actmat.extras.training.inert import Inert, InertError, parse_pickle
 _DCP = "torch.distributed.checkpoint"
 _SHARD = "torch.distributed._shard.sharded_tensor.metadata"
 _CLASSES = "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex StorageMeta"
+_PLANS = "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData"
+"""Plans of all ranks, which Megatron-core keeps in the metadata to use them again (`all_local_plans`)."""
+
 _PATHS = "PosixPath PurePosixPath WindowsPath PureWindowsPath Path"
 ALLOWED = frozenset(
     [f"{_DCP}.metadata {n}" for n in (*_CLASSES.split(), "TensorProperties", "_MEM_FORMAT_ENCODING")]
     + [f"{_DCP}.filesystem {n}" for n in ("_StorageInfo", "_StoragePrefix")]
+    + [f"{_DCP}.planner {n}" for n in _PLANS.split()]
     + [f"{_SHARD} {n}" for n in ("TensorProperties", "MEM_FORMAT_ENCODING")]
     + [f"{module} {n}" for module in ("pathlib", "pathlib._local") for n in _PATHS.split()]
     + [f"torch {n}" for n in (*DTYPES, "Size", "device", "strided", "float8_e4m3fnuz", "float8_e5m2fnuz", "complex64")]
