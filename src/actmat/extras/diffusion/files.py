@@ -22,7 +22,7 @@ from actmat.checkpoints.memory import tensor_specs
 from actmat.checkpoints.writing.staging import disk_errors, sibling
 from actmat.errors import MergeError, OutputError
 from actmat.experts.files import open_weights
-from actmat.experts.resolve import needs_base, open_adapter
+from actmat.experts.resolve import open_adapter
 from actmat.extras.diffusion.layouts import FileLayout, written
 from actmat.extras.diffusion.metadata import kept_metadata
 from actmat.planning.adapter.layouts import IN_ONE_FILE
@@ -69,13 +69,10 @@ def _is_file(recipe: Recipe) -> bool:
     """True for a merge of adapters into a layout of files."""
     if recipe.base or not recipe.out or is_url(recipe.out) or recipe.adapter.layout == "peft":
         return False
-    layouts = {recipe.adapter.layout}
-    if layouts == {"same"}:
-        layouts = set()
+    layouts: set[str] = {recipe.adapter.layout} - {"same"}
+    if not layouts:
         for expert in recipe.experts:
             try:
-                if not needs_base(expert.path):
-                    return False
                 with open_adapter(expert.path) as adapter:
                     layouts.add(adapter.layout)
             except MergeError:  # the merge says what is wrong

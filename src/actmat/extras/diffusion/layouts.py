@@ -37,7 +37,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing
 from actmat.extras.diffusion.architectures import ARCHITECTURES, COMFY_MODEL, Architecture, Parts, Text, text_names
 from actmat.extras.diffusion.lora_files import adapter_of
-from actmat.extras.diffusion.names import KOHYA_PREFIXES, component_of, module_names
+from actmat.extras.diffusion.names import KOHYA_PREFIXES, component_of
 
 FileLayout = Literal["diffusers", "kohya", "comfy"]
 _DENOISERS = ("", "unet", "transformer", "diffusion_model")
@@ -173,10 +173,31 @@ def in_layout(
         return _Conversion(adapter, architecture, layout).result()
     if adapter.layout == layout or problem:
         return adapter, [] if adapter.layout == layout else [problem]
-    names, problems = module_names(adapter, layout)  # of another architecture: dots only
-    modules = {new: dataclasses.replace(adapter.modules[own], name=new) for new, own in names.items()}
+    modules, problems = _renamed(adapter, layout)
     listing = dataclasses.replace(adapter.listing, modules=modules, layout=layout, find=None)
     return ConvertedAdapter(adapter, adapter.weights, listing), problems
+
+
+def _renamed(adapter: Adapter, layout: AdapterLayout) -> tuple[dict[str, AdapterModule], list[str]]:
+    """Modules of an architecture that is not known here by their names in the layout: diffusers' and PEFT's only."""
+    if adapter.layout == "pairs":
+        return {}, [f"it is a list of pairs without names, which no layout such as '{layout}' can name"]
+    component = component_of(adapter.config.fields)
+    if adapter.layout == "peft" and not component:
+        return {}, [
+            "its config does not say which component of a pipeline it is of (auto_mapping.base_model_class, such as "
+            f"UNet2DConditionModel), which the layout '{layout}' puts into every name"
+        ]
+    if layout == "peft" and len(adapter.parts) > 1:
+        return {}, [f"it is of several models ({', '.join(adapter.parts)}), and an adapter of PEFT is of one"]
+    if {adapter.layout, layout} != {"peft", "diffusers"}:
+        known = ", ".join(a.name for a in ARCHITECTURES)
+        return {}, [
+            f"its {len(adapter.modules)} modules, such as '{next(iter(adapter.modules), '')}', have no name in the "
+            f"layout '{layout}': they are not all of one architecture that is known here ({known})"
+        ]
+    names = {m.inside if layout == "peft" else f"{component}.{m.inside}": m for m in adapter.modules.values()}
+    return {name: dataclasses.replace(m, name=name, path=m.inside) for name, m in names.items()}, []
 
 
 def written(
@@ -223,7 +244,7 @@ def _scaled(b: Tensor, scaling: float) -> Tensor:
 
 
 def find_architecture(adapter: Adapter, metadata: Mapping[str, str]) -> tuple[Architecture | None, str]:
-    """What an adapter is for, by the names of its modules, their widths and the file's metadata; or a problem.
+    """The architecture that an adapter is for, by names, widths and the metadata of its file; or a problem.
 
     None without a problem: names of none that is known here.
     """

@@ -118,7 +118,7 @@ def kept_metadata(sources: Sequence[Mapping[str, str]], tensors: Mapping[str, Te
 
 
 DISTILLED = re.compile(
-    r"(?<![a-z])(lightning|turbo|lcm|hyper.?sd|dmd2?|distill(?:ed)?|lightx2v|causvid|accvid|flash.?sd|schnell|"
+    r"(?<![a-z])(lightning|turbo|lcm|hyper.?sd(?:xl)?|dmd2?|distill(?:ed)?|lightx2v|causvid|accvid|flash.?sd|schnell|"
     r"\d+.?steps?)(?![a-z])"
 )
 """Words, in lower case, by which adapters are called that replace the guidance and most steps of sampling."""
@@ -128,15 +128,15 @@ _NAMED_IN = ("ss_output_name", "modelspec.title", "modelspec.description", "ss_t
 def distilled_note(location: str, metadata: Mapping[str, str]) -> tuple[str, ...]:
     """A warning on an adapter whose name or metadata say that it is distilled, or none.
 
-    >>> distilled_note("/loras/sdxl_lightning_4step.safetensors", {})[0][:44]
-    "is called 'lightning': a distilled adapter, "
+    >>> distilled_note("/loras/sdxl_lightning_4step.safetensors", {})[0][:53]
+    "warning: is called 'lightning', as distilled adapters"
     """
     texts = [PurePath(location).name, *(str(metadata.get(key, "")) for key in _NAMED_IN)]
     found = next((m[1] for text in texts if (m := DISTILLED.search(text.lower())) is not None), None)
     if found is None:
         return ()
     return (
-        f"is called '{found}': a distilled adapter, which makes few steps without guidance do what many with it did. "
-        "At any weight but 1, or merged with others by a method that cuts or rotates deltas, it does neither. Load it "
-        "beside the merge of the others, or add it as it is (-m task_arithmetic -o scaling=1)",
+        f"warning: is called '{found}', as distilled adapters are, which replace guidance and most steps of sampling. They are "
+        "trained for their full weight: scaled, or merged by a method that cuts or rotates deltas, one may do neither. "
+        "Load it alongside the merge of the others, or add it as it is (-m task_arithmetic -o scaling=1)",
     )
