@@ -136,7 +136,7 @@ def distilled_note(location: str, metadata: Mapping[str, str]) -> tuple[str, ...
     if found is None:
         return ()
     return (
-        f"warning: is called '{found}', as distilled adapters are, which replace guidance and most steps of sampling. They are "
-        "trained for their full weight: scaled, or merged by a method that cuts or rotates deltas, one may do neither. "
-        "Load it alongside the merge of the others, or add it as it is (-m task_arithmetic -o scaling=1)",
+        f"warning: is called '{found}', as distilled adapters are, which replace guidance and most steps of sampling. "
+        "They are trained for their full weight: scaled, or merged by a method that cuts or rotates deltas, one may do "
+        "neither. Load it alongside the merge of the others, or add it as it is (-m task_arithmetic -o scaling=1)",
     )
