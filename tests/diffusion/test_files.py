@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import actmat
 from actmat.errors import CheckpointError, MergeError, OutputError
+from actmat.experts.resolve import in_layout, open_expert, open_handle
 from actmat.extras.diffusion.metadata import distilled_note, kept_metadata
 from actmat.extras.serving.serving import serving_commands
 
@@ -96,6 +98,39 @@ def test_files_of_all_layouts_merge_into_a_file(place: Path, to: str | None) -> 
     for name, delta in found.items():
         torch.testing.assert_close(delta, sum(p[name] for p in parts), rtol=1e-12, atol=1e-12)
     assert not [p.name for p in place.iterdir() if p.name.startswith(".mix") and "lock" not in p.name]
+
+
+def test_a_converted_adapter_opens_again_elsewhere(place: Path) -> None:
+    """From its pickled handle, in the same layout, with the hashes of the file."""
+    with open_expert(place / "diffusers.safetensors", None) as stored:
+        expert = in_layout(stored, "comfy")
+        assert expert.hashes() == stored.hashes()
+        with open_handle(pickle.loads(pickle.dumps(expert.handle()))) as again:
+            assert again.adapter is not None
+            assert expert.adapter is not None
+            assert again.adapter.modules.keys() == {f"diffusion_model.{n}" for n in MODULES}
+            for name, module in again.adapter.modules.items():
+                one, two = (a.factors(a.modules[name], torch.float64) for a in (again.adapter, expert.adapter))
+                assert torch.equal(one.b_OR, two.b_OR)
+                assert torch.equal(one.a_RI, two.a_RI)
+                assert module.shape[1] == WIDTH
+    plan = actmat.plan(None, [place / "kohya.safetensors", place / "comfy.safetensors"])
+    assert (
+        "expert 'comfy.safetensors': is converted from comfy's layout to kohya's, as an adapter of Flux" in plan.notes
+    )
+
+
+def test_a_comfy_file_fits_the_single_file_of_its_model(place: Path) -> None:
+    """Without a conversion: its names are those of the base, below any prefix."""
+    rows = {n: sum(r) for n, (_, _, r) in MODULES.items()}
+    base = {f"model.diffusion_model.{n}.weight": torch.zeros(k * WIDTH, WIDTH).double() for n, k in rows.items()}
+    save_file(base, place / "flux.safetensors")
+    options = {"method": "task_arithmetic", "options": {"scaling": 1.0}, **RUN}
+    actmat.merge(place / "flux.safetensors", [place / "comfy.safetensors"], out=place / "model", **options)
+    (file,) = (place / "model").glob("*.safetensors")
+    found = load_file(file)
+    for name, delta in deltas(place / "comfy.safetensors").items():
+        torch.testing.assert_close(found[f"model.{name}.weight"], delta, rtol=1e-12, atol=1e-12)
 
 
 def test_a_file_says_what_it_was_made_of(place: Path) -> None:

@@ -69,7 +69,7 @@ def _is_file(recipe: Recipe) -> bool:
     """True for a merge of adapters into a layout of files."""
     if recipe.base or not recipe.out or is_url(recipe.out) or recipe.adapter.layout == "peft":
         return False
-    layouts: set[str] = {recipe.adapter.layout} - {"same"}
+    layouts = set[str]() if recipe.adapter.layout == "same" else {str(recipe.adapter.layout)}
     if not layouts:
         for expert in recipe.experts:
             try:

@@ -343,7 +343,9 @@ class _Conversion:
             return adapter, self.problems
         weights = BlockFactors(adapter.weights, {n: (self._rows[n], pieces) for n, pieces in self._pieces.items()})
         modules = {name: self._module(name, weights) for name in self._pieces}
-        listing = dataclasses.replace(adapter.listing, modules=modules, layout=layout, find=None)
+        note = f"is converted from {adapter.layout}'s layout to {layout}'s, as an adapter of {self._of.name}"
+        notes = (*adapter.listing.notes, note)
+        listing = dataclasses.replace(adapter.listing, modules=modules, layout=layout, find=None, notes=notes)
         return ConvertedAdapter(adapter, weights, listing), []
 
     def _module(self, name: str, weights: Checkpoint) -> AdapterModule:
