@@ -126,8 +126,11 @@ def _as_file(report: MergeReport, out: Path, overwrite: bool) -> MergeReport:
     metadata = kept_metadata([_metadata(e.path) for e in recipe.experts], specs)
     building = sibling(out, "file")
     with disk_errors(out.parent):
-        _copy(weights, building, {**metadata, KEY: json.dumps(made)})
-        _rename(building, out, overwrite)
+        try:
+            _copy(weights, building, {**metadata, KEY: json.dumps(made)})
+            _rename(building, out, overwrite)
+        finally:
+            building.unlink(missing_ok=True)
         shutil.rmtree(folder)
     report = dataclasses.replace(report, out=out)
     report.__dict__["manifest"] = manifest  # the folder is gone
@@ -148,7 +151,6 @@ def _copy(weights: Path, target: Path, metadata: Mapping[str, str]) -> None:
 
 def _rename(building: Path, out: Path, overwrite: bool) -> None:
     if os.path.lexists(out) and not (overwrite and _is_ours(out)):  # another process was faster
-        building.unlink()
         raise OutputError(f"{out} exists; choose another place, or remove it.")
     os.replace(building, out)
 
@@ -168,8 +170,11 @@ def convert_file(checkpoint: str, out: Path, layout: FileLayout) -> str:
     building = sibling(out, "file")
     with disk_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, building, metadata)
-        _rename(building, out, overwrite=False)
+        try:
+            save_file(tensors, building, metadata)
+            _rename(building, out, overwrite=False)
+        finally:
+            building.unlink(missing_ok=True)
     changed = "names and factors" if own != layout else "unchanged factors"
     return f"{len(tensors)} tensors, {changed}, from {own}'s layout"
 
