@@ -29,7 +29,8 @@ import actmat
 from actmat.errors import MergeError
 from actmat.experts.files import holds_factors
 from actmat.experts.resolve import needs_base, open_adapter
-from actmat.extras.diffusion.names import find_flat_names, foreign_factor, parse_factor, unflatten
+from actmat.extras.diffusion.architectures import ARCHITECTURES, text_names
+from actmat.extras.diffusion.names import find_flat_names, foreign_factor, parse_factor
 from actmat.report import verify
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -142,7 +143,7 @@ def test_one_component_is_written_for_peft(place: Path, tmp_path: Path) -> None:
     [
         (("kohya1.safetensors",), "peft", "it is of several models (text_encoder, unet)"),
         (("peft",), "kohya", "does not say which component of a pipeline"),
-        (("sgm.safetensors",), "diffusers", "their dots cannot be put back"),
+        (("sgm.safetensors",), "diffusers", "they are not all of one architecture that is known here"),
         (("pairs.pt",), "kohya", "a list of pairs without names"),
     ],
 )
@@ -152,7 +153,7 @@ def test_what_a_layout_cannot_hold_is_refused(
     save_adapter(tmp_path / "peft", "llama", 1, **LLAMA)
     torch.save([torch.ones(4, 1), torch.ones(1, 4)], tmp_path / "pairs.pt")
     a, b = torch.ones(1, 4), torch.ones(4, 1)
-    name = "lora_unet_input_blocks_4_1_proj_in"
+    name = "lora_unet_input_blocks_4_1_proj_inside"
     save_file({f"{name}.lora_down.weight": a, f"{name}.lora_up.weight": b}, tmp_path / "sgm.safetensors")
     given = [str((place if (place / e).exists() else tmp_path) / e) for e in experts]
     with pytest.raises(MergeError) as error:
@@ -217,13 +218,14 @@ def test_dots_are_put_back_as_diffusers_does() -> None:
     ]
     texts = [n.removesuffix(".weight") for n in weights_of(tiny_text()) if "layers" in n and "norm" not in n]
     texts = [n for n in texts if not n.endswith("bias")]
+    dots = {n.replace(".", "_"): n for n in (*ARCHITECTURES[0].paths, *text_names(is_t5=False))}
     for prefix, modules, convert in (
         ("lora_unet_", names, _convert_unet_lora_key),
         ("lora_te_", texts, lambda key: _convert_text_encoder_lora_key(key, key.split(".")[0])),
     ):
         for name in modules:
             flat = name.replace(".", "_")
-            assert unflatten(flat) == name
+            assert dots[flat] == name
             found = parse_factor(f"{'unet' if prefix == 'lora_unet_' else 'text_encoder'}."
                                  f"{convert(f'{prefix}{flat}.lora_down.weight')}")  # fmt: skip
             assert found is not None

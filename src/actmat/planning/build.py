@@ -93,6 +93,10 @@ def build_plan(
     )
 
 
+WARNING = "warning: "
+"""Start of a note that commands show first."""
+
+
 def _adapters(experts: Sequence[Expert]) -> list[Adapter]:
     """The experts as adapters, if all of them are."""
     adapters = [e.adapter for e in experts if e.adapter is not None]
@@ -108,7 +112,11 @@ def _input_notes(labels: Sequence[str], base: Checkpoint | None, experts: Sequen
     for label, opened in named:
         for note in opened.notes if opened is not None else ():
             found.setdefault(note, []).append(label)
-    return [f"{', '.join(of[:3])}{' and others' if len(of) > 3 else ''}: {note}" for note, of in found.items()]
+    return [
+        f"{WARNING * note.startswith(WARNING)}{', '.join(of[:3])}{' and others' if len(of) > 3 else ''}: "
+        f"{note.removeprefix(WARNING)}"
+        for note, of in found.items()
+    ]
 
 
 def _method_notes(items: Sequence[Item], n_experts: int) -> list[str]:

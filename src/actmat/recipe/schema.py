@@ -248,8 +248,8 @@ class Recipe(Strict):
     )
     output: Annotated[Output | None, Flag(("--to",), type=str)] = Field(
         default=None,
-        description="kind of output: model, adapter (in the experts' layout), peft, kohya or diffusers; default: "
-        "adapter if all experts are adapters and no base is given",
+        description="kind of output: model, adapter (in the experts' layout), peft, kohya, diffusers or comfy; "
+        "default: adapter if all experts are adapters and no base is given",
     )
     mute: Annotated[tuple[Annotated[str, Field(pattern=r"^AM\d{3}$")], ...], BeforeValidator(listed), Flag()] = Field(
         default=(), description="codes of checks to silence, such as AM103; see `actmat diagnose`"

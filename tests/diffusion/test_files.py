@@ -1,0 +1,259 @@
+"""LoRA of image models as files: merged, converted, compared, with the metadata that still hold."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import actmat
+from actmat.errors import CheckpointError, MergeError, OutputError
+from actmat.experts.resolve import in_layout, open_expert, open_handle
+from actmat.extras.diffusion.metadata import distilled_note, kept_metadata
+from actmat.extras.serving.serving import serving_commands
+
+WIDTH = 8
+TRAINED = {"ss_base_model_version": "flux1", "ss_v2": "False", "sshs_model_hash": "12ab", "ss_network_dim": "2"}
+RUN: dict[str, Any] = {"durable": False, "threads": 1, "compute_dtype": "float64"}
+MODULES = {  # of the original code -> those of diffusers, and rows in columns
+    "double_blocks.0.img_attn.qkv": ("transformer_blocks.0.attn", ("to_q", "to_k", "to_v"), (1, 1, 1)),
+    "single_blocks.1.linear1": ("single_transformer_blocks.1", ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
+                                (1, 1, 1, 4)),
+    "single_blocks.1.linear2": ("single_transformer_blocks.1", ("proj_out",), (1,)),
+}  # fmt: skip
+
+
+def lora(file: Path, seed: int, layout: str, metadata: dict[str, str] | None = None, skip: str = "") -> Path:
+    """A LoRA of Flux, in names written out by hand."""
+    rng, out = torch.Generator().manual_seed(seed), {}
+    for name, (block, leaves, rows) in MODULES.items():
+        a = torch.randn(2, WIDTH, generator=rng, dtype=torch.float64)
+        bs = [torch.randn(n * WIDTH, 2, generator=rng, dtype=torch.float64) for n in rows]
+        if name == skip:
+            continue
+        if layout == "diffusers":
+            for leaf, b in zip(leaves, bs, strict=True):
+                out |= {
+                    f"transformer.{block}.{leaf}.lora_A.weight": a.clone(),
+                    f"transformer.{block}.{leaf}.lora_B.weight": b,
+                }
+            continue
+        stored = f"diffusion_model.{name}" if layout == "comfy" else f"lora_unet_{name.replace('.', '_')}"
+        out |= {f"{stored}.lora_down.weight": a, f"{stored}.lora_up.weight": torch.cat(bs) * 2}
+        out[f"{stored}.alpha"] = torch.tensor(1.0)
+    save_file(out, file, metadata)
+    return file
+
+
+def deltas(file: Path) -> dict[str, Tensor]:
+    """Deltas of a file in ComfyUI's or kohya's names, by ComfyUI's."""
+    found, out = load_file(file), {}
+    for name, a in found.items():
+        if name.endswith(".lora_down.weight"):
+            stem = name.removesuffix(".lora_down.weight")
+            comfy = next((f"diffusion_model.{n}" for n in MODULES if n.replace(".", "_") in stem), stem)
+            scale = float(found[f"{stem}.alpha"]) / a.shape[0]
+            out[comfy] = scale * found[f"{stem}.lora_up.weight"].double() @ a.double()
+    return out
+
+
+def metadata_of(file: Path) -> dict[str, str]:
+    with safe_open(file, "pt") as opened:
+        return dict(opened.metadata())
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    for seed, layout in enumerate(("kohya", "comfy", "diffusers"), 1):
+        lora(tmp_path / f"{layout}.safetensors", seed, layout, TRAINED if layout != "comfy" else {"ss_v2": "False"})
+    lora(tmp_path / "truth2.safetensors", 2, "kohya")
+    lora(tmp_path / "truth3.safetensors", 3, "kohya")
+    return tmp_path
+
+
+def summed(place: Path, out: str, *experts: str, **fields: Any) -> Path:
+    fields = {"method": "task_arithmetic", "options": {"scaling": 1.0}} | fields
+    report = actmat.merge(None, [place / f"{e}.safetensors" for e in experts], out=place / out, **RUN, **fields)
+    assert report.out == place / out
+    return place / out
+
+
+@pytest.mark.parametrize("to", ["kohya", "comfy", None])
+def test_files_of_all_layouts_merge_into_a_file(place: Path, to: str | None) -> None:
+    """The sum of the deltas, each packed layer block by block; the first file's layout where none is named."""
+    fields = {} if to is None else {"to": to}
+    found = deltas(summed(place, "mix.safetensors", "kohya", "comfy", "diffusers", **fields))
+    names = load_file(place / "mix.safetensors")
+    start = "diffusion_model." if to == "comfy" else "lora_unet_"
+    assert all(n.startswith(start) for n in names)
+    parts = [deltas(place / f"{n}.safetensors") for n in ("kohya", "truth2", "truth3")]
+    assert found.keys() == parts[0].keys()
+    for name, delta in found.items():
+        torch.testing.assert_close(delta, sum(p[name] for p in parts), rtol=1e-12, atol=1e-12)
+    assert not [p.name for p in place.iterdir() if p.name.startswith(".mix") and "lock" not in p.name]
+
+
+def test_a_converted_adapter_opens_again_elsewhere(place: Path) -> None:
+    """From its pickled handle, in the same layout, with the hashes of the file."""
+    with open_expert(place / "diffusers.safetensors", None) as stored:
+        expert = in_layout(stored, "comfy")
+        assert expert.hashes() == stored.hashes()
+        with open_handle(pickle.loads(pickle.dumps(expert.handle()))) as again:
+            assert again.adapter is not None
+            assert expert.adapter is not None
+            assert again.adapter.modules.keys() == {f"diffusion_model.{n}" for n in MODULES}
+            for name, module in again.adapter.modules.items():
+                one, two = (a.factors(a.modules[name], torch.float64) for a in (again.adapter, expert.adapter))
+                assert torch.equal(one.b_OR, two.b_OR)
+                assert torch.equal(one.a_RI, two.a_RI)
+                assert module.shape[1] == WIDTH
+    plan = actmat.plan(None, [place / "kohya.safetensors", place / "comfy.safetensors"])
+    assert (
+        "expert 'comfy.safetensors': is converted from comfy's layout to kohya's, as an adapter of Flux" in plan.notes
+    )
+
+
+def test_a_comfy_file_fits_the_single_file_of_its_model(place: Path) -> None:
+    """Without a conversion: its names are those of the base, below any prefix."""
+    rows = {n: sum(r) for n, (_, _, r) in MODULES.items()}
+    base = {f"model.diffusion_model.{n}.weight": torch.zeros(k * WIDTH, WIDTH).double() for n, k in rows.items()}
+    save_file(base, place / "flux.safetensors")
+    options = {"method": "task_arithmetic", "options": {"scaling": 1.0}, **RUN}
+    actmat.merge(place / "flux.safetensors", [place / "comfy.safetensors"], out=place / "model", **options)
+    (file,) = (place / "model").glob("*.safetensors")
+    found = load_file(file)
+    for name, delta in deltas(place / "comfy.safetensors").items():
+        torch.testing.assert_close(found[f"model.{name}.weight"], delta, rtol=1e-12, atol=1e-12)
+
+
+def test_a_file_says_what_it_was_made_of(place: Path) -> None:
+    out = summed(place, "mix.safetensors", "kohya", "diffusers", rank=3)
+    found = metadata_of(out)
+    assert found["ss_base_model_version"] == "flux1"
+    assert found["ss_network_dim"] == "3"
+    assert not [k for k in found if k.startswith("sshs_")]
+    made = json.loads(found["actmat"])
+    assert made["recipe"]["method"] == "task_arithmetic"
+    assert [e["name"] for e in made["experts"]] == ["kohya.safetensors", "diffusers.safetensors"]
+    assert all(len(e["content"]) > 10 for e in made["experts"])
+    assert "ss_base_model_version" not in metadata_of(summed(place, "other.safetensors", "kohya", "comfy"))
+
+
+def test_only_files_of_ours_are_replaced(place: Path) -> None:
+    out = summed(place, "mix.safetensors", "kohya", "comfy")
+    before = out.read_bytes()
+    with pytest.raises(OutputError, match="exists; choose another place or pass --overwrite"):
+        summed(place, "mix.safetensors", "kohya", "comfy")
+    summed(place, "mix.safetensors", "kohya", "comfy", overwrite=True, rank=1)
+    assert out.read_bytes() != before
+    with pytest.raises(OutputError, match="was not written by actmat"):
+        summed(place, "diffusers.safetensors", "kohya", "comfy", overwrite=True)
+    with pytest.raises(OutputError, match="is an input of this merge"):
+        summed(place, "mix.safetensors", "kohya", "mix", overwrite=True)
+    with pytest.raises(OutputError, match="a report needs a folder"):
+        summed(place, "new.safetensors", "kohya", "comfy", diagnose=True)
+
+
+def test_a_failed_merge_leaves_no_file(place: Path) -> None:
+    bad = load_file(place / "comfy.safetensors")
+    next(iter(bad.values())).fill_(float("nan"))
+    save_file(bad, place / "comfy.safetensors")
+    with pytest.raises(MergeError):
+        summed(place, "mix.safetensors", "kohya", "comfy")
+    assert not (place / "mix.safetensors").exists()
+
+
+def test_other_adapters_go_into_folders_as_before(place: Path) -> None:
+    from tests.helpers.adapters import LLAMA, save_adapter
+
+    for seed in (1, 2):
+        save_adapter(place / f"peft{seed}", "llama", seed, **LLAMA)
+    actmat.merge(None, [place / "peft1", place / "peft2"], out=place / "x.safetensors", **RUN)
+    assert (place / "x.safetensors" / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize("to", ["comfy", "kohya", "diffusers"])
+def test_a_file_is_converted_exactly(place: Path, to: str) -> None:
+    """There and back, deltas are the same; metadata stay, hashes and what factors now include go."""
+    actmat.export(place / "kohya.safetensors", out=place / "out.safetensors", to=to)
+    if to == "diffusers":
+        assert "transformer.single_transformer_blocks.1.proj_mlp.lora_A.weight" in load_file(place / "out.safetensors")
+    actmat.export(place / "out.safetensors", out=place / "back.safetensors", to="kohya")
+    found, expected = deltas(place / "back.safetensors"), deltas(place / "kohya.safetensors")
+    assert found.keys() == expected.keys()
+    for name, delta in found.items():
+        torch.testing.assert_close(delta, expected[name], rtol=1e-15, atol=1e-15)
+    kept = metadata_of(place / "out.safetensors")
+    assert kept == {**{k: v for k, v in TRAINED.items() if k != "sshs_model_hash"}, "format": "pt",
+                    "ss_network_module": "networks.lora"}  # fmt: skip
+    with pytest.raises(OutputError, match="exists"):
+        actmat.export(place / "kohya.safetensors", out=place / "out.safetensors", to=to)
+
+
+def test_conflicts_are_those_of_dense_deltas(place: Path) -> None:
+    """Files of two layouts, one without a module; cosines by block against dense products, and the module named."""
+    lora(place / "less.safetensors", 5, "comfy", skip="double_blocks.0.img_attn.qkv")
+    found = actmat.image_conflicts([place / "kohya.safetensors", place / "less.safetensors"])
+    one, two = deltas(place / "kohya.safetensors"), deltas(place / "less.safetensors")
+    pair = ("kohya.safetensors", "less.safetensors")
+    assert [b.block for b in found.blocks] == ["transformer.single_transformer_blocks.1"]
+    assert found.blocks[0].modules == 5
+    x, y = (torch.cat([d[n].flatten() for n in two]) for d in (one, two))
+    expected = float(x @ y / (x.norm() * y.norm()))
+    assert found.blocks[0].cosine == pytest.approx(expected, rel=1e-10)
+    assert found.cosines[pair] == pytest.approx(expected, rel=1e-10)
+    assert found.norms[pair[1]] == pytest.approx(float(y.norm()), rel=1e-10)
+    assert found.only_in[pair[0]] == tuple(f"transformer.transformer_blocks.0.attn.to_{x}" for x in "qkv")
+    assert found.only_in[pair[1]] == ()
+    same = actmat.image_conflicts([place / "kohya.safetensors"] * 2)
+    assert next(iter(same.cosines.values())) == pytest.approx(1.0)
+    with pytest.raises(CheckpointError, match="Expected two LoRA"):
+        actmat.image_conflicts([place / "kohya.safetensors"])
+
+
+def test_how_a_file_is_loaded(place: Path) -> None:
+    out = summed(place, "mix.safetensors", "kohya", "comfy")
+    folder = summed(place, "mix", "kohya", "comfy")
+    for location, name in ((out, "mix.safetensors"), (folder, "pytorch_lora_weights.safetensors")):
+        found = serving_commands(str(location))
+        assert found.python[-1] == f"pipe.load_lora_weights({str(location)!r})"
+        assert any("ComfyUI/models/loras/" in n and name in n for n in found.notes)
+        assert not found.vllm
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "word"),
+    [
+        ("sdxl_lightning_4step_lora.safetensors", {}, "lightning"),
+        ("Wan21-lightx2v-rank64.safetensors", {}, "lightx2v"),
+        ("pytorch_lora_weights.safetensors", {"modelspec.title": "LCM for SDXL"}, "lcm"),
+        ("Hyper-SDXL-8steps.safetensors", {}, "hyper-sdxl"),
+        ("qwen_8steps.safetensors", {}, "8steps"),
+        ("turbofan_style.safetensors", {}, ""),
+        ("steps_of_stone.safetensors", {"ss_output_name": "delcmara"}, ""),
+    ],
+)
+def test_distilled_adapters_are_named(name: str, metadata: dict[str, str], word: str) -> None:
+    found = distilled_note(f"/loras/{name}", metadata)
+    assert [f"warning: is called '{word}'," in n for n in found] == [True] * bool(word)
+
+
+def test_a_plan_warns_of_a_distilled_adapter(place: Path) -> None:
+    lora(place / "flux-turbo.safetensors", 4, "kohya")
+    plan = actmat.plan(None, [place / "kohya.safetensors", place / "flux-turbo.safetensors"])
+    assert [n for n in plan.notes if n.startswith("warning: expert 'flux-turbo.safetensors': is called 'turbo'")]
+
+
+def test_metadata_of_unequal_ranks_say_so() -> None:
+    from actmat.checkpoints.base import TensorSpec
+
+    specs = {n: TensorSpec(n, (r, 2), "float32", "") for n, r in (("a.lora_down.weight", 2), ("b.lora_A.weight", 3))}
+    found = kept_metadata([{"ss_v2": "x", "ss_network_alpha": "1", "modelspec.hash_sha256": "0"}], specs)
+    assert found == {"format": "pt", "ss_v2": "x", "ss_network_module": "networks.lora", "ss_network_dim": "Dynamic"}
