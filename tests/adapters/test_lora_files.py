@@ -152,7 +152,7 @@ def test_what_a_layout_cannot_hold_is_refused(
     save_adapter(tmp_path / "peft", "llama", 1, **LLAMA)
     torch.save([torch.ones(4, 1), torch.ones(1, 4)], tmp_path / "pairs.pt")
     a, b = torch.ones(1, 4), torch.ones(4, 1)
-    name = "lora_unet_input_blocks_4_1_proj_in"
+    name = "lora_unet_input_blocks_4_1_proj_inside"
     save_file({f"{name}.lora_down.weight": a, f"{name}.lora_up.weight": b}, tmp_path / "sgm.safetensors")
     given = [str((place if (place / e).exists() else tmp_path) / e) for e in experts]
     with pytest.raises(MergeError) as error:

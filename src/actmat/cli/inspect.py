@@ -206,7 +206,7 @@ def _print_factors(data: Mapping[str, Any], *, every: bool) -> None:
     of = escape(data["base_model"] or "an unnamed base")
     if data["adapter"] == "lora":
         console.print(f"{place}: LoRA adapter of {of}")
-    elif data["adapter"] in ("kohya", "diffusers"):
+    elif data["adapter"] in ("kohya", "diffusers", "comfy"):
         parts = ", ".join(f"{part} ({n})" for part, n in Counter(m.get("part", "") for m in data["modules"]).items())
         console.print(f"{place}: LoRA file in {data['adapter']}'s layout, modules of {escape(parts or 'one model')}")
     else:

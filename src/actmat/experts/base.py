@@ -21,7 +21,6 @@ from actmat.checkpoints.side_files import SideFiles
 from actmat.errors import CheckpointError, did_you_mean, format_size
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fields import StackWord
-from actmat.experts.lora.modules import AdapterLayout
 from actmat.foreign import terminal
 from actmat.linalg.lowrank import LowRank
 
@@ -196,8 +195,6 @@ class Family:
         open_stored: `open_stored(location)` gives its stored tensors; needed for `inspect`, `verify` and `history`.
         has_factors: `has_factors(location)` is true for an adapter that `open_unfitted` can give factors of; None for
             a family without.
-        rename: `rename(adapter, layout)` gives new name -> own name of the modules of any adapter in a layout of this
-            family, and problems.
         told: `told(stacks)` gives the family, whose functions know what the user says of stacked experts; None for a
             family without such adapters.
         describe: `describe(adapter)` gives entries of `inspect` in place of those of modules with two factors.
@@ -210,7 +207,6 @@ class Family:
     holds: Callable[[Collection[str]], bool] | None = None
     open_stored: Callable[[str | Path], Adapter] | None = None
     has_factors: Callable[[str | Path], bool] | None = None
-    rename: Callable[[Adapter, AdapterLayout], tuple[dict[str, str], list[str]]] | None = None
     describe: Callable[[Adapter], dict[str, Any]] | None = None
     told: Callable[[tuple[StackWord, ...]], Family] | None = None
 

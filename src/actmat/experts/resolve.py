@@ -6,9 +6,11 @@ whose tensors have the names of factors; any other is asked about every location
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from actmat.experts.base import AdapterHandle, Conversion, ConvertedHandle, Expe
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.files import holds_factors, tensor_names, unmerged_problem
 from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.expert import unfitted_expert
 from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.experts.peft import PEFT
@@ -31,6 +34,7 @@ from actmat.layout import resolve_layout
 from actmat.layout.classify import HEAD_WORDS
 from actmat.layout.types import Role
 
+Convert: TypeAlias = Callable[[Adapter, AdapterLayout], tuple[Adapter, list[str]]]
 GROUP = "actmat.experts"
 SIGNED = ("lycoris", "lora_file")
 """Plug-ins for single files of factors, in the order in which they are asked."""
@@ -71,14 +75,30 @@ def describe_adapter(location: str | Path, adapter: Adapter) -> dict[str, Any]:
     return {} if family is None or family.describe is None else family.describe(adapter)
 
 
-def module_names(adapter: Adapter, layout: AdapterLayout) -> tuple[dict[str, str], list[str]]:
-    """Name in the wanted layout -> name in the adapter, for all modules; and problems, one sentence each."""
-    if adapter.layout == layout:
-        return {name: name for name in adapter.modules}, []
-    family: Family | None = plugins.load(GROUP, "lora_file")
-    if family is None or family.rename is None:
-        return {}, [f"it cannot be written in the layout '{layout}'.{plugins.hint(GROUP)}"]
-    return family.rename(adapter, layout)
+def in_layout(expert: Expert, layout: AdapterLayout) -> Expert:
+    """An adapter that was opened without a base, with modules, names and factors as a layout has them.
+
+    It is open as long as the other. What has no form there is among the problems of its `adapter`.
+    """
+    adapter, handle = expert.adapter, expert.handle()
+    assert adapter is not None, "only adapters have layouts"
+    assert isinstance(handle, AdapterHandle), "it has factors"
+    convert: Convert | None = plugins.load("actmat.layouts", "image")
+    if convert is None:
+        found, problems = adapter, [f"no installed part of actmat converts it.{plugins.hint('actmat.layouts')}"]
+    else:
+        found, problems = convert(adapter, layout)
+    if adapter.extras:
+        problems.append(f"'{layout}' has no names for its tensors trained in full ({', '.join(adapter.extras)})")
+    problems = [f"cannot be written as '{layout}': {p}" for p in problems]
+    if problems or adapter.problems:
+        found = found.with_problems((*adapter.problems, *problems))
+    reopen = partial(_open_in_layout, handle.family, layout)
+    return unfitted_expert(found, dataclasses.replace(handle.family, open_unfitted=reopen))
+
+
+def _open_in_layout(family: Family, layout: AdapterLayout, location: str | Path) -> Expert:
+    return in_layout(_open_unfitted(family, str(location)), layout)
 
 
 def shares_names(names: Collection[str], others: Collection[str]) -> bool:

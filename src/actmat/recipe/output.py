@@ -112,8 +112,8 @@ class Adapter(_Ranked):
     """An adapter that is merged from adapters."""
 
     kind: Literal["adapter"] = "adapter"
-    layout: Literal["same", "peft", "kohya", "diffusers"] = Field(
-        default="same", description="names of its tensors: as the experts', or as in peft, kohya or diffusers"
+    layout: Literal["same", "peft", "kohya", "diffusers", "comfy"] = Field(
+        default="same", description="names of its tensors: as the experts', or as in peft, kohya, diffusers or comfy"
     )
     any_base: Annotated[bool, Flag()] = Field(default=False, description="merge adapters that name different bases")
 
@@ -152,6 +152,7 @@ TO: Mapping[str, Mapping[str, str]] = {
     "peft": {"kind": "adapter", "layout": "peft"},
     "kohya": {"kind": "adapter", "layout": "kohya"},
     "diffusers": {"kind": "adapter", "layout": "diffusers"},
+    "comfy": {"kind": "adapter", "layout": "comfy"},
 }
 """Short names of an output, as in `--to peft` -> its fields; any other name is a kind."""
 

@@ -19,9 +19,10 @@ from actmat.errors import CheckpointError, Problems, RecipeError
 from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.policy import VocabularyPolicy, align_vocabularies
-from actmat.experts.resolve import has_factors, needs_base, open_base, open_expert
+from actmat.experts.resolve import has_factors, in_layout, needs_base, open_base, open_expert
 from actmat.experts.untied import FIX, untied_base
 from actmat.methods import METHODS, get_method
+from actmat.planning.adapter.layouts import needs_one_spelling, output_layout
 from actmat.planning.choose import Chooser
 from actmat.planning.statistics import declared_kinds, opened_statistics
 from actmat.recipe import Recipe
@@ -92,6 +93,8 @@ def open_inputs(
             base, experts = _aligned(recipe, adapters, vocabulary.policy(), base, opening)
         else:
             experts = [opening(_opener(e, adapters, base, merges_adapters)) for e in recipe.experts]
+        if merges_adapters:
+            experts = _in_one_layout(recipe, experts)
         if opening.problems:
             many = "s" * (len(opening.problems) > 1)
             headline = f"{len(opening.problems)} problem{many} with the inputs."
@@ -226,6 +229,7 @@ def _check_shared(recipes: Sequence[Recipe]) -> None:
             "compute_dtype": r.compute_dtype,
             "allow_nonfinite": r.allow_nonfinite,
             "output": None if r.output is None else r.output.kind,
+            "layout": r.adapter.layout,
             "executor": r.executor,
         }
         for r in recipes
@@ -305,6 +309,18 @@ def _opener(
     if base is None and not merges_adapters and is_full:  # look only for further problems
         return lambda: CheckpointExpert(open_checkpoint(location))
     return lambda: open_expert(location, base, is_full=is_full, stacks=expert.stacks)
+
+
+def _in_one_layout(recipe: Recipe, experts: Sequence[Expert | None]) -> list[Expert | None]:
+    """Adapters of files with the modules, names and factors of the output's layout."""
+    found = [e.adapter for e in experts if e is not None and e.adapter is not None]
+    if len(found) < len(experts):
+        return list(experts)
+    layout = output_layout(recipe, found)
+    return [
+        in_layout(e, layout) if e is not None and (a.layout != layout or needs_one_spelling(found)) else e
+        for e, a in zip(experts, found, strict=True)
+    ]
 
 
 def _check_copied_files(recipes: Sequence[Recipe], inputs: Inputs) -> None:

@@ -28,8 +28,8 @@ from actmat.layout.matching import MatchError
 
 ModuleKind = Literal["linear", "embedding", "convolution", "parameter"]
 
-AdapterLayout = Literal["peft", "kohya", "diffusers", "pairs"]
-"""Storage of an adapter: PEFT's folder with a config, a file in kohya's or diffusers' names, a list of pairs."""
+AdapterLayout = Literal["peft", "kohya", "diffusers", "comfy", "pairs"]
+"""Storage of an adapter: PEFT's folder with a config, a file in kohya's, diffusers' or ComfyUI's names, pairs."""
 
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<side>[AB])(?:\.(?P<leaf>weight|bias))?")
 _PREFIX = "base_model.model."

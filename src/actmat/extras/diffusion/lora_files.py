@@ -30,7 +30,7 @@ from actmat.experts.lora.expert import fitted_expert, unfitted_expert
 from actmat.experts.lora.fields import unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, quantised_problem
 from actmat.extras.diffusion.metadata import metadata_notes
-from actmat.extras.diffusion.names import FactorName, find_modules, foreign_factor, module_names, parse_factor
+from actmat.extras.diffusion.names import FactorName, find_modules, foreign_factor, parse_factor
 from actmat.layout.matching import MatchError
 
 METADATA_KEY = "lora_adapter_metadata"
@@ -63,9 +63,10 @@ def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple
                                 f"'{group.names[parsed.side]}'")  # fmt: skip
             group.names[parsed.side] = name
     problems += [_other_tensors(family, names) for family, names in others.items()]
-    is_mixed = len({g.first.is_flat for g in groups.values()}) > 1
-    if is_mixed:
-        problems.append("some modules are named as kohya does, others as diffusers does: two files in one?")
+    layouts = {_layout(g.first): None for g in groups.values() if g.first.part or g.first.is_flat}
+    if len(layouts) > 1:
+        named = ", others as ".join(f"{x} does" for x in layouts)
+        problems.append(f"some modules are named as {named}: two files in one?")
     notes = list(metadata_notes(metadata))
     scales = _Scales(weights, groups, _configs(metadata, problems, notes))
     modules: dict[str, AdapterModule] = {}
@@ -78,10 +79,13 @@ def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple
     problems += scales.problems
     ranks = [m.rank for m in modules.values()]
     r = max(set(ranks), key=lambda n: (ranks.count(n), n)) if ranks else 1
-    is_flat = bool(groups) and all(g.first.is_flat for g in groups.values())
-    layout: AdapterLayout = "kohya" if is_flat else "diffusers"
-    listing = Listing(modules, {}, {}, problems, layout, find_modules if is_flat else None, notes)
+    layout = next(iter(layouts), "diffusers")
+    listing = Listing(modules, {}, {}, problems, layout, find_modules if layout == "kohya" else None, notes)
     return listing, AdapterConfig(r=r, alpha=float(r))
+
+
+def _layout(name: FactorName) -> AdapterLayout:
+    return "kohya" if name.is_flat else "comfy" if name.is_comfy else "diffusers"
 
 
 def _other_tensors(family: str, names: list[str]) -> str:
@@ -198,7 +202,11 @@ def open_lora_file(location: str | Path) -> Adapter:
     weights = open_weights(location)
     if weights is None:
         raise CheckpointError(f"{location}: expected a file of LoRA factors, found none")
-    metadata = weights.metadata() if isinstance(weights, SafetensorsCheckpoint) else {}
+    return adapter_of(weights, weights.metadata() if isinstance(weights, SafetensorsCheckpoint) else {})
+
+
+def adapter_of(weights: Checkpoint, metadata: Mapping[str, str]) -> Adapter:
+    """The adapter that tensors are, with the metadata of their file."""
     listing, config = list_file_modules(weights, metadata)
     return Adapter(weights, config, (), listing)
 
@@ -222,5 +230,5 @@ def _open_unfitted(location: str | Path) -> Expert:
 
 LORA_FILE = Family(
     "LoRA file", None, _open, _open_unfitted, holds=holds_factors, open_stored=open_lora_file,
-    has_factors=_has_factors, rename=module_names,
+    has_factors=_has_factors,
 )  # fmt: skip

@@ -1,8 +1,9 @@
-r"""Names in LoRA files without a config: kohya's, diffusers' old and new ones; those of other families.
+r"""Names in LoRA files without a config: kohya's, ComfyUI's, diffusers' old and new ones; those of other families.
 
 | layout | module | A, B, scale |
 |---|---|---|
 | kohya | dots written as underscores, after `lora_unet_`, `lora_te_`, `lora_te1_`, ... | `.lora_down.weight`, `.lora_up.weight`, `.alpha` |
+| comfy | dotted, after `diffusion_model.`, `text_encoders.clip_l.transformer.`, ... | as kohya's or diffusers' |
 | diffusers | dotted, after `unet.`, `text_encoder.`, `transformer.`, ... | `.lora_A.weight`, `.lora_B.weight`, maybe `.alpha` |
 | diffusers until 0.20 | as above, with `.processor.to_q_lora` or `.lora_linear_layer` | `.down.weight`, `.up.weight` |
 
@@ -28,16 +29,21 @@ Side = Literal["A", "B", "alpha"]
 _WEIGHT = ".weight"
 
 KOHYA_PREFIXES = {
+    "lora_unet__": "unet",
     "lora_unet_": "unet",
     "lora_te1_": "text_encoder",
     "lora_te2_": "text_encoder_2",
     "lora_te3_": "text_encoder_3",
     "lora_te_": "text_encoder",
+    "lora_transformer_": "transformer",
 }
 """Beginning of kohya's module names -> the component of a pipeline."""
 
 COMPONENTS = ("unet", "transformer", "transformer_2", "text_encoder", "text_encoder_2", "text_encoder_3", "prior")
 """Components of a pipeline as diffusers puts them before module names."""
+
+_COMFY = re.compile(r"(?P<part>diffusion_model|text_encoders\.\w+\.transformer)\.")
+"""Parts of a checkpoint as ComfyUI puts them before module names, which are those of the original code."""
 
 _SIDES: dict[str, Side] = {"down": "A", "up": "B", "A": "A", "B": "B"}
 _FACTORS = [
@@ -76,6 +82,7 @@ class FactorName:
     path: str
     side: Side
     is_flat: bool  # dots are written as underscores
+    is_comfy: bool = False
 
 
 def parse_factor(name: str) -> FactorName | None:
@@ -97,6 +104,8 @@ def parse_factor(name: str) -> FactorName | None:
     for prefix, part in KOHYA_PREFIXES.items():
         if module.startswith(prefix) and "." not in module:
             return FactorName(module, part, module[len(prefix) :], side, True)
+    if (comfy := _COMFY.match(module)) is not None:
+        return FactorName(module, comfy["part"], module[comfy.end() :], side, False, True)
     leaf = found.groupdict().get("leaf")
     if side == "alpha":
         module = module.removesuffix("_lora").removesuffix(".lora_linear_layer").removesuffix(".lora")

@@ -15,7 +15,6 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fields import AXES, ORDERS
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule
 from actmat.experts.lora.stacks import HOW_TO_SAY, WRITERS, axes_by_version, release_of
-from actmat.experts.resolve import module_names
 from actmat.layout.types import Orientation
 from actmat.planning.item import Item
 from actmat.recipe import Recipe
@@ -54,38 +53,32 @@ def stored_spec(name: str, found: Sequence[AdapterModule | None], adapters: Sequ
 
 
 ALPHA = ".alpha"
-"""End of the name of a scale in kohya's layout: the rank, so that the factor of `B A` is 1."""
+"""End of the name of a scale in kohya's layout and ComfyUI's: the rank, so that the factor of `B A` is 1."""
 
 STEMS: dict[AdapterLayout, str] = {
     "peft": "adapter_model",
     "pairs": "adapter_model",
     "kohya": "pytorch_lora_weights",
     "diffusers": "pytorch_lora_weights",
+    "comfy": "pytorch_lora_weights",
 }
-"""Names of the written files; `load_lora_weights` of diffusers finds the last two."""
+"""Names of the written files; `load_lora_weights` of diffusers finds the last three."""
+IN_ONE_FILE = frozenset({"kohya", "diffusers", "comfy"})
+"""Layouts of files without a config."""
 
 
 def output_layout(recipe: Recipe, adapters: Sequence[Adapter]) -> AdapterLayout:
-    """The layout that the recipe names, else that of the adapters, else PEFT's."""
+    """The layout that the recipe names, else that of the adapters, the first one's of files, else PEFT's."""
     if recipe.adapter.layout != "same":
         return recipe.adapter.layout
     found = {a.layout for a in adapters}
-    return found.pop() if len(found) == 1 else "peft"
+    return adapters[0].layout if len(found) == 1 or found <= IN_ONE_FILE else "peft"
 
 
-def in_one_layout(
-    recipe: Recipe, adapters: Sequence[Adapter], layout: AdapterLayout
-) -> tuple[list[Adapter], list[str]]:
-    """The adapters with their modules by the names of the output, and problems."""
-    out: list[Adapter] = []
-    problems: list[str] = []
-    for label, adapter in zip(recipe.labels, adapters, strict=True):
-        names, found = module_names(adapter, layout)
-        if adapter.layout != layout and adapter.extras:
-            found.append(f"'{layout}' has no names for its tensors trained in full ({', '.join(adapter.extras)})")
-        problems += [f"expert '{label}' ({adapter.location}) cannot be written as '{layout}': {p}" for p in found]
-        out.append(adapter.renamed(names))
-    return out, problems
+def needs_one_spelling(adapters: Sequence[Adapter]) -> bool:
+    """True where files of kohya's layout share no module: they may spell the same modules in two ways."""
+    spelled = [a.modules.keys() for a in adapters if a.layout == "kohya"]
+    return len(spelled) > 1 and any(not (one & two) for one in spelled for two in spelled)
 
 
 def module_outputs(
@@ -105,7 +98,7 @@ def module_outputs(
         shapes = (n, columns), (rows, n)
     a, b = _factor_names(name, module, layout)
     out = [TensorSpec(a, shapes[0], dtype, ""), TensorSpec(b, shapes[1], dtype, "")]
-    if layout == "kohya":
+    if layout in ("kohya", "comfy"):
         out.append(TensorSpec(name + ALPHA, (), "float32", ""))
     elif has_bias:
         out.append(TensorSpec(b.removesuffix("weight") + "bias", (rows,), dtype, ""))
@@ -113,7 +106,7 @@ def module_outputs(
 
 
 def _factor_names(name: str, module: AdapterModule, layout: AdapterLayout) -> tuple[str, str]:
-    if layout == "kohya":
+    if layout in ("kohya", "comfy"):
         return f"{name}.lora_down.weight", f"{name}.lora_up.weight"
     if layout == "diffusers":
         return f"{name}.lora_A.weight", f"{name}.lora_B.weight"

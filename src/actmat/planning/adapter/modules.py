@@ -18,7 +18,6 @@ from actmat.linalg.operations import total
 from actmat.methods import get_method
 from actmat.planning.adapter.layouts import (
     STEMS,
-    in_one_layout,
     is_transposed,
     is_turned,
     module_outputs,
@@ -177,8 +176,7 @@ def plan_modules(
     """
     problems = adapter_problems(recipe, adapters)
     layout = output_layout(recipe, adapters)
-    adapters, layout_problems = in_one_layout(recipe, adapters, layout)
-    problems += layout_problems + stack_problems(recipe.labels, adapters)
+    problems += stack_problems(recipe.labels, adapters)
     problems += _packing_problems(list(zip(recipe.labels, adapters, strict=True)))
     problems += statistics.kind_problems([True] * len(adapters))
     chooser = Chooser(recipe, statistics.kinds)

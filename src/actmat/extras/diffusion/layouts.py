@@ -1,0 +1,418 @@
+"""A LoRA of an image or video model in another layout: diffusers' names, kohya's, or those of ComfyUI.
+
+| layout | denoiser | text encoders | factors |
+|---|---|---|---|
+| diffusers | `transformer.` or `unet.`, diffusers' names | `text_encoder.`, `text_encoder_2.` | `.lora_A.weight`, `.lora_B.weight` |
+| kohya | `lora_unet_`, the original code's names | `lora_te1_`, `lora_te2_` | `.lora_down.weight`, `.lora_up.weight`, `.alpha` |
+| comfy | `diffusion_model.`, the original code's names | `text_encoders.clip_l.transformer.` | as kohya's |
+
+Deltas stay what they are. A layer that packs several (`qkv`) gets their factors block by block,
+
+    [q]   [B_q  0 ] [A_q]
+    [k] = [ 0  B_k] [A_k]
+
+or `B_q` over `B_k` where all have one A; the reverse takes rows of B, and of A those that B does not multiply by zero.
+
+Shapes: `O` out_features, `I` in_features, `R` rank.
+"""  # noqa: E501 - a table
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
+from actmat.checkpoints.memory import MemoryCheckpoint
+from actmat.checkpoints.raw import find_spec, raw_bytes
+from actmat.checkpoints.view import CheckpointView
+from actmat.errors import CheckpointError
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing
+from actmat.extras.diffusion.architectures import ARCHITECTURES, COMFY_MODEL, Architecture, Parts, Text, text_names
+from actmat.extras.diffusion.lora_files import adapter_of
+from actmat.extras.diffusion.names import KOHYA_PREFIXES, component_of, module_names
+
+FileLayout = Literal["diffusers", "kohya", "comfy"]
+_DENOISERS = ("", "unet", "transformer", "diffusion_model")
+HINTS = ("modelspec.architecture", "ss_base_model_version")
+"""Metadata that say what a file is for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of a stored module's delta, as rows of another module's.
+
+    Args:
+        module: stored.
+        rows: of its delta.
+        first: where they begin in the other.
+        columns: of its B that are not zero there; None: all.
+    """
+
+    module: AdapterModule
+    rows: range
+    first: int
+    columns: tuple[int, ...] | None = None
+
+    @property
+    def rank(self) -> int:
+        """Number of columns."""
+        return self.module.rank if self.columns is None else len(self.columns)
+
+
+class BlockFactors(CheckpointView):
+    """Factors of modules that are made of pieces of stored ones.
+
+    Args:
+        inner: stored factors; closed with it.
+        modules: name -> its rows, and its pieces, whose scalings are those of the first.
+    """
+
+    def __init__(self, inner: Checkpoint, modules: Mapping[str, tuple[int, Sequence[Piece]]]) -> None:
+        super().__init__(inner)
+        self.aliases = MappingProxyType({})
+        self._modules = modules
+        self._shared = {name: self._is_shared(pieces) for name, (_, pieces) in modules.items()}
+        specs = {}
+        for name, (rows, pieces) in modules.items():
+            a, b = (inner.specs[x] for x in (pieces[0].module.a, pieces[0].module.b))
+            rank = pieces[0].rank if self._shared[name] else sum(p.rank for p in pieces)
+            dtype = self._dtype(name)
+            for end, shape in (("A", (rank, *a.shape[1:])), ("B", (rows, rank, *b.shape[2:]))):
+                stored = f"{name}.lora_{end}.weight"
+                specs[stored] = TensorSpec(stored, shape, dtype, a.file)
+        self.specs = MappingProxyType(specs)
+
+    def read(self, name: str) -> Tensor:
+        """A factor, put together."""
+        spec = find_spec(self, name)
+        module, _, side = name.removesuffix(".weight").rpartition(".")
+        pieces, is_shared = self._modules[module][1], self._shared[module]
+        if side == "lora_A":
+            used = pieces[:1] if is_shared else pieces
+            return torch.cat([self._part(p, p.module.a) for p in used]).to(torch_dtype(spec.dtype)).contiguous()
+        out = torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype))
+        column = 0
+        for piece in pieces:
+            found = self._part(piece, piece.module.b).double() * (piece.module.scaling / pieces[0].module.scaling)
+            rows = slice(piece.first, piece.first + len(piece.rows))
+            out[rows, column : column + piece.rank] = found.to(out.dtype)
+            column += 0 if is_shared else piece.rank
+        return out
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Bytes of a factor."""
+        out[:] = raw_bytes(self.read(name))[start : start + len(out)]
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Nothing: factors are small."""
+
+    def _part(self, piece: Piece, stored: str) -> Tensor:
+        found = self.inner.read(stored)
+        if stored == piece.module.a:
+            return found if piece.columns is None else found[list(piece.columns)]
+        found = found[piece.rows.start : piece.rows.stop]
+        return found if piece.columns is None else found[:, list(piece.columns)]
+
+    def _is_shared(self, pieces: Sequence[Piece]) -> bool:
+        """True if all pieces have the same A."""
+        first = self._part(pieces[0], pieces[0].module.a)
+        return all(
+            (p.module.a, p.columns) == (pieces[0].module.a, pieces[0].columns)
+            or torch.equal(first, self._part(p, p.module.a))
+            for p in pieces[1:]
+        )
+
+    def _dtype(self, name: str) -> str:
+        """That of the first piece, or float32 where it does not hold the others or what their scalings make of them."""
+        _, pieces = self._modules[name]
+        dtypes = {self.inner.specs[x].dtype for p in pieces for x in (p.module.a, p.module.b)}
+        ratios = {p.module.scaling / pieces[0].module.scaling for p in pieces}
+        if len(dtypes) == 1 and ratios == {1.0}:
+            return dtypes.pop()
+        return "float64" if "float64" in dtypes else "float32"
+
+
+class ConvertedAdapter(Adapter):
+    """An adapter in another layout, with the content hashes of its file.
+
+    Args:
+        origin: as it is stored; closed with it.
+        weights: a view of its weights.
+        listing: its content in the layout.
+    """
+
+    def __init__(self, origin: Adapter, weights: Checkpoint, listing: Listing) -> None:
+        super().__init__(weights, origin.config, (), listing)
+        self.hashes = origin.hashes  # type: ignore[misc] - what inputs are recorded by
+
+
+def in_layout(
+    adapter: Adapter, layout: AdapterLayout, metadata: Mapping[str, str] | None = None
+) -> tuple[Adapter, list[str]]:
+    """The adapter with modules, names and factors as a layout has them, and problems, one sentence each.
+
+    The result is closed with the adapter. Files of kohya in diffusers' names get the original ones.
+    """
+    if metadata is None:
+        metadata = getattr(adapter.weights, "metadata", dict)()
+    architecture, problem = find_architecture(adapter, metadata)
+    if architecture is not None:
+        return _Conversion(adapter, architecture, layout).result()
+    if adapter.layout == layout or problem:
+        return adapter, [] if adapter.layout == layout else [problem]
+    names, problems = module_names(adapter, layout)  # of another architecture: dots only
+    modules = {new: dataclasses.replace(adapter.modules[own], name=new) for new, own in names.items()}
+    listing = dataclasses.replace(adapter.listing, modules=modules, layout=layout, find=None)
+    return ConvertedAdapter(adapter, adapter.weights, listing), problems
+
+
+def written(
+    source: Adapter | Mapping[str, Tensor], layout: FileLayout, metadata: Mapping[str, str] | None = None
+) -> dict[str, Tensor]:
+    """The tensors of a LoRA in a layout, whatever its own is.
+
+    >>> a, b = torch.eye(2), torch.eye(6, 2)
+    >>> name = "lora_unet_double_blocks_0_img_attn_qkv"
+    >>> packed = {f"{name}.lora_down.weight": a, f"{name}.lora_up.weight": b, f"{name}.alpha": torch.tensor(2.0)}
+    >>> for name in written(packed, "diffusers"):
+    ...     print(name)
+    transformer.transformer_blocks.0.attn.to_q.lora_A.weight
+    transformer.transformer_blocks.0.attn.to_q.lora_B.weight
+
+    Args:
+        source: an open adapter, or the tensors of a file.
+        layout: wanted. `kohya` and `comfy` keep the scales as `alpha`; diffusers has none, so that B is multiplied by
+            them (in float32 where its dtype rounds the product).
+        metadata: of the file that the tensors are of, which may say what model it is for.
+
+    Raises:
+        CheckpointError: the file is no plain LoRA, or has modules without a name in the layout; carries all problems.
+    """
+    adapter = source if isinstance(source, Adapter) else adapter_of(MemoryCheckpoint(source), metadata or {})
+    converted, problems = in_layout(adapter, layout, metadata)
+    if found := [*adapter.problems, *problems]:
+        raise CheckpointError(f"{adapter.location}: cannot be written in the layout '{layout}'.", found)
+    out: dict[str, Tensor] = {}
+    for name, module in converted.modules.items():
+        a, b = (converted.weights.read(n) for n in (module.a, module.b))
+        if layout == "diffusers":
+            out |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": _scaled(b, module.scaling)}
+        else:
+            alpha = torch.tensor(module.scaling * module.rank, dtype=torch.float32)
+            out |= {f"{name}.lora_down.weight": a, f"{name}.lora_up.weight": b, f"{name}.alpha": alpha}
+    return out
+
+
+def _scaled(b: Tensor, scaling: float) -> Tensor:
+    exact = b.double() * scaling
+    rounded = exact.to(b.dtype)
+    return rounded if torch.equal(rounded.double(), exact) else exact.to(torch.promote_types(b.dtype, torch.float32))
+
+
+def find_architecture(adapter: Adapter, metadata: Mapping[str, str]) -> tuple[Architecture | None, str]:
+    """What an adapter is for, by the names of its modules, their widths and the file's metadata; or a problem.
+
+    None without a problem: names of none that is known here.
+    """
+    own = [m for m in adapter.modules.values() if _is_denoiser(adapter, m)]
+    texts = [m for m in adapter.modules.values() if not _is_denoiser(adapter, m)]
+    if not adapter.modules:
+        return None, ""
+    fitting = [a for a in ARCHITECTURES if all(_original(a, adapter.layout, m) for m in own)]
+    fitting = [a for a in fitting if all(_text(a, adapter.layout, m) is not None for m in texts)]
+    said = " ".join(str(metadata.get(key, "")) for key in HINTS).lower()
+    for keep in (
+        lambda a: any(word in said for word in a.words),
+        lambda a: a.widths & _widths(own, a.component),
+        lambda a: not a.kohya_is_diffusers or not _looks_like_xl(adapter),
+        lambda a: a is ARCHITECTURES[0] and not _looks_like_xl(adapter),
+    ):
+        if len(fitting) > 1 and any(map(keep, fitting)):
+            fitting = [a for a in fitting if keep(a)]
+    if len(fitting) > 1:
+        listed = " or ".join(a.name for a in fitting)
+        return None, (
+            f"its {len(own)} modules, such as '{next(iter(adapter.modules))}', may be of {listed}, which other layouts "
+            f"name differently. Fix: say which in the file's metadata ({HINTS[0]}, such as 'flux-1-dev/lora')"
+        )
+    return (fitting[0], "") if fitting else (None, "")
+
+
+def _is_denoiser(adapter: Adapter, module: AdapterModule) -> bool:
+    return module.part in _DENOISERS and (bool(module.part) or "text" not in component_of(adapter.config.fields))
+
+
+def _widths(modules: Sequence[AdapterModule], component: str) -> set[int]:
+    """Columns of the projections that tell models apart by their size."""
+    ends = ("attn2.to_k", "attn2_to_k") if component == "unet" else ("attn.to_q", "attn.add_q_proj", "attn.qkv",
+            "img_attn_qkv", "block_attn_qkv", "attn_to_q")  # fmt: skip
+    return {m.shape[-1] for m in modules if m.inside.endswith(ends)}
+
+
+def _looks_like_xl(adapter: Adapter) -> bool:
+    """True with a second text encoder, conditions on sizes, or attention layers of more than one block."""
+    names = " ".join(adapter.modules).replace("_", ".")
+    return any(
+        word in names
+        for word in ("text.encoder.2", "lora.te1.", "clip.g", "label.emb", "add.embedding", "transformer.blocks.1.")
+    )
+
+
+def _original(architecture: Architecture, layout: AdapterLayout, module: AdapterModule) -> tuple[str, int] | None:
+    """Original name of a module of the denoiser, and its position among the parts, -1 for all; None if unknown."""
+    name = module.inside
+    if layout in ("kohya", "comfy"):
+        original = architecture.flat.get(name) if layout == "kohya" else name
+        if original in architecture.originals:
+            return str(original), -1
+        name = architecture.flat_paths.get(name, "") if layout == "kohya" else ""
+    return architecture.paths.get(name)
+
+
+def _text(architecture: Architecture, layout: AdapterLayout, module: AdapterModule) -> tuple[Text, str] | None:
+    """The text encoder that a module is of, and its name there with dots; None if unknown."""
+    part = module.part or "text_encoder"  # of PEFT's folders, which hold one
+    for text in architecture.texts:
+        known = {"kohya": KOHYA_PREFIXES[text.kohya], "comfy": text.comfy.rstrip(".")}.get(layout, text.component)
+        if known == part:
+            names = {n.replace(".", "_") if layout == "kohya" else n: n for n in text_names(is_t5=text.is_t5)}
+            return (text, names[module.inside]) if module.inside in names else None
+    return None
+
+
+class _Conversion:
+    """Pieces of every module of an adapter in another layout, and problems."""
+
+    def __init__(self, adapter: Adapter, architecture: Architecture, layout: AdapterLayout) -> None:
+        self._adapter, self._of, self._layout = adapter, architecture, layout
+        self._pieces: dict[str, list[Piece]] = {}
+        self._rows: dict[str, int] = {}
+        self._places: dict[str, tuple[str, str]] = {}
+        self.problems: list[str] = []
+
+    def result(self) -> tuple[Adapter, list[str]]:
+        """The adapter in the layout."""
+        adapter, layout = self._adapter, self._layout
+        parts = {m.part for m in adapter.modules.values()}
+        if layout == "peft" and len(parts) > 1:
+            shown = ", ".join(adapter.parts)
+            return adapter, [f"it is of several models ({shown}), and an adapter of PEFT is of one"]
+        for name, module in adapter.modules.items():
+            if module.kind not in ("linear", "convolution") or module.bias is not None:
+                self.problems.append(f"module '{name}': the layout '{layout}' holds linear layers and convolutions, "
+                                     "without bias")  # fmt: skip
+            elif not _is_denoiser(adapter, module):
+                self._add_text(module)
+            else:
+                self._add(module)
+        if self.problems:
+            return adapter, self.problems
+        weights = BlockFactors(adapter.weights, {n: (self._rows[n], pieces) for n, pieces in self._pieces.items()})
+        modules = {name: self._module(name, weights) for name in self._pieces}
+        listing = dataclasses.replace(adapter.listing, modules=modules, layout=layout, find=None)
+        return ConvertedAdapter(adapter, weights, listing), []
+
+    def _module(self, name: str, weights: Checkpoint) -> AdapterModule:
+        first = self._pieces[name][0].module
+        part, path = self._places[name]
+        a, b = f"{name}.lora_A.weight", f"{name}.lora_B.weight"
+        return AdapterModule(
+            name, first.kind, a, b, weights.specs[a].shape[0], first.scaling, (self._rows[name], *first.shape[1:]),
+            first.kernel, part=part, path=path,
+        )  # fmt: skip
+
+    def _add(self, module: AdapterModule) -> None:
+        found = _original(self._of, self._adapter.layout, module)
+        assert found is not None, "the architecture has all names"
+        original, position = found
+        parts = self._of.originals[original]
+        rows, columns = module.shape
+        heights = [n * columns for n in parts.rows] or [rows]
+        expected = sum(heights) if position < 0 else heights[position]
+        if rows != expected:
+            self.problems.append(
+                f"module '{module.name}' is {rows} x {columns}; expected {expected} rows in a model of "
+                f"{self._of.name}. Is it of another architecture with the same names?"
+            )
+            return
+        swaps = parts.is_swapped and rows == 2 * columns
+        pieces = [Piece(module, range(rows), 0)]
+        if self._is_original:
+            start = sum(heights[:position]) if position > 0 else 0
+            pieces = [Piece(module, range(rows), start)]
+            if swaps and position >= 0:
+                pieces = _swapped(module)
+            self._put(*self._original_name(original), sum(heights), pieces)
+        elif position >= 0:
+            self._put(*self._diffusers_name(parts.paths[position]), rows, pieces)
+        elif len(parts.paths) == 1:
+            self._put(*self._diffusers_name(parts.paths[0]), rows, _swapped(module) if swaps else pieces)
+        else:
+            self._split(module, parts, heights)
+
+    @property
+    def _is_original(self) -> bool:
+        """True if the wanted names are those of the original code."""
+        return self._layout == "comfy" or (self._layout == "kohya" and not self._of.kohya_is_diffusers)
+
+    def _split(self, module: AdapterModule, parts: Parts, heights: Sequence[int]) -> None:
+        b = self._adapter.weights.read(module.b)
+        starts = [sum(heights[:i]) for i in range(len(heights))]
+        live = [(b[s : s + h] != 0).flatten(2).any(dim=2).any(dim=0) if b.ndim > 2 else (b[s : s + h] != 0).any(dim=0)
+                for s, h in zip(starts, heights, strict=True)]  # fmt: skip
+        has_any = any(bool(x.any()) for x in live)
+        for path, start, height, own in zip(parts.paths, starts, heights, live, strict=True):
+            columns = tuple(own.nonzero().flatten().tolist()) if has_any else tuple(range(module.rank))
+            if columns:
+                kept = None if len(columns) == module.rank else columns
+                self._put(*self._diffusers_name(path), height, [Piece(module, range(start, start + height), 0, kept)])
+
+    def _add_text(self, module: AdapterModule) -> None:
+        found = _text(self._of, self._adapter.layout, module)
+        assert found is not None, "the architecture has all names"
+        text, path = found
+        rows = [Piece(module, range(module.shape[0]), 0)]
+        if self._layout == "kohya":
+            flat = path.replace(".", "_")
+            self._put(text.kohya + flat, KOHYA_PREFIXES[text.kohya], flat, module.shape[0], rows)
+        elif self._layout == "peft":
+            self._put(path, "", path, module.shape[0], rows)
+        else:
+            prefix = text.comfy if self._layout == "comfy" else f"{text.component}."
+            self._put(prefix + path, prefix.rstrip("."), path, module.shape[0], rows)
+
+    def _original_name(self, original: str) -> tuple[str, str, str]:
+        if self._layout == "comfy":
+            return COMFY_MODEL + original, COMFY_MODEL.rstrip("."), original
+        flat = original.replace(".", "_")
+        return f"lora_unet_{flat}", "unet", flat
+
+    def _diffusers_name(self, path: str) -> tuple[str, str, str]:
+        if self._layout == "kohya":
+            flat = path.replace(".", "_")
+            return f"lora_unet_{flat}", "unet", flat
+        if self._layout == "peft":
+            return path, "", path
+        return f"{self._of.component}.{path}", self._of.component, path
+
+    def _put(self, name: str, part: str, path: str, rows: int, pieces: Sequence[Piece]) -> None:
+        known = self._pieces.setdefault(name, [])
+        taken = {r for p in known for r in (p.first,)}
+        if any(p.first in taken for p in pieces):
+            self.problems.append(f"modules '{known[0].module.name}' and '{pieces[0].module.name}' would both be called "
+                                 f"'{name}'")  # fmt: skip
+        known += pieces
+        self._rows[name], self._places[name] = rows, (part, path)
+
+
+def _swapped(module: AdapterModule) -> list[Piece]:
+    """The rows of a module, the second half first."""
+    half = module.shape[0] // 2
+    return [Piece(module, range(half, 2 * half), 0), Piece(module, range(half), half)]
