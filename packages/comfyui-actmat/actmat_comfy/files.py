@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 Stamp = tuple[int, int] | None
+
+CLOCK_STEP = 2_000_000_000
+"""Coarsest step of a file system's clock in nanoseconds, that of FAT."""
 
 
 def stamp(file: Path) -> Stamp:
@@ -21,17 +26,20 @@ class Hashes:
     """SHA-256 of files, computed again only when size or time have changed."""
 
     def __init__(self) -> None:
-        self._known: dict[Path, tuple[Stamp, str]] = {}
+        self._known: dict[Path, tuple[Stamp, int, str]] = {}
 
     def of(self, file: Path) -> str:
-        """Hash of the contents."""
+        """Hash of the contents; empty where there is no file."""
         now = stamp(file)
-        known = self._known.get(file)
-        if known is None or known[0] != now:
+        if now is None:
+            return ""
+        before, hashed_at, found = self._known.get(file, (None, 0, ""))
+        if before != now or hashed_at - now[1] < CLOCK_STEP:  # changed again within the same step of the clock?
+            hashed_at = time.time_ns()
             with file.open("rb") as stream:
-                known = (now, hashlib.file_digest(stream, "sha256").hexdigest())
-            self._known[file] = known
-        return known[1]
+                found = hashlib.file_digest(stream, "sha256").hexdigest()
+            self._known[file] = now, hashed_at, found
+        return found
 
 
 class Generation:
@@ -39,20 +47,25 @@ class Generation:
 
     ComfyUI asks a node for a fingerprint before its linked inputs are known, so a node that is given a stack cannot
     hash the files of the stack then. It watches the files that it has merged before, and answers with this number.
+
+    Args:
+        hash_of: content hash of a file.
     """
 
-    def __init__(self) -> None:
-        self._stamps: dict[Path, Stamp] = {}
+    def __init__(self, hash_of: Callable[[Path], str]) -> None:
+        self._hash_of = hash_of
+        self._seen: dict[Path, str] = {}
         self._number = 0
 
     def watch(self, files: list[Path]) -> None:
         """Watch these files from now on, those watched before as they were."""
         for file in files:
-            self._stamps.setdefault(file, stamp(file))
+            if file not in self._seen:
+                self._seen[file] = self._hash_of(file)
 
     def number(self) -> int:
         """The number, one more if a file has changed since it was last asked for."""
-        changed = {file: now for file, before in self._stamps.items() if (now := stamp(file)) != before}
-        self._stamps |= changed
+        changed = {file: now for file, before in self._seen.items() if (now := self._hash_of(file)) != before}
+        self._seen |= changed
         self._number += bool(changed)
         return self._number

@@ -25,7 +25,7 @@ from .files import stamp
 from .scaling import at_strength
 from .stacks import Expert, Lora, expert_names
 
-LAYOUTS = ("same", "kohya", "diffusers")
+LAYOUTS = ("same", "kohya", "diffusers", "comfy")
 """Names of the tensors of a LoRA file: as in the merged files, or of one of these."""
 
 STRENGTHS = ("scale", "weights")

@@ -24,7 +24,7 @@ Name = io.Custom("COMBO")
 """Names of files, which may be connected to the lists of other nodes."""
 
 hashes = Hashes()
-generation = Generation()
+generation = Generation(hashes.of)
 merged = jobs.MergedLoras(host.temporary_folder, hashes.of)
 
 _STRENGTH = {"default": 1.0, "min": -10.0, "max": 10.0, "step": 0.01}
