@@ -16,7 +16,8 @@ actmat.exports    a function `(checkpoint, out, *, options) -> words` that write
 actmat.executors  `engine.executors.base.ExecutorFactory`
 actmat.experts    `experts.base.Family`
 actmat.formats    `checkpoints.source.Format`
-actmat.layouts    `image`: a function `(adapter, layout) -> (adapter, problems)`, see `experts.resolve.in_layout`
+actmat.layouts    `image`: a function `(adapter, layout) -> (adapter, problems)`, see `experts.resolve.in_layout`;
+                  `file`: merges into files, see `run.recipes`
 actmat.methods    `methods.MergeMethod`
 actmat.post       `methods.post.PostStep`
 actmat.progress   `notebook`: a class of `progress.Progress`, made with the verb of what is done

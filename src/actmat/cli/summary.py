@@ -143,9 +143,10 @@ def print_summary(report: MergeReport) -> None:
         for line in _adapter_lines(report) if from_adapters else _model_lines(report):
             console.print(f"  {line}")
     _print_report_size(report)
+    is_file = isinstance(report.out, Path) and report.out.is_file()
     console.print(
         f"  {format_size(plan.read_bytes)} read, {format_size(plan.write_bytes)} written in {report.seconds:.1f} s; "
-        "all hashes in actmat_manifest.json"
+        + ("recipe in the file's metadata" if is_file else "all hashes in actmat_manifest.json")
     )
     for note in plan.notes:
         if not note.startswith(WARNING):

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
@@ -150,7 +151,12 @@ class ConvertedAdapter(Adapter):
 
     def __init__(self, origin: Adapter, weights: Checkpoint, listing: Listing) -> None:
         super().__init__(weights, origin.config, (), listing)
-        self.hashes = origin.hashes  # type: ignore[misc] - what inputs are recorded by
+        self._origin = origin
+
+    @cached_property
+    def hashes(self) -> Mapping[str, str]:
+        """Content hash of every tensor that is stored, by which inputs are recorded."""
+        return self._origin.hashes
 
 
 def in_layout(

@@ -29,7 +29,7 @@ from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
 from actmat.experts.lora.expert import fitted_expert, unfitted_expert
 from actmat.experts.lora.fields import unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, quantised_problem
-from actmat.extras.diffusion.metadata import metadata_notes
+from actmat.extras.diffusion.metadata import distilled_note, metadata_notes
 from actmat.extras.diffusion.names import FactorName, find_modules, foreign_factor, parse_factor
 from actmat.layout.matching import MatchError
 
@@ -67,7 +67,7 @@ def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple
     if len(layouts) > 1:
         named = ", others as ".join(f"{x} does" for x in layouts)
         problems.append(f"some modules are named as {named}: two files in one?")
-    notes = list(metadata_notes(metadata))
+    notes = [*metadata_notes(metadata), *distilled_note(weights.location, metadata)]
     scales = _Scales(weights, groups, _configs(metadata, problems, notes))
     modules: dict[str, AdapterModule] = {}
     for module, group in groups.items():
@@ -79,7 +79,7 @@ def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple
     problems += scales.problems
     ranks = [m.rank for m in modules.values()]
     r = max(set(ranks), key=lambda n: (ranks.count(n), n)) if ranks else 1
-    layout = next(iter(layouts), "diffusers")
+    layout: AdapterLayout = next(iter(layouts), "diffusers")
     listing = Listing(modules, {}, {}, problems, layout, find_modules if layout == "kohya" else None, notes)
     return listing, AdapterConfig(r=r, alpha=float(r))
 

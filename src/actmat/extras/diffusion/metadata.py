@@ -8,9 +8,12 @@ Sources: kohya-ss/sd-scripts (2026), `networks`; KohakuBlueleaf/LyCORIS 4.1, `ko
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
+from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.folder import shown
 from actmat.checkpoints.keys import Keys, unknown_note
 
@@ -85,3 +88,55 @@ def _arguments(text: str | None) -> dict[str, Any] | None:
     if found is None:
         return {}
     return found if isinstance(found, dict) else None
+
+
+_SHARED = ("ss_base_model_version", "ss_sd_model_name", "ss_sd_model_hash", "ss_new_sd_model_hash", "ss_v2",
+           "ss_vae_name", "ss_clip_skip", "modelspec.architecture", "modelspec.prediction_type",
+           "modelspec.resolution")  # fmt: skip
+"""Metadata on the base, which a merge has where all of its files say the same."""
+_OUTDATED = ("sshs_", "modelspec.hash", "lora_adapter_metadata", "format")
+"""Starts of keys that no longer hold when tensors change: hashes of the file, scales that factors now include."""
+
+
+def kept_metadata(sources: Sequence[Mapping[str, str]], tensors: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """Metadata of a LoRA file that is made of others: of one file all that still holds, of several what they share.
+
+    >>> kept_metadata([{"sshs_model_hash": "a1", "ss_v2": "False"}, {"ss_v2": "False"}], {})
+    {'format': 'pt', 'ss_v2': 'False'}
+    """
+    first, *others = sources
+    if others:
+        kept = {k: first[k] for k in _SHARED if k in first and all(o.get(k) == first[k] for o in others)}
+    else:
+        kept = {k: v for k, v in first.items() if not k.startswith(_OUTDATED)}
+    ranks = {s.shape[0] for n, s in tensors.items() if n.endswith((".lora_down.weight", ".lora_A.weight"))}
+    if any(key.startswith("ss_") for key in kept) and ranks:
+        kept["ss_network_module"] = kept.get("ss_network_module", "networks.lora")
+        kept["ss_network_dim"] = str(ranks.pop()) if len(ranks) == 1 else "Dynamic"
+        kept.pop("ss_network_alpha", None)
+    return {"format": "pt", **kept}
+
+
+DISTILLED = re.compile(
+    r"(?<![a-z])(lightning|turbo|lcm|hyper.?sd|dmd2?|distill(?:ed)?|lightx2v|causvid|accvid|flash.?sd|schnell|"
+    r"\d+.?steps?)(?![a-z])"
+)
+"""Words, in lower case, by which adapters are called that replace the guidance and most steps of sampling."""
+_NAMED_IN = ("ss_output_name", "modelspec.title", "modelspec.description", "ss_tag")
+
+
+def distilled_note(location: str, metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """A warning on an adapter whose name or metadata say that it is distilled, or none.
+
+    >>> distilled_note("/loras/sdxl_lightning_4step.safetensors", {})[0][:44]
+    "is called 'lightning': a distilled adapter, "
+    """
+    texts = [PurePath(location).name, *(str(metadata.get(key, "")) for key in _NAMED_IN)]
+    found = next((m[1] for text in texts if (m := DISTILLED.search(text.lower())) is not None), None)
+    if found is None:
+        return ()
+    return (
+        f"is called '{found}': a distilled adapter, which makes few steps without guidance do what many with it did. "
+        "At any weight but 1, or merged with others by a method that cuts or rotates deltas, it does neither. Load it "
+        "beside the merge of the others, or add it as it is (-m task_arithmetic -o scaling=1)",
+    )

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from actmat.bounds import read_object
+from actmat.checkpoints.folder import LORA_FILES
 from actmat.checkpoints.resolve import find_source
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
+from actmat.experts.resolve import needs_base
 from actmat.planning.adapter.serving import VLLM_DEFAULT_RANK, VLLM_RANKS
 
 TASKS = {
@@ -50,11 +52,15 @@ def serving_commands(out: str) -> Serving:
         CheckpointError: it is no output of actmat, or of a kind that neither library loads.
     """
     source = find_source(out)
+    if source.named is not None and needs_base(out):
+        return _of_lora_file(out, Path(out).name)
     if MANIFEST_NAME not in source.names:
         raise CheckpointError(f"{out} has no {MANIFEST_NAME}: expected a merged model or adapter made by actmat.")
     place = out.removeprefix("hf://")
     if "adapter_config.json" in source.names:
         return _of_adapter(place, read_object(source.fetch("adapter_config.json")))
+    if (name := next((n for n in LORA_FILES if n in source.names), None)) is not None:
+        return _of_lora_file(place, name)
     if "model_index.json" in source.names:
         python = (
             "from diffusers import DiffusionPipeline",
@@ -67,6 +73,26 @@ def serving_commands(out: str) -> Serving:
             "own code."
         )
     return _of_model(place, read_object(source.fetch("config.json")))
+
+
+def _of_lora_file(place: str, name: str) -> Serving:
+    """Of a LoRA of an image or video model: a file, or a folder with one of this name."""
+    path = place if Path(place).name == name else f"{place}/{name}"
+    python = (
+        "from diffusers import DiffusionPipeline",
+        'pipe = DiffusionPipeline.from_pretrained("BASE", torch_dtype="auto")',
+        f"pipe.load_lora_weights({place!r})",
+    )
+    return Serving(
+        python,
+        "",
+        (
+            "put the model that it was trained on in place of BASE",
+            f"ComfyUI: copy {path} to ComfyUI/models/loras/, under a name of yours, and load it with a LoRA loader; "
+            "if keys are not loaded there, write it with --to comfy",
+            "vLLM serves text models only",
+        ),
+    )
 
 
 def _of_model(place: str, config: Mapping[str, Any]) -> Serving:

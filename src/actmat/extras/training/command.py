@@ -17,7 +17,11 @@ def export(
     checkpoint: Annotated[str, typer.Argument(help="Directory, file, hub id or URL.")],
     out: Annotated[Path, typer.Option("--out", help="Directory or file to write; must not exist.")],
     to: Annotated[
-        str, typer.Option("--to", help="Form: dcp, of torch.distributed.checkpoint, or gguf, of llama.cpp.")
+        str,
+        typer.Option(
+            "--to",
+            help="Form: dcp, of torch.distributed.checkpoint; gguf, of llama.cpp; comfy, kohya or diffusers, of LoRA.",
+        ),
     ] = "dcp",
     under: Annotated[
         str | None, typer.Option("--under", help="dcp: key of the state dict that holds the model; default: none.")
@@ -35,10 +39,13 @@ def export(
 
     actmat export MERGED --to dcp --out DIR
     actmat export MERGED --to gguf --like BASE.gguf --out MERGED.gguf
+    actmat export LORA.safetensors --to comfy --out LORA-comfy.safetensors
 
     A folder of dcp is what torch.distributed.checkpoint.load reads, with any
     number of processes. A GGUF file is for llama.cpp; of a LoRA adapter it is
-    an adapter. One tensor is in memory at a time.
+    an adapter. One tensor is in memory at a time. LoRA of image and video
+    models are converted exactly between the layouts of ComfyUI, kohya and
+    diffusers.
     """
     from actmat.cli.screen import console, escape, print_result
     from actmat.extras.training.exporting import export as write

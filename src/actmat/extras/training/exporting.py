@@ -19,8 +19,9 @@ def export(checkpoint: Location, *, out: Location, to: str = "dcp", **options: s
 
     Args:
         checkpoint: directory, file, hub id or URL of anything that `merge` reads.
-        out: what to write, which does not exist: a directory for dcp, a file for gguf.
-        to: `dcp`, of `torch.distributed.checkpoint`, or `gguf`, of llama.cpp; or the name of a plug-in.
+        out: what to write, which does not exist: a directory for dcp, a file for the others.
+        to: `dcp`, of `torch.distributed.checkpoint`; `gguf`, of llama.cpp; `comfy`, `kohya` or `diffusers`, of a LoRA
+            of an image or video model; or the name of a plug-in.
         options: of the form. dcp: `under`, the key of the state dict below which the tensors are saved, such as
             `model`. gguf: `like`, a GGUF file of the base, and `type` of the matrices: f32, f16, bf16 or q8_0.
 

@@ -1,0 +1,192 @@
+"""A LoRA as one `.safetensors` file: the output of a merge, and of a conversion.
+
+A merge is made in a hidden folder beside the file, with its journal, and continues there after an interruption. The
+finished file is written alongside and renamed. Its metadata have the recipe under `actmat`, in place of manifest and
+card.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from actmat.bounds import is_url
+from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint
+from actmat.checkpoints.memory import tensor_specs
+from actmat.checkpoints.writing.staging import disk_errors, sibling
+from actmat.errors import MergeError, OutputError
+from actmat.experts.files import open_weights
+from actmat.experts.resolve import needs_base, open_adapter
+from actmat.extras.diffusion.layouts import FileLayout, written
+from actmat.extras.diffusion.metadata import kept_metadata
+from actmat.planning.adapter.layouts import IN_ONE_FILE
+from actmat.progress import Progress
+from actmat.recipe import Recipe
+from actmat.run.resume import MergeReport
+from actmat.settings import RunSettings
+from actmat.version import __version__
+
+END = ".safetensors"
+KEY = "actmat"
+"""Key of the metadata that say what a file was made of, as JSON."""
+Run = Callable[[Sequence[Recipe], RunSettings, Progress], list[MergeReport]]
+
+
+def run_into_files(
+    recipes: Sequence[Recipe], settings: RunSettings, progress: Progress, run: Run
+) -> list[MergeReport] | None:
+    """Merge LoRA into files, each whole or not at all; None where an output is no such file.
+
+    Args:
+        recipes: whose outputs end in `.safetensors`.
+        settings: of the run.
+        progress: receives callbacks.
+        run: merges into folders.
+
+    Raises:
+        OutputError: a file is there, and not to be replaced, or is none of ours.
+    """
+    if not all(_is_file(r) for r in recipes):
+        return None
+    outs = [Path(str(r.out)) for r in recipes]
+    if settings.diagnose:
+        raise OutputError(f"{outs[0]}: a report needs a folder. Give --out a name without '{END}', or diagnose first")
+    if problems := [p for r, out in zip(recipes, outs, strict=True) for p in _problems(r, out, settings.overwrite)]:
+        raise OutputError("The output cannot be written.", problems)
+    folders = [sibling(out, "folder") for out in outs]
+    moved = [r.model_copy(update={"out": str(folder)}) for r, folder in zip(recipes, folders, strict=True)]
+    reports = run(moved, dataclasses.replace(settings, overwrite=True), progress)
+    return [_as_file(report, out, settings.overwrite) for report, out in zip(reports, outs, strict=True)]
+
+
+def _is_file(recipe: Recipe) -> bool:
+    """True for a merge of adapters into a layout of files."""
+    if recipe.base or not recipe.out or is_url(recipe.out) or recipe.adapter.layout == "peft":
+        return False
+    layouts = {recipe.adapter.layout}
+    if layouts == {"same"}:
+        layouts = set()
+        for expert in recipe.experts:
+            try:
+                if not needs_base(expert.path):
+                    return False
+                with open_adapter(expert.path) as adapter:
+                    layouts.add(adapter.layout)
+            except MergeError:  # the merge says what is wrong
+                return False
+    return layouts <= IN_ONE_FILE
+
+
+def _problems(recipe: Recipe, out: Path, overwrite: bool) -> list[str]:
+    if any(os.path.realpath(e.path) == os.path.realpath(out) for e in recipe.experts):
+        return [f"{out} is an input of this merge; write somewhere else"]
+    if not os.path.lexists(out):
+        return []
+    if not overwrite:
+        return [f"{out} exists; choose another place or pass --overwrite"]
+    if not _is_ours(out):
+        return [
+            f"{out} was not written by actmat (its metadata have no '{KEY}'), so --overwrite will not delete it; "
+            "remove it yourself or choose another place"
+        ]
+    return []
+
+
+def _is_ours(out: Path) -> bool:
+    try:
+        return out.is_file() and not out.is_symlink() and KEY in _metadata(str(out))
+    except MergeError:
+        return False
+
+
+def _metadata(location: str) -> Mapping[str, str]:
+    """Metadata of the file of an adapter; none of other formats."""
+    opened = open_weights(location)
+    if opened is None:
+        return {}
+    with opened:
+        return opened.metadata() if isinstance(opened, SafetensorsCheckpoint) else {}
+
+
+def _as_file(report: MergeReport, out: Path, overwrite: bool) -> MergeReport:
+    """Write the weights of a finished folder as the file, with metadata, and remove the folder."""
+    folder, recipe = Path(str(report.out)), report.plan.recipe
+    manifest = report.manifest
+    (weights,) = folder.glob(f"*{END}")
+    experts = [{k: e[k] for k in ("name", "location", "content") if k in e} for e in manifest["experts"]]
+    made = {
+        "version": __version__,
+        "recipe": recipe.model_dump(mode="json", exclude={"out"}, exclude_defaults=True),
+        "experts": experts,
+    }
+    specs = {s.name: s for s in report.plan.specs}
+    metadata = kept_metadata([_metadata(e.path) for e in recipe.experts], specs)
+    building = sibling(out, "file")
+    with disk_errors(out.parent):
+        _copy(weights, building, {**metadata, KEY: json.dumps(made)})
+        _rename(building, out, overwrite)
+        shutil.rmtree(folder)
+    report = dataclasses.replace(report, out=out)
+    report.__dict__["manifest"] = manifest  # the folder is gone
+    return report
+
+
+def _copy(weights: Path, target: Path, metadata: Mapping[str, str]) -> None:
+    """Copy a safetensors file, with other metadata."""
+    with weights.open("rb") as source, target.open("wb") as file:
+        header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
+        text = json.dumps({**header, "__metadata__": metadata}).encode()
+        text += b" " * (-len(text) % 8)
+        file.write(len(text).to_bytes(8, "little") + text)
+        shutil.copyfileobj(source, file, 1 << 20)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _rename(building: Path, out: Path, overwrite: bool) -> None:
+    if os.path.lexists(out) and not (overwrite and _is_ours(out)):  # another process was faster
+        building.unlink()
+        raise OutputError(f"{out} exists; choose another place, or remove it.")
+    os.replace(building, out)
+
+
+def convert_file(checkpoint: str, out: Path, layout: FileLayout) -> str:
+    """Write a LoRA as a file in a layout; returns in words what was written.
+
+    Raises:
+        OutputError: the file exists, or cannot be written.
+        CheckpointError: the adapter has no such form.
+    """
+    if os.path.lexists(out):
+        raise OutputError(f"{out} exists; choose another place, or remove it.")
+    with open_adapter(checkpoint) as adapter:
+        own, tensors = adapter.layout, written(adapter, layout)
+    metadata = kept_metadata([_metadata(checkpoint)], tensor_specs(tensors, out.name, location=str(out)))
+    building = sibling(out, "file")
+    with disk_errors(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, building, metadata)
+        _rename(building, out, overwrite=False)
+    changed = "names and factors" if own != layout else "unchanged factors"
+    return f"{len(tensors)} tensors, {changed}, from {own}'s layout"
+
+
+def export_comfy(checkpoint: str, out: Path) -> str:
+    """Write a LoRA as a file for ComfyUI, see `convert_file`."""
+    return convert_file(checkpoint, out, "comfy")
+
+
+def export_kohya(checkpoint: str, out: Path) -> str:
+    """Write a LoRA as a file in kohya's names, see `convert_file`."""
+    return convert_file(checkpoint, out, "kohya")
+
+
+def export_diffusers(checkpoint: str, out: Path) -> str:
+    """Write a LoRA as a file in diffusers' names, see `convert_file`."""
+    return convert_file(checkpoint, out, "diffusers")
