@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import folder_paths
 
 from actmat.errors import AlignmentError, RecipeError
 from actmat.planning import MergePlan
+
+from .stacks import is_text
 
 logger = logging.getLogger("actmat")
 
@@ -94,25 +97,81 @@ def new_file(kind: str, prefix: str) -> tuple[Path, str]:
     return Path(folder) / name, str(Path(subfolder) / name)
 
 
-def apply_lora(model: Any, clip: Any, file: Path) -> tuple[Any, Any, str]:
-    """Model and CLIP with the LoRA file, by ComfyUI's own loader, and how many modules it took.
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A LoRA file, and how many of its modules ComfyUI's loader takes.
 
-    Raises:
-        AlignmentError: it takes none of them.
+    Args:
+        file: the file.
+        taken: modules that the loader finds in what is connected.
+        left: names of factors that belong to what is connected, and that the loader does not find.
     """
-    tensors: Mapping[str, Any] = comfy.utils.load_torch_file(str(file), safe_load=True)
+
+    file: Path
+    tensors: Mapping[str, Any]
+    taken: int
+    left: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """One line for a summary."""
+        if not self.left:
+            return f"applied: {self.taken} modules, all that belong to what is connected"
+        return (
+            f"warning: {self.taken} modules are applied; ComfyUI does not know {len(self.left)}, such as {self.left[0]}"
+        )
+
+
+def fit_lora(model: Any, clip: Any, file: Path) -> Fit:
+    """Look which modules of a file ComfyUI's loader takes, which only logs those that it does not."""
+    tensors = comfy.utils.load_torch_file(str(file), safe_load=True)
     known: dict[str, Any] = {}
     if model is not None:
         known = comfy.lora.model_lora_keys_unet(model.model, known)
     if clip is not None:
         known = comfy.lora.model_lora_keys_clip(clip.cond_stage_model, known)
-    taken = comfy.lora.load_lora(comfy.lora_convert.convert_lora(dict(tensors)), known, log_missing=False)
-    names = [n for n in tensors if n.endswith(_FACTORS)]
-    if not taken:
+    stored = _Asked(comfy.lora_convert.convert_lora(dict(tensors)))
+    comfy.lora.load_lora(stored, known, log_missing=False)
+    modules = {
+        up: up.removesuffix(next(f for f in _FACTORS if up.endswith(f))) for up in stored if up.endswith(_FACTORS)
+    }
+    own = [m for up, m in modules.items() if up not in stored.asked and (clip if is_text(m) else model) is not None]
+    return Fit(file, tensors, sum(up in stored.asked for up in modules), tuple(own))
+
+
+class _Asked(dict[str, Any]):
+    """Tensors of a file that notes which of them the loader takes."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        super().__init__(tensors)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+
+def apply_lora(model: Any, clip: Any, fit: Fit) -> tuple[Any, Any]:
+    """Model and CLIP with the LoRA file, by ComfyUI's own loader.
+
+    Raises:
+        AlignmentError: it takes none of the modules.
+    """
+    if not fit.taken:
+        listed = ", ".join(fit.left[:3]) or "those of the part that is not connected"
         raise AlignmentError(
-            f"ComfyUI's loader takes none of the {len(names)} modules of the merged LoRA, such as '{names[0]}', for "
-            "the model and CLIP that are connected. Either the LoRA files were trained for another model, or ComfyUI "
-            "does not read their names. Fix: connect the model that the LoRA files were trained for."
+            f"ComfyUI's loader takes no module of the merged LoRA for the model and CLIP that are connected: {listed}. "
+            "Either the LoRA files were trained for another model, or ComfyUI does not read their names. Fix: connect "
+            "the model that the LoRA files were trained for."
         )
-    model, clip = comfy.sd.load_lora_for_models(model, clip, dict(tensors), 1.0, 1.0)
-    return model, clip, f"applied: {len(taken)} of {len(names)} modules fit what is connected"
+    model, clip = comfy.sd.load_lora_for_models(model, clip, dict(fit.tensors), 1.0, 1.0)
+    return model, clip
+
+
+def load_checkpoint(file: Path) -> tuple[Any, Any, Any]:
+    """Model, CLIP and VAE of a checkpoint, as ComfyUI's own node loads them."""
+    embeddings = folder_paths.get_folder_paths("embeddings")
+    found = comfy.sd.load_checkpoint_guess_config(
+        str(file), output_vae=True, output_clip=True, embedding_directory=embeddings
+    )
+    return found[0], found[1], found[2]

@@ -8,8 +8,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ STRENGTHS = ("scale", "weights")
 """Meaning of the strengths of a stack: factors of the deltas, as ComfyUI applies them, or weights of the method."""
 
 KEPT = 8
-"""Merged LoRA files that are kept at most: a folder of each is in ComfyUI's temporary directory."""
+"""Merged LoRA files that are kept at most, in ComfyUI's temporary directory."""
 
 PARTS = ("first_stage_model.*", "vae.*", "cond_stage_model.*", "conditioner.*", "text_encoders.*")
 """Tensors of a checkpoint that are no part of the diffusion model."""
@@ -129,7 +129,7 @@ class Merged:
     """A merged file, its manifest, and the result in a few sentences."""
 
     file: Path
-    manifest: Path
+    manifest: Mapping[str, Any]
     summary: str
 
 
@@ -156,17 +156,17 @@ class MergedLoras:
         key = job.key(layout, self._hash_of)
         found = self._done.pop(key, None)
         if found is None or not found.file.is_file():
-            found = self._merge(job, layout, self._folder() / key, progress)
+            found = self._merge(job, layout, self._folder() / f"{key}.safetensors", progress)
         self._done[key] = found  # the newest is last
         while len(self._done) > KEPT:
             oldest = self._done.pop(next(iter(self._done)))
-            shutil.rmtree(oldest.file.parent, ignore_errors=True)
+            oldest.file.unlink(missing_ok=True)
         return found
 
     @staticmethod
     def _merge(job: LoraJob, layout: str, out: Path, progress: Progress) -> Merged:
-        with job.experts(out.with_name(f"{out.name}-inputs")) as experts:
-            report = run_merge(out, progress, experts=experts, **job.fields(layout))
+        with job.experts(out.with_name(f"{out.stem}-inputs")) as experts:
+            report = run_merge(out, progress, experts=experts, overwrite=True, **job.fields(layout))
         return merged_file(out, report, [f"{x.name} {x.model:g}/{x.clip:g}" for x in job.loras])
 
 
@@ -184,24 +184,23 @@ def run_diagnosis(job: LoraJob, folder: Path, progress: Progress) -> Diagnosis:
 
 
 def merged_file(out: Path, report: MergeReport, inputs: Iterable[str]) -> Merged:
-    """The one weight file of an output."""
+    """The one weight file of an output, which is a folder or the file itself."""
     from actmat.report.words import size_words, warnings_of
 
-    (file,) = out.glob("*.safetensors")
+    (file,) = out.glob("*.safetensors") if out.is_dir() else [out]
     lines = [f"{report.plan.recipe.method}: {' + '.join(inputs)}"]
     lines += [words for words in (size_words(report.totals.norms),) if words]
     if report.totals.relative_error:
         lines.append(f"relative error of the rank: {report.totals.relative_error:.3g}")
     lines += [f"warning {code}: {words}" for code, words in warnings_of(report.totals, report.plan.recipe.mute)]
     lines += [f"note: {note}" for note in report.plan.notes]
-    return Merged(file, out / "actmat_manifest.json", "\n".join(lines))
+    return Merged(file, report.manifest, "\n".join(lines))
 
 
-def write_record(target: Path, job: LoraJob, manifest: Path) -> None:
-    """Next to a saved LoRA: the stack that it was merged from, and actmat's manifest, which names scaled copies."""
-    loras = [{"file": str(x.file), "strength_model": x.model, "strength_clip": x.clip} for x in job.loras]
-    record = {"loras": loras, "strengths": job.strengths, "manifest": json.loads(manifest.read_text("utf-8"))}
-    target.write_text(json.dumps(record, indent=1), "utf-8")
+def write_record(target: Path, job: LoraJob | CheckpointJob, manifest: Mapping[str, Any]) -> None:
+    """Next to a saved file: what it was merged from, and actmat's manifest, which names scaled copies of LoRA files."""
+    record = {"inputs": asdict(job), "manifest": manifest}
+    target.write_text(json.dumps(record, indent=1, default=str), "utf-8")
 
 
 def publish(source: Path, target: Path, *, keep: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import folder_paths
 from comfy_api.latest import ComfyExtension, io, ui
 
-from actmat.errors import RecipeError
+from actmat.errors import MergeError, RecipeError
 from actmat.methods import all_methods
 
 from . import host, jobs
@@ -20,8 +20,6 @@ CATEGORY = "actmat"
 LoraStack = io.Custom("LORA_STACK")
 MergedLora = io.Custom("ACTMAT_LORA")
 Experts = io.Custom("ACTMAT_EXPERTS")
-Name = io.Custom("COMBO")
-"""Names of files, which may be connected to the lists of other nodes."""
 
 hashes = Hashes()
 generation = Generation(hashes.of)
@@ -67,6 +65,18 @@ def _job(stack: Any, settings: jobs.Settings, strengths: str, rank: int = 0) -> 
     job = jobs.LoraJob(read_loras(stack, host.find_lora), settings, rank, strengths)
     generation.watch([lora.file for lora in job.loras])
     return job
+
+
+def _in_comfy_names(job: jobs.LoraJob, model: Any, clip: Any, fit: host.Fit) -> tuple[host.Fit, str]:
+    """The merged LoRA in ComfyUI's own names where its loader takes more of them; and a sentence that says so."""
+    try:
+        found = merged.get(job, "comfy", host.ComfyProgress())
+    except MergeError as error:
+        return fit, f"note: not convertible to ComfyUI's names: {error}"
+    other = host.fit_lora(model, clip, found.file)
+    if len(other.left) >= len(fit.left):
+        return fit, ""
+    return other, f"note: applied in ComfyUI's names, as its loader does not know {len(fit.left)} names of the files"
 
 
 class ActmatLoraStack(io.ComfyNode):  # type: ignore[misc]  # ComfyUI is not there when types are checked
@@ -144,10 +154,14 @@ class ActmatMergeLoras(io.ComfyNode):  # type: ignore[misc]
         if not job.loras:
             return io.NodeOutput(model, clip, job, "No LoRA in the stack: model and CLIP are unchanged.")
         found = merged.get(job, "same", host.ComfyProgress())
-        summary = found.summary
-        if model is not None or clip is not None:
-            model, clip, applied = host.apply_lora(model, clip, found.file)
-            summary += f"\n{applied}"
+        if model is None and clip is None:
+            return io.NodeOutput(None, None, job, found.summary)
+        fit = host.fit_lora(model, clip, found.file)
+        note = ""
+        if fit.left:  # such as diffusers' names of attention layers
+            fit, note = _in_comfy_names(job, model, clip, fit)
+        model, clip = host.apply_lora(model, clip, fit)
+        summary = "\n".join(line for line in (found.summary, note, fit.text) if line)
         return io.NodeOutput(model, clip, job, summary)
 
 
@@ -169,7 +183,7 @@ class ActmatSaveLora(io.ComfyNode):  # type: ignore[misc]
                 io.Combo.Input("layout", options=list(jobs.LAYOUTS), default="same", tooltip="Names of the tensors."),
             ],
             outputs=[
-                Name.Output("lora_name", display_name="lora_name"),
+                io.String.Output("lora_name", display_name="lora_name"),
                 io.String.Output("path", display_name="path"),
             ],
         )
@@ -279,7 +293,7 @@ class ActmatMergeCheckpoints(io.ComfyNode):  # type: ignore[misc]
                 _options_input(),
             ],
             outputs=[
-                Name.Output("ckpt_name", display_name="ckpt_name"),
+                io.String.Output("ckpt_name", display_name="ckpt_name"),
                 io.String.Output("summary", display_name="summary"),
             ],
         )
@@ -302,9 +316,34 @@ class ActmatMergeCheckpoints(io.ComfyNode):  # type: ignore[misc]
         found = jobs.merged_file(out, report, [f"{e.name} {e.weight:g}" for e in experts])
         target, name = host.new_file("checkpoints", filename_prefix)
         jobs.publish(found.file, target, keep=False)
-        jobs.publish(found.manifest, target.with_suffix(".actmat.json"), keep=False)
+        jobs.write_record(target.with_suffix(".actmat.json"), job, found.manifest)
         host.remove(out)
         return io.NodeOutput(name, found.summary, ui=ui.PreviewText(f"saved {name}\n{found.summary}"))
+
+
+class ActmatLoadCheckpoint(io.ComfyNode):  # type: ignore[misc]
+    """A checkpoint by a connected name: the lists of ComfyUI's own loader take no connection."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema(
+            node_id="ActmatLoadCheckpoint",
+            display_name="Load merged Checkpoint (actmat)",
+            category=CATEGORY,
+            description="Loads the checkpoint that was just merged, by ComfyUI's own loader.",
+            inputs=[io.String.Input("ckpt_name", force_input=True)],
+            outputs=[
+                io.Model.Output("model", display_name="MODEL"),
+                io.Clip.Output("clip", display_name="CLIP"),
+                io.Vae.Output("vae", display_name="VAE"),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, ckpt_name: str) -> Any:
+        """Model, CLIP and VAE."""
+        return io.NodeOutput(*host.load_checkpoint(host.find_checkpoint(ckpt_name)))
 
 
 class ActmatExtension(ComfyExtension):  # type: ignore[misc]
@@ -319,4 +358,5 @@ class ActmatExtension(ComfyExtension):  # type: ignore[misc]
             ActmatConflictReport,
             ActmatCheckpointStack,
             ActmatMergeCheckpoints,
+            ActmatLoadCheckpoint,
         ]

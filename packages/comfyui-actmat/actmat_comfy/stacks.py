@@ -37,7 +37,7 @@ class Lora:
 
     def strength_of(self, tensor: str) -> float:
         """Strength of a tensor or module of the file."""
-        return self.clip if re.match(TEXT_ENCODER, tensor) else self.model
+        return self.clip if is_text(tensor) else self.model
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,15 @@ class Expert:
     name: str
     file: Path
     weight: float
+
+
+def is_text(module: str) -> bool:
+    """True for a module or tensor of a text encoder.
+
+    >>> is_text("lora_te1_text_model_encoder_layers_0_mlp_fc1"), is_text("diffusion_model.double_blocks.0.txt_attn.qkv")
+    (True, False)
+    """
+    return re.match(TEXT_ENCODER, module) is not None
 
 
 def read_loras(stack: Any, find: Callable[[str], str | None]) -> tuple[Lora, ...]:

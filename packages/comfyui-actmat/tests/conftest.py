@@ -18,15 +18,19 @@ COMMON = {"display_name", "optional", "tooltip", "lazy"}
 WIDGET = COMMON | {"default", "socketless"}
 NUMBER = WIDGET | {"min", "max", "step", "control_after_generate", "display_mode"}
 INPUTS = {
-    "MODEL": COMMON, "CLIP": COMMON, "BOOLEAN": WIDGET | {"label_on", "label_off"}, "INT": NUMBER,
-    "FLOAT": NUMBER | {"round"}, "STRING": WIDGET | {"multiline", "placeholder", "dynamic_prompts"},
+    "MODEL": COMMON, "CLIP": COMMON, "VAE": COMMON, "BOOLEAN": WIDGET | {"label_on", "label_off"}, "INT": NUMBER,
+    "FLOAT": NUMBER | {"round"}, "STRING": WIDGET | {"multiline", "placeholder", "dynamic_prompts", "force_input"},
     "COMBO": WIDGET | {"options", "control_after_generate", "upload", "image_folder", "remote"},
 }  # fmt: skip
 """Keyword arguments of the inputs of each type."""
 
 
 class Interrupted(Exception):
-    """ComfyUI's InterruptProcessingException."""
+    """InterruptProcessingException of ComfyUI until 2025."""
+
+
+class NewInterrupted(BaseException):
+    """InterruptProcessingException of ComfyUI of 2026."""
 
 
 def comfy_type(io_type: str) -> Any:
@@ -106,6 +110,10 @@ def load_lora_for_models(model: Any, clip: Any, lora: dict[str, Any], strength: 
     return tuple(out)
 
 
+def guess(file: str, output_vae: bool, output_clip: bool, embedding_directory: list[str]) -> Any:
+    return (load_file(file), "clip" * output_clip, "vae" * output_vae, None)
+
+
 @dataclass
 class Comfy:
     """ComfyUI with its folders, the steps of its progress bar, and when it is interrupted."""
@@ -113,6 +121,7 @@ class Comfy:
     root: Path
     steps: list[tuple[int, int]] = field(default_factory=list)
     interrupt_at: int | None = None
+    interruption: type[BaseException] = Interrupted
     nodes: Any = None
     host: Any = None
     jobs: Any = None
@@ -140,7 +149,7 @@ class Comfy:
     def check(self) -> None:
         if self.interrupt_at is not None and len(self.steps) >= self.interrupt_at:
             self.interrupt_at = None
-            raise Interrupted
+            raise self.interruption
 
     def modules(self) -> dict[str, types.ModuleType]:
         comfy = self
@@ -169,7 +178,7 @@ class Comfy:
                            "load_lora": load_lora},
             "comfy.lora_convert": {"convert_lora": lambda lora: lora},
             "comfy.model_management": {"throw_exception_if_processing_interrupted": self.check},
-            "comfy.sd": {"load_lora_for_models": load_lora_for_models},
+            "comfy.sd": {"load_lora_for_models": load_lora_for_models, "load_checkpoint_guess_config": guess},
             "comfy.utils": {"ProgressBar": ProgressBar, "load_torch_file": lambda f, safe_load: load_file(f)},
             "comfy_api": {},
             "comfy_api.latest": {"ComfyExtension": object, "io": io, "ui": ui},
