@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from actmat.diagnostics.model import Diagnosis, Measure
 
@@ -45,14 +45,11 @@ def _pairs(measures: Sequence[Measure], names: Sequence[str]) -> str:
     for t, one in enumerate(names):
         for s in range(t):
             both = [m for m in measures if m.norms[t] > 0 and m.norms[s] > 0]
-
-            def middle(value: Callable[[Measure], float], of: Sequence[Measure] = both) -> str:
-                return _median(value(m) for m in of)
-
-            signs = [m.sign_conflict[t][s] for m in both if m.sign_conflict is not None]
-            rows.append((f"{names[s]} + {one}", middle(lambda m, t=t, s=s: m.cosine[t][s]),
-                         middle(lambda m, t=t, s=s: m.subspace_overlap[t][s]),
-                         middle(lambda m: m.chance_overlap), _median(signs)))  # fmt: skip
+            cosine = _median(m.cosine[t][s] for m in both)
+            overlap = _median(m.subspace_overlap[t][s] for m in both)
+            chance = _median(m.chance_overlap for m in both)
+            signs = _median(m.sign_conflict[t][s] for m in both if m.sign_conflict is not None)
+            rows.append((f"{names[s]} + {one}", cosine, overlap, chance, signs))
     return _table(rows)
 
 
