@@ -1,0 +1,362 @@
+"""The nodes, by ComfyUI's node API of 2025 (`comfy_api.latest`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+from comfy_api.latest import ComfyExtension, io, ui
+
+from actmat.errors import MergeError, RecipeError
+from actmat.methods import all_methods
+
+from . import host, jobs
+from .files import Generation, Hashes, stamp
+from .report import conflict_text
+from .stacks import Expert, read_loras, read_options
+
+CATEGORY = "actmat"
+LoraStack = io.Custom("LORA_STACK")
+MergedLora = io.Custom("ACTMAT_LORA")
+Experts = io.Custom("ACTMAT_EXPERTS")
+
+hashes = Hashes()
+generation = Generation(hashes.of)
+merged = jobs.MergedLoras(host.temporary_folder, hashes.of)
+
+_STRENGTH = {"default": 1.0, "min": -10.0, "max": 10.0, "step": 0.01}
+_OPTIONS = "Options of the method, one name=value per line, such as density=0.3. Empty: its defaults."
+
+
+def methods(*, of_adapters: bool) -> list[str]:
+    """Names of methods that need no data; for adapters those that need no base either."""
+    found = [m for m in all_methods() if not m.needs_statistics]
+    if of_adapters:
+        found = [m for m in found if not m.uses_base(m.resolve_options({}))]
+    return ["auto", *(m.name for m in found)]
+
+
+def _method_inputs(*, of_adapters: bool) -> list[Any]:
+    about = "auto: the method that measurements prefer. task_arithmetic with the option scaling=1: the plain sum."
+    return [
+        io.Combo.Input("method", options=methods(of_adapters=of_adapters), default="auto", tooltip=about),
+        io.Float.Input("scale", **_STRENGTH, tooltip="Factor of the merged change, for model and CLIP."),
+    ]
+
+
+def _strengths_input() -> Any:
+    about = (
+        "scale: each LoRA counts at its strength, as ComfyUI would apply it. weights: the strengths are weights of "
+        "the method; for average and the actmat family that is relative importance, not size."
+    )
+    return io.Combo.Input("strengths", options=list(jobs.STRENGTHS), default=jobs.STRENGTHS[0], tooltip=about)
+
+
+def _options_input() -> Any:
+    return io.String.Input("options", default="", multiline=True, optional=True, tooltip=_OPTIONS)
+
+
+def _settings(method: str, scale: float, options: str | None) -> jobs.Settings:
+    return jobs.Settings(method, scale, tuple(read_options(options or "").items()))
+
+
+def _job(stack: Any, settings: jobs.Settings, strengths: str, rank: int = 0) -> jobs.LoraJob:
+    job = jobs.LoraJob(read_loras(stack, host.find_lora), settings, rank, strengths)
+    generation.watch([lora.file for lora in job.loras])
+    return job
+
+
+def _in_comfy_names(job: jobs.LoraJob, model: Any, clip: Any, fit: host.Fit) -> tuple[host.Fit, str]:
+    """The merged LoRA in ComfyUI's own names where its loader takes more of them; and a sentence that says so."""
+    try:
+        found = merged.get(job, "comfy", host.ComfyProgress())
+    except MergeError as error:
+        return fit, f"note: not convertible to ComfyUI's names: {error}"
+    other = host.fit_lora(model, clip, found.file)
+    if len(other.left) >= len(fit.left):
+        return fit, ""
+    return other, f"note: applied in ComfyUI's names, as its loader does not know {len(fit.left)} names of the files"
+
+
+class ActmatLoraStack(io.ComfyNode):  # type: ignore[misc]  # ComfyUI is not there when types are checked
+    """One LoRA file, added to a stack."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema(
+            node_id="ActmatLoraStack",
+            display_name="LoRA Stack (actmat)",
+            category=CATEGORY,
+            description="Adds a LoRA file to a stack. Stacks of other node packs (LORA_STACK) fit, too.",
+            inputs=[
+                io.Combo.Input("lora_name", options=folder_paths.get_filename_list("loras")),
+                io.Float.Input("strength_model", **_STRENGTH),
+                io.Float.Input("strength_clip", **_STRENGTH),
+                LoraStack.Input("lora_stack", optional=True),
+            ],
+            outputs=[LoraStack.Output("stack", display_name="LORA_STACK")],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, lora_name: str, **others: Any) -> str:
+        """Hash of the file's contents."""
+        path = host.find_lora(lora_name)
+        return "" if path is None else hashes.of(Path(path))
+
+    @classmethod
+    def execute(cls, lora_name: str, strength_model: float, strength_clip: float, lora_stack: Any = None) -> Any:
+        """The longer stack; the given one is left as it is."""
+        return io.NodeOutput([*(lora_stack or ()), (lora_name, strength_model, strength_clip)])
+
+
+class ActmatMergeLoras(io.ComfyNode):  # type: ignore[misc]
+    """A stack of LoRA files, merged into one and applied."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema(
+            node_id="ActmatMergeLoras",
+            display_name="Merge LoRAs (actmat)",
+            category=CATEGORY,
+            description="Merges the LoRA files of a stack into one and applies it to model and CLIP, if connected.",
+            inputs=[
+                LoraStack.Input("lora_stack"),
+                *_method_inputs(of_adapters=True),
+                io.Int.Input("rank", default=0, min=0, max=4096, tooltip="Rank of the merged LoRA; 0: exact."),
+                _strengths_input(),
+                io.Model.Input("model", optional=True),
+                io.Clip.Input("clip", optional=True),
+                _options_input(),
+            ],
+            outputs=[
+                io.Model.Output("merged_model", display_name="MODEL"),
+                io.Clip.Output("merged_clip", display_name="CLIP"),
+                MergedLora.Output("merged_lora", display_name="merged LoRA"),
+                io.String.Output("summary", display_name="summary"),
+            ],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> int:
+        """A number that grows when one of the merged files has changed."""
+        return generation.number()
+
+    @classmethod
+    def execute(
+        cls, lora_stack: Any, method: str, scale: float, rank: int, strengths: str, model: Any = None,
+        clip: Any = None, options: str | None = "",
+    ) -> Any:  # fmt: skip
+        """Merge, or take the merged file of an earlier run, and apply it."""
+        job = _job(lora_stack, _settings(method, scale, options), strengths, rank)
+        if not job.loras:
+            return io.NodeOutput(model, clip, job, "No LoRA in the stack: model and CLIP are unchanged.")
+        found = merged.get(job, "same", host.ComfyProgress())
+        if model is None and clip is None:
+            return io.NodeOutput(None, None, job, found.summary)
+        fit = host.fit_lora(model, clip, found.file)
+        note = ""
+        if fit.left:  # such as diffusers' names of attention layers
+            fit, note = _in_comfy_names(job, model, clip, fit)
+        model, clip = host.apply_lora(model, clip, fit)
+        summary = "\n".join(line for line in (found.summary, note, fit.text) if line)
+        return io.NodeOutput(model, clip, job, summary)
+
+
+class ActmatSaveLora(io.ComfyNode):  # type: ignore[misc]
+    """A merged LoRA, written to ComfyUI's folder of LoRA files."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema(
+            node_id="ActmatSaveLora",
+            display_name="Save merged LoRA (actmat)",
+            category=CATEGORY,
+            description="Writes the merged LoRA and a record of the merge into models/loras. Overwrites nothing.",
+            is_output_node=True,
+            inputs=[
+                MergedLora.Input("merged_lora"),
+                io.String.Input("filename_prefix", default="merged/actmat"),
+                io.Combo.Input("layout", options=list(jobs.LAYOUTS), default="same", tooltip="Names of the tensors."),
+            ],
+            outputs=[
+                io.String.Output("lora_name", display_name="lora_name"),
+                io.String.Output("path", display_name="path"),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, merged_lora: jobs.LoraJob, filename_prefix: str, layout: str) -> Any:
+        """Copy the merged file, merged in the wanted layout."""
+        found = merged.get(merged_lora, layout, host.ComfyProgress())
+        target, name = host.new_file("loras", filename_prefix)
+        jobs.publish(found.file, target, keep=True)
+        jobs.write_record(target.with_suffix(".actmat.json"), merged_lora, found.manifest)
+        return io.NodeOutput(name, str(target), ui=ui.PreviewText(f"saved {name}\n{found.summary}"))
+
+
+class ActmatConflictReport(io.ComfyNode):  # type: ignore[misc]
+    """Conflicts between the LoRA files of a stack, as a text."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema(
+            node_id="ActmatConflictReport",
+            display_name="LoRA Conflicts (actmat)",
+            category=CATEGORY,
+            description="Measures how much the LoRA files of a stack want different things. Writes no file.",
+            is_output_node=True,
+            inputs=[
+                LoraStack.Input("lora_stack"),
+                *_method_inputs(of_adapters=True),
+                _strengths_input(),
+                _options_input(),
+            ],
+            outputs=[io.String.Output("report", display_name="report")],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> int:
+        """A number that grows when one of the files has changed."""
+        return generation.number()
+
+    @classmethod
+    def execute(cls, lora_stack: Any, method: str, scale: float, strengths: str, options: str | None = "") -> Any:
+        """Measure the merge."""
+        job = _job(lora_stack, _settings(method, scale, options), strengths)
+        if len(job.loras) < 2:
+            raise RecipeError(f"Conflicts are between two LoRA files or more; the stack has {len(job.loras)}.")
+        text = conflict_text(jobs.run_diagnosis(job, host.temporary_folder() / "inputs", host.ComfyProgress()))
+        return io.NodeOutput(text, ui=ui.PreviewText(text))
+
+
+class ActmatCheckpointStack(io.ComfyNode):  # type: ignore[misc]
+    """One fine-tuned checkpoint, added to those that are to be merged."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema(
+            node_id="ActmatCheckpointStack",
+            display_name="Checkpoint Stack (actmat)",
+            category=CATEGORY,
+            description="Adds a fine-tuned checkpoint to the experts of a merge.",
+            inputs=[
+                io.Combo.Input("ckpt_name", options=folder_paths.get_filename_list("checkpoints")),
+                io.Float.Input("weight", **_STRENGTH, tooltip="For methods that take weights; 1: no weight is given."),
+                Experts.Input("experts", optional=True),
+            ],
+            outputs=[Experts.Output("all_experts", display_name="experts")],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, ckpt_name: str, **others: Any) -> str:
+        """Size and time of the file: hashing gigabytes would take longer than a merge."""
+        return repr(stamp(host.find_checkpoint(ckpt_name)))
+
+    @classmethod
+    def execute(cls, ckpt_name: str, weight: float, experts: Any = None) -> Any:
+        """The longer list of experts."""
+        return io.NodeOutput((*(experts or ()), Expert(ckpt_name, host.find_checkpoint(ckpt_name), weight)))
+
+
+class ActmatMergeCheckpoints(io.ComfyNode):  # type: ignore[misc]
+    """Checkpoints of one base, merged into a file."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema(
+            node_id="ActmatMergeCheckpoints",
+            display_name="Merge Checkpoints (actmat)",
+            category=CATEGORY,
+            description="Merges fine-tuned checkpoints of one base into a new file in models/checkpoints.",
+            is_output_node=True,
+            inputs=[
+                io.Combo.Input(
+                    "base_name",
+                    options=folder_paths.get_filename_list("checkpoints"),
+                    tooltip="The checkpoint that all experts were fine-tuned from.",
+                ),
+                Experts.Input("experts"),
+                *_method_inputs(of_adapters=False),
+                io.Boolean.Input(
+                    "only_diffusion_model",
+                    default=True,
+                    tooltip="Take text encoders and VAE from the base; off: merge them, too.",
+                ),
+                io.String.Input("filename_prefix", default="merged/actmat"),
+                _options_input(),
+            ],
+            outputs=[
+                io.String.Output("ckpt_name", display_name="ckpt_name"),
+                io.String.Output("summary", display_name="summary"),
+            ],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, base_name: str, **others: Any) -> str:
+        """Size and time of the base."""
+        return repr(stamp(host.find_checkpoint(base_name)))
+
+    @classmethod
+    def execute(
+        cls, base_name: str, experts: tuple[Expert, ...], method: str, scale: float, only_diffusion_model: bool,
+        filename_prefix: str, options: str | None = "",
+    ) -> Any:  # fmt: skip
+        """Merge tensor by tensor from disk to disk; no checkpoint is in memory as a whole."""
+        settings = _settings(method, scale, options)
+        job = jobs.CheckpointJob(host.find_checkpoint(base_name), experts, settings, only_diffusion_model)
+        out = host.temporary_folder() / job.key
+        report = jobs.run_merge(out, host.ComfyProgress(), base=str(job.base), **job.fields())
+        found = jobs.merged_file(out, report, [f"{e.name} {e.weight:g}" for e in experts])
+        target, name = host.new_file("checkpoints", filename_prefix)
+        jobs.publish(found.file, target, keep=False)
+        jobs.write_record(target.with_suffix(".actmat.json"), job, found.manifest)
+        host.remove(out)
+        return io.NodeOutput(name, found.summary, ui=ui.PreviewText(f"saved {name}\n{found.summary}"))
+
+
+class ActmatLoadCheckpoint(io.ComfyNode):  # type: ignore[misc]
+    """A checkpoint by a connected name: the lists of ComfyUI's own loader take no connection."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Inputs and outputs."""
+        return io.Schema(
+            node_id="ActmatLoadCheckpoint",
+            display_name="Load merged Checkpoint (actmat)",
+            category=CATEGORY,
+            description="Loads the checkpoint that was just merged, by ComfyUI's own loader.",
+            inputs=[io.String.Input("ckpt_name", force_input=True)],
+            outputs=[
+                io.Model.Output("model", display_name="MODEL"),
+                io.Clip.Output("clip", display_name="CLIP"),
+                io.Vae.Output("vae", display_name="VAE"),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, ckpt_name: str) -> Any:
+        """Model, CLIP and VAE."""
+        return io.NodeOutput(*host.load_checkpoint(host.find_checkpoint(ckpt_name)))
+
+
+class ActmatExtension(ComfyExtension):  # type: ignore[misc]
+    """All nodes."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        """Classes of the nodes."""
+        return [
+            ActmatLoraStack,
+            ActmatMergeLoras,
+            ActmatSaveLora,
+            ActmatConflictReport,
+            ActmatCheckpointStack,
+            ActmatMergeCheckpoints,
+            ActmatLoadCheckpoint,
+        ]
