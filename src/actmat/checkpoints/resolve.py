@@ -20,7 +20,6 @@ from actmat import plugins
 from actmat.bounds import is_url, list_folder, local_path
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle
 from actmat.checkpoints.codecs import decoded
-from actmat.checkpoints.codecs.simulated import FORMAT, open_simulated
 from actmat.checkpoints.formats import find_format, format_named
 from actmat.checkpoints.layer_names import StackPart, adapted_parts, stack_parts
 from actmat.checkpoints.memory import MemoryCheckpoint
@@ -96,8 +95,6 @@ def open_handle(handle: CheckpointHandle) -> Checkpoint:
         handles = {location: part for part, location, _, _ in handle.parts}
         layers = [StackPart(location, start, stop) for _, location, start, stop in handle.parts]
         return _open_stack(handle.location, layers, lambda location: open_handle(handles[location]))
-    if handle.format == FORMAT:
-        return open_simulated(handle.view, open_handle)
     if handle.view is not None:
         view: View = plugins.needed("actmat.views", handle.format)
         return view.open(handle.view, open_handle)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from actmat import plugins
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, versions_of_files
-from actmat.checkpoints.codecs.simulated import SimulatedCheckpoint
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
@@ -30,9 +29,6 @@ from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.experts.peft import PEFT
 from actmat.experts.restacked import RESTACKED
-from actmat.layout import resolve_layout
-from actmat.layout.classify import HEAD_WORDS
-from actmat.layout.types import Role
 
 Convert: TypeAlias = Callable[[Adapter, AdapterLayout], tuple[Adapter, list[str]]]
 GROUP = "actmat.experts"
@@ -136,34 +132,10 @@ def open_base(location: str | Path | Mapping[str, Tensor] | Checkpoint, scheme: 
     if problem := unmerged_problem(opened):
         opened.close()
         raise CheckpointError(problem)
-    return opened if scheme is None else _simulated(opened, scheme)
-
-
-def _simulated(base: Checkpoint, scheme: str) -> Checkpoint:
-    """The base with the linear layers rounded that bitsandbytes replaces: all but the output head."""
-    if coded := next((n for n in base.specs if base.scheme(n)), None):
-        base.close()
-        raise CheckpointError(
-            f"{base.location}: --base-as {scheme} rounds a base of floats, and tensor '{coded}' is stored as codes "
-            f"already: the adapter is added to what they stand for. Fix: leave out --base-as"
-        )
-    layouts = resolve_layout(base.specs, base.config).tensors
-    names = [
-        name
-        for name, layout in layouts.items()
-        if layout.role in (Role.LINEAR, Role.FUSED_LINEAR)
-        and len(base.specs[name].shape) == 2
-        and not layout.reason.startswith(HEAD_WORDS)
-    ]
-    turned = [n for n in names if layouts[n].orientation != "OI"]
-    if turned or not names:
-        base.close()
-        found = f"'{turned[0]}' is stored transposed" if turned else "none was found"
-        raise CheckpointError(
-            f"{base.location}: --base-as {scheme} rounds linear layers, stored as rows of outputs, and {found}. Fix: "
-            "save a copy that was loaded in 4 bits and dequantised (transformers: model.dequantize()), as the base"
-        )
-    return SimulatedCheckpoint(base, names, scheme)
+    if scheme is None:
+        return opened
+    rounded: Checkpoint = plugins.needed("actmat.views", "simulated").of(opened, scheme)
+    return rounded
 
 
 def open_expert(

@@ -8,10 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from actmat import plugins
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle
 from actmat.checkpoints.raw import check_range, find_spec, raw_bytes
 from actmat.checkpoints.view import CheckpointView
+from actmat.errors import CheckpointError
+from actmat.extras.quantised.bitsandbytes import BITSANDBYTES
+from actmat.layout import resolve_layout
+from actmat.layout.classify import HEAD_WORDS
+from actmat.layout.types import Role
 
 FORMAT = "simulated"
 """Format of its handles, whose view is the scheme, the names and the handle of what it is made of."""
@@ -25,12 +29,12 @@ class SimulatedCheckpoint(CheckpointView):
     Args:
         inner: the checkpoint as stored.
         names: tensors that are rounded, whole.
-        scheme: key of `Codec.roundings` of some codec.
+        scheme: key of `Codec.roundings` of bitsandbytes.
     """
 
     def __init__(self, inner: Checkpoint, names: Iterable[str], scheme: str) -> None:
         super().__init__(inner)
-        self._names, self._scheme, self._round = frozenset(names), scheme, rounding(scheme)
+        self._names, self._scheme, self._round = frozenset(names), scheme, BITSANDBYTES.roundings[scheme]
         self.specs, self.aliases, self.written_sidecars = inner.specs, inner.aliases, inner.written_sidecars
         self.notes = (*inner.notes, f"{len(self._names)} tensors are rounded to {scheme} and back as they are read")
         self._last = threading.local()
@@ -68,19 +72,45 @@ class SimulatedCheckpoint(CheckpointView):
         )
 
 
-def rounding(scheme: str) -> Callable[[Tensor], Tensor]:
-    """The function of a codec that quantises a tensor by this scheme and decodes it.
+class _Simulated:
+    """See `checkpoints.resolve.View`."""
 
-    Raises:
-        CheckpointError: the codec is not installed.
-    """
-    found: Callable[[Tensor], Tensor] = plugins.needed("actmat.codecs", "bitsandbytes").roundings[scheme]
-    return found
+    def open(self, view: Any, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
+        """The checkpoint of a handle's view, which may have gone through JSON."""
+        scheme, names, inner = view
+        return SimulatedCheckpoint(
+            open_handle(inner if isinstance(inner, CheckpointHandle) else CheckpointHandle(**inner)), names, scheme
+        )
+
+    def of(self, base: Checkpoint, scheme: str) -> Checkpoint:
+        """The base with the linear layers rounded that bitsandbytes replaces: all but the output head.
+
+        Raises:
+            CheckpointError: it is stored as codes already, or has no such layers in the usual orientation.
+        """
+        if coded := next((n for n in base.specs if base.scheme(n)), None):
+            base.close()
+            raise CheckpointError(
+                f"{base.location}: --base-as {scheme} rounds a base of floats, and tensor '{coded}' is stored as codes "
+                f"already: the adapter is added to what they stand for. Fix: leave out --base-as"
+            )
+        layouts = resolve_layout(base.specs, base.config).tensors
+        names = [
+            name
+            for name, layout in layouts.items()
+            if layout.role in (Role.LINEAR, Role.FUSED_LINEAR)
+            and len(base.specs[name].shape) == 2
+            and not layout.reason.startswith(HEAD_WORDS)
+        ]
+        turned = [n for n in names if layouts[n].orientation != "OI"]
+        if turned or not names:
+            base.close()
+            found = f"'{turned[0]}' is stored transposed" if turned else "none was found"
+            raise CheckpointError(
+                f"{base.location}: --base-as {scheme} rounds linear layers, stored as rows of outputs, and {found}. "
+                "Fix: save a copy that was loaded in 4 bits and dequantised (transformers: model.dequantize()), as the base"
+            )
+        return SimulatedCheckpoint(base, names, scheme)
 
 
-def open_simulated(view: Any, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
-    """The checkpoint of a handle's view, which may have gone through JSON."""
-    scheme, names, inner = view
-    return SimulatedCheckpoint(
-        open_handle(inner if isinstance(inner, CheckpointHandle) else CheckpointHandle(**inner)), names, scheme
-    )
+SIMULATED = _Simulated()
