@@ -208,7 +208,9 @@ def test_the_core_merges_adapters_of_peft_without_extras(core: Shell) -> None:
         save_adapter(core.folder / name, "llama", seed, **LLAMA)
     core.actmat("merge", "-e", "x", "-e", "y", "-m", "average", "--out", "both")
     core.actmat("merge", "-b", "llama", "-e", "x", "-e", "y", "-m", "average", "--out", "model")
-    core.actmat("extract", "-b", "llama", "--model", "model", "--rank", "4", "--out", "extracted")
+    core.actmat(
+        "merge", "-b", "llama", "-e", "model", "-m", "average", "--to", "adapter", "--rank", "4", "--out", "extracted"
+    )
     assert (core.folder / "extracted" / "adapter_config.json").is_file()
     assert (core.folder / "both" / "adapter_config.json").is_file()
 

@@ -8,7 +8,7 @@ from tests.helpers.experts import Experts
 from tests.tolerances import relative_error
 from torch import Tensor
 
-from actmat.methods.fisher import merge
+from actmat.extras.research.fisher import merge
 
 
 @pytest.fixture

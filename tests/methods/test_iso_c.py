@@ -8,7 +8,7 @@ from tests.helpers.laws import law_gap
 from tests.helpers.spectra import graded, random_deltas, random_lowrank, with_spectrum
 from tests.tolerances import relative_error
 
-from actmat.methods.iso_c import ISO_C, merge
+from actmat.extras.research.iso_c import ISO_C, merge
 
 assert ISO_C.lowrank is not None
 merge_lowrank = ISO_C.lowrank.merge

@@ -9,8 +9,8 @@ from tests.helpers.spectra import random_deltas, random_lowrank, seeded
 from tests.tolerances import relative_error
 
 from actmat.errors import RecipeError
+from actmat.extras.research import iso_c, tsv
 from actmat.extras.research.knots import KNOTS, merge, merge_lowrank
-from actmat.methods import iso_c, tsv
 
 SPECTRAL = ("task_arithmetic", "tsv", "iso_c")
 

@@ -10,8 +10,8 @@ from tests.tolerances import F32_ELEMENTWISE, F64_ORACLE, relative_error
 from torch import Tensor
 
 from actmat.errors import NumericalError, RecipeError
+from actmat.extras.research import tsv
 from actmat.extras.research.orthomerge import generator_of, merge, nearest_rotation
-from actmat.methods import tsv
 
 
 def base_and_deltas(count: int, rows: int, columns: int, size: float = 0.1) -> tuple[Tensor, list[Tensor]]:

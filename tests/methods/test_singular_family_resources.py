@@ -8,11 +8,11 @@ from tests.helpers.experts import OnePass
 from tests.helpers.memory import peak_bytes
 from tests.helpers.spectra import random_deltas
 
+from actmat.extras.research.iso_c import ISO_C
 from actmat.extras.research.iso_cts import ISO_CTS
 from actmat.extras.research.knots import KNOTS
+from actmat.extras.research.tsv import TSV
 from actmat.methods.contract import MergeMethod
-from actmat.methods.iso_c import ISO_C
-from actmat.methods.tsv import TSV
 
 CASES = [
     (TSV, {}),

@@ -8,7 +8,7 @@ from tests.helpers.laws import law_gap
 from tests.helpers.spectra import graded, random_deltas, random_lowrank, with_spectrum
 from tests.tolerances import relative_error
 
-from actmat.methods.tsv import TSV, merge
+from actmat.extras.research.tsv import TSV, merge
 
 assert TSV.lowrank is not None
 merge_lowrank = TSV.lowrank.merge

@@ -1,4 +1,4 @@
-"""Merge methods: one file each, listed once in `METHODS`; presets are rows of one table.
+"""Merge methods: one file each, listed once in `METHODS`; presets are rows of a table.
 
 Extras and other distributions add methods by entry points of the group `actmat.methods`.
 """
@@ -13,15 +13,12 @@ from actmat.methods.contract import Bounds, MergeMethod, Option
 from actmat.methods.dare import DARE
 from actmat.methods.dc_merge import DC_MERGE
 from actmat.methods.facets import About, Access, Cost, LowRankForm, Merged, MergedLowRank, Stages, Survey
-from actmat.methods.fisher import FISHER
-from actmat.methods.iso_c import ISO_C
 from actmat.methods.linear import LINEAR
 from actmat.methods.presets import PRESETS
 from actmat.methods.regmean import REGMEAN
 from actmat.methods.slerp import SLERP
 from actmat.methods.task_arithmetic import TASK_ARITHMETIC
 from actmat.methods.ties import TIES
-from actmat.methods.tsv import TSV
 from actmat.methods.user import GROUP, is_user_method, load_installed_method, load_user_method
 from actmat.plugins import entries, hint
 
@@ -52,11 +49,8 @@ METHODS: tuple[MergeMethod, ...] = (
     ACTMAT,
     REGMEAN,
     *PRESETS,
-    TSV,
-    ISO_C,
     CART,
     DC_MERGE,
-    FISHER,
 )
 """Methods of the core, in the order of the tables. Adding one: a file in this folder and an entry here."""
 

@@ -1,4 +1,4 @@
-"""Presets: rows of one table, each a choice of estimator, filter, fill and options of `actmat` or `regmean`.
+"""Presets: rows of one table, each a choice of estimator, filter, fill and options of `actmat`.
 
 A function below takes a preset's options and returns its `Rule`; its docstring documents the method. A row of `PRESETS`
 adds texts, laws and cost. Weights are non-negative in all of them.
@@ -7,28 +7,18 @@ adds texts, laws and cost. Weights are non-negative in all of them.
 |---|---|
 | `actmat_ridge` | The hard cut-off of ACTMat keeps weak directions at full strength, however poorly the deltas determine them; a ridge fades them out. It is relative to the mean eigenvalue of `S`, whose scale depends on the fine-tuning runs. |
 | `actmat_bounded` | ACTMat lengthens the merged delta with the number of experts; where `D_t^T D_t` says little about the inputs, as for LoRA, in meaningless directions. Here the average fills the directions that the ridge fades out, and the result is never longer than the average. Found in this project's study of variants (docs/experiments). |
-| `tact` | From the ACTMat authors' public code. Small entries of a delta are mostly noise; the estimate leaves them out, the target is the whole delta. |
-| `centred` | The centring step of ACE: the estimate is a covariance over the `O` rows of a delta, not an uncentred second moment. The whole of ACE is `ace`, a name that this method had before. |
-| `wudi` | R. Cheng et al., "Whoever Started the Interference Should End It: Guiding Data-Free Model Merging via Task Vectors", ICML 2025. The objective is a least-squares problem with a closed form, the default here; the paper takes a fixed number of Adam steps from the sum of the deltas. |
-| `swudi` | WUDI's few Adam steps stop long before the minimiser, and do better for it. The exponential filter is that early stop in closed form: direction by direction, `1 - exp(-l t)` of the way from the sum to the minimiser. |
-| `aswudi` | The number of solved directions is the participation number of the singular values, `ceil((sum sqrt(l))^2 / sum l)`: `I` for a flat spectrum, 1 for a spike. |
-| `lot` | W. Sun et al., "Towards Minimizing Feature Drift in Model Merging: Layer-wise Task Vector Fusion for Adaptive Knowledge Integration", NeurIPS 2025. For linear layers its solution is RegMean in the delta form, with plain Grams. |
 """  # noqa: E501 - rows of a table
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
-from actmat.linalg.interference.descent import Adam
-from actmat.linalg.interference.rule import Estimator, Filter, Null, Rule
-from actmat.methods import regmean
-from actmat.methods._shared.interference import FillOption, RelativeCutoff, RuleOf, SolverOption, member
+from actmat.linalg.interference.rule import Filter, Rule
+from actmat.methods._shared.interference import FillOption, SolverOption, preset
 from actmat.methods.contract import Bounds, MergeMethod
-from actmat.methods.facets import MEAN_LAWS, SUM_LAWS, About, Law
+from actmat.methods.facets import MEAN_LAWS, SUM_LAWS
 
 Positive = Annotated[float, Bounds(0, open_low=True)]
-PER_NORM = Estimator(normalize="norm")
-FROM_SUM: frozenset[Law] = SUM_LAWS | {"single", "orthogonal_rows_sum"}
 
 
 def actmat_ridge(*, ridge: Positive = 0.1, null: FillOption = "zero", solver: SolverOption = "auto") -> Rule:
@@ -53,100 +43,8 @@ def actmat_bounded(*, ridge: Positive = 1.0, solver: SolverOption = "auto") -> R
     return Rule(spectral=Filter("tikhonov", ridge=ridge), null="mean", solver=solver, bounded=True)
 
 
-def tact(
-    *,
-    trim: Annotated[float, Bounds(0, 1, open_low=True)] = 0.5,
-    rtol: RelativeCutoff = None,
-    null: FillOption = "zero",
-    solver: SolverOption = "auto",
-) -> Rule:
-    """`D* = (sum_t w_t D_t K_t) (sum_t w_t K_t)^+`, `K_t = trim(D_t)^T trim(D_t)`. Weights are non-negative.
-
-    Args:
-        trim: fraction of the entries of each delta, the largest magnitudes, that estimates `K_t`.
-    """
-    return Rule(Estimator(trim=trim), Filter(rtol=rtol), null, solver)
-
-
-def centred(*, rtol: RelativeCutoff = None, null: FillOption = "zero", solver: SolverOption = "auto") -> Rule:
-    """`D* = (sum_t w_t D_t K_t) (sum_t w_t K_t)^+`, `K_t = A_t^T A_t`, `A_t = D_t - 1 mean_O(D_t)^T`.
-
-    Weights are non-negative.
-    """
-    return Rule(Estimator(centre=True), Filter(rtol=rtol), null, solver)
-
-
-def wudi(
-    *,
-    optimiser: Literal["closed", "adam"] = "closed",
-    rtol: Annotated[float | None, Bounds(0, 1)] = None,
-    null: Null = "sum",
-    steps: Annotated[int, Bounds(0)] = 300,
-    lr: Positive = 1e-5,
-) -> Rule | Adam:
-    """`D* = argmin_D sum_t w_t ||(D - D_t) D_t^T||_F^2 / ||D_t||_F^2`; a zero delta has no term.
-
-    Where the objective is flat (directions that no delta uses), the closed form takes `N`, the sum by default, as
-    gradient descent from the sum would. Weights are non-negative; they multiply the expert's term and, in the fill,
-    `D_t`.
-
-    Args:
-        optimiser: "closed" for the minimiser; "adam" for `steps` steps of Adam from the sum, as published. Adam's
-            steps do not scale with the deltas: `lr` is in the units of the weights.
-        rtol: relative cut-off of the closed form, as in `actmat`; default `I * eps(float32)`.
-        null: fill `N` of the closed form: nothing, the sum, or the mean of the deltas.
-        steps: number of Adam steps.
-        lr: Adam's step size.
-    """
-    return Adam(steps, lr) if optimiser == "adam" else Rule(PER_NORM, Filter(rtol=rtol), null)
-
-
-def swudi(
-    *,
-    filter: Literal["exponential", "tikhonov"] = "exponential",
-    time: Positive = 300.0,
-    ridge: Positive = 0.1,
-    null: FillOption = "sum",
-    solver: SolverOption = "auto",
-) -> Rule:
-    """`D* = N (I - V f(l) V^T) + B V (f(l) / l) V^T`, `S = sum_t w_t D_t^T D_t / ||D_t||_F^2 = V diag(l) V^T`.
-
-    Weights are non-negative; they multiply `K_t` and, in the fill, `D_t`.
-
-    Args:
-        filter: "exponential" `f = 1 - exp(-l time)`, or "tikhonov" `f = l / (l + ridge tr(S) / I)`.
-        time: stopping time, in units of the eigenvalues of `S`, whose trace is the number of experts that moved.
-        ridge: relative ridge of the "tikhonov" filter, in units of the mean eigenvalue.
-    """
-    return Rule(PER_NORM, Filter(filter, ridge=ridge, time=time, time_is_absolute=True), null, solver)
-
-
-def aswudi(*, rtol: RelativeCutoff = None, null: FillOption = "sum", solver: SolverOption = "auto") -> Rule:
-    """`D* = N (I - P) + B S^+ P`, `P` the projector on the `ceil((sum sqrt(l))^2 / sum l)` leading eigenvectors of `S`.
-
-    `S = sum_t w_t D_t^T D_t / ||D_t||_F^2 = V diag(l) V^T`, `B = sum_t w_t D_t D_t^T D_t / ||D_t||_F^2`. Weights are
-    non-negative; they multiply `K_t` and, in the fill, `D_t`.
-    """
-    return Rule(PER_NORM, Filter("adaptive", rtol=rtol), null, solver)
-
-
-def lot(*, rtol: Annotated[float | None, Bounds(0, 1)] = None) -> Rule:
-    """`D* = (sum_t w_t D_t X_t^T X_t) (sum_t w_t X_t^T X_t)^+ = argmin_D sum_t w_t ||X_t (D - D_t)^T||_F^2`.
-
-    The statistics "gram" are `X_t^T X_t`, one `I x I` matrix per expert. Weights are non-negative; they multiply it.
-
-    Args:
-        rtol: relative cut-off in units of the eigenvalues of the summed Gram; default `I * eps(float32)`.
-    """
-    return regmean.rule(rtol=rtol)
-
-
-def _row(rule: RuleOf, summary: str, equation: str, reference: str, of: str = "actmat", **declared: Any) -> MergeMethod:
-    return member(rule.__name__, rule, About(summary, equation, reference, preset_of=of), **declared)
-
-
 PRESETS: tuple[MergeMethod, ...] = (
-    _row(
+    preset(
         actmat_ridge,
         "ACTMat with weak directions faded out by a ridge relative to the mean eigenvalue.",
         "D* = (sum_t D_t D_t^T D_t) (sum_t D_t^T D_t + ridge tr(S)/I)^-1",
@@ -154,58 +52,12 @@ PRESETS: tuple[MergeMethod, ...] = (
         laws=SUM_LAWS,
         flops="(2T + 2) N^3",
     ),
-    _row(
+    preset(
         actmat_bounded,
         "ACTMat with a ridge, filled with the average and never longer than it: for adapters, too.",
         "X = N + (B - N S) (S + ridge tr(S)/I)^-1, D* = X min(1, |N|/|X|), N the average",
         "this project's study of variants of ACTMat (Model Merging via Data-Free Covariance Estimation)",
         laws=MEAN_LAWS,
         flops="(2T + 4) N^3",
-    ),
-    _row(
-        tact,
-        "ACTMat with covariances estimated from the largest entries of each delta.",
-        "D* = (sum_t D_t K_t) (sum_t K_t)^+, K_t = trim(D_t)^T trim(D_t)",
-        "Public code of Model Merging via Data-Free Covariance Estimation",
-        laws=SUM_LAWS - {"left_orthogonal", "right_orthogonal"},
-        has_lowrank=False,
-    ),
-    _row(
-        centred,
-        "ACTMat with the mean row taken out of each delta before its covariance is estimated.",
-        "D* = (sum_t D_t K_t) (sum_t K_t)^+, K_t = (D_t - mean)^T (D_t - mean)",
-        "Centring step of ACE-Merging: Data-Free Model Merging with Adaptive Covariance Estimation",
-        laws=SUM_LAWS - {"left_orthogonal"},
-    ),
-    _row(
-        wudi,
-        "Least interference in each expert's own row space, every expert counted equally.",
-        "D* = argmin_D sum_t ||(D - D_t) D_t^T||_F^2 / ||D_t||_F^2",
-        "Cheng et al., Whoever Started the Interference Should End It, ICML 2025",
-        laws=FROM_SUM | {"identical"},
-    ),
-    _row(
-        swudi,
-        "WUDI solved softly: gradient flow from the sum of the deltas, stopped at a finite time.",
-        "D* = N (I - V f V^T) + B V (f / l) V^T, f = 1 - exp(-l t), N = sum_t D_t",
-        "WalkerWorldPeace/MLLMerging, public code of SWUDI",
-        laws=FROM_SUM,
-    ),
-    _row(
-        aswudi,
-        "WUDI solved in as many leading directions as the spectrum's participation number says.",
-        "D* = N (I - P) + B S^+ P, rank P = ceil((sum sqrt(l))^2 / sum l), N = sum_t D_t",
-        "WalkerWorldPeace/MLLMerging, public code of ASWUDI",
-        laws=FROM_SUM,
-    ),
-    _row(
-        lot,
-        "Least drift of each layer's features on the experts' data.",
-        "D* = (sum_t D_t X_t^T X_t) (sum_t X_t^T X_t)^+",
-        "Sun et al., Layer-wise Task Vector Fusion for Adaptive Knowledge Integration, NeurIPS 2025",
-        of="regmean",
-        laws=regmean.REGMEAN.laws,
-        flops="(T + 3) N^3",
-        has_grams=True,
     ),
 )

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from actmat.errors import NumericalError
+from actmat.extras.research import tsv
 from actmat.linalg import operations as ops
 from actmat.linalg.lapack import Retries, economy_svd
-from actmat.methods import tsv
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods._shared.per_matrix import OneMatrix, each_matrix
 from actmat.methods.contract import Bounds, Fraction, MergeMethod

@@ -95,6 +95,13 @@ def member(
     )
 
 
+def preset(
+    rule_of: RuleOf, summary: str, equation: str, reference: str, of: str = "actmat", **declared: Any
+) -> MergeMethod:
+    """Declare a member with the name of its function, as a preset of the member `of`; `declared`: see `member`."""
+    return member(rule_of.__name__, rule_of, About(summary, equation, reference, preset_of=of), **declared)
+
+
 @dataclass(frozen=True, slots=True)
 class _Family:
     """All forms of one member. Each takes the needs and options `given`, and ignores the needs that it does not use."""

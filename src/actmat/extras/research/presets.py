@@ -1,0 +1,172 @@
+"""More presets of the interference family, as in `methods/presets.py`: each chooses estimator, filter, fill and options.
+
+| preset | idea |
+|---|---|
+| `tact` | From the ACTMat authors' public code. Small entries of a delta are mostly noise; the estimate leaves them out, the target is the whole delta. |
+| `centred` | The centring step of ACE: the estimate is a covariance over the `O` rows of a delta, not an uncentred second moment. The whole of ACE is `ace`, a name that this method had before. |
+| `wudi` | R. Cheng et al., "Whoever Started the Interference Should End It: Guiding Data-Free Model Merging via Task Vectors", ICML 2025. The objective is a least-squares problem with a closed form, the default here; the paper takes a fixed number of Adam steps from the sum of the deltas. |
+| `swudi` | WUDI's few Adam steps stop long before the minimiser, and do better for it. The exponential filter is that early stop in closed form: direction by direction, `1 - exp(-l t)` of the way from the sum to the minimiser. |
+| `aswudi` | The number of solved directions is the participation number of the singular values, `ceil((sum sqrt(l))^2 / sum l)`: `I` for a flat spectrum, 1 for a spike. |
+| `lot` | W. Sun et al., "Towards Minimizing Feature Drift in Model Merging: Layer-wise Task Vector Fusion for Adaptive Knowledge Integration", NeurIPS 2025. For linear layers its solution is RegMean in the delta form, with plain Grams. |
+"""  # noqa: E501 - rows of a table
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from actmat.linalg.interference.descent import Adam
+from actmat.linalg.interference.rule import Estimator, Filter, Null, Rule
+from actmat.methods import regmean
+from actmat.methods._shared.interference import FillOption, RelativeCutoff, SolverOption, preset
+from actmat.methods.contract import Bounds
+from actmat.methods.facets import SUM_LAWS, Law
+
+Positive = Annotated[float, Bounds(0, open_low=True)]
+PER_NORM = Estimator(normalize="norm")
+FROM_SUM: frozenset[Law] = SUM_LAWS | {"single", "orthogonal_rows_sum"}
+
+
+def tact(
+    *,
+    trim: Annotated[float, Bounds(0, 1, open_low=True)] = 0.5,
+    rtol: RelativeCutoff = None,
+    null: FillOption = "zero",
+    solver: SolverOption = "auto",
+) -> Rule:
+    """`D* = (sum_t w_t D_t K_t) (sum_t w_t K_t)^+`, `K_t = trim(D_t)^T trim(D_t)`. Weights are non-negative.
+
+    Args:
+        trim: fraction of the entries of each delta, the largest magnitudes, that estimates `K_t`.
+    """
+    return Rule(Estimator(trim=trim), Filter(rtol=rtol), null, solver)
+
+
+def centred(*, rtol: RelativeCutoff = None, null: FillOption = "zero", solver: SolverOption = "auto") -> Rule:
+    """`D* = (sum_t w_t D_t K_t) (sum_t w_t K_t)^+`, `K_t = A_t^T A_t`, `A_t = D_t - 1 mean_O(D_t)^T`.
+
+    Weights are non-negative.
+    """
+    return Rule(Estimator(centre=True), Filter(rtol=rtol), null, solver)
+
+
+def wudi(
+    *,
+    optimiser: Literal["closed", "adam"] = "closed",
+    rtol: Annotated[float | None, Bounds(0, 1)] = None,
+    null: Null = "sum",
+    steps: Annotated[int, Bounds(0)] = 300,
+    lr: Positive = 1e-5,
+) -> Rule | Adam:
+    """`D* = argmin_D sum_t w_t ||(D - D_t) D_t^T||_F^2 / ||D_t||_F^2`; a zero delta has no term.
+
+    Where the objective is flat (directions that no delta uses), the closed form takes `N`, the sum by default, as
+    gradient descent from the sum would. Weights are non-negative; they multiply the expert's term and, in the fill,
+    `D_t`.
+
+    Args:
+        optimiser: "closed" for the minimiser; "adam" for `steps` steps of Adam from the sum, as published. Adam's
+            steps do not scale with the deltas: `lr` is in the units of the weights.
+        rtol: relative cut-off of the closed form, as in `actmat`; default `I * eps(float32)`.
+        null: fill `N` of the closed form: nothing, the sum, or the mean of the deltas.
+        steps: number of Adam steps.
+        lr: Adam's step size.
+    """
+    return Adam(steps, lr) if optimiser == "adam" else Rule(PER_NORM, Filter(rtol=rtol), null)
+
+
+def swudi(
+    *,
+    filter: Literal["exponential", "tikhonov"] = "exponential",
+    time: Positive = 300.0,
+    ridge: Positive = 0.1,
+    null: FillOption = "sum",
+    solver: SolverOption = "auto",
+) -> Rule:
+    """`D* = N (I - V f(l) V^T) + B V (f(l) / l) V^T`, `S = sum_t w_t D_t^T D_t / ||D_t||_F^2 = V diag(l) V^T`.
+
+    Weights are non-negative; they multiply `K_t` and, in the fill, `D_t`.
+
+    Args:
+        filter: "exponential" `f = 1 - exp(-l time)`, or "tikhonov" `f = l / (l + ridge tr(S) / I)`.
+        time: stopping time, in units of the eigenvalues of `S`, whose trace is the number of experts that moved.
+        ridge: relative ridge of the "tikhonov" filter, in units of the mean eigenvalue.
+    """
+    return Rule(PER_NORM, Filter(filter, ridge=ridge, time=time, time_is_absolute=True), null, solver)
+
+
+def aswudi(*, rtol: RelativeCutoff = None, null: FillOption = "sum", solver: SolverOption = "auto") -> Rule:
+    """`D* = N (I - P) + B S^+ P`, `P` the projector on the `ceil((sum sqrt(l))^2 / sum l)` leading eigenvectors of `S`.
+
+    `S = sum_t w_t D_t^T D_t / ||D_t||_F^2 = V diag(l) V^T`, `B = sum_t w_t D_t D_t^T D_t / ||D_t||_F^2`. Weights are
+    non-negative; they multiply `K_t` and, in the fill, `D_t`.
+    """
+    return Rule(PER_NORM, Filter("adaptive", rtol=rtol), null, solver)
+
+
+def lot(*, rtol: Annotated[float | None, Bounds(0, 1)] = None) -> Rule:
+    """`D* = (sum_t w_t D_t X_t^T X_t) (sum_t w_t X_t^T X_t)^+ = argmin_D sum_t w_t ||X_t (D - D_t)^T||_F^2`.
+
+    The statistics "gram" are `X_t^T X_t`, one `I x I` matrix per expert. Weights are non-negative; they multiply it.
+
+    Args:
+        rtol: relative cut-off in units of the eigenvalues of the summed Gram; default `I * eps(float32)`.
+    """
+    return regmean.rule(rtol=rtol)
+
+
+TACT = preset(
+    tact,
+    "ACTMat with covariances estimated from the largest entries of each delta.",
+    "D* = (sum_t D_t K_t) (sum_t K_t)^+, K_t = trim(D_t)^T trim(D_t)",
+    "Public code of Model Merging via Data-Free Covariance Estimation",
+    laws=SUM_LAWS - {"left_orthogonal", "right_orthogonal"},
+    has_lowrank=False,
+)
+
+
+CENTRED = preset(
+    centred,
+    "ACTMat with the mean row taken out of each delta before its covariance is estimated.",
+    "D* = (sum_t D_t K_t) (sum_t K_t)^+, K_t = (D_t - mean)^T (D_t - mean)",
+    "Centring step of ACE-Merging: Data-Free Model Merging with Adaptive Covariance Estimation",
+    laws=SUM_LAWS - {"left_orthogonal"},
+)
+
+
+WUDI = preset(
+    wudi,
+    "Least interference in each expert's own row space, every expert counted equally.",
+    "D* = argmin_D sum_t ||(D - D_t) D_t^T||_F^2 / ||D_t||_F^2",
+    "Cheng et al., Whoever Started the Interference Should End It, ICML 2025",
+    laws=FROM_SUM | {"identical"},
+)
+
+
+SWUDI = preset(
+    swudi,
+    "WUDI solved softly: gradient flow from the sum of the deltas, stopped at a finite time.",
+    "D* = N (I - V f V^T) + B V (f / l) V^T, f = 1 - exp(-l t), N = sum_t D_t",
+    "WalkerWorldPeace/MLLMerging, public code of SWUDI",
+    laws=FROM_SUM,
+)
+
+
+ASWUDI = preset(
+    aswudi,
+    "WUDI solved in as many leading directions as the spectrum's participation number says.",
+    "D* = N (I - P) + B S^+ P, rank P = ceil((sum sqrt(l))^2 / sum l), N = sum_t D_t",
+    "WalkerWorldPeace/MLLMerging, public code of ASWUDI",
+    laws=FROM_SUM,
+)
+
+
+LOT = preset(
+    lot,
+    "Least drift of each layer's features on the experts' data.",
+    "D* = (sum_t D_t X_t^T X_t) (sum_t X_t^T X_t)^+",
+    "Sun et al., Layer-wise Task Vector Fusion for Adaptive Knowledge Integration, NeurIPS 2025",
+    of="regmean",
+    laws=regmean.REGMEAN.laws,
+    flops="(T + 3) N^3",
+    has_grams=True,
+)
