@@ -108,7 +108,7 @@ class _Simulated:
             found = f"'{turned[0]}' is stored transposed" if turned else "none was found"
             raise CheckpointError(
                 f"{base.location}: --base-as {scheme} rounds linear layers, stored as rows of outputs, and {found}. "
-                "Fix: save a copy that was loaded in 4 bits and dequantised (transformers: model.dequantize()), as the base"
+                "Fix: save a copy that was loaded in 4 bits and dequantised (model.dequantize()), as the base"
             )
         return SimulatedCheckpoint(base, names, scheme)
 
