@@ -61,6 +61,7 @@ def test_the_core_loses_nothing() -> None:
 def test_the_plan_says_which_methods_the_core_changes(method: MergeMethod) -> None:
     pairs = adapters()
     options = {"rtol": 1e-12} if "rtol" in method.options else {}
+    options |= {"epsilon": 0.3} if method.name == "ram" else {}  # by default all entries here count as changed
     words = space_words("core", method, method.resolve_options(options))
     found = merge_matrices(method.name, pairs, space="core", **options)
     full = merge_matrices(method.name, dense(pairs), **options)

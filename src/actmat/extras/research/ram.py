@@ -57,5 +57,5 @@ RAM = MergeMethod(
         "Yuan et al., Behavior knowledge merge in reinforced agentic models, arXiv:2601.13572, 2026",
     ),
     laws=frozenset({"permutation", "odd", "zero_expert", "zeros"}),
-    cost=Cost("T N^2", workspace=lambda shape, n_experts, options: 5 * math.prod(shape)),
+    cost=Cost("T N^2", workspace=lambda shape, n_experts, options: 7 * math.prod(shape)),
 )
