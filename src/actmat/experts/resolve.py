@@ -88,7 +88,7 @@ def in_layout(expert: Expert, layout: AdapterLayout) -> Expert:
         problems.append(f"'{layout}' has no names for its tensors trained in full ({', '.join(adapter.extras)})")
     problems = [f"cannot be written as '{layout}': {p}" for p in problems]
     if problems or adapter.problems:
-        found = found.with_problems((*adapter.problems, *problems))
+        found = adapter.with_problems((*adapter.problems, *problems))
     reopen = partial(_open_in_layout, handle.family, layout)
     return unfitted_expert(found, dataclasses.replace(handle.family, open_unfitted=reopen))
 
