@@ -110,7 +110,9 @@ class CheckpointJob:
         """Arguments of `actmat.merge` but for the base and the output."""
         names = expert_names([e.name for e in self.experts])
         weights = [e.weight for e in self.experts]
-        experts = [{"path": str(e.file), "name": name} for e, name in zip(self.experts, names, strict=True)]
+        experts: list[dict[str, Any]] = [
+            {"path": str(e.file), "name": name} for e, name in zip(self.experts, names, strict=True)
+        ]
         if any(w != 1.0 for w in weights):  # methods without weights refuse any that are given
             experts = [e | {"weight": w} for e, w in zip(experts, weights, strict=True)]
         keep = _present(self.base, PARTS) if self.only_diffusion else []
