@@ -31,7 +31,7 @@ class Bowl:
 
 def run(bowl: Bowl, budget: Budget | None = None, **around: Any) -> list[Trial]:
     space = make_space({"methods": ["average", "ties"], "scales": [0.5, 1.0, 2.0]})
-    fields: dict[str, Any] = {"samples": 64} | around
+    fields: dict[str, Any] = {"predictions": 64} | around
     return search(space, space.merges(), cast(Evaluator, bowl), budget or Budget(), Varied(**fields))
 
 
@@ -48,7 +48,7 @@ def test_rounds_use_more_inputs_for_fewer_candidates_and_then_refine_the_scale()
 
 def test_few_inputs_are_all_used_in_every_round() -> None:
     bowl = Bowl()
-    run(bowl, samples=8)
+    run(bowl, predictions=8)
     assert {s for _, s in bowl.asked} == {1.0}
 
 
@@ -104,8 +104,8 @@ def test_the_search_is_the_same_every_time() -> None:
 
 def test_a_budget_bounds_the_evaluations_and_too_small_a_one_says_so() -> None:
     bowl = Bowl()
-    run(bowl, Budget(evaluations=20))
-    assert len(bowl.asked) == 20
+    run(bowl, Budget(evaluations=12))
+    assert len(bowl.asked) == 12
     with pytest.raises(StatisticsError, match="allow more"):
         run(Bowl(), Budget(evaluations=3))
     with pytest.raises(StatisticsError, match="allow more"):

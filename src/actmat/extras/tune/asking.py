@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,9 @@ from actmat.extras.collect.collect import collect
 from actmat.extras.collect.data import DataOptions
 from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.evaluate import Asked, keep_answers
-from actmat.extras.tune.inputs import ExpertInputs, Source, prepare_inputs
+from actmat.extras.tune.inputs import ExpertInputs, Source, cut_at, prepare_inputs
 from actmat.extras.tune.live import Loader
+from actmat.extras.tune.search import SHARES
 from actmat.extras.tune.settings import TuneProgress, TuneSettings
 from actmat.recipe import ExpertRef, Recipe
 
@@ -37,8 +39,8 @@ def ask_experts(
     """
     experts, asked = [], {}
     notes: set[str] = set()
-    for expert in recipe.experts:
-        progress.doing(f"asking {expert.label}")
+    for number, expert in enumerate(recipe.experts, start=1):
+        progress.doing(f"asking {expert.label} ({number} of {len(recipe.experts)})")
         loaded, source = loader.load(expert.path), data[expert.label]
         measuring = bool(kinds) and not expert.statistics
         predict, labels = settings.predict_of(expert.label), settings.score in ("accuracy", "perplexity")
@@ -51,8 +53,11 @@ def ask_experts(
             measuring=measuring,
             note=notes.add,
         )
-        search, final = (keep_answers(loaded.model, half, predict) for half in (inputs.search, inputs.final))
-        asked[expert.label] = Asked(inputs, search, final, predict)
+        inputs = replace(inputs, search=cut_at(inputs.search, SHARES), final=cut_at(inputs.final))
+        began = time.perf_counter()
+        search = keep_answers(loaded.model, inputs.search, predict)
+        seconds = time.perf_counter() - began
+        asked[expert.label] = Asked(inputs, search, keep_answers(loaded.model, inputs.final, predict), predict, seconds)
         statistics = expert.statistics
         if measuring:
             mark = mark_of({expert.label: replace(inputs, search=inputs.measured)})

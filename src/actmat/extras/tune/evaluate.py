@@ -209,12 +209,16 @@ Score = Named | Callable[[nn.Module, str, Sequence[InputBatch]], float] | TaskSc
 
 @dataclass(frozen=True)
 class Asked:
-    """One expert's inputs, its own predictions for them, and how a model is asked for predictions."""
+    """One expert's inputs, its own predictions for them, and how a model is asked for predictions.
+
+    `seconds`: time of the predictions for the inputs of the search.
+    """
 
     inputs: ExpertInputs
     search: Sequence[Answers]
     final: Sequence[Answers]
     predict: Predict
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -247,6 +251,7 @@ class Trial:
             "method": self.candidate.merge.method,
             "options": dict(self.candidate.merge.options),
             "weights": self.candidate.merge.weights and list(self.candidate.merge.weights),
+            "space": self.candidate.merge.space,
             "scale": self.candidate.scale,
             "groups": dict(self.candidate.groups),
             "share": self.share,
