@@ -23,7 +23,6 @@ from actmat.extras.tune.tuning import open_live
 from actmat.recipe import Recipe, make_recipe
 from actmat.settings import RunSettings
 
-
 MIXTRAL = MixtralConfig(
     vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=1, num_local_experts=2,

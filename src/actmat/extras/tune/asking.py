@@ -14,9 +14,9 @@ from actmat.extras.collect.collect import collect
 from actmat.extras.collect.data import DataOptions
 from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.evaluate import Asked, keep_answers
-from actmat.extras.tune.inputs import ExpertInputs, Source, cut_at, prepare_inputs
-from actmat.extras.tune.live import Loader
-from actmat.extras.tune.search import SHARES
+from actmat.extras.tune.inputs import ExpertInputs, Source, cut_at, predictions_of, prepare_inputs
+from actmat.extras.tune.live import Loader, folded
+from actmat.extras.tune.search import shares_of
 from actmat.extras.tune.settings import TuneProgress, TuneSettings
 from actmat.recipe import ExpertRef, Recipe
 
@@ -43,6 +43,8 @@ def ask_experts(
         progress.doing(f"asking {expert.label} ({number} of {len(recipe.experts)})")
         loaded, source = loader.load(expert.path), data[expert.label]
         measuring = bool(kinds) and not expert.statistics
+        if not measuring and loader.is_exact:  # its answers are the same, in less time
+            loaded = replace(loaded, model=folded(loaded.model))
         predict, labels = settings.predict_of(expert.label), settings.score in ("accuracy", "perplexity")
         inputs = prepare_inputs(
             expert.label,
@@ -53,7 +55,8 @@ def ask_experts(
             measuring=measuring,
             note=notes.add,
         )
-        inputs = replace(inputs, search=cut_at(inputs.search, SHARES), final=cut_at(inputs.final))
+        shares = shares_of(sum(map(predictions_of, inputs.search)))
+        inputs = replace(inputs, search=cut_at(inputs.search, shares), final=cut_at(inputs.final))
         began = time.perf_counter()
         search = keep_answers(loaded.model, inputs.search, predict)
         seconds = time.perf_counter() - began

@@ -166,6 +166,11 @@ def cut_at(batches: Sequence[InputBatch], shares: Sequence[float] = ()) -> tuple
     return tuple(out)
 
 
+def predictions_of(batch: InputBatch) -> int:
+    """Predictions that count, if one counts for each sample where nothing says which do."""
+    return batch.samples if batch.counted is None else int(batch.counted.sum())
+
+
 def _of_similar_lengths(lengths: Sequence[int], samples: Iterable[int]) -> list[list[int]]:
     """Samples in groups, the longest first; none has less than `SIMILAR` of the tokens of the longest of its group."""
     groups: list[list[int]] = []

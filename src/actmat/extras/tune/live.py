@@ -209,13 +209,15 @@ class LiveModel:
 
     def _form(self, name: str, deltas: Mapping[str, Tensor], table: Tensor) -> None:
         """Write one parameter of a candidate, or the base's where there is no delta."""
-        tensor, base, number = self._state[name], self._base[name], self._numbers.get(name)
-        if isinstance(deltas, Products) and name in deltas and number is not None and number.numel() == 1:
-            if deltas.add_to(name, base, float(table[int(number)]), tensor):
-                return
-        tensor.copy_(base)
-        if (delta := deltas.get(name)) is not None:
-            _add(tensor, delta.to(tensor.device), self._numbers[name], table)
+        tensor, base = self._state[name], self._base[name]
+        if name not in deltas:
+            tensor.copy_(base)
+            return
+        number = self._numbers[name]
+        factor = float(table[int(number)]) if number.numel() == 1 else None
+        if factor is None or not isinstance(deltas, Products) or not deltas.add_to(name, base, factor, tensor):
+            tensor.copy_(base)
+            _add(tensor, deltas[name].to(tensor.device), number, table)
 
     def restore(self) -> None:
         """Make the parameters the base's."""
@@ -247,10 +249,19 @@ class Loader:
             location, adapters_base=self.base, model_class=self.model_class, dtype=self.dtype, device=self.device
         )
 
+    @property
+    def is_exact(self) -> bool:
+        """True if an adapter may be folded into its base without a rounding that its answers would show."""
+        return self.given is None and self.dtype == "float32"
+
     def merged(self, location: str) -> nn.Module:
         """The model at a location; an adapter is merged into its base."""
-        model: Any = self.load(location).model
-        return cast(nn.Module, model.merge_and_unload() if hasattr(model, "merge_and_unload") else model)
+        return folded(self.load(location).model)
+
+
+def folded(model: Any) -> nn.Module:
+    """The model with its adapter, if it has one, added to its weights."""
+    return cast(nn.Module, model.merge_and_unload() if hasattr(model, "merge_and_unload") else model)
 
 
 class Directions:

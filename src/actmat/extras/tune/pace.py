@@ -24,13 +24,13 @@ class Effort:
 
     >>> effort = Effort(10, 6, Varied(192))
     >>> effort.trials, effort.whole
-    (51, 15.5)
+    (50, 14.5)
     """
 
     def __init__(self, merges: int, scales: int, varied: Varied, limit: int | None = None) -> None:
         count = math.ceil(merges * min(scales, CLIMBED))
         self.trials, self.whole = 0, 0.0
-        for share in shares_of(varied):
+        for share in shares_of(varied.predictions):
             self.trials += count
             self.whole += count * share
             count = kept(count)

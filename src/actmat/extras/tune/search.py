@@ -26,7 +26,7 @@ FEWEST_PREDICTIONS = 16
 """Predictions per expert in the first round, at least; of fewer in all, every round uses all inputs."""
 CLIMBED = 3.6
 """Scales at which a method is tried, in the mean of the searches of docs/tune-results.md."""
-REFINED = 3
+REFINED = 2
 """Merges whose scale is refined."""
 SCALE_RANGE = 1.5
 """Largest change of a scale that is refined."""
@@ -92,11 +92,11 @@ class Varied:
     seed: int = 0
 
 
-def shares_of(varied: Varied) -> tuple[float, ...]:
-    """Shares of the inputs, round by round."""
-    if varied.predictions < FEWEST_PREDICTIONS:
+def shares_of(predictions: int) -> tuple[float, ...]:
+    """Shares of the inputs, round by round, for so many predictions of one expert."""
+    if predictions < FEWEST_PREDICTIONS:
         return (1.0,)
-    return (SHARES[0] if SHARES[0] * varied.predictions >= FEWEST_PREDICTIONS else SHARES[1], *SHARES[2:])
+    return (SHARES[0] if SHARES[0] * predictions >= FEWEST_PREDICTIONS else SHARES[1], *SHARES[2:])
 
 
 def kept(candidates: int) -> int:
@@ -130,7 +130,7 @@ def search(
         report(found)
         return found
 
-    first, *others = shares_of(varied)
+    first, *others = shares_of(varied.predictions)
     for merge in merges:
         _climb(sorted(space.scales), lambda scale, m=merge: run(Candidate(m, scale), first).mean, budget)
     found = screened = list(trials)
