@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 
 from benchmarks.common import RESULTS, WORK, actmat_command, fresh, measure, print_table, write_result
 from benchmarks.make_llama import Size, noise, write_checkpoint
+from benchmarks.provenance import commit
 
 TASKS = ("math", "code", "law")
 PROMPTS = 12
@@ -108,8 +110,10 @@ def tuned(folder: Path, out: Path, more: list[str]) -> dict[str, Any]:
     done.set()
     sampler.join()
     report = json.loads((work / "tune.json").read_text())
-    methods = {t["method"] + (f"@{s}" if (s := t.get("space", "full")) != "full" else "") for t in report["trials"]}
+    methods = {t["method"] + (f"@{s}" if (s := t.get("space")) else "") for t in report["trials"]}
     return {
+        "commit": commit(),
+        "threads": os.environ.get("OMP_NUM_THREADS", "the library's choice"),
         "wall_s": round(run.wall_s, 1),
         "cpu_s": round(run.cpu_s, 1),
         "peak_anonymous_b": run.peak_anonymous_b,

@@ -14,7 +14,7 @@ FINALS = 4
 
 
 class Effort:
-    """Work of a search, estimated, in evaluations of one candidate on all inputs.
+    """Work of a search, estimated, in evaluations of one candidate on all inputs; a later round takes only new inputs.
 
     Args:
         merges: choices that could be merged.
@@ -24,16 +24,16 @@ class Effort:
 
     >>> effort = Effort(10, 6, Varied(192))
     >>> effort.trials, effort.whole
-    (50, 14.5)
+    (50, 11.5)
     """
 
     def __init__(self, merges: int, scales: int, varied: Varied, limit: int | None = None) -> None:
         count = math.ceil(merges * min(scales, CLIMBED))
-        self.trials, self.whole = 0, 0.0
+        self.trials, self.whole, before = 0, 0.0, 0.0
         for share in shares_of(varied.predictions):
             self.trials += count
-            self.whole += count * share
-            count = kept(count)
+            self.whole += count * (share - before)
+            count, before = kept(count), share
         more = min(REFINED, merges) + STEPS * (len(varied.groups) + varied.weighted)
         self.trials, self.whole = self.trials + more, self.whole + more
         if limit is not None and limit < self.trials:
@@ -53,6 +53,7 @@ class Pace:
         self._effort, self._seconds, self._progress = effort, seconds, progress
         self._began, self._done = time.perf_counter(), 0.0
         self._best: dict[float, Trial] = {}
+        self._shares: dict[str, float] = {}
 
     @property
     def left(self) -> float:
@@ -62,7 +63,9 @@ class Pace:
 
     def add(self, trial: Trial) -> None:
         """A candidate was tried."""
-        self._done += trial.share
+        key = trial.candidate.key
+        self._done += trial.share - self._shares.get(key, 0.0)
+        self._shares[key] = trial.share
         best = min(trial, self._best.get(trial.share, trial), key=lambda t: t.mean)
         self._best[trial.share] = best
         self._progress.left(self.left)

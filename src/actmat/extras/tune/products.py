@@ -59,8 +59,9 @@ class Products(Mapping[str, Tensor]):
     def add_to(self, name: str, base: Tensor, factor: float, out: Tensor) -> bool:
         """Write `base + factor * delta` in one pass, without forming the delta; False where it is no plain product."""
         value = self._parts[name][0].value
-        is_plain = isinstance(value, LowRank) and value.shape == out.shape == base.shape and len(out.shape) == 2
-        if not is_plain or out.dtype != torch.float32 or len(self._parts[name]) > 1 or base.device != out.device:
+        if isinstance(value, Tensor) or len(self._parts[name]) > 1 or not value.shape == out.shape == base.shape:
+            return False
+        if out.ndim != 2 or out.dtype != torch.float32 or base.device != out.device:
             return False
         torch.addmm(base, value.b_OR, value.a_RI, alpha=factor, out=out)
         return True

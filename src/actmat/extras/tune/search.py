@@ -132,7 +132,7 @@ def search(
 
     first, *others = shares_of(varied.predictions)
     for merge in merges:
-        _climb(sorted(space.scales), lambda scale, m=merge: run(Candidate(m, scale), first).mean, budget)
+        _climb(merge, sorted(space.scales), lambda candidate: run(candidate, first).mean, budget)
     found = screened = list(trials)
     for share in others:
         ranked = [t.candidate for t in sorted(found, key=lambda t: t.mean)][: kept(len(found))]
@@ -152,13 +152,15 @@ def search(
     return trials
 
 
-def _climb(scales: Sequence[float], loss: Callable[[float], float], budget: Budget) -> None:
-    """Evaluate from the scale nearest to 1 in the direction of smaller losses, until they grow again."""
+def _climb(merge: MergeChoice, scales: Sequence[float], loss: Callable[[Candidate], float], budget: Budget) -> None:
+    """Evaluate a merge from the scale nearest to 1 in the direction of smaller losses, until they grow again."""
     at = min(range(len(scales)), key=lambda n: abs(math.log(scales[n])))
-    least = math.inf if budget.is_spent else loss(scales[at])
+    least = math.inf if budget.is_spent else loss(Candidate(merge, scales[at]))
     for step in (-1, 1):
         best = at
-        while 0 <= best + step < len(scales) and not budget.is_spent and (found := loss(scales[best + step])) < least:
+        while 0 <= best + step < len(scales) and not budget.is_spent:
+            if (found := loss(Candidate(merge, scales[best + step]))) >= least:
+                break
             best, least = best + step, found
         if best != at:
             return

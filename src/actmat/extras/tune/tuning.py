@@ -273,7 +273,7 @@ def _sources(recipe: Recipe, data: Mapping[str, TuneData]) -> tuple[dict[str, So
     if unknown := [label for label in ready if label not in recipe.labels]:
         raise RecipeError(f"Data is given for '{unknown[0]}', and no expert has this name: {', '.join(recipe.labels)}")
     fewest = prepare_data({label: o for label, o in options.items() if isinstance(o, DataOptions)}, FEW_INPUTS)
-    sizes = [sum(len(next(iter(batch.values()))) for batch in given) for given in ready.values()]
+    sizes = [sum(len(next(iter(b.values()))) for b in o) for o in ready.values() if not isinstance(o, DataOptions)]
     return {label: options[label] for label in recipe.labels}, min([fewest, *sizes])
 
 
