@@ -78,8 +78,9 @@ class InputBatch:
     def without_padding(self) -> InputBatch:
         """The batch without the columns at its end that are padding of every sample."""
         mask = self.arguments.get("attention_mask")
-        if mask is None or mask.ndim != 2 or (width := max(self.lengths)) == mask.shape[1]:
+        if mask is None or mask.ndim != 2:
             return self
+        width = max(self.lengths)
         cut = {k: v[:, :width] if v.shape[:2] == mask.shape and not k.startswith(DECODER) else v
                for k, v in self.arguments.items()}  # fmt: skip
         if any(k.startswith(DECODER) for k in cut):

@@ -113,8 +113,10 @@ class Direction:
     @property
     def nbytes(self) -> int:
         """Bytes of memory; none for deltas in a file."""
-        if isinstance(self.deltas, StoredTensors | Products):
-            return 0 if isinstance(self.deltas, StoredTensors) else self.deltas.nbytes
+        if isinstance(self.deltas, StoredTensors):
+            return 0
+        if isinstance(self.deltas, Products):
+            return self.deltas.nbytes
         return sum(d.numel() * d.element_size() for d in self.deltas.values())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,11 +107,12 @@ class Merges:
         Raises:
             OutputError, CheckpointError: the disk is full, or an input cannot be read.
         """
-        missing = [c for c in choices if c.key not in self.plans and c.key not in self.refused]
-        whole = [c for c in missing if not self.is_factored(c)]
-        for choice in missing:
-            if choice not in whole:
+        whole = []
+        for choice in (c for c in choices if c.key not in self.plans and c.key not in self.refused):
+            if self.is_factored(choice):
                 self._hold(choice)
+            else:
+                whole.append(choice)
         if whole:
             self._write(whole)
         return [c for c in choices if c.key in self.plans]
@@ -126,43 +127,32 @@ class Merges:
         """Merge factors in memory."""
         into = {"base": "", "output": Adapter(), "dtype": "float32"}
         here = replace(self._settings, executor="threads")  # factors are small
-        with self._refusing(choice):
-            merged = run_in_memory(recipe_of(self.recipe, choice).model_copy(update=into), here)
-            self._held[choice.key], self.plans[choice.key] = merged, merged.plan
-
-    @contextlib.contextmanager
-    def _refusing(self, choice: MergeChoice) -> Iterator[None]:
-        """Note why a choice cannot be merged; a disk or a file that fails is no reason against it."""
         try:
-            yield
+            merged = run_in_memory(recipe_of(self.recipe, choice).model_copy(update=into), here)
         except (OutputError, CheckpointError):
             raise
         except MergeError as error:
-            self.refused[choice.key] = error.problems[0] if error.problems else str(error)
+            self._refuse(choice, error)
+            return
+        self._held[choice.key], self.plans[choice.key] = merged, merged.plan
 
     def _write(self, choices: Sequence[MergeChoice]) -> None:
         """Merge whole models into the folder."""
-        recipes = [self._recipe(c) for c in choices]
-        if len(choices) == 1:
-            with self._refusing(choices[0]):
-                self.plans[choices[0].key] = run_recipes(recipes, self._settings)[0].plan
-            return
         try:
-            reports = run_recipes(recipes, self._settings)
-        except (OutputError, CheckpointError):
+            reports = run_recipes([self._recipe(c) for c in choices], self._settings)
+        except (OutputError, CheckpointError):  # a disk or a file that fails is no reason against a choice
             raise
-        except MergeError:
-            possible = []
-            for choice, recipe in zip(choices, recipes, strict=True):
-                with self._refusing(choice):
-                    plan_recipe(recipe)
-                    possible.append(choice)
-            # if all can be planned, one of them cannot be computed: find out which
-            for some in [possible] if len(possible) < len(choices) else [[c] for c in choices]:
-                if some:
-                    self._write(some)
+        except MergeError as error:
+            if len(choices) == 1:
+                self._refuse(choices[0], error)
+            else:  # find out which
+                for choice in choices:
+                    self._write([choice])
             return
         self.plans |= {c.key: report.plan for c, report in zip(choices, reports, strict=True)}
+
+    def _refuse(self, choice: MergeChoice, error: MergeError) -> None:
+        self.refused[choice.key] = error.problems[0] if error.problems else str(error)
 
     def _recipe(self, choice: MergeChoice) -> Recipe:
         fields = {"out": str(self.folder_of(choice)), "dtype": "float32"}

@@ -1,4 +1,4 @@
-"""How much of a search is left: its work from the rounds that are planned, its speed from what was measured."""
+"""The time that a search still takes: its work from the planned rounds, its speed as measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FINALS = 4
 
 
 class Effort:
-    """Work of a search, estimated, in evaluations of one candidate on all inputs; a later round takes only new inputs.
+    """Estimated work of a search, in evaluations of one candidate on all inputs; a later round takes only new inputs.
 
     Args:
         merges: choices that could be merged.
