@@ -3,7 +3,7 @@
     python -m benchmarks.tune.speed --label now          # adds or replaces the row `now` of results/tune-speed.json
 
 Weights are random, which changes no time: a dozen prompts per task, continued by 32 tokens. Disk is what the output and
-its work folder hold together at most, sampled twice a second.
+its work folder hold together at most; it and memory are sampled every second.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import threading
+import resource
+import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.common import RESULTS, WORK, actmat_command, fresh, measure, print_table, write_result
+from benchmarks.common import (
+    RESULTS,
+    WORK,
+    actmat_command,
+    family,
+    fresh,
+    memory_bytes,
+    print_table,
+    write_result,
+)
 from benchmarks.make_llama import Size, noise, write_checkpoint
 from benchmarks.provenance import commit
 
@@ -27,7 +38,7 @@ TASKS = ("math", "code", "law")
 PROMPTS = 12
 RANK = 16
 FILE = RESULTS / "tune-speed.json"
-SAMPLE_S = 0.5
+SAMPLE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -98,26 +109,25 @@ def tuned(folder: Path, out: Path, more: list[str]) -> dict[str, Any]:
     work = fresh(out.with_name(f"{out.name}.tune"))
     inputs = [x for t in TASKS for x in ("-e", f"{t}={folder / t}", "--data", f"{t}={folder / f'{t}.jsonl'}")]
     command = [*actmat_command(), "tune", "-b", folder / "base", *inputs, "--out", out, *more]
-    done, peak = threading.Event(), [0]
-
-    def sample() -> None:
-        while not done.wait(SAMPLE_S):
-            peak[0] = max(peak[0], disk_of(out.parent))
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    run = measure(command)
-    done.set()
-    sampler.join()
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    memory = disk = 0
+    with subprocess.Popen(list(map(str, command))) as child:
+        while child.poll() is None:  # seldom: the machine has two cores
+            time.sleep(SAMPLE_S)
+            memory = max(memory, sum(memory_bytes(pid).get("RssAnon", 0) for pid in family(child.pid)))
+            disk = max(disk, disk_of(out.parent))
+    wall, used = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if child.returncode:
+        raise RuntimeError(f"exit status {child.returncode} of {command}")
     report = json.loads((work / "tune.json").read_text())
     methods = {t["method"] + (f"@{s}" if (s := t.get("space")) else "") for t in report["trials"]}
     return {
         "commit": commit(),
         "threads": os.environ.get("OMP_NUM_THREADS", "the library's choice"),
-        "wall_s": round(run.wall_s, 1),
-        "cpu_s": round(run.cpu_s, 1),
-        "peak_anonymous_b": run.peak_anonymous_b,
-        "disk_b": peak[0],
+        "wall_s": round(wall, 1),
+        "cpu_s": round(used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime, 1),
+        "peak_anonymous_b": memory,
+        "disk_b": disk,
         "merges": len(methods),
         "trials": len(report["trials"]),
     }

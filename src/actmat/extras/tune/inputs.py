@@ -26,6 +26,8 @@ from actmat.extras.models.loading import Loaded
 
 DECODER = "decoder_"
 """Beginning of the keyword arguments of an encoder-decoder model's decoder."""
+COLUMNS = "logits_to_keep"
+"""Keyword argument of causal models of transformers: columns of the inputs for which logits are computed."""
 SIMILAR = 0.75
 """Least share of the longest sample's tokens that another of its batch has."""
 
@@ -74,6 +76,14 @@ class InputBatch:
         arguments = {k: v[list(index)] for k, v in self.arguments.items()}
         counted, labels = (None if v is None else v[list(index)] for v in (self.counted, self.labels))
         return InputBatch(arguments, counted, labels, first, self.shared)
+
+    def with_few_logits(self) -> InputBatch:
+        """The batch for a causal model that is asked for logits only in columns with a prediction that counts."""
+        if self.counted is None:
+            return self
+        columns = self.counted.any(0).nonzero()[:, 0]
+        labels = None if self.labels is None else self.labels[:, columns]
+        return replace(self, counted=self.counted[:, columns], labels=labels, shared={**self.shared, COLUMNS: columns})
 
     def without_padding(self) -> InputBatch:
         """The batch without the columns at its end that are padding of every sample."""
