@@ -156,7 +156,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
         for word, suite in zip(("images", "texts", "llm"), SUITES, strict=True)
         for end, pick in (("least", min), ("most", max))
     },
-    "tune-speed-cpu": lambda: _speed("now", "cpu_s", 1),
+    "tune-speed-cpu": lambda: _speed("now, one thread", "cpu_s", 1),
     "tune-speed-wall": lambda: _speed("now", "wall_s", 1),
     "tune-speed-disk": lambda: _speed("now", "disk_b", 1e9),
     "tune-speed-before-cpu": lambda: _speed("before", "cpu_s", 1),
