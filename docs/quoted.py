@@ -75,6 +75,13 @@ def _samples(suite: str) -> str:
     return str(found)
 
 
+def _speed(search: str, field: str, unit: float) -> str:
+    """A measurement of one search of `benchmarks.tune.speed`."""
+    rows = json.loads((RESULTS / "tune-speed.json").read_text(encoding="utf-8"))["rows"]
+    value = next(row[field] for row in rows if row["search"] == search) / unit
+    return f"{value:.0f}" if unit == 1 else f"{value:.1f}"
+
+
 def _repeats(name: str) -> str:
     """Runs behind every median of a benchmark's partial solver."""
     rows = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
@@ -149,6 +156,12 @@ NUMBERS: dict[str, Callable[[], str]] = {
         for word, suite in zip(("images", "texts", "llm"), SUITES, strict=True)
         for end, pick in (("least", min), ("most", max))
     },
+    "tune-speed-cpu": lambda: _speed("now, one thread", "cpu_s", 1),
+    "tune-speed-wall": lambda: _speed("now", "wall_s", 1),
+    "tune-speed-disk": lambda: _speed("now", "disk_b", 1e9),
+    "tune-speed-before-cpu": lambda: _speed("before", "cpu_s", 1),
+    "tune-speed-before-wall": lambda: _speed("before", "wall_s", 1),
+    "tune-speed-before-disk": lambda: _speed("before", "disk_b", 1e9),
     "tune-subjects": lambda: str(len(_small())),
     "tune-regret": lambda: f"{fmean(_regret()):.1f}",
     "tune-worst": lambda: f"{-min(_over()):.1f}",

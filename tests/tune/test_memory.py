@@ -33,7 +33,7 @@ SIZES = Sizes(experts=2, predictions=10, batch=4, classes=1000)
 
 
 def planned(max_memory: str, **fields: Any) -> MemoryPlan:
-    given: dict[str, Any] = {"dtype": "float32", "merging": 77, "merges": 10, "whole": 10, "gram": False} | fields
+    given: dict[str, Any] = {"dtype": "float32", "merging": 77, "merges": [0] * 10, "gram": False} | fields
     return plan_memory(SPECS, SIZES, RunSettings(max_memory=max_memory), **given)
 
 
@@ -47,6 +47,13 @@ def test_bytes_are_those_of_the_formulae() -> None:
     assert plan.deltas == 10**9 - 3 * model - answers - batch
     assert planned("1GB", dtype="bfloat16").model == model // 2
     assert planned("1GB", gram=True).statistics == 4 * (50**2 + 100**2)
+
+
+def test_merged_factors_take_the_place_of_copies_of_the_model() -> None:
+    plan = planned("1GB", merges=[70, 70, 70])
+    assert plan.in_memory == 2 * plan.model + 3 * 70 + plan.answers + plan.batch
+    assert (plan.merges, plan.whole) == (3, 0)
+    assert planned("1GB", merges=[70, 0]).in_memory == 4 * plan.model + 70 + plan.answers + plan.batch
 
 
 def test_deltas_go_to_files_where_they_do_not_fit_and_less_is_refused() -> None:
@@ -68,14 +75,14 @@ def test_deltas_go_to_files_where_they_do_not_fit_and_less_is_refused() -> None:
 
 def test_free_memory_is_the_limit_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
-    plan = plan_memory(SPECS, SIZES, RunSettings(), dtype="float32", merging=0, merges=1, whole=1, gram=False)
+    plan = plan_memory(SPECS, SIZES, RunSettings(), dtype="float32", merging=0, merges=[0], gram=False)
     assert plan.limit == 900
     assert "free" in plan.source
 
 
 def test_the_first_device_s_memory_is_the_limit_of_models_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunSettings(device="cuda:1,0", device_memory="2GB", max_memory="1GB")
-    given: dict[str, Any] = {"dtype": "float32", "merging": 0, "merges": 1, "whole": 1, "gram": False}
+    given: dict[str, Any] = {"dtype": "float32", "merging": 0, "merges": [0], "gram": False}
     plan = plan_memory(SPECS, SIZES, run, **given)
     assert (plan.limit, plan.device) == (2 * 10**9, "cuda:1")
     assert "--device-memory" in plan.source

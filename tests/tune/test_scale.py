@@ -14,6 +14,7 @@ from tests.tune.conftest import TEXTS
 
 import actmat
 from actmat.errors import RecipeError
+from actmat.extras.tune.space import SCALES
 from actmat.recipe import load_recipe
 
 
@@ -32,7 +33,9 @@ def test_a_merge_gets_the_scale_that_the_inputs_choose(family: Path, tmp_path: P
     told = json.loads((tmp_path / "merged.tune" / "tune.json").read_text())
     assert set(told) == PINNED["tune"] - {"left_out"} | {"trials"}, "what tune --json prints, its trials left out"
     assert {(t["method"], t["options"]["density"]) for t in told["trials"]} == {("ties", 0.5)}
-    assert len({t["scale"] for t in told["trials"]}) > 6, "six scales, then refined"
+    scales = {t["scale"] for t in told["trials"]}
+    assert {1.0, 0.7, 0.5} <= scales, "from 1 towards smaller losses"
+    assert scales - set(SCALES), "then refined"
     best = min((t for t in told["trials"] if t["share"] == 1.0), key=lambda t: t["mean"])
     assert told["chosen"]["scale"] == best["scale"]
     assert [f["name"] for f in told["final"]][-1] == "base"

@@ -6,13 +6,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from actmat.errors import RecipeError, StatisticsError
 from actmat.extras.tune.evaluate import Comparison, Evaluator, Trial
+from actmat.extras.tune.pace import FINALS, Effort, Pace
 from actmat.extras.tune.report import RESAMPLES, compare_finally, notes_on_space
-from actmat.extras.tune.search import Budget, Varied, choose, pareto_front, parse_budget, search
-from actmat.extras.tune.space import Candidate, MergeChoice, load_space, make_space
+from actmat.extras.tune.search import Budget, Varied, choose, pareto_front, parse_budget, search, shares_of
+from actmat.extras.tune.settings import TuneProgress
+from actmat.extras.tune.space import ADAPTER_METHODS, Candidate, MergeChoice, load_space, make_space
 
 
 class Bowl:
@@ -31,7 +34,7 @@ class Bowl:
 
 def run(bowl: Bowl, budget: Budget | None = None, **around: Any) -> list[Trial]:
     space = make_space({"methods": ["average", "ties"], "scales": [0.5, 1.0, 2.0]})
-    fields: dict[str, Any] = {"samples": 64} | around
+    fields: dict[str, Any] = {"predictions": 64} | around
     return search(space, space.merges(), cast(Evaluator, bowl), budget or Budget(), Varied(**fields))
 
 
@@ -48,7 +51,7 @@ def test_rounds_use_more_inputs_for_fewer_candidates_and_then_refine_the_scale()
 
 def test_few_inputs_are_all_used_in_every_round() -> None:
     bowl = Bowl()
-    run(bowl, samples=8)
+    run(bowl, predictions=8)
     assert {s for _, s in bowl.asked} == {1.0}
 
 
@@ -104,8 +107,8 @@ def test_the_search_is_the_same_every_time() -> None:
 
 def test_a_budget_bounds_the_evaluations_and_too_small_a_one_says_so() -> None:
     bowl = Bowl()
-    run(bowl, Budget(evaluations=20))
-    assert len(bowl.asked) == 20
+    run(bowl, Budget(evaluations=12))
+    assert len(bowl.asked) == 12
     with pytest.raises(StatisticsError, match="allow more"):
         run(Bowl(), Budget(evaluations=3))
     with pytest.raises(StatisticsError, match="allow more"):
@@ -116,6 +119,55 @@ def test_a_budget_bounds_the_evaluations_and_too_small_a_one_says_so() -> None:
 def test_budgets_that_mean_nothing(text: str) -> None:
     with pytest.raises(RecipeError, match="number of evaluations"):
         parse_budget(text)
+
+
+def test_a_method_is_climbed_towards_smaller_losses_until_they_grow() -> None:
+    bowl = Bowl()
+    space = make_space({"methods": ["ties"]})
+    search(space, space.merges(), cast(Evaluator, bowl), Budget(), Varied(8))
+    assert [c.scale for c, _ in bowl.asked[:3]] == [1.0, 0.7, 0.5], "least at 0.8: 0.5 is worse, and none is larger"
+    assert len(bowl.asked) == 4
+    scales = np.array([0.5, 0.7, 1.0])
+    curve, slope, _ = np.polyfit(np.log(scales), (scales - 0.8) ** 2, 2)
+    assert bowl.asked[3][0].scale == pytest.approx(np.exp(-slope / 2 / curve)), "the minimum of a parabola"
+
+
+@pytest.mark.parametrize(("predictions", "first"), [(15, 1.0), (16, 0.25), (127, 0.25), (128, 0.125)])
+def test_the_first_round_has_enough_predictions(predictions: int, first: float) -> None:
+    assert shares_of(predictions)[0] == first
+    assert shares_of(predictions)[-1] == 1.0
+
+
+def test_the_time_that_is_left_falls_to_that_of_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seconds for a whole evaluation, as was measured before."""
+    clock = [0.0]
+    monkeypatch.setattr("actmat.extras.tune.pace.time.perf_counter", lambda: clock[0])
+    told: list[float] = []
+    progress = cast(TuneProgress, SimpleNamespace(left=told.append, trial=lambda found, best: None))
+    effort = Effort(2, 3, Varied(64))
+    pace = Pace(effort, 2.0, progress)
+    assert pace.left == pytest.approx(2 * (effort.whole + FINALS))
+    assert effort.trials == 6 + 4 + 4 + 2
+    for n in range(effort.trials):
+        clock[0] += 2 * 0.25
+        pace.add(Trial(Candidate(MergeChoice("average"), 1.0 + n), 0.25, {"a": 1.0}, {"a": 1.0}))
+    assert told == sorted(told, reverse=True)
+    assert Effort(2, 3, Varied(64), limit=5).trials == 5
+
+
+def test_the_usual_methods_suit_the_experts_and_their_inputs() -> None:
+    usual = make_space({})
+    adapters = usual.fitted(to_adapters=True, few_inputs=False)
+    assert [str(c) for c in adapters.merges()] == list(ADAPTER_METHODS)
+    assert usual.fitted(to_adapters=False, few_inputs=False).merges() == usual.merges()
+    few = usual.fitted(to_adapters=True, few_inputs=True)
+    assert not few.statistics
+    assert len(few.merges()) == len(ADAPTER_METHODS) - 1
+    own = make_space({"methods": ["regmean", "cart@pico"]})
+    assert own.fitted(to_adapters=True, few_inputs=True) == own
+    assert own.merges()[1] == MergeChoice("cart", space="pico")
+    with pytest.raises(RecipeError, match="space"):
+        make_space({"methods": ["cart@pica"]})
 
 
 def trial(scale: float, a: float, b: float, agree: float = 1.0) -> Trial:

@@ -21,7 +21,7 @@ from actmat.extras.collect.data import DataOptions
 from actmat.extras.models.loading import load_model
 from actmat.extras.tune.evaluate import compare_answers, default_predict, keep_answers, loss_of
 from actmat.extras.tune.groups import patterns_for
-from actmat.extras.tune.inputs import prepare_inputs
+from actmat.extras.tune.inputs import ExpertInputs, InputBatch, cut_at, prepare_inputs
 from actmat.extras.tune.report import TuneReport
 from actmat.extras.tune.settings import TuneProgress
 from actmat.planning.choose import depth_of
@@ -199,6 +199,27 @@ def test_statistics_are_measured_on_inputs_that_neither_choose_nor_compare(famil
     found = tuned(family, tmp_path / "best", budget=2, space={"methods": ["regmean"], "scales": [1.0]}, new_tokens=0)
     kept = [open_statistics(e.statistics) for e in found.recipe.experts]
     assert [s.header.samples for s in kept] == [2, 2]
+
+
+def test_batches_end_where_rounds_do_and_hold_inputs_of_similar_lengths() -> None:
+    lengths = [3, 8, 7, 2, 8, 8]
+    mask = torch.tensor([[1] * n + [0] * (9 - n) for n in lengths])
+    ids = torch.arange(54).view(6, 9)
+    given = InputBatch({"input_ids": ids, "attention_mask": mask}, mask.bool(), ids.clone(), 0)
+    found = cut_at([given], (0.25, 1.0))
+    assert [b.lengths for b in found] == [[8], [3], [8, 8, 7], [2]], "two of six are a quarter"
+    assert [b.first for b in found] == [0, 1, 2, 5]
+    assert sum(b.samples for b in ExpertInputs("a", found, ()).taken(0.25)) == 2
+    for batch in found:
+        assert batch.counted is not None
+        assert batch.labels is not None
+        assert {t.shape for t in (*batch.arguments.values(), batch.counted, batch.labels)} == {
+            (batch.samples, max(batch.lengths))
+        }
+    kept = sorted(int(row[0]) // 9 for b in found for row in b.arguments["input_ids"])
+    assert kept == list(range(6))
+    pixels = InputBatch({"pixel_values": torch.zeros(3, 2)}, None, None, 0)
+    assert [b.samples for b in cut_at([pixels], (0.5, 1.0))] == [2, 1]
 
 
 def test_single_samples_are_dealt_to_all_parts(family: Path) -> None:

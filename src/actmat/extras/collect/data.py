@@ -63,18 +63,19 @@ class DataOptions:
 DataSource = str | Path | DataOptions
 
 
-def check_data(options: DataOptions) -> None:
-    """Read one row, so that unusable data is reported before a model is loaded."""
+def check_data(options: DataOptions, most: int = 1) -> int:
+    """Number of samples, counted up to `most`, so that unusable data is reported before a model is loaded."""
     try:
-        found = next(iter(_rows(options)), None)
+        found = sum(1 for _ in itertools.islice(_rows(options), most))
     except StatisticsError:
         raise
     except StopIteration:  # raised by `datasets` for an empty file
-        found = None
+        found = 0
     except Exception as error:  # readers of files raise errors of many types
         raise StatisticsError(f"{options.location}: the data cannot be read: {in_one_line(error)}") from error
-    if found is None:
+    if not found:
         raise StatisticsError(f"{options.location} is empty: expected at least one sample")
+    return found
 
 
 def data_of(recipe: Recipe, data: DataSource | Mapping[str, DataSource]) -> dict[str, DataOptions]:
@@ -95,16 +96,22 @@ def _options(source: DataSource) -> DataOptions:
     return source if isinstance(source, DataOptions) else DataOptions(str(source), max_samples=SAMPLES)
 
 
-def prepare_data(chosen: Mapping[str, DataOptions]) -> None:
-    """Open every data set before the first model is loaded, which may take minutes."""
+def prepare_data(chosen: Mapping[str, DataOptions], most: int = 1) -> int:
+    """Open every data set before the first model is loaded, which may take minutes.
+
+    Returns:
+        The number of samples of the smallest, counted up to `most`.
+    """
     problems: list[str] = []
+    fewest = most
     for options in dict.fromkeys(chosen.values()):
         try:
-            check_data(options)
+            fewest = min(fewest, check_data(options, min(most, options.max_samples or most)))
         except StatisticsError as error:
             problems += error.problems
     if problems:
         raise StatisticsError("The data cannot be used.", problems)
+    return fewest
 
 
 def make_batches(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +14,10 @@ from actmat.extras.collect.batches import DataSeen
 from actmat.extras.collect.collect import collect
 from actmat.extras.collect.data import DataOptions
 from actmat.extras.models.loading import Loaded
-from actmat.extras.tune.evaluate import Asked, keep_answers
-from actmat.extras.tune.inputs import ExpertInputs, Source, prepare_inputs
-from actmat.extras.tune.live import Loader
+from actmat.extras.tune.evaluate import Asked, default_predict, keep_answers
+from actmat.extras.tune.inputs import COLUMNS, ExpertInputs, Source, cut_at, predictions_of, prepare_inputs
+from actmat.extras.tune.live import Loader, folded
+from actmat.extras.tune.search import shares_of
 from actmat.extras.tune.settings import TuneProgress, TuneSettings
 from actmat.recipe import ExpertRef, Recipe
 
@@ -37,10 +40,12 @@ def ask_experts(
     """
     experts, asked = [], {}
     notes: set[str] = set()
-    for expert in recipe.experts:
-        progress.doing(f"asking {expert.label}")
+    for number, expert in enumerate(recipe.experts, start=1):
+        progress.doing(f"asking {expert.label} ({number} of {len(recipe.experts)})")
         loaded, source = loader.load(expert.path), data[expert.label]
         measuring = bool(kinds) and not expert.statistics
+        if not measuring and loader.is_exact:  # its answers are the same, in less time
+            loaded = replace(loaded, model=folded(loaded.model))
         predict, labels = settings.predict_of(expert.label), settings.score in ("accuracy", "perplexity")
         inputs = prepare_inputs(
             expert.label,
@@ -51,8 +56,15 @@ def ask_experts(
             measuring=measuring,
             note=notes.add,
         )
-        search, final = (keep_answers(loaded.model, half, predict) for half in (inputs.search, inputs.final))
-        asked[expert.label] = Asked(inputs, search, final, predict)
+        shares = shares_of(sum(map(predictions_of, inputs.search)))
+        inputs = replace(inputs, search=cut_at(inputs.search, shares), final=cut_at(inputs.final))
+        if predict is default_predict and isinstance(settings.score, str) and takes_columns(loaded.model):
+            few = ([b.with_few_logits() for b in half] for half in (inputs.search, inputs.final))
+            inputs = replace(inputs, search=tuple(next(few)), final=tuple(next(few)))
+        began = time.perf_counter()
+        search = keep_answers(loaded.model, inputs.search, predict)
+        seconds = time.perf_counter() - began
+        asked[expert.label] = Asked(inputs, search, keep_answers(loaded.model, inputs.final, predict), predict, seconds)
         statistics = expert.statistics
         if measuring:
             mark = mark_of({expert.label: replace(inputs, search=inputs.measured)})
@@ -65,6 +77,12 @@ def ask_experts(
     for note in sorted(notes):
         progress.note(note)
     return recipe.model_copy(update={"experts": tuple(experts)}), asked
+
+
+def takes_columns(model: Any) -> bool:
+    """True if a model may be asked for the logits of some columns of its inputs."""
+    inner = getattr(model, "get_base_model", lambda: model)()
+    return COLUMNS in inspect.signature(inner.forward).parameters
 
 
 def _collect(loaded: Loaded, inputs: ExpertInputs, source: Source, kinds: frozenset[str], out: Path) -> None:

@@ -66,12 +66,16 @@ class Comparison:
         predictions: how many there are.
     """
 
-    divergence: tuple[float, ...]
-    differing: tuple[int, ...]
-    right: tuple[int, ...]
-    labelled: tuple[int, ...]
-    surprise: tuple[float, ...]
-    predictions: tuple[int, ...]
+    divergence: tuple[float, ...] = ()
+    differing: tuple[int, ...] = ()
+    right: tuple[int, ...] = ()
+    labelled: tuple[int, ...] = ()
+    surprise: tuple[float, ...] = ()
+    predictions: tuple[int, ...] = ()
+
+    def __add__(self, other: Comparison) -> Comparison:
+        """The samples of both."""
+        return Comparison(*(getattr(self, n) + getattr(other, n) for n in Comparison.__dataclass_fields__))
 
 
 def default_predict(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -209,12 +213,16 @@ Score = Named | Callable[[nn.Module, str, Sequence[InputBatch]], float] | TaskSc
 
 @dataclass(frozen=True)
 class Asked:
-    """One expert's inputs, its own predictions for them, and how a model is asked for predictions."""
+    """One expert's inputs, its own predictions for them, and how a model is asked for predictions.
+
+    `seconds`: time of the predictions for the inputs of the search.
+    """
 
     inputs: ExpertInputs
     search: Sequence[Answers]
     final: Sequence[Answers]
     predict: Predict
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -247,6 +255,7 @@ class Trial:
             "method": self.candidate.merge.method,
             "options": dict(self.candidate.merge.options),
             "weights": self.candidate.merge.weights and list(self.candidate.merge.weights),
+            "space": self.candidate.merge.space,
             "scale": self.candidate.scale,
             "groups": dict(self.candidate.groups),
             "share": self.share,
@@ -302,25 +311,28 @@ class Evaluator:
         self._score = score
         self._journal, self._mark = journal, mark
         self._done = _read_journal(journal)
+        self._compared: dict[tuple[str, str], tuple[int, Comparison]] = {}
 
     def trial(self, candidate: Candidate, share: float) -> Trial:
         """Losses of a candidate on the first `share` of the inputs."""
         key = f"{self._mark} {share:g} {candidate.key}"
         if (entry := self._done.get(key)) is None:
             self.write(candidate)
-            losses, agreement = self._measure(share)
+            losses, agreement = self._measure(candidate.key, share)
             entry = {"key": key, "losses": losses, "agreement": agreement}
             with disk_errors(self._journal), self._journal.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
             self._done[key] = entry
         return Trial(candidate, share, entry["losses"], entry["agreement"])
 
-    def _measure(self, share: float) -> tuple[dict[str, float], dict[str, float]]:
-        """Losses and agreement of the live model."""
+    def _measure(self, key: str, share: float) -> tuple[dict[str, float], dict[str, float]]:
+        """Losses and agreement of the live model, which is the candidate of this key."""
         losses, agreement = {}, {}
         for label, asked in self._asked.items():
             batches = asked.inputs.taken(share)
-            found = compare_answers(self._live.model, batches, asked.search, asked.predict)
+            known, found = self._compared.get((key, label), (0, Comparison()))  # in an earlier round
+            found += compare_answers(self._live.model, batches[known:], asked.search[known:], asked.predict)
+            self._compared[key, label] = len(batches), found
             agreement[label] = 1.0 - loss_of(found, "disagreement")
             if isinstance(self._score, str):
                 losses[label] = loss_of(found, self._score)

@@ -11,8 +11,10 @@ Shapes: `N` samples, `L` tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +23,13 @@ from torch import Tensor
 from actmat.errors import StatisticsError
 from actmat.extras.collect.data import DataOptions, class_prompts, make_batches
 from actmat.extras.models.loading import Loaded
+
+DECODER = "decoder_"
+"""Beginning of the keyword arguments of an encoder-decoder model's decoder."""
+COLUMNS = "logits_to_keep"
+"""Keyword argument of causal models of transformers: columns of the inputs for which logits are computed."""
+SIMILAR = 0.75
+"""Least share of the longest sample's tokens that another of its batch has."""
 
 Source = DataOptions | Sequence[Mapping[str, Tensor]]
 """A data set, or batches of keyword arguments of the model that are ready; `labels` among them are taken out."""
@@ -53,6 +62,42 @@ class InputBatch:
     def samples(self) -> int:
         """Number of samples."""
         return len(next(iter(self.arguments.values())))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample up to the last that is no padding; 1 where there is no mask of tokens."""
+        mask = self.arguments.get("attention_mask")
+        if mask is None or mask.ndim != 2:
+            return [1] * self.samples
+        return ((mask != 0) * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1).clamp(min=1).tolist()
+
+    def rows(self, index: Sequence[int], first: int) -> InputBatch:
+        """Some of the samples, as a batch whose first one has this number."""
+        arguments = {k: v[list(index)] for k, v in self.arguments.items()}
+        counted, labels = (None if v is None else v[list(index)] for v in (self.counted, self.labels))
+        return InputBatch(arguments, counted, labels, first, self.shared)
+
+    def with_few_logits(self) -> InputBatch:
+        """The batch for a causal model that is asked for logits only in columns with a prediction that counts."""
+        if self.counted is None:
+            return self
+        columns = self.counted.any(0).nonzero()[:, 0]
+        labels = None if self.labels is None else self.labels[:, columns]
+        return replace(self, counted=self.counted[:, columns], labels=labels, shared={**self.shared, COLUMNS: columns})
+
+    def without_padding(self) -> InputBatch:
+        """The batch without the columns at its end that are padding of every sample."""
+        mask = self.arguments.get("attention_mask")
+        if mask is None or mask.ndim != 2:
+            return self
+        width = max(self.lengths)
+        cut = {k: v[:, :width] if v.shape[:2] == mask.shape and not k.startswith(DECODER) else v
+               for k, v in self.arguments.items()}  # fmt: skip
+        if any(k.startswith(DECODER) for k in cut):
+            return replace(self, arguments=cut)
+        counted, labels = (v[:, :width] if v is not None and v.shape == mask.shape else v
+                           for v in (self.counted, self.labels))  # fmt: skip
+        return replace(self, arguments=cut, counted=counted, labels=labels)
 
 
 @dataclass(frozen=True)
@@ -117,6 +162,37 @@ def prepare_inputs(
     return ExpertInputs(label, tuple(search.batches), tuple(final.batches), tuple(measured.batches))
 
 
+def cut_at(batches: Sequence[InputBatch], shares: Sequence[float] = ()) -> tuple[InputBatch, ...]:
+    """The same samples in batches that end at these shares of them, of similar lengths, with less padding."""
+    total = sum(b.samples for b in batches)
+    ends = {math.ceil(share * total) for share in shares}
+    out = []
+    for batch in batches:
+        inside = sorted({0, batch.samples, *(e - batch.first for e in ends if 0 < e - batch.first < batch.samples)})
+        for start, stop in pairwise(inside):
+            first = batch.first + start
+            for group in _of_similar_lengths(batch.lengths, range(start, stop)):
+                out.append(batch.rows(group, first).without_padding())
+                first += len(group)
+    return tuple(out)
+
+
+def predictions_of(batch: InputBatch) -> int:
+    """Predictions that count, if one counts for each sample where nothing says which do."""
+    return batch.samples if batch.counted is None else int(batch.counted.sum())
+
+
+def _of_similar_lengths(lengths: Sequence[int], samples: Iterable[int]) -> list[list[int]]:
+    """Samples in groups, the longest first; none has less than `SIMILAR` of the tokens of the longest of its group."""
+    groups: list[list[int]] = []
+    for n in sorted(samples, key=lambda n: -lengths[n]):
+        if groups and lengths[n] >= SIMILAR * lengths[groups[-1][0]]:
+            groups[-1].append(n)
+        else:
+            groups.append([n])
+    return groups
+
+
 class _Part:
     """Batches of samples that are taken out of given ones."""
 
@@ -128,11 +204,8 @@ class _Part:
         """Add some samples of a batch."""
         if not taken:
             return
-        index = list(taken)
-        arguments = {k: v[index] for k, v in batch.arguments.items()}
-        counted, labels = (None if v is None else v[index] for v in (batch.counted, batch.labels))
-        self.batches.append(InputBatch(arguments, counted, labels, self.samples, batch.shared))
-        self.samples += len(index)
+        self.batches.append(batch.rows(taken, self.samples))
+        self.samples += len(taken)
 
 
 def _batches(

@@ -1,7 +1,8 @@
 """A model in memory whose parameters become `W_0 + factor * D*`, in place, for one candidate after another.
 
 Checkpoints are loaded by transformers, which may rename, stack or transpose tensors; all of that is linear, so the
-difference of two loaded models is the loaded difference.
+difference of two loaded models is the loaded difference. Merged adapters are not loaded: their factors are put on the
+parameters that the stored tensors make up (`products.py`).
 
 `W_0` and `D*` are kept in memory; or, if they do not fit, in files from which a candidate is formed tensor by tensor.
 Then only one model is in memory at any time: one that is loaded takes the place of the live one.
@@ -16,20 +17,25 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
+from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import RecipeError, StatisticsError
-from actmat.extras.collect.binding import locate_parameters
+from actmat.extras.models.in_memory import MemoryMerge
 from actmat.extras.models.loading import Loaded, load_model
 from actmat.extras.tune.groups import FIXED
 from actmat.extras.tune.merges import Merges
+from actmat.extras.tune.products import Products, locate_state, products_of
 from actmat.extras.tune.space import MergeChoice
+from actmat.layout.in_memory import Located
+
+D = TypeVar("D", bound=Mapping[str, Tensor])
 
 ALIGNMENT = 64
 """Bytes: where a tensor may begin in the file."""
@@ -109,6 +115,8 @@ class Direction:
         """Bytes of memory; none for deltas in a file."""
         if isinstance(self.deltas, StoredTensors):
             return 0
+        if isinstance(self.deltas, Products):
+            return self.deltas.nbytes
         return sum(d.numel() * d.element_size() for d in self.deltas.values())
 
 
@@ -130,6 +138,8 @@ class LiveModel:
         self._folder = folder
         self._model: nn.Module | None = model
         self._state = state_of(model)
+        self._changed: set[str] = set()
+        self._located: dict[str, Located] = {}
         self._base: Mapping[str, Tensor]
         if folder is None:
             self._base = {name: t.detach().clone() for name, t in self._state.items()}
@@ -159,10 +169,20 @@ class LiveModel:
             self._state, self._model = {}, None  # freed before the other one is loaded, which takes its place
             self._model = load()
             self._state = state_of(self._model)
+            self._changed = set(self._state)
             StoredTensors.store(path, self._known(dict(self._deltas(self._state, in_place=True))))
         return Direction(StoredTensors(path))
 
-    def _known(self, deltas: dict[str, Tensor]) -> dict[str, Tensor]:
+    def products(self, merged: MemoryMerge, base: Checkpoint) -> Direction:
+        """`D*` of a merged adapter at scale 1, as factors.
+
+        Raises:
+            CheckpointError, StatisticsError: it does not fit the base, or this model.
+        """
+        self._located = self._located or locate_state(self.model, self._state, base)
+        return Direction(self._known(products_of(merged, base, self._located, self._state)))
+
+    def _known(self, deltas: D) -> D:
         if unknown := [name for name in deltas if name not in self._numbers]:
             raise StatisticsError(
                 f"'{unknown[0]}' changes in a merge, and the base's checkpoint has no tensor of this name, so that its "
@@ -185,10 +205,21 @@ class LiveModel:
         """Make the parameters `W_0 + factor(group) * D*`; entries of the group `FIXED` get factor 1."""
         table = torch.tensor([1.0 if g == FIXED else factor(g) for g in self.groups])
         with torch.no_grad():
-            for name, tensor in self._state.items():
-                tensor.copy_(self._base[name])
-                if (delta := direction.deltas.get(name)) is not None:
-                    _add(tensor, delta.to(tensor.device), self._numbers[name], table)
+            for name in self._changed | set(direction.deltas):
+                self._form(name, direction.deltas, table)
+        self._changed = set(direction.deltas)
+
+    def _form(self, name: str, deltas: Mapping[str, Tensor], table: Tensor) -> None:
+        """Write one parameter of a candidate, or the base's where there is no delta."""
+        tensor, base = self._state[name], self._base[name]
+        if name not in deltas:
+            tensor.copy_(base)
+            return
+        number = self._numbers[name]
+        factor = float(table[int(number)]) if number.numel() == 1 else None
+        if factor is None or not isinstance(deltas, Products) or not deltas.add_to(name, base, factor, tensor):
+            tensor.copy_(base)
+            _add(tensor, deltas[name].to(tensor.device), number, table)
 
     def restore(self) -> None:
         """Make the parameters the base's."""
@@ -220,14 +251,23 @@ class Loader:
             location, adapters_base=self.base, model_class=self.model_class, dtype=self.dtype, device=self.device
         )
 
+    @property
+    def is_exact(self) -> bool:
+        """True if an adapter may be folded into its base without a rounding that its answers would show."""
+        return self.given is None and self.dtype == "float32"
+
     def merged(self, location: str) -> nn.Module:
         """The model at a location; an adapter is merged into its base."""
-        model: Any = self.load(location).model
-        return cast(nn.Module, model.merge_and_unload() if hasattr(model, "merge_and_unload") else model)
+        return folded(self.load(location).model)
+
+
+def folded(model: Any) -> nn.Module:
+    """The model with its adapter, if it has one, added to its weights."""
+    return cast(nn.Module, model.merge_and_unload() if hasattr(model, "merge_and_unload") else model)
 
 
 class Directions:
-    """Merged deltas by choice; those used last stay in memory.
+    """Merged deltas by choice, those of adapters as factors; those used last stay in memory.
 
     Args:
         live: the base's model.
@@ -249,13 +289,19 @@ class Directions:
         if choice.key not in self._kept:
             if not self._merges.make([choice]):
                 raise RecipeError(f"{choice} cannot be merged: {self._merges.refused[choice.key]}")
-            folder = self._merges.folder_of(choice)
-            loaded = self._live.direction(folder.name, lambda: self._loader.merged(str(folder)))
+            loaded = self._load(choice)
             while self._kept and sum(d.nbytes for d in self._kept.values()) + loaded.nbytes > self._memory:
                 self._kept.popitem(last=False)
             self._kept[choice.key] = loaded
         self._kept.move_to_end(choice.key)
         return self._kept[choice.key]
+
+    def _load(self, choice: MergeChoice) -> Direction:
+        if self._merges.is_factored(choice):
+            with open_checkpoint(self._loader.base) as base:
+                return self._live.products(self._merges.take(choice), base)
+        folder = self._merges.folder_of(choice)
+        return self._live.direction(folder.name, lambda: self._loader.merged(str(folder)))
 
 
 def group_numbers(
@@ -271,19 +317,14 @@ def group_numbers(
         names: of the groups, by their numbers.
     """
     number_of = {name: names.index(group) for name, group in groups.items()}
-    state = model.state_dict()
-    first = {(t.data_ptr(), t.numel()): name for name, t in state_of(model).items()}  # of those that share memory
-    located, _ = locate_parameters(model, list(state), base)
-    out = {name: torch.zeros(1, dtype=torch.uint8) for name in first.values()} if len(names) == 1 else {}
-    for name, found in located.items():
-        name_in_state = first.get((state[name].data_ptr(), state[name].numel()))
+    state = state_of(model)
+    out = {name: torch.zeros(1, dtype=torch.uint8) for name in state} if len(names) == 1 else {}
+    for name, found in locate_state(model, state, base).items():
         pieces = [(piece, number_of[piece.name]) for piece in found.slices if piece.name in number_of]
-        if name_in_state is None or not pieces:
-            continue
         if len({number for _, number in pieces}) == 1:
-            out[name_in_state] = torch.tensor([pieces[0][1]], dtype=torch.uint8)
-            continue
-        out[name_in_state] = torch.zeros(state[name].shape, dtype=torch.uint8)
-        for piece, number in pieces:
-            piece.of(out[name_in_state]).fill_(number)
+            out[name] = torch.tensor([pieces[0][1]], dtype=torch.uint8)
+        elif pieces:
+            out[name] = torch.zeros(state[name].shape, dtype=torch.uint8)
+            for piece, number in pieces:
+                piece.of(out[name]).fill_(number)
     return out

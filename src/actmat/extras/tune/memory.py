@@ -1,7 +1,8 @@
 """The memory of a search, estimated from headers before the first model is loaded.
 
 In memory: the live model, the base's weights, a merged model while it is loaded, and its delta, `4 M` for models of `M`
-bytes, and further deltas where there is room. With files: the live model only, `M`, and a few of its tensors.
+bytes, and further deltas where there is room; `2 M` where all merges are factors. With files: the live model only, `M`,
+and a few of its tensors. Merged factors are in memory in any case.
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ class MemoryPlan:
         merging: peak of the merges, which are made one after the other before the search, with one worker.
         largest: the largest tensor.
         merges: methods with their options.
-        whole: those of them that are written as whole models; the others are adapters.
+        whole: those of them that are written as whole models; the others are adapters in memory.
+        factors: of all merged adapters.
+        experts: that are asked.
     """
 
     limit: int
@@ -114,17 +117,19 @@ class MemoryPlan:
     largest: int
     merges: int
     whole: int
+    factors: int = 0
+    experts: int = 0
 
     @property
     def in_memory(self) -> int:
         """The least that a search in memory needs."""
-        return 4 * self.model + self.answers + self.batch
+        return (4 if self.whole else 2) * self.model + self.factors + self.answers + self.batch
 
     @property
     def with_files(self) -> int:
         """The least that a search with deltas in files needs."""
         asking = self.model + self.answers + self.batch + self.statistics
-        return max(asking, self.model + TENSORS * self.largest + self.answers + self.batch)
+        return max(asking, self.model + TENSORS * self.largest + self.factors + self.answers + self.batch)
 
     @property
     def held(self) -> Literal["memory", "files"]:
@@ -171,15 +176,15 @@ class MemoryPlan:
         if self.statistics:
             found.append(f"  statistics of one expert, while they are measured: {size(self.statistics)}")
         if self.held == "memory":
-            kept = min(self.merges, self.deltas // max(1, self.model))
+            kept = min(self.whole, self.deltas // max(1, self.model)) + self.merges - self.whole
             found.append(f"  search: {size(self.in_memory)}; {kept} of {self.merges} merged deltas kept in memory")
         else:
             found += [
                 f"  search: {size(self.with_files)}; merged deltas stay in files and candidates are",
                 f"  formed tensor by tensor, since in memory the search would need {size(self.in_memory)}",
             ]
-        disk = (self.whole + (self.merges + 1 if self.held == "files" else 0)) * self.model
-        return [*found, f"  disk: about {size(disk)} until the end"]
+        disk = (self.whole + (self.whole + 1 if self.held == "files" else 0)) * self.model
+        return [*found, f"  disk: about {size(disk + self.experts * self.statistics)} until the end, and the output"]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -193,8 +198,7 @@ def plan_memory(
     *,
     dtype: str,
     merging: int,
-    merges: int,
-    whole: int,
+    merges: Sequence[int],
     gram: bool,
 ) -> MemoryPlan:
     """The plan of a search.
@@ -203,8 +207,7 @@ def plan_memory(
         specs: tensors of the base.
         dtype: of the models while they run.
         merging: peak memory of a merge.
-        merges: methods with their options.
-        whole: those of them that are written as whole models.
+        merges: of each method with its options, the bytes of its merged factors; 0: it is written as a whole model.
         gram: Gram matrices are measured.
 
     Raises:
@@ -223,8 +226,10 @@ def plan_memory(
         statistics=_gram_bytes(list(specs.values())) if gram else 0,
         merging=merging,
         largest=max(floats, default=0),
-        merges=merges,
-        whole=whole,
+        merges=len(merges),
+        whole=sum(not m for m in merges),
+        factors=sum(merges),
+        experts=sizes.experts,
     )
 
 

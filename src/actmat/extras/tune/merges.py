@@ -1,8 +1,7 @@
-"""Merges at scale 1, in float32, kept on disk while candidates are tried: each choice is planned and merged once.
+"""Merges at scale 1, in float32: each choice is planned and merged once.
 
-Adapters are merged into adapters where the method has a low-rank form: the same deltas, in less time and space.
-
-The folder survives an interruption, and so do the merges that are complete.
+Adapters are merged into adapters in memory where the method merges factors. All other merges are written into a folder,
+which survives an interruption, and so do the merges in it that are complete.
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from actmat.errors import CheckpointError, MergeError, OutputError
 from actmat.experts.resolve import has_factors, open_adapter
+from actmat.extras.models.in_memory import MemoryMerge, run_in_memory
 from actmat.extras.tune.space import MergeChoice
 from actmat.methods import get_method
 from actmat.planning.model import MergePlan
@@ -31,7 +31,7 @@ def recipe_of(recipe: Recipe, choice: MergeChoice, scale: float = 1.0) -> Recipe
         pairs = zip(experts, choice.weights, strict=True)
         experts = tuple(ExpertRef.model_validate({**e.model_dump(), "weight": w}) for e, w in pairs)
     changes = {"method": choice.method, "options": dict(choice.options), "scale": scale, "experts": experts}
-    return recipe.model_copy(update=changes)
+    return recipe.model_copy(update=changes | ({"space": choice.space} if choice.space else {}))
 
 
 def peak_bytes(recipe: Recipe, choices: Sequence[MergeChoice]) -> int:
@@ -52,7 +52,7 @@ class Merges:
 
     Args:
         recipe: inputs, scope, rules and all else that every candidate shares; its scale is ignored.
-        folder: where the merges are kept.
+        folder: where merges of whole models are kept.
         settings: of the runs.
         keeps_factors: adapters may be merged into adapters, since models are loaded with these.
 
@@ -66,9 +66,10 @@ class Merges:
         self.recipe = recipe
         self._folder = folder
         self._settings = settings
-        self._keeps_factors = keeps_factors and _are_plain_adapters(recipe)
+        self._keeps_factors = keeps_factors and are_plain_adapters(recipe)
         self.plans: dict[str, MergePlan] = {}
         self.refused: dict[str, str] = {}
+        self._held: dict[str, MemoryMerge] = {}
         self.mark = _mark_of(recipe)
 
     def folder_of(self, choice: MergeChoice) -> Path:
@@ -83,61 +84,82 @@ class Merges:
         with contextlib.suppress(MergeError):
             method = get_method(choice.method)
             options = method.resolve_options(choice.options)
-            return method.why_dense(options, len(self.recipe.experts), choice.weights) is None
+            return bool(choice.space) or method.why_dense(options, len(self.recipe.experts), choice.weights) is None
         return False  # planning says what is wrong
+
+    def factor_bytes(self) -> int:
+        """Bytes of the factors of one merge, at most."""
+        total = 0
+        for expert in self.recipe.experts if self._keeps_factors else ():
+            with open_adapter(expert.path) as adapter:
+                total += sum(4 * s.numel for s in adapter.weights.specs.values())
+        return total
 
     def whole_plan(self, choice: MergeChoice) -> MergePlan:
         """The plan of a choice that was made as a merge of whole tensors: its own, or of an adapter a second one."""
         return plan_recipe(recipe_of(self.recipe, choice)) if self.is_factored(choice) else self.plans[choice.key]
 
     def make(self, choices: Sequence[MergeChoice]) -> list[MergeChoice]:
-        """Merge what is missing, all in one reading of the inputs; returns those that are there.
+        """Merge what is missing, whole models in one reading of the inputs; returns the choices that are there.
 
         A choice that cannot be planned or merged is noted in `refused` and left out.
 
         Raises:
             OutputError, CheckpointError: the disk is full, or an input cannot be read.
         """
-        if missing := [c for c in choices if c.key not in self.plans and c.key not in self.refused]:
-            factored = {c.key for c in missing if self.is_factored(c)}
-            for wanted in (True, False):
-                if some := [c for c in missing if (c.key in factored) == wanted]:
-                    self._merge(some, factored=wanted)
+        whole = []
+        for choice in (c for c in choices if c.key not in self.plans and c.key not in self.refused):
+            if self.is_factored(choice):
+                self._hold(choice)
+            else:
+                whole.append(choice)
+        if whole:
+            self._write(whole)
         return [c for c in choices if c.key in self.plans]
 
-    def _recipe(self, choice: MergeChoice, *, factored: bool) -> Recipe:
-        fields = {"out": str(self.folder_of(choice)), "dtype": "float32"}
-        into: dict[str, Any] = {"base": "", "output": Adapter()} if factored else {}
-        return recipe_of(self.recipe, choice).model_copy(update=fields | into)
+    def take(self, choice: MergeChoice) -> MemoryMerge:
+        """The merged adapter of a choice that was made; it is merged again if it was taken before."""
+        if choice.key not in self._held:
+            self._hold(choice)
+        return self._held.pop(choice.key)
 
-    def _merge(self, choices: Sequence[MergeChoice], *, factored: bool) -> None:
+    def _hold(self, choice: MergeChoice) -> None:
+        """Merge factors in memory."""
+        into = {"base": "", "output": Adapter(), "dtype": "float32"}
+        here = replace(self._settings, executor="threads")  # factors are small
         try:
-            reports = run_recipes([self._recipe(c, factored=factored) for c in choices], self._settings)
+            merged = run_in_memory(recipe_of(self.recipe, choice).model_copy(update=into), here)
+        except (OutputError, CheckpointError):
+            raise
+        except MergeError as error:
+            self._refuse(choice, error)
+            return
+        self._held[choice.key], self.plans[choice.key] = merged, merged.plan
+
+    def _write(self, choices: Sequence[MergeChoice]) -> None:
+        """Merge whole models into the folder."""
+        try:
+            reports = run_recipes([self._recipe(c) for c in choices], self._settings)
         except (OutputError, CheckpointError):  # a disk or a file that fails is no reason against a choice
             raise
         except MergeError as error:
             if len(choices) == 1:
-                self.refused[choices[0].key] = error.problems[0] if error.problems else str(error)
-                return
-            possible = [c for c in choices if self._can_be_planned(c, factored=factored)]
-            if len(possible) == len(choices):  # one of them cannot be computed: find out which
+                self._refuse(choices[0], error)
+            else:  # find out which
                 for choice in choices:
-                    self._merge([choice], factored=factored)
-            elif possible:
-                self._merge(possible, factored=factored)
+                    self._write([choice])
             return
         self.plans |= {c.key: report.plan for c, report in zip(choices, reports, strict=True)}
 
-    def _can_be_planned(self, choice: MergeChoice, *, factored: bool) -> bool:
-        try:
-            plan_recipe(self._recipe(choice, factored=factored))
-        except MergeError as error:
-            self.refused[choice.key] = error.problems[0] if error.problems else str(error)
-            return False
-        return True
+    def _refuse(self, choice: MergeChoice, error: MergeError) -> None:
+        self.refused[choice.key] = error.problems[0] if error.problems else str(error)
+
+    def _recipe(self, choice: MergeChoice) -> Recipe:
+        fields = {"out": str(self.folder_of(choice)), "dtype": "float32"}
+        return recipe_of(self.recipe, choice).model_copy(update=fields)
 
 
-def _are_plain_adapters(recipe: Recipe) -> bool:
+def are_plain_adapters(recipe: Recipe) -> bool:
     """True if every delta is stored as factors of PEFT's, and the recipe treats no tensor in a way of its own."""
     plain = Recipe(experts=recipe.experts)
     own = ("rules", "roles", "keep", "pool", "ties", "scope", "space", "post", "postprocess")

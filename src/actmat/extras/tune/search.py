@@ -1,4 +1,8 @@
-"""The search: every method at every scale on few inputs, the best on more, then scale, groups and weights together."""
+"""The search: every method's best scale on few inputs, the best candidates on more, then scale, groups and weights.
+
+A method is not tried at every scale, but from the one nearest to 1 towards smaller losses, until they grow again: along
+the scales, the loss has one minimum as a rule, and the choices in docs/tune-results.md are the same.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +17,23 @@ from actmat.extras.tune.evaluate import Evaluator, Trial
 from actmat.extras.tune.space import Candidate, MergeChoice, Space
 from actmat.methods import get_method
 
-SHARES = (0.25, 0.5, 1.0)
-"""Shares of the inputs of the rounds of successive halving."""
-KEPT = 1 / 3
+SHARES = (0.125, 0.25, 0.5, 1.0)
+"""Shares of the inputs of the rounds of successive halving: the first or the second one, then the last two."""
+KEPT = 1 / 5
 """Share of the candidates that go on to the next round."""
-FEWEST_KEPT = 6
-FEWEST_INPUTS = 16
-"""Inputs per expert below which every round uses all."""
-REFINED = 3
+FEWEST_KEPT = 4
+FEWEST_PREDICTIONS = 16
+"""Predictions per expert in the first round, at least; of fewer in all, every round uses all inputs."""
+CLIMBED = 3.6
+"""Scales at which a method is tried, in the mean of the searches of docs/tune-results.md."""
+REFINED = 2
 """Merges whose scale is refined."""
-SCALE_STEPS = 6
-"""Evaluations of a refined scale, within a factor of `SCALE_RANGE` of the best."""
 SCALE_RANGE = 1.5
+"""Largest change of a scale that is refined."""
 GROUP_RANGE = (0.5, 1.6)
 WEIGHT_RANGE = (0.5, 2.0)
+STEPS = 12
+"""Evaluations for each factor of a group and each weight."""
 
 
 @dataclass
@@ -73,16 +80,28 @@ class Varied:
     """Size of a search's inputs, and the numbers that are varied besides the scale.
 
     Args:
-        samples: inputs per expert.
+        predictions: of one expert, at least.
         groups: names of the groups of layers that get a factor of their own.
         weighted: number of experts whose weights are searched; 0: none.
         seed: of the optimiser.
     """
 
-    samples: int
+    predictions: int
     groups: Sequence[str] = ()
     weighted: int = 0
     seed: int = 0
+
+
+def shares_of(predictions: int) -> tuple[float, ...]:
+    """Shares of the inputs, round by round, for so many predictions of one expert."""
+    if predictions < FEWEST_PREDICTIONS:
+        return (1.0,)
+    return (SHARES[0] if SHARES[0] * predictions >= FEWEST_PREDICTIONS else SHARES[1], *SHARES[2:])
+
+
+def kept(candidates: int) -> int:
+    """Number of candidates that go on to the next round."""
+    return min(candidates, max(FEWEST_KEPT, math.ceil(KEPT * candidates)))
 
 
 def search(
@@ -96,7 +115,7 @@ def search(
     """All trials, in order; the last round's are on all inputs.
 
     Args:
-        merges: choices that could be merged; the first stage tries each at every scale of the space.
+        merges: choices that could be merged, which are all tried in the first round.
         report: called after each trial.
 
     Raises:
@@ -111,24 +130,63 @@ def search(
         report(found)
         return found
 
-    candidates = [Candidate(m, s) for m in merges for s in space.scales]
-    shares = SHARES if varied.samples >= FEWEST_INPUTS else (1.0,)
-    for number, share in enumerate(shares):
-        found = [run(c, share) for c in candidates if not budget.is_spent]
-        ranked = [t.candidate for t in sorted(found, key=lambda t: t.mean)]
-        if number + 1 < len(shares):
-            ranked = ranked[: max(FEWEST_KEPT, math.ceil(KEPT * len(ranked)))]
-        candidates = sorted(ranked, key=lambda c: merges.index(c.merge))  # a merge is loaded once in a round
+    first, *others = shares_of(varied.predictions)
+    for merge in merges:
+        _climb(merge, sorted(space.scales), lambda candidate: run(candidate, first).mean, budget)
+    found = screened = list(trials)
+    for share in others:
+        ranked = [t.candidate for t in sorted(found, key=lambda t: t.mean)][: kept(len(found))]
+        ranked.sort(key=lambda c: merges.index(c.merge))  # a merge is loaded once in a round
+        found = [run(c, share) for c in ranked if not budget.is_spent]
     if not _whole(trials):
         raise StatisticsError(
             "The budget ended before any candidate was tried on all inputs: allow more (--budget), or try fewer "
             "methods."
         )
     for trial in _best_of_each(trials)[:REFINED]:
-        _refine_scale(trial.candidate, run, budget.left(SCALE_STEPS))
+        scale = _refined(trial.candidate, screened)
+        if scale is not None and not budget.is_spent:
+            run(Candidate(trial.candidate.merge, scale))
     for start, vary in _starts(_whole(trials), varied):
-        _refine(start, run, budget.left(12 * (len(vary.groups) + vary.weighted)), vary)
+        _refine(start, run, budget.left(STEPS * (len(vary.groups) + vary.weighted)), vary)
     return trials
+
+
+def _climb(merge: MergeChoice, scales: Sequence[float], loss: Callable[[Candidate], float], budget: Budget) -> None:
+    """Evaluate a merge from the scale nearest to 1 in the direction of smaller losses, until they grow again."""
+    at = min(range(len(scales)), key=lambda n: abs(math.log(scales[n])))
+    least = math.inf if budget.is_spent else loss(Candidate(merge, scales[at]))
+    for step in (-1, 1):
+        best = at
+        while 0 <= best + step < len(scales) and not budget.is_spent:
+            if (found := loss(Candidate(merge, scales[best + step]))) >= least:
+                break
+            best, least = best + step, found
+        if best != at:
+            return
+
+
+def _refined(start: Candidate, screened: Sequence[Trial]) -> float | None:
+    """The minimum of a parabola through the losses around a candidate's scale, over the scale's logarithm.
+
+    Beyond the ends of the tried scales: a step of `SCALE_RANGE`. None: there is nothing to refine.
+
+    Args:
+        screened: trials on the same inputs.
+    """
+    points = {t.candidate.scale: t.mean for t in screened if t.candidate.merge.key == start.merge.key}
+    scales = sorted(points)
+    at = scales.index(start.scale)
+    if at in (0, len(scales) - 1):
+        return start.scale * (SCALE_RANGE if at and len(scales) > 1 else 1 / SCALE_RANGE)
+    low, middle, high = (math.log(s) for s in scales[at - 1 : at + 2])
+    left, here, right = (points[s] for s in scales[at - 1 : at + 2])
+    down, up = (here - left) / (middle - low), (right - here) / (high - middle)
+    if up <= down:
+        return None
+    lowest = (low + middle) / 2 - down * (high - low) / 2 / (up - down)
+    reach = math.log(SCALE_RANGE)
+    return math.exp(min(max(lowest, middle - reach), middle + reach))
 
 
 def _starts(whole: Sequence[Trial], varied: Varied) -> list[tuple[Candidate, Varied]]:
@@ -154,19 +212,6 @@ def _best_of_each(trials: Sequence[Trial]) -> list[Trial]:
     return list(best.values())
 
 
-def _refine_scale(start: Candidate, run: Callable[[Candidate], Trial], steps: int) -> None:
-    """Minimise over the scale (Brent's method, bounded, on its logarithm)."""
-    if steps < 1:
-        return
-    from scipy.optimize import minimize_scalar
-
-    def loss(log_scale: float) -> float:
-        return run(Candidate(start.merge, float(math.exp(log_scale)))).mean
-
-    middle, reach = math.log(start.scale), math.log(SCALE_RANGE)
-    minimize_scalar(loss, bounds=(middle - reach, middle + reach), method="bounded", options={"maxiter": steps})
-
-
 def _refine(start: Candidate, run: Callable[[Candidate], Trial], steps: int, varied: Varied) -> None:
     """Minimise over scale, factors of groups and weights of experts together, near a candidate (Optuna's TPE)."""
     if steps < 1:
@@ -182,7 +227,7 @@ def _refine(start: Candidate, run: Callable[[Candidate], Trial], steps: int, var
         if varied.weighted:
             names = [f"weight {t}" for t in range(varied.weighted)]
             weights = tuple(round(trial.suggest_float(n, *WEIGHT_RANGE, log=True), 2) for n in names)
-            merge = MergeChoice(merge.method, merge.options, weights)
+            merge = replace(merge, weights=weights)
         return run(Candidate(merge, scale, factors)).mean
 
     sampler = optuna.samplers.TPESampler(seed=varied.seed, multivariate=True, n_startup_trials=4)

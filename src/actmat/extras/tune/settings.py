@@ -72,6 +72,9 @@ class TuneProgress:
     def note(self, text: str) -> None:
         """A fact that the user should know while the search runs."""
 
+    def left(self, seconds: float) -> None:
+        """Estimated time until the search and the comparison end; told before and after each trial."""
+
     def trial(self, found: Trial, best: Trial) -> None:
         """A candidate was tried; `best`: of those on as many inputs."""
 

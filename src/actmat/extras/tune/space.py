@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actmat.errors import RecipeError
 from actmat.methods import all_methods, get_method
+from actmat.methods.spaces import Space as MergeSpace
 from actmat.recipe.text import UnreadableError, parse_yaml
 
 DEFAULT_METHODS = (
@@ -21,16 +22,26 @@ DEFAULT_METHODS = (
 )
 """Methods that came first or second in some suite of docs/tune-results.md, and the average."""
 
+ADAPTER_METHODS = (
+    *("average", "tsv", "cart", "dc_merge", "aswudi", "cart@pico", "dc_merge@pico"),
+    "regmean",
+)
+"""In place of them where all experts are adapters: those that merge factors and were near the best on adapters."""
+
+FEW_INPUTS = 32
+"""Inputs per expert below which the usual methods do not measure statistics on a quarter of them."""
+
 SCALES = (0.3, 0.5, 0.7, 1.0, 1.5, 2.0)
 
 
 @dataclass(frozen=True)
 class MergeChoice:
-    """A merge at scale 1: a method with options, and weights of the experts."""
+    """A merge at scale 1: a method with options, weights of the experts, and a space; None: the recipe's."""
 
     method: str
     options: Mapping[str, Any] = field(default_factory=dict)
     weights: tuple[float, ...] | None = None
+    space: MergeSpace | None = None
 
     @property
     def key(self) -> str:
@@ -40,7 +51,8 @@ class MergeChoice:
     def __str__(self) -> str:
         options = ",".join(f"{k}={v}" for k, v in self.options.items())
         weights = "" if self.weights is None else " w=" + "/".join(f"{w:.3g}" for w in self.weights)
-        return self.method + (f"[{options}]" if options else "") + weights
+        space = f"@{self.space}" if self.space else ""
+        return self.method + space + (f"[{options}]" if options else "") + weights
 
 
 @dataclass(frozen=True)
@@ -66,16 +78,27 @@ class Candidate:
 
 
 class MethodChoice(BaseModel):
-    """A method, and values to try of its options."""
+    """A method, values to try of its options, and the space in which it works (docs/spaces); None: the recipe's."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     method: str
     options: dict[str, list[Any]] = Field(default_factory=dict)
+    space: MergeSpace | None = None
 
     def choices(self) -> Iterator[MergeChoice]:
         """One for each combination of option values."""
         for values in itertools.product(*self.options.values()):
-            yield MergeChoice(self.method, dict(zip(self.options, values, strict=True)))
+            yield MergeChoice(self.method, dict(zip(self.options, values, strict=True)), space=self.space)
+
+
+def _method(text: str) -> dict[str, str]:
+    """`NAME` or `NAME@SPACE`."""
+    name, _, space = text.partition("@")
+    return {"method": name, "space": space} if space else {"method": name}
+
+
+def _usual(names: Sequence[str]) -> tuple[MethodChoice, ...]:
+    return tuple(MethodChoice.model_validate(_method(name)) for name in names)
 
 
 class Space(BaseModel):
@@ -87,7 +110,7 @@ class Space(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    methods: tuple[MethodChoice, ...] = Field(min_length=1)
+    methods: tuple[MethodChoice, ...] = Field(default=_usual(DEFAULT_METHODS), min_length=1)
     scales: tuple[Annotated[float, Field(gt=0, le=100)], ...] = Field(default=SCALES, min_length=1)
     groups: Literal["none", "kind", "depth", "kind-depth"] = "none"
     weights: bool = False
@@ -96,6 +119,17 @@ class Space(BaseModel):
         """Every merge of the first stage."""
         return [choice for method in self.methods for choice in method.choices()]
 
+    def fitted(self, *, to_adapters: bool, few_inputs: bool) -> Space:
+        """The same with methods that suit the experts and their inputs, unless methods were given.
+
+        Few inputs are not divided further: methods that measure statistics on some of them are left out.
+        """
+        if "methods" in self.model_fields_set:
+            return self
+        usual = _usual(ADAPTER_METHODS if to_adapters else DEFAULT_METHODS)
+        kept = tuple(m for m in usual if not (few_inputs and get_method(m.method).needs_statistics))
+        return self.model_copy(update={"methods": kept})
+
     @property
     def statistics(self) -> frozenset[str]:
         """Kinds of statistics that the methods need."""
@@ -103,16 +137,21 @@ class Space(BaseModel):
 
 
 def make_space(fields: Mapping[str, Any]) -> Space:
-    """A space from plain data; a method may be given by its name only.
+    """A space from plain data; a method may be given by its name only, or as `NAME@SPACE`.
+
+    >>> [str(c) for c in make_space({"methods": ["cart", "cart@pico"]}).merges()]
+    ['cart', 'cart@pico']
 
     Raises:
         RecipeError: every problem: an unknown field, method or option, a scale that is not positive.
     """
-    wanted = fields.get("methods", DEFAULT_METHODS)
-    wanted = [m.name for m in all_methods()] if wanted in ("all", ["all"], ("all",)) else wanted
-    listed = [{"method": m} if isinstance(m, str) else m for m in wanted]
+    given = dict(fields)
+    if "methods" in given:
+        wanted = given["methods"]
+        wanted = [m.name for m in all_methods()] if wanted in ("all", ["all"], ("all",)) else wanted
+        given["methods"] = [_method(m) if isinstance(m, str) else m for m in wanted]
     try:
-        space = Space.model_validate({**fields, "methods": listed})
+        space = Space.model_validate(given)
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise RecipeError("The search space is not valid.", problems) from None

@@ -32,7 +32,8 @@ from actmat.extras.tune.groups import FIXED, Grouping, groups_of
 from actmat.extras.tune.inputs import Source
 from actmat.extras.tune.live import Directions, LiveModel, Loader, group_numbers
 from actmat.extras.tune.memory import MemoryPlan, model_device, plan_memory, sizes_of
-from actmat.extras.tune.merges import Merges, peak_bytes, recipe_of
+from actmat.extras.tune.merges import Merges, are_plain_adapters, peak_bytes, recipe_of
+from actmat.extras.tune.pace import Effort, Pace
 from actmat.extras.tune.page import write_tune
 from actmat.extras.tune.report import (
     FOUND,
@@ -48,7 +49,7 @@ from actmat.extras.tune.report import (
 )
 from actmat.extras.tune.search import Varied, choose, pareto_front, parse_budget, search
 from actmat.extras.tune.settings import TuneProgress, TuneSettings, usual_tune_progress
-from actmat.extras.tune.space import Candidate, MergeChoice, Space, make_space
+from actmat.extras.tune.space import FEW_INPUTS, Candidate, MergeChoice, Space, make_space
 from actmat.planning.model import MergePlan
 from actmat.recipe import Recipe
 from actmat.recipe.output import Vocabulary
@@ -87,7 +88,7 @@ def tune(
 ) -> TuneReport:
     """Find the best merge of some experts from a few unlabelled inputs of each, and write it.
 
-    Every method of the space is merged once; every scale is written into one model in memory and scored by the mean
+    Every method of the space is merged once; scales are written into one model in memory and scored by the mean
     divergence `KL(expert || merged)` of the experts' own predictions on their inputs (docs/tune.md says how far to
     trust it). Half of the inputs are kept back to compare the chosen merge with the average.
 
@@ -98,7 +99,7 @@ def tune(
             batches of keyword arguments of the model.
         out: directory to write; the search itself is described in `OUT.tune`.
         space: the candidates: `{"methods": [...], "scales": [...], "groups": "kind", "weights": True}`; default:
-            twelve methods at six scales.
+            some twelve methods, others for adapters, at up to six scales.
         budget: evaluations (200) or time ("15m").
         progress: receives callbacks.
         fields: fields of `TuneSettings` (`score`, `least_agreement`, `predict`, `load`, `model_class`, `new_tokens`,
@@ -202,8 +203,8 @@ def tune_recipe(
 ) -> TuneReport:
     """Choose method, options and scale by the answers of the experts on unlabelled inputs, and write that merge.
 
-    The merges that are tried are kept in `OUT.tune` until the end, in float32, each once; an interrupted search goes on
-    from there.
+    Whole models that are tried are kept in `OUT.tune` until the end, in float32, each once; merged adapters in memory.
+    An interrupted search goes on from its trials.
 
     Args:
         recipe: base, experts, scope, rules, output; its method and scale are one candidate of the final comparison.
@@ -219,13 +220,19 @@ def tune_recipe(
     settings, run, progress = settings or TuneSettings(), run or RunSettings(), progress or TuneProgress()
     began = time.perf_counter()
     out = _checked_out(recipe)
-    sources = _sources(recipe, data)
+    sources, fewest = _sources(recipe, data)
+    fitted = space.fitted(to_adapters=are_plain_adapters(recipe), few_inputs=fewest < FEW_INPUTS)
     device, note = model_device(run.device)
     settings = dataclasses.replace(settings, device=device)
     with _work_folder(out, run) as work:
-        searching = _Search(recipe, space, settings, run, progress, work)
+        searching = _Search(recipe, fitted, settings, run, progress, work)
         if note:
             searching.say(note)
+        if fewest < FEW_INPUTS and space.fitted(to_adapters=False, few_inputs=False).statistics > fitted.statistics:
+            searching.say(
+                f"Methods that measure statistics, such as regmean, were left out: an expert has {fewest} inputs, and "
+                f"they need {FEW_INPUTS}. Give more, or name them in the space (--methods)."
+            )
         return searching.report(sources, began)
 
 
@@ -249,8 +256,8 @@ def _checked_out(recipe: Recipe) -> Path:
     return Path(recipe.out)
 
 
-def _sources(recipe: Recipe, data: Mapping[str, TuneData]) -> dict[str, Source]:
-    """Expert -> its data; data sets are opened once."""
+def _sources(recipe: Recipe, data: Mapping[str, TuneData]) -> tuple[dict[str, Source], int]:
+    """Expert -> its data; and the fewest inputs of one, counted up to `FEW_INPUTS`. Data sets are opened once."""
     ready: dict[str, Source] = {}
     located: dict[str, DataSource] = {}
     for label, given in data.items():
@@ -265,8 +272,9 @@ def _sources(recipe: Recipe, data: Mapping[str, TuneData]) -> dict[str, Source]:
         raise RecipeError("Every expert needs inputs of its own.", [f"no data is given for '{m}'" for m in missing])
     if unknown := [label for label in ready if label not in recipe.labels]:
         raise RecipeError(f"Data is given for '{unknown[0]}', and no expert has this name: {', '.join(recipe.labels)}")
-    prepare_data({label: o for label, o in options.items() if isinstance(o, DataOptions)})
-    return {label: options[label] for label in recipe.labels}
+    fewest = prepare_data({label: o for label, o in options.items() if isinstance(o, DataOptions)}, FEW_INPUTS)
+    sizes = [sum(len(next(iter(b.values()))) for b in o) for o in ready.values() if not isinstance(o, DataOptions)]
+    return {label: options[label] for label in recipe.labels}, min([fewest, *sizes])
 
 
 @contextlib.contextmanager
@@ -312,7 +320,10 @@ class _Search:
         progress: TuneProgress,
         work: Path,
     ) -> None:
-        self.given = named(given).model_copy(update={"notes": given.notes})  # why `auto` took it is another's reason
+        own = named(given)
+        self.own = MergeChoice(own.method, own.options, space=own.space if own.space != given.space else None)
+        # without the note of `auto` why it took a method, and its space, which is of that method
+        self.given = own.model_copy(update={"notes": given.notes, "space": given.space})
         self.space, self.settings = space, settings
         self.run, self.progress, self.work = run, progress, work
         self.notes: list[str] = []
@@ -375,15 +386,14 @@ class _Search:
             sizes = sizes_of(data, base.config or {}, self.settings.new_tokens)
             specs = dict(base.specs)
         merges = Merges(recipe, self.work, self.run, keeps_factors=self.loader.given is None)
-        choices = self.space.merges()
+        factors = merges.factor_bytes()
         plan = plan_memory(
             specs,
             sizes,
             self.run,
             dtype=self.settings.dtype,
-            merging=peak_bytes(recipe, [MergeChoice("average"), MergeChoice(recipe.method, recipe.options)]),
-            merges=len(choices),
-            whole=sum(not merges.is_factored(c) for c in choices),
+            merging=peak_bytes(recipe, [MergeChoice("average"), self.own]),
+            merges=[factors * merges.is_factored(c) for c in self.space.merges()],
             gram="gram" in self.space.statistics,
         )
         plan.check()
@@ -398,11 +408,12 @@ class _Search:
         Raises:
             RecipeError: none can.
         """
-        choices, made = self.space.merges(), []
-        for start in range(0, len(choices), BATCH):
-            batch = choices[start : start + BATCH]
-            self.progress.doing(f"merging {', '.join(map(str, batch))}")
+        choices, made, start = sorted(self.space.merges(), key=lambda c: not merges.is_factored(c)), [], 0
+        while start < len(choices):
+            batch = choices[start : start + (1 if merges.is_factored(choices[start]) else BATCH)]
+            self.progress.doing(f"merging {', '.join(map(str, batch))} ({start + 1} of {len(choices)})")
             made += merges.make(batch)
+            start += len(batch)
         if not made:
             raise RecipeError("None of the methods can merge these experts.", merges.refused.values())
         return made
@@ -421,24 +432,21 @@ class _Search:
         groups: Mapping[str, str],
         evaluator: Evaluator,
     ) -> list[Trial]:
-        best: dict[float, Trial] = {}
-
-        def report(trial: Trial) -> None:
-            if trial.share not in best or trial.mean < best[trial.share].mean:
-                best[trial.share] = trial
-            self.progress.trial(trial, best[trial.share])
-
-        self.progress.doing("searching")
         names = sorted({g for g in groups.values() if g != FIXED}) if self.space.groups != "none" else []
-        samples = min(sum(b.samples for b in a.inputs.search) for a in asked.values())
-        varied = Varied(samples, names, len(asked) if self.space.weights else 0, self.settings.seed)
-        return search(self.space, choices, evaluator, self.settings.budget, varied, report)
+        predictions = min(sum(len(b.best_P) for b in a.search) for a in asked.values())
+        varied = Varied(predictions, names, len(asked) if self.space.weights else 0, self.settings.seed)
+        effort = Effort(len(choices), len(self.space.scales), varied, self.settings.budget.evaluations)
+        pace = Pace(effort, sum(a.seconds for a in asked.values()), self.progress)
+        self.progress.doing(
+            f"searching: {len(choices)} merges, about {effort.trials} trials, {pace.left:.0f} s with the comparison"
+        )
+        return search(self.space, choices, evaluator, self.settings.budget, varied, pace.add)
 
     def _finals(self, chosen: Candidate, evaluator: Evaluator, merges: Merges) -> list[Rival]:
         """The chosen merge, the average, the recipe's own method at its own scale, and the base, on unseen inputs."""
         self.progress.doing("comparing on inputs that were kept back")
         assert isinstance(self.given.scale, float), "checked by `tune_recipe`"
-        own = MergeChoice(self.given.method, self.given.options)
+        own = self.own
         rivals = {f"{own} x {self.given.scale:g} (the recipe's)": Candidate(own, self.given.scale)}
         if self.settings.average:
             rivals = {"average": Candidate(MergeChoice("average"), 1.0), **rivals}

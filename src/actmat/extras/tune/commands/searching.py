@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,13 +16,13 @@ if TYPE_CHECKING:
     from actmat.settings import RunSettings
 
 
-BETWEEN_LINES = 15.0
+BETWEEN_LINES = 10.0
 """Seconds between lines about the search where no bar is seen."""
 
 
 @contextlib.contextmanager
 def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
-    """Progress on stderr: the memory plan, notes, the stage, and the best candidate so far."""
+    """Progress on stderr: the memory plan, notes, the stage, the best candidate so far, and the time that is left."""
     from rich.progress import TimeElapsedColumn
 
     from actmat.cli.screen import escape, progress_bar
@@ -32,13 +33,15 @@ def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
 
     with progress_bar("{task.description}", TimeElapsedColumn(), quiet=quiet) as bar:
         task = bar.add_task("starting", total=None)
-        began = said = time.monotonic()
-        tried = 0
+        lines = Lines(say)
 
         class Shown(TuneProgress):
+            tried = 0
+            rest = ""
+
             def doing(self, what: str) -> None:
-                bar.update(task, description=escape(what)[:70])
-                self._line(what)
+                self.rest = ""
+                self._show(what, now=True)
 
             def planned(self, plan: MemoryPlan) -> None:
                 if not quiet:
@@ -48,21 +51,57 @@ def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
                 if not quiet:
                     say(f"note: {text}")
 
+            def left(self, seconds: float) -> None:
+                self.rest = f"; about {seconds:.0f} s left"
+
             def trial(self, found: Trial, best: Trial) -> None:
-                nonlocal tried, said
-                bar.update(task, description=f"best so far: {escape(best.candidate)} ({best.mean:.4g})"[:70])
-                tried += 1
-                if time.monotonic() - said >= BETWEEN_LINES:
-                    self._line(f"{tried} tried; best so far: {best.candidate} ({best.mean:.4g})")
+                self.tried += 1
+                self._show(f"{self.tried} tried{self.rest}; best so far: {best.candidate} ({best.mean:.4g})", now=False)
 
-            def _line(self, text: str) -> None:
-                """A line with the time since the start, where no bar is seen."""
-                nonlocal said
-                if not quiet and bar.disable:
-                    said = time.monotonic()
-                    say(f"{said - began:.0f} s: {text}")
+            def _show(self, text: str, *, now: bool) -> None:
+                bar.update(task, description=escape(text)[:70])
+                lines.show(text, now=now)
 
-        yield Shown()
+        with lines.regularly() if bar.disable and not quiet else contextlib.nullcontext():
+            yield Shown()
+
+
+class Lines:
+    """Lines with the time since the start, where no bar is seen: each stage, and the last state at regular times.
+
+    Args:
+        say: prints a line.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._began = say, time.monotonic()
+        self._text, self._ended = "starting", threading.Event()
+        self._on = False
+
+    def show(self, text: str, *, now: bool) -> None:
+        """The state; `now`: print it at once."""
+        self._text = text
+        if now and self._on:
+            self._print()
+
+    @contextlib.contextmanager
+    def regularly(self) -> Iterator[None]:
+        """Print the state every `BETWEEN_LINES` seconds, also while nothing is reported."""
+        self._on = True
+        thread = threading.Thread(target=self._repeat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            thread.join()
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(BETWEEN_LINES):
+            self._print()
+
+    def _print(self) -> None:
+        self._say(f"{time.monotonic() - self._began:.0f} s: {self._text}")
 
 
 def print_search(report: TuneReport) -> None:

@@ -30,7 +30,9 @@ def _option(flag: str, text: str, **more: Any) -> Any:
 class SearchFlags:
     """Flags of the search."""
 
-    methods: Annotated[str | None, _option("--methods", "Methods to try, as a,b,c, or 'all' (default: ten).")] = None
+    methods: Annotated[
+        str | None, _option("--methods", "Methods to try, as a,b@pico,c, or 'all' (default: some twelve).")
+    ] = None
     scales: Annotated[str | None, _option("--scales", "Scales to try, as 0.3,0.5,1.")] = None
     groups: Annotated[str, _option("--groups", "Factors by group: none, kind, depth or kind-depth.")] = "none"
     weights: Annotated[bool, _option("--tune-weights", "Search the experts' weights too.")] = False
@@ -153,8 +155,8 @@ def tune(
     actmat tune -b BASE -e math=M -e code=C
            --data math=math.jsonl --data code=code.jsonl --out BEST
 
-    Every method is merged once and tried at every scale in memory. The score is
-    the distance of the merged model's predictions from each expert's, on that
+    Every method is merged once; scales are tried in memory. The score is the
+    distance of the merged model's predictions from each expert's, on that
     expert's inputs. No labels are needed. Half of the inputs are held out to
     test whether the winner is better than the average. BEST.tune has the
     recipe, all trials (tune.json) and a page (tune.html). The same command
