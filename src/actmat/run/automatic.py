@@ -63,7 +63,7 @@ TABLE: Mapping[tuple[Form, Kind], Choice] = {
     ("full", "encoder"): Choice("actmat_ridge", above=6, sets=6, gain=5.8, worst=1.1),
     ("full", "decoder"): Choice("actmat", above=3, sets=3, gain=59.4, worst=57.3),
     ("full", "any"): Choice("actmat_ridge", above=9, sets=9, gain=23.6, worst=1.1),
-    ("adapters", "encoder"): Choice("cart", above=11, sets=12, gain=0.9, worst=-0.1),
+    ("adapters", "encoder"): Choice("dc_merge", above=11, sets=12, gain=1.2, worst=0.0, space="pico"),
     ("adapters", "decoder"): Choice("dc_merge", above=3, sets=3, gain=37.5, worst=33.3),
     ("adapters", "any"): Choice("cart", above=14, sets=15, gain=1.0, worst=-0.1),
     ("changes", "encoder"): Choice("cart", above=11, sets=12, gain=0.9, worst=-0.1),
