@@ -296,7 +296,7 @@ def test_an_export_is_what_torch_loads(tmp_path: Path, under: str) -> None:
 def test_an_unknown_form_is_refused(tmp_path: Path) -> None:
     found = actmat(["export", str(tmp_path), "--to", "onnx", "--out", str(tmp_path / "out")])
     assert found.code == 1
-    assert "Forms: dcp, gguf" in found.err
+    assert "Forms: comfy, dcp, diffusers, gguf, kohya" in found.err
 
 
 def test_an_export_appears_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.helpers.json_layouts import pinned, said
+from tests.helpers.merging import actmat as command
 from torch import Tensor
 
 import actmat
@@ -212,6 +214,10 @@ def test_conflicts_are_those_of_dense_deltas(place: Path) -> None:
     assert found.norms[pair[1]] == pytest.approx(float(y.norm()), rel=1e-10)
     assert found.only_in[pair[0]] == tuple(f"transformer.transformer_blocks.0.attn.to_{x}" for x in "qkv")
     assert found.only_in[pair[1]] == ()
+    shown = pinned(said("conflicts", place / "kohya.safetensors", place / "less.safetensors", "--json"), "conflicts")
+    assert shown["pairs"][0]["cosine"] == next(iter(found.cosines.values()))
+    quiet = command(["conflicts", str(place / "kohya.safetensors"), str(place / "less.safetensors"), "-q"])
+    assert (quiet.code, quiet.out) == (0, "")
     same = actmat.image_conflicts([place / "kohya.safetensors"] * 2)
     assert next(iter(same.cosines.values())) == pytest.approx(1.0)
     with pytest.raises(CheckpointError, match="Expected two LoRA"):

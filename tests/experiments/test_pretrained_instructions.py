@@ -12,7 +12,7 @@ from benchmarks.evidence.__main__ import collect
 from benchmarks.evidence.group import groups
 from rich.console import Console
 from tests.helpers.pretrained import write_llama
-from tests.tolerances import F64_ORACLE
+from tests.tolerances import F32_ELEMENTWISE, F64_ORACLE
 
 from actmat.api import plan_recipe
 from actmat.errors import CheckpointError, MergeError, RecipeError
@@ -164,7 +164,7 @@ def test_scores_are_those_of_each_option_behind_its_prompt(base):
             with torch.no_grad():
                 logs = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
             alone = sum(float(logs[len(prompt) - 1 + i, token]) for i, token in enumerate(answer))
-            assert float(found[n, c]) == pytest.approx(alone, rel=1e-6)
+            assert float(found[n, c]) == pytest.approx(alone, rel=F32_ELEMENTWISE)
 
 
 def test_every_row_has_all_tasks_and_a_second_run_trains_nothing(finished, monkeypatch, tmp_path):

@@ -47,6 +47,7 @@ PINNED: dict[str, set[str]] = {
         "format", "kind", "outs", "methods", "base", "experts", "settings", "relative", "diagnosed", "residuals",
         "checks", "notes", "totals", "differing", "names", "left_out",
     },
+    "conflicts": {"pairs", "blocks", "only_in", "norms"},
     "verify": {"out", "ok", "tensors", "files", "inputs", "problems", "unchecked"},
     "inspect": {
         "location", "schemes", "stored_bytes", "notes", "family", "parameters", "bytes", "dtypes", "roles", "files",

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tests.helpers.merging import Family, actmat, contents, hidden
 
+from actmat.checkpoints.writing.staging import JOURNAL_NAME
 from actmat.checkpoints.writing.writer import ShardWriter
 
 LAYERS = 40
@@ -200,19 +201,18 @@ def test_a_sidecar_that_cannot_be_written(family: Family, out: Path, monkeypatch
     goes_on(family, out, TENSORS)
 
 
-@pytest.mark.parametrize("which", range(2))
-def test_a_rename_that_fails(family: Family, out: Path, monkeypatch: pytest.MonkeyPatch, which: int) -> None:
-    """The journal is put aside before the last rename, and back when that fails."""
-    real, calls = os.rename, []
+@pytest.mark.parametrize("call", ["replace", "rename"])
+def test_a_rename_that_fails(family: Family, out: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """The journal is put aside before the folder is renamed, and back when that fails."""
+    real = getattr(os, call)
 
-    def rename(source: object, target: object) -> None:
-        calls.append(target)
-        if len(calls) > which:
+    def fails(source: Path, target: Path) -> None:
+        if source.name == JOURNAL_NAME or target == out:
             raise OSError(errno.ENOSPC, "full")
-        real(source, target)  # type: ignore[arg-type]
+        real(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", rename)
+        patch.setattr(os, call, fails)
         outcome = actmat(family.argv("--out", str(out)))
     assert (outcome.code, out.exists()) == (1, False)
     assert f"{TENSORS} of {TENSORS} tensors are kept" in outcome.err

@@ -19,7 +19,7 @@ from tests.tolerances import F32_ELEMENTWISE
 from actmat.errors import MergeError
 
 PACKAGE = Path(__file__).parents[1]
-UNET, TEXT = "lora_unet_mid_block_proj_in", "lora_te_text_model_encoder_layers_0_self_attn_q_proj"
+UNET, TEXT = "lora_unet_mid_block_attentions_0_proj_in", "lora_te_text_model_encoder_layers_0_self_attn_q_proj"
 SIZE = 24
 CONTRACT = {"method": "task_arithmetic", "scale": 1.0, "options": "scaling=1"}
 

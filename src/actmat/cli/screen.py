@@ -37,7 +37,19 @@ if TYPE_CHECKING:
 LAYOUTS: Mapping[str, int] = dict.fromkeys(
     (
         *("merge", "finish", "plan", "recipe", "extract", "demo", "inspect", "serve", "history", "verify", "diagnose"),
-        *("compare", "methods", "tune", "try", "push", "export", "statistics", "analyze", "experiment", "ui"),
+        *(
+            "compare",
+            "conflicts",
+            "methods",
+            "tune",
+            "try",
+            "push",
+            "export",
+            "statistics",
+            "analyze",
+            "experiment",
+            "ui",
+        ),
     ),
     1,
 )

@@ -192,9 +192,14 @@ def _renamed(adapter: Adapter, layout: AdapterLayout) -> tuple[dict[str, Adapter
         return {}, [f"it is of several models ({', '.join(adapter.parts)}), and an adapter of PEFT is of one"]
     if {adapter.layout, layout} != {"peft", "diffusers"}:
         known = ", ".join(a.name for a in ARCHITECTURES)
+        strange = [
+            n for n, m in adapter.modules.items() if not any(_original(a, adapter.layout, m) for a in ARCHITECTURES)
+        ]
+        own = [n for n in strange if _is_denoiser(adapter, adapter.modules[n])]
+        first = next(iter([*own, *adapter.modules]), "")
         return {}, [
-            f"its {len(adapter.modules)} modules, such as '{next(iter(adapter.modules), '')}', have no name in the "
-            f"layout '{layout}': they are not all of one architecture that is known here ({known})"
+            f"its {len(adapter.modules)} modules, such as '{first}', have no name in the layout '{layout}': they are "
+            f"not all of one architecture that is known here ({known})"
         ]
     names = {m.inside if layout == "peft" else f"{component}.{m.inside}": m for m in adapter.modules.values()}
     return {name: dataclasses.replace(m, name=name, path=m.inside) for name, m in names.items()}, []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from actmat.errors import RecipeError, StatisticsError
+from actmat.errors import RecipeError
 from actmat.extras.tune.evaluate import Evaluator, Trial
 from actmat.extras.tune.space import Candidate, MergeChoice, Space
 from actmat.methods import get_method
@@ -118,8 +118,7 @@ def search(
         merges: choices that could be merged, which are all tried in the first round.
         report: called after each trial.
 
-    Raises:
-        StatisticsError: the budget ended before any candidate was tried on all inputs.
+    A budget that ends before the last round leaves one trial more: the best so far on all inputs.
     """
     trials: list[Trial] = []
 
@@ -139,11 +138,8 @@ def search(
         ranked.sort(key=lambda c: merges.index(c.merge))  # a merge is loaded once in a round
         found = [run(c, share) for c in ranked if not budget.is_spent]
     if not _whole(trials):
-        raise StatisticsError(
-            "The budget ended before any candidate was tried on all inputs: allow more (--budget), or try fewer "
-            "methods."
-        )
-    for trial in _best_of_each(trials)[:REFINED]:
+        run(_farthest(trials, Candidate(merges[0], min(space.scales, key=lambda s: abs(s - 1)))))
+    for trial in [] if budget.is_spent else _best_of_each(trials)[:REFINED]:
         scale = _refined(trial.candidate, screened)
         if scale is not None and not budget.is_spent:
             run(Candidate(trial.candidate.merge, scale))
@@ -202,6 +198,11 @@ def _starts(whole: Sequence[Trial], varied: Varied) -> list[tuple[Candidate, Var
 
 def _whole(trials: Sequence[Trial]) -> list[Trial]:
     return [t for t in trials if t.share == 1.0]
+
+
+def _farthest(trials: Sequence[Trial], otherwise: Candidate) -> Candidate:
+    """The best candidate of the last round that was begun."""
+    return min(trials, key=lambda t: (-t.share, t.mean)).candidate if trials else otherwise
 
 
 def _best_of_each(trials: Sequence[Trial]) -> list[Trial]:
