@@ -22,10 +22,7 @@ DEFAULT_METHODS = (
 )
 """Methods that came first or second in some suite of docs/tune-results.md, and the average."""
 
-ADAPTER_METHODS = (
-    *("average", "tsv", "cart", "dc_merge", "aswudi", "cart@pico", "dc_merge@pico"),
-    "regmean",
-)
+ADAPTER_METHODS = ("average", "tsv", "cart", "dc_merge", "aswudi", "dc_merge@pico", "regmean")
 """In place of them where all experts are adapters: those that merge factors and were near the best on adapters."""
 
 FEW_INPUTS = 32
