@@ -2,6 +2,7 @@
 
     actmat experiment run text-minilm --data DATA --cache CACHE
     python -m benchmarks.evidence --cache CACHE        # then: python -m docs.generate
+    python -m benchmarks.evidence --cache OTHER --fresh   # tasks, seeds or ranks that nothing was chosen on
 
 `results/evidence/<suite>.jsonl`, for suites at laptop size `results/small/<suite>.jsonl`, has one line per number:
 suite, model, regime, row, task, seed, number right and of how many, and in `detail` the rule, its options, the scale,
@@ -28,15 +29,21 @@ from benchmarks.provenance import record
 NOTE = "Date, commit and machine are those of the collection from the cache; versions of each run are in its lines."
 
 
-def collect(cache: Path, folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> list[Path]:
-    """Add what the cache holds to the result files; the files that were written."""
+def collect(cache: Path, folder: Path = FOLDER, small: Path = SMALL_FOLDER, *, fresh: bool = False) -> list[Path]:
+    """Add what the cache holds to the result files; the files that were written.
+
+    Args:
+        fresh: the runs choose nothing, see `group.FRESH`.
+    """
+    if fresh:
+        return [path for suite in SUITES if (path := _scores(cache, suite, folder, "fresh-")) is not None]
     written = [_scores(cache, suite, folder) for suite in (*SUITES, *FRESH)]
     written += [_scores(cache, suite, small) for suite in SMALL]
     return [path for path in (*written, *(_cosines(cache, suite, folder) for suite in SUITES)) if path is not None]
 
 
-def _scores(cache: Path, suite: str, folder: Path) -> Path | None:
-    path = folder / f"{suite}.jsonl"
+def _scores(cache: Path, suite: str, folder: Path, prefix: str = "") -> Path | None:
+    path = folder / f"{prefix}{suite}.jsonl"
     if not (new := read_scores(score_file(cache, suite))):
         return None
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,8 +72,10 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="of 'actmat experiment run'")
-    for path in collect(parser.parse_args().cache):
-        suite = path.stem.removesuffix("-gram")
+    parser.add_argument("--fresh", action="store_true", help="tasks, seeds or ranks that nothing was chosen on")
+    given = parser.parse_args()
+    for path in collect(given.cache, fresh=given.fresh):
+        suite = path.stem.removesuffix("-gram").removeprefix("fresh-")
         record(path, f"actmat experiment run {suite} --data DATA --cache CACHE; {own_command()}", note=NOTE)
         print(path)
 

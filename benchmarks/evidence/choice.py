@@ -105,7 +105,7 @@ def choice_table(folder: Path = FOLDER, suites: Sequence[str] = SUITES) -> list[
         kind: Kind = "decoder" if group.suite in DECODERS else "encoder"
         method = TABLE["full" if group.regime == "full" else "adapters", kind].name
         average, points = group.points("average"), group.points(method)
-        if group.suite in FRESH and not (average and points):
+        if suites == FRESH and not (average and points):
             continue  # its run has not come so far
         base, experts = (
             mean(_all({seed: group.points(name)[seed] for seed in points})) for name in ("base", "experts")

