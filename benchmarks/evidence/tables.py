@@ -168,10 +168,11 @@ LENGTHS = (
 
 def length_rows(some: Sequence[Group]) -> list[list[str]]:
     """Points above the average in the same seeds, a column per group; the seeds are those of the first group."""
-    found = []
+    found: list[list[str]] = []
     for name in LENGTHS:
         cells = [difference(g.points(name), g.points("average")) for g in some]
-        found.append([f"`{name}`", ", ".join(map(str, some[0].points(name))), *cells])
+        if any(cells):
+            found.append([f"`{name}`", ", ".join(map(str, some[0].points(name))), *cells])
     return found
 
 
