@@ -16,7 +16,7 @@ CLAUSES = ("What", "Who", "Where", "Whether", "How")
 LONGEST_FUNCTION = 60
 MOST_PARAMETERS = 8
 MOST_SUPPRESSED = 15
-CORE_CODE, ALL_CODE, EXPERIMENTS_CODE = 25_900, 46_750, 12_700
+CORE_CODE, ALL_CODE, EXPERIMENTS_CODE = 25_900, 46_800, 12_700
 """Lines of code of the package without its extras, with them, and of the experiments. The aim is 24,000 and 38,000:
 lower these when something goes."""
 

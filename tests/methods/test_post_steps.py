@@ -181,6 +181,15 @@ def test_steps_work_on_batches() -> None:
             assert close(found[e], run(step.name, merged[e], [s[e] for s in stacks]).value)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_mean_norm_is_that_of_the_experts_that_change_the_matrix(shape: tuple[int, int]) -> None:
+    deltas = [*experts(*shape), torch.zeros(shape, dtype=torch.float64)]
+    merged = 9 * sum(deltas[1:], deltas[0])
+    found = run("mean_norm", merged, deltas).value
+    mean = sum(math.sqrt(sum(float(x) ** 2 for x in d.flatten())) for d in deltas[:3]) / 3
+    assert close(found, merged * (mean / float(merged.norm())))
+
+
 # Layer steps
 
 

@@ -5,6 +5,7 @@
 | `svc` | "Singular value calibration" (arXiv:2602.05536). A merged delta counts the directions that experts share once for every expert, and so overshoots along them. |
 | `subspace_boosting` | "Subspace Boosting" (arXiv:2506.16506): the more experts are merged, the fewer directions hold most of the merged delta. |
 | `isotropise` | D. Marczak et al., "No Task Left Behind: Isotropic Model Merging with Common and Task-Specific Subspaces", ICML 2025, as a step after any method; A. Panariello et al., "Accurate and Efficient Low-Rank Model Merging in Core Space", NeurIPS 2025, apply it to what a method gives in the core space. |
+| `mean_norm` | The last step of Pico (Y. Tang and Y. Yang, "Crowded in B-Space", 2026, arXiv:2604.16826), by itself. |
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `K` singular directions, `P`, `Q` sides of a core.
 """  # noqa: E501 - rows of a table
@@ -197,4 +198,43 @@ ISOTROPISE = PostStep(
     reference="Marczak et al., No Task Left Behind, ICML 2025; Panariello et al., Core Space, NeurIPS 2025",
     apply=isotropise,
     apply_lowrank=isotropise_lowrank,
+)
+
+
+def at_mean_norm(merged: Tensor, deltas: Sequence[Tensor]) -> Merged:
+    """`D (mean_t ||D_t|| / ||D||)`, over the experts that change the matrix; a zero delta stays zero.
+
+    >>> import torch
+    >>> at_mean_norm(torch.tensor([[3.0, 4.0]]), [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 3.0]])]).value.norm()
+    tensor(2.)
+    """
+    gain = _to_mean([torch.linalg.matrix_norm(m.to(torch.float64)) for m in (merged, *deltas)])
+    return Merged(merged * gain[..., None, None].to(merged.dtype), _gain_stats(gain))
+
+
+def at_mean_norm_lowrank(merged: LowRank, deltas: Sequence[LowRank]) -> MergedLowRank:
+    """The same on factors, whose `b` takes the gain. Exact, in float64."""
+    gain = _to_mean([torch.linalg.matrix_norm(orthogonal_core(m)[0]) for m in (merged, *deltas)])
+    b_OR = merged.b_OR * gain[..., None, None].to(merged.b_OR.dtype)
+    return MergedLowRank(LowRank(b_OR, merged.a_RI), _gain_stats(gain))
+
+
+def _to_mean(norms: Sequence[Tensor]) -> Tensor:
+    """The mean of the norms but the first that are not zero, by the first; 1 where it is zero."""
+    norm, own = norms[0], torch.stack(list(norms[1:]))
+    mean = own.sum(0) / (own > 0).sum(0).clamp(min=1)
+    return torch.where(norm > 0, mean / norm.clamp(min=_SMALLEST), 1.0)
+
+
+def _gain_stats(gain: Tensor) -> dict[str, float | int | str]:
+    return {"gain_min": float(gain.min()), "gain_max": float(gain.max())}
+
+
+MEAN_NORM = PostStep(
+    name="mean_norm",
+    summary="Give every merged matrix the mean norm of the experts' deltas.",
+    equation="D* = D mean_t ||D_t|| / ||D||",
+    reference="The last step of Pico: Tang and Yang, Crowded in B-Space, arXiv:2604.16826, 2026",
+    apply=at_mean_norm,
+    apply_lowrank=at_mean_norm_lowrank,
 )
