@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from actmat.bounds import is_url
 from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint
 from actmat.checkpoints.memory import tensor_specs
-from actmat.checkpoints.writing.staging import disk_errors, sibling
+from actmat.checkpoints.writing.staging import sibling
+from actmat.checkpoints.writing.whole import whole_file
 from actmat.errors import MergeError, OutputError
 from actmat.experts.files import open_weights
 from actmat.experts.resolve import open_adapter
@@ -124,14 +125,9 @@ def _as_file(report: MergeReport, out: Path, overwrite: bool) -> MergeReport:
     }
     specs = {s.name: s for s in report.plan.specs}
     metadata = kept_metadata([_metadata(e.path) for e in recipe.experts], specs)
-    building = sibling(out, "file")
-    with disk_errors(out.parent):
-        try:
-            _copy(weights, building, {**metadata, KEY: json.dumps(made)})
-            _rename(building, out, overwrite)
-        finally:
-            building.unlink(missing_ok=True)
-        shutil.rmtree(folder)
+    with whole_file(out, may_replace=lambda: overwrite and _is_ours(out)) as building:
+        _copy(weights, building, {**metadata, KEY: json.dumps(made)})
+    shutil.rmtree(folder)
     report = dataclasses.replace(report, out=out)
     report.__dict__["manifest"] = manifest  # the folder is gone
     return report
@@ -149,12 +145,6 @@ def _copy(weights: Path, target: Path, metadata: Mapping[str, str]) -> None:
         os.fsync(file.fileno())
 
 
-def _rename(building: Path, out: Path, overwrite: bool) -> None:
-    if os.path.lexists(out) and not (overwrite and _is_ours(out)):  # another process was faster
-        raise OutputError(f"{out} exists; choose another place, or remove it.")
-    os.replace(building, out)
-
-
 def convert_file(checkpoint: str, out: Path, layout: FileLayout) -> str:
     """Write a LoRA as a file in a layout; returns in words what was written.
 
@@ -167,14 +157,8 @@ def convert_file(checkpoint: str, out: Path, layout: FileLayout) -> str:
     with open_adapter(checkpoint) as adapter:
         own, tensors = adapter.layout, written(adapter, layout)
     metadata = kept_metadata([_metadata(checkpoint)], tensor_specs(tensors, out.name, location=str(out)))
-    building = sibling(out, "file")
-    with disk_errors(out.parent):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            save_file(tensors, building, metadata)
-            _rename(building, out, overwrite=False)
-        finally:
-            building.unlink(missing_ok=True)
+    with whole_file(out) as building:
+        save_file(tensors, building, metadata)
     changed = "names and factors" if own != layout else "unchanged factors"
     return f"{len(tensors)} tensors, {changed}, from {own}'s layout"
 

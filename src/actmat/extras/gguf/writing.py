@@ -20,8 +20,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.checkpoints.writing.lock import OutputLock
-from actmat.checkpoints.writing.staging import disk_errors, sibling
+from actmat.checkpoints.writing.whole import whole_file
 from actmat.errors import AlignmentError, CheckpointError, NumericalError, OutputError, RecipeError
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.resolve import has_factors, open_adapter
@@ -238,21 +237,8 @@ def _piece(name: str, type: str, shape: tuple[int, ...], make: Callable[[], Tens
 
 def _write(out: Path, pattern: GgufFile, pieces: list[_Piece], keys: Mapping[str, Any]) -> str:
     """Write the file next to its place, and rename it when it is complete."""
-    lock, building = OutputLock(out, sibling(out, "lock")), sibling(out, "partial")
-    with disk_errors(out.parent):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        lock.take()
-        try:
-            if os.path.lexists(out):  # another process was faster
-                raise OutputError(f"{out} exists; choose another place, or remove it.")
-            building.unlink(missing_ok=True)  # of a process that was killed here
-            _fill(building, pattern, pieces, keys)
-            os.replace(building, out)
-        except BaseException:  # Ctrl-C too: nothing is left, and it is passed on
-            building.unlink(missing_ok=True)
-            raise
-        finally:
-            lock.release()
+    with whole_file(out) as building:
+        _fill(building, pattern, pieces, keys)
     counts = Counter(piece.type for piece in pieces)
     return f"{len(pieces)} tensors: " + ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
