@@ -338,8 +338,14 @@ def own_command() -> str:
 
 
 def _program(path: Path) -> str:
-    """Name of the module that was run; of a package, its folder."""
-    return path.parent.name if path.stem == "__main__" else path.stem
+    """Module that was run, below `benchmarks`; of a package, its own name.
+
+    >>> _program(Path("/x/benchmarks/tune/speed.py")), _program(Path("/x/benchmarks/evidence/__main__.py"))
+    ('tune.speed', 'evidence')
+    """
+    parts = [*path.parent.parts, path.stem]
+    below = parts[len(parts) - parts[::-1].index("benchmarks") :] if "benchmarks" in parts else [path.stem]
+    return ".".join(p for p in below if p != "__main__")
 
 
 def without_places(arguments: Sequence[str]) -> list[str]:

@@ -100,7 +100,7 @@ def scores_of(model: Any, rows: Sequence[Row], device: str = "cpu") -> Tensor:
         some = order[start : start + _TOGETHER]
         batch = packed([rows[n] for n in some])
         inputs = {name: value.to(device) for name, value in batch.inputs.items()}
-        inputs["attention_mask"] = inputs["attention_mask"].to(model.dtype)  # another dtype is added wrongly
+        inputs["attention_mask"] = inputs["attention_mask"].to(_dtype(model))  # another dtype is added wrongly
         hidden_NLD = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
         row_U, column_U = torch.tensor(batch.used, device=device).unbind(1)
         logits_UV = model.get_output_embeddings()(hidden_NLD[row_U, column_U]).float()
@@ -109,3 +109,10 @@ def scores_of(model: Any, rows: Sequence[Row], device: str = "cpu") -> Tensor:
         sums = torch.zeros(len(some) * n_options, device=device).index_add(0, option_T, log_T)
         found_NC[some] = sums.reshape(len(some), n_options).cpu()
     return found_NC
+
+
+def _dtype(model: Any) -> torch.dtype:
+    """That its attention computes in."""
+    kind = model.device.type
+    dtype: torch.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+    return dtype

@@ -6,8 +6,10 @@ Answers are scored by the log-likelihood of the options, see `options`; the task
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from actmat_experiments.harness.results import Regime, majority_share
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.pretrained.answers import counted
 from actmat_experiments.pretrained.decoder import Coder
-from actmat_experiments.pretrained.generated import Question
+from actmat_experiments.pretrained.generated import Generated, Question
 from actmat_experiments.pretrained.instructions.options import rows_of, scores_of
 from actmat_experiments.pretrained.instructions.texts import TASKS, load_options
 from actmat_experiments.pretrained.llm import KINDS, NAME, PretrainedLlm, base_of
@@ -56,13 +58,14 @@ class TaskSettings:
         epochs, rate: full fine-tuning of all weights but the embeddings; the same for all tasks.
         lora_epochs, lora_rate, ranks: LoRA on all linear layers, an experiment per rank.
         batch_size: of all runs.
+        precision: of the matrix products of training and testing; weights, sums and scores are float32 (autocast).
         samples: training questions per task that statistics are measured on, with their right answers.
         scales: that tuning tries.
     """
 
     base: str = ""
     train: int = 320
-    validation: int = 32
+    validation: int = 16
     test: int = 200
     epochs: int = 1
     rate: float = 3e-5
@@ -70,14 +73,20 @@ class TaskSettings:
     lora_rate: float = 3e-3
     ranks: tuple[int, ...] = (16,)
     batch_size: int = 8
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
     samples: int = 32
     scales: tuple[float, ...] = SCALES
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptionLlm(PretrainedLlm):
-    """The stages after the base, scored by options."""
+    """The stages after the base, scored by options.
 
+    Args:
+        precision: see `TaskSettings`.
+    """
+
+    precision: str = "float32"
     own_scores: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def test(self, model: object, task: str, part: str) -> Counts:
@@ -87,15 +96,29 @@ class OptionLlm(PretrainedLlm):
         if part == "validation":
             if task not in self.own_scores:
                 expert = self.load(self.experts()[task].path)
-                self.own_scores[task] = scores_of(expert, rows_of(self.coder, questions), self.device)
+                self.own_scores[task] = self._scores(expert, questions)
             own_NC = self.own_scores[task]
         labels_N = torch.tensor([_label(q) for q in questions])
-        return counted(scores_of(model, rows_of(self.coder, questions), self.device), labels_N, own_NC)
+        return counted(self._scores(model, questions), labels_N, own_NC)
 
     def majority(self) -> dict[str, Counts]:
         """See `Experiment`: the most frequent place of the right answer among the options."""
         parts = {t.name: [[_label(q) for q in part] for part in (t.train, t.test)] for t in self.tasks}
         return {n: dict(zip(("correct", "total"), majority_share(*p), strict=True)) for n, p in parts.items()}
+
+    def _scores(self, model: object, questions: Sequence[Question]) -> Tensor:
+        with self._autocast():
+            return scores_of(model, rows_of(self.coder, questions), self.device)
+
+    def _train(self, task: Generated, out: Path) -> None:
+        with self._autocast():
+            super()._train(task, out)
+
+    def _expert_key(self, task: Generated) -> dict[str, Any]:
+        return super()._expert_key(task) | {"precision": self.precision}
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.precision == "bfloat16")
 
 
 def _label(question: Question) -> int:
@@ -148,4 +171,5 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[OptionLlm]:
             tasks=tasks,
             schedule=schedule_of(settings, fields["regime"]),
             every_scale=False,
+            precision=settings.precision,
         )
