@@ -336,3 +336,14 @@ def test_missing_texts_are_named_together(tmp_path):
         load_texts(folder, tuple(TASKS), train=8, validation=2, test=4)
     for part in ("trec: trec.test.jsonl is not there", "mpqa: mpqa.train.jsonl does not hold"):
         assert part in str(caught.value)
+
+
+def test_adapters_of_several_ranks_and_alphas_are_one_experiment(requests):
+    both = {"ranks": "2,3", "mixed": "true", "alpha": "8"}
+    asked = requests("text-minilm", regimes=("lora",), methods=("average",), settings=both)
+    get_suite("text-minilm").run(asked)
+    models = {s.model for s in read_scores(score_file(asked.cache, asked.suite))}
+    assert any(m.endswith("r = 2, 3, alpha = 8") for m in models)
+    (experiment,) = text.experiments(asked, Watch())
+    configs = [json.loads((made.path / "adapter_config.json").read_text()) for made in experiment.experts().values()]
+    assert [(c["r"], c["lora_alpha"]) for c in configs] == [(2, 8), (3, 8)]

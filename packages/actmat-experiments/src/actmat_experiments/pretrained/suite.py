@@ -78,13 +78,13 @@ def variants(request: RunRequest, settings: Any, model: str) -> Iterator[dict[st
 
 
 def settings_digest(settings: DataclassInstance, base: str, tasks: Sequence[Any]) -> str:
-    """Stands for all but seed, regime, rank and row.
+    """Stands for all but seed, regime, row, and the rank and `alpha` of LoRA, which are in the name of the model.
 
     Args:
         base: its digest.
         tasks: each has a `name` and the hashes of its parts, `content`.
     """
-    plain = {n: v for n, v in asdict(settings).items() if n not in ("base", "ranks")}
+    plain = {n: v for n, v in asdict(settings).items() if n not in ("base", "ranks", "mixed", "alpha")}
     return digest([plain, base, [[t.name, t.content] for t in tasks]])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,8 @@ class TextSettings:
         head_examples: training examples that the heads are fitted on; few, so that experts have something to learn.
         epochs, rate: full fine-tuning of all weights but the embeddings; the same for all tasks.
         lora_epochs, lora_rate, ranks: LoRA on all linear layers, an experiment per rank.
+        mixed: one experiment with adapters of all these ranks: a task after the other gets the next.
+        alpha: of LoRA; 0: the rank.
         batch_size: of all runs.
         ridge, logit_scale: of the heads, see `actmat.extras.demo.heads`.
         samples: training examples per task that statistics are measured on.
@@ -84,6 +86,8 @@ class TextSettings:
     lora_epochs: int = 1
     lora_rate: float = 1e-3
     ranks: tuple[int, ...] = (8, 16)
+    mixed: bool = False
+    alpha: int = 0
     batch_size: int = 16
     ridge: float = 0.3
     logit_scale: float = 10.0
@@ -98,6 +102,8 @@ class PretrainedText(Experiment):
     Args:
         heads: task -> folder of its head, in the cache.
         schedule: of the regime.
+        mixed: ranks of the tasks, in turn; none: all have `rank`.
+        alpha: of LoRA; 0: the rank.
     """
 
     reader: Reader
@@ -105,6 +111,8 @@ class PretrainedText(Experiment):
     heads: Mapping[str, Path]
     schedule: Schedule
     rank: int = 16
+    mixed: tuple[int, ...] = ()
+    alpha: int = 0
     own_logits: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
@@ -192,7 +200,8 @@ class PretrainedText(Experiment):
         return head
 
     def _expert(self, task: TextSet, stage: Stage) -> Path:
-        how = TextTraining(task.name, self.seed, self.schedule, self.regime, self.rank, self.device)
+        rank = self._rank(task)
+        how = TextTraining(task.name, self.seed, self.schedule, self.regime, rank, self.alpha, self.device)
 
         def train(out: Path) -> None:
             stage.say(task.name)
@@ -200,15 +209,20 @@ class PretrainedText(Experiment):
 
         return self.cache.get("expert", self._expert_key(task), train)
 
+    def _rank(self, task: TextSet) -> int:
+        return self.mixed[self.names.index(task.name) % len(self.mixed)] if self.mixed else self.rank
+
     def _expert_key(self, task: TextSet) -> dict[str, Any]:
+        alpha = {"alpha": self.alpha} if self.alpha else {}
         return {
+            **alpha,
             "version": _VERSION,
             "base": self.base.digest,
             "head": self.heads[task.name].name,
             "data": task.content["train"],
             "task": task.name,
             "regime": self.regime,
-            "rank": self.rank or None,
+            "rank": self._rank(task) or None,
             "schedule": self.schedule,
             "device": self.device.split(":")[0],
             "seed": self.seed,
@@ -248,7 +262,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedText]:
     reader = Reader(base.path, settings.length)
     heads = {task.name: _head(cache, reader, settings, base, task, request.device) for task in tasks}
     threads = request.threads or os.cpu_count() or 1
-    for fields in variants(request, settings, NAME):
+    for fields in _variants(request, settings):
         yield PretrainedText(
             **fields,
             suite=request.suite,
@@ -264,6 +278,19 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedText]:
             heads=heads,
             schedule=schedule_of(settings, fields["regime"]),
         )
+
+
+def _variants(request: RunRequest, settings: TextSettings) -> Iterator[dict[str, Any]]:
+    """See `variants`; mixed ranks and `alpha` are in the name of the model."""
+    mixed = settings.ranks if settings.mixed else ()
+    for fields in variants(request, replace(settings, ranks=mixed[:1]) if mixed else settings, NAME):
+        if fields["regime"] == "full":
+            yield fields
+            continue
+        ranks = f", r = {', '.join(map(str, mixed))}" if mixed else ""
+        model = f"{NAME}{ranks}" if mixed else fields["model"]
+        about = f"{model}, alpha = {settings.alpha}" if settings.alpha else model
+        yield fields | {"model": about, "mixed": mixed, "alpha": settings.alpha}
 
 
 def _base(cache: Cache, settings: TextSettings) -> Made:

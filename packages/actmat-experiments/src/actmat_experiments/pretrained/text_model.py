@@ -107,7 +107,7 @@ class TextTraining:
 
     Args:
         name: of the task; with the seed it decides the order of examples and the start of the factors.
-        regime: all weights but the embeddings, or LoRA with `alpha = rank` and no dropout.
+        regime: all weights but the embeddings, or LoRA without dropout.
     """
 
     name: str
@@ -115,6 +115,7 @@ class TextTraining:
     schedule: Schedule
     regime: Regime = "full"
     rank: int = 16
+    alpha: int = 0
     device: str = "cpu"
 
 
@@ -134,7 +135,7 @@ def finetune(
     """
     schedule, model = how.schedule, load_encoder(base)
     if how.regime == "lora":
-        model = with_adapter(model, how.rank, generator_for(how.seed, f"factors {how.name}"))
+        model = with_adapter(model, how.rank, generator_for(how.seed, f"factors {how.name}"), how.alpha)
     else:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.startswith(_FIRST_LAYER))

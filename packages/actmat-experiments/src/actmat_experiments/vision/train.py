@@ -102,11 +102,16 @@ def batches(examples: Examples, schedule: Schedule, *, seed: int, name: str, fir
             yield order[batch * schedule.batch_size : (batch + 1) * schedule.batch_size]
 
 
-def with_adapter(model: Any, rank: int, generator: torch.Generator) -> Any:
-    """The model with LoRA factors on all linear layers; `A` as PEFT draws it, from this generator, `B` zero."""
+def with_adapter(model: Any, rank: int, generator: torch.Generator, alpha: int = 0) -> Any:
+    """The model with LoRA factors on all linear layers; `A` as PEFT draws it, from this generator, `B` zero.
+
+    Args:
+        alpha: 0: the rank.
+    """
     from peft import LoraConfig, get_peft_model
 
-    adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=rank, lora_dropout=0.0, target_modules="all-linear"))
+    config = LoraConfig(r=rank, lora_alpha=alpha or rank, lora_dropout=0.0, target_modules="all-linear")
+    adapted = get_peft_model(model, config)
     for parameter_name, parameter in adapted.named_parameters():
         if ".lora_A." in parameter_name:
             nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
