@@ -92,8 +92,8 @@ class HubRepository(Source):
 
     @cached_property
     def directory(self) -> Path | None:
-        """Folder of `config.json` in the cache, downloaded first; None where the commit has none."""
-        return self.fetch("config.json").parent if "config.json" in self.files else None
+        """Folder of `config.json` in the cache, downloaded first; None where the commit has none, or for a file."""
+        return self.fetch("config.json").parent if self.named is None and "config.json" in self.files else None
 
     def local(self, name: str) -> Path | None:
         """Path of the file in the cache, or None."""
@@ -154,6 +154,13 @@ class HubRepository(Source):
         location = f"{self.location}/{name}"
         return HubRepository(self.repo_id, location, self.commit, inside, self.cache_dir, streams=self.streams,
                              folder=self._folder + name) if inside else None  # fmt: skip
+
+    def downloading(self, name: str) -> HubRepository:
+        """The same files with `name` as the named one, downloaded when it is first read: for adapters, read often."""
+        files, folder = self.files, self._folder.removesuffix("/")
+        found = HubRepository(self.repo_id, self.location, self.commit, files, self.cache_dir, folder=folder)
+        found.named = name
+        return found
 
     def side_files(self, merged: Sequence[str]) -> SideFiles:
         """Files of the commit."""

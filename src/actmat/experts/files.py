@@ -17,7 +17,7 @@ from actmat.checkpoints.folder import ADAPTER_CONFIG, LORA_FILES, member
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
 from actmat.checkpoints.resolve import HUB_ID, find_source
-from actmat.checkpoints.source import LocalSource
+from actmat.checkpoints.source import LocalSource, Source
 from actmat.errors import CheckpointError
 
 _MODEL_FILES = ("config.json", "model_index.json", ADAPTER_CONFIG)
@@ -73,18 +73,19 @@ def open_weights(location: str | Path) -> Checkpoint | None:
         if name is None and not any(n in names for n in _MODEL_FILES):
             found = [n for n in names if n.endswith(".safetensors")]
             name = found[0] if len(found) == 1 else None
-        return None if name is None else _open_file(member(path, name), str(location))
+        return None if name is None else _open_source(LocalSource(member(path, name), str(location)))
     if os.path.isfile(path):
         is_candidate = path.suffix == ".safetensors" or path.name in LORA_FILES
-        return _open_file(path, str(location)) if is_candidate else None
+        return _open_source(LocalSource(path, str(location))) if is_candidate else None
     hub_id = HUB_ID.fullmatch(str(location))
     if hub_id is None or (path.parent != Path() and os.path.isdir(path.parent)):
         return None
     return _open_hub(hub_id["repo"], hub_id["revision"])
 
 
-def _open_file(path: Path, location: str) -> Checkpoint:
-    return (SAFETENSORS if path.suffix == ".safetensors" else TORCH_FILES).open(LocalSource(path, location))
+def _open_source(source: Source) -> Checkpoint:
+    assert source.named is not None, "one file"
+    return (SAFETENSORS if source.named.endswith(".safetensors") else TORCH_FILES).open(source)
 
 
 def _open_elsewhere(url: str) -> Checkpoint | None:
@@ -98,7 +99,8 @@ def _open_hub(repo: str, revision: str | None) -> Checkpoint | None:
 
     repository = open_repository(repo, revision)
     name = _named_lora([n for n in repository.files if "/" not in n])
-    return None if name is None else _open_file(repository.fetch(name), f"{repository.repo_id}@{repository.commit}")
+    repository.location = f"{repository.repo_id}@{repository.commit}"
+    return None if name is None else _open_source(repository.downloading(name))
 
 
 def _named_lora(names: Sequence[str]) -> str | None:

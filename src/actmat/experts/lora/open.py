@@ -22,7 +22,7 @@ from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES, TORCH_SUFFIXES, load_torch
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import HUB_ID, find_source
-from actmat.checkpoints.source import LocalSource
+from actmat.checkpoints.source import LocalSource, Source
 from actmat.errors import CheckpointError
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
@@ -79,14 +79,14 @@ def open_adapter(location: str | Path, stacks: tuple[StackWord, ...] = ()) -> Ad
         folder = path if path.is_dir() else path.parent
         config = member(folder, ADAPTER_CONFIG)
         names = [n for n in ADAPTER_WEIGHTS if (folder / n).is_file()] if path.is_dir() else [path.name]
-        files = {n: member(folder, n) for n in names[:1]}
+        sources: dict[str, Source] = {n: LocalSource(member(folder, n), str(location)) for n in names[:1]}
     else:
-        location, config, files = _fetch(str(location))
-    if not files:
+        location, config, sources = _on_hub(str(location))
+    if not sources:
         raise CheckpointError(f"{location}: has {ADAPTER_CONFIG}, but neither {' nor '.join(ADAPTER_WEIGHTS)}")
     parsed, problems = parse_adapter_config(read_object(config), stacks)
-    (name, file), *_ = files.items()
-    weights = (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(LocalSource(file, str(location)))
+    (name, source), *_ = sources.items()
+    weights = (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(source)
     return Adapter(weights, parsed, problems)
 
 
@@ -124,8 +124,11 @@ def _holds_adapter(names: list[str]) -> bool:
     return ADAPTER_CONFIG in names and not any(n.endswith(full) for n in names if n not in NOT_WEIGHTS)
 
 
-def _fetch(location: str) -> tuple[str, Path, dict[str, Path]]:
-    """Hub id with the commit, so that another process opens the same files; config and weights in the cache."""
+def _on_hub(location: str) -> tuple[str, Path, dict[str, Source]]:
+    """Hub id with the commit, so that another process opens the same files; config in the cache, and the weights.
+
+    These are downloaded when a tensor is first read: a plan reads their header only.
+    """
     from actmat.checkpoints.hub import open_repository
 
     hub_id = HUB_ID.fullmatch(location)
@@ -134,7 +137,8 @@ def _fetch(location: str) -> tuple[str, Path, dict[str, Path]]:
     repository = open_repository(hub_id["repo"], hub_id["revision"])
     names = [n for n in ADAPTER_WEIGHTS if n in repository.files][:1]
     pinned = f"{repository.repo_id}@{repository.commit}"
-    return pinned, repository.fetch(ADAPTER_CONFIG), {n: repository.fetch(n) for n in names}
+    repository.location = pinned
+    return pinned, repository.fetch(ADAPTER_CONFIG), {n: repository.downloading(n) for n in names}
 
 
 def pair_list(path: Path) -> list[Tensor] | None:
