@@ -16,6 +16,8 @@ from tests.tolerances import F32_ELEMENTWISE, F64_ORACLE
 
 from actmat.api import plan_recipe
 from actmat.errors import CheckpointError, MergeError, RecipeError
+from actmat.extras.demo.training import Schedule
+from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.experiment import Made
 from actmat_experiments.harness.merging import merge_candidates, recipes_of
 from actmat_experiments.harness.planned import planned
@@ -250,3 +252,17 @@ def test_a_run_says_its_plan_and_stops_at_inputs_that_do_not_fit(finished, tmp_p
     monkeypatch.setattr(suite.OptionLlm, "compare", lambda *args: pytest.fail("it began"))
     with pytest.raises(MergeError, match="none"):
         get_suite(finished.suite).run(finished)
+
+
+def test_training_in_bfloat16_moves_the_weights_as_float32_does(finished, tmp_path):
+    made = next(iter(suite.experiments(replace(finished, regimes=("full",)), Watch())))
+    start = load_decoder(made.base.path).state_dict()
+
+    def moved(precision):
+        run = replace(made, precision=precision, cache=Cache(tmp_path / precision), schedule=Schedule(8, 4, 1e-2))
+        weights = run.load(run.experts()["copa"].path).state_dict()
+        return torch.cat([(weights[n] - start[n]).flatten() for n in start])
+
+    whole, half = moved("float32"), moved("bfloat16")
+    assert float(torch.cosine_similarity(whole, half, dim=0)) > 0.9
+    assert float(half.norm() / whole.norm()) == pytest.approx(1, abs=0.1)

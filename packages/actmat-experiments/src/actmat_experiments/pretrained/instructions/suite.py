@@ -118,7 +118,9 @@ class OptionLlm(PretrainedLlm):
         return super()._expert_key(task) | {"precision": self.precision}
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.precision == "bfloat16")
+        """Casts are not kept: in training they would be those of the first weights until the end."""
+        kind, wanted = self.device.split(":")[0], self.precision == "bfloat16"
+        return torch.autocast(kind, torch.bfloat16, enabled=wanted, cache_enabled=False)
 
 
 def _label(question: Question) -> int:
