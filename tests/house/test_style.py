@@ -16,7 +16,7 @@ CLAUSES = ("What", "Who", "Where", "Whether", "How")
 LONGEST_FUNCTION = 60
 MOST_PARAMETERS = 8
 MOST_SUPPRESSED = 15
-CORE_CODE, ALL_CODE, EXPERIMENTS_CODE = 25_900, 46_800, 12_700
+CORE_CODE, ALL_CODE, EXPERIMENTS_CODE = 25_900, 46_800, 12_750
 """Lines of code of the package without its extras, with them, and of the experiments. The aim is 24,000 and 38,000:
 lower these when something goes."""
 
@@ -156,6 +156,15 @@ def test_only_experts_know_adapters() -> None:
     new = {path: lines for path, lines in found.items() if path not in LOOKS_AT_LOCATIONS}
     assert not new, f"branches on the sort of an expert outside experts/: {new}"
     assert found.keys() == LOOKS_AT_LOCATIONS.keys(), "these look no longer: take them out"
+
+
+def test_outputs_have_the_same_bytes_on_every_system() -> None:
+    """Python ends lines as the system does, unless it is told: Windows' outputs would have other hashes."""
+    calls = ((p, n) for p in modules(PACKAGE) if "extras" not in p.parts for n in ast.walk(tree(p)))
+    written = [(p, n) for p, n in calls if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "write_text"]
+    named = [(p, n.lineno, {k.arg for k in n.keywords}) for p, n in written]
+    assert len(named) > 5
+    assert not [(p, line) for p, line, names in named if "encoding" in names and "newline" not in names]
 
 
 def code_lines(path: Path) -> int:

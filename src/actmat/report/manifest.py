@@ -287,7 +287,7 @@ def write_manifest(directory: Path, manifest: dict[str, Any], *, sha256: Callabl
     manifest["content"] = manifest_content(manifest)
     unfinished = directory / f".{MANIFEST_NAME}.part"  # the name is given to a whole manifest only
     unfinished.unlink(missing_ok=True)
-    with unfinished.open("x", encoding="utf-8") as file:
+    with unfinished.open("x", encoding="utf-8", newline="\n") as file:
         file.writelines(indented_json(manifest))
         file.write("\n")
     replace_file(unfinished, directory / MANIFEST_NAME)

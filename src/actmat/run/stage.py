@@ -163,15 +163,15 @@ class StagedOutput:
             copied: Sequence[str] = ()
             if self.plan.adapter_config is not None:
                 config = json.dumps(self.plan.adapter_config, indent=2) + "\n"
-                (folder.path / "adapter_config.json").write_text(config, encoding="utf-8")
+                (folder.path / "adapter_config.json").write_text(config, encoding="utf-8", newline="\n")
             elif self.plan.output == "model":
                 floats = inputs.base is not None and self.plan.recipe.model.quantise is None
                 written = inputs.base.written_configs if inputs.base is not None and floats else {}
                 own = inputs.base.written_sidecars if inputs.base is not None else {}
                 copied = copy_sidecars(*sidecars, folder.path, self.plan.recipe.dtype, written)
                 for name, text in own.items():
-                    (folder.path / name).write_text(text, encoding="utf-8")
-            (folder.path / "README.md").write_text(model_card(self.plan, warnings), encoding="utf-8")
+                    (folder.path / name).write_text(text, encoding="utf-8", newline="\n")
+            (folder.path / "README.md").write_text(model_card(self.plan, warnings), encoding="utf-8", newline="\n")
             manifest = build_manifest(
                 self.plan,
                 self.records,

@@ -93,14 +93,14 @@ def copy_sidecars(
         if PurePosixPath(name).name == "config.json" and (dtype is not None or name in configs):
             written = _config(path, name, dtype, configs.get(name))
         if written is not None:
-            target.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+            target.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8", newline="\n")
         else:
             with open_regular(path) as source, target.open("wb") as copy:
                 shutil.copyfileobj(source, copy)
         copied.append(name)
     if "config.json" in configs and "config.json" not in copied:  # of a file that has it in its metadata
         text = json.dumps(dict(configs["config.json"]) | ({} if dtype is None else {"dtype": dtype}), indent=2) + "\n"
-        (out / "config.json").write_text(text, encoding="utf-8")
+        (out / "config.json").write_text(text, encoding="utf-8", newline="\n")
     return copied
 
 

@@ -181,7 +181,7 @@ class ShardWriter:
         self.sync()
         with disk_errors(self.directory):
             for name, text in index_files(self.shards, specs).items():
-                (self.directory / name).write_text(text, encoding="utf-8")
+                (self.directory / name).write_text(text, encoding="utf-8", newline="\n")
 
     def close(self) -> None:
         """Close the files; may be called twice."""

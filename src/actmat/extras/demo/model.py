@@ -95,7 +95,7 @@ def save_encoder(encoder: Encoder, directory: Path) -> None:
     """Write `config.json` and `model.safetensors` into a new directory."""
     directory.mkdir(parents=True)
     config = {"model_type": MODEL_TYPE, "architectures": ["Encoder"], "dtype": "float32", **asdict(encoder.config)}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8", newline="\n")
     tensors = {name: tensor.detach().contiguous() for name, tensor in encoder.state_dict().items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 

@@ -161,7 +161,7 @@ class DemoResult:
 
     def save(self, path: Path) -> None:
         """Write all of it as JSON."""
-        path.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8", newline="\n")
 
     @property
     def task_names(self) -> list[str]:
