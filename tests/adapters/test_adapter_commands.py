@@ -51,8 +51,8 @@ def test_merge_needs_no_base_and_compares_the_norms(pair: list[str], tmp_path: P
     outcome = actmat(["merge", *pair, "--out", str(tmp_path / "out"), "--rank", "3"])
     assert outcome.code == 0
     text = words(outcome.out + outcome.err)
-    assert "x as far from the base as a mean expert" in text
-    assert "x as all added up" in text
+    assert "x the experts' mean norm" in text
+    assert "x the norm of their sum" in text
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 3
 
 

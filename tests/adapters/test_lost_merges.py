@@ -87,6 +87,6 @@ def test_an_extraction_of_a_low_rank_is_warned_of(place: Path, tmp_path: Path) -
     done = run([*argv, "--rank", "1"])
     assert done.code == 0, done.err
     assert "warning AM404" in done.out
-    assert "x a mean expert" not in done.out
+    assert "mean norm" not in done.out
     assert "warning AM404" in (tmp_path / "out" / "README.md").read_text().replace("Warning", "warning")
     assert "AM404" in run([*argv, "--rank", "1", "--json"]).out

@@ -75,7 +75,7 @@ def test_a_merge_of_adapters_says_its_size_once(place: Path, tmp_path: Path) -> 
     planned = " ".join(actmat(["plan", *inputs]).out.split())
     assert "at the length of the plain sum" not in planned
     merged = " ".join(actmat(["merge", *inputs, "--out", str(tmp_path / "out")]).out.split())
-    assert "x as all added up" in merged
+    assert "x the norm of their sum" in merged
 
 
 def test_several_experts_after_one_flag_are_explained(place: Path) -> None:

@@ -67,7 +67,7 @@ def test_reports_of_other_kinds_are_short(family: Family) -> None:
     inputs = {"base": family.base, "experts": family.experts}
     one = actmat.merge(**inputs, method="actmat", scale=20, out=family.root / "actmat")
     two = actmat.merge(**inputs, method="average", out=family.root / "average")
-    check(one, "x as all added up", "warning AM40")
+    check(one, "x the norm of their sum", "warning AM40")
     assert "warning" not in repr(two)
     compared = compare(one.out, two.out)
     check(compared, "<Comparison: actmat and average", "tensors differ")

@@ -166,13 +166,13 @@ def test_the_command_line_says_the_size_and_warns_once(models: Path, tmp_path: P
         return run(["merge", *inputs, "--out", str(tmp_path / "out"), "--overwrite", *more]).out
 
     plain = said()
-    assert "x as far from the base as a mean expert," in plain
-    assert "x as all added up" in plain
+    assert "x the experts' mean norm," in plain
+    assert "x the norm of their sum" in plain
     assert "warning AM402" in plain
     assert "warning" not in said("--scale", "0.1")
     assert "warning" not in said("--mute", "AM402")
     diagnosed = said("--diagnose")
-    assert "x as all added up" in diagnosed
+    assert "x the norm of their sum" in diagnosed
     assert "warning" not in diagnosed  # the check says it
     assert "AM402" in diagnosed
     assert said("--quiet") == ""

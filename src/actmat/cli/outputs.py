@@ -35,7 +35,7 @@ def print_outputs(reports: Sequence[MergeReport]) -> None:
     console.print(f"[bold]{escape(place)}[/bold]: {len(reports)} outputs of {plural(len(plan.experts), 'expert')}")
     console.print(f"  {tensors} of each: {counts}")
     console.print(_table(reports, names))
-    console.print("size: distance from the base, as a multiple of a mean expert's, and of all experts added up")
+    console.print("size: norm of the merged delta over the mean norm of the experts', and over the norm of their sum")
     _print_warnings(reports, names)
     for report in reports:
         if report.diagnosis is not None:
@@ -47,7 +47,7 @@ def print_outputs(reports: Sequence[MergeReport]) -> None:
 
 
 def _table(reports: Sequence[MergeReport], names: Mapping[str, str]) -> object:
-    numbers = [f"x {of}" for of in ("mean expert", "all added")]
+    numbers = ["x mean norm", "x sum's norm"]
     table = plain_table("output", *numbers, "remarks", numbers=numbers)
     for report in reports:
         ratios = size_ratios(report.totals.norms)

@@ -107,11 +107,11 @@ def size_ratios(norms: Norms | None) -> dict[str, float]:
 
 
 def size_words(norms: Norms | None) -> str:
-    """`3 x as far from the base as a mean expert, 1.5 x as all added up`; empty where nothing was merged."""
+    """`3 x the experts' mean norm, 1.5 x the norm of their sum`; empty where nothing was merged."""
     ratios = size_ratios(norms)
     of_sum = ratios.get("the experts' sum")
-    more = "" if of_sum is None else f", {of_sum:.3g} x as all added up"
-    return f"{ratios['a mean expert']:.3g} x as far from the base as a mean expert{more}" if ratios else ""
+    more = "" if of_sum is None else f", {of_sum:.3g} x the norm of their sum"
+    return f"{ratios['a mean expert']:.3g} x the experts' mean norm{more}" if ratios else ""
 
 
 def size_finding(norms: Norms | None, muted: Collection[str] = ()) -> tuple[str, str] | None:
