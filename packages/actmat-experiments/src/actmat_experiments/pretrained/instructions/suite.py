@@ -25,10 +25,9 @@ from actmat_experiments.pretrained.answers import counted
 from actmat_experiments.pretrained.decoder import Coder
 from actmat_experiments.pretrained.generated import Generated, Question
 from actmat_experiments.pretrained.instructions.options import rows_of, scores_of
-from actmat_experiments.pretrained.instructions.texts import TASKS, load_options
+from actmat_experiments.pretrained.instructions.texts import MORE, TASKS, load_options
 from actmat_experiments.pretrained.llm import KINDS, NAME, PretrainedLlm, base_of
 from actmat_experiments.pretrained.suite import (
-    SCALES,
     chosen_tasks,
     run_pretrained,
     schedule_of,
@@ -68,14 +67,14 @@ class TaskSettings:
     validation: int = 16
     test: int = 200
     epochs: int = 1
-    rate: float = 3e-5
+    rate: float = 1e-4
     lora_epochs: int = 1
     lora_rate: float = 3e-3
     ranks: tuple[int, ...] = (16,)
     batch_size: int = 8
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     samples: int = 32
-    scales: tuple[float, ...] = SCALES
+    scales: tuple[float, ...] = (1.0,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +135,7 @@ def run(request: RunRequest) -> None:
     """
     for regime in request.regimes:
         some = replace(request, regimes=(regime,), methods=request.methods or ROWS[regime])
-        run_pretrained(some, experiments, len(request.tasks or TASKS), kinds=KINDS)
+        run_pretrained(some, experiments, len(request.tasks or TASKS.keys() - set(MORE)), kinds=KINDS)
 
 
 def table(request: TableRequest) -> None:
@@ -152,7 +151,8 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[OptionLlm]:
             "The suite llm-tasks reads local texts: give their folder with --data. 'python -m benchmarks.data FOLDER "
             "--only text' makes it, FOLDER/text, from public originals."
         )
-    names = chosen_tasks(request, list(TASKS), "causal language model")
+    usual = [name for name in TASKS if name not in MORE]
+    names = chosen_tasks(request, usual, "causal language model", more=MORE)
     quiet_libraries()
     cache = Cache(request.cache)
     cache.root.mkdir(parents=True, exist_ok=True)

@@ -145,6 +145,8 @@ TASKS: Mapping[str, Source] = {
     "wsc": Source(("wsc.train.jsonl", "wsc.val.jsonl"), (), _wsc),
 }
 """Name -> source, in the order of the tables."""
+MORE = ("rte", "copa", "winogrande", "wsc")
+"""Tasks that are run only for a request that names them; the others take a night."""
 
 
 def load_options(folder: Path, names: Sequence[str], *, train: int, validation: int, test: int) -> list[Generated]:
