@@ -19,9 +19,9 @@ from torch import Tensor
 
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
-from actmat.errors import MergeError
+from actmat.errors import MergeError, format_size
 from actmat.recipe import load_recipe
-from actmat.run import run_recipes
+from actmat.run import plan_recipe, run_recipes
 from actmat.settings import RunSettings
 
 TOKENIZER = Path(__file__).parents[1] / "data" / "mergekit" / "base" / "tokenizer.json"
@@ -155,6 +155,9 @@ def test_hidden_gates_are_states_of_the_base(mode: str, build: Build, models: Pa
     listed[1]["positive_prompts"] = ["bb aa"]
     out = build("llama", experts=listed, gate_mode=mode)
     tensors, base = load_file(out / "model.safetensors"), models / "llama" / "0"
+    plan = plan_recipe(load_recipe(models / "llama" / "out.yml", {"out": "out"}))
+    numel = sum(t.numel() for t in load_file(base / "model.safetensors").values())
+    assert any(f"runs in bfloat16: {format_size(2 * numel)} of memory" in note for note in plan.notes)
     want = [states(base, ["aa"], average=mode == "hidden_avg"), states(base, ["bb aa"], average=mode == "hidden_avg")]
     want[1] -= states(base, ["ab"], average=mode == "hidden_avg")
     for layer in range(2):

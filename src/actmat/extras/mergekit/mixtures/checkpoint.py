@@ -24,10 +24,18 @@ from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, 
 from actmat.checkpoints.raw import check_range, copy_range, find_spec, raw_bytes
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.source import Format, LocalSource, Source
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, format_size
 from actmat.extras.mergekit.config import Findings
 from actmat.extras.mergekit.mixtures.architectures import DENSE, choose
-from actmat.extras.mergekit.mixtures.config import DTYPES, SUFFIXES, MixedExpert, Mixture, is_mixture, read_mixture
+from actmat.extras.mergekit.mixtures.config import (
+    DTYPES,
+    RUNS,
+    SUFFIXES,
+    MixedExpert,
+    Mixture,
+    is_mixture,
+    read_mixture,
+)
 from actmat.extras.mergekit.mixtures.gates import gates_of
 from actmat.extras.stack.composed import ComposedCheckpoint, Origin
 from actmat.recipe.load import MAX_BYTES, local_location
@@ -62,8 +70,12 @@ class MixtureCheckpoint(ComposedCheckpoint):
         stated = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
         self.dtype = mixture.dtype or (stated if stated in DTYPES else "")
         self.specs = MappingProxyType({n: self._spec(s) for n, s in self.specs.items()} | self._computed(base))
+        gates = f"gates: {mixture.gate_mode}"
+        if mixture.gate_mode in RUNS:
+            running = format_size(2 * sum(s.numel for s in base.specs.values() if s.is_floating))
+            gates += f", for which the base runs in bfloat16: {running} of memory besides that of this plan"
         self.notes = (f"mixture of {len(mixture.experts)} experts, {mixture.per_token} per token, as "
-                      f"{self._architecture.name}; gates: {mixture.gate_mode}",)  # fmt: skip
+                      f"{self._architecture.name}; {gates}",)  # fmt: skip
 
     @property
     def config(self) -> Mapping[str, Any]:
