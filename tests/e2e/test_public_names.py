@@ -9,9 +9,12 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import torch
 
 import actmat
 import actmat.plugins
+from actmat.errors import RecipeError
+from actmat.recipe import make_recipe
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 
@@ -49,3 +52,17 @@ def test_every_error_is_public() -> None:
     tree = {n for n, c in vars(errors).items() if isinstance(c, type) and issubclass(c, Exception)}
     assert len(tree) == 7
     assert {n for n in tree if getattr(actmat, n) is getattr(errors, n)} == tree
+
+
+def test_models_in_memory_are_refused_by_name(tmp_path: Path) -> None:
+    model, recipe = torch.nn.Linear(2, 2), make_recipe({"base": "base", "experts": ["a"]})
+    with pytest.raises(RecipeError) as refused:
+        actmat.merge(model, [tmp_path / "one", model.weight], out=tmp_path / "out")
+    assert list(refused.value.problems) == [
+        "base: expected a path, a hub id or a URL, found Linear",
+        "experts[1]: expected a path, a hub id or a URL, found Parameter",
+    ]
+    with pytest.raises(RecipeError, match=r"actmat\.run\.run_recipes"):
+        actmat.plan(recipe)
+    with pytest.raises(RecipeError, match="expected a list, found the one location 'one'"):
+        actmat.plan("base", "one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ def make_arguments(
     Raises:
         RecipeError: they describe none; carries all problems.
     """
+    _check_locations(base, experts)
     listed: list[dict[str, Any]] = [dict(e) if isinstance(e, Mapping) else {"path": str(e)} for e in experts]
     if statistics is not None:
         given = statistics if isinstance(statistics, Mapping) else [str(s) for s in statistics]
@@ -97,6 +99,25 @@ def make_arguments(
     settings, rest = split_fields(fields)
     rest["options"] = dict(rest.get("options") or {})
     return make_recipe({"base": "" if base is None else str(base), "experts": listed, **rest}), settings
+
+
+def _check_locations(base: object, experts: Sequence[object]) -> None:
+    """Refuse models, tensors and recipes where locations are expected.
+
+    Raises:
+        RecipeError: names all of them.
+    """
+    if isinstance(experts, str | os.PathLike):
+        raise RecipeError(f"experts: expected a list, found the one location '{experts}'. Fix: ['{experts}']")
+    named = {} if base is None else {"base": base}
+    named |= {f"experts[{n}]": e for n, e in enumerate(experts) if not isinstance(e, Mapping)}
+    wrong = {n: v for n, v in named.items() if not isinstance(v, str | os.PathLike)}
+    if wrong:
+        raise RecipeError(
+            "Models are merged from where they are stored. Fix: save a model in memory first (save_pretrained); a "
+            "Recipe is run by actmat.run.run_recipes([recipe]), and tensors are merged by actmat.merge_matrices.",
+            [f"{n}: expected a path, a hub id or a URL, found {type(v).__name__}" for n, v in wrong.items()],
+        )
 
 
 def split_fields(fields: Mapping[str, Any]) -> tuple[RunSettings, dict[str, Any]]:
