@@ -88,6 +88,10 @@ class OptionLlm(PretrainedLlm):
     precision: str = "float32"
     own_scores: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
+    def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
+        """See `Experiment`; answers depend on the precision, too."""
+        return [super().content(tasks, parts), self.precision]
+
     def test(self, model: object, task: str, part: str) -> Counts:
         """See `Experiment`; on validation questions also the divergence from the task's expert over the options."""
         questions = getattr(self._task(task), part)
