@@ -1,12 +1,10 @@
-"""The paper's claims on the suites that choose nothing, each as differences with their interval.
+"""The paper's claims on one group, each as differences with their interval.
 
 Full fine-tuning: ACTMat is first of the methods without data. LoRA: ACTMat is near the first, TSV. A claim is a row per
 method that it compares with; every difference is taken per seed and task first, see `intervals.paired`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from benchmarks.evidence.group import Group
 from benchmarks.evidence.intervals import paired
@@ -15,15 +13,11 @@ OTHERS = ("average", "task_arithmetic", "ties", "dare", "iso_c", "tsv")
 """Methods without data of the paper's tables, and those that its related work compares with."""
 NEAR = 1.0
 """Points: in the paper's tables of LoRA, ACTMat is 0.2 below TSV to 1.6 above it."""
-HEAD = ["experts", "claim", "n", "difference", "verdict"]
+HEAD = ["claim", "n", "difference", "verdict"]
 
 
-def claim_rows(some: Sequence[Group]) -> list[list[str]]:
-    """A row per group, claim and other method, for the seeds that both have."""
-    return [row for group in some for row in _rows(group)]
-
-
-def _rows(group: Group) -> list[list[str]]:
+def claim_rows(group: Group) -> list[list[str]]:
+    """A row per other method, for the seeds that both have."""
     own, found = group.points("actmat"), []
     full = group.regime == "full"
     for name in OTHERS if full else ("tsv", "average"):
@@ -32,9 +26,9 @@ def _rows(group: Group) -> list[list[str]]:
             continue
         near = not full and name == "tsv"
         seeds = len(own.keys() & group.points(name).keys())
-        claim = f"`actmat` {'near' if near else 'above'} `{name}`"
         n = f"{seeds} x {len(group.tasks)}"
-        found.append([group.title, claim, n, gap.text(sign=True), verdict(gap.mean, gap.half, NEAR if near else 0.0)])
+        claim = f"`actmat` {'near' if near else 'above'} `{name}`"
+        found.append([claim, n, gap.text(sign=True), verdict(gap.mean, gap.half, NEAR if near else 0.0)])
     return found
 
 

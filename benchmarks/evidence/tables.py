@@ -222,9 +222,9 @@ def choice_rows(some: Sequence[Group]) -> list[list[str]]:
 
 def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
     """One of the tables, in Markdown: `references`, `significant`, `pairs`, `auto`, `choice`, `gram`, `checks`,
-    `sweep`, `subsets`, `calibrated`, `claims`, or `methods_SUITE_REGIME`, `seeds_SUITE_REGIME`,
-    `variants_SUITE_REGIME`, `tasks_SUITE_REGIME` of "vision", "text", "llm" or "fresh", "full" or "lora". With
-    `fresh_` before it, a table is of the suites that choose nothing.
+    `sweep`, `subsets`, `calibrated`, or `methods_SUITE_REGIME`, `seeds_SUITE_REGIME`, `variants_SUITE_REGIME`,
+    `tasks_SUITE_REGIME`, `claims_SUITE_REGIME` of "vision", "text", "llm" or "tasks", "full" or "lora". With `fresh_`
+    before it, a table is of the suites that choose nothing.
     """
     suites = FRESH if name.startswith("fresh_") else SUITES
     some = groups(folder, suites)
@@ -254,7 +254,6 @@ def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
             lambda: choice_rows(some),
         ),
         "auto": (auto.HEAD, lambda: auto.choice_table(folder, suites)),
-        "claims": (claims.HEAD, lambda: claims.claim_rows(some)),
         "gram": (cosines.HEAD, lambda: cosines.kind_rows(folder)),
         "checks": (checks.HEAD, lambda: checks.check_rows(some, folder)),
         "sweep": (cosines.SWEEP_HEAD, lambda: cosines.sweep_rows(folder)),
@@ -275,6 +274,8 @@ def _group_table(what: str, group: Group, table: Table) -> str:
         text = table(
             ["- average", *(f"seed {s}" for s in group.seeds), "for these tasks and questions"], seed_rows(group)
         )
+    elif what == "claims":
+        text = table(claims.HEAD, claims.claim_rows(group))
     elif what == "variants":
         if not (rows := variant_rows(group)):
             return ""

