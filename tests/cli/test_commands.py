@@ -79,7 +79,7 @@ def test_the_console_script_passes_exit_codes_on(tmp_path: Path) -> None:
 
 def test_plan_tells_every_tensor_and_writes_nothing(family: Family) -> None:
     before = sorted(family.root.rglob("*"))
-    outcome = actmat(family.argv("--json", "--full", command="plan"))
+    outcome = actmat(family.argv("--method", "actmat", "--json", "--full", command="plan"))
     assert outcome.code == 0, outcome
     data = json.loads(outcome.out)
     assert data["actmat_plan"] == 3

@@ -105,7 +105,7 @@ def test_the_number_of_devices_does_not_change_the_result_but_their_kind_does(fa
 
 
 def test_the_screen_shows_where_and_why(family: Family) -> None:
-    outcome = actmat(family.argv("--device", "cuda:0,2", "--device-memory", "24GB", command="plan"))
+    outcome = actmat(family.argv("-m", "actmat", "--device", "cuda:0,2", "--device-memory", "24GB", command="plan"))
     said = " ".join(outcome.out.split())
     assert outcome.code == 0
     assert "devices: cuda:0,2, one worker each (executor 'devices'): 4 of 7 tensors" in said
@@ -127,7 +127,7 @@ def test_problems_with_devices_come_with_all_others(family: Family) -> None:
 
 def test_a_pool_is_placed_as_one_matrix(tmp_path: Path) -> None:
     samples = Samples.checkpoints(tmp_path)
-    plan = library.plan(samples.base, samples.experts, device="cuda", pool=["*layers.0.self_attn*"])
+    plan = library.plan(samples.base, samples.experts, method="actmat", device="cuda", pool=["*layers.0.self_attn*"])
     q, k = (plan.by_name[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qk")
     assert q.cost.device_bytes == k.cost.device_bytes > 0
     assert q.reason.endswith("actmat, pooled over 2 tensors, on cuda")

@@ -194,7 +194,14 @@ def test_compute_dtype_changes_digits_only(models: Models, tmp_path: Path) -> No
     outs = {
         kind: stored(
             actmat.merge(
-                base, places, out=tmp_path / kind, threads=1, durable=False, dtype="float64", compute_dtype=kind
+                base,
+                places,
+                out=tmp_path / kind,
+                method="actmat",
+                threads=1,
+                durable=False,
+                dtype="float64",
+                compute_dtype=kind,
             ).out
         )
         for kind in ("float32", "float64")

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import actmat
 from actmat.cli.main import app
 from actmat.errors import CheckpointError, MergeError
+from actmat.run.automatic import TABLE
 
 LLAMA = BY_NAME["llama"]
 
@@ -131,9 +132,10 @@ def test_the_card_of_a_local_merge(project: Path) -> None:
     head, body = card(project / "out")
     assert "base_model" not in head, "local paths are no hub ids"
     assert head["tags"] == ["merge", "actmat"]
-    rows = json.loads((project / "out" / "actmat_manifest.json").read_text())["tensors"]
+    manifest = json.loads((project / "out" / "actmat_manifest.json").read_text())
+    rows, method = manifest["tensors"], TABLE["full", "decoder"].method
     counts = {a: sum(r["action"] == a for r in rows) for a in ("merge", "average")}
-    assert f"{counts['merge']} merged with `actmat`, {counts['average']} averaged" in body
+    assert f"{counts['merge']} merged with `{method}`, {counts['average']} averaged" in body
     recipe = yaml.safe_load(body.split("```yaml\n")[1].split("```")[0])
     assert [e["path"] for e in recipe["experts"]] == [str(project / "expert1"), str(project / "expert2")]
 

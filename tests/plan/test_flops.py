@@ -146,7 +146,7 @@ def test_counts_of_the_routines() -> None:
 def test_the_plan_adds_up_its_items(tmp_path: Path) -> None:
     """Layers by ACTMat; norms and embeddings as means, `T N^2`."""
     family = Family.make(tmp_path, layers=1, experts=3)
-    plan = actmat.plan(family.base, family.experts)
+    plan = actmat.plan(family.base, family.experts, method="actmat")
     by_name = {item.name: item.cost.flops for item in plan.items}
     actmat_, options = get_method("actmat"), defaults(get_method("actmat"))
     assert by_name[UP0] == total(method_operations(actmat_, [(INNER, WIDTH)], 3, options))
@@ -182,7 +182,7 @@ def test_factored_items_are_counted_on_their_cores(tmp_path: Path) -> None:
 
 def test_a_predicted_time_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family = Family.make(tmp_path, layers=1, experts=2)
-    plan = actmat.plan(family.base, family.experts)
+    plan = actmat.plan(family.base, family.experts, method="actmat")
     assert plan_time(plan, 1).startswith("less than a minute (")
     hours = {2: "about 4 h on 2 workers (", 4: "about 2 h on 4 workers (", 16: "about 30 min on 16 workers ("}
     monkeypatch.setattr(MergePlan, "seconds", 8 * 3600.0)

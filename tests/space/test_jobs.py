@@ -17,6 +17,7 @@ from tests.space.conftest import HOSTILE, SECRET
 from tests.tolerances import F32_ELEMENTWISE
 
 from actmat.errors import MergeError
+from actmat.run.automatic import TABLE
 from actmat_space import jobs as module
 from actmat_space.asking import Form
 from actmat_space.html import error_html, plan_html, pushed_html, report_html, result_html
@@ -32,11 +33,11 @@ def leftovers(jobs: Jobs) -> list[str]:
 
 
 def test_a_plan_says_what_and_why(world: World, jobs: Jobs) -> None:
-    plan = jobs.plan(Form(BOTH))
-    assert (plan["method"], plan["modules"], plan["ranks"], plan["exact_rank"]) == ("dc_merge", 1, [[8, 1]], 8)
+    plan, auto = jobs.plan(Form(BOTH)), TABLE["adapters", "decoder"]
+    assert (plan["method"], plan["modules"], plan["ranks"], plan["exact_rank"]) == (auto.method, 1, [[8, 1]], 8)
     assert plan["base"] == "org/base"
     shown = plan_html(plan)
-    assert "dc_merge, for adapters of a decoder" in shown
+    assert "dc_merge with --space pico, for adapters of a decoder" in shown
     assert world[0].branches["org/math", "main"][:8] in shown
     assert leftovers(jobs) == []
 

@@ -20,6 +20,7 @@ from actmat.extras.tune.groups import FIXED, groups_of
 from actmat.extras.tune.live import LiveModel, group_numbers, state_of
 from actmat.recipe import Recipe
 from actmat.run import plan_recipe, prepare
+from actmat.run.automatic import TABLE
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -80,6 +81,7 @@ def test_a_search_plans_each_merge_once(family: Path, tmp_path: Path, monkeypatc
         family / "base", [family / "experts" / n for n in TEXTS], out=tmp_path / "best", new_tokens=0, budget=4,
         data={n: family / f"{n}.jsonl" for n in TEXTS}, space={"methods": ["average", "tsv"], "scales": [1.0]},
     )  # fmt: skip
+    auto = TABLE["full", "decoder"].method
     in_float32 = {method: n for method, n in plans.items() if method.endswith("float32")}
-    assert in_float32 == {"average float32": 1, "tsv float32": 1, "actmat float32": 1}
+    assert in_float32 == {"average float32": 1, "tsv float32": 1, f"{auto} float32": 1}
     assert sum(plans.values()) - 3 == 3, "the memory of two merges, and the chosen one"

@@ -22,6 +22,7 @@ from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.extras.models import in_memory
 from actmat.extras.models.loading import Loaded, load_model
 from actmat.extras.tune import harness, trying
+from actmat.run.automatic import TABLE
 
 PROMPT = "w3 w4 w5"
 
@@ -93,7 +94,7 @@ def test_a_prompt_is_answered_as_the_model_on_disk_does(family: Path, tmp_path: 
 def test_answers_are_printed_below_the_name_of_the_merge(family: Path) -> None:
     done = run(["try", *flags(family), "--prompt", PROMPT, "--prompt", "w9", "--new-tokens", "3", "--quiet"])
     lines = done.out.splitlines()
-    assert lines[0] == "actmat"
+    assert lines[0] == TABLE["full", "decoder"].method
     assert lines[1] == f"  {PROMPT}"
     assert "  w9" in lines
 
@@ -173,7 +174,7 @@ def test_benchmarks_are_asked_of_the_model_in_memory(family: Path, monkeypatch: 
     stand_in = StandIn(found)
     monkeypatch.setattr(harness, "_imported", stand_in.modules.__getitem__)
     done = run(["try", *flags(family), "--lm-eval", "wiki", "--limit", "5", "--quiet"])
-    assert done.out == "actmat\n  wiki: acc,none 0.5\n"
+    assert done.out == f"{TABLE['full', 'decoder'].method}\n  wiki: acc,none 0.5\n"
     (asked,) = stand_in.asked
     assert asked["limit"] == 5
     assert asked["model"]["pretrained"].config.model_type == "llama"

@@ -26,6 +26,7 @@ from actmat.extras.tune.report import TuneReport
 from actmat.extras.tune.settings import TuneProgress
 from actmat.planning.choose import depth_of
 from actmat.recipe import load_recipe
+from actmat.run.automatic import TABLE
 from actmat.statistics import open_statistics
 
 METHODS = ["average", "ties", "actmat", "regmean"]
@@ -91,12 +92,12 @@ def test_scales_of_groups_reach_their_tensors_only(report: TuneReport) -> None:
 
 
 def test_everything_that_was_tried_is_on_record(report: TuneReport) -> None:
-    place = Path(f"{report.out}.tune")
+    place, auto = Path(f"{report.out}.tune"), TABLE["full", "decoder"].method
     data = json.loads((place / "tune.json").read_text())
     assert data["actmat_tune"] == 1
     assert {t["method"] for t in data["trials"]} == set(METHODS)
     assert len(data["trials"]) == BUDGET
-    assert [f["name"] for f in data["final"]][1:] == ["average", "actmat x 1 (the recipe's)", "base"]
+    assert [f["name"] for f in data["final"]][1:] == ["average", f"{auto} x 1 (the recipe's)", "base"]
     assert data["front"][0]["mean"] == min(t["mean"] for t in data["trials"])
     page = (place / "tune.html").read_text()
     assert str(report.chosen.candidate.merge) in page

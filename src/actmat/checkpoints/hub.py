@@ -156,7 +156,12 @@ class HubRepository(Source):
                              folder=self._folder + name) if inside else None  # fmt: skip
 
     def downloading(self, name: str) -> HubRepository:
-        """The same files with `name` as the named one, downloaded when it is first read: for adapters, read often."""
+        """The same files with `name` as the named one, downloaded when it is first read: for adapters, read often.
+
+        One whose header and tensors fit one request is downloaded at once.
+        """
+        if self.files[name].size <= FIRST_RANGE:
+            self.fetch(name)
         files, folder = self.files, self._folder.removesuffix("/")
         found = HubRepository(self.repo_id, self.location, self.commit, files, self.cache_dir, folder=folder)
         found.named = name
