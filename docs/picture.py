@@ -12,7 +12,7 @@ from benchmarks.evidence.intervals import Points
 
 LEFT, RIGHT, TOP, ROW = 230, 640, 74, 34
 """Pixels: the ends of the scale of accuracies, the first row, and the distance of rows."""
-WIDTH = 930
+WIDTH = 950
 LOW, HIGH = 10, 100
 """Accuracies in % at the ends of the scale."""
 COLOURS = {"base": "#8a8f98", "average": "#c98a1b", "auto": "#1f5fa8", "experts": "#222222"}
@@ -46,8 +46,8 @@ def picture() -> str:
 
 
 def _short(title: str) -> str:
-    """The title without the form in which the base's weights were found."""
-    return title.replace("-Instruct from Q4_1", "")
+    """The title without the form in which the base's weights were found; full fine-tuning in one word."""
+    return title.replace("-Instruct from Q4_1", "").replace("full fine-tuning", "full")
 
 
 def _accuracy(points: Points) -> float:
