@@ -10,7 +10,16 @@ import pytest
 
 from actmat.errors import OutputError
 from actmat.extras.demo.training import Schedule
-from actmat_experiments.harness.cache import Cache, canonical, digest, file_digest, library_versions, meaning
+from actmat_experiments.harness.cache import (
+    Cache,
+    canonical,
+    code_digest,
+    digest,
+    file_digest,
+    library_versions,
+    meaning,
+)
+from actmat_experiments.harness.merging import merging_code
 
 
 class Maker:
@@ -199,3 +208,9 @@ def test_code_is_the_same_when_only_its_text_for_readers_changes(same):
 )
 def test_code_that_does_something_else_is_another(old, new):
     assert meaning(MODULE.replace(old, new)) != meaning(MODULE)
+
+
+def test_the_code_of_merges_is_of_layers_that_are_there() -> None:
+    assert merging_code() == merging_code()
+    with pytest.raises(AssertionError, match="renamed"):
+        code_digest("linalg", "plan")

@@ -75,7 +75,9 @@ def code_digest(*layers: str) -> str:
 
     package = Path(actmat.__file__).parent
     found = hashlib.sha256()
-    for path in (p for layer in layers for p in sorted((package / layer).rglob("*.py"))):
+    files = {layer: sorted((package / layer).rglob("*.py")) for layer in layers}
+    assert all(files.values()), "a layer that has been renamed would count for nothing"
+    for path in (p for layer in layers for p in files[layer]):
         found.update(f"{path.relative_to(package).as_posix()}\0{meaning(path.read_text(encoding='utf-8'))}\0".encode())
     return found.hexdigest()
 
