@@ -64,18 +64,18 @@ TABLE: Mapping[tuple[Form, Kind], Choice] = {
     ("full", "decoder"): Choice("actmat_ridge", above=5, sets=5, gain=41.4, worst=13.7),
     ("full", "any"): Choice("actmat_ridge", above=11, sets=11, gain=22.0, worst=1.1),
     ("adapters", "encoder"): Choice("dc_merge", above=11, sets=12, gain=1.2, worst=0.0, space="pico"),
-    ("adapters", "decoder"): Choice("dc_merge", above=5, sets=5, gain=6.8, worst=0.4, space="pico"),
-    ("adapters", "any"): Choice("dc_merge", above=16, sets=17, gain=2.8, worst=0.0, space="pico"),
+    ("adapters", "decoder"): Choice("dc_merge", above=6, sets=6, gain=5.9, worst=0.4, space="pico"),
+    ("adapters", "any"): Choice("dc_merge", above=17, sets=18, gain=2.8, worst=0.0, space="pico"),
     ("changes", "encoder"): Choice("cart", above=11, sets=12, gain=0.9, worst=-0.1),
-    ("changes", "decoder"): Choice("average", above=0, sets=5, gain=0.0, worst=0.0),
-    ("changes", "any"): Choice("average", above=0, sets=17, gain=0.0, worst=0.0),
-    ("mixed", "any"): Choice("average", above=0, sets=28, gain=0.0, worst=0.0),
+    ("changes", "decoder"): Choice("average", above=0, sets=6, gain=0.0, worst=0.0),
+    ("changes", "any"): Choice("average", above=0, sets=18, gain=0.0, worst=0.0),
+    ("mixed", "any"): Choice("average", above=0, sets=29, gain=0.0, worst=0.0),
 }
 
 
 ON_ADAPTERS: Mapping[Kind, Choice] = {
     "encoder": Choice("actmat", above=0, sets=12, gain=-12.4, worst=-24.6),
-    "decoder": Choice("actmat", above=3, sets=5, gain=7.6, worst=-16.3),
+    "decoder": Choice("actmat", above=3, sets=6, gain=5.6, worst=-16.3),
 }
 """The paper's method on adapters, which a merge by it is told."""
 
