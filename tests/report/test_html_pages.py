@@ -87,7 +87,7 @@ def test_the_summary_is_in_words(page: Page) -> None:
     assert "Look before you use it: the checks found 1 issue." in text
     assert re.search(r"math, ρ = [\d.]+: the merged weights are [\d.]+ of the base's distance away", text)
     assert "; best is chat with" in text
-    assert "is 0.8 times the experts' sum and" in text
+    assert "and 0.8 times the norm of their sum." in text
     assert "2 clear, 2 without a verdict" in text
 
 

@@ -76,7 +76,8 @@ def test_the_page_leads_with_what_the_checks_found(checks: list[dict[str, Any]],
     banner = page.one("div", class_="banner")
     assert banner.attributes["class"] == f"banner {kind}"
     assert banner.text.startswith(words)
-    assert "times the experts' sum and" in banner.text
+    assert "times the experts' mean norm and" in banner.text
+    assert "times the norm of their sum." in banner.text
     assert page.source.index('class="banner') < page.source.index('class="tiles"')
     assert "actmat tune" in page.one("section", id="summary").text
 

@@ -158,12 +158,13 @@ class HubRepository(Source):
     def downloading(self, name: str) -> HubRepository:
         """The same files with `name` as the named one, downloaded when it is first read: for adapters, read often.
 
-        One whose header and tensors fit one request is downloaded at once.
+        A file that one request would read whole is downloaded at once. The location names the commit, so that another
+        process opens the same file.
         """
         if self.files[name].size <= FIRST_RANGE:
             self.fetch(name)
-        files, folder = self.files, self._folder.removesuffix("/")
-        found = HubRepository(self.repo_id, self.location, self.commit, files, self.cache_dir, folder=folder)
+        location, folder = f"{self.repo_id}@{self.commit}", self._folder.removesuffix("/")
+        found = HubRepository(self.repo_id, location, self.commit, self.files, self.cache_dir, folder=folder)
         found.named = name
         return found
 

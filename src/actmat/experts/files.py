@@ -99,7 +99,6 @@ def _open_hub(repo: str, revision: str | None) -> Checkpoint | None:
 
     repository = open_repository(repo, revision)
     name = _named_lora([n for n in repository.files if "/" not in n])
-    repository.location = f"{repository.repo_id}@{repository.commit}"
     return None if name is None else _open_source(repository.downloading(name))
 
 

@@ -125,10 +125,7 @@ def _holds_adapter(names: list[str]) -> bool:
 
 
 def _on_hub(location: str) -> tuple[str, Path, dict[str, Source]]:
-    """Hub id with the commit, so that another process opens the same files; config in the cache, and the weights.
-
-    These are downloaded when a tensor is first read: a plan reads their header only.
-    """
+    """Hub id with the commit, config in the cache, and the weights, of which a plan reads the header only."""
     from actmat.checkpoints.hub import open_repository
 
     hub_id = HUB_ID.fullmatch(location)
@@ -137,7 +134,6 @@ def _on_hub(location: str) -> tuple[str, Path, dict[str, Source]]:
     repository = open_repository(hub_id["repo"], hub_id["revision"])
     names = [n for n in ADAPTER_WEIGHTS if n in repository.files][:1]
     pinned = f"{repository.repo_id}@{repository.commit}"
-    repository.location = pinned
     return pinned, repository.fetch(ADAPTER_CONFIG), {n: repository.downloading(n) for n in names}
 
 
