@@ -12,7 +12,7 @@ from tests.helpers.docs_fixture import write_models
 
 import actmat
 from actmat.api.diagnosing import recipe_of_output
-from actmat.errors import RecipeError
+from actmat.errors import CheckpointError, RecipeError
 from actmat.extras.models.loading import load_model
 from actmat.run import automatic
 from actmat.run.automatic import ON_ADAPTERS, TABLE, Choice, named
@@ -111,3 +111,12 @@ def test_the_papers_method_on_adapters_comes_with_its_record(models: Path) -> No
     record = ON_ADAPTERS["decoder"]
     assert plan.recipe.notes[-1].startswith(f"actmat on adapters, measured of a decoder: {record}")
     assert not actmat.plan(models / "base", pair(models, "experts"), method="actmat").recipe.notes
+
+
+def test_a_problem_of_the_expert_that_deltas_are_measured_from_is_told_once(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        torch.save([1, 2], tmp_path / name / "pairs.pt")
+    with pytest.raises(CheckpointError, match=r"2 problems with the inputs") as refused:
+        actmat.plan(None, [tmp_path / "a", tmp_path / "b"])
+    assert len(set(refused.value.problems)) == len(refused.value.problems) == 2

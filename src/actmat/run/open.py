@@ -29,6 +29,7 @@ from actmat.recipe import Recipe
 from actmat.recipe.output import Adapter, Extracted, Model
 from actmat.recipe.schema import ExpertRef, Postprocess
 from actmat.recipe.values import leaves
+from actmat.report.words import plural
 from actmat.run.automatic import AUTO, check_options, with_method
 from actmat.run.places import Place, Writes, find_place
 from actmat.settings import RunSettings
@@ -96,9 +97,8 @@ def open_inputs(
         if merges_adapters:
             experts = _in_one_layout(recipe, experts)
         if opening.problems:
-            many = "s" * (len(opening.problems) > 1)
-            headline = f"{len(opening.problems)} problem{many} with the inputs."
-            problems.found.append(CheckpointError(headline, opening.problems))
+            found = dict.fromkeys(opening.problems)  # of an expert that is opened as the base, too: once
+            problems.found.append(CheckpointError(f"{plural(len(found), 'problem')} with the inputs.", found))
             if choices := [p for r in recipes if r.method != AUTO for p in Chooser(r, declared_kinds(r)).problems]:
                 problems.found.append(RecipeError("The recipe is not valid.", choices))
             problems.check()
