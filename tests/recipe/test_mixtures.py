@@ -361,3 +361,17 @@ def test_gates_that_are_nearly_alike_are_a_warning(build: Build) -> None:
     listed[1]["positive_prompts"] = [*PROMPTS[0], "b"]
     with pytest.warns(UserWarning, match=r"the gates of all layers are nearly alike"):
         build("llama", experts=listed, gate_mode="cheap_embed")
+
+
+def test_the_card_of_a_mixture_has_the_licences_of_its_models(models: Path, build: Build, tmp_path: Path) -> None:
+    cards = [models / "llama" / str(n) / "README.md" for n in (0, 2)]
+    for card, licence in zip(cards, ("mit", "apache-2.0"), strict=True):
+        card.write_text(f"---\nlicense: {licence}\n---\n", encoding="utf-8")
+    try:
+        build("llama", experts=experts(0, 2))
+    finally:
+        for card in cards:
+            card.unlink()
+    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert yaml.safe_load(text.split("---")[1])["license"] == ["mit", "apache-2.0"]
+    assert all(f"base ({card.parent})" in text for card in cards)

@@ -135,6 +135,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             An alias has a spec too.
         notes: remarks on what was read and what was left out, for plans.
         unused: stored tensors that are in no spec, such as scales of activations.
+        models: locations of the models it is made of, where it is not one that is stored as it is.
         is_composed: made of checkpoints that have configs of their own, and are decoded by them.
         written_sidecars: name -> text of files that go into an output in place of copies, such as a new tokenizer's.
     """
@@ -145,6 +146,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     aliases: Mapping[str, str]
     notes: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
     is_composed = False
     written_sidecars: Mapping[str, str] = MappingProxyType({})
 

@@ -23,7 +23,7 @@ class CheckpointView(Checkpoint):
     def __init__(self, inner: Checkpoint) -> None:
         self.inner = inner
         self.location, self.directory = inner.location, inner.directory
-        self.notes, self.unused = inner.notes, inner.unused
+        self.notes, self.unused, self.models = inner.notes, inner.unused, inner.models
 
     @property
     def config(self) -> Mapping[str, Any] | None:

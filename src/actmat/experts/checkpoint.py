@@ -23,7 +23,7 @@ class CheckpointExpert(Expert):
         self.checkpoint = checkpoint
         self.location = checkpoint.location
         self.specs = checkpoint.specs
-        self.notes = checkpoint.notes
+        self.notes, self.models = checkpoint.notes, checkpoint.models
         self.n_tensors = len(checkpoint.specs)
         self.nbytes = sum(spec.nbytes for spec in checkpoint.specs.values())
 

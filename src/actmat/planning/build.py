@@ -191,7 +191,7 @@ def _summary(label: str, source: Checkpoint | Expert, kind: Any, ignored: tuple[
     else:
         n_tensors, nbytes = source.n_tensors, source.nbytes
     location, identity = source.location, source.identity()
-    return InputSummary(label, location, identity, n_tensors, nbytes, kind, ignored, *_commits(source))
+    return InputSummary(label, location, identity, n_tensors, nbytes, kind, ignored, *_commits(source), source.models)
 
 
 def _commits(source: Checkpoint | Expert) -> tuple[str, str]:

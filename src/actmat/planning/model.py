@@ -54,6 +54,7 @@ class InputSummary(Plain):
     Args:
         commit: of a repository on the hub, whatever branch was asked for.
         pinned: of a stack with parts on the hub: its text with their commits.
+        models: locations of the models it is made of, where there are several.
     """
 
     label: str
@@ -65,6 +66,7 @@ class InputSummary(Plain):
     ignored: tuple[str, ...] = ()
     commit: str = ""
     pinned: str = ""
+    models: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for manifests; times and etags stay out of the record, they belong to this machine."""

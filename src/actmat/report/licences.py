@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import yaml
 
 from actmat.bounds import read_bytes
-from actmat.checkpoints.layer_names import adapted_parts, stack_parts
 from actmat.checkpoints.resolve import find_source, hub_id_of
 from actmat.errors import MergeError
 from actmat.foreign import in_one_line, markdown, terminal
@@ -93,9 +92,8 @@ def origins_of(inputs: Iterable[InputSummary]) -> list[Origin]:
     """Origins of the inputs, and their licences; cards on the hub are fetched at the commit that was merged."""
     found = []
     for given in inputs:
-        places = [part.location for part in stack_parts(given.location)] or [given.location]
-        places = [p for place in places for p in adapted_parts(place) or (place,)]
-        for place in dict.fromkeys(places):
+        places = given.models or (given.location,)
+        for place in places:
             hub_id = hub_id_of(place)
             address = f"{place.partition('@')[0]}@{given.commit}" if hub_id and given.commit else place
             label = given.label if len(places) == 1 else f"{given.label} ({place})"

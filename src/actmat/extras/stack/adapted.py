@@ -32,6 +32,7 @@ class AdaptedCheckpoint(CheckpointView):
         self.location, self._adapter = location, adapter
         self.specs, self.aliases = MappingProxyType(dict(model.specs)), model.aliases
         self.notes = (*model.notes, *adapter.notes)
+        self.models = (*(model.models or (model.location,)), adapter.location)
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of the files of both."""

@@ -42,6 +42,7 @@ class ComposedCheckpoint(Checkpoint):
         self.location, self.directory = location, first.directory
         self.first, self.origins = first, origins
         self.checkpoints = list(dict.fromkeys([first, *(o.checkpoint for o in origins.values())]))
+        self.models = models_of(self.checkpoints)
         self.specs = MappingProxyType({n: _spec(n, o) for n, o in origins.items()})
         stored = {(id(o.checkpoint), o.name): n for n, o in reversed(list(origins.items()))}
         aliases = {}
@@ -107,3 +108,8 @@ class ComposedCheckpoint(Checkpoint):
 
 def _spec(name: str, origin: Origin) -> TensorSpec:
     return replace(origin.spec, name=name, file=f"{origin.checkpoint.location}/{origin.spec.file}")
+
+
+def models_of(checkpoints: Iterable[Checkpoint]) -> tuple[str, ...]:
+    """Locations of the checkpoints; of one that is composed itself, of its parts."""
+    return tuple(dict.fromkeys(name for c in checkpoints for name in (c.models or (c.location,))))

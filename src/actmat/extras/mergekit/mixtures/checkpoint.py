@@ -37,7 +37,7 @@ from actmat.extras.mergekit.mixtures.config import (
     read_mixture,
 )
 from actmat.extras.mergekit.mixtures.gates import gates_of
-from actmat.extras.stack.composed import ComposedCheckpoint, Origin
+from actmat.extras.stack.composed import ComposedCheckpoint, Origin, models_of
 from actmat.recipe.load import MAX_BYTES, local_location
 from actmat.recipe.text import UnreadableError, parse_yaml
 
@@ -66,6 +66,7 @@ class MixtureCheckpoint(ComposedCheckpoint):
         self._changes: dict[str, MixedExpert] = {}
         origins = self._origins(base)
         super().__init__(location, base, origins)
+        self.models = models_of(models.values())
         config = base.config or {}
         stated = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
         self.dtype = mixture.dtype or (stated if stated in DTYPES else "")
