@@ -2,7 +2,7 @@
 
     actmat experiment run text-minilm --data DATA --cache CACHE
     python -m benchmarks.evidence --cache CACHE        # then: python -m docs.generate
-    python -m benchmarks.evidence --cache OTHER --fresh   # tasks, seeds or ranks that nothing was chosen on
+    python -m benchmarks.evidence --cache OTHER --fresh fresh  # what nothing was chosen on: files fresh-<suite>.jsonl
 
 `results/evidence/<suite>.jsonl`, for suites at laptop size `results/small/<suite>.jsonl`, has one line per number:
 suite, model, regime, row, task, seed, number right and of how many, and in `detail` the rule, its options, the scale,
@@ -21,7 +21,7 @@ from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.pretrained.gram import gram_file
 from benchmarks.common import own_command
-from benchmarks.evidence.group import FOLDER, FRESH, SUITES
+from benchmarks.evidence.group import FOLDER, SUITES
 from benchmarks.evidence.small import FOLDER as SMALL_FOLDER
 from benchmarks.evidence.small import SMALL
 from benchmarks.provenance import record
@@ -29,15 +29,15 @@ from benchmarks.provenance import record
 NOTE = "Date, commit and machine are those of the collection from the cache; versions of each run are in its lines."
 
 
-def collect(cache: Path, folder: Path = FOLDER, small: Path = SMALL_FOLDER, *, fresh: bool = False) -> list[Path]:
+def collect(cache: Path, folder: Path = FOLDER, small: Path = SMALL_FOLDER, *, fresh: str = "") -> list[Path]:
     """Add what the cache holds to the result files; the files that were written.
 
     Args:
-        fresh: the runs choose nothing, see `group.FRESH`.
+        fresh: beginning of the names of files, where the runs choose nothing: see `group.FRESH` and `group.RANKS`.
     """
     if fresh:
-        return [path for suite in SUITES if (path := _scores(cache, suite, folder, "fresh-")) is not None]
-    written = [_scores(cache, suite, folder) for suite in (*SUITES, *FRESH)]
+        return [path for suite in (*SUITES, *SMALL) if (path := _scores(cache, suite, folder, f"{fresh}-")) is not None]
+    written = [_scores(cache, suite, folder) for suite in SUITES]
     written += [_scores(cache, suite, small) for suite in SMALL]
     return [path for path in (*written, *(_cosines(cache, suite, folder) for suite in SUITES)) if path is not None]
 
@@ -72,10 +72,10 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="of 'actmat experiment run'")
-    parser.add_argument("--fresh", action="store_true", help="tasks, seeds or ranks that nothing was chosen on")
+    parser.add_argument("--fresh", choices=["fresh", "ranks"], default="", help="runs that nothing was chosen on")
     given = parser.parse_args()
     for path in collect(given.cache, fresh=given.fresh):
-        suite = path.stem.removesuffix("-gram").removeprefix("fresh-")
+        suite = path.stem.removesuffix("-gram").removeprefix(f"{given.fresh}-")
         record(path, f"actmat experiment run {suite} --data DATA --cache CACHE; {own_command()}", note=NOTE)
         print(path)
 

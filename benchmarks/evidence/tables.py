@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 from actmat_experiments.harness.results import REFERENCES
 from benchmarks.evidence import checks, claims, cosines
 from benchmarks.evidence import choice as auto
-from benchmarks.evidence.group import FOLDER, FRESH, NAMES, SUITES, Candidate, Group, groups, method_of
+from benchmarks.evidence.group import FOLDER, FRESH, NAMES, RANKS, SUITES, Candidate, Group, groups, method_of
 from benchmarks.evidence.intervals import LEAST_TASKS, Interval, Points, interval, paired
 from benchmarks.evidence.subsets import subset_rows
 
@@ -39,13 +39,28 @@ def reference_rows(some: Sequence[Group]) -> list[list[str]]:
     for group in some:
         base, experts = group.points("base"), group.points("experts")
         tested = {s.total for s in group.scores}
+        title = f"{group.suite}, {group.title}" if group.model else group.title
         found.append(
             [
-                *(f"{group.suite}, {group.title}", str(len(group.tasks)), ", ".join(map(str, group.seeds))),
+                *(title, str(len(group.tasks)), ", ".join(map(str, group.seeds))),
                 *("-".join(str(n) for n in sorted({min(tested), max(tested)})), value(base)),
                 *(value(experts), difference(experts, base)),
             ]
         )
+    return found
+
+
+SHAPE_ROWS = ("dc_merge@pico", "dc_merge", "cart", "tsv", "actmat")
+"""Rows of adapters of other ranks."""
+
+
+def shape_rows(some: Sequence[Group]) -> list[list[str]]:
+    """The average of every group, and points above it of some rows."""
+    found = []
+    for group in some:
+        average = group.points("average")
+        gaps = [difference(points, average) if (points := group.points(row)) else "" for row in SHAPE_ROWS]
+        found.append([group.title, ", ".join(map(str, group.seeds)), value(average), *gaps])
     return found
 
 
@@ -221,12 +236,13 @@ def choice_rows(some: Sequence[Group]) -> list[list[str]]:
 
 
 def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
-    """One of the tables, in Markdown: `references`, `significant`, `pairs`, `auto`, `choice`, `gram`, `checks`,
-    `sweep`, `subsets`, `calibrated`, or `methods_SUITE_REGIME`, `seeds_SUITE_REGIME`, `variants_SUITE_REGIME`,
-    `tasks_SUITE_REGIME`, `claims_SUITE_REGIME` of "vision", "text", "llm" or "tasks", "full" or "lora". With `fresh_`
-    before it, a table is of the suites that choose nothing.
+    """One of the tables, in Markdown.
+
+    Names: `references`, `significant`, `pairs`, `auto`, `choice`, `gram`, `checks`, `sweep`, `subsets`, `calibrated`,
+    `shapes`; `methods`, `seeds`, `variants`, `tasks` or `claims`, followed by `_SUITE_REGIME` of "vision", "text",
+    "llm" or "tasks", "full" or "lora". With `fresh_` or `ranks_` before it, a table is of runs that choose nothing.
     """
-    suites = FRESH if name.startswith("fresh_") else SUITES
+    suites = {"fresh": FRESH, "ranks": RANKS}.get(name.partition("_")[0], SUITES)
     some = groups(folder, suites)
     plain: dict[str, tuple[list[str], Callable[[], list[list[str]]]]] = {
         "references": (
@@ -253,13 +269,14 @@ def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
             ],
             lambda: choice_rows(some),
         ),
+        "shapes": (["experts", "seeds", "average", *(f"`{row}`" for row in SHAPE_ROWS)], lambda: shape_rows(some)),
         "auto": (auto.HEAD, lambda: auto.choice_table(folder, suites)),
         "gram": (cosines.HEAD, lambda: cosines.kind_rows(folder)),
         "checks": (checks.HEAD, lambda: checks.check_rows(some, folder)),
         "sweep": (cosines.SWEEP_HEAD, lambda: cosines.sweep_rows(folder)),
         "subsets": (["experts", "row", *(f"of {n}" for n in range(2, 8))], lambda: subset_rows(folder)),
     }
-    if (of_all := name.removeprefix("fresh_")) in plain:
+    if (of_all := name.removeprefix("fresh_").removeprefix("ranks_")) in plain:
         head, rows = plain[of_all]
         return table(head, found) if (found := rows()) else "*Not run yet.*\n"
     what, suite, regime = name.split("_")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from benchmarks.evidence.__main__ import collect
 from benchmarks.evidence.cosines import sweep_file
-from benchmarks.evidence.group import FOLDER, FRESH, SUITES, groups
+from benchmarks.evidence.group import FOLDER, FRESH, RANKS, SUITES, groups
 from benchmarks.evidence.intervals import interval, paired
 from benchmarks.evidence.subsets import subset_file
 from benchmarks.evidence.tables import evidence_table
@@ -265,7 +265,7 @@ def test_cosines_are_grouped_by_kind_of_layer(folder):
     assert "| vision-vits14, ViT, full | `mlp.fc1` | 2 | 0.40 | 0.30 | 50 % | 1.00 % |" in text
 
 
-STORED = [suite for suite in (*SUITES, *FRESH) if (FOLDER / f"{suite}.jsonl").is_file()]
+STORED = [suite for suite in (*SUITES, *FRESH, *RANKS) if (FOLDER / f"{suite}.jsonl").is_file()]
 
 
 @pytest.mark.parametrize("suite", STORED)
@@ -274,7 +274,7 @@ def test_every_number_in_the_repository_can_be_traced(suite):
     for score in (s for s in scores if s.method not in REFERENCES):
         assert {"rule", "options", "scale", "split", "versions", "merge"} <= set(score.detail), score
         assert re.fullmatch(r"[0-9a-f]{64}", score.detail["merge"])
-    assert {s.suite for s in scores} == {suite.removeprefix("fresh-")}
+    assert {s.suite for s in scores} == {suite.removeprefix("fresh-").removeprefix("ranks-")}
 
 
 def test_there_are_results():
