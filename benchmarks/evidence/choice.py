@@ -125,7 +125,8 @@ def _gain(points: Points, average: Points) -> str:
     if len(next(iter(points.values()))) >= FEWEST_TASKS:
         return gap.text(sign=True)
     seeds = [mean(points[s].values()) - mean(average[s].values()) for s in points]
-    return f"{gap.mean:+.1f} ({min(seeds):.0f} to {max(seeds):.0f} by seed)"
+    spread = f" ({min(seeds):.0f} to {max(seeds):.0f} by seed)" if len(seeds) > 1 else ""
+    return f"{gap.mean:+.1f}{spread}"
 
 
 def _all(points: Points) -> list[float]:

