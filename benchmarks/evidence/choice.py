@@ -74,11 +74,9 @@ def gains(folder: Path, form: Form, kind: Kind) -> Gains:
     found: dict[str, list[float]] = {}
     for group in groups(folder):
         if _belongs(group, form, kind):
-            average = group.points("average")
             for method in _methods(group, SPACES if form == "adapters" else {}):
-                for seed, points in group.points(method).items():
-                    gap = mean(points.values()) - mean(average[seed].values())
-                    found.setdefault(method, []).append(gap)
+                if gaps := _gaps(group, method):
+                    found.setdefault(method, []).extend(gaps)
     return found
 
 
@@ -117,6 +115,39 @@ def choice_table(folder: Path = FOLDER, suites: Sequence[str] = SUITES) -> list[
         shares = [f"{100 * (mean(_all(some)) - base) / (experts - base):.0f} %" for some in (points, average)]
         found.append([group.title, f"`{method}`", _gain(points, average), *shares])
     return found
+
+
+BEST_HEAD = ["experts", "best without data", "points above the average", "in its worst set of adapters", "auto"]
+CALIBRATED = ("pico", "pico_unscaled")
+
+
+def best_table(folder: Path = FOLDER) -> list[list[str]]:
+    """Of every group of adapters: the method without data of the largest mean, its worst set anywhere, and auto's mean.
+
+    Only methods that were measured with all seeds of the group.
+    """
+    some = [g for g in groups(folder) if g.regime == "lora"]
+    by_set: dict[str, list[float]] = {}
+    best: list[tuple[str, float]] = []
+    for group in some:
+        own = {m: _gaps(group, m) for m in _methods(group, CALIBRATED)}
+        for method, gaps in own.items():
+            by_set.setdefault(method, []).extend(gaps)
+        whole = {m: mean(gaps) for m, gaps in own.items() if len(gaps) == len(group.points("average"))}
+        best.append(max(whole.items(), key=lambda entry: entry[1]))
+    return [
+        [
+            *(group.title, f"`{method}`", f"{gain:+.1f}", f"{min(by_set[method]):+.1f}"),
+            f"{mean(_gaps(group, TABLE['adapters', kind_of(group)].name)):+.1f}",
+        ]
+        for group, (method, gain) in zip(some, best, strict=True)
+    ]
+
+
+def _gaps(group: Group, method: str) -> list[float]:
+    """Points above the average, seed by seed."""
+    average = group.points("average")
+    return [mean(p.values()) - mean(average[seed].values()) for seed, p in group.points(method).items()]
 
 
 def _gain(points: Points, average: Points) -> str:

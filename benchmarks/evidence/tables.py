@@ -239,8 +239,8 @@ def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
     """One of the tables, in Markdown.
 
     Names: `references`, `significant`, `pairs`, `auto`, `choice`, `gram`, `checks`, `sweep`, `subsets`, `calibrated`,
-    `shapes`; `methods`, `seeds`, `variants`, `tasks` or `claims`, followed by `_SUITE_REGIME` of "vision", "text",
-    "llm" or "tasks", "full" or "lora". With `fresh_` or `ranks_` before it, a table is of runs that choose nothing.
+    `shapes`, `bests`; `methods`, `seeds`, `variants`, `tasks` or `claims`, followed by `_SUITE_REGIME` of "vision",
+    "text", "llm" or "tasks", "full" or "lora". With `fresh_` or `ranks_` before it, a table is of runs that choose nothing.
     """
     suites = {"fresh": FRESH, "ranks": RANKS}.get(name.partition("_")[0], SUITES)
     some = groups(folder, suites)
@@ -271,6 +271,7 @@ def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
         ),
         "shapes": (["experts", "seeds", "average", *(f"`{row}`" for row in SHAPE_ROWS)], lambda: shape_rows(some)),
         "auto": (auto.HEAD, lambda: auto.choice_table(folder, suites)),
+        "bests": (auto.BEST_HEAD, lambda: auto.best_table(folder)),
         "gram": (cosines.HEAD, lambda: cosines.kind_rows(folder)),
         "checks": (checks.HEAD, lambda: checks.check_rows(some, folder)),
         "sweep": (cosines.SWEEP_HEAD, lambda: cosines.sweep_rows(folder)),
