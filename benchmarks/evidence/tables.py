@@ -240,7 +240,8 @@ def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
 
     Names: `references`, `significant`, `pairs`, `auto`, `choice`, `gram`, `checks`, `sweep`, `subsets`, `calibrated`,
     `shapes`, `bests`; `methods`, `seeds`, `variants`, `tasks` or `claims`, followed by `_SUITE_REGIME` of "vision",
-    "text", "llm" or "tasks", "full" or "lora". With `fresh_` or `ranks_` before it, a table is of runs that choose nothing.
+    "text", "llm" or "tasks", "full" or "lora". With `fresh_` or `ranks_` before it, a table is of runs
+    that choose nothing.
     """
     suites = {"fresh": FRESH, "ranks": RANKS}.get(name.partition("_")[0], SUITES)
     some = groups(folder, suites)
