@@ -1,7 +1,7 @@
 """More measurements on the suites' experts, added to the repository's result files.
 
     python -m benchmarks.evidence.more sweep --suite text-minilm --data DATA --cache CACHE --task mpqa
-    python -m benchmarks.evidence.more subsets --suite vision-vits14 --data DATA --cache CACHE
+    python -m benchmarks.evidence.more subsets --suite vision-vits14 --data DATA --cache CACHE [--lora] [--seed 1]
     python -m benchmarks.evidence.more checks --suite vision-vits14 --data DATA --cache CACHE [--lora]
 
 `sweep` trains one task's expert for other lengths and at other rates, and measures the cosines of `D^T D` with the Gram
@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, required=True, help="of 'actmat experiment run'")
     parser.add_argument("--task", help="the task of a sweep")
     parser.add_argument("--lora", action="store_true", help="experts by LoRA of rank 16")
+    parser.add_argument("--seed", type=int, default=0, help="of training (default: 0)")
     given = parser.parse_args()
     if (given.what == "sweep") != bool(given.task) or (given.what, given.suite) == ("sweep", NAMES["vision"]):
         parser.error("sweep is of a --task of text-minilm, and --task belongs to it only")
@@ -133,6 +134,7 @@ def main() -> None:
         tasks=(given.task,) if given.task else None,
         data=given.data,
         regimes=("lora",) if given.lora else ("full",),
+        seeds=(given.seed,),
         settings={"ranks": "16"},
         threads=1,
         console=Console(file=sys.stderr),

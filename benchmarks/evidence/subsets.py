@@ -14,18 +14,22 @@ def subset_file(folder: Path, suite: str) -> Path:
     return folder / f"{suite}-subsets.jsonl"
 
 
+SUBSET_HEAD = ["experts", "row", "seeds", *(f"of {n}" for n in range(2, 8))]
+
+
 def subset_rows(folder: Path) -> list[list[str]]:
-    """Mean test accuracy on the merged experts' tasks, by row and number of experts; the last rows of each suite."""
+    """Mean test accuracy over seeds and the merged experts' tasks, by row and number of experts."""
     found = []
     for suite in SUITES:
         path = subset_file(folder, suite)
         lines = [json.loads(x) for x in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
-        by_row: dict[tuple[str, str], dict[int, list[float]]] = {}
+        by_row: dict[tuple[str, str], dict[int, dict[tuple[int, str], float]]] = {}
         for row in lines:
-            title = f"{suite}, {row['model']}, {row['regime']}, seed {row['seed']}"
-            points = by_row.setdefault((title, row["method"]), {}).setdefault(row["experts"], [])
-            points.append(100 * row["correct"] / row["total"])
+            title = f"{suite}, {row['model']}, {row['regime']}"
+            points = by_row.setdefault((title, row["method"]), {}).setdefault(row["experts"], {})
+            points[row["seed"], row["task"]] = 100 * row["correct"] / row["total"]
         for (title, method), some in by_row.items():
-            cells = [f"{mean(some[n]):.1f}" if n in some else "" for n in range(2, 8)]
-            found.append([title, f"`{method}`", *cells])
+            seeds = sorted({seed for points in some.values() for seed, _ in points})
+            cells = [f"{mean(some[n].values()):.1f}" if n in some else "" for n in range(2, 8)]
+            found.append([title, f"`{method}`", ", ".join(map(str, seeds)), *cells])
     return found

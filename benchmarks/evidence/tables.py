@@ -17,7 +17,7 @@ from benchmarks.evidence import checks, claims, cosines
 from benchmarks.evidence import choice as auto
 from benchmarks.evidence.group import FOLDER, FRESH, NAMES, RANKS, SUITES, Candidate, Group, groups, method_of
 from benchmarks.evidence.intervals import LEAST_TASKS, Interval, Points, interval, paired
-from benchmarks.evidence.subsets import subset_rows
+from benchmarks.evidence.subsets import SUBSET_HEAD, subset_rows
 
 Table = Callable[[list[str], list[list[str]]], str]
 
@@ -276,7 +276,7 @@ def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
         "gram": (cosines.HEAD, lambda: cosines.kind_rows(folder)),
         "checks": (checks.HEAD, lambda: checks.check_rows(some, folder)),
         "sweep": (cosines.SWEEP_HEAD, lambda: cosines.sweep_rows(folder)),
-        "subsets": (["experts", "row", *(f"of {n}" for n in range(2, 8))], lambda: subset_rows(folder)),
+        "subsets": (SUBSET_HEAD, lambda: subset_rows(folder)),
     }
     if (of_all := name.removeprefix("fresh_").removeprefix("ranks_")) in plain:
         head, rows = plain[of_all]

@@ -244,9 +244,12 @@ def test_lengths_and_rates_are_rows_and_subsets_columns(tmp_path):
         "| text-minilm, BERT, full, mr | 8 | 0.0001 | 80 | 0.50 | 0.30 | 100 % | 1.00 % |",
         "| text-minilm, BERT, full, mr | 64 | 0.0001 | 80 | 0.20 | 0.30 | 0 % | 1.00 % |",
     ]
-    rows = [about | {"method": "tsv", "experts": 2, "correct": c, "total": 10} for c in (5, 8)]
+    counts = ((0, "mr", 3), (0, "mr", 5), (0, "cr", 8), (1, "mr", 7), (1, "cr", 8))
+    row = about | {"method": "tsv", "experts": 2, "total": 10}
+    rows = [row | {"seed": seed, "task": task, "correct": correct} for seed, task, correct in counts]
     subset_file(tmp_path, "text-minilm").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    assert "| `tsv` | 65.0 |" in evidence_table("subsets", table, tmp_path)
+    found = evidence_table("subsets", table, tmp_path)
+    assert "| `tsv` | 0, 1 | 70.0 |" in found, "the mean over seeds and tasks; a task that was run again counts once"
 
 
 def test_what_was_not_run_is_said(folder):
