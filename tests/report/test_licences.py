@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from tests.helpers.merging import Family
 
 import actmat
 from actmat.report.licences import Origin, combine, read_card
+
+MODELS = Path(__file__).parents[1] / "data" / "mergekit"
 
 
 def origin(label: str, *licences: str) -> Origin:
@@ -122,3 +125,17 @@ def test_an_adapter_names_its_base_as_a_relation(tmp_path: Path) -> None:
     head, _ = card(tmp_path / "out")
     assert (head["base_model_relation"], head["license"]) == ("adapter", "mit")
     assert len(adapters) == 2
+
+
+def test_parts_of_an_input_are_related_and_their_cards_read_at_their_own_commits(
+    hub: HubStandIn, tmp_path: Path
+) -> None:
+    for name, licence in (("base", "mit"), ("a", "apache-2.0"), ("b", "mit"), ("lora", "gemma")):
+        folder = shutil.copytree(MODELS / name, tmp_path / name)
+        (folder / "README.md").write_text(f"---\nlicense: {licence}\n---\n")
+        hub.add(f"org/{name}", folder)
+    actmat.merge("org/base", ["org/a@main+org/lora", "org/b"], out=tmp_path / "out", durable=False)
+    head, body = card(tmp_path / "out")
+    assert head["base_model"] == ["org/base", "org/a", "org/lora", "org/b"]
+    assert head["license"] == "gemma"
+    assert "`gemma`: a (org/lora)" in body

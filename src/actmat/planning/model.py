@@ -54,7 +54,7 @@ class InputSummary(Plain):
     Args:
         commit: of a repository on the hub, whatever branch was asked for.
         pinned: of a stack with parts on the hub: its text with their commits.
-        models: locations of the models it is made of, where there are several.
+        models: locations of the models it is made of, where there are several; those on the hub with their commits.
     """
 
     label: str

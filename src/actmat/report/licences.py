@@ -92,12 +92,12 @@ def origins_of(inputs: Iterable[InputSummary]) -> list[Origin]:
     """Origins of the inputs, and their licences; cards on the hub are fetched at the commit that was merged."""
     found = []
     for given in inputs:
-        places = given.models or (given.location,)
-        for place in places:
+        for place in given.models or (given.location,):
             hub_id = hub_id_of(place)
-            address = f"{place.partition('@')[0]}@{given.commit}" if hub_id and given.commit else place
-            label = given.label if len(places) == 1 else f"{given.label} ({place})"
-            found.append(Origin(label, hub_id, _licences(address)))
+            name = place.partition("@")[0] if hub_id else place
+            pinned = f"{name}@{given.commit}" if hub_id and given.commit and not given.models else place
+            label = f"{given.label} ({name})" if given.models else given.label
+            found.append(Origin(label, hub_id, _licences(pinned)))
     return found
 
 

@@ -20,6 +20,7 @@ from actmat.errors import CheckpointError
 from actmat.experts.base import AdapterHandle, Expert
 from actmat.experts.resolve import needs_base, open_expert
 from actmat.experts.resolve import open_handle as open_expert_handle
+from actmat.extras.stack.composed import models_of
 
 NAME = "adapted"
 
@@ -32,7 +33,7 @@ class AdaptedCheckpoint(CheckpointView):
         self.location, self._adapter = location, adapter
         self.specs, self.aliases = MappingProxyType(dict(model.specs)), model.aliases
         self.notes = (*model.notes, *adapter.notes)
-        self.models = (*(model.models or (model.location,)), adapter.location)
+        self.models = models_of((model, adapter))
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of the files of both."""

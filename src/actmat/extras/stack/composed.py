@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,10 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
 from actmat.checkpoints.raw import find_spec
+from actmat.checkpoints.resolve import commit_of
 from actmat.checkpoints.side_files import SideFiles
+from actmat.errors import CheckpointError
+from actmat.experts.base import Expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,13 @@ def _spec(name: str, origin: Origin) -> TensorSpec:
     return replace(origin.spec, name=name, file=f"{origin.checkpoint.location}/{origin.spec.file}")
 
 
-def models_of(checkpoints: Iterable[Checkpoint]) -> tuple[str, ...]:
-    """Locations of the checkpoints; of one that is composed itself, of its parts."""
-    return tuple(dict.fromkeys(name for c in checkpoints for name in (c.models or (c.location,))))
+def models_of(sources: Iterable[Checkpoint | Expert]) -> tuple[str, ...]:
+    """Locations of the sources, with the commits of those on the hub; of one that is composed itself, of its parts."""
+    return tuple(dict.fromkeys(name for source in sources for name in (source.models or (_pinned(source),))))
+
+
+def _pinned(source: Checkpoint | Expert) -> str:
+    with contextlib.suppress(CheckpointError):  # tensors in memory have no address
+        if commit_of(address := source.handle().address):
+            return address
+    return source.location
