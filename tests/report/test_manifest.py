@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.docs_fixture import write_adapter
 from tests.helpers.merging import Family, actmat
 
-from actmat.api import recipe_of_output
+from actmat.api import merge, recipe_of_output
 from actmat.errors import CheckpointError, MergeError
 from actmat.extras.pages.comparison import compare
 from actmat.report import Verification, read_manifest, verify
@@ -261,3 +261,21 @@ def test_manifests_that_are_no_json_of_ours(out: Path, text: str) -> None:
     (out / NAME).write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError, match="is damaged"):
         read_manifest(out)
+
+
+def test_inputs_are_named_as_they_were_given_and_no_folder_above_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = Family.make(tmp_path / "home" / "me" / "models", layers=1)
+    linked = family.experts[1] / "model.safetensors"
+    linked.rename(linked.with_name("weights.blob"))
+    linked.symlink_to("weights.blob")
+    monkeypatch.chdir(family.root)
+    experts = ["./expert0/model.safetensors", "expert1"]
+    merge("base", experts, out="out", durable=False)
+    text = (family.root / "out" / NAME).read_text(encoding="utf-8")
+    assert str(tmp_path) not in text
+    manifest = json.loads(text)
+    files = [[f["path"] for f in row["files"]] for row in (manifest["base"], *manifest["experts"])]
+    assert files == [["base/model.safetensors"], ["expert0/model.safetensors"], ["expert1/weights.blob"]]
+    assert merge("base", experts, out="out", durable=False).was_finished

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,10 +123,15 @@ def _unknown(place: HubPlace) -> tuple[str, ...]:
 
 
 def _notes(folder: Path, *, public: bool) -> tuple[str, ...]:
-    """Notes on the licence that the card states."""
+    """Notes on the licence that the card states, and on what everybody would learn of this machine."""
     from actmat.report.licences import read_card
 
     card = read_card((folder / CARD).read_text(encoding="utf-8"))
-    if not public or card.licences:
+    if not public:
         return card.notes
-    return (*card.notes, "the card states no licence, so others may not use the model: add 'license:' to README.md")
+    licence = "the card states no licence, so others may not use the model: add 'license:' to README.md"
+    manifest = read_manifest(folder)
+    given = [str(row["location"]) for row in (manifest["base"], *manifest["experts"]) if row is not None]
+    folders = sorted({place for place in given if os.path.isabs(place)})
+    named = f"the manifest tells everybody the folders of this machine that were given: {', '.join(folders)}"
+    return (*card.notes, *([] if card.licences else [licence]), *([named] if folders else []))

@@ -23,7 +23,7 @@ from actmat.methods import get_method
 from actmat.planning import MergePlan
 from actmat.planning.model import InputSummary, Item, MethodCall
 from actmat.report import Totals, read_manifest, recorded_totals, verify
-from actmat.report.manifest import input_location
+from actmat.report.manifest import input_location, input_row
 from actmat.report.words import size_words, warnings_of
 from actmat.run.places import present_output
 from actmat.run.prepare import Prepared
@@ -199,7 +199,8 @@ def _placeless(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _is_input(summary: InputSummary, row: Any, out: Path) -> bool:
     """True if an entry of the manifest is this input, in the same place."""
-    if not isinstance(row, Mapping) or any(row.get(k) != v for k, v in _plain(summary.to_json()).items()):
+    now = _plain(input_row(summary, None))
+    if not isinstance(row, Mapping) or any(row.get(k) != v for k, v in now.items()):
         return False
     pinned = bool(summary.commit or summary.pinned)
     return pinned or os.path.realpath(input_location(row, out)) == os.path.realpath(summary.location)
