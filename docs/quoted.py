@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from benchmarks.common import RESULTS
 from benchmarks.evidence.cosines import kind_rows
-from benchmarks.evidence.group import FOLDER, NAMES, groups
+from benchmarks.evidence.group import FOLDER, FRESH, NAMES, SUITES, groups
 from benchmarks.evidence.intervals import interval, paired
 from benchmarks.evidence.tables import choice_rows
 from benchmarks.pretrained.choices import Choice, choices
@@ -51,9 +51,9 @@ def _tuned(*methods: str) -> list[float]:
     return [interval(group.points(method, "tuned")).mean for method in methods]
 
 
-def _over_average(suite: str, regime: str, method: str) -> str:
+def _over_average(suite: str, regime: str, method: str, suites: Sequence[str] = SUITES) -> str:
     """Points above the average, with the interval."""
-    (group,) = (g for g in groups() if (g.suite, g.regime) == (suite, regime))
+    (group,) = (g for g in groups(FOLDER, suites) if (g.suite, g.regime) == (suite, regime))
     gap = paired(group.points(method), group.points("average"))
     assert gap is not None, "both were run"
     return gap.text(sign=True)
@@ -152,6 +152,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "choice-labels-worse": lambda: _labels(1),
     "choice-labels-better": lambda: _labels(-1),
     "tasks-dc-merge": lambda: _over_average("llm-tasks", "lora", "dc_merge"),
+    "fresh-small-images": lambda: _over_average("vision-small", "full", "actmat_ridge", FRESH),
     "llm-short-least": lambda: f"{min(_tuned(*_SHORT)):.0f}",
     "llm-short-most": lambda: f"{max(_tuned(*_SHORT)):.0f}",
     "gram-encoders": lambda: _samples("vision-vits14"),

@@ -97,6 +97,8 @@ def _methods(group: Group, spaces: Collection[str]) -> list[str]:
 
 
 HEAD = ["experts", "auto takes", "points above the average", "of the way from base to experts", "that of the average"]
+LEAST_HEADROOM = 1.0
+"""Points from base to experts below which shares of this way say nothing."""
 FEWEST_TASKS = 5
 """Tasks below which an interval over tasks says nothing; the range over seeds stands in its place."""
 
@@ -112,7 +114,7 @@ def choice_table(folder: Path = FOLDER, suites: Sequence[str] = SUITES) -> list[
         base, experts = (
             mean(_all({seed: group.points(name)[seed] for seed in points})) for name in ("base", "experts")
         )
-        shares = [f"{100 * (mean(_all(some)) - base) / (experts - base):.0f} %" for some in (points, average)]
+        shares = [_share(mean(_all(some)), base, experts) for some in (points, average)]
         found.append([group.title, f"`{method}`", _gain(points, average), *shares])
     return found
 
@@ -158,6 +160,12 @@ def _gain(points: Points, average: Points) -> str:
     seeds = [mean(points[s].values()) - mean(average[s].values()) for s in points]
     spread = f" ({min(seeds):.0f} to {max(seeds):.0f} by seed)" if len(seeds) > 1 else ""
     return f"{gap.mean:+.1f}{spread}"
+
+
+def _share(accuracy: float, base: float, experts: float) -> str:
+    if experts - base < LEAST_HEADROOM:
+        return "no head-room"
+    return f"{100 * (accuracy - base) / (experts - base):.0f} %"
 
 
 def _all(points: Points) -> list[float]:
