@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from benchmarks.common import RESULTS
+from benchmarks.evidence.choice import above_average
 from benchmarks.evidence.cosines import kind_rows
-from benchmarks.evidence.group import FOLDER, FRESH, NAMES, SUITES, groups
+from benchmarks.evidence.group import FOLDER, FRESH, NAMES, RANKS, SUITES, groups
 from benchmarks.evidence.intervals import interval, paired
 from benchmarks.evidence.tables import choice_rows
 from benchmarks.pretrained.choices import Choice, choices
@@ -57,6 +58,11 @@ def _over_average(suite: str, regime: str, method: str, suites: Sequence[str] = 
     gap = paired(group.points(method), group.points("average"))
     assert gap is not None, "both were run"
     return gap.text(sign=True)
+
+
+def _calibrated_ranks() -> list[float]:
+    """Points of calibrated DC-Merge above the average, of every shape of adapters and seed."""
+    return [points for group in groups(FOLDER, RANKS) for points in above_average(group, "dc_merge@pico")]
 
 
 @functools.cache
@@ -152,6 +158,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "choice-labels-worse": lambda: _labels(1),
     "choice-labels-better": lambda: _labels(-1),
     "tasks-dc-merge": lambda: _over_average("llm-tasks", "lora", "dc_merge"),
+    "ranks-least": lambda: f"{min(_calibrated_ranks()):.1f}",
     "fresh-small-images": lambda: _over_average("vision-small", "full", "actmat_ridge", FRESH),
     "llm-short-least": lambda: f"{min(_tuned(*_SHORT)):.0f}",
     "llm-short-most": lambda: f"{max(_tuned(*_SHORT)):.0f}",

@@ -75,8 +75,8 @@ def gains(folder: Path, form: Form, kind: Kind) -> Gains:
     for group in groups(folder):
         if _belongs(group, form, kind):
             for method in _methods(group, SPACES if form == "adapters" else {}):
-                if gaps := _gaps(group, method):
-                    found.setdefault(method, []).extend(gaps)
+                if some := above_average(group, method):
+                    found.setdefault(method, []).extend(some)
     return found
 
 
@@ -132,22 +132,22 @@ def best_table(folder: Path = FOLDER) -> list[list[str]]:
     by_set: dict[str, list[float]] = {}
     best: list[tuple[str, float]] = []
     for group in some:
-        own = {m: _gaps(group, m) for m in _methods(group, CALIBRATED)}
-        for method, gaps in own.items():
-            by_set.setdefault(method, []).extend(gaps)
-        whole = {m: mean(gaps) for m, gaps in own.items() if len(gaps) == len(group.points("average"))}
+        own = {m: above_average(group, m) for m in _methods(group, CALIBRATED)}
+        for method, points in own.items():
+            by_set.setdefault(method, []).extend(points)
+        whole = {m: mean(points) for m, points in own.items() if len(points) == len(group.points("average"))}
         best.append(max(whole.items(), key=lambda entry: entry[1]))
     return [
         [
             *(group.title, f"`{method}`", f"{gain:+.1f}", f"{min(by_set[method]):+.1f}"),
-            f"{mean(_gaps(group, TABLE['adapters', kind_of(group)].name)):+.1f}",
+            f"{mean(above_average(group, TABLE['adapters', kind_of(group)].name)):+.1f}",
         ]
         for group, (method, gain) in zip(some, best, strict=True)
     ]
 
 
-def _gaps(group: Group, method: str) -> list[float]:
-    """Points above the average, seed by seed."""
+def above_average(group: Group, method: str) -> list[float]:
+    """Points of a method above the average, seed by seed."""
     average = group.points("average")
     return [mean(p.values()) - mean(average[seed].values()) for seed, p in group.points(method).items()]
 

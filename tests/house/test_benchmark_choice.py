@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.evidence.choice import TOLERATED, choice_table, choices, gains, on_adapters
+from benchmarks.evidence.choice import TOLERATED, best_table, choice_table, choices, gains, on_adapters
 from benchmarks.evidence.claims import claim_rows
 from benchmarks.evidence.group import FOLDER, FRESH, SUITES, groups
 from benchmarks.evidence.tables import evidence_table
@@ -82,3 +82,33 @@ def test_claims_are_judged_by_their_interval(tmp_path: Path) -> None:
     text = evidence_table("claims_tasks_lora", table, tmp_path)
     assert text.count("| `actmat`") == 2
     assert "Not run" in evidence_table("claims_tasks_lora", table, tmp_path / "none")
+
+
+def test_the_best_of_each_group_stands_beside_auto_with_its_worst_set_anywhere(tmp_path: Path) -> None:
+    auto = TABLE["adapters", "encoder"].name
+    correct = {
+        ("text-minilm", 0): {"average": 40, auto: 41, "tsv": 50, "dc_merge": 41, "cart": 60},
+        ("text-minilm", 1): {
+            "average": 40,
+            auto: 43,
+            "tsv": 52,
+            "dc_merge": 41,
+        },  # `cart` lacks a seed, so that it is no candidate
+        ("vision-vits14", 0): {"average": 39, auto: 40, "tsv": 32, "dc_merge": 38},
+    }
+    for (suite, seed), rows in correct.items():
+        lines = [Score(suite, "lora", m, "default", t, seed, n, 100, model="m") for m, n in rows.items() for t in "ab"]
+        append_scores(tmp_path / f"{suite}.jsonl", lines)
+    assert [row[1:] for row in best_table(tmp_path)] == [
+        [f"`{auto}`", "+1.0", "+1.0", "+1.0"],
+        ["`tsv`", "+11.0", "-7.0", "+2.0"],
+    ]
+
+
+def test_shares_of_a_way_without_length_are_left_out(tmp_path: Path) -> None:
+    auto = TABLE["full", "encoder"].name
+    rows = {"base": 50, "experts": 50, "average": 40, auto: 41}
+    lines = [Score("vision-small", "full", m, "default", t, 10, n, 100) for m, n in rows.items() for t in "ab"]
+    append_scores(tmp_path / "fresh-vision-small.jsonl", lines)
+    expected = ["vision-small, full fine-tuning", f"`{auto}`", "+1.0", "no head-room", "no head-room"]
+    assert choice_table(tmp_path, FRESH) == [expected]

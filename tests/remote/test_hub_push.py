@@ -135,7 +135,7 @@ def test_another_output_is_replaced_only_when_asked(hub: HubStandIn, uploads: Up
 def test_the_visibility_is_never_a_surprise(hub: HubStandIn, uploads: Uploads, models: Models) -> None:
     told = package.push(models[2], "org/open", public=True).notes[-1]
     family = models[0]
-    assert told.endswith(f"that were given: {family.base}, {family.experts[0]}, {family.experts[1]}")
+    assert told.endswith(f"paths of this machine: {family.base}, {family.experts[0]}, {family.experts[1]}")
     assert uploads.private == {"org/open": False}
     with pytest.raises(OutputError, match="exists and is public: pass --public"):
         package.push(models[2], "org/open")

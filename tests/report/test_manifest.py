@@ -279,3 +279,13 @@ def test_inputs_are_named_as_they_were_given_and_no_folder_above_them(
     files = [[f["path"] for f in row["files"]] for row in (manifest["base"], *manifest["experts"])]
     assert files == [["base/model.safetensors"], ["expert0/model.safetensors"], ["expert1/weights.blob"]]
     assert merge("base", experts, out="out", durable=False).was_finished
+
+    def in_full(changed: dict[str, Any]) -> None:
+        for row in (changed["base"], *changed["experts"]):
+            row["files"] = [f | {"path": str(family.root / f["path"])} for f in row["files"]]
+
+    edit(family.root / "out", in_full, hashed=True)
+    assert merge("base", experts, out="out", durable=False).was_finished, "as earlier manifests name them"
+    edit(family.root / "out", lambda m: m["base"]["files"][0].update(size=1), hashed=True)
+    with pytest.raises(MergeError, match="the inputs are others"):
+        merge("base", experts, out="out", durable=False)

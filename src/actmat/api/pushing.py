@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
 
 from actmat.bounds import local_path
-from actmat.checkpoints.writing.listed import MANIFEST_NAME
+from actmat.checkpoints.writing.listed import MANIFEST_NAME, listed_files
 from actmat.errors import OutputError
+from actmat.foreign import terminal
 from actmat.report import read_manifest, verify
 from actmat.report.verify import VERSIONING
 
@@ -97,8 +99,6 @@ def push(
 
 def _files(folder: Path) -> tuple[list[str], tuple[str, ...]]:
     """Names of the files to push, and of the others."""
-    from actmat.checkpoints.writing.listed import listed_files
-
     ours = {*listed_files(read_manifest(folder)), MANIFEST_NAME}
     found = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
     there = [n for n in found if n.split("/")[0] not in VERSIONING]
@@ -130,8 +130,24 @@ def _notes(folder: Path, *, public: bool) -> tuple[str, ...]:
     if not public:
         return card.notes
     licence = "the card states no licence, so others may not use the model: add 'license:' to README.md"
+    told = [] if card.licences else [licence]
     manifest = read_manifest(folder)
-    given = [str(row["location"]) for row in (manifest["base"], *manifest["experts"]) if row is not None]
-    folders = sorted({place for place in given if os.path.isabs(place)})
-    named = f"the manifest tells everybody the folders of this machine that were given: {', '.join(folders)}"
-    return (*card.notes, *([] if card.licences else [licence]), *([named] if folders else []))
+    rows = [r for r in (manifest["base"], *manifest["experts"], *manifest.get("statistics", ())) if r is not None]
+    if paths := dict.fromkeys(filter(None, map(_telling_path, rows))):
+        told.append(f"the manifest tells everybody these paths of this machine: {', '.join(map(terminal, paths))}")
+    return (*card.notes, *told)
+
+
+def _telling_path(row: Mapping[str, Any]) -> str:
+    """A path in the entry of an input that names folders above the place that was given; empty if none does.
+
+    >>> _telling_path({"location": "models/a", "from_here": "../models/a"})
+    ''
+    >>> _telling_path({"location": "models/a", "from_here": "../../home/me/models/a"})
+    '../../home/me/models/a'
+    """
+    location, near = row["location"], row.get("from_here") or ""
+    if any(os.path.isabs(part.strip()) for part in location.split("+")):
+        return location
+    named, given = ([n for n in PurePath(place).parts if n != ".."] for place in (near, location))
+    return near if named and named != given[-len(named) :] else ""

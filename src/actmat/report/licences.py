@@ -96,8 +96,7 @@ def origins_of(inputs: Iterable[InputSummary]) -> list[Origin]:
             hub_id = hub_id_of(place)
             name = place.partition("@")[0] if hub_id else place
             pinned = f"{name}@{given.commit}" if hub_id and given.commit and not given.models else place
-            label = f"{given.label} ({name})" if given.models else given.label
-            found.append(Origin(label, hub_id, _licences(pinned)))
+            found.append(Origin(given.label + (f" ({name})" if given.models else ""), hub_id, _licences(pinned)))
     return found
 
 

@@ -229,7 +229,7 @@ def _base(
     """The base; of an extraction with the hashes of its tensors, which are not those of the output."""
     if plan.base is None:
         return None
-    row = input_row(plan.base, out)
+    row = _input(plan.base, out)
     if not plan.is_extracted:
         return row | {"content": content}
     hashes = {i.name: records[i.name].base_hash for i in plan.items}
@@ -250,7 +250,7 @@ def _expert(
     plan: MergePlan, t: int, content: str | None, hashes: Mapping[str, str] | None, out: Path | None
 ) -> dict[str, Any]:
     """One expert; `content`: hash over its tensors that were read for a model; `hashes`: of all that were read."""
-    row = input_row(plan.experts[t], out)
+    row = _input(plan.experts[t], out)
     if content is not None:
         row["content"] = content
     if hashes is not None:  # its tensors are not those of the output: all are checked
@@ -258,11 +258,11 @@ def _expert(
     return row
 
 
-def input_row(summary: InputSummary, out: Path | None) -> dict[str, Any]:
+def _input(summary: InputSummary, out: Path | None) -> dict[str, Any]:
     """The entry of one input. Its files are named below the place that the user gave, without the folders above it."""
     row = summary.to_json()
-    places = summary.models or (summary.location,)
-    row["files"] = [file | {"path": _as_given(file["path"], places)} for file in row["files"]]
+    for file in row["files"]:
+        file["path"] = _as_given(file["path"], summary.models or (summary.location,))
     return _located(row, out)
 
 
@@ -271,8 +271,7 @@ def _as_given(path: str, places: Sequence[str]) -> str:
     if not os.path.isabs(path):  # on the hub, at a URL, in memory
         return path
     for place in places:
-        whole = os.path.realpath(place)
-        if path == whole or path.startswith(whole.rstrip(os.sep) + os.sep):
+        if Path(path).is_relative_to(whole := os.path.realpath(place)):
             return Path(place, os.path.relpath(path, whole)).as_posix()
     return os.path.basename(path)
 

@@ -48,9 +48,15 @@ class _File(_Strict):
     hash: Hash
 
 
+class _InputFile(_Strict):
+    path: str  # below the location, as the user gave that; earlier manifests: in full
+    size: Size
+
+
 class _Input(_Strict):
     name: str
     location: Location
+    files: list[_InputFile] = []
     from_here: Location | None = None
     content: Hash
     hashes: dict[str, Hash] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
 from actmat.checkpoints.raw import find_spec
 from actmat.checkpoints.resolve import commit_of
 from actmat.checkpoints.side_files import SideFiles
-from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
 
 
@@ -120,7 +118,4 @@ def models_of(sources: Iterable[Checkpoint | Expert]) -> tuple[str, ...]:
 
 
 def _pinned(source: Checkpoint | Expert) -> str:
-    with contextlib.suppress(CheckpointError):  # tensors in memory have no address
-        if commit_of(address := source.handle().address):
-            return address
-    return source.location
+    return address if commit_of(address := source.handle().address) else source.location
