@@ -146,7 +146,7 @@ def _telling_path(row: Mapping[str, Any]) -> str:
     >>> _telling_path({"location": "models/a", "from_here": "../../home/me/models/a"})
     '../../home/me/models/a'
     """
-    location, near = row["location"], row.get("from_here") or ""
+    location, near = str(row["location"]), str(row.get("from_here") or "")
     if any(os.path.isabs(part.strip()) for part in location.split("+")):
         return location
     named, given = ([n for n in PurePath(place).parts if n != ".."] for place in (near, location))
