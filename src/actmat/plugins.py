@@ -26,7 +26,7 @@ actmat.recipes    `recipe.load.Importer`: a reader of another tool's configurati
 actmat.statistics a function that `actmat.statistics.<name>` gives
 actmat.stores     `checkpoints.remote.Storage`, named by the scheme of its URLs
 actmat.views      `checkpoints.resolve.View`: a checkpoint made of others; `stack`: opens layers of several
-actmat.flags      the function that a flag of a core command calls, such as `--history`, see `cli.flags.behind`
+actmat.flags      the function that a flag of a core command calls, such as `--serve`, see `cli.flags.behind`
 actmat.reports    `html`: a function of a diagnosis and a path that writes a page, see `report.write`
 """
 

@@ -89,7 +89,7 @@ def test_there_are_at_most_18_commands_each_in_a_group() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["diagnose", "OUT", "--data", "x"], ["inspect", "--history", "OUT"], ["merge", "--tune-scale", "x"]]
+    "arguments", [["diagnose", "OUT", "--data", "x"], ["inspect", "--serve", "OUT"], ["merge", "--tune-scale", "x"]]
 )
 def test_a_flag_without_its_plug_in_says_so(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -84,8 +84,6 @@ def test_merge_verify_inspect_report_and_compare(place: Path) -> None:
     compared = pinned(said("compare", out / "actmat", ties, "--json"), "compare")
     assert (compared["differing"], compared["left_out"], compared["names"]) == (15, {"tensors": 21}, ["actmat", "ties"])
     assert len(said("compare", out / "actmat", ties, "--json", "--full")["tensors"]) == 21
-    told = pinned(said("inspect", "--history", out, "--json"), "history")
-    assert set(told["merges"][0]) == PINNED["history merges"]
     (ties / "config.json").write_text("{}")
     broken = pinned(said("verify", ties, "--json", "--no-inputs", code=1), "verify")
     assert not broken["ok"]

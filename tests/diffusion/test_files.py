@@ -11,12 +11,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.helpers.json_layouts import pinned, said
-from tests.helpers.merging import actmat as command
 from torch import Tensor
 
 import actmat
-from actmat.errors import CheckpointError, MergeError, OutputError
+from actmat.errors import MergeError, OutputError
 from actmat.experts.resolve import in_layout, open_expert, open_handle
 from actmat.extras.diffusion.metadata import distilled_note, kept_metadata
 from actmat.extras.serving.serving import serving_commands
@@ -197,31 +195,6 @@ def test_a_file_is_converted_exactly(place: Path, to: str) -> None:
                     "ss_network_module": "networks.lora"}  # fmt: skip
     with pytest.raises(OutputError, match="exists"):
         actmat.export(place / "kohya.safetensors", out=place / "out.safetensors", to=to)
-
-
-def test_conflicts_are_those_of_dense_deltas(place: Path) -> None:
-    """Files of two layouts, one without a module; cosines by block against dense products, and the module named."""
-    lora(place / "less.safetensors", 5, "comfy", skip="double_blocks.0.img_attn.qkv")
-    found = actmat.image_conflicts([place / "kohya.safetensors", place / "less.safetensors"])
-    one, two = deltas(place / "kohya.safetensors"), deltas(place / "less.safetensors")
-    pair = ("kohya.safetensors", "less.safetensors")
-    assert [b.block for b in found.blocks] == ["transformer.single_transformer_blocks.1"]
-    assert found.blocks[0].modules == 5
-    x, y = (torch.cat([d[n].flatten() for n in two]) for d in (one, two))
-    expected = float(x @ y / (x.norm() * y.norm()))
-    assert found.blocks[0].cosine == pytest.approx(expected, rel=1e-10)
-    assert found.cosines[pair] == pytest.approx(expected, rel=1e-10)
-    assert found.norms[pair[1]] == pytest.approx(float(y.norm()), rel=1e-10)
-    assert found.only_in[pair[0]] == tuple(f"transformer.transformer_blocks.0.attn.to_{x}" for x in "qkv")
-    assert found.only_in[pair[1]] == ()
-    shown = pinned(said("conflicts", place / "kohya.safetensors", place / "less.safetensors", "--json"), "conflicts")
-    assert shown["pairs"][0]["cosine"] == next(iter(found.cosines.values()))
-    quiet = command(["conflicts", str(place / "kohya.safetensors"), str(place / "less.safetensors"), "-q"])
-    assert (quiet.code, quiet.out) == (0, "")
-    same = actmat.image_conflicts([place / "kohya.safetensors"] * 2)
-    assert next(iter(same.cosines.values())) == pytest.approx(1.0)
-    with pytest.raises(CheckpointError, match="Expected two LoRA"):
-        actmat.image_conflicts([place / "kohya.safetensors"])
 
 
 def test_how_a_file_is_loaded(place: Path) -> None:

@@ -47,7 +47,6 @@ PINNED: dict[str, set[str]] = {
         "format", "kind", "outs", "methods", "base", "experts", "settings", "relative", "diagnosed", "residuals",
         "checks", "notes", "totals", "differing", "names", "left_out",
     },
-    "conflicts": {"pairs", "blocks", "only_in", "norms"},
     "verify": {"out", "ok", "tensors", "files", "inputs", "problems", "unchecked"},
     "inspect": {
         "location", "schemes", "stored_bytes", "notes", "family", "parameters", "bytes", "dtypes", "roles", "files",
@@ -55,10 +54,6 @@ PINNED: dict[str, set[str]] = {
     },
     "methods": {"methods"},
     "recipe": {"recipe", "notes"},
-    "history": {"merges", "unreadable"},
-    "history merges": {
-        "place", "finished", "kind", "method", "options", "base", "experts", "content", "tensors", "actmat",
-    },
 }  # fmt: skip
 """Fields of every layout of version 1. A field that goes or changes its meaning needs a new version in `LAYOUTS`."""
 

@@ -1,10 +1,9 @@
-"""`actmat inspect`: the content of a checkpoint or of an adapter, from its headers; how to load it; earlier merges."""
+"""`actmat inspect`: the content of a checkpoint or of an adapter, from its headers; how to load it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,30 +16,16 @@ if TYPE_CHECKING:
     from actmat.layout.types import LayoutMap
 
 
-def _history(flag: str, text: str) -> Any:
-    return typer.Option(flag, help=text, rich_help_panel="Earlier merges")
-
-
 @command(
     "look",
     "described",
-    "no checkpoint or adapter that can be read; with `--serve --quiet`, vLLM cannot serve it; with `--contains` or "
-    "`--made`, no merge was found",
+    "no checkpoint or adapter that can be read; with `--serve --quiet`, vLLM cannot serve it",
 )
 def inspect(
-    places: Annotated[list[str], typer.Argument(metavar="CHECKPOINT", help="Directory, file, hub id or URL.")],
+    place: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Directory, file, hub id or URL.")],
     serve: Annotated[
         bool, typer.Option("--serve", help="Print the commands that load a merged model: vLLM's and transformers'.")
     ] = False,
-    history: Annotated[
-        bool, _history("--history", "List the merges in these folders; for two merges: the changes between them.")
-    ] = False,
-    contains: Annotated[
-        str | None, _history("--contains", "Only merges of this expert: name, folder, hub id or hash.")
-    ] = None,
-    made: Annotated[
-        Path | None, _history("--made", "Only merges that wrote this file; their recipes are printed.")
-    ] = None,
     json: flags.Json = False,
     every: Annotated[bool, typer.Option("--all", "--full", help="One line per tensor; in JSON, a row.")] = False,
     quiet: flags.Quiet = False,
@@ -48,26 +33,14 @@ def inspect(
     """Show tensors, roles, dtypes, shards and ties of a checkpoint, from headers only.
 
     actmat inspect MERGED --serve                                (how to load it)
-    actmat inspect --history merges                              (earlier merges)
-    actmat inspect --history merges --contains experts/math      (which hold it?)
-    actmat inspect --history merges --made model.safetensors     (which made it?)
-    actmat inspect --history merges/old merges/new               (what changed?)
 
     With --serve --quiet, only the command of vLLM is printed; if vLLM cannot
-    serve the model, the reason, with exit code 1. Earlier merges are found by
-    their manifests, experts and files by the hashes of their content.
+    serve the model, the reason, with exit code 1.
     """
-    if history or contains is not None or made is not None:
-        if not history or serve:
-            raise typer.BadParameter("--contains and --made go with --history, and --serve does not")
-        flags.behind("history")([Path(p) for p in places], contains, made, json=json, quiet=quiet)
-        return
-    if len(places) > 1:
-        raise typer.BadParameter(f"inspect takes one checkpoint, or several with --history; got {' '.join(places)}")
     if serve:
-        flags.behind("serve")(places[0], json=json, quiet=quiet)
+        flags.behind("serve")(place, json=json, quiet=quiet)
     else:
-        _print_content(places[0], json=json, every=every, quiet=quiet)
+        _print_content(place, json=json, every=every, quiet=quiet)
 
 
 def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> None:

@@ -37,7 +37,6 @@ RENAMED: Mapping[str, str] = {
     "average": "actmat merge --average uniform CHECKPOINT...",
     "calibrate": "actmat plan, which predicts the time from operation counts",
     "finish": "actmat merge --finish OUT",
-    "history": "actmat inspect --history DIR...",
     "import": "actmat plan MERGEKIT.yml --as-recipe",
     "remove": "actmat merge, with the experts that stay",
     "report": "actmat diagnose OUT --out PAGE.html",
@@ -50,7 +49,7 @@ DISTRIBUTIONS = {"analyze": "actmat-experiments", "experiment": "actmat-experime
 
 COMMON: Mapping[int, str] = {
     2: "the command line is wrong",
-    3: "failed while running: a numerical failure, too little memory, or a bug (a report is written)",
+    3: "failed while running: a numerical failure, too little memory, or a bug",
     130: "interrupted (Ctrl-C); 143: SIGTERM, 129: SIGHUP",
     141: "the reader of stdout closed it, as 'head' does",
 }

@@ -10,7 +10,9 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,6 +23,9 @@ from actmat.cli.streams import checked_stdout, open_closed_streams, say, show_an
 from actmat.errors import MergeError, memory_errors
 from actmat.foreign import terminal
 from actmat.version import __version__
+
+MOST_FRAMES = 5
+"""Calls that the message about a bug lists."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -143,7 +148,7 @@ def _allow_many_files() -> None:
 
 
 def main() -> None:
-    """Run the command line; a `MergeError` becomes one message and its exit code, any other error a report."""
+    """Run the command line; a `MergeError` becomes a message and its exit code, another error a report of a bug."""
     gc.set_threshold(200_000, 10, 10)  # imports create 300,000 objects: the usual 700 would mean hundreds of searches
     atexit.register(gc.freeze)  # a search through all objects at the end would take half a second
     _keep_pages_warm()
@@ -156,9 +161,20 @@ def main() -> None:
     except MergeError as error:
         _fail(str(error), error, error.exit_code)
     except Exception as error:  # noqa: BLE001 - no error ends in a traceback
-        from actmat.cli.bug import describe_bug
+        _fail(_describe_bug(error), error, MergeError.exit_code)
 
-        _fail(describe_bug(error, sys.argv), error, MergeError.exit_code)
+
+def _describe_bug(error: Exception) -> str:
+    """Message for an error that actmat does not raise on purpose: the last calls, and how to report it."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "actmat" in f.filename][-MOST_FRAMES:]
+    calls = ", ".join(f"{Path(f.filename).name}:{f.lineno}" for f in frames)
+    found = terminal(f"{type(error).__name__}: {error}")[:200]  # it may quote an input
+    return (
+        f"this is a bug: {found} ({calls}; actmat {__version__})\n"
+        "Please report it with the repository's form 'Something is wrong': these lines, the command, the recipe, and "
+        "'actmat inspect' of the base and of one expert. Inputs are untouched; what a merge finished is kept for its "
+        "next run."
+    )
 
 
 def _fail(message: str, error: Exception, code: int) -> None:

@@ -36,10 +36,9 @@ if TYPE_CHECKING:
 
 LAYOUTS: Mapping[str, int] = dict.fromkeys(
     (
-        *("merge", "finish", "plan", "recipe", "extract", "demo", "inspect", "serve", "history", "verify", "diagnose"),
+        *("merge", "finish", "plan", "recipe", "extract", "demo", "inspect", "serve", "verify", "diagnose"),
         *(
             "compare",
-            "conflicts",
             "methods",
             "tune",
             "try",

@@ -193,7 +193,7 @@ class Family:
             does not fit.
         open_unfitted: `open_unfitted(location)` gives an adapter whose `Expert.adapter` has the factors, for outputs
             that are adapters; None for a family without factors.
-        open_stored: `open_stored(location)` gives its stored tensors; needed for `inspect`, `verify` and `history`.
+        open_stored: `open_stored(location)` gives its stored tensors; needed for `inspect` and `verify`.
         has_factors: `has_factors(location)` is true for an adapter that `open_unfitted` can give factors of; None for
             a family without.
         told: `told(stacks)` gives the family, whose functions know what the user says of stacked experts; None for a

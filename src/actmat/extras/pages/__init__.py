@@ -1,1 +1,1 @@
-"""HTML pages: the report of a merge, comparison of two, history."""
+"""HTML pages: the report of a merge, comparison of two."""
