@@ -69,7 +69,7 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
 	@rm -rf src/*.egg-info
 	@touch $@
 
-$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml packages/actmat-experiments/pyproject.toml packages/actmat-vllm/pyproject.toml
-	$(PIP) -e '.[dev]' -e packages/actmat-experiments -e packages/actmat-vllm
+$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml packages/actmat-experiments/pyproject.toml
+	$(PIP) -e '.[dev]' -e packages/actmat-experiments
 	@rm -rf src/*.egg-info packages/*/src/*.egg-info  # they would hide the installed entry points once these change
 	@touch $(VENV)/demo.stamp $@

@@ -6,6 +6,7 @@ python -m docs.notebook             # writes docs/tutorial.ipynb anew, with its 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,18 @@ def run(notebook: Any, folder: Path) -> Any:
 
 
 def _joined(outputs: list[Any]) -> list[Any]:
-    """Outputs with consecutive pieces of a stream as one: where a kernel cuts them is chance."""
+    """Outputs of a cell with one text per stream, since a kernel cuts and mixes them at random; bars as they ended."""
     found: list[Any] = []
+    streams: dict[str, Any] = {}
     for output in outputs:
-        before = found[-1] if found else None
-        if before and output.output_type == "stream" == before.output_type and output.name == before.name:
+        before = streams.setdefault(output.name, output) if output.output_type == "stream" else output
+        if before is not output:
             before["text"] += output.text
         else:
             found.append(output)
+    for output in found:
+        if output.output_type == "stream":
+            output["text"] = re.sub(r"[^\n]*\r(?!\n)", "", output.text)
     return found
 
 

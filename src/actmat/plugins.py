@@ -20,7 +20,6 @@ actmat.layouts    `image`: a function `(adapter, layout) -> (adapter, problems)`
                   `file`: merges into files, see `run.recipes`
 actmat.methods    `methods.MergeMethod`
 actmat.post       `methods.post.PostStep`
-actmat.progress   `notebook`: a class of `progress.Progress`, made with the verb of what is done
 actmat.readers    `experts.changes.base.Reader`: a family in PEFT's folders
 actmat.recipes    `recipe.load.Importer`: a reader of another tool's configurations
 actmat.statistics a function that `actmat.statistics.<name>` gives

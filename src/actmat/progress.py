@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from actmat.plugins import load
+from actmat.foreign import terminal
 
 if TYPE_CHECKING:
     from actmat.planning import MergePlan
@@ -61,8 +62,43 @@ def in_notebook() -> bool:
     return shell is not None and getattr(shell, "kernel", None) is not None
 
 
+def tensors_to_do(plans: Sequence[MergePlan], resumed: int) -> tuple[int, int]:
+    """Numbers of tensors of a merge and of those that are done already, for `Progress.started`."""
+    total = sum(item.action != "tie" for item in plans[0].items)
+    return total, min(resumed // len(plans), total)
+
+
+def tqdm_bar(doing: str, **options: Any) -> Any:
+    """A bar of tqdm: a widget where the notebook has ipywidgets, else text."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without ipywidgets it warns that it shows text
+        from tqdm.auto import tqdm
+    return tqdm(desc=doing, **options)
+
+
+class NotebookProgress(NoProgress):
+    """Shows a merge on a bar of tqdm; implements `Progress`."""
+
+    def __init__(self, doing: str = "merging") -> None:
+        self._doing = doing
+        self._bar: Any = None
+
+    def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
+        """Show the bar."""
+        total, done = tensors_to_do(plans, resumed)
+        self._bar = tqdm_bar(self._doing, total=total, initial=done, unit="tensor")
+
+    def tensor(self, name: str, nbytes: int) -> None:
+        """Count a tensor."""
+        self._bar.update()
+        if self._bar.n >= self._bar.total:
+            self._bar.close()
+
+    def note(self, text: str) -> None:
+        """Print the sentence above the bar."""
+        self._bar.write(terminal(text), file=sys.stderr)
+
+
 def usual_progress(doing: str = "merging") -> Progress:
-    """The progress of calls that name none: in a notebook the plug-in of `actmat.progress`, else nothing."""
-    shown = load("actmat.progress", "notebook") if in_notebook() else None
-    progress: Progress = NoProgress() if shown is None else shown(doing)
-    return progress
+    """The progress of calls that name none: a bar in a notebook, else nothing."""
+    return NotebookProgress(doing) if in_notebook() else NoProgress()

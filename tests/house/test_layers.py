@@ -62,7 +62,6 @@ EXTRAS: dict[str, set[str]] = {
     "gguf": set(),
     "mergekit": {"models", "stack"},
     "models": set(),
-    "notebook": set(),
     "pages": set(),
     "parts": set(),
     "post": set(),
@@ -73,7 +72,7 @@ EXTRAS: dict[str, set[str]] = {
     "serving": set(),
     "stack": set(),
     "training": set(),
-    "tune": {"collect", "models", "notebook", "pages"},
+    "tune": {"collect", "models", "pages"},
     "ui": {"pages", "tune"},
     "vocabulary": set(),
 }

@@ -27,6 +27,7 @@ from rich.text import Text
 
 from actmat.cli.streams import INDENT, Notes, line_breaks
 from actmat.foreign import terminal
+from actmat.progress import tensors_to_do
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn, TaskID
@@ -201,10 +202,10 @@ class MergeProgress:
 
     def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
         """Show the bar; say so when an interrupted run goes on."""
-        total = sum(1 for t in plans[0].items if t.action != "tie")
+        total, done = tensors_to_do(plans, resumed)
         if resumed:
             note_console.print(f"Going on with an interrupted merge: {resumed} tensors are done and intact.")
-        self._task = self._bar.add_task(self._doing, total=total, completed=min(resumed // len(plans), total))
+        self._task = self._bar.add_task(self._doing, total=total, completed=done)
 
     def tensor(self, name: str, nbytes: int) -> None:
         """Advance the bar by one tensor."""

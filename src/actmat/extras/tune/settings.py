@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from actmat.extras.models.loading import Loaded
-from actmat.extras.notebook.progress import NotebookLine
 from actmat.extras.tune.evaluate import Predict, Score, Trial, default_predict
 from actmat.extras.tune.live import Loader
 from actmat.extras.tune.memory import MemoryPlan
 from actmat.extras.tune.search import Budget
-from actmat.progress import in_notebook
+from actmat.foreign import terminal
+from actmat.progress import in_notebook, tqdm_bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,26 +81,23 @@ class TuneProgress:
 
 
 class NotebookTuneProgress(TuneProgress):
-    """Shows the stage of a search, and its best candidate so far, on a line of a notebook."""
+    """Shows the stage of a search, and its best candidate so far, on a line of tqdm."""
 
     def __init__(self) -> None:
-        self._line = NotebookLine()
-        self._what = ""
-        self._trials = 0
+        self._bar = tqdm_bar("", bar_format="{desc}{n_fmt} tried{postfix}, {elapsed}")
 
     def doing(self, what: str) -> None:
         """Show the stage."""
-        self._what = what
-        self._line.show(what, now=True)
+        self._bar.set_description(what)
 
     def note(self, text: str) -> None:
-        """Show the sentence on a line of its own."""
-        NotebookLine().show(text, now=True)
+        """Print the sentence above the line."""
+        self._bar.write(terminal(text), file=sys.stderr)
 
     def trial(self, found: Trial, best: Trial) -> None:
         """Show how many were tried, and the best."""
-        self._trials += 1
-        self._line.show(f"{self._what}: {self._trials} tried, best {best.candidate} ({best.mean:.4g})")
+        self._bar.set_postfix_str(f"best {best.candidate} ({best.mean:.4g})", refresh=False)
+        self._bar.update()
 
 
 def usual_tune_progress() -> TuneProgress:

@@ -1,1 +1,0 @@
-"""Progress in notebooks."""
