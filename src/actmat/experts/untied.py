@@ -17,7 +17,7 @@ from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.untied import UntiedCheckpoint
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
-from actmat.layout.in_memory import locate
+from actmat.layout.in_memory import find_on_disk
 from actmat.layout.ties import (
     can_untie,
     find_ties,
@@ -163,7 +163,7 @@ def untied_base(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[st
 
 def _tables(base: Checkpoint, names: Sequence[str]) -> dict[str, str]:
     """Name of a token table in the model -> its name in the base."""
-    located = locate(base, [[n] for n in names])[0] if names else {}
+    located = find_on_disk(base, [[n] for n in names])[0] if names else {}
     whole = {n: p for n, p in located.items() if len(p.slices) == 1 and not p.rows}
     return {n: whole[n].slices[0].name for n in names if n in whole}
 

@@ -58,7 +58,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class TensorOnDisk:
     """A tensor in memory: its shape, and the tensors on disk that make it up.
 
     With `rows` it is these rows of the one tensor on disk, which packs several.
@@ -69,9 +69,9 @@ class Located:
     rows: tuple[Block, ...] = ()
 
 
-def locate(
+def find_on_disk(
     base: Checkpoint, groups: Sequence[Sequence[str]], optional: Iterable[str] = ()
-) -> tuple[dict[str, Located], str]:
+) -> tuple[dict[str, TensorOnDisk], str]:
     """The names located in a base, and the reason why others may not have been.
 
     One name of each of the `groups` of alternative names is wanted; `optional` ones may be missing.
@@ -92,7 +92,7 @@ def locate(
     return found, why
 
 
-def located_by_name(base: Checkpoint, names: Sequence[str]) -> dict[str, Located]:
+def find_by_name(base: Checkpoint, names: Sequence[str]) -> dict[str, TensorOnDisk]:
     """The names that a base has, with the same prefix for all or without one."""
     return _by_prefix(base.specs, list(names), tried=64) | {n: _whole(base.specs[n]) for n in names if n in base.specs}
 
@@ -111,13 +111,13 @@ def names_in_memory(base: Checkpoint) -> tuple[dict[str, str], str]:
     return {s.name: n for n, s in single.items() if s.index is None and s.stop is None}, why
 
 
-def _whole(spec: TensorSpec) -> Located:
-    return Located(spec.shape, (Slice(spec.name),))
+def _whole(spec: TensorSpec) -> TensorOnDisk:
+    return TensorOnDisk(spec.shape, (Slice(spec.name),))
 
 
-def _by_prefix(specs: Mapping[str, TensorSpec], names: list[str], tried: int = 8) -> dict[str, Located]:
+def _by_prefix(specs: Mapping[str, TensorSpec], names: list[str], tried: int = 8) -> dict[str, TensorOnDisk]:
     """The names found with the prefix, added or removed, that matches most of them; `tried` give those to add."""
-    best: dict[str, Located] = {}
+    best: dict[str, TensorOnDisk] = {}
     added = {s.removesuffix(n) for n in names[:tried] for s in specs if s.endswith("." + n)}
     taken = {n[: n.index(".") + 1] for n in names if "." in n}
     renamings: list[Sequence[tuple[str, str]]] = []
@@ -131,7 +131,7 @@ def _by_prefix(specs: Mapping[str, TensorSpec], names: list[str], tried: int = 8
     return best
 
 
-def _converted(base: Checkpoint, *, packed: bool = False) -> tuple[dict[str, Located], str]:
+def _converted(base: Checkpoint, *, packed: bool = False) -> tuple[dict[str, TensorOnDisk], str]:
     """Every tensor of the base by its name in memory, as transformers loads the architecture of its config."""
     config = base.config or {}
     text = config.get("text_config") or {}  # where transformers 4 writes it for Qwen2-VL
@@ -157,7 +157,7 @@ def _converted(base: Checkpoint, *, packed: bool = False) -> tuple[dict[str, Loc
 
 def names_on_disk(
     base: Checkpoint, model: Any, state: Mapping[str, Any], *, packed: bool = False
-) -> tuple[dict[str, Located], str]:
+) -> tuple[dict[str, TensorOnDisk], str]:
     """Every tensor of a checkpoint by its name in memory, as transformers 5 loads this `PreTrainedModel`.
 
     The text is the reason why tensors were left out, if any were.
@@ -179,7 +179,7 @@ def names_on_disk(
             name, renamings, converters, model.base_model_prefix, state
         )
         groups.setdefault(renamed, []).append((name, pattern))
-    out: dict[str, Located] = {}
+    out: dict[str, TensorOnDisk] = {}
     why = ""
     for renamed, members in groups.items():
         pattern = members[0][1]
@@ -208,7 +208,7 @@ def _packed(
     members: list[tuple[str, str | None]],
     converter: Any,
     state: Mapping[str, Any],
-) -> dict[str, Located]:
+) -> dict[str, TensorOnDisk]:
     """Tensors in memory that are rows of one on disk, or one that is made of several; none for other conversions."""
     steps = [(type(o).__name__, getattr(o, "dim", None)) for o in converter.operations]
     sources, targets = converter.source_patterns, converter.target_patterns
@@ -216,7 +216,7 @@ def _packed(
         ordered = [next(specs[n] for n, q in members if q == p) for p in sources]
         ends = list(accumulate((s.shape[0] for s in ordered), initial=0))
         slices = tuple(Slice(s.name, None, *e) for s, e in zip(ordered, pairwise(ends), strict=True))
-        return {renamed: Located((ends[-1], *ordered[0].shape[1:]), slices)}
+        return {renamed: TensorOnDisk((ends[-1], *ordered[0].shape[1:]), slices)}
     alternates = steps[:1] == [("Interleave", 0)]
     if len(members) != 1 or steps[-1:] not in ([("Chunk", 0)], [("Split", 0)]) or len(steps) != 1 + alternates:
         return {}
@@ -230,10 +230,14 @@ def _packed(
     rows = [Block(n, *e) for n, e in zip(names, pairwise(accumulate(sizes, initial=0)), strict=True)]
     if alternates:
         rows = [Block(n, k, k + 1, groups=sizes[0]) for k, n in enumerate(names)]
-    return {b.name: Located((s, *spec.shape[1:]), (Slice(spec.name),), (b,)) for b, s in zip(rows, sizes, strict=True)}
+    return {
+        b.name: TensorOnDisk((s, *spec.shape[1:]), (Slice(spec.name),), (b,)) for b, s in zip(rows, sizes, strict=True)
+    }
 
 
-def _stacked(specs: Mapping[str, TensorSpec], members: list[tuple[str, str | None]], patterns: list[str]) -> Located:
+def _stacked(
+    specs: Mapping[str, TensorSpec], members: list[tuple[str, str | None]], patterns: list[str]
+) -> TensorOnDisk:
     rows = {p: next(specs[n].shape[0] for n, q in members if q == p) for p in patterns}
     start = {p: sum(rows[q] for q in patterns[:k]) for k, p in enumerate(patterns)}
     slices = []
@@ -243,4 +247,4 @@ def _stacked(specs: Mapping[str, TensorSpec], members: list[tuple[str, str | Non
         index = int(match[1]) if match else int(re.findall(r"experts\.(\d+)\.", name)[-1])
         slices.append(Slice(name, index, start[pattern], start[pattern] + rows[pattern]))
     experts = 1 + max(s.index or 0 for s in slices)
-    return Located((experts, sum(rows.values()), specs[members[0][0]].shape[1]), tuple(slices))
+    return TensorOnDisk((experts, sum(rows.values()), specs[members[0][0]].shape[1]), tuple(slices))

@@ -24,7 +24,7 @@ from actmat.experts.lora.expert import entries_of
 from actmat.experts.lora.fitting import hidden_names
 from actmat.experts.untied import tied_parts
 from actmat.layout import resolve_layout
-from actmat.layout.in_memory import Located, locate
+from actmat.layout.in_memory import TensorOnDisk, find_on_disk
 from actmat.layout.ties import is_output_head, tied_partner
 from actmat.layout.types import LayoutMap
 from actmat.linalg.lowrank import LowRank
@@ -249,7 +249,7 @@ def _fit(content: Content, base: Checkpoint, layouts: LayoutMap) -> tuple[dict[s
     """Place of every change by the base's tensor; tensors trained in full; problems."""
     problems = list(content.problems)
     wanted = [[c.target] for c in content.changes if not c.is_optional]
-    found, why = locate(base, wanted, [*content.extras, *(c.target for c in content.changes if c.is_optional)])
+    found, why = find_on_disk(base, wanted, [*content.extras, *(c.target for c in content.changes if c.is_optional)])
     places: dict[str, _Place] = {}
     for change in content.changes:
         located = found.get(change.target)
@@ -272,7 +272,7 @@ def _fit(content: Content, base: Checkpoint, layouts: LayoutMap) -> tuple[dict[s
     return places, full, problems
 
 
-def _place(change: Change, located: Located, layouts: LayoutMap) -> _Place | str:
+def _place(change: Change, located: TensorOnDisk, layouts: LayoutMap) -> _Place | str:
     """The change in the orientation that fits; where both do (a square matrix), the base's layout decides."""
     if located.rows:
         return f"the base packs it with others in '{located.slices[0].name}', which only plain LoRA is merged into"

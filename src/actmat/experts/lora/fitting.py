@@ -12,7 +12,7 @@ from actmat.experts.lora.fields import AXES, StackWord
 from actmat.experts.lora.modules import AdapterModule
 from actmat.experts.lora.stacks import HOW_TO_SAY, axes_by_version, ways_to_fit
 from actmat.layout import resolve_layout
-from actmat.layout.in_memory import Located, locate, located_by_name
+from actmat.layout.in_memory import TensorOnDisk, find_by_name, find_on_disk
 from actmat.layout.types import Block, LayoutMap
 
 
@@ -87,7 +87,7 @@ class _Fitting:
         self.layouts = resolve_layout(base.specs, base.config)
         self.problems = list(adapter.problems)
         self.pieces: dict[str, list[Piece]] = {}
-        self.found: dict[str, Located] = {}
+        self.found: dict[str, TensorOnDisk] = {}
         self._taken: set[str] = set()
         self._apart: dict[str, str] = {}  # module -> the tensor that packs it, or the first of those that it packs
 
@@ -95,7 +95,7 @@ class _Fitting:
         """Fit the modules of one component; False if it is optional and the base has none of them."""
         candidates, problems = _candidates(self._adapter, modules, self._base)
         biases = {m.name: f"{m.inside}.bias" for m in modules if m.bias is not None}
-        found, why = locate(self._base, list(candidates.values()), [*self._adapter.extras, *biases.values()])
+        found, why = find_on_disk(self._base, list(candidates.values()), [*self._adapter.extras, *biases.values()])
         self.found |= found
         if is_optional and not problems and not any(n in found for names in candidates.values() for n in names):
             return False
@@ -231,7 +231,7 @@ class _Fitting:
         parts = {m.name: names_of_parts(inside[m.name]) for m in lost}
         wanted = [n for names in packed.values() for n in names]
         wanted += [n for groups in parts.values() for names in groups for n in names]
-        found = located_by_name(self._base, wanted) if wanted else {}
+        found = find_by_name(self._base, wanted) if wanted else {}
         unknown: dict[str, str] = {}
         done = set()
         for module in lost:
@@ -315,7 +315,7 @@ def _candidates(
     return out, []
 
 
-def is_transposed(module: AdapterModule, target: Located, layouts: LayoutMap) -> bool | None:
+def is_transposed(module: AdapterModule, target: TensorOnDisk, layouts: LayoutMap) -> bool | None:
     """True if the stored tensor is the transpose of the delta, None if their shapes do not fit.
 
     Where both orientations fit (a square matrix), the layout of the base decides, as it does for full checkpoints; for
@@ -343,7 +343,7 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _misfit(
-    module: AdapterModule, options: list[tuple[str, Located]], names: list[str], base: Checkpoint, why: str
+    module: AdapterModule, options: list[tuple[str, TensorOnDisk]], names: list[str], base: Checkpoint, why: str
 ) -> str:
     """One sentence on a module that fits none of `options`, the tensors that were found of those called `names`."""
     if options:

@@ -18,7 +18,7 @@ from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.hashing import hash_names
 from actmat.errors import StatisticsError
 from actmat.experts.lora.adapter import Adapter
-from actmat.layout.in_memory import Located, Slice, locate, names_on_disk
+from actmat.layout.in_memory import Slice, TensorOnDisk, find_on_disk, names_on_disk
 from actmat.statistics.header import AdapterInfo, ModelInfo, adapter_content, content_hash
 
 _WRAPPED = re.compile(r"\.(base_layer|modules_to_save\.[^.]+)(?=\.|$)")
@@ -31,7 +31,7 @@ class Binding:
 
     info: ModelInfo  # record of both for the header
     parameters: Mapping[str, Tensor]  # name in memory -> parameter, for those that are in the checkpoint
-    located: Mapping[str, Located]  # name in memory -> the stored tensors that make it up
+    located: Mapping[str, TensorOnDisk]  # name in memory -> the stored tensors that make it up
 
     def weights(self) -> dict[str, Tensor]:
         """Floating-point parameters with at least two axes."""
@@ -56,7 +56,7 @@ def bind(model: nn.Module, checkpoint: Checkpoint | None, adapter: Adapter | Non
     parameters: dict[str, Tensor] = {_clean_name(n): p for n, p in own}  # tied ones once
     if checkpoint is None:
         hashes = {n: content_hash(p) for n, p in parameters.items()}
-        located = {n: Located(tuple(p.shape), (Slice(n),)) for n, p in parameters.items()}
+        located = {n: TensorOnDisk(tuple(p.shape), (Slice(n),)) for n, p in parameters.items()}
         location = type(model).__name__
     else:
         located, why = locate_parameters(model, parameters, checkpoint)
@@ -81,7 +81,7 @@ def _clean_name(name: str) -> str:
 
 def locate_parameters(
     model: nn.Module, names: Collection[str], checkpoint: Checkpoint
-) -> tuple[dict[str, Located], str]:
+) -> tuple[dict[str, TensorOnDisk], str]:
     """Parameters located in the checkpoint, and the reason why others may not have been found.
 
     Args:
@@ -89,7 +89,7 @@ def locate_parameters(
     """
     inner = transformers_model(model)
     if inner is None:
-        return locate(checkpoint, [[n] for n in names])
+        return find_on_disk(checkpoint, [[n] for n in names])
     state = {_clean_name(n): None for n in inner.state_dict()}
     converted, why = names_on_disk(checkpoint, inner, state)
     return {n: p for n, p in converted.items() if n in names}, why
@@ -102,7 +102,10 @@ def transformers_model(model: nn.Module) -> Any:
 
 
 def _compared(
-    checkpoint: Checkpoint, parameters: Mapping[str, Tensor], located: Mapping[str, Located], replaced: frozenset[str]
+    checkpoint: Checkpoint,
+    parameters: Mapping[str, Tensor],
+    located: Mapping[str, TensorOnDisk],
+    replaced: frozenset[str],
 ) -> dict[str, str]:
     """Content hash of every stored tensor; parameters that the adapter has `replaced` are not compared."""
     in_memory = {s.name: (name, s) for name, found in located.items() for s in found.slices}

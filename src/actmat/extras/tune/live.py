@@ -33,7 +33,7 @@ from actmat.extras.tune.groups import FIXED
 from actmat.extras.tune.merges import Merges
 from actmat.extras.tune.products import Products, locate_state, products_of
 from actmat.extras.tune.space import MergeChoice
-from actmat.layout.in_memory import Located
+from actmat.layout.in_memory import TensorOnDisk
 
 D = TypeVar("D", bound=Mapping[str, Tensor])
 
@@ -139,7 +139,7 @@ class LiveModel:
         self._model: nn.Module | None = model
         self._state = state_of(model)
         self._changed: set[str] = set()
-        self._located: dict[str, Located] = {}
+        self._located: dict[str, TensorOnDisk] = {}
         self._base: Mapping[str, Tensor]
         if folder is None:
             self._base = {name: t.detach().clone() for name, t in self._state.items()}

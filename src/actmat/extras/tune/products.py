@@ -19,7 +19,7 @@ from actmat.experts.lora.expert import fitted_expert
 from actmat.experts.peft import PEFT
 from actmat.extras.collect.binding import locate_parameters
 from actmat.extras.models.in_memory import MemoryMerge
-from actmat.layout.in_memory import Located, Slice
+from actmat.layout.in_memory import Slice, TensorOnDisk
 from actmat.linalg.lowrank import LowRank
 
 Parts = Sequence[tuple[Slice, LowRank]]
@@ -64,7 +64,7 @@ class Products(Mapping[str, Tensor]):
         return len(self._parts)
 
 
-def locate_state(model: nn.Module, state: Mapping[str, Tensor], base: Checkpoint) -> dict[str, Located]:
+def locate_state(model: nn.Module, state: Mapping[str, Tensor], base: Checkpoint) -> dict[str, TensorOnDisk]:
     """Name in `state` -> the stored tensors that make up the parameter.
 
     Args:
@@ -78,7 +78,7 @@ def locate_state(model: nn.Module, state: Mapping[str, Tensor], base: Checkpoint
 
 
 def products_of(
-    merged: MemoryMerge, base: Checkpoint, located: Mapping[str, Located], state: Mapping[str, Tensor]
+    merged: MemoryMerge, base: Checkpoint, located: Mapping[str, TensorOnDisk], state: Mapping[str, Tensor]
 ) -> Products:
     """The deltas of a merged adapter by parameter of a model.
 
