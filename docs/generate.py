@@ -6,7 +6,7 @@
 A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
 overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `group-flags GROUP` (each flag of its commands
 once), `exit-codes COMMAND`, `schemas`, `settings SUITE`, `recipe MODEL`, `outputs` (fields of all kinds of output),
-`exits`, `families`, `fuzz`, `chaos`, `versions`, `demo`, `mergekit` (configurations run in both tools), `api`, `tune
+`exits`, `families`, `chaos`, `versions`, `demo`, `mergekit` (configurations run in both tools), `api`, `tune
 NAME` (measured tables of the search),
 `pretrained NAME` (of the search on pretrained models), `datafree NAME` (of merges without data), `evidence NAME` (of
 experiments on pretrained models), `small NAME` (of those at laptop size), `matrix PART` (the families that were merged
@@ -47,7 +47,7 @@ from docs.published import WRITTEN as SCHEMA_FILES
 from docs.quoted import quoted
 from docs.reference import api
 from docs.results import results_table
-from docs.searches import chaos_table, fuzz_table
+from docs.searches import chaos_table
 from pydantic import BaseModel
 from typer.models import ArgumentInfo
 
@@ -402,7 +402,6 @@ KINDS: dict[str, Callable[[str], str]] = {
     "recipe": recipe,
     "outputs": outputs,
     "families": families,
-    "fuzz": lambda _: fuzz_table(table),
     "chaos": lambda _: chaos_table(table),
     "versions": versions,
     "demo": lambda _: demo_table(table),

@@ -1,4 +1,4 @@
-"""Tables of the two searches for failures, from the files that `python -m fuzz --record` and `chaos --record` write."""
+"""The table of the search for failures by interruptions, from the file that `chaos --record` writes."""
 
 from __future__ import annotations
 
@@ -6,18 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from chaos.results import read_record
-from fuzz.results import read_results
 
 Table = Callable[[list[str], list[list[str]]], str]
-
-
-def fuzz_table(table: Table) -> str:
-    """A row per door."""
-    rows = [
-        [r.door, f"{r.cases:,}", str(r.found), f"{1000 * r.slowest:.0f} ms", f"{r.memory / 1e6:.0f} MB"]
-        for r in read_results().values()
-    ]
-    return table(["door", "cases", "found", "slowest", "most memory"], rows)
 
 
 def chaos_table(table: Table) -> str:

@@ -1,7 +1,6 @@
 """`python -m fuzz`: cases per door, and every failure; exit code 1 if there is one.
 
     python -m fuzz --minutes 10                     # new seeds at each call, shared among the doors
-    python -m fuzz --record --cases 100000          # goes on where fuzz/results.json stops, and writes it
     python -m fuzz --door headers --seed 0 --case 17   # one case again
 
 A case that breaks a promise is kept below `fuzz/seeds`; the tests try those first.
@@ -17,7 +16,6 @@ import torch
 
 import fuzz.doors  # noqa: F401 - registers the doors
 from fuzz.harness import DOORS, case_of, keep_case
-from fuzz.results import Row, read_results, write_results
 from fuzz.worker import Batch, run_batch, run_files
 
 BATCH = 2000
@@ -30,18 +28,13 @@ def main() -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--minutes", type=float, default=10, help="time of all doors together")
     parser.add_argument("--door", action="append", choices=sorted(DOORS), help="may be repeated; default: all")
-    parser.add_argument("--seed", type=int, default=None, help="of the cases; default: the time, 0 for a recording")
+    parser.add_argument("--seed", type=int, default=None, help="of the cases; default: the time")
     parser.add_argument("--case", type=int, default=None, help="try the case with this number only")
-    parser.add_argument("--record", action="store_true", help="write fuzz/results.json, and go on where it stops")
-    parser.add_argument("--again", action="store_true", help="with --record: forget what is recorded of these doors")
-    parser.add_argument("--cases", type=int, default=100_000, help="with --record: cases per door")
     given = parser.parse_args()
     torch.set_num_threads(1)
     names = given.door or sorted(DOORS)
     if given.case is not None:
         return _one(names[0], given.seed or 0, given.case)
-    if given.record:
-        return min(1, sum(_record(name, given.seed or 0, given.cases, again=given.again) for name in names))
     seed = int(time.time()) if given.seed is None else given.seed
     return min(1, sum(_search(name, seed, 60 * given.minutes / len(names)) for name in names))
 
@@ -57,29 +50,15 @@ def _one(name: str, seed: int, number: int) -> int:
 
 def _search(name: str, seed: int, seconds: float) -> int:
     """Try cases of a door until the time is over or one fails; returns the number of failures."""
-    row, deadline = Row(name, seed), time.monotonic() + seconds
-    while time.monotonic() < deadline and not row.found:
-        batch = run_batch(name, seed, row.cases, BATCH, deadline=deadline)
-        row = row.plus(batch)
+    began, total = time.monotonic(), Batch()
+    while time.monotonic() < began + seconds and not total.failures:
+        batch = run_batch(name, seed, total.cases, BATCH, deadline=began + seconds)
+        total.add(batch)
         _report(name, seed, batch)
-    _say(row)
-    return row.found
-
-
-def _record(name: str, seed: int, cases: int, *, again: bool) -> int:
-    rows = read_results()
-    row = rows.get(name, Row(name, seed))
-    if again or row.seed != seed:
-        row = Row(name, seed)
-    while row.cases < cases:
-        batch = run_batch(name, seed, row.cases, min(BATCH, cases - row.cases))
-        row = row.plus(batch)
-        _report(name, seed, batch)
-        write_results(read_results() | {name: row})
-        if len(batch.failures) > 5:  # one defect, found again and again
-            break
-    _say(row)
-    return row.found
+    rate = total.cases / (time.monotonic() - began)
+    print(f"{name:16} {total.cases:8} cases, {len(total.failures)} found, slowest {total.slowest:.3f} s, largest "
+          f"{total.memory / 1e6:.0f} MB, {rate:.0f} per second", flush=True)  # fmt: skip
+    return len(total.failures)
 
 
 def _report(name: str, seed: int, batch: Batch) -> int:
@@ -92,11 +71,6 @@ def _report(name: str, seed: int, batch: Batch) -> int:
         kept = keep_case(name, case_of(DOORS[name], seed, number))
         print(f"FAILED: --door '{name}' --seed {seed} --case {number}: {kind}\nkept in {kept}\n{said}", flush=True)
     return int(bool(batch.failures))
-
-
-def _say(row: Row) -> None:
-    print(f"{row.door:16} {row.cases:8} cases, {row.found} found, slowest {row.slowest:.3f} s, largest "
-          f"{row.memory / 1e6:.0f} MB, {row.rate:.0f} per second", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

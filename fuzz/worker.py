@@ -36,8 +36,13 @@ class Batch:
     cases: int = 0
     slowest: float = 0.0
     memory: int = 0
-    wall: float = 0.0
     failures: list[tuple[int, str, str]] = field(default_factory=list)
+
+    def add(self, other: Batch) -> None:
+        """Take in a later batch."""
+        self.cases += other.cases
+        self.slowest, self.memory = max(self.slowest, other.slowest), max(self.memory, other.memory)
+        self.failures += other.failures
 
 
 def run_batch(name: str, seed: int, first: int, count: int, *, deadline: float = float("inf")) -> Batch:
@@ -53,7 +58,6 @@ def run_files(name: str, cases: Sequence[Files]) -> Batch:
 
 def _forked(chosen: Door, cases: Iterable[tuple[int, Files]], deadline: float) -> Batch:
     """Run cases in a child; a case that kills it is a failure."""
-    began = time.monotonic()
     current = mmap.mmap(-1, 16)  # shared: the number of the case at work, and how many there were
     reader, writer = os.pipe()
     sys.stdout.flush()
@@ -71,7 +75,6 @@ def _forked(chosen: Door, cases: Iterable[tuple[int, Files]], deadline: float) -
         at, done = (int.from_bytes(current[i : i + 8], "little") for i in (0, 8))
         why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         batch = Batch(done, failures=[(at, why, f"the process ended: {why}")])
-    batch.wall = time.monotonic() - began
     return batch
 
 

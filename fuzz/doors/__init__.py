@@ -2,40 +2,8 @@
 
 from __future__ import annotations
 
-from fuzz.doors import (
-    adapters,
-    checkpoints,
-    codes,
-    distributed,
-    foreign_recipes,
-    journals,
-    lora_files,
-    lycoris,
-    outputs,
-    pages,
-    paths,
-    recipes,
-    slow_servers,
-    statistics,
-    vocabularies,
-    web_servers,
-)
+import importlib
+import pkgutil
 
-__all__ = [
-    "adapters",
-    "checkpoints",
-    "codes",
-    "distributed",
-    "foreign_recipes",
-    "journals",
-    "lora_files",
-    "lycoris",
-    "outputs",
-    "pages",
-    "paths",
-    "recipes",
-    "slow_servers",
-    "statistics",
-    "vocabularies",
-    "web_servers",
-]
+for _found in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_found.name}")

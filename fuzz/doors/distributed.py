@@ -1,8 +1,7 @@
-"""Doors of distributed checkpoints: the pickled metadata, and the items of a file; parts of ranks in safetensors."""
+"""Doors of distributed checkpoints: the pickled metadata, and the items of a file."""
 
 from __future__ import annotations
 
-import json
 import pickletools
 import random
 import tempfile
@@ -12,11 +11,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save
 
 from actmat.checkpoints.resolve import open_checkpoint
 from fuzz.doors.folder import in_folder
-from fuzz.draw import json_text, mutated_bytes
+from fuzz.draw import mutated_bytes
 from fuzz.harness import Files, door
 
 OPCODES = tuple(op.code.encode("latin1") for op in pickletools.opcodes)
@@ -54,28 +52,4 @@ def _read(folder: Path) -> None:
             checkpoint.read(name)
 
 
-SHARES = {"a.weight": {"saved_offsets": [0, 0]}, "b": {"saved_offsets": [0]}}
-SIZES = ((1, 3), (2, 3), (2, 2), (0, 3))
-
-
-def _shards(rng: random.Random) -> Files:
-    """Files of two or three ranks, with offsets that often fit."""
-    out, row = {}, 0
-    for rank in range(rng.choice((2, 2, 3))):
-        size = rng.choice(SIZES[:2] if rng.random() < 0.9 else SIZES)
-        shares = dict(SHARES) | {"a.weight": {"saved_offsets": [row, 0]}, "b": {"saved_offsets": [2 * rank]}}
-        row += size[0]
-        text = json.dumps(shares).encode() if rng.random() < 0.7 else json_text(rng, shares)
-        tensors = {
-            "a.weight": torch.ones(size),
-            "b": torch.ones(2, dtype=rng.choice((torch.float32,) * 9 + (torch.int8,))),
-        }
-        content = save(tensors, {"DCP_SHARDING_INFO": text.decode("utf-8", "replace"), "DCP_VERSION": "1.0"})
-        number = rank + 1 if rng.random() < 0.98 else rng.randrange(9)
-        name = f"shard-{number:05d}-model-00001-of-00001.safetensors"
-        out[name] = mutated_bytes(rng, content) if rng.random() < 0.1 else content
-    return out
-
-
-door("rank shards", _shards, in_folder(_read))
 door("distributed checkpoints", _files, in_folder(_read))

@@ -17,7 +17,7 @@ import torch
 from tests.helpers.merging import Family, actmat, hidden
 
 from actmat import bounds
-from actmat.checkpoints.formats.pickles import MAX_OPCODES, PickleBoundsError, check_pickle
+from actmat.checkpoints.formats.pickles import MAX_TORCH_OPCODES, PickleError, check_pickle
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging
 from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError, StatisticsError
@@ -257,7 +257,7 @@ def torch_file(path: Path, content: bytes, *, compressed: bool = False) -> Path:
 PROTO, STOP = b"\x80\x02", b"."
 PICKLES = {
     "marks": (b"(" * 1_000_000, "more than 1000 open marks"),
-    "opcodes": (b"N" * (MAX_OPCODES + 2), "more than 1000000 opcodes"),
+    "opcodes": (b"N" * (MAX_TORCH_OPCODES + 2), "more than 1000000 opcodes"),
     "nested tuple": (b")" + b"\x85" * 100_000 + b"q\x00}h\x00Ns", "a tuple of"),
     "doubling tuple": (b")q\x00" + b"".join(b"h\x00h\x00\x86q\x00" for _ in range(60)) + b"}h\x00Ns", "a tuple of"),
     "array": (b"cbuiltins\nbytearray\n\x8a\x05\x00\x00\x00\x00\x01\x85R", "an array of bytes"),
@@ -276,7 +276,7 @@ def test_pickles_beyond_the_bounds(tmp_path: Path, case: str, as_zip: bool) -> N
         path.write_bytes(content)
     with pytest.raises(CheckpointError, match=said):
         open_checkpoint(path)
-    with pytest.raises(PickleBoundsError):
+    with pytest.raises(PickleError):
         check_pickle(io.BytesIO(content))
     assert not needs_base(path)
 

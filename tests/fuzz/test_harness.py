@@ -1,4 +1,4 @@
-"""The fuzzer sees every sort of broken promise, and its records are of what it ran."""
+"""The fuzzer sees every sort of broken promise."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from fuzz.harness import DOORS, Door, Files, case_of, keep_case, kept_cases, signature
-from fuzz.worker import Batch, run_batch, run_files
+from fuzz.worker import run_batch, run_files
 
 from actmat.errors import CheckpointError
 from fuzz import __main__ as command
-from fuzz import draw, harness, results
+from fuzz import draw, harness
 
 
 class RawError(CheckpointError):
@@ -137,28 +137,6 @@ def test_failing_cases_are_kept_and_told_apart(toy: Door, capsys: pytest.Capture
     assert list(kept_cases("other")) == []
     kinds = [signature(KeyError("x")), signature(ValueError("x")), signature(harness.BrokenPromise("9 s, at most"))]
     assert len(set(kinds)) == 3
-
-
-def test_a_recording_goes_on_where_it_stopped(
-    toy: Door, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(results, "RESULTS", tmp_path / "results.json")
-    seen: list[tuple[int, int]] = []
-
-    def batch(name: str, seed: int, first: int, count: int, **_: object) -> Batch:
-        seen.append((first, count))
-        return run_batch(name, seed, first, count)
-
-    monkeypatch.setattr(command, "run_batch", batch)
-    run = ["python -m fuzz", "--record", "--door", "toy", "--cases"]
-    monkeypatch.setattr("sys.argv", [*run, "10"])
-    assert command.main() == 0
-    monkeypatch.setattr("sys.argv", [*run, "30"])
-    assert command.main() == 0
-    row = results.read_results()["toy"]
-    assert (row.cases, row.found, seen) == (30, 0, [(0, 10), (10, 20)])
-    assert row.rate > 0
-    assert "30 cases, 0 found" in capsys.readouterr().out
 
 
 def test_failures_are_reported_with_the_command_that_repeats_them(

@@ -1,7 +1,6 @@
 """Distributed checkpoints (DCP) for tests: cut by hand in one process, and saved by two processes.
 
 python -m tests.helpers.distributed tests/data/dcp/two_ranks
-python -m tests.helpers.distributed tests/data/dcp/two_ranks_hf
 """
 
 from __future__ import annotations
@@ -106,12 +105,7 @@ def _rank(rank: int, folder: str, rendezvous: str) -> None:
     moments = {name: {"exp_avg": tensor * 0, "step": torch.tensor(3.0)} for name, tensor in model.items()}
     state = {"model": model, "optimizer": {"state": moments}, "step": 7}
     os.chdir(Path(folder).parent)
-    if folder.endswith("_hf"):
-        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
-        dcp.save(model, storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True))
-    else:
-        dcp.save(state, checkpoint_id=Path(folder).name)  # torch records the place, which is thus the same everywhere
+    dcp.save(state, checkpoint_id=Path(folder).name)  # torch records the place, which is thus the same everywhere
     dist.destroy_process_group()
 
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import common, provenance
 from tests.helpers.repository import ROOT, tracked_files
 
-FOLDERS = ("benchmarks/results", "chaos", "fuzz")
+FOLDERS = ("benchmarks/results", "chaos")
 FILES = sorted(
     path
     for path in tracked_files()
@@ -48,7 +48,7 @@ def problems(path: Path) -> list[str]:
 
 def test_there_are_result_files() -> None:
     assert len(FILES) > 60
-    assert {named(f) for f in FILES} >= {"chaos/results.json", "fuzz/results.json", "benchmarks/results/tune.jsonl"}
+    assert {named(f) for f in FILES} >= {"chaos/results.json", "benchmarks/results/tune.jsonl"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)

@@ -6,6 +6,7 @@ opened.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import stat
 from collections.abc import Mapping
@@ -26,16 +27,20 @@ NOT_WEIGHTS = (*ADAPTER_WEIGHTS, *_OF_TRAINING.split())
 """Files of adapters and of training, which have the suffixes of weights."""
 
 FOREIGN = {
-    ".ggml": "a GGML file: quantised or laid out for llama.cpp",
-    ".h5": "a TensorFlow checkpoint",
-    ".ckpt.index": "a TensorFlow checkpoint",
-    ".msgpack": "a Flax checkpoint",
-    ".onnx": "an ONNX graph",
-    ".npz": "a NumPy archive",
-    ".tflite": "a TensorFlow Lite graph",
-    ".nemo": "an archive of NeMo, which its scripts export to the Hugging Face form",
+    "*.ggml": "a GGML file: quantised or laid out for llama.cpp",
+    "*.h5": "a TensorFlow checkpoint",
+    "*.ckpt.index": "a TensorFlow checkpoint",
+    "*.msgpack": "a Flax checkpoint",
+    "*.onnx": "an ONNX graph",
+    "*.npz": "a NumPy archive",
+    "*.tflite": "a TensorFlow Lite graph",
+    "*.nemo": "an archive of NeMo, which its scripts export to the Hugging Face form",
+    "common.pt": "of Megatron-core, whose converters write the Hugging Face form",
+    "*_states.pt": "states of DeepSpeed (convert them: python zero_to_fp32.py . OUT --safe_serialization)",
+    "shard-?????-model-*.safetensors": "one rank's part of a checkpoint (torch's consolidate_safetensors_files joins "
+    "them)",
 }
-"""Suffix of weight files in formats that are not read -> description."""
+"""Pattern of the names of weight files in formats that are not read -> description."""
 
 
 def read_config(directory: Path | None) -> Mapping[str, Any] | None:
@@ -127,5 +132,5 @@ def _hub_blobs(folder: Path) -> tuple[Path, ...]:
 
 
 def foreign_format(name: str) -> str:
-    """Description of a file in a format that is not read, by its suffix; empty for any other file."""
-    return next((text for suffix, text in FOREIGN.items() if name.endswith(suffix)), "")
+    """Description of a file in a format that is not read, by its name; empty for any other file."""
+    return next((text for pattern, text in FOREIGN.items() if fnmatch.fnmatchcase(name, pattern)), "")

@@ -18,7 +18,16 @@ from typing import Any, ClassVar
 from actmat.bounds import kind_of_file, list_folder
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec, versions_of_files
 from actmat.checkpoints.files import file_identity
-from actmat.checkpoints.folder import INDEX_SUFFIX, NOT_WEIGHTS, is_plain_name, member, read_config, read_index, shown
+from actmat.checkpoints.folder import (
+    INDEX_SUFFIX,
+    NOT_WEIGHTS,
+    foreign_format,
+    is_plain_name,
+    member,
+    read_config,
+    read_index,
+    shown,
+)
 from actmat.checkpoints.side_files import SideFiles, side_files_of
 from actmat.errors import CheckpointError
 
@@ -44,8 +53,12 @@ class Source(abc.ABC):
 
     @property
     def weights(self) -> list[str]:
-        """Names of files that may be weights: the named file, or all but those of adapters and of training."""
-        return [name for name in self.names if name == self.named or name not in NOT_WEIGHTS]
+        """Names of files that may be weights: the named file, or all but those of adapters and of training.
+
+        Files in formats that are not read are left out.
+        """
+        found = (name for name in self.names if name == self.named or name not in NOT_WEIGHTS)
+        return [name for name in found if not foreign_format(name)]
 
     @property
     @abc.abstractmethod

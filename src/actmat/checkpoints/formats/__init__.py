@@ -29,10 +29,8 @@ CORE = {"safetensors": SAFETENSORS, "torch": TORCH_FILES}
 
 SIGNS: dict[str, tuple[str, ...]] = {
     "pipelines": ("model_index.json",),
-    "ranks": ("shard-*-model-*",),
     "safetensors": ("*",),
-    "dcp": (".metadata", "*.distcp", "pytorch_model_fsdp_*", "model", "weights", "common.pt"),
-    "deepspeed": ("*_states.pt", "latest", "zero_to_fp32.py"),
+    "dcp": (".metadata", "*.distcp", "pytorch_model_fsdp_*", "model"),
     "torch": ("*",),
     "gguf": ("*.gguf",),
 }

@@ -1,71 +1,114 @@
-"""Bounds on the pickle of a torch file, from its opcodes, before anything is built from it.
+"""The project's one interpreter of pickles: opcodes are followed within bounds, and no name in them is run.
 
-torch's restricted unpickler runs no code, but it builds whatever a file describes: a few bytes can describe a tuple
-that takes years to hash, or an array of terabytes. The opcodes are followed with sizes in place of values. A file of
-an ordinary state dict has about 32 opcodes per tensor.
+A pickle is a program for a stack machine. Here it builds numbers, texts, tuples, lists and mappings; a class or
+function becomes an `Inert`, and a call of it the same name with arguments and state. Metadata of distributed
+checkpoints is read from the result. Torch files are checked by it before torch's restricted unpickler opens them: that
+runs no code, but builds whatever a file describes, and a few bytes can describe a tuple that takes years to hash.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import pickletools
-from collections.abc import Iterator
-from typing import IO, Any, NamedTuple, cast
+import struct
+from collections.abc import Callable, Collection
+from typing import IO, Any, cast
 
-MAX_OPCODES = 1_000_000
-"""Those of 31,000 tensors in one file; they take a few seconds to follow."""
+MAX_OPCODES = 20_000_000
+"""About 50 per shard of a tensor: 400,000 shards; they take some 30 s."""
+
+MAX_TORCH_OPCODES = 1_000_000
+"""A state dict has about 32 per tensor: those of 31,000 tensors in one file; they take a few seconds to follow."""
 
 MAX_MARKS = 1000
 MAX_ARGUMENT_BYTES = 1_000_000
 MAX_TUPLE_DEPTH = 100
 MAX_TUPLE_SIZE = 1_000_000
 
-PUSHED = frozenset(
-    {"NONE", "NEWFALSE", "NEWTRUE", "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"}
-    | {"BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING", "LONG1", "GLOBAL"}
+CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+ATOMS = frozenset(
+    {*CONSTANTS, "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "BINUNICODE8"}
+    | {"SHORT_BINUNICODE", "SHORT_BINBYTES", "BINBYTES", "SHORT_BINSTRING"}
 )
-"""Opcodes that push a new value."""
-
-POPPED = {"APPEND": 1, "SETITEM": 2, "REDUCE": 1, "BUILD": 1, "NEWOBJ": 1}
-"""Opcodes that remove values -> their number. REDUCE and NEWOBJ replace the next one by the result."""
-
-TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": list}
+SIZED_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+IGNORED = frozenset({"PROTO", "FRAME"})
+DAMAGED = (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, struct.error)
 
 
-class _Value(NamedTuple):
-    """A value on the stack: the number of values in it, written out, and its depth; of tuples, others are one value."""
-
-    size: int = 1
-    depth: int = 0
+class PickleError(Exception):
+    """The pickle is beyond the bounds, or has a name that is not allowed; says what."""
 
 
-ONE = _Value()
+class DamagedPickleError(PickleError):
+    """The pickle is cut off, or has an opcode that no state dict or metadata has; says what."""
 
 
-class PickleBoundsError(Exception):
-    """The pickle is beyond the bounds; says in which way."""
+class Inert:
+    """A class or function by name, with the arguments of its call and the state that was set; never called.
+
+    Compared and hashed by identity, so that hostile nesting costs nothing.
+    """
+
+    __slots__ = ("args", "called", "name", "state")
+
+    def __init__(self, name: str, args: tuple[Any, ...] = (), *, called: bool = False) -> None:
+        self.name = name
+        self.args = args
+        self.called = called
+        self.state: Any = None
+
+    def __repr__(self) -> str:
+        return f"<{self.name[:200]}>"
+
+
+class _Tuple(tuple[Any, ...]):
+    """A tuple with the number of values in it, written out, and its depth; other containers are one value."""
+
+    size: int
+    depth: int
+
+
+def parse_pickle(content: bytes, allowed: Collection[str]) -> Any:
+    """The value of a pickle.
+
+    >>> import pickle
+    >>> parse_pickle(pickle.dumps({"a": (1, [2.5])}, protocol=4), ())
+    {'a': (1, [2.5])}
+
+    Args:
+        content: the pickle, of any protocol from 2 on.
+        allowed: names of classes and functions, `module name`.
+
+    Raises:
+        PickleError: damaged, beyond the bounds, or with a name that is not allowed.
+    """
+    return _follow(io.BytesIO(content), allowed, MAX_OPCODES)
 
 
 def check_pickle(file: IO[bytes]) -> None:
-    """Read one pickle from the file's position to its end; opcodes that torch refuses end the reading.
+    """Follow one pickle from the file's position to its end, or to the first damage, which torch refuses as well.
 
     Raises:
-        PickleBoundsError: beyond the bounds.
+        PickleError: beyond the bounds.
     """
-    stack = _Stack()
-    for number, (opcode, argument, _) in enumerate(_opcodes(file)):
-        if number > MAX_OPCODES:
-            raise PickleBoundsError(f"more than {MAX_OPCODES} opcodes; a state dict has about 32 per tensor")
-        if opcode.name == "GLOBAL" and argument in ("builtins bytearray", "__builtin__ bytearray"):
-            raise PickleBoundsError("an array of bytes of any size, which no state dict has")
-        if not stack.apply(opcode.name, argument):
-            return
+    with contextlib.suppress(DamagedPickleError):
+        _follow(file, None, MAX_TORCH_OPCODES)
 
 
-def _opcodes(file: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
-    """Opcodes up to the first damage, at which torch stops as well."""
-    with contextlib.suppress(ValueError):
-        yield from pickletools.genops(cast(IO[bytes], _Arguments(file)))
+def _follow(file: IO[bytes], allowed: Collection[str] | None, most: int) -> Any:
+    machine = _Machine(allowed)
+    try:
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(cast(IO[bytes], _Arguments(file)))):
+            if count > most:
+                raise PickleError(f"more than {most} opcodes; a state dict has about 32 per tensor")
+            if opcode.name == "STOP":
+                return machine.stack.pop()
+            machine.apply(opcode.name, argument)
+    except DAMAGED as error:
+        raise DamagedPickleError(f"damaged: {str(error)[:120] or type(error).__name__}") from None
+    raise DamagedPickleError("damaged: it has no end")
 
 
 class _Arguments:
@@ -77,58 +120,104 @@ class _Arguments:
 
     def read(self, length: int) -> bytes:
         if length > MAX_ARGUMENT_BYTES:
-            raise PickleBoundsError(f"a text of {length} bytes; names of a state dict have less than 1000")
+            raise PickleError(f"a text of {length} bytes; names of a state dict have less than 1000")
         return self._file.read(length)
 
 
-class _Stack:
-    """Stack, marks and memo of an unpickler, of sizes."""
+class _Machine:
+    """Stack, marks and memo; `allowed`: names that a pickle may have, None for all but those that take memory."""
 
-    def __init__(self) -> None:
-        self._values: list[_Value] = []
-        self._outer: list[list[_Value]] = []
-        self._memo: dict[int, _Value] = {}
+    def __init__(self, allowed: Collection[str] | None) -> None:
+        self._allowed = allowed
+        self.stack: list[Any] = []
+        self._marks: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
 
-    def apply(self, name: str, argument: int) -> bool:
-        """Follow one opcode; False for one that torch refuses, and for one that takes values that are not there."""
-        try:
-            return self._apply(name, argument)
-        except (IndexError, KeyError):
-            return False
-
-    def _apply(self, name: str, argument: int) -> bool:
-        if name in PUSHED:
-            self._values.append(ONE)
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            self._memo[argument] = self._values[-1]
+    def apply(self, name: str, argument: Any) -> None:
+        """Follow one opcode."""
+        stack = self.stack
+        if name in ATOMS:
+            stack.append(CONSTANTS.get(name, argument))
+        elif name == "MEMOIZE":
+            self._memo[len(self._memo)] = stack[-1]
         elif name in ("BINGET", "LONG_BINGET"):
-            self._values.append(self._memo[argument])
+            stack.append(self._memo[argument])
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            self._memo[argument] = stack[-1]
         elif name == "MARK":
-            self._outer.append(self._values)
-            self._values = []
-            if len(self._outer) > MAX_MARKS:
-                raise PickleBoundsError(f"more than {MAX_MARKS} open marks; a state dict has less than 10")
-        elif name in TUPLES:
-            self._values[-TUPLES[name] :] = [_tuple_of(self._values[-TUPLES[name] :])]
-        elif name in POPPED:
-            del self._values[-POPPED[name] :]
-            if name not in ("APPEND", "SETITEM", "BUILD"):
-                self._values[-1] = ONE
-        elif name in ("TUPLE", "APPENDS", "SETITEMS"):
-            items, self._values = self._values, self._outer.pop()
-            if name == "TUPLE":
-                self._values.append(_tuple_of(items))
+            self._marks.append(stack)
+            self.stack = []
+            if len(self._marks) > MAX_MARKS:
+                raise PickleError(f"more than {MAX_MARKS} open marks; a state dict has less than 10")
+        elif name in EMPTY:
+            stack.append(EMPTY[name]())
+        elif name in SIZED_TUPLES:
+            count = len(stack) - SIZED_TUPLES[name]
+            if count < 0:
+                raise IndexError("values that are not there")
+            stack[count:] = [_tuple_of(stack[count:])]
+        elif name not in IGNORED:
+            self._apply_rare(name, argument)
+
+    def _apply_rare(self, name: str, argument: Any) -> None:
+        if name in ("TUPLE", "APPENDS", "SETITEMS", "ADDITEMS"):
+            items, self.stack = self.stack, self._marks.pop()
+            self._fill(name, items)
+            return
+        stack = self.stack
+        if name == "APPEND":
+            item = stack.pop()
+            self._fill("APPENDS", [item])
+        elif name == "SETITEM":
+            value, key = stack.pop(), stack.pop()
+            self._fill("SETITEMS", [key, value])
+        elif name in ("GLOBAL", "STACK_GLOBAL"):
+            stack.append(self._named(argument if name == "GLOBAL" else f"{stack.pop(-2)} {stack.pop()}"))
+        elif name in ("REDUCE", "NEWOBJ"):
+            args, function = stack.pop(), stack.pop()
+            if not isinstance(function, Inert) or function.called or not isinstance(args, tuple):
+                raise DamagedPickleError("a call of something that is not a class or function")
+            stack.append(Inert(function.name, args, called=True))
+        elif name == "BUILD":
+            state = stack.pop()
+            if not isinstance(stack[-1], Inert):
+                raise DamagedPickleError("a state of something that is not an object")
+            stack[-1].state = state
         elif name == "BINPERSID":
-            self._values[-1] = ONE
+            stack.append(Inert("persistent", (stack.pop(),), called=True))
         else:
-            return name == "PROTO"
-        return True
+            raise DamagedPickleError(f"the opcode {name}")
+
+    def _fill(self, name: str, items: list[Any]) -> None:
+        if name == "TUPLE":
+            self.stack.append(_tuple_of(items))
+            return
+        target = self.stack[-1]
+        if isinstance(target, Inert):  # items of an OrderedDict or of another container that was called
+            if target.state is None:
+                target.state = {} if name == "SETITEMS" else []
+            target = target.state
+        if name != "SETITEMS":
+            target.extend(items)
+            return
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            # only what is hashed at once is a key here: a tuple of tuples could take years
+            target[key if isinstance(key, str | int | float | Inert) else Inert("key")] = value
+
+    def _named(self, name: str) -> Inert:
+        if self._allowed is None:
+            if name in ("builtins bytearray", "__builtin__ bytearray"):
+                raise PickleError("an array of bytes of any size, which no state dict has")
+        elif name not in self._allowed:
+            raise PickleError(f"the name '{name[:200]}', which such a file does not have")
+        return Inert(name)
 
 
-def _tuple_of(items: list[_Value]) -> _Value:
-    found = _Value(1 + sum(v.size for v in items), 1 + max((v.depth for v in items), default=0))
+def _tuple_of(items: list[Any]) -> _Tuple:
+    found = _Tuple(items)
+    inner = [v for v in items if isinstance(v, _Tuple)]
+    found.size = 1 + len(items) - len(inner) + sum(v.size for v in inner)
+    found.depth = 1 + max((v.depth for v in inner), default=0)
     if found.size > MAX_TUPLE_SIZE or found.depth > MAX_TUPLE_DEPTH:
-        raise PickleBoundsError(
-            f"a tuple of {found.size} values, nested {found.depth} deep; those of a state dict have 10"
-        )
+        raise PickleError(f"a tuple of {found.size} values, nested {found.depth} deep; those of a state dict have 10")
     return found

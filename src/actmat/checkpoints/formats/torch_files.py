@@ -28,7 +28,7 @@ from actmat.bounds import open_regular
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import CHANGED, file_identity
 from actmat.checkpoints.folder import INDEX_SUFFIX
-from actmat.checkpoints.formats.pickles import PickleBoundsError, check_pickle
+from actmat.checkpoints.formats.pickles import PickleError, check_pickle
 from actmat.checkpoints.memory import HeldTensors, shared_storage, tensor_specs
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint, join_shards
 from actmat.errors import CheckpointError
@@ -160,7 +160,7 @@ def load_torch(path: Path, label: str, location: str) -> Any:
         size = os.fstat(file.fileno()).st_size
         try:
             _check_bounds(file, is_zip=is_zip)
-        except PickleBoundsError as error:
+        except PickleError as error:
             raise CheckpointError(
                 f"{location}: {label} is not a readable torch file: it has {error}. Likely cause: a hostile file, or "
                 "a damaged one. Fix: fetch the file again, or save the state dict as safetensors."
@@ -181,12 +181,12 @@ def _check_bounds(file: IO[bytes], *, is_zip: bool) -> None:
     """Refuse a file that unfolds to more than it holds; damaged ones are left to torch.
 
     Raises:
-        PickleBoundsError: with the reason.
+        PickleError: with the reason.
     """
     file.seek(0)
     if not is_zip:
         with contextlib.suppress(tarfile.TarError), tarfile.open(fileobj=file, mode="r:"):
-            raise PickleBoundsError("the form of a tar archive, which torch unpacks to the disk")
+            raise PickleError("the form of a tar archive, which torch unpacks to the disk")
         file.seek(0)
         for _ in range(LEGACY_PICKLES):
             if not file.peek(1):  # type: ignore[attr-defined]  # a buffered file
@@ -199,7 +199,7 @@ def _check_bounds(file: IO[bytes], *, is_zip: bool) -> None:
             packed = [r for r in records if r.compress_type != zipfile.ZIP_STORED or r.file_size != r.compress_size]
             if packed:
                 sizes = f"{packed[0].compress_size} bytes that unpack to {packed[0].file_size}"
-                raise PickleBoundsError(f"the compressed record {packed[0].filename[:120]!r}, {sizes}")
+                raise PickleError(f"the compressed record {packed[0].filename[:120]!r}, {sizes}")
             for record in records:
                 if record.filename.endswith("data.pkl"):
                     with archive.open(record) as content:

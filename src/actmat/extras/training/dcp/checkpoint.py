@@ -1,8 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint (DCP): a `.metadata` and `*.distcp` files.
 
-FSDP, torchtitan, accelerate (`pytorch_model_fsdp_0` in a checkpoint's folder) and Megatron-core (`torch_dist`) write
-them. A tensor is cut into boxes, one per rank that held a part of it. Opening reads the metadata only; a range of a
-tensor is put together from the rows of its boxes, wherever the axes were cut.
+FSDP, torchtitan and accelerate (`pytorch_model_fsdp_0` in a checkpoint's folder) write them. A tensor is cut into
+boxes, one per rank that held a part of it. Opening reads the metadata only; a range of a tensor is put together from
+the rows of its boxes, wherever the axes were cut.
 """
 
 from __future__ import annotations
@@ -14,31 +14,23 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from actmat.bounds import read_bytes, read_object
+from actmat.bounds import read_bytes
 from actmat.checkpoints.base import DTYPES, FileIdentity, TensorSpec, torch_dtype
 from actmat.checkpoints.files import FileReader
-from actmat.checkpoints.folder import shown
+from actmat.checkpoints.formats.pickles import PickleError
 from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
 from actmat.checkpoints.source import Format, LocalSource, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
 from actmat.extras.training.dcp.items import Item, locate
 from actmat.extras.training.dcp.metadata import Chunk, StoredTensor, read_metadata
 from actmat.extras.training.dcp.names import model_part
-from actmat.extras.training.inert import InertError
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 1_000_000_000
-NESTED = re.compile(r"pytorch_model_fsdp_\d+|model|weights")
-"""Folders in which accelerate, torch's trainers and NeMo keep the model of a checkpoint."""
-
-MEGATRON = "common.pt"
-"""File that Megatron-core adds, with the iteration and other objects of the training program."""
-BACKEND = "metadata.json"
-"""File in which Megatron-core names its format."""
-STACKED = (
-    "Megatron-core stacks the layers in one tensor and packs projections in its own order: averages are right, methods "
-    "on matrices are not. Convert it to the Hugging Face form for those"
-)
+FOREIGN = "common.pt"
+"""File of Megatron-core, which stacks layers and packs projections in its own order: such folders are refused."""
+NESTED = re.compile(r"pytorch_model_fsdp_\d+|model")
+"""Folders in which accelerate and torch's trainers keep the model of a checkpoint."""
 
 
 class DcpCheckpoint(StoredCheckpoint):
@@ -60,7 +52,7 @@ class DcpCheckpoint(StoredCheckpoint):
         self._folder = files
         self._stored = {name: found.tensors[fqn] for name, fqn in part.names.items()}
         self._items: dict[tuple[str, int], Item] = {}
-        self.notes = part.notes + ((STACKED,) if MEGATRON in files.names else ())
+        self.notes = part.notes
         self.aliases = MappingProxyType({})
         self.specs = MappingProxyType(self._specs())
         local = {label: files.local(label) for label in self.labels}
@@ -148,8 +140,8 @@ class DcpCheckpoint(StoredCheckpoint):
             try:
                 item = locate(lambda at, n: self._read_at(chunk.file, at, n), chunk.offset, chunk.length)
                 if (item.dtype, item.shape) != (stored.dtype, chunk.sizes):
-                    raise InertError(f"{item.dtype} {item.shape}, and the metadata says {stored.dtype} {chunk.sizes}")
-            except InertError as error:
+                    raise PickleError(f"{item.dtype} {item.shape}, and the metadata says {stored.dtype} {chunk.sizes}")
+            except PickleError as error:
                 raise CheckpointError(
                     f"{self.location}: tensor {spec.name[:120]!r} in {chunk.file} at {chunk.offset}: expected a tensor "
                     f"of torch.save, found {error}. Likely cause: a damaged file, or an extension of the writer. "
@@ -232,33 +224,20 @@ def _slices(chunk: Chunk) -> tuple[slice, ...]:
 
 def _files_of(source: Source) -> Source | None:
     """The folder with the metadata: the source itself, or the only known one in a local source."""
-    if source.named is None and METADATA in source.names:
+    if source.named is not None or FOREIGN in source.names:
+        return None
+    if METADATA in source.names:
         return source
-    if not isinstance(source, LocalSource) or source.named is not None or source.directory is None:
+    if not isinstance(source, LocalSource) or source.directory is None:
         return None
     nested = [n for n in source.names if NESTED.fullmatch(n) and (source.directory / n / METADATA).is_file()]
     return LocalSource(source.directory / nested[0], source.location) if len(nested) == 1 else None
 
 
-def _is_without_metadata(source: Source) -> bool:
-    """True for a folder of Megatron-core's in another format, such as zarr, or one of which the metadata is missing."""
-    return source.named is None and METADATA not in source.names and {MEGATRON, BACKEND} <= {*source.names}
-
-
 def _open(source: Source) -> DcpCheckpoint:
     files = _files_of(source)
-    if files is None:
-        backend = read_object(source.fetch(BACKEND)).get("sharded_backend")
-        raise CheckpointError(
-            f"{source.location}: expected Megatron-core's format 'torch_dist' with a {METADATA}, found "
-            f"{shown(backend)} in {BACKEND} and no {METADATA}. Fix: load it with a Megatron that reads it and save it "
-            "as torch_dist; if it is torch_dist, fetch the whole folder again."
-        )
+    assert files is not None, "the source is claimed"
     return DcpCheckpoint(source, files)
 
 
-def _claims(source: Source) -> bool:
-    return _files_of(source) is not None or _is_without_metadata(source)
-
-
-DCP = Format(DcpCheckpoint.format, (METADATA,), claims=_claims, open=_open)
+DCP = Format(DcpCheckpoint.format, (METADATA,), claims=lambda source: _files_of(source) is not None, open=_open)

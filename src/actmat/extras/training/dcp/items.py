@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.checkpoints.base import torch_dtype
-from actmat.extras.training.inert import Inert, InertError, parse_pickle
+from actmat.checkpoints.formats.pickles import Inert, PickleError, parse_pickle
 
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -67,33 +67,31 @@ def locate(read_at: ReadAt, offset: int, length: int) -> Item:
     """Find the entries of the tensor in the item at `offset`; reads its directory and its pickle.
 
     Raises:
-        InertError: the item is not a plain tensor of `torch.save`.
+        PickleError: the item is not a plain tensor of `torch.save`.
     """
     try:
         with zipfile.ZipFile(io.BufferedReader(_Window(read_at, offset, length))) as archive:
             records = {r.filename.partition("/")[2]: r for r in archive.infolist()}
             pickled = records["data.pkl"]
             if any(r.compress_type != zipfile.ZIP_STORED for r in records.values()):
-                raise InertError("a compressed record")
-            for record in (
-                pickled,
-                records.get("byteorder", pickled),
-            ):  # both sizes: the file is read by the stored one
-                if (size := max(record.file_size, record.compress_size)) > MAX_PICKLE_BYTES:
-                    raise InertError(f"a description of {size} bytes")
+                raise PickleError("a compressed record")
+            # both sizes: the file is read by the stored one
+            sizes = [s for r in (pickled, records.get("byteorder", pickled)) for s in (r.file_size, r.compress_size)]
+            if max(sizes) > MAX_PICKLE_BYTES:
+                raise PickleError(f"a description of {max(sizes)} bytes")
             if "byteorder" in records and archive.read(records["byteorder"])[:6] != b"little":
-                raise InertError("entries in big-endian order")
+                raise PickleError("entries in big-endian order")
             dtype, key, first, shape, strides = _described(parse_pickle(archive.read(pickled), ALLOWED))
             data = records[f"data/{key}"]
     except DAMAGED as error:
-        raise InertError(f"a damaged item ({str(error)[:120]})") from None
+        raise PickleError(f"a damaged item ({str(error)[:120]})") from None
     header = read_at(offset + data.header_offset, LOCAL_HEADER)
     inside = data.header_offset + LOCAL_HEADER + int.from_bytes(header[26:28], "little")
     inside += int.from_bytes(header[28:30], "little")
     start = inside + first * int(torch_dtype(dtype).itemsize)
     item = Item(dtype, shape, strides, offset + start)
     if start + item.span > min(inside + data.file_size, length):
-        raise InertError(f"entries beyond its {data.file_size} bytes")
+        raise PickleError(f"entries beyond its {data.file_size} bytes")
     return item
 
 
@@ -102,19 +100,19 @@ def _described(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, .
     if isinstance(value, Inert) and value.name == PARAMETER and value.args:
         value = value.args[0]
     if not isinstance(value, Inert) or value.name not in REBUILD or len(value.args) < 6:
-        raise InertError(f"{value!r:.120} in place of a tensor")
+        raise PickleError(f"{value!r:.120} in place of a tensor")
     storage, first, shape, strides, *rest = value.args
     mark = storage.args[0] if isinstance(storage, Inert) and storage.name == "persistent" else ()
     if not isinstance(mark, tuple) or len(mark) != 5 or mark[0] != "storage" or not isinstance(mark[1], Inert):
-        raise InertError("a tensor without a storage")
+        raise PickleError("a tensor without a storage")
     dtype = STORAGES.get(mark[1].name.rpartition(" ")[2], "")
     if REBUILD[value.name] == 3 and len(rest) > 2 and isinstance(rest[2], Inert):
         dtype = rest[2].name.rpartition(" ")[2]
     sizes = (*_counts(shape), *_counts(strides), first)
     if not dtype or not isinstance(mark[2], str) or len(_counts(shape)) != len(_counts(strides)):
-        raise InertError(f"a tensor in a storage of the kind {mark[1]!r:.80}")
+        raise PickleError(f"a tensor in a storage of the kind {mark[1]!r:.80}")
     if not all(isinstance(n, int) and 0 <= n < 2**48 for n in sizes):
-        raise InertError("a tensor of negative or enormous size")
+        raise PickleError("a tensor of negative or enormous size")
     return dtype, mark[2], first, _counts(shape), _counts(strides)
 
 
@@ -122,7 +120,7 @@ def _counts(value: Any) -> tuple[int, ...]:
     if isinstance(value, Inert) and value.name == "torch Size" and len(value.args) == 1:
         value = value.args[0]
     if not isinstance(value, tuple) or len(value) > 16:
-        raise InertError("a shape that is none")
+        raise PickleError("an invalid shape")
     return value
 
 

@@ -1,6 +1,6 @@
 """The `.metadata` of a checkpoint of torch.distributed.checkpoint (DCP): which bytes hold which part of which tensor.
 
-The file is a pickle. It is read as inert data (`training.inert`): only classes of the metadata may be named in it, and
+The file is a pickle. It is read as inert data (`formats.pickles`): only classes of the metadata may be named in it, and
 none is ever called.
 """
 
@@ -8,31 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from actmat.checkpoints.base import DTYPES
 from actmat.checkpoints.folder import is_plain_name, shown
+from actmat.checkpoints.formats.pickles import Inert, PickleError, parse_pickle
 from actmat.errors import CheckpointError
-from actmat.extras.training.inert import Inert, InertError, parse_pickle
 
 _DCP = "torch.distributed.checkpoint"
 _SHARD = "torch.distributed._shard.sharded_tensor.metadata"
 _CLASSES = "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex StorageMeta"
-_PLANS = "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData"
-"""Plans of all ranks, which Megatron-core keeps in the metadata to use them again (`all_local_plans`)."""
-
 _PATHS = "PosixPath PurePosixPath WindowsPath PureWindowsPath Path"
 ALLOWED = frozenset(
     [f"{_DCP}.metadata {n}" for n in (*_CLASSES.split(), "TensorProperties", "_MEM_FORMAT_ENCODING")]
     + [f"{_DCP}.filesystem {n}" for n in ("_StorageInfo", "_StoragePrefix")]
-    + [f"{_DCP}.planner {n}" for n in _PLANS.split()]
     + [f"{_SHARD} {n}" for n in ("TensorProperties", "MEM_FORMAT_ENCODING")]
     + [f"{module} {n}" for module in ("pathlib", "pathlib._local") for n in _PATHS.split()]
     + [f"torch {n}" for n in (*DTYPES, "Size", "device", "strided", "float8_e4m3fnuz", "float8_e5m2fnuz", "complex64")]
     + ["torch.serialization _get_layout", "collections OrderedDict", "collections defaultdict", "builtins dict"]
-    + ["megatron.core.dist_checkpointing.strategies.resharding TensorReformulationMetadata"]
 )
-"""Names that the metadata of torch 2.0 and later, of torchtitan, accelerate and Megatron-core has."""
+"""Names that the metadata of torch 2.0 and later, of torchtitan and of accelerate has."""
 
 MAX_AXES = 16
 
@@ -63,12 +58,10 @@ class DcpMetadata:
 
     Args:
         tensors: by fully qualified name.
-        others: names of values that are no tensors.
         paths: name -> keys of the nested state dict that was flattened, where that is on record.
     """
 
     tensors: Mapping[str, StoredTensor]
-    others: tuple[str, ...]
     paths: Mapping[str, tuple[str, ...]]
 
 
@@ -83,16 +76,14 @@ def read_metadata(content: bytes, where: str) -> DcpMetadata:
         state = _fields(root, "Metadata")
         listed = _mapping(state.get("state_dict_metadata"), "state_dict_metadata")
         places = _places(_mapping(state.get("storage_data"), "storage_data"))
-        tensors, others = {}, []
+        tensors = {}
         for name, value in listed.items():
             if not isinstance(name, str):
-                raise InertError("a tensor whose name is no text")
+                raise PickleError("a tensor whose name is not a string")
             if isinstance(value, Inert) and value.name.endswith(" TensorStorageMetadata"):
                 tensors[name] = _tensor(name, value, places)
-            else:
-                others.append(name)
-        return DcpMetadata(tensors, tuple(others), _paths(state.get("planner_data")))
-    except InertError as error:
+        return DcpMetadata(tensors, _paths(state.get("planner_data")))
+    except PickleError as error:
         raise CheckpointError(
             f"{where}: expected the metadata of a distributed checkpoint, found {error}. Nothing in it was run. Likely "
             "cause: a damaged or hostile file, or one of a version of torch that is not known. Fix: fetch it again, or "
@@ -103,7 +94,7 @@ def read_metadata(content: bytes, where: str) -> DcpMetadata:
 def _fields(value: Any, name: str) -> Mapping[str, Any]:
     """Attributes of an object of the class `name`."""
     if not isinstance(value, Inert) or value.name.rpartition(" ")[2] != name:
-        raise InertError(f"{type(value).__name__ if not isinstance(value, Inert) else value!r} in place of {name}")
+        raise PickleError(f"{type(value).__name__ if not isinstance(value, Inert) else value!r} in place of {name}")
     return _mapping(value.state, name)
 
 
@@ -111,7 +102,7 @@ def _mapping(value: Any, what: str) -> Mapping[Any, Any]:
     if isinstance(value, Inert) and value.name.startswith("collections "):
         value = value.state or {}
     if not isinstance(value, dict):
-        raise InertError(f"no mapping in {what}")
+        raise PickleError(f"no mapping in {what}")
     return value
 
 
@@ -120,10 +111,10 @@ def _size(value: Any) -> tuple[int, ...]:
     if isinstance(value, Inert) and value.name == "torch Size":
         value = value.args[0] if len(value.args) == 1 else None
     if not isinstance(value, tuple | list) or len(value) > MAX_AXES:
-        raise InertError("a size that is none")
+        raise PickleError("an invalid size")
     sizes = tuple(value)
     if not all(isinstance(n, int) and 0 <= n < 2**48 for n in sizes):
-        raise InertError(f"the size {shown(sizes)}")
+        raise PickleError(f"the size {shown(sizes)}")
     return sizes
 
 
@@ -138,13 +129,13 @@ def _places(listed: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...]], _Pla
         name, offset = index.get("fqn"), index.get("offset")
         file, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
         if not isinstance(name, str) or not isinstance(start, int) or not isinstance(length, int):
-            raise InertError("an entry of storage_data without name, offset or length")
+            raise PickleError("an entry of storage_data without name, offset or length")
         if not is_plain_name(file):
-            raise InertError(f"the file {shown(file)}, which is no plain name in the folder")
+            raise PickleError(f"the file {shown(file)}, which is not a plain name in the folder")
         if start < 0 or length < 0:
-            raise InertError(f"{name[:120]!r} at {start}, {length} bytes long")
+            raise PickleError(f"{name[:120]!r} at {start}, {length} bytes long")
         if how := info.get("transform_descriptors"):
-            raise InertError(f"items that were transformed when they were saved ({shown(how)})")
+            raise PickleError(f"items that were transformed when they were saved ({shown(how)})")
         if offset is not None:  # else of a value that is no tensor
             out[name, _size(offset)] = (str(file), start, length)
     return out
@@ -154,7 +145,7 @@ def _tensor(name: str, value: Inert, places: Mapping[tuple[str, tuple[int, ...]]
     fields = _fields(value, "TensorStorageMetadata")
     shape, listed = _size(fields.get("size")), fields.get("chunks")
     if not isinstance(listed, list) or not listed:
-        raise InertError(f"no chunks of {name[:120]!r}")
+        raise PickleError(f"no chunks of {name[:120]!r}")
     chunks = []
     for entry in listed:
         box = _fields(entry, "ChunkStorageMetadata")
@@ -162,10 +153,10 @@ def _tensor(name: str, value: Inert, places: Mapping[tuple[str, tuple[int, ...]]
         if 0 in sizes and 0 not in shape:
             continue
         if (place := places.get((name, offsets))) is None:
-            raise InertError(f"no place of the part of {name[:120]!r} at {offsets}")
+            raise PickleError(f"no place of the part of {name[:120]!r} at {offsets}")
         chunks.append(Chunk(offsets, sizes, *place))
     if not covers([(c.offsets, c.sizes) for c in chunks], shape):
-        raise InertError(f"parts of {name[:120]!r} that do not make up its shape {shape}")
+        raise PickleError(f"parts of {name[:120]!r} that do not make up its shape {shape}")
     return StoredTensor(shape, _dtype(name, fields.get("properties")), tuple(chunks))
 
 
@@ -174,7 +165,7 @@ def _dtype(name: str, properties: Any) -> str:
     state = properties.state if isinstance(properties, Inert) else None
     found = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
     if not isinstance(found, Inert) or not found.name.startswith("torch "):
-        raise InertError(f"no dtype of {name[:120]!r}")
+        raise PickleError(f"no dtype of {name[:120]!r}")
     return found.name.removeprefix("torch ")
 
 
@@ -214,9 +205,5 @@ def _paths(data: Any) -> dict[str, tuple[str, ...]]:
 
 def _key(value: Any) -> str:
     if not isinstance(value, str | int):
-        _refuse(value)
+        raise PickleError(f"a path with {shown(value)}")
     return str(value)
-
-
-def _refuse(value: Any) -> NoReturn:
-    raise InertError(f"a path with {shown(value)}")

@@ -30,7 +30,7 @@ def model_part(names: Iterable[str], paths: Mapping[str, tuple[str, ...]], locat
 
     A path such as `("app", "model", "layers.0.weight")` loses the keys of `WRAPPERS` in front, each once; one with a
     key of `TRAINING` is state of the optimiser and of training, which is left out. Names without a path are kept, as
-    torchtitan and Megatron-core save them, unless their first part is a key of `TRAINING`.
+    torchtitan saves them, unless their first part is a key of `TRAINING`.
 
     >>> paths = {"model.a": ("model", "a"), "optim.state.a": ("optim", "state", "a")}
     >>> model_part(paths, paths, "step-1")
