@@ -5,7 +5,7 @@
 
 Plans are of a mixture of 66 layers with 512 experts each (102,303 tensors, 1.07e12 parameters) and two fine-tuned
 copies. These checkpoints are headers and holes: files of the true size that take a few megabytes of disk, because a
-plan reads headers only. *plan* prints it grouped, *plan --json* prints all of it, *plan --part* one part of 64;
+plan reads headers only. *plan* prints it grouped, *plan --json* prints all of it, and
 *reload* reads that JSON and makes units of it, as a worker in another process does.
 
 Merges are averages of two experts with tensors of 16 entries, by one worker, not synced. *per tensor* is the difference
@@ -129,7 +129,7 @@ def _nbytes(shape: Sequence[int]) -> int:
 
 
 def plan_rows(folder: Path, mixture: Mixture) -> list[dict[str, Any]]:
-    """Plans of the mixture: printed, as JSON, one part of it, and read again."""
+    """Plans of the mixture: printed, as JSON, and read again."""
     shapes = mixture.tensors()
     config = {"model_type": "deepseek_v3", "hidden_size": mixture.hidden, "tie_word_embeddings": False}
     places = [make_sparse(folder / name, shapes, config) for name in ("base", "expert-0", "expert-1")]
@@ -139,7 +139,6 @@ def plan_rows(folder: Path, mixture: Mixture) -> list[dict[str, Any]]:
     commands = {
         "plan": [*actmat_command(), "plan", *inputs],
         "plan --json": [*actmat_command()[:2], as_json, "plan", *inputs, "--json", "--full", str(kept)],
-        "plan --part 3/64": [*actmat_command(), "plan", *inputs, "--part", "3/64"],
         "reload": [actmat_command()[0], "-c", RELOAD, str(kept)],
     }
     return [_row(case, len(shapes), run(command)) for case, command in commands.items()]

@@ -89,7 +89,6 @@ def own_tolerances(tests: Path) -> dict[str, tuple[int, float]]:
 
 OWN: dict[str, tuple[int, float]] = {
     "methods/test_ssr.py": (1, 1e-09),  # two solves of one system, one of them in a basis of its rows
-    "house/test_benchmark_balance.py": (2, 0.005),  # values of a table, rounded to two digits
     "recipe/test_mergekit_outputs.py": (1, 0.02),
     "experiments/test_pretrained_bases.py": (1, 1e-09),
     "experiments/test_pretrained_suites.py": (2, 0.0001),  # cosines in float32 against float64

@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from actmat.extras.collect.staged import staged_statistics as staged_statistics
     from actmat.extras.models.in_memory import MemoryMerge as MemoryMerge
     from actmat.extras.models.in_memory import merge_in_memory as merge_in_memory
-    from actmat.extras.parts.api import finish as finish
-    from actmat.extras.parts.api import merge_part as merge_part
-    from actmat.extras.parts.merging import FinishReport as FinishReport
-    from actmat.extras.parts.merging import PartReport as PartReport
     from actmat.extras.research.matrices import merge_matrices as merge_matrices
     from actmat.extras.training.exporting import export as export
     from actmat.extras.tune.tuning import tune as tune

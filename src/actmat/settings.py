@@ -37,9 +37,6 @@ class RunSettings:
     sha256: Annotated[bool, Flag(help="Add SHA-256 of the weight files to the manifest.")] = False
     diagnose: Annotated[bool, Flag(help="Measure and check while merging, and write a report into the output.")] = False
     exact: Annotated[bool, Flag(help="Measure without random probes: slower, no sampling error.")] = False
-    staging: Annotated[
-        str | None, Flag(help="Local folder in which an output for a URL is built; default: in ~/.cache/actmat.")
-    ] = None
     executor: Annotated[
         str | None,
         Flag(

@@ -94,14 +94,6 @@ def test_a_damaged_end_is_cut_off_before_more_is_appended(tmp_path: Path, end: b
     assert [line.get("name") for line in lines] == [None, "t0", "t1", "t2", "t3"]
 
 
-def test_the_end_of_a_journal_is_told(tmp_path: Path) -> None:
-    journal = written(tmp_path / "j")
-    assert Journal.read(tmp_path / "j").closing is None
-    journal.end({"end": "1/2"})
-    journal.close()
-    assert Journal.read(tmp_path / "j").closing == {"end": "1/2"}
-
-
 def test_half_a_line_is_taken_back_when_the_disk_is_full(tmp_path: Path) -> None:
     journal = written(tmp_path / "j")
     file = journal._file

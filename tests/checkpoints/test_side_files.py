@@ -167,6 +167,6 @@ def test_folders_in_a_bucket_are_listed(sentences: tuple[Path, Path], tmp_path: 
     with open_checkpoint(base) as local:
         assert local.side_files() == opened.side_files()
     url = f"file://{tmp_path}/bucket"
-    actmat.merge(base, [expert], out=url, staging=str(tmp_path / "stage"), threads=1, durable=False)
+    actmat.merge(base, [expert], out=url, threads=1, durable=False)
     assert (tmp_path / "bucket" / "1_Pooling" / "config.json").exists()
     assert actmat.verify(url).ok

@@ -106,24 +106,9 @@ def test_plan_and_diagnose_are_compact_unless_all_is_wanted(place: Path) -> None
     whole = said("plan", *inputs, "--json", "--full")
     assert len(MergePlan.from_json(whole).items) == 21
     assert len(said("plan", *inputs, "-m", "ties", "-m", "average", "--json")["plans"]) == 2
-    part = said("plan", *inputs, "--json", "--part", "1/2")
-    assert (part["plans"], part["schema"]) == ([], "actmat.plan/1")
     found = pinned(said("diagnose", *inputs, "--json"), "diagnose")
     assert found["left_out"] == {"tensors": 21, "measures": 15}
     assert Diagnosis.from_json(said("diagnose", *inputs, "--json", "--full")).measures
-
-
-def test_parts_and_finish(place: Path) -> None:
-    inputs = ("-b", place / "base", "-e", place / "experts/math", "--out", place / "parts")
-    data = pinned(said("merge", *inputs, "--part", "1/2", "--json"), "merge", ("part",))
-    assert set(data["part"]) == PINNED["merge part"]
-    assert actmat(["merge", *map(str, inputs), "--part", "2/2", "-q"]).out == ""
-    done = pinned(said("merge", "--finish", place / "parts", "--json"), "finish")
-    assert (done["parts"], done["tensors"], done["was_finished"]) == (2, 21, False)
-    assert set(done["size"]) == PINNED["merge size"]
-    again = said("merge", "--finish", place / "parts", "--json")
-    assert (again["was_finished"], again["size"]) == (True, done["size"])
-    assert "  size: " in actmat(["merge", "--finish", str(place / "parts")]).out
 
 
 def test_methods_and_the_recipe_of_another_tool(place: Path) -> None:
@@ -149,7 +134,7 @@ def test_quiet_prints_nothing(place: Path, command: str) -> None:
     arguments = {
         "plan": inputs, "inspect": [place / "base"], "methods": [], "verify": [out / "ties"],
         "diagnose": [out / "ties"], "compare": [out / "ties", out / "average"],
-        "merge": ["--finish", out / "ties"],
+        "merge": [*inputs, "-m", "ties", "--out", out / "ties"],
     }[command]  # fmt: skip
     done = actmat([command, *map(str, arguments), "--quiet"])
     assert (done.code, done.out) == (0, "")

@@ -340,13 +340,3 @@ def test_an_executor_that_does_not_fit_the_device_is_refused(tmp_path: Path) -> 
     with pytest.raises(MergeError, match="needs devices"):
         library.merge(family.base, family.experts, out=family.out, executor="devices")
     assert not family.out.exists()
-
-
-def test_parts_on_devices_make_the_output_of_the_host(tmp_path: Path) -> None:
-    family = Family.make(tmp_path, layers=1)
-    library.merge(family.base, family.experts, out=family.out, durable=False)
-    out = tmp_path / "parts"
-    for part, device in (("1/2", "cpu:0,1"), ("2/2", "cpu:3")):
-        library.merge_part(family.base, family.experts, part=part, out=out, durable=False, device=device)
-    library.finish(out)
-    assert contents(out)["model.safetensors"] == contents(family.out)["model.safetensors"]

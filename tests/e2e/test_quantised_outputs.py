@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 from tests.e2e.test_quantised_merges import WRITERS, family, is_coded
 from tests.helpers.quantised import compressed, fp8_scaled
 
-from actmat import merge, merge_in_memory, merge_part, plan
+from actmat import merge, merge_in_memory, plan
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import MergeError
-from actmat.extras.parts.api import finish
 from actmat.planning import MergePlan
 from actmat.report.verify import verify
 
@@ -63,16 +62,11 @@ def test_compressed_tensors_loads_what_is_written(weights: dict[str, Any], tmp_p
         assert torch.equal(loaded[name], tensor), name
 
 
-def test_parts_threads_and_one_run_give_the_same_bytes(tmp_path: Path) -> None:
+def test_one_and_many_threads_give_the_same_bytes(tmp_path: Path) -> None:
     coded, _ = family(tmp_path, [WRITERS["int4 group"]()] * 2)
     fields: dict[str, Any] = {"method": "actmat", "quantise": "same"}
     merge(coded[0], coded[1:], out=tmp_path / "one", threads=1, **fields)
     merge(coded[0], coded[1:], out=tmp_path / "many", threads=4, max_shard_size="40KB", **fields)
-    for k in (1, 2):
-        merge_part(coded[0], coded[1:], out=tmp_path / "parts", part=f"{k}/2", **fields)
-    finish(tmp_path / "parts")
-    one = (tmp_path / "one" / "model.safetensors").read_bytes()
-    assert (tmp_path / "parts" / "model.safetensors").read_bytes() == one
     many = {n: t for f in sorted((tmp_path / "many").glob("*.safetensors")) for n, t in load_file(f).items()}
     for name, tensor in load_file(tmp_path / "one" / "model.safetensors").items():
         assert torch.equal(many[name].view(torch.uint8), tensor.view(torch.uint8)), name

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.helpers.merging import EMBEDDING, NORM, Family, actmat, contents
+from tests.helpers.merging import EMBEDDING, NORM, Family, actmat
 from tests.tolerances import F64_ORACLE
 from torch import Tensor
 
@@ -139,17 +139,6 @@ def test_the_bytes_are_those_of_one_worker(given: dict[str, Any], family: Family
     for name, value in one.items():
         assert torch.equal(three[name], value), name
         assert torch.equal(devices[name], value), name
-
-
-def test_parts_agree_on_the_factors_of_layers(family: Family, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"method": "average", "post": "esm"}
-    api.merge(family.base, family.experts, out=tmp_path / "one", threads=1, durable=False, **given)
-    from actmat.extras.parts.api import finish, merge_part
-
-    for k in (2, 1):
-        merge_part(family.base, family.experts, part=f"{k}/2", out=tmp_path / "parts", threads=1, **given)
-    finish(tmp_path / "parts")
-    assert contents(tmp_path / "parts")["model.safetensors"] == contents(tmp_path / "one")["model.safetensors"]
 
 
 def test_flags_and_plan(family: Family) -> None:

@@ -173,7 +173,7 @@ def test_recipes_name_rows_and_sizes(family: Path, tmp_path: Path) -> None:
     assert tokenizer("<new>").input_ids == [tokenizer.convert_tokens_to_ids("<new>")]
 
 
-def test_bytes_do_not_depend_on_workers_or_on_parts(family: Path, tmp_path: Path) -> None:
+def test_bytes_do_not_depend_on_workers(family: Path, tmp_path: Path) -> None:
     flags = [
         "-b",
         str(family / "base"),
@@ -185,9 +185,7 @@ def test_bytes_do_not_depend_on_workers_or_on_parts(family: Path, tmp_path: Path
         "union",
     ]
     assert actmat(["merge", *flags, "--out", str(tmp_path / "one"), "--threads", "1", "-q"]).code == 0
-    for part in ("1/2", "2/2"):
-        assert actmat(["merge", *flags, "--out", str(tmp_path / "two"), "--part", part, "-q"]).code == 0
-    assert actmat(["merge", "--finish", str(tmp_path / "two")]).code == 0
+    assert actmat(["merge", *flags, "--out", str(tmp_path / "two"), "--threads", "2", "-q"]).code == 0
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -324,18 +323,9 @@ def test_attached_files_are_never_made_or_cut(merged: Any, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
     path = tmp_path / shards[0].file
     path.write_bytes(b"short")
-    with pytest.raises(OutputError, match=r"expected \d+ bytes and the header of this merge, found 5 bytes"):
+    with pytest.raises(OutputError, match=r"expected \d+ bytes and the header of this merge, found 5 bytes.*rm -r"):
         ShardWriter(tmp_path, shards, durable=False, attach="synchronous")
     assert path.read_bytes() == b"short"
-    for folder, removed in (
-        (".out.actmat-partial", ".out.actmat-partial"),
-        (".out.actmat-parts/model", ".out.actmat-parts"),
-    ):
-        there = tmp_path / folder / shards[0].file
-        there.parent.mkdir(parents=True)
-        there.write_bytes(b"short")
-        with pytest.raises(OutputError, match=rf"remove {re.escape(str(tmp_path / removed))} \(rm -r\)"):
-            ShardWriter(there.parent, shards, durable=False, attach="cached")
     path.write_bytes(shards[0].header + bytes(shards[0].size - len(shards[0].header)))
     writer = ShardWriter(tmp_path, shards, durable=False, attach="synchronous")
     name, extent = next(iter(shards[0].extents.items()))

@@ -16,7 +16,6 @@ MERGE = {
 PINNED: dict[str, set[str]] = {
     "merge": {"outputs"},
     "merge outputs": MERGE,
-    "merge part": {"part", "out", "tensors", "resumed", "was_finished"},
     "merge size": {"merged", "sum", "experts", "warning"},
     "demo": {"out", "seed", "settings", "tasks", "n_photographs", "rows", "left_out", "versions", "seconds"},
     "export": {"out", "checkpoint", "form"},
@@ -33,7 +32,6 @@ PINNED: dict[str, set[str]] = {
         "actmat_tune", "version", "out", "recipe", "score", "compared", "chosen", "final", "front", "refused", "notes",
         "seconds", "memory", "left_out",
     },
-    "finish": {"out", "tensors", "parts", "was_finished", "nonfinite", "size", "warnings", "seconds", "notes"},
     "plan": {"plans"},
     "plan plans": {
         "kind", "method", "base", "experts", "family", "items", "groups", "kept", "read_bytes", "write_bytes",

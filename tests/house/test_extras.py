@@ -245,7 +245,7 @@ def test_a_method_of_a_removed_extra_is_named_and_not_listed(core: Shell) -> Non
     [
         (("-b", "base", "-e", "a", "-m", "average", "--post", "svc"), "actmat.extras.post"),
         (("-b", "base[0:1]", "--out", "stacked"), "actmat.extras.stack"),
-        (("-b", "base", "-e", "a", "-m", "average", "--part", "1/2", "--out", "parts"), "plug-in"),
+        (("--average", "uniform", "base", "a", "--out", "averaged"), "plug-in"),
     ],
 )
 def test_a_step_a_stack_and_a_flag_of_removed_extras_are_named(

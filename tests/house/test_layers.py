@@ -63,7 +63,6 @@ EXTRAS: dict[str, set[str]] = {
     "mergekit": {"models", "stack"},
     "models": set(),
     "pages": set(),
-    "parts": set(),
     "post": set(),
     "quantised": set(),
     "ray": set(),

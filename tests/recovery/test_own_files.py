@@ -57,17 +57,6 @@ def test_files_that_come_while_the_merge_runs(family: Family) -> None:
     assert stage.path.is_dir()
 
 
-def test_own_files_stop_parts_at_their_first_and_at_the_end(family: Family) -> None:
-    flags = ("--no-fsync", "--overwrite", "--method", "average")
-    assert actmat(family.argv(*flags, "--part", "1/1")).code == 0
-    add_own(family.out)
-    refused = actmat(["merge", "--finish", str(family.out), "--overwrite"])
-    assert refused.code == 1
-    assert "MY_NOTES.txt" in refused.err
-    assert (family.out / "MY_NOTES.txt").is_file()
-    assert "MY_NOTES.txt" in actmat(family.argv(*flags, "--part", "1/1")).err
-
-
 def test_an_extraction_deletes_no_own_files(tmp_path: Path) -> None:
     family = Family.make(tmp_path, layers=1, experts=1)
     argv = [

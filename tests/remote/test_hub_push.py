@@ -188,7 +188,7 @@ def test_a_damaged_output_stays_here_and_an_edited_card_does_not(
 def test_a_merge_writes_to_the_hub_and_goes_on_after_a_stop(
     hub: HubStandIn, uploads: Uploads, models: Models, tmp_path: Path
 ) -> None:
-    argv = [*models[0].argv("--out", "hf://org/merged", "--staging", str(tmp_path / "staging")), *SHARDS]
+    argv = [*models[0].argv("--out", "hf://org/merged"), *SHARDS]
     uploads.breaks_after = 1
     stopped = actmat(argv)
     assert stopped.code == 1
@@ -198,7 +198,7 @@ def test_a_merge_writes_to_the_hub_and_goes_on_after_a_stop(
     done = actmat(argv)
     assert done.code == 0, done.err
     assert uploads.private == {"org/merged": True}
-    assert not list((tmp_path / "staging").glob("**/*.safetensors")), "nothing is left here"
+    assert not list((tmp_path / "cache" / "actmat").glob("**/*.safetensors")), "nothing is left here"
     ours, theirs = head(hub), content(models[1])
     names = {n for n in theirs if n not in ("actmat_manifest.json", "README.md")}
     assert {n: ours[n] for n in names} == {n: theirs[n] for n in names}, "the bytes of a local merge"
@@ -218,10 +218,10 @@ def test_a_merge_to_a_public_repository_is_refused_before_it_begins(
     hub: HubStandIn, uploads: Uploads, models: Models, tmp_path: Path
 ) -> None:
     package.push(models[2], "org/open", public=True)
-    done = actmat(models[0].argv("--out", "hf://org/open", "--overwrite", "--staging", str(tmp_path / "staging")))
+    done = actmat(models[0].argv("--out", "hf://org/open", "--overwrite"))
     assert done.code == 1
     assert "exists and is public" in done.err
-    assert not list((tmp_path / "staging").glob("**/*.safetensors"))
+    assert not list((tmp_path / "cache" / "actmat").glob("**/*.safetensors"))
 
 
 def test_a_commit_that_somebody_else_made_meanwhile_is_not_overwritten(

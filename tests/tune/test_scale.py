@@ -96,7 +96,6 @@ def test_the_function_searches_the_scales_that_are_given(family: Path, tmp_path:
     ("more", "says"),
     [
         (["--scale", "0.5"], "drop --scale"),
-        (["--part", "1/2"], "needs the whole merge"),
         (["--tune-scale", "more.jsonl"], "--tune-scale is given once, for all"),
     ],
 )

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from actmat import plugins
-from actmat.bounds import local_path
 from actmat.checkpoints.source import Source
 from actmat.checkpoints.writing.shards import Shard
 from actmat.checkpoints.writing.staging import Staging
@@ -89,19 +88,16 @@ def check_upload_url(url: str) -> list[str]:
         return list(error.problems)
 
 
-def staging_folder(url: str, root: str | None) -> Path:
-    """Local folder beside which an output for `url` is built: below `root`, or below the user's cache."""
+def staging_folder(url: str) -> Path:
+    """Local folder beside which an output for `url` is built, in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    parent = local_path(root) if root else Path(cache).expanduser() / "actmat" / "uploads"
     name = url.rstrip("/").rpartition("/")[2][:80] or "output"
-    return parent / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
+    return Path(cache).expanduser() / "actmat" / "uploads" / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
 
 
-def staging_for(
-    url: str, root: str | None, fingerprint: str, shards: Sequence[Shard], *, overwrite: bool = False
-) -> Staging:
-    """Staging of an output at a URL, in `staging_folder(url, root)`; see `Storage.stage`."""
-    return _storage(url).stage(url, staging_folder(url, root), fingerprint, shards, overwrite=overwrite)
+def staging_for(url: str, fingerprint: str, shards: Sequence[Shard], *, overwrite: bool = False) -> Staging:
+    """Staging of an output at a URL, in `staging_folder(url)`; see `Storage.stage`."""
+    return _storage(url).stage(url, staging_folder(url), fingerprint, shards, overwrite=overwrite)
 
 
 def present_sizes(url: str) -> dict[str, int]:

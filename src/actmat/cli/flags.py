@@ -41,10 +41,10 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     ),
     "What is written": (
         *("dtype", "compute_dtype", "quantise", "max_shard_size", "files_from", "to", "rank", "ranks", "energy"),
-        *("others", "durable", "sha256", "staging"),
+        *("others", "durable", "sha256"),
     ),
     "Where it runs": (
-        *("device", "device_memory", "max_memory", "threads", "executor", "part", "finish", "check"),
+        *("device", "device_memory", "max_memory", "threads", "executor"),
     ),
     "Measures": ("exact", "strict"),
 }  # fmt: skip
@@ -60,9 +60,6 @@ RecipeFile = Annotated[
     Path | None, typer.Argument(metavar="[RECIPE.yaml]", help="A recipe file; flags replace its fields.")
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 if a check of severity 'issue' found something.")]
-PartOption = Annotated[
-    str | None, typer.Option("--part", metavar="K/N", help="Only this part of the merge, such as 3/16, counted from 1.")
-]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Full = Annotated[bool, typer.Option("--full", help="With --json: also lists with one row per tensor.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors, and output for scripts.")]

@@ -36,7 +36,6 @@ RENAMED: Mapping[str, str] = {
     "add": "actmat merge, with all experts",
     "average": "actmat merge --average uniform CHECKPOINT...",
     "calibrate": "actmat plan, which predicts the time from operation counts",
-    "finish": "actmat merge --finish OUT",
     "import": "actmat plan MERGEKIT.yml --as-recipe",
     "remove": "actmat merge, with the experts that stay",
     "report": "actmat diagnose OUT --out PAGE.html",

@@ -47,13 +47,6 @@ class MergeFlags:
             help="Choose the scale with unlabelled inputs of the experts: NAME=DATA, once per expert.",
         ),
     ] = None
-    part: flags.PartOption = None
-    finish: Annotated[
-        Path | None, typer.Option("--finish", metavar="OUT", help="Complete the output OUT of parts.")
-    ] = None
-    check: Annotated[
-        bool, typer.Option("--check/--no-check", help="With --finish: read and hash every tensor again.")
-    ] = True
     strict: flags.Strict = False
 
     def refuse_contradictions(self, recipes: Sequence[Recipe], given: RecipeFlags, run: RunSettings) -> None:
@@ -62,8 +55,6 @@ class MergeFlags:
             raise typer.BadParameter("--strict and --exact go with --diagnose")
         if any(r.out is None for r in recipes):
             raise typer.BadParameter("say where the merged model goes: --out OUT, or 'out' in the recipe")
-        if self.part is not None and self.tune_scale:
-            raise typer.BadParameter("--tune-scale needs the whole merge: find the scale first, then merge in parts")
         if self.tune_scale and "scale" in given:
             raise typer.BadParameter("--tune-scale chooses the scale: drop --scale")
 
@@ -71,8 +62,7 @@ class MergeFlags:
 @command(
     "merge",
     "merged, or found complete and intact",
-    f"{BAD_INPUTS}; with `--strict`, a check of severity issue found something (the output stays); with `--finish`, a "
-    "part is missing or damaged: the command that makes it is named",
+    f"{BAD_INPUTS}; with `--strict`, a check of severity issue found something (the output stays)",
     imports_torch=True,
 )
 def merge(
@@ -99,27 +89,17 @@ def merge(
     Several --method, or several values of an --option, give one output each,
     below OUT. An output is a directory that from_pretrained loads. It appears
     when it is complete; the same command continues an interrupted merge.
-    --part 3/16 merges one of 16 parts, on this or another machine with the same
-    folder; 'actmat merge --finish OUT' completes the output.
     --tune-scale math=math.jsonl --tune-scale code=code.jsonl chooses the scale
     at which the merged model's answers are nearest to the experts' ('actmat
     tune' searches methods, too).
     """
-    if how.finish is not None:
-        if given.given or inputs:
-            raise typer.BadParameter("--finish takes the recipe of the parts: give no other inputs")
-        flags.behind("finish")(how.finish, run, shown, check=how.check)
-        return
     recipes = _recipes(inputs, given, how.average, as_given=how.as_given)
     if how.plan:
         from actmat.cli.plan import show_plans
 
-        show_plans(recipes, run, how.part, json=shown.json, quiet=shown.quiet)
+        show_plans(recipes, run, json=shown.json, quiet=shown.quiet)
         return
     how.refuse_contradictions(recipes, given, run)
-    if how.part is not None:
-        flags.behind("part")(recipes, how.part, run, shown)
-        return
     quiet = shown.quiet or shown.json
     if how.tune_scale:
         reports = flags.behind("tune-scale")(recipes, how.tune_scale, run, quiet=quiet)

@@ -22,7 +22,6 @@ def plan(
     recipe: flags.RecipeFile = None,
     given: Annotated[RecipeFlags, Fields(without=("out",))],
     run: Annotated[RunSettings, Fields(only=("device", "device_memory"))],
-    part: flags.PartOption = None,
     as_recipe: Annotated[
         bool, typer.Option("--as-recipe", help="Print the recipe as YAML; converts mergekit configurations, too.")
     ] = False,
@@ -37,26 +36,21 @@ def plan(
 
     Prints the action and the reason for groups of tensors, the bytes to read
     and write, the peak memory and a rough time. If the inputs do not fit
-    together, all problems are listed and the exit code is 1. --part 3/16 shows
-    the plan of that part. --as-recipe opens no model; fields of mergekit
-    without a counterpart are an error that lists all of them.
+    together, all problems are listed and the exit code is 1. --as-recipe opens
+    no model; fields of mergekit without a counterpart are an error that lists
+    all of them.
     """
     recipes = given.recipes(recipe)
     if as_recipe:
         _print_recipe(recipes, json=json, quiet=quiet)
     else:
-        show_plans(recipes, run, part, full=full, json=json, quiet=quiet)
+        show_plans(recipes, run, full=full, json=json, quiet=quiet)
 
 
-def show_plans(
-    recipes: Sequence[Recipe], run: RunSettings, part: str | None, *, full: bool = False, json: bool, quiet: bool
-) -> None:
-    """Plan the recipes and print the plans, or the share of one part."""
+def show_plans(recipes: Sequence[Recipe], run: RunSettings, *, full: bool = False, json: bool, quiet: bool) -> None:
+    """Plan the recipes and print the plans."""
     from actmat.api import plan_recipe
 
-    if part is not None:
-        flags.behind("part")(recipes, part, run, flags.OutputFlags(json=json, full=full, quiet=quiet), plans=True)
-        return
     plans = [plan_recipe(r, device=run.device, device_memory=run.device_memory) for r in recipes]
     if json:
         from actmat.cli.screen import print_json, print_result

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 LAYOUTS: Mapping[str, int] = dict.fromkeys(
     (
-        *("merge", "finish", "plan", "recipe", "extract", "demo", "inspect", "serve", "verify", "diagnose"),
+        *("merge", "plan", "recipe", "extract", "demo", "inspect", "serve", "verify", "diagnose"),
         *(
             "compare",
             "methods",

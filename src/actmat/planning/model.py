@@ -258,12 +258,9 @@ class MergePlan(Plain):
         try:
             return PLAN.validate_python(fields)
         except ValidationError as error:
-            raise RecipeError("The plan is damaged.", plan_problems(error)) from None
-
-
-def plan_problems(error: ValidationError) -> list[str]:
-    """Places of a plan that do not fit, with the reasons."""
-    return [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False, include_input=False)]
+            found = error.errors(include_url=False, include_input=False)
+            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in found]
+            raise RecipeError("The plan is damaged.", problems) from None
 
 
 PLAN = TypeAdapter(MergePlan)

@@ -28,7 +28,7 @@ def execute(outputs: Sequence[StagedOutput], prepared: Prepared, progress: Progr
         StatisticsError: statistics of another model than the one that was read.
     """
     inputs, observers, resources = prepared.inputs, prepared.observers, prepared.resources
-    progress.started([o.shown for o in outputs], sum(o.resumed for o in outputs), resources.workers)
+    progress.started([o.plan for o in outputs], sum(o.resumed for o in outputs), resources.workers)
     check_values(inputs)
     plans = tuple(o.plan for o in outputs)
     units = plan_units(plans, [o.done for o in outputs], observers)

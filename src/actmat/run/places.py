@@ -15,7 +15,7 @@ from actmat.checkpoints.layer_names import stack_parts
 from actmat.checkpoints.remote import MARK_NAME, check_upload_url
 from actmat.checkpoints.resolve import find_source
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
-from actmat.checkpoints.writing.staging import check_output_path, parts_folder
+from actmat.checkpoints.writing.staging import check_output_path
 from actmat.diagnostics.model import REPORT_NAME
 from actmat.engine.devices.device import device_room
 from actmat.engine.devices.names import check_device, check_device_name
@@ -26,8 +26,7 @@ from actmat.recipe import Recipe
 from actmat.report import read_manifest
 from actmat.settings import RunSettings
 
-Writes = Literal["nothing", "outputs", "part"]
-"""Outputs of a run: none, whole ones, or a part of one, alongside which other parts may be."""
+Writes = Literal["nothing", "outputs"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def find_place(
     Args:
         recipes: what is wanted.
         settings: of the run: its executor counts, else the recipe's, else `auto`.
-        writes: what is written.
+        writes: whether outputs are written.
         problems: receives problems.
         here: whether the run takes place on this machine; devices of a plan need not be here.
 
@@ -78,7 +77,7 @@ def find_place(
     pairs = () if settings.overwrite else zip(recipes, outs, strict=True)
     finished = frozenset(out for recipe, out in pairs if has_manifest_of(recipe, out))
     with problems.noted():
-        _check_outputs(recipes, outs, settings.overwrite, finished, is_part=writes == "part")
+        _check_outputs(recipes, outs, settings.overwrite, finished)
     return Place(settings, executor, room, outs, finished)
 
 
@@ -132,12 +131,7 @@ def present_output(out: Path | str) -> Iterator[Path]:
 
 
 def _check_outputs(
-    recipes: Sequence[Recipe],
-    outs: Sequence[Path | str],
-    overwrite: bool,
-    finished: frozenset[Path | str],
-    *,
-    is_part: bool,
+    recipes: Sequence[Recipe], outs: Sequence[Path | str], overwrite: bool, finished: frozenset[Path | str]
 ) -> None:
     """Refuse folders that outputs may not be written to.
 
@@ -158,12 +152,5 @@ def _check_outputs(
     places = [o.resolve() if isinstance(o, Path) else o.rstrip("/") for o in outs]
     twice = sorted({str(o) for o, place in zip(outs, places, strict=True) if places.count(place) > 1})
     problems += [f"several merges are to be written to {o}" for o in twice]
-    for out in (out for out in outs if isinstance(out, Path) and not is_part):
-        folder = parts_folder(out)
-        if os.path.isdir(folder / "model"):
-            problems.append(
-                f"parts of a merge into {out} are in {folder}: complete them (actmat merge --finish "
-                f"{out}), run the others (--part), or remove that folder"
-            )
     if problems:
         raise OutputError("The output cannot be written there.", problems)

@@ -141,20 +141,9 @@ def _check_finished(plan: MergePlan, out: Path | str, folder: Path, settings: Ru
         Staging(out, plan.fingerprint()).sweep()
         return
     clear_upload(out)
-    if staging_folder(out, settings.staging).parent.is_dir():
+    if staging_folder(out).parent.is_dir():
         shards = () if plan.is_extracted else plan.shards
-        staging_for(out, settings.staging, plan.fingerprint(), shards).sweep()
-
-
-def check_same_merge(plan: MergePlan, out: Path, settings: RunSettings) -> None:
-    """Compare the manifest of `out` with the plan; no tensor is read.
-
-    Raises:
-        OutputError: it is not what this plan would give now.
-    """
-    problems = list(_differences(plan, read_manifest(out), out, settings))
-    if problems:
-        raise OutputError(f"{out} is finished, but is not what the recipe gives now.", problems)
+        staging_for(out, plan.fingerprint(), shards).sweep()
 
 
 def _other_sizes(manifest: Mapping[str, Any], url: str) -> Iterator[str]:

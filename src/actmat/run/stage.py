@@ -93,7 +93,6 @@ class StagedOutput:
         stage: its partial folder; None where nothing is written.
         done: items that an earlier run finished, or that need no work.
         resumed: number of items that an earlier run finished.
-        part: the plan with the items of this part only, where the output is merged in parts.
     """
 
     plan: MergePlan
@@ -102,17 +101,11 @@ class StagedOutput:
     stage: Folder | None = None
     done: frozenset[str] = frozenset()
     resumed: int = 0
-    part: MergePlan | None = None
 
     @classmethod
     def measured(cls, plan: MergePlan) -> StagedOutput:
         """An output that is only measured; of copies there is nothing to measure."""
         return cls(plan, NoWriter(), done=frozenset(i.name for i in plan.items if i.call is None))
-
-    @property
-    def shown(self) -> MergePlan:
-        """The plan with the items that are at work, for progress."""
-        return self.part or self.plan
 
     @property
     def out(self) -> Path | str:
@@ -261,7 +254,7 @@ def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, checked: C
         lasting = plan.fingerprint(times=False)
         return Staging(out, plan.fingerprint(), overwrite=settings.overwrite, lasting=lasting, checked=checked)
     shards = () if plan.is_extracted else plan.shards  # see `settle`
-    return staging_for(out, settings.staging, plan.fingerprint(), shards, overwrite=settings.overwrite)
+    return staging_for(out, plan.fingerprint(), shards, overwrite=settings.overwrite)
 
 
 def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseException) -> None:

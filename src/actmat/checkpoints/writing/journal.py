@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from actmat.bounds import open_regular, parse_object
 from actmat.errors import OutputError
-from actmat.system import BINARY, NOFOLLOW, read_at, sync_file
+from actmat.system import BINARY, NOFOLLOW, read_at
 
 MAX_LINE_BYTES = 1 << 26
 """Longest line; one with the measures of a matrix takes some kilobytes."""
@@ -33,13 +33,11 @@ class Journal(Mapping[str, dict[str, Any]]):
 
     Attributes:
         head: the first line.
-        closing: the last line without a `name`, which says that the writer reached its end; None where there is none.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.head: dict[str, Any] = {}
-        self.closing: dict[str, Any] | None = None
         self._places: dict[str, int] = {}
         self._good = 0
         self._file: IO[bytes] | None = None
@@ -91,14 +89,6 @@ class Journal(Mapping[str, dict[str, Any]]):
         with self._mutex, aside, open_regular(self.path, error=OutputError) as file:
             file.seek(self._good)
             self._scan(file)
-
-    def end(self, entry: Mapping[str, Any]) -> None:
-        """Write the line that says that all is done, and wait until the journal is on the disk."""
-        with self._mutex:
-            self._good += self._write(entry)
-            self.closing = dict(entry)
-            assert self._file is not None
-            sync_file(self._file.fileno())
 
     def drop(self, name: str) -> None:
         """Forget an entry, which stays in the file."""
@@ -156,8 +146,6 @@ class Journal(Mapping[str, dict[str, Any]]):
                 self.head = entry
             elif isinstance(name := entry.get("name"), str):
                 self._places[name] = self._good << LENGTH_BITS | len(line)
-            elif entry.keys() == {"end"}:
-                self.closing = entry
             else:
                 return
             self._good += len(line)

@@ -146,11 +146,6 @@ def sibling(out: Path, suffix: str) -> Path:
     return out.parent / f".{out.name}.actmat-{suffix}"
 
 
-def parts_folder(out: Path) -> Path:
-    """Folder in which several processes build the parts of `out`; the output is its folder `model`."""
-    return sibling(out, "parts")
-
-
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """Turn a full disk, an exceeded quota or a read-only file system into an `OutputError` with the fix."""

@@ -113,11 +113,10 @@ class ShardWriter:
             size, header = os.fstat(handle).st_size, _start(handle, len(shard.header))
             _forget_pages(handle, 0, 0)
         if size != shard.size or header != shard.header:
-            built = self.directory if ".actmat-" in self.directory.name else self.directory.parent
             raise OutputError(
                 f"{path} is damaged: expected {shard.size} bytes and the header of this merge, found {size} bytes"
                 f"{'' if size != shard.size else ' and another header'}. Likely cause: another program changed the "
-                f"file, or this is another folder of the same name. Fix: remove {built} (rm -r), run "
+                f"file, or this is another folder of the same name. Fix: remove {self.directory} (rm -r), run "
                 "again, and write to storage that all workers share."
             )
         with disk_errors(self.directory):

@@ -1,1 +1,0 @@
-"""Merges in parts, by processes that share a folder: job arrays of a cluster."""
