@@ -41,7 +41,7 @@ def extract(
 
     recipe = extract_recipe(base, model, **given.given)
     if plan:
-        show_plans([recipe], run, None, json=json, quiet=quiet)
+        show_plans([recipe], run, json=json, quiet=quiet)
         return
     if recipe.out is None:
         raise typer.BadParameter("say where the adapter goes: --out OUT")
