@@ -228,7 +228,7 @@ def group_of(folder: Path, scratch: Path) -> list[Path]:
     return found + [named_pairs(p, scratch / folder.name / p.stem) for p in lists]
 
 
-DENSE = ("ties", "dare", "breadcrumbs", "della", "sce", "tact")
+DENSE = ("ties", "dare", "breadcrumbs", "della", "sce")
 """Rules without a low-rank form that need no base: on dense deltas, cut to the sum of the ranks."""
 
 

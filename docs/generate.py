@@ -59,7 +59,7 @@ from actmat.errors import MergeError
 from actmat.extras.pages.html.verdicts import FILE as EXPLAINED
 from actmat.layout.families import FAMILIES, PLAIN
 from actmat.methods import Bounds, MergeMethod, Option, all_methods, get_method
-from actmat.methods.post import all_steps, get_step
+from actmat.methods.post import STEPS
 from actmat.recipe import ExpertRef, Postprocess, PostRef, Recipe, RoleRule, Rule
 from actmat.recipe.output import KINDS as OUTPUTS
 from actmat.recipe.output import TokenRow, Vocabulary
@@ -166,18 +166,14 @@ def _options(options: Iterable[Option]) -> str:
 
 
 def steps(_: str) -> str:
-    """Every step of post-processing, and what it looks at."""
-    rows = []
-    for s in all_steps():
-        base = s.layers is not None and s.layers.needs_base
-        sees = "one matrix" if s.layers is None else "all merged layers" + (" and the base" if base else "")
-        rows.append([f"[`{s.name}`]({s.name}.md)", s.summary, sees, "exact"])
-    return table(["step", "idea", "looks at", "low-rank deltas"], rows)
+    """Every step of post-processing."""
+    rows = [[f"[`{s.name}`]({s.name}.md)", s.summary, "exact"] for s in STEPS.values()]
+    return table(["step", "idea", "low-rank deltas"], rows)
 
 
 def step(name: str) -> str:
     """Options of one step."""
-    return _options(get_step(name).options.values())
+    return _options(STEPS[name].options.values())
 
 
 def _bounds(bounds: Bounds) -> str:

@@ -34,7 +34,7 @@ from actmat.diagnostics import model as report
 from actmat.diagnostics.model import Diagnosis
 from actmat.errors import MergeError
 from actmat.methods import all_methods
-from actmat.methods.post import all_steps
+from actmat.methods.post import STEPS
 from actmat.planning import model as plan
 from actmat.recipe import Recipe
 from actmat.recipe.output import KINDS, LOOSE
@@ -230,7 +230,7 @@ def surface() -> dict[str, Any]:
         "files": {kind: version for kind, (version, *_) in FILES.items()},
         "entry points": {group: sorted(points.get(group, ())) for group in sorted(groups)},
         "methods": {m.name: sorted(m.options) for m in sorted(all_methods(), key=attrgetter("name"))},
-        "post": {s.name: sorted(s.options) for s in sorted(all_steps(), key=attrgetter("name"))},
+        "post": {s.name: sorted(s.options) for s in STEPS.values()},
         "kinds of output": sorted(KINDS),
         "extras": sorted(project["optional-dependencies"]),
     }

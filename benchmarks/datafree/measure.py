@@ -31,7 +31,7 @@ from benchmarks.tune.subjects import Batch, Subject
 __all__ = ["LENGTHENED", "LENGTHS", "METHODS", "SCALES", "measure"]
 
 METHODS = (
-    *("average", "task_arithmetic", "tsv", "iso_c", "actmat", "actmat_ridge", "actmat_bounded", "swudi", "aswudi"),
+    *("average", "task_arithmetic", "tsv", "iso_c", "actmat", "actmat_ridge", "swudi", "aswudi"),
     *("cart", "dc_merge"),
 )
 """Rules as they are, by their defaults."""

@@ -33,7 +33,7 @@ MEASURED = {method.name for method in all_methods() if method.needs_statistics}
 def method_of(row: str) -> str:
     """The method that a row varies by a step, a space or an option; empty for a method as it is.
 
-    >>> method_of("actmat:rtol=0.01"), method_of("tsv@core"), method_of("actmat+svc"), method_of("actmat")
+    >>> method_of("actmat:rtol=0.01"), method_of("tsv@core"), method_of("actmat+isotropise"), method_of("actmat")
     ('actmat', 'tsv', 'actmat', '')
     """
     method = re.split("[:@+]", row, maxsplit=1)[0]

@@ -41,7 +41,7 @@ RUNS = (
 )
 """Steps and rates, from short and cold to long and hot; the suite's own run, 64 steps at 1e-4, is among them."""
 
-ROWS = ("average", "tsv", "actmat", "actmat_ridge", "actmat_bounded")
+ROWS = ("average", "tsv", "actmat", "actmat_ridge")
 """Rows that are checked, and of full fine-tuning merged from subsets."""
 
 SUBSET_ROWS = {"full": ROWS, "lora": ("average", "actmat", "tsv", "dc_merge", "cart", "tsv@pico", "dc_merge@pico")}

@@ -19,7 +19,6 @@ actmat.formats    `checkpoints.source.Format`
 actmat.layouts    `image`: a function `(adapter, layout) -> (adapter, problems)`, see `experts.resolve.in_layout`;
                   `file`: merges into files, see `run.recipes`
 actmat.methods    `methods.MergeMethod`
-actmat.post       `methods.post.PostStep`
 actmat.readers    `experts.changes.base.Reader`: a family in PEFT's folders
 actmat.recipes    `recipe.load.Importer`: a reader of another tool's configurations
 actmat.statistics a function that `actmat.statistics.<name>` gives

@@ -58,13 +58,13 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
 
 GIVEN: list[dict[str, Any]] = [
     {"space": "core", "method": "ties", "options": {"density": 0.4}},
-    {"space": "core", "method": "dare", "options": {"density": 0.5}, "seed": 3, "post": "svc"},
+    {"space": "core", "method": "dare", "options": {"density": 0.5}, "seed": 3, "post": "isotropise"},
     {"space": "core", "method": "tsv", "post": ["isotropise"], "postprocess": {"norm_cap": 0.5}},
-    {"space": "factors", "method": "ties", "options": {"density": 0.4}, "post": "esm"},
+    {"space": "factors", "method": "ties", "options": {"density": 0.4}, "post": "mean_norm"},
     {"space": "factors", "method": "dare", "options": {"density": 0.5}, "seed": 3},
-    {"space": "pico", "method": "cart", "post": "svc"},
+    {"space": "pico", "method": "cart", "post": "isotropise"},
     {"space": "pico_unscaled", "method": "dc_merge", "postprocess": {"norm_cap": 0.5}},
-    {"method": "task_arithmetic", "post": ["svc", "subspace_boosting", "esm"]},
+    {"method": "task_arithmetic", "post": ["subspace_boosting", "mean_norm"]},
 ]
 
 
@@ -100,13 +100,13 @@ def pairs_of(group: Path) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("space", ["core", "factors"])
 def test_files_and_tensors_give_the_same(space: Any, groups: Path, tmp_path: Path) -> None:
     group, options = groups / "llama", {"density": 0.3}
-    manifest = merge(tmp_path, both(group), space=space, method="ties", options=options, post="svc:alpha=0.2")
+    manifest = merge(tmp_path, both(group), space=space, method="ties", options=options, post="isotropise:mean=rank")
     found = deltas_of(tmp_path / "out", "llama")[f"{NAME}.weight"]
-    expected = merge_matrices("ties", pairs_of(group), space=space, post="svc:alpha=0.2", **options)
+    expected = merge_matrices("ties", pairs_of(group), space=space, post="isotropise:mean=rank", **options)
     assert float((found - expected).norm()) <= F64_ORACLE * float(expected.norm())
     row = next(m for m in manifest["modules"] if m["name"] == NAME)
     assert row["space"] == space
-    assert row["stats"]["svc_gain_max"] > 0
+    assert row["stats"]["isotropic_rank"] > 0
     assert row["rank"] == (4 if space == "core" else 2)
     if space == "core":
         assert row["stats"]["core"] == "4x4"
@@ -142,7 +142,7 @@ def test_the_plan_says_what_a_space_does(groups: Path) -> None:
     assert "tsv in the core space (equal to the full space but for counts" in reasons(method="tsv", space="core")
     assert "ties in the core space (another result than in the full space" in reasons(method="ties", space="core")
     assert "ties of A and of B apart" in reasons(method="ties", space="factors")
-    assert ", then svc" in reasons(method="average", post="svc")
+    assert ", then isotropise" in reasons(method="average", post="isotropise")
     ranks = {s: {i.pair.exact_rank for i in api.plan(None, both(group), method="ties", space=s).items} for s in
              ("core", "factors")}  # fmt: skip
     assert ranks == {"core": {4, 2}, "factors": {2}}
@@ -157,19 +157,7 @@ def test_what_no_space_holds_is_refused_or_told(groups: Path, tmp_path: Path) ->
     assert api.plan(None, [group / "a1", tmp_path / "other"], method="ties", space="core").output == "adapter"
     with pytest.raises(MergeError, match="trim=tensor"):
         api.plan(None, both(group), method="ties", options={"trim": "global"}, space="core")
-    with pytest.raises(MergeError, match="'larv' compares the merged deltas with the base's weights"):
-        api.plan(None, both(group), method="average", post="larv")
     save_adapter(tmp_path / "full", "llama", 4, **{**LLAMA, "modules_to_save": ["up_proj"]})
     plan = api.plan(group / "base", [group / "a1", tmp_path / "full"], method="ties", space="core")
     told = [i.reason for i in plan.items if "in the full space: trained in full in full" in i.reason]
     assert len(told) == 2, "one for each layer"
-
-
-def test_larv_measures_factors_as_dense_deltas(groups: Path, tmp_path: Path) -> None:
-    group = groups / "llama"
-    given: dict[str, Any] = {"method": "actmat", "post": "larv", "to": "model"}
-    found = in_a_model(group, tmp_path / "model", **given)
-    plain = in_a_model(group, tmp_path / "plain", method="actmat", to="model")
-    factors = [float(found[n].norm() / d.norm()) for n, d in plain.items() if float(d.norm()) > 0]
-    assert all(0.49 < f < 1.51 for f in factors)
-    assert max(factors) - min(factors) > 0.01

@@ -44,7 +44,7 @@ def merged(
 
 
 @pytest.mark.parametrize("to", ["adapter", "model"])
-@pytest.mark.parametrize("method", ["actmat", "wudi", "centred"])
+@pytest.mark.parametrize("method", ["actmat", "wudi"])
 def test_where_it_is_said_the_bytes_are_equal(place: Path, tmp_path: Path, method: str, to: str) -> None:
     alike, silent = merged(place, tmp_path / "a", [1.0, 1.0, 1.0], method=method, to=to)
     weighted, said = merged(place, tmp_path / "b", UNEQUAL, method=method, to=to)

@@ -158,7 +158,7 @@ def wide(tmp_path: Path) -> tuple[Path, list[Path]]:
     return folders[0], folders[1:]
 
 
-@pytest.mark.parametrize("method", ["actmat", "actmat_ridge", "actmat_bounded"])
+@pytest.mark.parametrize("method", ["actmat", "actmat_ridge"])
 def test_one_wide_matrix_uses_all_workers_with_the_same_bytes(
     method: str, wide: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 __all__ = ["checked_suffixes", "suffix_problems"]
 
 SUFFIX = re.compile(r"[a-z0-9]_([A-Z0-9]+)$")
-PACKAGES = ("actmat.linalg.", "actmat.methods.", "actmat.extras.post.", "actmat.extras.research.")
+PACKAGES = ("actmat.linalg.", "actmat.methods.", "actmat.extras.research.")
 
 
 def suffix_problems(variables: Mapping[str, Any]) -> list[str]:

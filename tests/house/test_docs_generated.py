@@ -15,7 +15,7 @@ from tests.helpers.repository import ROOT
 from actmat.cli.listing import COMMANDS as CORE
 from actmat.cli.listing import plugged_in
 from actmat.methods import all_methods
-from actmat.methods.post import all_steps
+from actmat.methods.post import STEPS
 
 PAGES = [p for p in pages() if p.exists()]
 SECTIONS = ["When to use it", "Trap", "Other implementations", "Ill-posed cases", "Example", "Reference"]
@@ -39,7 +39,7 @@ def test_every_method_has_its_page(name: str) -> None:
     assert headings == SECTIONS
 
 
-@pytest.mark.parametrize("name", [s.name for s in all_steps()])
+@pytest.mark.parametrize("name", STEPS)
 def test_every_step_has_its_page(name: str) -> None:
     text = (ROOT / "docs" / "post" / f"{name}.md").read_text()
     assert text.startswith(f"# {name}\n")

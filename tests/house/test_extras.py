@@ -235,15 +235,14 @@ def test_a_format_of_a_removed_extra_is_named(core: Shell, files: dict[str, byte
 
 
 def test_a_method_of_a_removed_extra_is_named_and_not_listed(core: Shell) -> None:
-    assert "actmat.extras.research" in core.actmat("plan", "-b", "base", "-e", "a", "-m", "ace", fails=True)
+    assert "actmat.extras.research" in core.actmat("plan", "-b", "base", "-e", "a", "-m", "tsv", fails=True)
     listed = json.loads(core.actmat("methods", "--json"))["methods"]
-    assert {"ties", "ace"} & {m["name"] for m in listed} == {"ties"}
+    assert {"ties", "tsv"} & {m["name"] for m in listed} == {"ties"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("-b", "base", "-e", "a", "-m", "average", "--post", "svc"), "actmat.extras.post"),
         (("-b", "base[0:1]", "--out", "stacked"), "actmat.extras.stack"),
         (("--average", "uniform", "base", "a", "--out", "averaged"), "plug-in"),
     ],

@@ -63,7 +63,6 @@ EXTRAS: dict[str, set[str]] = {
     "mergekit": {"models", "stack"},
     "models": set(),
     "pages": set(),
-    "post": set(),
     "quantised": set(),
     "ray": set(),
     "remote": set(),
@@ -85,7 +84,7 @@ PUBLIC = {
     "version",
     EXPERIMENTS.name,
 }  # what the experiments import anywhere
-MATHEMATICS = {"linalg", "methods", "extras.post", "extras.research"}
+MATHEMATICS = {"linalg", "methods", "extras.research"}
 """They import torch, the standard library and layers of this package, nothing else."""
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import About, MergeMethod, get_method
 
-NAMES = "actmat actmat_ridge actmat_bounded tact centred wudi swudi aswudi regmean lot"
+NAMES = "actmat actmat_ridge wudi swudi aswudi regmean lot"
 FAMILY = [get_method(name) for name in NAMES.split()]
 TOLERANCE = 1e-10
 
@@ -113,12 +113,6 @@ def test_declared_law(method, law, shape):
     ("name", "law"),
     [
         ("actmat_ridge", "single"),
-        ("actmat_bounded", "zero_expert"),
-        ("actmat_bounded", "orthogonal_rows_sum"),
-        ("tact", "right_orthogonal"),
-        ("tact", "left_orthogonal"),
-        ("centred", "left_orthogonal"),
-        ("centred", "orthogonal_rows_sum"),
         ("swudi", "identical"),
         ("regmean", "zero_expert"),
     ],

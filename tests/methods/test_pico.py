@@ -88,13 +88,10 @@ def test_the_order_of_experts_changes_nothing() -> None:
     assert distance(merge_matrices("cart", pairs[::-1], space="pico"), found) <= F64_ORACLE
 
 
-@pytest.mark.parametrize(
-    ("method", "reason"), [("ties", "acts on single entries"), ("orthomerge", "has no low-rank form")]
-)
-def test_methods_without_a_form_on_factors_are_refused(method: str, reason: str) -> None:
-    chosen = get_method(method)
+def test_methods_without_a_form_on_factors_are_refused() -> None:
+    chosen = get_method("ties")
     problems = space_problems("pico", chosen, chosen.resolve_options({}), 3)
-    assert any(reason in p and "dc_merge" in p for p in problems)
+    assert any("acts on single entries" in p and "dc_merge" in p for p in problems)
 
 
 def test_a_call_in_a_space_that_does_not_serve_is_refused() -> None:

@@ -27,9 +27,8 @@ from actmat.methods import get_method
 from actmat.methods.contract import MergeMethod
 from actmat.methods.dare import DARE
 
-ACTMAT_BOUNDED = get_method("actmat_bounded")
+ACTMAT = get_method("actmat")
 ACTMAT_RIDGE = get_method("actmat_ridge")
-CENTRED = get_method("centred")
 LOT = get_method("lot")
 
 EPS32 = 2.0**-23
@@ -71,10 +70,6 @@ def plus(a: Matrix, b: Matrix, factor: float = 1.0) -> Matrix:
 
 def zeros(n: int, m: int) -> Matrix:
     return [[0.0] * m for _ in range(n)]
-
-
-def norm(a: Matrix) -> float:
-    return math.sqrt(math.fsum(x * x for row in a for x in row))
 
 
 def solve(left: Matrix, square: Matrix) -> Matrix:
@@ -136,22 +131,6 @@ def test_actmat_ridge(case: str, dtype: torch.dtype, bound: float) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("dtype", "bound"), PRECISION)
-def test_actmat_bounded(case: str, dtype: torch.dtype, bound: float) -> None:
-    """`X = N + (B - N S)(S + ridge tr(S)/I)^-1`, scaled down to the norm of the average `N`."""
-    deltas = experts(case, dtype)
-    lists = [rows(d) for d in deltas]
-    left, gram = sums(lists, [self_gram(d) for d in lists])
-    average = zeros(len(lists[0]), len(lists[0][0]))
-    for delta in lists:
-        average = plus(average, delta, 1 / len(lists))
-    moved = plus(average, solve(plus(left, product(average, gram), -1.0), ridge_of(gram, 1.0)))
-    factor = min(1.0, norm(average) / norm(moved))
-    expected = tensor([[factor * x for x in row] for row in moved])
-    assert relative_error(call(ACTMAT_BOUNDED, deltas), expected) < bound
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("dtype", "bound"), PRECISION)
 def test_centred(case: str, dtype: torch.dtype, bound: float) -> None:
     """The authors of ACTMat compare with ACE's estimate: the scatter of the rows of a delta about their mean."""
     deltas = experts(case, dtype)
@@ -165,7 +144,7 @@ def test_centred(case: str, dtype: torch.dtype, bound: float) -> None:
         scatters.append(scatter)
     left, gram = sums(lists, scatters)
     expected = tensor(product(left, pseudo_inverse(gram, len(gram) * EPS32)))
-    assert relative_error(call(CENTRED, deltas), expected) < bound
+    assert relative_error(call(ACTMAT, deltas, centre=True), expected) < bound
 
 
 def inputs(case: str, samples: int) -> list[Tensor]:

@@ -26,7 +26,7 @@ _MK_WEIGHTS = {"weights": [0.5, 0.3, 0.4, 0.5]}
 ORACLE_METHODS: dict[str, Rule] = {
     # the authors of the paper
     "actmat": ("actmat", {}),
-    "tact": ("tact", {"trim": 0.5}),
+    "tact": ("actmat", {"trim": 0.5}),
     "mean": ("average", {}),
     "sum04": ("task_arithmetic", {"scaling": 0.4}),
     "actmat_ties": ("ties", {"density": 0.2, "variant": "actmat"}),

@@ -23,8 +23,6 @@ from actmat.methods import get_method
 GOLDEN = Path(__file__).parent / "closed_forms"
 
 ORACLES: dict[str, tuple[str, dict[str, Any]]] = {
-    "ace": ("ace", {}),
-    "ace_eps1e5": ("ace", {"eps": 1e-5}),
     "cart_adarank": ("cart", {"rank": 0.16, "scaling": 2.3}),
     "cart_corespace": ("cart", {"rank": 0.16, "rounding": "up"}),
     "cart_in_ace": ("average", {}),
@@ -33,16 +31,7 @@ ORACLES: dict[str, tuple[str, dict[str, Any]]] = {
     "dc_lora_linear_k10": ("dc_merge", {"k": 16, "smoothing": "linear", "density": 0.1}),
     "dc_merge": ("dc_merge", {}),
     "dc_merge_k10": ("dc_merge", {"density": 0.1}),
-    "orthomerge_c_ta": ("orthomerge", {"targets": "conflict"}),
-    "orthomerge_c_ties": ("orthomerge", {"targets": "conflict", "rule": "ties"}),
-    "orthomerge_c_tsvm": ("orthomerge", {"targets": "conflict", "rule": "tsv"}),
-    "orthomerge_g_ta": ("orthomerge", {}),
-    "resmerge": ("resmerge", {}),
-    "resmerge_other": ("resmerge", {"score": False}),
 }
-
-SOUND = {("ace", "zero"): "a zero expert is left out, where the published code divides by 1e-12"}
-"""Cases in which the answer is another one on purpose -> reason."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +68,7 @@ def _all_tensors(file: str) -> dict[str, dict[str, Tensor]]:
 
 
 CASES = [Case(**entry) for entry in json.loads((GOLDEN / "index.json").read_text())["cases"]]
-NUMERIC = [c for c in CASES if c.status != "ill_posed" and (c.method, c.case) not in SOUND]
+NUMERIC = [c for c in CASES if c.status != "ill_posed"]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 
 
@@ -101,8 +90,7 @@ def merged(case: Case, deltas: list[Tensor]) -> Tensor:
 
 def test_every_oracle_is_compared() -> None:
     assert {c.method for c in CASES} == set(ORACLES)
-    assert len(CASES) == 78
-    assert all(key in {(c.method, c.case) for c in CASES} for key in SOUND)
+    assert len(CASES) == 32
 
 
 @DTYPES
@@ -137,16 +125,6 @@ def test_ill_posed_results_are_finite(case: Case, dtype: torch.dtype) -> None:
     out = merged(case, deltas)
     assert out.shape == deltas[0].shape
     assert bool(out.isfinite().all())
-
-
-@pytest.mark.parametrize("key", SOUND, ids="-".join)
-def test_where_the_answer_is_another_one_the_published_is_absurd(key: tuple[str, str]) -> None:
-    case = next(c for c in CASES if (c.method, c.case) == key)
-    deltas = case.deltas(torch.float64)
-    out, published = merged(case, deltas), case.tensors()["expected_delta64"]
-    assert float(published.norm()) > 1e9
-    assert float(out.norm()) < sum(float(d.norm()) for d in deltas)
-    assert torch.equal(out, merged(case, [d for d in deltas if bool(d.any())]))
 
 
 def test_the_table_names_options_that_exist() -> None:

@@ -36,7 +36,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
         ),
         max_size=2,
     ),
-    "post": st.sampled_from([(), "svc", ["subspace_boosting:beta=0.5", "esm"], ["isotropise"]]),
+    "post": st.sampled_from([(), "mean_norm", ["subspace_boosting:beta=0.5", "isotropise"]]),
     "postprocess": st.fixed_dictionaries(
         {},
         optional={

@@ -1,7 +1,7 @@
 """Call the method of a task on one region: its needs, logical matrices, post-processing, and a check of the result.
 
 Steps of post-processing act where the method did: on the dense matrix, on its factors, or in the space of the method.
-Caps and factors of layers come after them, on the delta itself.
+Caps come after them, on the delta itself.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ _ALIGNMENT = 64
 
 
 def finish_matrix(task: Task, merged: Tensor, deltas: Sequence[Tensor], layout: TensorLayout, label: str) -> Tensor:
-    """Steps, caps and factor of one matrix; a table of vectors has no singular values, so only its norm is capped."""
-    steps, caps = task.call.matrix_steps, task.caps
+    """Steps and caps of one matrix; a table of vectors has no singular values, so only its norm is capped."""
+    steps, caps = task.call.steps, task.caps
     if steps:
         changed = apply_steps(merged, deltas, steps)
         task.note(label, changed.stats)
@@ -155,8 +155,7 @@ def finish_matrix(task: Task, merged: Tensor, deltas: Sequence[Tensor], layout: 
         limit = caps.singular_value_cap if has_spectrum(layout) else None
         merged, stats = cap_delta(merged, deltas, norm_cap=caps.norm_cap, singular_value_cap=limit)
         task.note(label, stats)
-    factor = _layer_factor(task, label)
-    return merged if factor is None else merged * factor
+    return merged
 
 
 def finish_tensor(task: Task, merged: Tensor, deltas: Sequence[Tensor], whole: Region) -> Tensor:
@@ -175,8 +174,8 @@ def finish_tensor(task: Task, merged: Tensor, deltas: Sequence[Tensor], whole: R
 
 
 def finish_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], layout: TensorLayout, label: str) -> LowRank:
-    """Steps, caps and factor of one merged delta; of each of a stack of experts, as a full model has them."""
-    steps = task.call.matrix_steps
+    """Steps and caps of one merged delta; of each of a stack of experts, as a full model has them."""
+    steps = task.call.steps
     if not steps:
         return limit_factors(task, value, deltas, layout, label)
     found = []
@@ -188,7 +187,7 @@ def finish_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], layout
 
 
 def limit_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], layout: TensorLayout, label: str) -> LowRank:
-    """Caps and factor of one merged delta whose steps are done; of each of a stack."""
+    """Caps of one merged delta whose steps are done; of each of a stack."""
     value, stack = value.to(torch.float64), value.b_OR.ndim > 2
     if task.caps.caps:
         limit = task.caps.singular_value_cap if has_spectrum(layout) else None
@@ -198,11 +197,7 @@ def limit_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], layout:
         ]
         value = stacked([one for one, _ in capped]) if stack else capped[0][0]
         task.note(label, {"caps": {str(e): stats for e, (_, stats) in enumerate(capped)}} if stack else capped[0][1])
-    factors = [f for own_label, _ in _each(label, value) if (f := _layer_factor(task, own_label)) is not None]
-    if not factors:
-        return value
-    by_matrix = torch.tensor(factors, dtype=torch.float64).view(-1, 1, 1) if stack else factors[0]
-    return LowRank(value.b_OR * by_matrix, value.a_RI)
+    return value
 
 
 def stacked(found: Sequence[LowRank]) -> LowRank:
@@ -227,15 +222,6 @@ def _each(label: str, *deltas: LowRank) -> Iterator[tuple[str, Sequence[LowRank]
         return
     for e in range(deltas[0].b_OR.shape[0]):
         yield f"{e}/{label}" if label else str(e), [LowRank(d.b_OR[e], d.a_RI[e]) for d in deltas]
-
-
-def _layer_factor(task: Task, label: str) -> float | None:
-    """Factor of a matrix, which goes into the record; None while layers are measured, or where nothing scales them."""
-    if task.layer_factors is None:
-        return None
-    factor = task.layer_factors[label]
-    task.note(label, {"layer_factor": factor})
-    return factor
 
 
 def apply_method(task: Task, region: Region, deltas: Sequence[Tensor], context: CallContext) -> Tensor:
@@ -275,7 +261,7 @@ def merge_factors(task: Task, region: Region, k: int, deltas: Sequence[LowRank],
     method, call, label = task.method, task.call, matrix_label(region, k)
     needs = needs_of(task, region, k, label, context)
     if call.space != "full":
-        merged = MERGE_IN[call.space](method, deltas, needs, call.options, call.matrix_steps)
+        merged = MERGE_IN[call.space](method, deltas, needs, call.options, call.steps)
         task.note(label, merged.stats)
         return limit_factors(task, merged.value, deltas, region.layout, label)
     assert method.lowrank is not None, "the plan chose the factored form"

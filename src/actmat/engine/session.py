@@ -35,7 +35,7 @@ from actmat.engine.kernels.factored import module_deltas
 from actmat.engine.memory import Scratch
 from actmat.engine.observer import NoWriter, ObserverFactory, SinkSource
 from actmat.engine.reader import AdapterReader, PoolReader, TensorReader
-from actmat.engine.survey import LayerObserver, LayerState, SurveyKey, layer_key, survey_key
+from actmat.engine.survey import SurveyKey, survey_key
 from actmat.engine.task import Record, Task
 from actmat.engine.units import Member, Unit
 from actmat.experts.base import ExpertHandle
@@ -43,7 +43,7 @@ from actmat.experts.resolve import open_handle
 from actmat.methods import get_method
 from actmat.planning.item import Item, Reading
 from actmat.planning.model import MergePlan
-from actmat.planning.reading import regions_of, shared_regions, shared_way
+from actmat.planning.reading import regions_of, shared_regions
 from actmat.planning.regions import cut
 from actmat.planning.statistics import opened_statistics
 
@@ -193,31 +193,13 @@ class Session:
         self._ahead = {}
 
     def observe(self, item: Item, state: Any) -> None:
-        """Give the deltas of an item to a state of its method's survey, or what is merged of them to one of layers."""
+        """Give the deltas of an item to a state of its method's survey."""
         assert item.call is not None
         with torch.no_grad():
-            if isinstance(state, LayerState):
-                measured = self._measured(item, state)
-                state.found.update({(item.name, label): values for label, values in measured.items()})
-                return
             survey = get_method(item.call.method).survey
             assert survey is not None
             for deltas in self._observed(item):
                 survey.observe(state, deltas, item.call.options)
-
-    def _measured(self, item: Item, state: LayerState) -> Mapping[str, tuple[float, ...]]:
-        """Merge an item without writing it: the measures of its matrices, by their labels."""
-        assert item.call is not None
-        assert item.call.layer_call is not None, "the survey chose the items"
-        step = item.call.layer_call.step.layers
-        assert step is not None, "a step over layers"
-        observer = LayerObserver(step)
-        survey = state.surveys.get(survey_key(state.plan, item.call))
-        task = Task(self.spec.plans[state.plan], item, NoWriter(), survey, observer)
-        kernel, reading = shared_way([item], observed=True)
-        with contextlib.closing(self._alone(item, reading)) as opened:
-            KERNELS[kernel]([task], opened.reader)
-        return observer.found
 
     def _observed(self, item: Item) -> Iterator[Sequence[Tensor]]:
         """The deltas of an item as a survey observes them: one list of all experts per logical matrix or tensor."""
@@ -252,16 +234,8 @@ class Session:
             writer=self._writers[member[0]],
             survey=self.spec.surveys.get(survey_key(member[0], item.call)) if item.call is not None else None,
             observer=observers.observer(item) if observers is not None else None,
-            layer_factors=self._layer_factors(member[0], item),
             coding=self._coding(member[0], item),
         )
-
-    def _layer_factors(self, plan: int, item: Item) -> Mapping[str, float] | None:
-        call = item.call.layer_call if item.call is not None else None
-        if call is None:
-            return None
-        factors: Mapping[str, float] = self.spec.surveys[layer_key(plan, call)][item.name]
-        return factors
 
     def _coding(self, plan: int, item: Item) -> CodedTensor | None:
         """Layout of codes of an item that is written as the base's tensor is stored."""

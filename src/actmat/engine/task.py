@@ -33,7 +33,6 @@ class Task:
         writer: receives the output's bytes.
         survey: result of the method's survey of the whole model, if it has one.
         observer: measures the merge, if one was asked for.
-        layer_factors: by label, the factor of each logical matrix from a survey of the merged model, if there is one.
         stats: what the method reported so far.
         coding: layout of codes in which the tensor is written; None: as floats, or not at all.
 
@@ -46,7 +45,6 @@ class Task:
     writer: SinkSource
     survey: Any = None
     observer: Observer | None = None
-    layer_factors: Mapping[str, float] | None = None
     stats: dict[str, Any] = field(default_factory=dict)
     coding: CodedTensor | None = None
 

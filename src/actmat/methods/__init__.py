@@ -1,4 +1,4 @@
-"""Merge methods: one file each, listed once in `METHODS`; presets are rows of a table.
+"""Merge methods: one file each, listed once in `METHODS`.
 
 Extras and other distributions add methods by entry points of the group `actmat.methods`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from actmat.errors import RecipeError, did_you_mean
 from actmat.methods.actmat import ACTMAT
+from actmat.methods.actmat_ridge import ACTMAT_RIDGE
 from actmat.methods.average import AVERAGE
 from actmat.methods.cart import CART
 from actmat.methods.contract import Bounds, MergeMethod, Option
@@ -14,7 +15,6 @@ from actmat.methods.dare import DARE
 from actmat.methods.dc_merge import DC_MERGE
 from actmat.methods.facets import About, Access, Cost, LowRankForm, Merged, MergedLowRank, Stages, Survey
 from actmat.methods.linear import LINEAR
-from actmat.methods.presets import PRESETS
 from actmat.methods.regmean import REGMEAN
 from actmat.methods.slerp import SLERP
 from actmat.methods.task_arithmetic import TASK_ARITHMETIC
@@ -48,7 +48,7 @@ METHODS: tuple[MergeMethod, ...] = (
     DARE,
     ACTMAT,
     REGMEAN,
-    *PRESETS,
+    ACTMAT_RIDGE,
     CART,
     DC_MERGE,
 )

@@ -26,7 +26,7 @@ from actmat.linalg.lapack import economy_svd, retry_stats
 from actmat.linalg.lowrank import LowRank, core_bases, frobenius_norm
 from actmat.methods.contract import MergeMethod
 from actmat.methods.facets import MergedLowRank
-from actmat.methods.post.contract import Step, apply_steps, apply_steps_lowrank
+from actmat.methods.post import Step, apply_steps, apply_steps_lowrank
 
 Space = Literal["full", "core", "factors", "pico", "pico_unscaled"]
 

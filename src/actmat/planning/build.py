@@ -22,7 +22,6 @@ from actmat.planning.choose import WHOLE
 from actmat.planning.item import MethodCall
 from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.planning.placement import HOST, DeviceRoom
-from actmat.planning.post import layer_notes
 from actmat.planning.statistics import ExpertStatistics
 from actmat.planning.storage import files_left_out, left_out_note
 from actmat.planning.tensors import plan_tensors
@@ -126,7 +125,7 @@ def _method_notes(items: Sequence[Item], n_experts: int) -> list[str]:
     calls = [i.call for i in items if n_experts == 1 and i.action == "merge" and i.call is not None]
     changing = dict.fromkeys(call.method for call in calls if not _adds(call))
     alone = [f"one expert, which {name} does not add as it is: '-m linear' does" for name in changing]
-    return [*layer_notes(items), *declared, *alone, *_weight_notes(items)]
+    return [*declared, *alone, *_weight_notes(items)]
 
 
 def _adds(call: MethodCall) -> bool:

@@ -228,7 +228,7 @@ def item_operations(item: Item, compute_dtype: str) -> list[Operation]:
     method, double = get_method(item.call.method), compute_dtype == "float64"
     steps = _steps(item, item.call, double=double)
     if item.form == "factored":
-        return _twice([*_factored(item, item.call), *steps], item.call)
+        return [*_factored(item, item.call), *steps]
     shapes = [item.shape or (1,)]
     if method.acts_on == "matrix" and item.factors is None:
         shapes = item.layout.matrix_shapes(item.shape)
@@ -236,17 +236,12 @@ def item_operations(item: Item, compute_dtype: str) -> list[Operation]:
     if item.factors is not None:  # deltas are formed from their factors, and the merged one is decomposed again
         rank = sum(item.factors.ranks)
         found += _dense_module(item.shape, rank)
-    return _twice([*found, *steps], item.call)
-
-
-def _twice(found: list[Operation], call: MethodCall) -> list[Operation]:
-    """The same operations, twice where layers are measured on the merged model before it is written."""
-    return found if call.layer_call is None else repeated(found, 2)
+    return [*found, *steps]
 
 
 def _steps(item: Item, call: MethodCall, *, double: bool) -> list[Operation]:
     """Each step decomposes the merged matrix and multiplies it out; some look at every expert along its directions."""
-    if not call.matrix_steps:
+    if not call.post:
         return []
     shapes, inner = item.layout.matrix_shapes(item.shape), None
     if item.form == "factored":
@@ -258,7 +253,7 @@ def _steps(item: Item, call: MethodCall, *, double: bool) -> list[Operation]:
         wide, long = (rows, columns) if inner is None else (kept, kept)
         once = [*thin_svd(wide, long, kept, double=double or inner is not None)]
         once += [product(rows, columns, kept)] * (1 + len(item.sources))
-        found += repeated(once, len(call.matrix_steps) * math.prod(batch))
+        found += repeated(once, len(call.post) * math.prod(batch))
     return found
 
 

@@ -144,7 +144,7 @@ class MethodCall(Plain):
 
     Args:
         space: in which the method works, see `methods.spaces`.
-        post: steps that change its result, the one over layers at the end.
+        post: steps that change its result, in this order.
     """
 
     method: str
@@ -155,14 +155,9 @@ class MethodCall(Plain):
     post: tuple[PostCall, ...] = ()
 
     @property
-    def matrix_steps(self) -> list[Step]:
-        """Steps that look at one matrix, with their options."""
-        return [(p.step, p.options) for p in self.post if p.step.layers is None]
-
-    @property
-    def layer_call(self) -> PostCall | None:
-        """The step that looks at all layers, if there is one."""
-        return next((p for p in self.post if p.step.layers is not None), None)
+    def steps(self) -> list[Step]:
+        """Declarations of the steps, with their options."""
+        return [(p.step, p.options) for p in self.post]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""

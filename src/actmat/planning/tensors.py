@@ -25,7 +25,7 @@ from actmat.planning.item import Cost, Form, Item, MethodCall
 from actmat.planning.model import Draft
 from actmat.planning.placement import HOST, DeviceRoom, Placed, place
 from actmat.planning.pools import assign_pools
-from actmat.planning.post import factor_problems, in_space, post_problems, space_input_problems
+from actmat.planning.post import factor_problems, in_space, pool_problems, space_input_problems
 from actmat.planning.statistics import ExpertStatistics, with_statistics
 from actmat.planning.storage import (
     absent_parts,
@@ -309,7 +309,7 @@ class _TensorPlanner:
 def _space_problems(recipe: Recipe, experts: Sequence[Expert], chooser: Chooser) -> list[str]:
     labelled = list(zip(recipe.labels, experts, strict=True))
     return [
-        *post_problems(recipe, chooser.post, has_base=True),
+        *pool_problems(recipe),
         *space_input_problems(recipe, [label for label, e in labelled if e.adapter is None]),
         *factor_problems(recipe, [(label, e.adapter) for label, e in labelled if e.adapter is not None]),
     ]

@@ -124,7 +124,7 @@ class Postprocess(Strict):
 
 
 class PostRef(Strict):
-    """One step of post-processing: its name and options; as text, `svc` or `svc:alpha=0.1`."""
+    """One step of post-processing: its name and options; as text, `isotropise` or `isotropise:mean=rank`."""
 
     name: str = Field(description="name of the step, see docs/post")
     options: Options = Field(default_factory=dict, description="options of that step")
@@ -224,12 +224,10 @@ class Recipe(Strict):
         ),
     ] = Field(
         default=(),
-        description="post-processing of every merged matrix, in the given order: svc, subspace_boosting, "
-        "isotropise; larv or esm come last",
+        description="post-processing of every merged matrix, in the given order: subspace_boosting, "
+        "isotropise, mean_norm",
     )
-    postprocess: Postprocess = Field(
-        default=Postprocess(), description="caps and layer factors of every merged delta, after 'post'"
-    )
+    postprocess: Postprocess = Field(default=Postprocess(), description="caps of every merged delta, after 'post'")
     dtype: Annotated[OutputDtype | None, Flag()] = Field(
         default=None,
         description="dtype of the output: float64, float32, bfloat16 or float16; default: the base's, per tensor",

@@ -115,8 +115,8 @@ def _far_out(facts: Facts) -> Outcome:
         return found(
             f"The merged delta has {words}: the model is moved farther than any expert was. That is where the best "
             "merges of fully fine-tuned experts of a strong base lie, and the worst of a weak one. Compare, on inputs "
-            "of the tasks ('actmat tune', no labels needed), with a lower scale, a cap (postprocess: norm_cap: "
-            "average), or actmat_bounded, which is never longer than the average",
+            "of the tasks ('actmat tune', no labels needed), with a lower scale or a cap (postprocess: norm_cap: "
+            "average)",
             [m.name for m in facts.measures if m.merged_norm > FAR * _mean_norm(m)],
         )
     return clear(f"the merged delta has {words}" if words else "the deltas cancel in the sum")

@@ -93,15 +93,6 @@ class ExecutorConformance(abc.ABC):
         run = self._assert_same(Samples.checkpoints(tmp_path), variants)
         assert len(run.spec.surveys) == len(variants), "a variant without its survey"
 
-    def test_factors_of_layers(self, tmp_path: Path) -> None:
-        """Items are merged to be measured, after the surveys of their methods, and merged again with their factors."""
-        variants: list[Fields] = [
-            {"method": "average", "post": ["svc", "esm"]},
-            {"method": "ties", "options": {"trim": "global"}, "post": "larv"},
-        ]
-        run = self._assert_same(Samples.checkpoints(tmp_path), variants)
-        assert len(run.spec.surveys) == 3, "surveys of one method and of two merges"
-
     def test_pools(self, tmp_path: Path) -> None:
         """Several tensors that are merged as one matrix."""
         run = self._assert_same(Samples.checkpoints(tmp_path), [{"pool": ["*self_attn*"]}])
@@ -122,7 +113,7 @@ class ExecutorConformance(abc.ABC):
         variants: list[Fields] = [
             {"method": "actmat"},
             {"method": "knots", "options": {"trim": "global"}},
-            {"method": "ties", "space": "core", "post": "esm"},
+            {"method": "ties", "space": "core", "post": "isotropise"},
         ]
         samples = dataclasses.replace(Samples.adapters(tmp_path), base=None)
         run = self._assert_same(samples, [{**v, "to": "adapter"} for v in variants])

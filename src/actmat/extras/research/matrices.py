@@ -42,8 +42,8 @@ def merge_matrices(
         weights: one per expert, for methods that take them.
         generator: CPU generator of random methods; default: seeded with 0.
         space: in which deltas of adapters are merged, see `methods.spaces`.
-        post: steps of post-processing, in this order: "svc", "svc:alpha=0.1" or {"name": "svc", "options": {...}}.
-            Those over layers (`larv`, `esm`) need a whole model.
+        post: steps of post-processing, in this order: "isotropise", "isotropise:mean=rank" or {"name":
+            "isotropise", "options": {...}}.
         options: options of the method.
 
     Returns:
@@ -112,7 +112,7 @@ def _steps(post: str | Sequence[str | Mapping[str, Any]]) -> list[Step]:
     """Steps with all their options.
 
     Raises:
-        RecipeError: an unknown step or option, or a step over layers.
+        RecipeError: an unknown step or option.
     """
     out: list[Step] = []
     for given in [post] if isinstance(post, str) else post:
@@ -121,11 +121,6 @@ def _steps(post: str | Sequence[str | Mapping[str, Any]]) -> list[Step]:
         except ValueError as error:
             raise RecipeError(f"merge_matrices: post={given!r} is no step: {error}") from None
         step = get_step(ref.name)
-        if step.layers is not None:
-            raise RecipeError(
-                f"merge_matrices: '{ref.name}' scales each layer by measures of all layers, and this call sees one. "
-                "Merge checkpoints (post in a recipe, or --post)."
-            )
         out.append((step, step.resolve_options(ref.options)))
     return out
 

@@ -2,8 +2,6 @@
 
 | preset | idea |
 |---|---|
-| `tact` | From the ACTMat authors' public code. Small entries of a delta are mostly noise; the estimate leaves them out, the target is the whole delta. |
-| `centred` | The centring step of ACE: the estimate is a covariance over the `O` rows of a delta, not an uncentred second moment. The whole of ACE is `ace`, a name that this method had before. |
 | `wudi` | R. Cheng et al., "Whoever Started the Interference Should End It: Guiding Data-Free Model Merging via Task Vectors", ICML 2025. The objective is a least-squares problem with a closed form, the default here; the paper takes a fixed number of Adam steps from the sum of the deltas. |
 | `swudi` | WUDI's few Adam steps stop long before the minimiser, and do better for it. The exponential filter is that early stop in closed form: direction by direction, `1 - exp(-l t)` of the way from the sum to the minimiser. |
 | `aswudi` | The number of solved directions is the participation number of the singular values, `ceil((sum sqrt(l))^2 / sum l)`: `I` for a flat spectrum, 1 for a spike. |
@@ -24,29 +22,6 @@ from actmat.methods.facets import SUM_LAWS, Law
 Positive = Annotated[float, Bounds(0, open_low=True)]
 PER_NORM = Estimator(normalize="norm")
 FROM_SUM: frozenset[Law] = SUM_LAWS | {"single", "orthogonal_rows_sum"}
-
-
-def tact(
-    *,
-    trim: Annotated[float, Bounds(0, 1, open_low=True)] = 0.5,
-    rtol: RelativeCutoff = None,
-    null: FillOption = "zero",
-    solver: SolverOption = "auto",
-) -> Rule:
-    """`D* = (sum_t w_t D_t K_t) (sum_t w_t K_t)^+`, `K_t = trim(D_t)^T trim(D_t)`. Weights are non-negative.
-
-    Args:
-        trim: fraction of the entries of each delta, the largest magnitudes, that estimates `K_t`.
-    """
-    return Rule(Estimator(trim=trim), Filter(rtol=rtol), null, solver)
-
-
-def centred(*, rtol: RelativeCutoff = None, null: FillOption = "zero", solver: SolverOption = "auto") -> Rule:
-    """`D* = (sum_t w_t D_t K_t) (sum_t w_t K_t)^+`, `K_t = A_t^T A_t`, `A_t = D_t - 1 mean_O(D_t)^T`.
-
-    Weights are non-negative.
-    """
-    return Rule(Estimator(centre=True), Filter(rtol=rtol), null, solver)
 
 
 def wudi(
@@ -112,25 +87,6 @@ def lot(*, rtol: Annotated[float | None, Bounds(0, 1)] = None) -> Rule:
         rtol: relative cut-off in units of the eigenvalues of the summed Gram; default `I * eps(float32)`.
     """
     return regmean.rule(rtol=rtol)
-
-
-TACT = preset(
-    tact,
-    "ACTMat with covariances estimated from the largest entries of each delta.",
-    "D* = (sum_t D_t K_t) (sum_t K_t)^+, K_t = trim(D_t)^T trim(D_t)",
-    "Public code of Model Merging via Data-Free Covariance Estimation",
-    laws=SUM_LAWS - {"left_orthogonal", "right_orthogonal"},
-    has_lowrank=False,
-)
-
-
-CENTRED = preset(
-    centred,
-    "ACTMat with the mean row taken out of each delta before its covariance is estimated.",
-    "D* = (sum_t D_t K_t) (sum_t K_t)^+, K_t = (D_t - mean)^T (D_t - mean)",
-    "Centring step of ACE-Merging: Data-Free Model Merging with Adaptive Covariance Estimation",
-    laws=SUM_LAWS - {"left_orthogonal"},
-)
 
 
 WUDI = preset(

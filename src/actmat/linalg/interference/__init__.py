@@ -1,1 +1,1 @@
-"""The interference family (ACTMat, TACT, ACE, WUDI, RegMean and their variants): rules, sums and solvers."""
+"""The interference family (ACTMat, WUDI, RegMean and their variants): rules, sums and solvers."""

@@ -153,13 +153,10 @@ class Rule:
     solver: Solver = "auto"
     off_diagonal: float = 1.0  # factor on the off-diagonal entries of given Gram matrices
     per_trace: bool = False  # divide each given Gram matrix by its trace
-    bounded: bool = False  # scale each merged matrix down to `||N||_F` where it is longer; not for `null="zero"`
 
     def __post_init__(self) -> None:
         if self.null == "minus_base" and self.spectral.kind not in ("hard", "adaptive"):
             raise ValueError(f"form='weight' is defined with filter='hard' or 'adaptive', not '{self.spectral.kind}'")
-        if self.bounded and self.null == "zero":
-            raise ValueError("a bounded rule needs a fill to be bounded by: null='sum' or 'mean', not 'zero'")
 
     @property
     def needs_sum(self) -> bool:

@@ -1,4 +1,4 @@
-"""One solver for the interference family: ACTMat, TACT, ACE, WUDI, SWUDI, ASWUDI, RegMean, LOT.
+"""One solver for the interference family: ACTMat, WUDI, SWUDI, ASWUDI, RegMean, LOT.
 
     S = sum_t w_t K_t = V diag(l) V^T          B = sum_t w_t D_t K_t
     D* = N (I - V f(l) V^T) + B V (f(l)/l) V^T  =  N + (B - N S) V (f(l)/l) V^T
@@ -152,8 +152,6 @@ def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: boo
             apply = None if gain is None else gain.applier(state.shape[-2])
             del gain  # only what is applied stays
             apply_gain(reduced, apply, out_BOI[item], fill_OI)
-        if rule.bounded and fill_OI is not None:
-            record |= _bound(out_BOI[item], fill_OI[1] * frobenius_norm64(fill_OI[0]))
         if exponent := state.exponents[item]:
             scaled(out_BOI[item], exponent, out=out_BOI[item])
             record = _in_units_of_deltas(record, rule, exponent)
@@ -310,7 +308,7 @@ def checked_weight(weight: float, dtype: torch.dtype) -> float:
 def _in_units_of_deltas(record: Stats, rule: Rule, exponent: int) -> Stats:
     """The record of a problem that was solved for the deltas times `2^-exponent`."""
     of_gram = exponent * rule.estimator.degree
-    powers = {"cutoff": of_gram, "ridge": of_gram, "norm_before_bound": exponent, "norm_bound": exponent}
+    powers = {"cutoff": of_gram, "ridge": of_gram}
     if not rule.spectral.time_is_absolute:
         powers["time"] = -of_gram
     return {n: x * 2.0 ** powers[n] if n in powers and not isinstance(x, str) else x for n, x in record.items()}
@@ -338,14 +336,6 @@ def remove_outside(out_OI: Tensor, base_OI: Tensor, reduced: Reduced, rank: int)
     if rank:
         vectors_IK = reduced.coordinates(torch.eye(width, dtype=base_OI.dtype, device=base_OI.device), rank)
         out_OI.add_((base_OI @ vectors_IK) @ vectors_IK.mT)
-
-
-def _bound(merged_OI: Tensor, limit: float) -> Stats:
-    """Scale the matrix down, in place, to a norm of at most `limit`; returns both norms."""
-    norm = frobenius_norm64(merged_OI)
-    if norm > limit:
-        merged_OI.mul_(limit / norm)
-    return {"norm_before_bound": norm, "norm_bound": limit}
 
 
 def _summary(records: Sequence[Stats], state: State, value: Tensor) -> Stats:

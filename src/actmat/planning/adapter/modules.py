@@ -32,7 +32,7 @@ from actmat.planning.choose import Chooser, Decision, depth_factors
 from actmat.planning.cost import factored_bytes, item_operations, statistics_bytes
 from actmat.planning.item import Cost, FactorPlan, Item, MethodCall
 from actmat.planning.model import Draft
-from actmat.planning.post import factor_problems, in_space, post_problems
+from actmat.planning.post import factor_problems, in_space, pool_problems
 from actmat.planning.statistics import ExpertStatistics, module_statistics
 from actmat.recipe import Recipe
 
@@ -194,7 +194,7 @@ def plan_modules(
         )
     extras, extra_problems, notes = plan_full_tensors(recipe, adapters, chooser, kept, dtype)
     problems += chooser.problems + role_problems
-    problems += post_problems(recipe, chooser.post, has_base=False)
+    problems += pool_problems(recipe)
     problems += factor_problems(recipe, list(zip(recipe.labels, adapters, strict=True)))
     problems += recipe_problems(recipe, {m.name: m.decision for m in found if m.decision is not None})
     problems += extra_problems

@@ -129,7 +129,7 @@ def kinds_needed(rows: Sequence[Candidate]) -> tuple[str, ...]:
 def merging_code() -> str:
     """Hash of the code that decides the bytes of a merge, for the key of what is made from one."""
     core = ("linalg", "methods", "checkpoints", "experts", "layout", "recipe", "planning", "engine")
-    return code_digest(*core, "extras/research", "extras/post")
+    return code_digest(*core, "extras/research")
 
 
 def rescaled(

@@ -34,7 +34,6 @@ _NOT_COMPARED = {"adamerging": "without coefficients that were learned it is tas
 POSTPROCESSED = (
     Candidate("average+isotropise", "average", fields={"post": ["isotropise"]}),
     Candidate("task_arithmetic+subspace_boosting", "task_arithmetic", fields={"post": ["subspace_boosting"]}),
-    *(Candidate(f"actmat+{step}", "actmat", fields={"post": [step]}) for step in ("svc", "esm", "larv")),
 )
 """Rows with a step of post-processing."""
 
@@ -54,11 +53,10 @@ STRENGTHS = tuple(
     for method, option, values in (
         ("actmat", "rtol", (1e-6, 1e-3, 1e-2)),
         ("actmat_ridge", "ridge", (0.01, 1.0)),
-        ("actmat_bounded", "ridge", (0.1, 10.0)),
     )
     for value in values
 )
-"""Other cut-offs, ridges and bounds than the defaults: a relative cut-off of 4.6e-5 for layers 384 wide, 0.1 and 1."""
+"""Other cut-offs and ridges than the defaults: a relative cut-off of 4.6e-5 for layers 384 wide, 0.1 and 1."""
 
 
 def more_rows(regime: str) -> tuple[Candidate, ...]:

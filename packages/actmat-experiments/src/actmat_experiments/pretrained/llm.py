@@ -60,8 +60,8 @@ from actmat_experiments.vision.backbones import load_expert
 
 NAME = "SmolLM2-135M-Instruct from Q4_1"
 ROWS = (
-    *("average", "task_arithmetic", "ties", "tsv", "iso_c", "actmat", "actmat_ridge", "actmat_bounded", "regmean"),
-    *("resmerge", "swudi", "aswudi", "cart", "dc_merge"),
+    *("average", "task_arithmetic", "ties", "tsv", "iso_c", "actmat", "actmat_ridge", "regmean"),
+    *("swudi", "aswudi", "cart", "dc_merge"),
 )
 """Rows that are compared unless a request names others."""
 KINDS = ("gram",)

@@ -100,7 +100,6 @@ CURVE_ROWS = (
     "regmean",
     "actmat",
     "actmat_ridge",
-    "actmat_bounded",
 )
 """Rows of the figure of accuracy against the number of experts, as far as they can run."""
 

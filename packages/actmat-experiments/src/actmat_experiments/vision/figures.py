@@ -141,7 +141,7 @@ def _by_samples(points: Sequence[Mapping[str, Any]], lines: Sequence[Line], regi
     figure, axes = new_axes(TITLES[regime], width=5.5, height=3.8)
     means = [sum(by_samples[n]) / len(by_samples[n]) for n in counts]
     axes.plot(counts, means, "o-", ms=4, label="regmean", color=_COLOURS[regime])
-    for name, style in (("actmat", "-"), ("actmat_bounded", "--"), ("average", ":")):
+    for name, style in (("actmat", "-"), ("average", ":")):
         for line in lines:
             if (line.method, line.scale) == (name, "default"):
                 axes.axhline(100 * line.average.value, color="black", ls=style, lw=1, label=f"{name}, no data")

@@ -1,1 +1,0 @@
-"""Steps of post-processing, by entry points of `actmat.post`."""

@@ -1,0 +1,226 @@
+"""Steps of post-processing: changes of every merged matrix after its method, through its singular values or its norm.
+
+A step is a pure function of one merged matrix and the experts' deltas of it, in a dense form and in an exact form on
+factors. Options are the keyword-only parameters of the dense form, as for a merge method.
+
+Shapes: `T` experts, `O` out_features, `I` in_features, `K` singular directions, `P`, `Q` sides of a core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actmat.errors import RecipeError, did_you_mean
+from actmat.linalg.lapack import retry_stats
+from actmat.linalg.lowrank import LowRank, orthogonal_core
+from actmat.linalg.singular import Mean, Polar, isotropic
+from actmat.linalg.svd import ThinSVD, thin_svd
+from actmat.methods.contract import Fraction, Option, declared_options, resolved_options
+from actmat.methods.facets import Merged, MergedLowRank
+
+Stats = dict[str, float | int | str]
+
+
+@dataclass(frozen=True)
+class PostStep:
+    """Declaration of one step.
+
+    Args:
+        summary: the idea in one sentence.
+        equation: the changed delta, in plain text.
+        apply: `(merged, deltas, *, <options>) -> Merged` of one `*batch O I` matrix.
+        apply_lowrank: the same on factors, exact, without forming an `O x I` matrix.
+    """
+
+    name: str
+    summary: str
+    equation: str
+    reference: str
+    apply: Callable[..., Merged]
+    apply_lowrank: Callable[..., MergedLowRank]
+
+    @cached_property
+    def options(self) -> Mapping[str, Option]:
+        """Options by name, in the order of the signature."""
+        return declared_options(self.name, self.apply)
+
+    def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults overlaid with `given`; RecipeError with all problems."""
+        return resolved_options(f"post-processing '{self.name}'", self.options, given)
+
+
+Step = tuple[PostStep, Mapping[str, Any]]
+"""A step with all its options."""
+
+
+def apply_steps(value: Tensor, deltas: Sequence[Tensor], steps: Sequence[Step]) -> Merged:
+    """The steps one after the other, and their records together."""
+    stats: dict[str, Any] = {}
+    for step, options in steps:
+        changed = step.apply(value, deltas, **options)
+        value, stats = changed.value, {**stats, **changed.stats}
+    return Merged(value, stats)
+
+
+def apply_steps_lowrank(value: LowRank, deltas: Sequence[LowRank], steps: Sequence[Step]) -> MergedLowRank:
+    """The same on factors, in float64."""
+    stats: dict[str, Any] = {}
+    for step, options in steps:
+        changed = step.apply_lowrank(value, deltas, **options)
+        value, stats = changed.value, {**stats, **changed.stats}
+    return MergedLowRank(value, stats)
+
+
+def boost(merged: Tensor, deltas: Sequence[Tensor], *, beta: Fraction = 0.01) -> Merged:
+    """`D = U diag(s) V^T -> U diag(max(s, s_k)) V^T`, `k` the first index with `(s_1 + .. + s_k) / sum(s) >= beta`.
+
+    Null directions stay null: the matrix does not determine the vectors that span them.
+
+    Args:
+        deltas: unused.
+        beta: share of the sum of the singular values up to the one that the smaller are raised to. With 0.01 that is
+            `s_1` wherever `s_1` exceeds 1 % of the sum: all values become the largest.
+
+    >>> import torch
+    >>> boost(torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0])), [], beta=0.6).value.diagonal()
+    tensor([4., 3., 3., 3.])
+    """
+    svd = thin_svd(merged)
+    raised_K, stats = _raised(svd, beta)
+    value = (svd.u_OK * raised_K.unsqueeze(-2)) @ svd.v_IK.mT
+    return Merged(value.to(merged.dtype), stats)
+
+
+def boost_lowrank(merged: LowRank, deltas: Sequence[LowRank], *, beta: float = 0.01) -> MergedLowRank:
+    """The same on factors: only directions that the product has are raised. Exact, in float64."""
+    core_PQ, left_OP, right_IQ = orthogonal_core(merged)
+    core = thin_svd(core_PQ)
+    raised_K, stats = _raised(core, beta)
+    value = LowRank(left_OP @ (core.u_OK * raised_K.unsqueeze(-2)), (right_IQ @ core.v_IK).mT)
+    return MergedLowRank(value.to(merged.b_OR.dtype), stats)
+
+
+def _raised(svd: ThinSVD, beta: float) -> tuple[Tensor, Stats]:
+    """Singular values with the small ones raised, zeros left at zero, and the record."""
+    s_K = svd.s_K
+    if not s_K.shape[-1] or not bool(s_K.any()):
+        return s_K, {"boosted": 0}
+    share_K = s_K.cumsum(-1) / s_K.sum(-1, keepdim=True).clamp_min(torch.finfo(s_K.dtype).tiny)
+    # rounding may leave the last share below 1
+    first = (share_K < beta).sum(-1, keepdim=True).clamp_max(s_K.shape[-1] - 1)
+    level = s_K.gather(-1, first)
+    on_K = s_K > 0
+    raised_K = torch.where(on_K, torch.maximum(s_K, level), s_K)
+    boosted = int((raised_K > s_K).sum())
+    return raised_K, {"boosted": boosted, "boosted_to": float(level.max()), **retry_stats(svd.retries)}
+
+
+def isotropise(merged: Tensor, deltas: Sequence[Tensor], *, mean: Mean = "all") -> Merged:
+    """`D = U diag(s) V^T -> mean(s) U V^T`. Null directions stay null.
+
+    Args:
+        deltas: unused.
+        mean: "all" divides the sum of the singular values by `min(O, I)`, in the core space by the smaller side of the
+            core; "rank" by the numerical rank; "rms" takes the root of their mean square over `min(O, I)`.
+
+    >>> import torch
+    >>> isotropise(torch.tensor([[3.0, 0.0], [0.0, 1.0]]), []).value
+    tensor([[2., 0.],
+            [0., 2.]])
+    """
+    value, polar = isotropic(merged, min(merged.shape[-2:]), mean=mean)
+    return Merged(value.to(merged.dtype), _isotropise_stats(polar))
+
+
+def isotropise_lowrank(merged: LowRank, deltas: Sequence[LowRank], *, mean: Mean = "all") -> MergedLowRank:
+    """The same on factors; the mean is over `min(O, I)` of the full shape. Exact, in float64."""
+    core_PQ, left_OP, right_IQ = orthogonal_core(merged)
+    value_PQ, polar = isotropic(core_PQ, min(merged.shape[-2:]), mean=mean)
+    value = LowRank(left_OP @ value_PQ, right_IQ.mT)
+    return MergedLowRank(value.to(merged.b_OR.dtype), _isotropise_stats(polar))
+
+
+def _isotropise_stats(polar: Polar) -> Stats:
+    return {"isotropic_rank": int(polar.rank.max()), **retry_stats(polar.retries)}
+
+
+def at_mean_norm(merged: Tensor, deltas: Sequence[Tensor]) -> Merged:
+    """`D (mean_t ||D_t|| / ||D||)`, over the experts that change the matrix; a zero delta stays zero.
+
+    >>> import torch
+    >>> at_mean_norm(torch.tensor([[3.0, 4.0]]), [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 3.0]])]).value.norm()
+    tensor(2.)
+    """
+    gain = _to_mean([torch.linalg.matrix_norm(m.to(torch.float64)) for m in (merged, *deltas)])
+    return Merged(merged * gain[..., None, None].to(merged.dtype), _gain_stats(gain))
+
+
+def at_mean_norm_lowrank(merged: LowRank, deltas: Sequence[LowRank]) -> MergedLowRank:
+    """The same on factors, whose `b` takes the gain. Exact, in float64."""
+    gain = _to_mean([torch.linalg.matrix_norm(orthogonal_core(m)[0]) for m in (merged, *deltas)])
+    b_OR = merged.b_OR * gain[..., None, None].to(merged.b_OR.dtype)
+    return MergedLowRank(LowRank(b_OR, merged.a_RI), _gain_stats(gain))
+
+
+def _to_mean(norms: Sequence[Tensor]) -> Tensor:
+    """The mean of the norms but the first that are not zero, by the first; 1 where it is zero."""
+    norm, own = norms[0], torch.stack(list(norms[1:]))
+    mean = own.sum(0) / (own > 0).sum(0).clamp(min=1)
+    return torch.where(norm > 0, mean / norm.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
+
+
+def _gain_stats(gain: Tensor) -> Stats:
+    return {"gain_min": float(gain.min()), "gain_max": float(gain.max())}
+
+
+STEPS: Mapping[str, PostStep] = {
+    step.name: step
+    for step in (
+        PostStep(
+            name="isotropise",
+            summary="Replace all singular values of the merged delta by their mean.",
+            equation="D = U diag(s) V^T; D* = mean(s) U V^T",
+            reference="Marczak et al., No Task Left Behind, ICML 2025; Panariello et al., Core Space, NeurIPS 2025",
+            apply=isotropise,
+            apply_lowrank=isotropise_lowrank,
+        ),
+        PostStep(
+            name="mean_norm",
+            summary="Give every merged matrix the mean norm of the experts' deltas.",
+            equation="D* = D mean_t ||D_t|| / ||D||",
+            reference="The last step of Pico: Tang and Yang, Crowded in B-Space, arXiv:2604.16826, 2026",
+            apply=at_mean_norm,
+            apply_lowrank=at_mean_norm_lowrank,
+        ),
+        PostStep(
+            name="subspace_boosting",
+            summary="Raise the small singular values of the merged delta to one that beta of their sum reaches.",
+            equation="D = U diag(s) V^T; s <- max(s, s_k), k = first index with cumsum(s) / sum(s) >= beta",
+            reference="Subspace Boosting, arXiv:2506.16506, 2025",
+            apply=boost,
+            apply_lowrank=boost_lowrank,
+        ),
+    )
+}
+
+
+def get_step(name: str) -> PostStep:
+    """The step called `name`.
+
+    Raises:
+        RecipeError: no such step; the message offers the nearest name and lists all.
+
+    >>> get_step("isotropise").options["mean"].default
+    'all'
+    """
+    if name in STEPS:
+        return STEPS[name]
+    raise RecipeError(
+        f"Unknown post-processing step '{name}'.{did_you_mean(name, STEPS)} Known steps: {', '.join(STEPS)}"
+    )
