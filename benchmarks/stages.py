@@ -35,7 +35,7 @@ from actmat.engine.reader import TensorReader
 from actmat.engine.session import Session
 from actmat.engine.writing import TensorOutput
 from actmat.linalg import operations
-from actmat.linalg.interference import moments, rereading, solver, spectral_solve
+from actmat.linalg.interference import moments, solver, spectral_solve
 from benchmarks.common import WORK, fresh, markdown, torch_threads, write_result
 from benchmarks.make_llama import INITIAL_RMS, noise
 from benchmarks.matrix import make_deltas
@@ -168,11 +168,6 @@ def instrumented(stages: Stages) -> Iterator[None]:
         (moments, "add_gram", GRAM, _gram_flops),
         (moments, "gram_of_rows", TARGET, None),
         (moments, "multiply", TARGET, _product_flops),
-        (rereading, "add_gram", GRAM, _gram_flops),
-        (rereading, "gram_of_rows", TARGET, None),
-        (rereading, "multiply", TARGET, _product_flops),
-        (rereading.GramMoments, "merged", TARGET, None),
-        (rereading, "apply_in_panels", APPLY, _factor_flops),
         (spectral_solve, "certified_cholesky", PROOF, None),
         (moments, "leading", PART, _part_flops),
         (moments, "eigh", WHOLE, _whole_flops),

@@ -31,7 +31,7 @@ def placed(method: str, shape: tuple[int, ...], room: DeviceRoom, form: Any = "d
     call = CallShape(declared, declared.resolve_options({}), 3, 2, "float32", **settings)
     source = Source("w", "stored", "bfloat16", 2 * math.prod(shape), rank=4 * (form == "factored"))
     item = Item("w", shape, LINEAR, "merge", "", (), MethodCall(method, call.options), form=form, sources=(source,) * 3)
-    return place(item, call, room, costly=False)
+    return place(item, call, room)
 
 
 def test_without_devices_nothing_is_said() -> None:

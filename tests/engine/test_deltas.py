@@ -57,22 +57,6 @@ def test_a_delta_is_read_once() -> None:
         deltas[2]
 
 
-def test_a_delta_is_read_as_often_as_is_said() -> None:
-    """Memory of each pass is free when its last delta has been dropped: a method decomposes in between."""
-    setup = OneTensor(torch.zeros(12), torch.ones(12), torch.full((12,), 2.0))
-    region = cut((12,), VECTOR, "tensor")[0]
-    deltas = Deltas(setup.reader, region, setup.reader.read_base(region), times=2)
-    for _ in range(2):
-        for delta, value in zip(deltas, (1.0, 2.0), strict=True):
-            assert torch.equal(delta, torch.full((12,), value))
-        storage = weakref.ref(delta.untyped_storage())
-        del delta
-        assert storage() is None
-    with pytest.raises(RuntimeError, match="more than 2 times"):
-        deltas[0]
-    assert setup.reader.hashes() == (digest(torch.zeros(12)), (digest(torch.ones(12)), digest(torch.full((12,), 2.0))))
-
-
 def test_equal_bits_are_no_change_and_exact_zeros() -> None:
     base = torch.tensor([NAN, 1.0, -0.0, INF, 2.0, 3.0])
     setup = OneTensor(base, base.clone())

@@ -14,7 +14,6 @@ from tests.tolerances import F64_IDENTITY, relative_error
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.linalg.interference import rereading
 from actmat.methods import MergeMethod, all_methods
 
 WORKSPACE_SLACK = 1.2
@@ -248,22 +247,6 @@ def test_one_pass_rules_keep_nothing_of_a_delta(method: MergeMethod) -> None:
         given = {"base": experts.base, "statistics": experts.statistics, "survey": survey}
         expected = call(method, experts.deltas, options, **given).value
         assert torch.equal(call(method, Overlaid(experts.deltas), options, **given).value, expected), variant
-
-
-@pytest.mark.parametrize("method", [m for m in all_methods() if m.access.reads_again], ids=lambda m: m.name)
-@pytest.mark.parametrize("shape", [(60, 12), (20, 36), (12, 12), (60, 7)], ids=str)
-def test_rules_read_a_second_time_what_they_say(
-    method: MergeMethod, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rereading, "SMALLEST", 8)
-    experts = Experts.random(usable_experts(method, 3), shape)
-    for variant in [{}, *literal_variants(method)]:
-        options, lazy = method.resolve_options(variant), LazyDeltas(experts.deltas)
-        twice = method.reads_again(shape, len(experts.deltas), options)
-        call(method, lazy, options, base=experts.base, statistics=experts.statistics)
-        assert lazy.reads == [2 if twice else 1] * len(experts.deltas), variant
-        assert lazy.alive_before_read <= 1
-        assert method.access.one_pass
 
 
 @pytest.mark.parametrize("method", [m for m in all_methods() if m.combine is not None], ids=lambda m: m.name)

@@ -13,7 +13,6 @@ from tests.helpers.merging import EMBEDDING, INNER, NORM, UP0, VOCAB, WIDTH, Fam
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import actmat
-from actmat.linalg.interference import rereading
 from actmat.linalg.operations import gram, polar_factor, product, svd, thin_svd, total
 from actmat.methods import all_methods, get_method
 from actmat.methods.contract import MergeMethod
@@ -114,22 +113,6 @@ def test_products_are_those_that_run(name: str, options: dict[str, Any], shape: 
     deltas = [torch.randn(shape, generator=rng) for _ in range(3)]
     with CountProducts() as counter:
         method.merge(deltas, **options)
-    planned = by_class(method_operations(method, [shape], 3, options))["product"]
-    assert planned == pytest.approx(counter.flops, rel=0.1)
-
-
-@pytest.mark.parametrize("shape", [(600, 64), (64, 64), (40, 96)], ids=str)
-def test_products_of_two_readings_are_those_that_run(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the directions are kept, as the plan takes it."""
-    monkeypatch.setattr(rereading, "SMALLEST", 32)
-    method, rng = get_method("actmat"), torch.Generator().manual_seed(0)
-    options = method.resolve_options({})
-    rows_KI = torch.linalg.qr(torch.randn(shape[1], shape[1] // 2, generator=rng)).Q.mT
-    deltas = [torch.randn(shape[0], shape[1] // 2, generator=rng) @ rows_KI for _ in range(3)]
-    assert method.reads_again(shape, 3, options)
-    with CountProducts() as counter:
-        stats = method.merge(deltas, **options).stats
-    assert stats["rank"] == shape[1] // 2
     planned = by_class(method_operations(method, [shape], 3, options))["product"]
     assert planned == pytest.approx(counter.flops, rel=0.1)
 

@@ -17,7 +17,7 @@ from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.planning import MergePlan
 from actmat.planning.item import Item, Kernel, MethodCall, Reading
-from actmat.planning.reading import Access, reading_of, shared_way
+from actmat.planning.reading import reading_of, shared_way
 from actmat.planning.regions import CHUNK, HELD_BYTES, Region
 
 Q, UP, NORM = (f"model.{n}.weight" for n in ("layers.0.self_attn.q_proj", "layers.0.mlp.up_proj", "norm"))
@@ -27,7 +27,7 @@ SMALL, LARGE = CHUNK, HELD_BYTES // 8 + 1
 def read(name: str, numel: int, *, experts: int = 2, options: dict[str, Any] | None = None, **how: bool) -> Reading:
     method = get_method(name)
     region = Region(0, numel, (numel,), TensorLayout(Role.VECTOR, ""))
-    return reading_of(method, method.resolve_options(options or {}), [region], experts, 4, Access(**how))
+    return reading_of(method, method.resolve_options(options or {}), [region], experts, 4, **how)
 
 
 @pytest.mark.parametrize(
@@ -56,22 +56,6 @@ def test_observers_are_given_whole_deltas() -> None:
         assert not read(name, LARGE).base_held
     assert read("average", SMALL, observed=True) == Reading("held")
     assert read("ties", LARGE, options={"trim": "global"}) == Reading("held")
-
-
-@pytest.mark.parametrize(
-    ("shape", "experts", "times"),
-    [((6000, 2048), 3, 2), ((2048, 5632), 3, 2), ((2048, 2048), 4, 2), ((2048, 2048), 5, 1), ((6000, 2048), 8, 1)],
-)
-def test_deltas_that_are_asked_for_twice_are_held_where_reading_is_costly(
-    shape: tuple[int, int], experts: int, times: int
-) -> None:
-    method, numel = get_method("actmat"), shape[0] * shape[1]
-    region = Region(0, numel, shape, TensorLayout(Role.LINEAR, "OI"))
-    given = (method, method.resolve_options({}), [region], experts, 4)
-    assert reading_of(*given, Access()) == Reading("each", times=times)
-    costly = reading_of(*given, Access(costly=True))
-    assert costly == (Reading("held") if times == 2 else Reading("each"))
-    assert reading_of(*given, Access(observed=True)) == Reading("held")
 
 
 def test_deltas_in_memory() -> None:
@@ -153,4 +137,4 @@ def test_ties_of_other_sizes_are_read_alike() -> None:
     """Blocks of one tensor have one reading: that of the largest."""
     method, layout = get_method("ties"), TensorLayout(Role.VECTOR, "")
     regions = [Region(0, n, (n,), layout) for n in (SMALL, LARGE)]
-    assert reading_of(method, method.resolve_options({}), regions, 2, 4, Access()) == read("ties", LARGE)
+    assert reading_of(method, method.resolve_options({}), regions, 2, 4) == read("ties", LARGE)

@@ -19,7 +19,7 @@ from actmat.methods.facets import ActsOn
 from actmat.planning import regions as regions_module
 from actmat.planning.cost import MATRIX_BYTES, CallShape, region_peak_bytes, tensor_peak_bytes
 from actmat.planning.item import Reading
-from actmat.planning.reading import Access, reading_of
+from actmat.planning.reading import reading_of
 from actmat.planning.regions import CHUNK, HELD_BYTES, cut, granularity, streams
 from actmat.recipe import Postprocess
 
@@ -116,8 +116,8 @@ def peak(name: str, shape: tuple[int, ...], experts: int = 3, layout: TensorLayo
     method = get_method(name)
     call = dataclasses.replace(CallShape(method, method.resolve_options({}), experts, 2, "float32"), **settings)
     regions = cut(shape, layout, granularity(method, call.caps))
-    access = Access(observed=call.caps.caps or call.post)
-    reading = reading_of(method, call.options, regions, experts, call.width, access)
+    observed = call.caps.caps or call.post
+    reading = reading_of(method, call.options, regions, experts, call.width, observed=observed)
     return tensor_peak_bytes(regions, call, reading)
 
 

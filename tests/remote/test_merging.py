@@ -21,7 +21,6 @@ from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
 from actmat.experts.resolve import open_expert
 from actmat.experts.resolve import open_handle as open_expert_handle
-from actmat.linalg.interference import rereading
 
 THREADS = ("--threads", "2")
 
@@ -60,26 +59,6 @@ def test_a_merge_over_http_has_the_bytes_of_a_local_one(
     assert actmat(["verify", str(out)]).code == 0
     server.etags["expert0/model.safetensors"] = '"other"'
     assert actmat(["verify", str(out)]).code == 0, "the bytes count"
-
-
-def test_what_is_read_twice_from_a_disk_is_sent_once(
-    server: RangeServer, family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranges, "SMALL_BYTES", 256)
-    sent = []
-    for smallest in (1 << 40, 8):
-        monkeypatch.setattr(rereading, "SMALLEST", smallest)
-        before = len(server.requests)
-        out = tmp_path / f"out{smallest}"
-        done = actmat(["merge", *inputs(server, family), "--out", str(out), *THREADS])
-        assert done.code == 0, done.err
-        sent.append(sum(r.sent for r in server.requests[before:] if r.path.endswith("expert0/model.safetensors")))
-    assert sent[0] == sent[1] > 0
-    near = tmp_path / "near"
-    assert actmat(family.argv("--out", str(near))).code == 0
-    assert weights(out) == weights(near)
-    rows = json.loads((near / MANIFEST_NAME).read_text())["tensors"]
-    assert any("second_reading" in r.get("stats", {}) for r in rows)
 
 
 def test_planning_inspecting_and_diagnosing_read_headers(server: RangeServer, family: Family, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ Shapes: `T` experts, `K = 1 + T` with the base, `S` entries of a chunk.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
@@ -62,7 +61,6 @@ class Deltas(LazySequence):
         region: which entries.
         base_raw: the base's entries as stored, held or read chunk by chunk.
         strategy: how deltas are given. `combine` is not one of these, see `kernels.combine`.
-        times: how often each may be asked for, if none is held.
     """
 
     def __init__(
@@ -71,14 +69,12 @@ class Deltas(LazySequence):
         region: Region,
         base_raw: Tensor | StreamedBase,
         strategy: Strategy = "each",
-        times: int = 1,
     ) -> None:
         super().__init__(reader.n_experts, self._get)
         self._reader = reader
         self._region = region
         self._base_raw = base_raw
-        self._given: Counter[int] = Counter()
-        self._times = times
+        self._given: set[int] = set()
         self._shared: Tensor | None = None
         self._whole: list[Tensor] | None = None
         self._flat: list[Tensor] = []
@@ -134,18 +130,15 @@ class Deltas(LazySequence):
     def _get(self, t: int) -> Tensor:
         if self._whole is not None:
             return self.held()[t]
-        if self._given[t] == self._times:
-            raise RuntimeError(
-                f"a method declared one_pass asked for a delta more than {self._times} times; declare one_pass=False, "
-                "or reads_again for a second pass"
-            )
-        self._given[t] += 1
+        if t in self._given:
+            raise RuntimeError("a method declared one_pass asked for a delta twice; declare one_pass=False")
+        self._given.add(t)
         if self._shared is None and self._region.numel > CHUNK:
             self._shared = self._reader.passing_buffer(self._region)
         elif self._shared is None and self._reader.on_host:
             self._shared = self._reader.chunk_buffer(self._region)
         into = self._shared
-        if self._given.total() % len(self) == 0:  # a pass ends: the method frees it, before it decomposes anything
+        if len(self._given) == len(self):  # the pass ends: the method frees it, before it decomposes anything
             self._shared = None
         return self._load(t, into)
 

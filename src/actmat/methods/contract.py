@@ -9,8 +9,7 @@ A merge function has the form
     def merge(deltas: Sequence[Tensor], *, <needs>, <options>) -> Merged
 
 * `deltas[t]` is `D_t = W_t - W_0` in the compute dtype. The sequence may read lazily: an item that is requested
-  twice may be read twice, so a method declared `one_pass` iterates over it once, with one delta alive at a time
-  (twice where `Access.reads_again` says so).
+  twice may be read twice, so a method declared `one_pass` iterates over it once, with one delta alive at a time.
 * Needs are the keyword-only parameters named in `NEEDS`; every other keyword-only parameter is an option. Names,
   defaults, types and bounds of options are read from the signature (`Annotated[float, Bounds(0, 1)]`), and their
   documentation from the annotation (`Annotated[float, "its meaning"]`) or from `Args:` in the docstring. A second
@@ -205,10 +204,6 @@ class MergeMethod:
     def uses_base(self, options: Mapping[str, Any]) -> bool:
         """True if a call with these options reads the base and so must be given it."""
         return self.needs_base and holds(self.access.base, options)
-
-    def reads_again(self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> bool:
-        """True if a call iterates twice over deltas of this shape."""
-        return holds(self.access.reads_again, shape, n_experts, options)
 
     def moves_base(self, options: Mapping[str, Any]) -> bool:
         """True if a call with these options may change the base although all deltas are zero."""

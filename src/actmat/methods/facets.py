@@ -75,8 +75,7 @@ class Stages:
     """A method in two stages, `merge = finish(prepare(deltas, **opts), **opts)`, so that variants share the first.
 
     `prepare` depends on the options only through `key(options)`: variants with equal keys share one `prepare`.
-    `finish` must not change the state. Both take all needs and options of the method. A state may keep the sequence of
-    deltas, though none of them, for a method that reads again.
+    `finish` must not change the state. Both take all needs and options of the method.
 
     `sums_own_grams`: of `options`; the state is a `linalg.interference.solver.State` of `S = sum_t w_t D_t^T D_t`.
     """
@@ -157,8 +156,6 @@ class Access:
     Args:
         one_pass: iterates over the deltas once, one at a time, and keeps no reference to a delta when it requests the
             next: an engine reads each delta into the memory of the one before it.
-        reads_again: of `(shape, n_experts, options)`; deltas `*batch O I` over which a `one_pass` method iterates a
-            second time, in the same way; from memory, or where that costs little, from storage.
         streams: of `options`; the deltas are read by `linalg.chunks.walk` only, as often as needed, so that the engine
             reads them chunk by chunk and holds none.
         walks_again: of a method that streams: it walks more than once, so that small deltas are better held.
@@ -169,7 +166,6 @@ class Access:
     """
 
     one_pass: bool = False
-    reads_again: When = False
     streams: When = False
     walks_again: bool = False
     base: When = True

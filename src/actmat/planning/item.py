@@ -36,7 +36,7 @@ Strategy = Literal["held", "each", "chunks", "chunks_held", "combine"]
 """The way in which a method is given its deltas.
 
 held         all of them, in memory
-each         one at a time, each in the memory of the one before it; as often as `Reading.times` says
+each         one at a time, each in the memory of the one before it
 chunks       chunk by chunk, as often as the method asks; no delta is in memory as a whole
 chunks_held  chunk by chunk; what the first pass reads stays in memory for the next
 combine      as coefficients: one pass over chunks finds them, a second adds up and writes
@@ -58,20 +58,17 @@ class Reading(Plain):
         strategy: see `Strategy`.
         base_held: whether the base is in memory as stored; else it is read chunk by chunk, with the deltas and again
             for the output.
-        times: of `each`: how often a delta may be asked for.
     """
 
     strategy: Strategy
     base_held: bool = True
-    times: int = 1
 
     def whole_deltas(self, n_experts: int) -> int:
         """Number of deltas that are in memory as a whole at a time."""
         return {"held": n_experts, "chunks_held": n_experts, "each": 1}.get(self.strategy, 0)
 
     def __str__(self) -> str:
-        streamed = "" if self.base_held else ", base streamed"
-        return f"{self.strategy}{f' {self.times} times' if self.times > 1 else ''}{streamed}"
+        return f"{self.strategy}{'' if self.base_held else ', base streamed'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,16 +70,15 @@ class Placed:
     reading: Reading | None = None
 
 
-def place(item: Item, call: CallShape, room: DeviceRoom, *, costly: bool) -> Placed:
+def place(item: Item, call: CallShape, room: DeviceRoom) -> Placed:
     """Place an item of a model that a method merges.
 
     Args:
         call: of the method.
         room: the devices.
-        costly: see `reading.Access`.
     """
     regions = different(regions_of(item, call.caps))
-    kernel, reading = way_of(item, regions, call.caps, call.width, on_device=False, costly=costly)
+    kernel, reading = way_of(item, regions, call.caps, call.width, on_device=False)
     if reading is None:
         ranks = sum(max(1, s.rank) for s in item.sources if s is not None)
         on_host = max(factored_tensor_bytes(region, call, ranks) for region in regions)
@@ -90,7 +89,7 @@ def place(item: Item, call: CallShape, room: DeviceRoom, *, costly: bool) -> Pla
         return here
     if why := _why_on_host(call, kernel, room):
         return dataclasses.replace(here, words=f", on the host: {why}")
-    kernel, reading = way_of(item, regions, call.caps, call.width, on_device=True, costly=costly)
+    kernel, reading = way_of(item, regions, call.caps, call.width, on_device=True)
     assert reading is not None, "factors stay on the host"
     need = max(_on_device(region, call, reading) for region in regions)
     if room.memory is not None and need > room.memory:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from actmat.methods import get_method
@@ -16,23 +15,6 @@ from actmat.methods.contract import MergeMethod
 from actmat.planning.item import Item, Kernel, Reading
 from actmat.planning.regions import CHUNK, Region, cut, granularity, streams
 from actmat.recipe import Postprocess
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Circumstances that decide how deltas are read, besides the method and their number and size.
-
-    Args:
-        chunkable: whether deltas can be read chunk by chunk: all are stored, and the method computes on the CPU.
-            Products of factors have the same bits for whole regions only, and a chunk is too small for an accelerator.
-        costly: whether some expert costs more than its bytes to read again, because it lies in remote storage, which
-            would send them twice, or holds codes: deltas that a method asks for twice are then held.
-        observed: whether something else looks at the deltas too: steps of post-processing, caps, or a diagnosis.
-    """
-
-    chunkable: bool = True
-    costly: bool = False
-    observed: bool = False
 
 
 def regions_of(item: Item, caps: Postprocess) -> tuple[Region, ...]:
@@ -55,7 +37,7 @@ def shared_regions(items: Sequence[Item], caps: Sequence[Postprocess]) -> tuple[
 
 
 def way_of(
-    item: Item, regions: Sequence[Region], caps: Postprocess, itemsize: int, *, on_device: bool, costly: bool
+    item: Item, regions: Sequence[Region], caps: Postprocess, itemsize: int, *, on_device: bool
 ) -> tuple[Kernel, Reading | None]:
     """Kernel and reading of an item of a model that has no other output beside it.
 
@@ -63,19 +45,17 @@ def way_of(
         regions: see `regions_of`; of a pool, the one matrix.
         itemsize: bytes per entry of the compute dtype.
         on_device: the method computes on a device.
-        costly: see `Access`.
     """
     if item.call is None:
         return "copy", None
     if item.form == "factored":
         return "factored", None
-    access = Access(
-        chunkable=item.is_chunkable and not on_device and not item.pool,
-        costly=costly,
-        observed=caps.caps or bool(item.call.post),
+    chunkable = item.is_chunkable and not on_device and not item.pool
+    looked_at = caps.caps or bool(item.call.post)
+    method, n_experts = get_method(item.call.method), len(item.sources)
+    reading = reading_of(
+        method, item.call.options, regions, n_experts, itemsize, chunkable=chunkable, observed=looked_at
     )
-    method = get_method(item.call.method)
-    reading = reading_of(method, item.call.options, regions, len(item.sources), itemsize, access)
     if item.pool:
         return "pool", reading
     return ("combine" if reading.strategy == "combine" else "dense"), reading
@@ -87,15 +67,21 @@ def reading_of(
     regions: Sequence[Region],
     n_experts: int,
     itemsize: int,
-    access: Access,
+    *,
+    chunkable: bool = True,
+    observed: bool = False,
 ) -> Reading:
-    """Reading of all regions of a tensor that one method merges; `itemsize`: bytes per entry of the compute dtype."""
-    if access.observed or not access.chunkable or not method.streams(options):
-        shapes = {tuple(_shapes(method, region)) for region in regions}
-        times = 2 if any(method.reads_again(of[0], n_experts, options) for of in shapes) else 1
-        single = all(len(of) == 1 for of in shapes)
-        each = method.access.one_pass and single and not access.observed and not (times > 1 and access.costly)
-        return Reading("each", times=times) if each else Reading("held")
+    """Reading of all regions of a tensor that one method merges.
+
+    Args:
+        itemsize: bytes per entry of the compute dtype.
+        chunkable: deltas can be read chunk by chunk: all are stored, and the method computes on the CPU. Products of
+            factors have the same bits for whole regions only, and a chunk is too small for an accelerator.
+        observed: something else looks at the deltas too: steps of post-processing, caps, or a diagnosis.
+    """
+    if observed or not chunkable or not method.streams(options):
+        single = all(_n_matrices(method, region) == 1 for region in regions)
+        return Reading("each" if method.access.one_pass and single and not observed else "held")
     if method.combine is not None:  # small regions too: memory of their own would come on top of the warm buffers
         return Reading("combine", base_held=False)
     numel = max(region.numel for region in regions)
@@ -104,9 +90,9 @@ def reading_of(
     return Reading("chunks" if streamed else "chunks_held", base_held)
 
 
-def _shapes(method: MergeMethod, region: Region) -> list[tuple[int, ...]]:
-    """Shapes of what the method is called on in a region."""
-    return region.layout.matrix_shapes(region.shape) if method.acts_on == "matrix" else [region.shape]
+def _n_matrices(method: MergeMethod, region: Region) -> int:
+    """Number of matrices that the method is called on in a region."""
+    return len(region.layout.matrix_shapes(region.shape)) if method.acts_on == "matrix" else 1
 
 
 def shared_way(items: Sequence[Item], *, observed: bool) -> tuple[Kernel, Reading | None]:

@@ -298,7 +298,7 @@ class _TensorPlanner:
                 caps=self.recipe.postprocess,
                 post=bool(item.call.post),
             )
-            self._places[key] = place(item, call, self.room, costly=any(e.buffer_bytes for e in self.experts))
+            self._places[key] = place(item, call, self.room)
         return self._places[key]
 
     def _ranks(self, item: Item) -> tuple[int, ...]:

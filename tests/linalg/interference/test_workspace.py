@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from actmat.linalg import krylov
-from actmat.linalg.interference import moments, rereading
+from actmat.linalg.interference import moments
 from actmat.linalg.interference.cost import workspace
 from actmat.linalg.interference.rule import Estimator, Filter, Rule
 from actmat.linalg.interference.solver import finish, prepare
@@ -69,21 +69,6 @@ def test_estimate_covers_what_is_allocated_and_is_not_far_above(name, size):
     allocated, estimate = seen.peak / 4, workspace(shape, n_experts, rule)
     assert allocated <= 1.02 * estimate
     assert allocated >= 0.3 * estimate  # the rest: LAPACK's work space, and the dearer path the data did not take
-
-
-@pytest.mark.parametrize("power", [0.0, 3.0], ids=["all kept", "few kept"])
-@pytest.mark.parametrize("rule", [Rule(), Rule(Estimator(trim=0.5)), Rule(spectral=Filter("tikhonov"))], ids=str)
-@pytest.mark.parametrize("shape", [(128, 64), (400, 64), (1500, 64), (60, 124), (48, 100)], ids=str)
-def test_two_readings_take_no_more_than_is_estimated(shape, rule, power, monkeypatch):
-    """Nor does the first hold a numerator: one reading of a very tall matrix takes as much."""
-    once = workspace(shape, 3, rule)
-    monkeypatch.setattr(rereading, "SMALLEST", 32)
-    values = torch.arange(1, min(shape) + 1, dtype=torch.float64).pow(-power)
-    deltas = [with_spectrum(*shape, values, seed=t).float() for t in range(3)]
-    with Peak() as seen:
-        finish(prepare(deltas, rule), rule, consume=True)
-    assert seen.peak / 4 <= 1.02 * workspace(shape, 3, rule)
-    assert once <= workspace(shape, 3, rule) <= 1.5 * once
 
 
 def test_a_part_of_the_spectrum_takes_no_more_than_the_whole(monkeypatch):

@@ -33,7 +33,7 @@ def run(tasks: Sequence[Task], reader: TensorReader) -> list[Record]:
 def _merge(tasks: Sequence[Task], region: Region, base_raw: BaseEntries, reader: TensorReader) -> bool:
     """Merge a region that was read for all tasks; each gets the regions of its own in it."""
     assert reader.reading is not None, "the plan says how deltas are read"
-    deltas = Deltas(reader, region, base_raw, reader.reading.strategy, reader.reading.times)
+    deltas = Deltas(reader, region, base_raw, reader.reading.strategy)
     alike: dict[tuple[Region, ...], list[Task]] = {}
     for task in tasks:
         alike.setdefault(task.regions, []).append(task)

@@ -36,7 +36,7 @@ def run(tasks: Sequence[Task], reader: PoolReader) -> list[Record]:
     regions = [member.regions[0] for member in reader.members]
     base_raw = [m.read_base(r) for m, r in zip(reader.members, regions, strict=True)]
     read = zip(reader.members, regions, base_raw, strict=True)
-    members = [Deltas(m, r, b, times=reader.reading.times) for m, r, b in read]
+    members = [Deltas(m, r, b) for m, r, b in read]
     leader = reader.members[0]
     with leader.computing():
         deltas: Sequence[Tensor] = stacked(members)

@@ -19,7 +19,6 @@ import torch
 
 from actmat.linalg.interference.descent import Adam
 from actmat.linalg.interference.moments import PrimalMoments
-from actmat.linalg.interference.rereading import Second, products, second_reading
 from actmat.linalg.interference.rule import Estimator, Rule
 from actmat.linalg.interference.spectral_solve import PANEL_ROWS, EigenPairs, Inverse
 from actmat.linalg.masks.threshold import selection_workspace
@@ -30,28 +29,7 @@ KEPT_SHARE = 0.5
 
 
 def workspace(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bool = False) -> int:
-    """Peak of `finish(prepare(...), consume=True)` for deltas `*batch O I`, in elements.
-
-    Where deltas are read twice on the CPU and once elsewhere, the larger peak of both.
-    """
-    once = _read_once(shape, n_experts, rule, has_grams=has_grams)
-    second = second_reading(rule, shape, n_experts, has_grams=has_grams)
-    return once if second is None else max(once, _read_twice(shape, n_experts, rule, second))
-
-
-def _read_twice(shape: Sequence[int], n_experts: int, rule: Rule, second: Second) -> int:
-    rows, width = shape[-2:]
-    square, panel = width * width, min(rows, PANEL_ROWS) * width * 2
-    kept_grams = n_experts * square if second == "grams" else 0
-    estimate = _estimate(rows, width, rule.estimator) + _scaled_copies(rows, width, rule.estimator)
-    solving = square + _solving(rows, width, rule, panel)
-    # the eigenvectors, with and without gains, or a gain that is formed; and the product of one expert
-    inner = max(square, rows * width, rows * rows) if second == "deltas" else square
-    applying = rows * width + 3 * square + max(inner, panel)
-    return kept_grams + max(square + estimate, solving, applying)
-
-
-def _read_once(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bool) -> int:
+    """Peak of `finish(prepare(...), consume=True)` for deltas `*batch O I`, in elements."""
     rows, width = shape[-2:]
     batch = math.prod(shape[:-2])
     factor_rows = rule.estimator.rows(rows, width)
@@ -124,8 +102,6 @@ def operations(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: b
     """Operations of `finish(prepare(...))` for deltas `*batch O I`."""
     rows, width = shape[-2:]
     factor_rows = rule.estimator.rows(rows, width)
-    if second := second_reading(rule, shape, n_experts, has_grams=has_grams):
-        return _operations_of_two((rows, width), n_experts, rule, second)
     form = rule.form(factor_rows, width, n_experts, has_grams=has_grams)
     added = _estimating(rows, width, rule, has_grams=has_grams)
     if form == "primal":
@@ -156,17 +132,6 @@ def operations(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: b
         done.append(product(rows, width, size))
     done.append(entries(3 * rows * width))
     return repeated(done, math.prod(shape[:-2]))
-
-
-def _operations_of_two(shape: tuple[int, int], n_experts: int, rule: Rule, second: Second) -> list[Operation]:
-    """Two readings of one matrix: the sum of the Gram matrices, one problem, and the products with its gain."""
-    rows, width = shape
-    first = [*_estimating(rows, width, rule, has_grams=False), gram(rule.estimator.rows(rows, width), width)]
-    solved, gain = _found(width, rule)
-    by_way = products(second, shape, n_experts, gain)
-    again = Operation("product", 2 * min(by_way.values()))
-    passes = entries((4 * width * width if second == "grams" else 0) + rows * width)
-    return [*repeated([*first, passes], n_experts), *solved, again, entries(4 * rows * width)]
 
 
 def descent_operations(shape: Sequence[int], n_experts: int, adam: Adam) -> list[Operation]:

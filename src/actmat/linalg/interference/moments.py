@@ -53,7 +53,7 @@ class Reduced:
     """`D* = N + (left - N right^T) G right` with `G` a function of the symmetric `gram`; `right` None: the identity.
 
     Primal: left = B, gram = S. Dual: left = M, gram = A A^T, right = A. Stacked (A = U s V^T): left = M U,
-    gram = diag(s^2), right = diag(s) V^T. Primal with `left` None: `B G` is computed from the deltas (`rereading`).
+    gram = diag(s^2), right = diag(s) V^T.
     One state belongs to one thread: the spectrum is computed when first used, and kept.
     """
 

@@ -42,14 +42,13 @@ from torch import Tensor
 from actmat.errors import NumericalError, StatisticsError
 from actmat.linalg.inner import frobenius_norm64
 from actmat.linalg.interference.moments import Form, PrimalMoments, Reduced, StackedMoments
-from actmat.linalg.interference.rereading import GramMoments, Second, second_reading
 from actmat.linalg.interference.rule import ZERO_MEAN, Rule, weights_problem
 from actmat.linalg.interference.spectral_solve import Stats, apply_gain, solve
 from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
 from actmat.linalg.scaling import exponent_of, scaled
 
-Moments = PrimalMoments | StackedMoments | GramMoments
+Moments = PrimalMoments | StackedMoments
 
 
 @dataclass(slots=True)
@@ -67,7 +66,6 @@ class State:
     weight_sum: float = 0.0  # `sum_t v_t`
     squared_norms: list[float] = field(default_factory=list)  # `||D_t||_F^2` per expert, over the whole batch
     retries: Retries = ()
-    rereading: GramMoments | None = None  # of the deltas of the only item, where its numerator was not accumulated
 
 
 def prepare(
@@ -80,8 +78,6 @@ def prepare(
     width: int | None = None,
 ) -> State:
     """Accumulate the sums of one tensor: one pass over the deltas, one alive at a time.
-
-    `finish` makes a second pass where `second_reading` says so: the state then keeps the sequence.
 
     Args:
         deltas: `*batch O I` each, float32 or float64.
@@ -103,9 +99,7 @@ def prepare(
         if state is None:
             factor_rows = rule.estimator.rows(*(delta if factors is None else factors[0]).shape[-2:])
             form = rule.form(factor_rows, delta.shape[-1], len(deltas), has_grams=grams is not None)
-            given = grams is not None or factors is not None or delta.device.type != "cpu"
-            second = None if given else second_reading(rule, delta.shape, len(deltas))
-            state, moments = _start(delta, rule, form, (len(deltas), factor_rows), grams is not None, second)
+            state, moments = _start(delta, rule, form, (len(deltas), factor_rows), grams is not None)
             state.width = width or state.width
         gram_BII = None if grams is None else _checked_gram(grams, delta, index)
         factor_BRI = None if factors is None else batch_items(factors[index])
@@ -115,9 +109,6 @@ def prepare(
     assert state is not None
     del delta  # frees it before Gram matrices are formed of what was stacked
     state.items = [accumulator.reduced() for accumulator in moments]
-    if isinstance(moments[0], GramMoments):
-        state.rereading = moments[0]
-        state.rereading.deltas, state.rereading.unit = deltas, -state.exponents[0]
     return state
 
 
@@ -146,12 +137,9 @@ def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: boo
         again = rule.null == "minus_base" or (rule.needs_sum and reduced.right_NI is None)
         if consume and not again:  # a fill takes it for its eigenvectors, or as `right`
             reduced.gram_NN = None
-        if state.rereading is not None and gain is not None:
-            record["second_reading"] = state.rereading.merged(gain, out_BOI[item], spent=consume)
-        else:
-            apply = None if gain is None else gain.applier(state.shape[-2])
-            del gain  # only what is applied stays
-            apply_gain(reduced, apply, out_BOI[item], fill_OI)
+        apply = None if gain is None else gain.applier(state.shape[-2])
+        del gain  # only what is applied stays
+        apply_gain(reduced, apply, out_BOI[item], fill_OI)
         if exponent := state.exponents[item]:
             scaled(out_BOI[item], exponent, out=out_BOI[item])
             record = _in_units_of_deltas(record, rule, exponent)
@@ -210,16 +198,14 @@ def _padded(factor_RQ: Tensor, rows: int) -> Tensor:
 
 
 def _start(
-    delta: Tensor, rule: Rule, form: Form, stack: tuple[int, int], has_grams: bool, second: Second | None
+    delta: Tensor, rule: Rule, form: Form, stack: tuple[int, int], has_grams: bool
 ) -> tuple[State, Sequence[Moments]]:
     """An empty state, and one accumulator per batch item (`stack`: experts, rows of each factor)."""
     rows, columns = delta.shape[-2:]
     count = math.prod(delta.shape[:-2])
     moments: Sequence[Moments]
     left_BOI = None
-    if second is not None:
-        moments = [GramMoments(second, delta)]
-    elif form == "primal":
+    if form == "primal":
         left_BOI = delta.new_empty(count, rows, columns)
         needs_term = has_grams or PrimalMoments.needs_term(stack[1], columns)
         term_II = delta.new_empty(columns, columns) if needs_term else None

@@ -16,7 +16,6 @@ from torch import Tensor
 from actmat.errors import StatisticsError
 from actmat.linalg.interference import cost, solver
 from actmat.linalg.interference.descent import Adam, Descent, accumulate, descend
-from actmat.linalg.interference.rereading import second_reading
 from actmat.linalg.interference.rule import Estimator, Null, Rule, Solver
 from actmat.linalg.lowrank import LowRank
 from actmat.linalg.operations import Operation
@@ -86,7 +85,7 @@ def member(
         about,
         laws=laws,
         lowrank=lowrank if has_lowrank else None,
-        access=Access(one_pass=True, reads_again=family.reads_again, base=base),
+        access=Access(one_pass=True, base=base),
         cost=Cost(flops, workspace=family.workspace, operations=family.operations),
         needs_statistics=("gram",) if has_grams else (),
         stages=Stages(
@@ -163,11 +162,6 @@ class _Family:
         if isinstance(rule, Adam):
             return cost.descent_operations(shape, n_experts, rule)
         return cost.operations(shape, n_experts, rule, has_grams=self.has_grams)
-
-    def reads_again(self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> bool:
-        """See `Access`."""
-        rule = self.rule_of(**options)
-        return isinstance(rule, Rule) and second_reading(rule, shape, n_experts, has_grams=self.has_grams) is not None
 
     def meets_all(self, options: Mapping[str, Any]) -> bool:
         """See `LowRankForm`: every eigenvector of `S` counts in full, whatever its eigenvalue."""
