@@ -37,7 +37,7 @@ from actmat.methods import all_methods
 from actmat.methods.post import STEPS
 from actmat.planning import model as plan
 from actmat.recipe import Recipe
-from actmat.recipe.output import KINDS, LOOSE
+from actmat.recipe.output import KINDS
 from actmat.report import manifest
 from actmat.report.schema import _Adapter, _Model
 
@@ -82,18 +82,13 @@ def _as_written(schema: Schema) -> Schema:
             one = {"type": "string"} if "$ref" not in entry["items"] else entry["items"]
             entry["anyOf"] = [one, {"type": entry.pop("type"), "items": entry.pop("items")}]
     for entry in list(_inside(schema)):
-        if "oneOf" in entry:  # the kind of an output may be left out, as its default
+        if "oneOf" in entry:  # of outputs
             entry["anyOf"] = [*entry.pop("oneOf"), *entry.pop("anyOf", [])]
             entry.pop("discriminator", None)
         if {"type": "array", "items": {"$ref": "#/$defs/Entry"}} in entry.get("anyOf", ()):
             entry["anyOf"] += [NUMBER_TEXT, GRADIENT]
     recipe = fields["Recipe"]["properties"]
     recipe["output"]["anyOf"].append({"type": "string"})
-    recipe["to"] = {"type": "string", "description": "as `output`, in one word"}
-    for name in LOOSE:
-        owner = next(k for k in ("Model", "Adapter", "Extracted") if name in fields[k]["properties"])
-        recipe[name] = {**fields[owner]["properties"][name], "description": f"as `output.{name}`"}
-    recipe["keep_sums"] = {"const": False, "deprecated": True, "description": "of earlier versions: no effect"}
     for name in SHORT_TEXT:
         defs[name] = {"anyOf": [{"type": "string"}, defs[name]]}
     return schema

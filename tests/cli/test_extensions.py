@@ -74,13 +74,6 @@ def test_the_experiments_are_installed_here() -> None:
     assert {"experiment", "analyze"} <= listing.plugged_in().keys()
 
 
-@pytest.mark.parametrize("name", listing.RENAMED)
-def test_an_earlier_name_answers_with_the_present_one(name: str) -> None:
-    done = actmat([name, "anything", "--flag"])
-    assert (done.code, done.out, done.err) == (2, "", f"'{name}' is now: {listing.RENAMED[name]}\n")
-    assert name not in actmat(["--help"]).out.split()
-
-
 def test_there_are_at_most_18_commands_each_in_a_group() -> None:
     group = listing.Commands()
     names = group.list_commands(None)

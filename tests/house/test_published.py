@@ -1,4 +1,4 @@
-"""The public surface is the recorded one; schemas describe real files; files of earlier versions are still read."""
+"""The public surface is the recorded one; schemas describe real files; files of other versions are refused."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ from typing import Any
 
 import pytest
 import yaml
-from docs.published import FILES, SURFACE, WRITTEN, _call, published, signature, surface
+from docs.published import SURFACE, WRITTEN, _call, published, signature, surface
 from jsonschema import Draft202012Validator
 from tests.helpers.docs_fixture import write_models
 from tests.helpers.repository import ROOT
 
 import actmat
-from actmat.diagnostics import read_diagnosis
 from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError
 from actmat.planning import MergePlan
-from actmat.recipe import Recipe, make_recipe
-from actmat.recipe.load import load_recipe
+from actmat.recipe import make_recipe
 from actmat.report.manifest import read_manifest
 
-EARLIER = ROOT / "tests" / "data" / "earlier"
-"""Written by the version before outputs had kinds: fields of the output stood at the top of a recipe."""
 SHORT_FORMS = """
 base: base
 experts: [experts/math, {path: experts/code, name: code, weight: 1e-1, stacks: "e_i_o, rank_major"}]
@@ -34,7 +30,7 @@ rules: [{match: "*.down_proj.weight", options: {rtol: 1e-6}}]
 post: isotropise:mean=rank
 keep: "*norm*"
 mute: AM103
-output: {vocabulary: union}
+output: {kind: model, vocabulary: union}
 """
 
 
@@ -126,7 +122,7 @@ def test_a_plan_follows_the_schema(merges: Path, monkeypatch: pytest.MonkeyPatch
     for fields in ({"base": "base", "experts": ["experts/math", "experts/code"]}, {"experts": ["adapters/math"]}):
         found = json.loads(json.dumps(actmat.plan(**fields).to_json()))
         assert invalid("plan", found) == []
-        assert invalid("plan", found | {"actmat_plan": 2}) == ["$.actmat_plan: 3 was expected"]
+        assert invalid("plan", found | {"actmat_plan": 2}) == ["$.actmat_plan: 1 was expected"]
 
 
 def test_every_form_of_a_recipe_follows_the_schema() -> None:
@@ -145,45 +141,11 @@ def test_a_changed_manifest_does_not_follow_the_schema(merges: Path) -> None:
     assert invalid("manifest", found | {"experts": "math"})
 
 
-# Files of earlier versions
-
-
-def test_a_recipe_of_an_earlier_version_is_read() -> None:
-    path = EARLIER / "recipe-1.yaml"
-    recipe = load_recipe(path)
-    assert (recipe.method, recipe.options["rule"], recipe.model.files_from) == ("dare", "ties", "code")
-    assert recipe.scale == (0.5, 1.0)
-    assert invalid("recipe", yaml.safe_load(path.read_text())) == []
-
-
-@pytest.mark.parametrize("out", ["model", "adapter"])
-def test_a_manifest_of_an_earlier_version_is_read(out: str) -> None:
-    found = read_manifest(EARLIER / out)
-    assert invalid("manifest", found) == []
-    recipe = Recipe.model_validate(found["recipe"])
-    assert recipe.output is not None
-    assert recipe.output.kind == out
-    assert found["recipe"].keys() & {"files_from", "to"}, "the earlier form"
-
-
-def test_a_report_of_an_earlier_version_is_read() -> None:
-    found = read_diagnosis(EARLIER / "model")
-    assert (found.method, len(found.experts)) == ("dare", 2)
-    assert invalid("report", json.loads((EARLIER / "model" / "report.json").read_text())) == []
-
-
-def test_files_of_other_versions_are_refused_with_both_numbers(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="layout 3, found 2"):
+def test_files_of_other_versions_are_refused_with_both_numbers(merges: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="layout 1, found 2"):
         MergePlan.from_json({"actmat_plan": 2})
-    shutil.copytree(EARLIER / "model", tmp_path / "model")
+    shutil.copytree(merges / "model", tmp_path / "model")
     path = tmp_path / "model" / "actmat_manifest.json"
     path.write_text(path.read_text().replace('"actmat_manifest": 1', '"actmat_manifest": 2', 1))
     with pytest.raises(CheckpointError, match="layout 2; this version of actmat reads layout 1"):
         read_manifest(tmp_path / "model")
-
-
-def test_the_present_version_of_every_file_has_an_earlier_one_on_record() -> None:
-    """A new version of a layout keeps a file of the version before it, and says what becomes of it."""
-    assert {kind: version for kind, (version, *_) in FILES.items()} == {
-        "recipe": 1, "plan": 3, "manifest": 1, "report": 1,
-    }, "keep a file of the earlier version in tests/data/earlier, with a test that reads it"  # fmt: skip

@@ -1,4 +1,4 @@
-"""Kinds of output: what recipes and flags of any age mean, what means nothing, and what the experts decide."""
+"""Kinds of output: what recipes and flags mean, what means nothing, and what the experts decide."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import pytest
 from tests.e2e.test_short_forms import write_adapter
 from tests.helpers.merging import Family
 
-import actmat
 from actmat.errors import MergeError, RecipeError
 from actmat.experts.resolve import needs_base
 from actmat.recipe import Recipe, load_recipe, make_recipe, recipe_yaml
-from actmat.recipe.output import Adapter, Extracted, Model, Output, Vocabulary
+from actmat.recipe.output import Adapter, Extracted, Model, Output, Vocabulary, with_output
 from actmat.run.open import resolved
 
 BASE: dict[str, Any] = {"base": "base", "experts": ["math", "code"]}
 BARE: dict[str, Any] = {"experts": ["math", "code"]}
+
+
+def flagged(fields: dict[str, Any]) -> Recipe:
+    """The recipe of a file's `output`, if that is given, and of flags."""
+    file = {name: fields[name] for name in ("output",) if name in fields}
+    return make_recipe(with_output(file, {name: value for name, value in fields.items() if name not in file}))
 
 
 @pytest.mark.parametrize(
@@ -41,9 +46,9 @@ BARE: dict[str, Any] = {"experts": ["math", "code"]}
         (BASE | {"output": Extracted(rank=4)}, Extracted(rank=4)),
     ],
 )
-def test_what_a_recipe_writes(fields: dict[str, Any], output: Output | None) -> None:
-    """Old fields at the top, flags beside a file's, a text, a mapping; data and YAML give the same recipe again."""
-    recipe = make_recipe(fields)
+def test_what_flags_and_a_recipe_write(fields: dict[str, Any], output: Output | None) -> None:
+    """Flags, those beside a file's, a text, a mapping; data and YAML give the same recipe again."""
+    recipe = flagged(fields)
     assert recipe.output == output
     for data in (recipe.model_dump(), recipe.model_dump(mode="json", exclude_defaults=True), dict(recipe)):
         assert make_recipe(data) == recipe
@@ -60,6 +65,7 @@ def test_what_a_recipe_writes(fields: dict[str, Any], output: Output | None) -> 
         (BASE | {"to": "kohya", "energy": 0.9}, ("energy", "the output is an adapter")),
         (BARE | {"to": "adapter", "quantise": "same"}, ("quantise", "goes with a model", "an adapter")),
         (BASE | {"output": {"kind": "extracted", "any_base": True}}, ("any_base", "an adapter that is extracted")),
+        (BASE | {"output": {"rank": 8}}, ("output: name its kind: model, adapter, extracted",)),
         (BASE | {"to": "onnx"}, ("output", "'onnx'", "'model', 'adapter', 'extracted'")),
         (BASE | {"output": {"kind": "model", "files_form": "x"}}, ("no field 'files_form'", "'files_from'")),
         (BASE | {"output": ["model"]}, ("output",)),
@@ -73,18 +79,22 @@ def test_what_a_recipe_writes(fields: dict[str, Any], output: Output | None) -> 
 )
 def test_what_means_nothing_cannot_be_built(fields: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(RecipeError) as caught:
-        make_recipe(fields)
+        flagged(fields)
     assert [w for w in words if w not in str(caught.value)] == []
 
 
+@pytest.mark.parametrize("name", ["rank", "to", "vocabulary"])
+def test_fields_of_an_output_stand_in_it(name: str) -> None:
+    with pytest.raises(RecipeError, match=f"no field '{name}'"):
+        make_recipe(BASE | {name: "x"})
+
+
 def test_an_error_has_the_line_of_the_field(tmp_path: Path) -> None:
-    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
-    old.write_text("base: b\nexperts: [e]\nto: adapter\nrank: -1\n")
-    new.write_text("base: b\nexperts: [e]\noutput:\n  kind: adapter\n  rank: -1\n")
-    for file, line, path in ((old, 4, "rank"), (new, 5, "output.rank")):
-        with pytest.raises(RecipeError, match=f"{file}:{line}: {path}: Input should be greater than 0"):
-            load_recipe(file)
-    assert load_recipe(new, {"rank": 8}).output == Adapter(rank=8)
+    file = tmp_path / "recipe.yaml"
+    file.write_text("base: b\nexperts: [e]\noutput:\n  kind: adapter\n  rank: -1\n")
+    with pytest.raises(RecipeError, match=f"{file}:5: output.rank: Input should be greater than 0"):
+        load_recipe(file)
+    assert load_recipe(file, {"rank": 8}).output == Adapter(rank=8)
 
 
 def test_the_experts_decide_once(tmp_path: Path) -> None:
@@ -96,7 +106,7 @@ def test_the_experts_decide_once(tmp_path: Path) -> None:
     full = [str(e) for e in family.experts]
 
     def kind(fields: dict[str, Any]) -> Recipe:
-        recipe = make_recipe({"method": "actmat", **fields})
+        recipe = flagged({"method": "actmat", **fields})
         return resolved(recipe, {e.path: needs_base(e.path) for e in recipe.experts})
 
     assert kind({"experts": lora}).output == Adapter()
@@ -113,12 +123,3 @@ def test_the_experts_decide_once(tmp_path: Path) -> None:
     ):
         with pytest.raises(MergeError, match=words):
             kind(fields)
-
-
-def test_a_manifest_of_old_is_a_recipe(tmp_path: Path) -> None:
-    family = Family.make(tmp_path, layers=1)
-    report = actmat.merge(family.base, family.experts, method="average", to="adapter", rank=2, out=tmp_path / "out")
-    recorded = dict(report.manifest["recipe"])
-    assert recorded.pop("output") == {"kind": "extracted", "rank": 2}
-    recipe = make_recipe({**recorded, "to": "adapter", "energy": 0.5})
-    assert recipe.output == Extracted(energy=0.5)

@@ -43,13 +43,6 @@ def test_a_minimal_recipe_has_the_documented_defaults(tmp_path: Path) -> None:
     assert recipe.weights == (1.0, 1.0)
 
 
-def test_a_former_field_is_read_where_it_asked_for_nothing(tmp_path: Path) -> None:
-    path = write(tmp_path, MINIMAL + "keep_sums: false\n")
-    assert load_recipe(path) == load_recipe(write(tmp_path, MINIMAL))
-    (problem,) = problems(write(tmp_path, MINIMAL + "keep_sums: true\n"))
-    assert "merge again with all experts" in problem
-
-
 def test_every_mistake_with_its_line(tmp_path: Path) -> None:
     path = write(
         tmp_path,
@@ -96,7 +89,8 @@ def test_a_key_given_twice(tmp_path: Path) -> None:
         ("base: a\n", "experts: this field is required"),
         ("base: b\nexperts: []\n", "experts"),
         ("base: b\nexperts: [x/e, y/e]\n", "distinct names; e occurs more than once"),
-        ("base: b\nexperts: [e]\nfiles_from: f\n", "files_from names 'f'"),
+        ("base: b\nexperts: [e]\nfiles_from: f\n", "Write output: {kind: model, files_from: ...}"),
+        ("base: b\nexperts: [e]\noutput: {kind: model, files_from: f}\n", "files_from names 'f'"),
         ("base: b\nexperts: [e]\nscale: .inf\n", "scale"),
         ("base: b\nexperts: [{path: e, weight: .nan}]\n", "experts.0.weight"),
         ("1: 2\n", "base"),

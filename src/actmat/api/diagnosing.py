@@ -51,7 +51,7 @@ def recipe_of_output(directory: str | Path) -> Recipe:
     """
     folder = Path(directory)
     manifest = read_manifest(folder)
-    fields = {"method": "actmat", **manifest["recipe"]}  # the default that earlier manifests leave out
+    fields = dict(manifest["recipe"])
     if manifest["base"] is not None:
         fields["base"] = input_location(manifest["base"], folder)
     rows = zip(fields.get("experts", ()), manifest["experts"], strict=False)

@@ -12,6 +12,7 @@ from actmat.experts.resolve import has_factors, open_base
 from actmat.foreign import html_table, terminal
 from actmat.progress import Progress, usual_progress
 from actmat.recipe import Recipe, make_recipe
+from actmat.recipe.output import with_output
 from actmat.run import MergeReport, run_recipes
 from actmat.settings import RunSettings
 
@@ -109,7 +110,8 @@ def extract_recipe(base: str | Path, model: str | Path, **fields: Any) -> Recipe
         raise RecipeError("Say how much of each delta is kept: either a rank (--rank 64) or a share of its squared "
                           "norm (--energy 0.99).")  # fmt: skip
     experts = [{"path": str(model), "name": LABEL}]
-    recipe = make_recipe({"base": str(base), "experts": experts, "method": "average", "to": "extracted", **given})
+    made = {"base": str(base), "experts": experts, "method": "average", "output": "extracted"}
+    recipe = make_recipe(with_output(made, given))
     if rank is not None and has_factors(model):
         raise RecipeError(f"{model} is a LoRA adapter: no base is needed to cut its rank. Fix: actmat merge -e {model} "
                           f"--rank {rank} --out OUT")  # fmt: skip

@@ -12,6 +12,7 @@ from actmat.errors import RecipeError
 from actmat.planning import MergePlan
 from actmat.progress import Progress, usual_progress
 from actmat.recipe import Recipe, add_statistics, make_recipe
+from actmat.recipe.output import with_output
 from actmat.run import MergeReport, plan_recipe, run_recipes
 from actmat.settings import RunSettings
 
@@ -98,7 +99,8 @@ def make_arguments(
         listed = [e | {"weight": w} for e, w in zip(listed, weights, strict=True)]
     settings, rest = split_fields(fields)
     rest["options"] = dict(rest.get("options") or {})
-    return make_recipe({"base": "" if base is None else str(base), "experts": listed, **rest}), settings
+    given: dict[str, Any] = {"base": "" if base is None else str(base), "experts": listed}
+    return make_recipe(with_output(given, rest)), settings
 
 
 def _check_locations(base: object, experts: Sequence[object]) -> None:

@@ -170,6 +170,7 @@ class RecipeFlags:
             RecipeError: the flags or the file do not make a recipe.
         """
         from actmat.recipe import load_recipe, make_recipe, parse_option, variants
+        from actmat.recipe.output import with_output
 
         given = self.given
         weights = given.pop("weight", None)
@@ -185,7 +186,7 @@ class RecipeFlags:
             given["method"] = methods[0]
         if file is None:
             _check_complete(given)
-        recipe = make_recipe(given) if file is None else load_recipe(file, given)
+        recipe = make_recipe(with_output({}, given)) if file is None else load_recipe(file, given)
         for field, values in of_experts.items():
             recipe = _with_own(recipe, values, field) if values else recipe
         choices = dict(parse_option(text) for text in options)

@@ -1,4 +1,4 @@
-"""The commands: their groups in `actmat --help`, their exit codes, those that plug-ins add, and earlier names.
+"""The commands: their groups in `actmat --help`, their exit codes, and those that plug-ins add.
 
 A command is a function, or a `typer.Typer`, that `command` marks with its group and exit codes. Its module is imported
 for `actmat --help`, which shows the first line of its help, and when the command is invoked: it must be light. Its
@@ -18,7 +18,7 @@ import typer.core
 import typer.main
 
 from actmat.cli.flags import FIRST, with_flags
-from actmat.cli.streams import say, starting
+from actmat.cli.streams import starting
 from actmat.plugins import entries
 
 if TYPE_CHECKING:
@@ -31,17 +31,6 @@ COMMANDS = ("merge", "plan", "extract", "inspect", "verify", "diagnose", "method
 
 GROUPS = ("merge", "look", "choose", "share", "research", "more")
 """Panels of `actmat --help`, in their order."""
-
-RENAMED: Mapping[str, str] = {
-    "add": "actmat merge, with all experts",
-    "average": "actmat merge --average uniform CHECKPOINT...",
-    "calibrate": "actmat plan, which predicts the time from operation counts",
-    "import": "actmat plan MERGEKIT.yml --as-recipe",
-    "remove": "actmat merge, with the experts that stay",
-    "report": "actmat diagnose OUT --out PAGE.html",
-    "serve-command": "actmat inspect OUT --serve",
-}
-"""Name of an earlier command -> the present way."""
 
 DISTRIBUTIONS = {"analyze": "actmat-experiments", "experiment": "actmat-experiments"}
 """Commands that are documented here but installed by another distribution."""
@@ -158,7 +147,7 @@ class Commands(typer.core.TyperGroup):
         return None if declared is None else _typer_command(cmd_name, declared, flags=False)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command of the arguments, with its flags; answer to earlier names and to a missing distribution."""
+        """Find the command of the arguments, with its flags; answer to a missing distribution."""
         name = args[0]
         declared = declared_command(name)
         if declared is not None:
@@ -169,9 +158,6 @@ class Commands(typer.core.TyperGroup):
             if getattr(made.callback, "takes_recipe", False) and given == args[1:] and {"--help", "-h"} & {*given}:
                 _shorten(made)
             return name, made, given
-        if name in RENAMED:
-            say(f"'{name}' is now: {RENAMED[name]}")
-            raise typer.Exit(2)
         if name in DISTRIBUTIONS:
             ctx.fail(
                 f"'{name}' belongs to the distribution {DISTRIBUTIONS[name]}, which is not installed here or does not "

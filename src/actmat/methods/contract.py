@@ -245,7 +245,7 @@ class MergeMethod:
         Raises:
             RecipeError: unknown options or values that do not fit; carries all problems.
         """
-        return resolved_options(f"method '{self.name}'", self.options, given, formerly=self.about.formerly)
+        return resolved_options(f"method '{self.name}'", self.options, given)
 
 
 _FACETS: Mapping[str, Any] = {"name": str, "about": About, "access": Access, "cost": Cost, "laws": frozenset} | {
@@ -273,13 +273,8 @@ def declared_options(name: str, function: Callable[..., Any]) -> dict[str, Optio
     return out
 
 
-def resolved_options(
-    what: str, options: Mapping[str, Option], given: Mapping[str, Any], *, formerly: str = ""
-) -> dict[str, Any]:
+def resolved_options(what: str, options: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of `options` overlaid with `given`; `what` has them, such as "method 'ties'".
-
-    Args:
-        formerly: another method that had the name, for errors about unknown options.
 
     Raises:
         RecipeError: unknown options or values that do not fit; carries all problems.
@@ -289,7 +284,7 @@ def resolved_options(
         option = options.get(name)
         if option is None:
             known = ", ".join(options) or "none"
-            hint = did_you_mean(name, options) + (f" {formerly}." if formerly else "") + ELSEWHERE.get(name, "")
+            hint = did_you_mean(name, options) + ELSEWHERE.get(name, "")
             problems.append(f"{what} has no option '{name}'.{hint} Its options: {known}")
         elif (problem := option.problem(value)) is not None:
             problems.append(f"{what}: {problem}")

@@ -117,7 +117,6 @@ class About:
         equation: the merged delta, in plain text.
         preset_of: the method of which this is a preset.
         plan_note: a fact that every plan with this method states.
-        formerly: another method that had this name, for errors about unknown options.
     """
 
     summary: str
@@ -125,7 +124,6 @@ class About:
     reference: str = ""
     preset_of: str | None = None
     plan_note: str = ""
-    formerly: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from actmat.recipe import Recipe
 __all__ = ["Cost", "Draft", "InputSummary", "Item", "MergePlan", "MethodCall", "count_actions"]
 
 
-FORMAT = 3
+FORMAT = 1
 """Version of a plan's JSON; see docs/formats/plan.md."""
 
 

@@ -1,4 +1,4 @@
-"""Recipes as others write them: mergekit's names of methods that are options of methods here, and a former field."""
+"""Recipes as others write them: mergekit's names of methods that are options of methods here."""
 
 from __future__ import annotations
 
@@ -51,16 +51,3 @@ def with_real_method(data: Any) -> Any:
     if isinstance(given, Mapping):
         given = real_options(method, given)
     return {**data, "method": method, "options": {**preset, **given} if isinstance(given, Mapping) else given}
-
-
-def without_sums(data: Any) -> Any:
-    """Fields of a recipe without `keep_sums`, which recipes and manifests of earlier versions have.
-
-    Raises:
-        ValueError: it is true.
-    """
-    if not isinstance(data, Mapping) or "keep_sums" not in data:
-        return data
-    if data["keep_sums"] is not False:
-        raise ValueError("keep_sums: sums of deltas are no longer kept: leave it out, and merge again with all experts")
-    return {name: value for name, value in data.items() if name != "keep_sums"}

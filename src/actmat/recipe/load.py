@@ -15,7 +15,7 @@ from actmat.bounds import is_url, local_path, read_bytes
 from actmat.checkpoints.layer_names import adapted_parts, stack_parts
 from actmat.errors import RecipeError
 from actmat.foreign import terminal
-from actmat.recipe.output import LOOSE
+from actmat.recipe.output import with_output
 from actmat.recipe.schema import Recipe, make_recipe
 from actmat.recipe.text import UnreadableError, parse_yaml
 
@@ -36,7 +36,7 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
     Args:
         path: YAML (or JSON) file.
-        overrides: fields that replace those of the file.
+        overrides: fields that replace those of the file, as flags have them.
 
     Raises:
         RecipeError: unreadable, not YAML, or not a recipe; every problem with `file:line`.
@@ -46,7 +46,7 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     if (importer := _importer(data)) is not None:
         data, where = importer.convert(data, where), {}
     given = dict(overrides or {})
-    fields = _with_local_paths(data, file.parent) | given
+    fields = with_output(_with_local_paths(data, file.parent), given)
     return make_recipe(fields, where={k: v for k, v in where.items() if k.partition(".")[0] not in given})
 
 
@@ -70,7 +70,7 @@ class Importer(Protocol):
 
 def _importer(data: Mapping[str, Any]) -> Importer | None:
     """The reader of a configuration; None for a recipe of actmat."""
-    known = data.keys() <= {*Recipe.model_fields, *LOOSE, "to"}  # a recipe: no plug-in is imported
+    known = data.keys() <= Recipe.model_fields.keys()  # a recipe: no plug-in is imported
     importers: list[Importer] = [] if known else list(plugins.load_all("actmat.recipes").values())
     return next((i for i in importers if i.claims(data)), None)
 

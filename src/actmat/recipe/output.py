@@ -156,49 +156,48 @@ TO: Mapping[str, Mapping[str, str]] = {
 }
 """Short names of an output, as in `--to peft` -> its fields; any other name is a kind."""
 
-LOOSE = ("quantise", "vocabulary", "files_from", "base_as", "rank", "ranks", "any_base", "energy", "others")
-"""Fields of outputs that flags and recipes may give without `output`."""
+OF_OUTPUTS = ("quantise", "vocabulary", "files_from", "base_as", "rank", "ranks", "any_base", "energy", "others")
+"""Fields of outputs that are flags, and parameters of functions, of their own."""
 
 
-def gathered(data: Any) -> Any:
-    """Fields of a recipe with those of its output in `output`, and the kind that they mean.
+def from_text(output: Any) -> Any:
+    """Fields of an output that is given in one word; anything else as it is.
 
-    >>> gathered({"to": "peft", "rank": 8})
-    {'output': {'kind': 'adapter', 'rank': 8, 'layout': 'peft'}}
-    >>> gathered({"base": "base", "to": "adapter", "energy": 0.99})["output"]
+    >>> from_text("peft"), from_text("model")
+    ({'kind': 'adapter', 'layout': 'peft'}, {'kind': 'model'})
+    """
+    return dict(TO.get(output, {"kind": output})) if isinstance(output, str) else output
+
+
+def with_output(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a recipe with those of flags or parameters, of which `to` and those of an output go into `output`.
+
+    >>> with_output({}, {"to": "peft", "rank": 8})
+    {'output': {'kind': 'adapter', 'layout': 'peft', 'rank': 8}}
+    >>> with_output({"base": "base"}, {"to": "adapter", "energy": 0.99})["output"]
     {'kind': 'extracted', 'energy': 0.99}
     """
-    if not isinstance(data, Mapping):
-        return data
-    output = data.get("output")
-    given = {name: data[name] for name in LOOSE if data.get(name) is not None}
-    rest = {name: value for name, value in data.items() if name not in (*LOOSE, "to", "output")}
-    to = data.get("to") or (output if isinstance(output, str) else None)
-    if isinstance(output, Strict):
-        if not given and not to:
-            return data
-        output = {"kind": getattr(output, "kind", None), **output.model_dump(exclude_defaults=True)}
-    if isinstance(output, Mapping):
-        given = {**output, **given}
-    elif output is not None and not isinstance(output, str):
-        return data  # the schema says what it expects
-    if to:
-        given = {
-            **{k: v for k, v in given.items() if k not in ("kind", "layout")},
-            **TO.get(str(to), {"kind": str(to)}),
-        }
-    kind = given.pop("kind", None) or _kind(given, has_base=bool(data.get("base")))
-    if kind is None:
-        return rest
-    if kind == "adapter" and given.get("layout", "peft") in ("same", "peft") and given.keys() & {"energy", "others"}:
+    own = {name: given[name] for name in OF_OUTPUTS if given.get(name) is not None}
+    found = {**fields, **{name: value for name, value in given.items() if name not in (*OF_OUTPUTS, "to")}}
+    output = from_text(found.get("output"))
+    if isinstance(output, Model | Adapter | Extracted):
+        output = {"kind": output.kind, **output.model_dump(exclude_defaults=True)}
+    if not (own or given.get("to")) or not (output is None or isinstance(output, Mapping)):
+        return found  # the schema says what it expects
+    merged = {**(output or {}), **own}
+    if given.get("to"):
+        kept = {name: value for name, value in merged.items() if name not in ("kind", "layout")}
+        merged = {**from_text(given["to"]), **kept}
+    kind = merged.pop("kind", None) or _kind(merged, has_base=bool(found.get("base")))
+    if kind == "adapter" and merged.get("layout", "peft") in ("same", "peft") and merged.keys() & {"energy", "others"}:
         kind = "extracted"
-        given.pop("layout", None)
-    return {**rest, "output": {"kind": kind, **given}}
+        merged.pop("layout", None)
+    return {**found, "output": {"kind": kind, **merged}}
 
 
-def _kind(given: Mapping[str, Any], *, has_base: bool) -> str | None:
-    """Kind of an output that names none; None where the experts decide it."""
+def _kind(given: Mapping[str, Any], *, has_base: bool) -> str:
+    """Kind of an output that none is named for: with a base a model, else the one that has these fields."""
     if has_base:
         return "model"
     owners = [kind for kind, model in KINDS.items() if given.keys() & model.model_fields.keys()]
-    return owners[0] if len(owners) == 1 else "adapter" if owners else None
+    return owners[0] if len(owners) == 1 else "adapter"

@@ -22,9 +22,9 @@ from pydantic import (
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.errors import RecipeError, did_you_mean
 from actmat.flag import Flag
-from actmat.recipe.aliases import with_real_method, without_sums
+from actmat.recipe.aliases import with_real_method
 from actmat.recipe.experts import ExpertRef, Options
-from actmat.recipe.output import KINDS, Adapter, Extracted, Model, Output, Vocabulary, gathered
+from actmat.recipe.output import KINDS, Adapter, Extracted, Model, Output, Vocabulary, from_text
 from actmat.recipe.values import (
     FLOAT32_MAX,
     Factor,
@@ -244,7 +244,7 @@ class Recipe(Strict):
     max_shard_size: Annotated[str, Flag()] = Field(
         default="5GB", description="largest size of a weight file, such as 500MB (powers of ten)"
     )
-    output: Annotated[Output | None, Flag(("--to",), type=str)] = Field(
+    output: Annotated[Output | None, BeforeValidator(from_text), Flag(("--to",), type=str)] = Field(
         default=None,
         description="kind of output: model, adapter (in the experts' layout), peft, kohya, diffusers or comfy; "
         "default: adapter if all experts are adapters and no base is given",
@@ -267,8 +267,10 @@ class Recipe(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _earlier_fields(cls, value: Any) -> Any:
-        return gathered(with_real_method(without_sums(value)))
+    def _written_out(cls, value: Any) -> Any:
+        found = with_real_method(value)
+        is_model = isinstance(found, Mapping) and found.get("base") and found.get("output") is None
+        return {**found, "output": {"kind": "model"}} if is_model else found
 
     @model_serializer(mode="wrap")
     def _with_kind(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -400,7 +402,7 @@ def _with_value(error: Mapping[str, Any]) -> str:
 
 def _problem(loc: Sequence[int | str], message: str, kind: str, where: Mapping[str, str]) -> str:
     of_output = KINDS.get(str(loc[1])) if len(loc) > 1 and loc[0] == "output" else None
-    if of_output is not None:  # pydantic puts the kind into the path; flags and older recipes give the field alone
+    if of_output is not None:  # pydantic puts the kind into the path; flags give the field alone
         written = (loc[0], *loc[2:]) if f"{loc[0]}.{loc[-1]}" in where else loc[2:]
         if kind == "extra_forbidden" and len(loc) == 3 and (owners := _owners(str(loc[-1]))):
             message = f"goes with {owners}, and the output is {_named(str(loc[1]))}: leave one of both out"
@@ -412,7 +414,11 @@ def _problem(loc: Sequence[int | str], message: str, kind: str, where: Mapping[s
         nested = Vocabulary if of_output is not None and "vocabulary" in loc[:-1] else of_output
         model: type[BaseModel] = nested or (_MODELS.get(str(loc[0]), Recipe) if len(loc) > 1 else Recipe)
         known = list(model.model_fields)
-        message = f"there is no field '{loc[-1]}'.{did_you_mean(str(loc[-1]), known)} Fields: {', '.join(known)}"
+        owner = next((k for k, m in KINDS.items() if loc[-1] in m.model_fields), "") if len(loc) == 1 else ""
+        hint = f" Write output: {{kind: {owner}, {loc[-1]}: ...}}." if owner else did_you_mean(str(loc[-1]), known)
+        message = f"there is no field '{loc[-1]}'.{hint} Fields: {', '.join(known)}"
+    elif kind == "union_tag_not_found":
+        message = f"name its kind: {', '.join(KINDS)}"
     elif kind == "missing":
         message = "this field is required"
     message = message.removeprefix("Value error, ")

@@ -229,7 +229,7 @@ def _base(
     """The base; of an extraction with the hashes of its tensors, which are not those of the output."""
     if plan.base is None:
         return None
-    row = _input(plan.base, out)
+    row = input_row(plan.base, out)
     if not plan.is_extracted:
         return row | {"content": content}
     hashes = {i.name: records[i.name].base_hash for i in plan.items}
@@ -250,7 +250,7 @@ def _expert(
     plan: MergePlan, t: int, content: str | None, hashes: Mapping[str, str] | None, out: Path | None
 ) -> dict[str, Any]:
     """One expert; `content`: hash over its tensors that were read for a model; `hashes`: of all that were read."""
-    row = _input(plan.experts[t], out)
+    row = input_row(plan.experts[t], out)
     if content is not None:
         row["content"] = content
     if hashes is not None:  # its tensors are not those of the output: all are checked
@@ -258,7 +258,7 @@ def _expert(
     return row
 
 
-def _input(summary: InputSummary, out: Path | None) -> dict[str, Any]:
+def input_row(summary: InputSummary, out: Path | None) -> dict[str, Any]:
     """The entry of one input. Its files are named below the place that the user gave, without the folders above it."""
     row = summary.to_json()
     for file in row["files"]:
@@ -330,7 +330,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a merged model, all of whose fields have the types and the parts that readers expect.
 
     Raises:
-        CheckpointError: none there, damaged, or of a newer actmat; lists every problem with its place.
+        CheckpointError: none there, damaged, or of another layout; lists every problem with its place.
     """
     path = local_path(directory) / MANIFEST_NAME
     if not os.path.lexists(path):
@@ -351,11 +351,6 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if manifest.get("actmat_manifest") != FORMAT:
         found = repr(manifest.get("actmat_manifest"))[:80]
         raise CheckpointError(f"{path} has layout {found}; this version of actmat reads layout {FORMAT}.")
-    if isinstance(recipe := manifest.get("recipe"), dict) and recipe.get("keep_sums"):
-        raise CheckpointError(
-            f"{path}: this merge kept sums of deltas ('keep_sums'), which actmat no longer does: merge again, with all "
-            "experts and without it."
-        )
     from actmat.report.schema import manifest_problems  # a merge that writes one needs no schema
 
     if problems := manifest_problems(manifest):

@@ -49,7 +49,7 @@ class _File(_Strict):
 
 
 class _InputFile(_Strict):
-    path: str  # below the location, as the user gave that; earlier manifests: in full
+    path: str  # below the location, as the user gave that
     size: Size
 
 

@@ -28,7 +28,7 @@ from actmat.experts.resolve import convert, needs_base, open_base, open_stored
 from actmat.foreign import html_table
 from actmat.layout.ties import tied_heads
 from actmat.plugins import hint, load
-from actmat.recipe.output import Vocabulary, gathered
+from actmat.recipe.output import Vocabulary
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
 from actmat.report.words import plural
 from actmat.statistics.header import header_hash
@@ -367,10 +367,10 @@ def _opened_input(label: str, location: str, manifest: Mapping[str, Any], out: P
     """The tensors of an input as the merge read them: in the base's layout, rows in the order of its vocabulary."""
     if needs_base(location):
         return open_stored(location)
-    if (chosen := gathered(manifest["recipe"]).get("output", {}).get("vocabulary")) is not None:
+    if (chosen := manifest["recipe"].get("output", {}).get("vocabulary")) is not None:
         aligned = _aligned_input(label, Vocabulary.model_validate(chosen), manifest, out)
         return _with_heads(aligned, manifest) if label == "base" else aligned
-    if label == "base" and (scheme := gathered(manifest["recipe"]).get("output", {}).get("base_as")) is not None:
+    if label == "base" and (scheme := manifest["recipe"].get("output", {}).get("base_as")) is not None:
         return open_base(location, scheme)
     if label == "base":
         return _with_heads(open_stored(location), manifest)

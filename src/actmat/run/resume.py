@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.remote import clear_upload, present_sizes, staging_folder, staging_for
@@ -23,7 +23,7 @@ from actmat.methods import get_method
 from actmat.planning import MergePlan
 from actmat.planning.model import InputSummary, Item, MethodCall
 from actmat.report import Totals, read_manifest, recorded_totals, verify
-from actmat.report.manifest import input_location
+from actmat.report.manifest import input_location, input_row
 from actmat.report.words import size_words, warnings_of
 from actmat.run.places import present_output
 from actmat.run.prepare import Prepared
@@ -188,15 +188,10 @@ def _placeless(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _is_input(summary: InputSummary, row: Any, out: Path) -> bool:
     """True if an entry of the manifest is this input, in the same place."""
-    now = _plain(summary.to_json())
-    is_same = isinstance(row, Mapping) and _folderless({k: row.get(k) for k in now}) == _folderless(now)
+    now = _plain(input_row(summary, None))
+    is_same = isinstance(row, Mapping) and all(row.get(k) == v for k, v in now.items())
     pinned = bool(summary.commit or summary.pinned)
     return is_same and (pinned or os.path.realpath(input_location(row, out)) == os.path.realpath(summary.location))
-
-
-def _folderless(row: Mapping[str, Any]) -> dict[str, Any]:
-    """An input with names and sizes of its files: manifests name these below the place that was given."""
-    return {**row, "files": [(PurePath(file["path"]).name, file["size"]) for file in row["files"] or ()]}
 
 
 def _plain(data: Any) -> Any:

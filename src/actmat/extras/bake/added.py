@@ -25,7 +25,6 @@ from actmat.experts.resolve import open_base, open_expert, open_stored
 from actmat.linalg.lowrank import LowRank
 from actmat.planning.choose import Chooser
 from actmat.recipe import Recipe, make_recipe
-from actmat.recipe.output import gathered
 from actmat.report.manifest import input_location
 from actmat.report.words import plural
 
@@ -140,7 +139,7 @@ def check_added(location: str, directory: Path, manifest: Mapping[str, Any], aga
         base = stack.enter_context(
             open_base(
                 input_location(manifest["base"], directory),
-                gathered(manifest["recipe"]).get("output", {}).get("base_as"),
+                manifest["recipe"].get("output", {}).get("base_as"),
             )
         )
         experts = [stack.enter_context(open_expert(str(place), base)) for place in against]
@@ -162,7 +161,7 @@ def _check_form(location: str, manifest: Mapping[str, Any], given: int, labels: 
         problems.append("the output is an adapter, so nothing was added to a base. Fix: merge with --base, --to model")
     if given != len(labels):
         problems.append(f"expected one --against for each of {', '.join(labels)}, in this order; found {given}")
-    recipe = gathered(manifest["recipe"])
+    recipe = manifest["recipe"]
     if recipe.get("output", {}).get("vocabulary") is not None:
         problems.append("the merge aligned vocabularies, so that rows of the output are other rows of the base")
     if caps := sorted({"norm_cap", "singular_value_cap"} & set(recipe.get("postprocess", {}))):

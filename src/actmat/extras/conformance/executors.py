@@ -106,7 +106,7 @@ class ExecutorConformance(abc.ABC):
     def test_adapters_into_a_model(self, tmp_path: Path) -> None:
         """LoRA adapters that are added to their base."""
         variants: list[Fields] = [{"method": "actmat"}, {"method": "ties", "options": {"trim": "global"}}]
-        self._assert_same(Samples.adapters(tmp_path), [{**v, "to": "model"} for v in variants])
+        self._assert_same(Samples.adapters(tmp_path), [{**v, "output": "model"} for v in variants])
 
     def test_adapters_into_an_adapter(self, tmp_path: Path) -> None:
         """LoRA adapters that stay one, with and without a survey, and in the core space."""
@@ -116,7 +116,7 @@ class ExecutorConformance(abc.ABC):
             {"method": "ties", "space": "core", "post": "isotropise"},
         ]
         samples = dataclasses.replace(Samples.adapters(tmp_path), base=None)
-        run = self._assert_same(samples, [{**v, "to": "adapter"} for v in variants])
+        run = self._assert_same(samples, [{**v, "output": "adapter"} for v in variants])
         assert all(item.factors is not None for item in run.spec.plans[0].items), "no adapter"
 
     def test_observers_give_the_same_measures(self, tmp_path: Path) -> None:

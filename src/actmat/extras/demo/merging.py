@@ -111,5 +111,5 @@ def merge_experts(base: Path, experts: Mapping[str, Path], method: str, out: Pat
     from actmat.settings import RunSettings
 
     named = [{"path": str(path), "name": name} for name, path in experts.items()]
-    fields = {"base": str(base), "experts": named, "method": method, "seed": seed, "to": "model", "out": str(out)}
+    fields = {"base": str(base), "experts": named, "method": method, "seed": seed, "output": "model", "out": str(out)}
     run_recipes([make_recipe(fields)], RunSettings(threads=threads, durable=False))

@@ -226,7 +226,7 @@ class _Conversion:
         if tokenizer is not None and not isinstance(tokenizer, Mapping):
             self.found.problem("tokenizer", f"expected a mapping with 'source', found {str(tokenizer)[:80]!r}")
         if not isinstance(tokenizer, Mapping):
-            return {} if source is None else {"vocabulary": self._tokens_of(str(source), "tokenizer_source", experts)}
+            return {} if source is None else _vocabulary(self._tokens_of(str(source), "tokenizer_source", experts))
         self.found.ignored("tokenizer", tokenizer, TOKENIZER)
         vocabulary: dict[str, Any] = {
             "source": self._tokens_of(str(tokenizer.get("source", "union")), "tokenizer.source", experts)
@@ -238,7 +238,7 @@ class _Conversion:
             self.found.problem("tokenizer.tokens", f"expected a mapping of tokens, found {str(tokens)[:80]!r}")
             tokens = {}
         rows = {str(t): self._row(str(t), entry, experts) for t, entry in tokens.items()}
-        return {"vocabulary": vocabulary | ({"tokens": rows} if rows else {})}
+        return _vocabulary(vocabulary | ({"tokens": rows} if rows else {}))
 
     def _row(self, token: str, entry: Any, experts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Row of one token: of a model, zeros, or another token of a model."""
@@ -299,3 +299,8 @@ def _name(model: str) -> str:
     """Short name of a model: the last part of its path, or of its adapter's."""
     text = model.rpartition("+")[2].partition("@")[0]
     return PurePath(text).name or text
+
+
+def _vocabulary(chosen: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The output with this vocabulary."""
+    return {"output": {"kind": "model", "vocabulary": chosen}}

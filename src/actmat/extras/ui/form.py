@@ -15,6 +15,7 @@ from actmat.extras.tune.groups import FIXED, Grouping, group_rules, groups_of
 from actmat.planning.choose import depth_of
 from actmat.recipe import Recipe, make_recipe
 from actmat.recipe.load import recipe_yaml
+from actmat.recipe.output import with_output
 from actmat.run import plan_recipe
 from actmat.settings import RunSettings
 
@@ -33,7 +34,7 @@ def recipe_of(form: Mapping[str, Any]) -> Recipe:
     Raises:
         MergeError: the fields make no recipe; with scales of groups, also what planning it raises.
     """
-    recipe = make_recipe({**form.get("recipe", {}), "out": form.get("out") or None})
+    recipe = make_recipe(with_output({"out": form.get("out") or None}, form.get("recipe", {})))
     scales = {str(group): value for group, value in form.get("scales", {}).items() if value is not None}
     if not scales:
         return recipe
@@ -48,7 +49,7 @@ def recipe_of(form: Mapping[str, Any]) -> Recipe:
 
 def groups_in(form: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Groups of layers of a form's grouping that a scale reaches, first layers first: name and number of tensors."""
-    recipe = make_recipe(form.get("recipe", {}))
+    recipe = make_recipe(with_output({}, form.get("recipe", {})))
     groups = _groups(recipe, form)
     names = sorted((depth_of(tensor) or 0, group) for tensor, group in groups.items() if group != FIXED)
     counts: dict[str, int] = {}

@@ -106,7 +106,7 @@ def recipes_of(
                 "options": dict(row.options),
                 "scale": row.scale,
                 "seed": seed,
-                "to": "model",
+                "output": "model",
                 "out": str(outs[row.name]),
                 **row.fields,
             }

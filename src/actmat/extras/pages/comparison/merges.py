@@ -334,7 +334,7 @@ def compare(
 
 
 def _norms(manifest: Mapping[str, Any]) -> Norms | None:
-    """Norms on record; None where an earlier version, or somebody else, wrote none."""
+    """Norms on record; None where somebody else wrote none."""
     try:
         return recorded_totals(manifest).norms
     except CheckpointError:
