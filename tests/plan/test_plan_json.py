@@ -206,7 +206,7 @@ def test_damage_is_told_with_its_place(edit: Any, place: str, inputs: Path) -> N
     assert any(p.startswith(f"{place}: ") for p in error.value.problems), error.value.problems
 
 
-@pytest.mark.parametrize("data", [{}, {"actmat_plan": 1}, {"actmat_plan": 2}, {"actmat_plan": "3"}, [], None, "plan"])
+@pytest.mark.parametrize("data", [{}, {"actmat_plan": 3}, {"actmat_plan": 2}, {"actmat_plan": "1"}, [], None, "plan"])
 def test_another_layout_is_refused(data: Any) -> None:
-    with pytest.raises(RecipeError, match="plan of layout 3"):
+    with pytest.raises(RecipeError, match="plan of layout 1"):
         MergePlan.from_json(data)
