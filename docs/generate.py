@@ -56,7 +56,6 @@ from actmat.cli.flags import FIRST, with_flags
 from actmat.cli.listing import COMMON, declared_command, info_of
 from actmat.cli.screen import LAYOUTS
 from actmat.errors import MergeError
-from actmat.extras.pages.html.verdicts import FILE as EXPLAINED
 from actmat.layout.families import FAMILIES, PLAIN
 from actmat.methods import Bounds, MergeMethod, Option, all_methods, get_method
 from actmat.methods.post import STEPS
@@ -421,18 +420,9 @@ def catalogue() -> str:
     return json.dumps([describe(m) for m in all_methods()], indent=1) + "\n"
 
 
-def explanations() -> str:
-    """The sections of docs/checks.md as texts without links, for pages whose readers have no documentation."""
-    page = (ROOT / "docs" / "checks.md").read_text()
-    found = re.findall(r"^### (AM\d+)\n(.*?)(?=^##|\Z)", page, re.DOTALL | re.MULTILINE)
-    texts = {code: re.sub(r"\s+", " ", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)).strip() for code, text in found}
-    return json.dumps({c: re.sub(r"\*(\w+)\*", r"\1", t) for c, t in texts.items()}, indent=1) + "\n"
-
-
 WRITTEN: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "merges.svg": picture,
     ROOT / "src" / "actmat" / "cli" / FILE: catalogue,
-    ROOT / "src" / "actmat" / "extras" / "pages" / "html" / EXPLAINED: explanations,
     **SCHEMA_FILES,
 }
 """Whole files that are made from declarations, pages and results."""

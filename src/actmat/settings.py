@@ -36,7 +36,6 @@ class RunSettings:
     ] = True
     sha256: Annotated[bool, Flag(help="Add SHA-256 of the weight files to the manifest.")] = False
     diagnose: Annotated[bool, Flag(help="Measure and check while merging, and write a report into the output.")] = False
-    exact: Annotated[bool, Flag(help="Measure without random probes: slower, no sampling error.")] = False
     executor: Annotated[
         str | None,
         Flag(

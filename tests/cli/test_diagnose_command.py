@@ -31,8 +31,10 @@ def test_a_summary_of_eighty_columns(family: Family) -> None:
     assert max(len(line.rstrip()) for line in lines) <= 80
     assert "expert0" in outcome.out
     assert "merged delta: norm" in outcome.out
+    assert "is it good? Not measured." in outcome.out
+    assert "actmat diagnose merged --data expert0=INPUTS ..." in outcome.out
     assert "checks: " in outcome.out
-    head = next(i for i, line in enumerate(lines) if line.startswith("most contested"))
+    head = next(i for i, line in enumerate(lines) if line.startswith("matrices of the largest rho"))
     shown = [line for line in lines[head + 2 :] if line.strip()]
     assert [float(line.split()[1]) for line in shown] == sorted((float(x.split()[1]) for x in shown), reverse=True)
     assert len(shown) == 7

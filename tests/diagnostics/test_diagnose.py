@@ -23,8 +23,8 @@ import actmat
 from actmat.api import diagnose_output, diagnose_recipe, recipe_of_output
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.writing.staging import Staging
-from actmat.diagnostics.measure import Kept, measure_dense
-from actmat.diagnostics.model import Diagnosis, Stages, read_diagnosis
+from actmat.diagnostics.measure import measure_dense
+from actmat.diagnostics.model import Diagnosis, read_diagnosis
 from actmat.diagnostics.observer import Observers
 from actmat.errors import CheckpointError, RecipeError
 from actmat.experts.base import Source
@@ -45,7 +45,7 @@ def family(tmp_path: Path) -> Family:
 
 def timeless(diagnosis: Diagnosis) -> Diagnosis:
     """Without clocks, memory and place: equal for equal inputs."""
-    totals = dataclasses.replace(diagnosis.totals, seconds=None, peak_bytes=None, stages=Stages())
+    totals = dataclasses.replace(diagnosis.totals, seconds=None, peak_bytes=None, measuring=None)
     rows = tuple(dataclasses.replace(r, seconds=None) for r in diagnosis.tensors)
     return dataclasses.replace(diagnosis, created="", out=None, totals=totals, tensors=rows)
 
@@ -113,7 +113,6 @@ def test_every_logical_matrix_is_measured(
             numbers = measure_dense(own, results[k])
             assert m.norms == pytest.approx(numbers["norms"], rel=PRINTED)
             assert flat(m.subspace_overlap) == pytest.approx(flat(numbers["subspace_overlap"]), abs=PRINTED)
-            assert flat(m.sign_conflict) == pytest.approx(flat(numbers["sign_conflict"]), abs=PRINTED)
             # the output is rounded to float32
             assert m.residual == pytest.approx(numbers["residual"], rel=1e-4, abs=1e-4)
             assert m.merged_norm == pytest.approx(numbers["merged_norm"], rel=1e-4)
@@ -131,19 +130,15 @@ def test_threads_and_resources_change_nothing(family: Family) -> None:
     assert [t.name for t in one.tensors] == list(load_file(family.base / "model.safetensors"))
 
 
-def test_large_matrices_are_probed_and_exact_on_request(tmp_path: Path) -> None:
+def test_large_matrices_are_probed(tmp_path: Path) -> None:
     rng = torch.Generator().manual_seed(0)
     base = {"layer.weight": torch.randn(300, 40, generator=rng)}
     places = [tmp_path / f"{n}.safetensors" for n in ("base", "a", "b")]
     for place, size in zip(places, (0.0, 0.1, 0.1), strict=True):
         save_file({k: v + size * torch.randn(v.shape, generator=rng) for k, v in base.items()}, place)
     probed, again = (actmat.diagnose(places[0], places[1:], **FAST).measures[0] for _ in range(2))
-    exact = actmat.diagnose(places[0], places[1:], exact=True, **FAST).measures[0]
-    assert (probed.probes, exact.probes) == (128, None)
+    assert probed.probes == 128
     assert probed == again
-    assert probed.norms == exact.norms
-    assert probed.residual == pytest.approx(exact.residual, rel=0.1)
-    assert probed.residual != exact.residual
 
 
 def test_unchanged_and_copied_tensors_are_rows_without_measures(family: Family) -> None:
@@ -197,7 +192,7 @@ def test_adapters_into_an_adapter_and_into_a_model_agree(adapters: tuple[Path, l
     factored = actmat.diagnose(None, experts, method="actmat", **FAST)
     model = actmat.diagnose(base, experts, method="actmat", **FAST)
     assert {m.name + ".weight" for m in factored.measures} == {m.name for m in model.measures}
-    assert all(m.factored and m.sign_conflict is None and m.snr is None for m in factored.measures + model.measures)
+    assert all(m.factored and m.snr is None for m in factored.measures + model.measures)
     dense = {m.name: m for m in model.measures}
     for m in factored.measures:
         other = dense[m.name + ".weight"]
@@ -353,13 +348,8 @@ def test_measuring_stays_within_the_estimate(shape: tuple[int, int], reused: boo
     assert ACTMAT.stages is not None
     state = ACTMAT.stages.prepare(deltas, **options)
     merged = ACTMAT.stages.finish(state, **options)
-    kept = Kept(int(merged.stats["rank"]), float(merged.stats["cutoff"]))
-    rule = state.items[0] if reused else None
-    peak = peak_bytes(
-        lambda: measure_dense(
-            deltas, merged.value, generator=torch.Generator(), kept=kept if reused else None, rule=rule, plain=reused
-        )
-    )
+    kept, rule = (int(merged.stats["rank"]), state.items[0]) if reused else (None, None)
+    peak = peak_bytes(lambda: measure_dense(deltas, merged.value, generator=torch.Generator(), kept=kept, rule=rule))
     item = Item(
         "w",
         shape,

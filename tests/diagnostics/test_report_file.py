@@ -61,11 +61,10 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("measures.0.norms", [1.0], "norms of 'model.layers.0.q_proj.weight' has 1 entries for 2 experts"),
         ("measures.0.norms", [1.0, "2"], r"measures.0.norms.1"),
         ("measures.0.cosine", [[1.0, 0.0]], "cosine of .* is not 2 x 2"),
-        ("measures.0.spectrum.counts", [1], "3 edges for 1 bins"),
         ("measures.0.merged_norm", None, "measures.0.merged_norm"),
         ("measures.0.shape", [1, 2, 3], "measures.0.shape"),
         ("experts.0.kind", "lora", "experts.0.kind"),
-        ("experts_summary", [], "experts_summary does not name the experts"),
+        ("experts.0.residual", None, "experts.0.residual"),
         ("totals.measured", "1", "totals.measured"),
         ("agreement", [{"expert": "math"}], "agreement.0.divergence"),
         ("agreement", [AGREEMENT | {"expert": "law"}], "agreement does not name experts"),
@@ -99,7 +98,7 @@ def test_numbers_are_finite(number: str, tmp_path: Path) -> None:
 
 
 def test_all_problems_come_in_one_message() -> None:
-    data = changed("measures.0.norms", [1.0]) | {"experts_summary": []}
+    data = changed("measures.0.norms", [1.0]) | {"agreement": [AGREEMENT, AGREEMENT]}
     with pytest.raises(CheckpointError) as caught:
         Diagnosis.from_json(data)
     assert len(caught.value.problems) == 2

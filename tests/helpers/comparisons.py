@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from actmat.extras.pages.comparison import (
-    CheckDifference,
-    Comparison,
-    ResidualDifference,
-    SettingDifference,
-    TensorDifference,
-)
+from actmat.extras.pages.comparison import Difference, MergeComparison, TensorDifference
 
 
-def comparison(mark: str = "") -> Comparison:
+def comparison(mark: str = "") -> MergeComparison:
     """Four layers of two kinds, growing apart with depth; `mark` stands in every text."""
     tensors = [TensorDifference(f"model.embed_tokens.weight{mark}", (32, 8), ("average", "average"), True, 0.0)]
     for layer in range(4):
@@ -29,18 +23,18 @@ def comparison(mark: str = "") -> Comparison:
                     cosine=1 - relative**2 / 2,
                 )
             )
-    return Comparison(
+    return MergeComparison(
         outs=(f"merged/actmat{mark}", f"merged/ties{mark}"),
         methods=("actmat", f"ties{mark}"),
         base=f"base{mark}",
         experts=((f"math{mark}", f"math{mark}"), (f"code{mark}", f"coding{mark}")),
         settings=(
-            SettingDifference("method", "actmat", f"ties{mark}"),
-            SettingDifference("options", None, {"density": 0.3, "why": mark}),
+            Difference("method", "actmat", f"ties{mark}"),
+            Difference("options", None, {"density": 0.3, "why": mark}),
         ),
         tensors=tuple(tensors),
         diagnosed=(True, True),
-        residuals=(ResidualDifference(f"math{mark}", 0.25, 0.5), ResidualDifference(f"code{mark}", 0.5, 0.125)),
-        checks=(CheckDifference("AM101", f"Change lost in rounding{mark}", "issue found, 3 tensors", "clear"),),
+        residuals=(Difference(f"math{mark}", 0.25, 0.5), Difference(f"code{mark}", 0.5, 0.125)),
+        checks=(Difference(f"AM101 Change lost in rounding{mark}", "issue found, 3 tensors", "clear"),),
         notes=(f"the base was on a slow disk{mark}",),
     )

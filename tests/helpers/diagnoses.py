@@ -8,12 +8,9 @@ from actmat.diagnostics.checks import Facts
 from actmat.diagnostics.model import (
     Diagnosis,
     ExpertRow,
-    ExpertSummary,
-    Measure,
-    Spectrum,
+    MatrixRow,
+    RunTotals,
     TensorRow,
-    Totals,
-    WorstMatrix,
 )
 
 Matrix = tuple[tuple[float, ...], ...]
@@ -24,7 +21,7 @@ def table(n: int, diagonal: float, off: float) -> Matrix:
     return tuple(tuple(diagonal if s == t else off for s in range(n)) for t in range(n))
 
 
-def a_measure(name: str = "model.layers.0.q_proj.weight", n: int = 2, **fields: Any) -> Measure:
+def a_measure(name: str = "model.layers.0.q_proj.weight", n: int = 2, **fields: Any) -> MatrixRow:
     """An unremarkable matrix: two unrelated experts of one size, merged by their mean."""
     settings: dict[str, Any] = {
         "part": "",
@@ -37,23 +34,16 @@ def a_measure(name: str = "model.layers.0.q_proj.weight", n: int = 2, **fields: 
         "relative_norms": (0.02,) * n,
         "effective_rank": (20.0,) * n,
         "numerical_rank": (64,) * n,
-        "sum_effective_rank": 30.0,
-        "sum_numerical_rank": 64,
-        "condition": 1e3,
-        "spectrum": Spectrum((-8.0, -4.0, 0.0), (0, 64)),
-        "rank_kept": None,
-        "cutoff": None,
         "energy_kept": None,
         "cosine": table(n, 1.0, 0.05),
         "subspace_overlap": table(n, 1.0, 0.4),
         "chance_overlap": 0.3,
-        "sign_conflict": table(n, 0.0, 0.48),
         "residual": (0.6,) * n,
         "merged_norm": 0.72,
         "mean_norm": 0.72,
         "sum_norm": 1.44,
     }
-    return Measure(name=name, **(settings | fields))
+    return MatrixRow(name=name, **(settings | fields))
 
 
 def a_row(
@@ -111,15 +101,11 @@ def a_diagnosis(**fields: Any) -> Diagnosis:
         "source": "merge",
         "base": "base",
         "out": "merged",
-        "experts": (ExpertRow("math", "experts/math", "model", 1.0), ExpertRow("code", "experts/code", "model", 1.0)),
+        "experts": tuple(ExpertRow(n, f"experts/{n}", "model", 1.0, 0.6, 0.5) for n in ("math", "code")),
         "storage_dtypes": ("bfloat16",),
-        "totals": Totals(tensors=1, parameters=4096, measured=1),
+        "totals": RunTotals(tensors=1, parameters=4096, measured=1),
         "tensors": (a_row("model.layers.0.q_proj.weight"),),
         "measures": (a_measure(),),
-        "experts_summary": (
-            ExpertSummary("math", 0.6, 0.5, (WorstMatrix("model.layers.0.q_proj.weight", "", 0.6),)),
-            ExpertSummary("code", 0.6, 0.5, ()),
-        ),
         "checks": (),
     }
     return Diagnosis(**(settings | fields))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -83,11 +82,6 @@ class Page(HTMLParser):
     def sections(self) -> list[str | None]:
         """Anchors of the parts of the page."""
         return [e.attributes.get("id") for e in self.all("section")]
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """What the script draws the table from."""
-        return dict(json.loads(self.one("script", id="rows").text))
 
 
 def drawn(file: str, macro: str, *given: Any, **named: Any) -> Page:

@@ -48,12 +48,7 @@ def measure(rng: random.Random, module: str, layer: int | None, shape: Sequence[
     residual = [min(1.3, max(0.01, conflict * (1.4 - 0.1 * t) * math.exp(rng.gauss(0, 0.2)))) for t in range(experts)]
     cosine = _symmetric(rng, experts, 0.08, 0.06, 1.0)
     summed = math.sqrt(sum(cosine[s][t] * norms[s] * norms[t] for s in range(experts) for t in range(experts)))
-    edges = [-12 + 0.5 * k for k in range(25)]
-    shapes = [math.exp(-(((e + 5 - 2 * depth) / 2.2) ** 2)) for e in edges[:-1]]
-    counts = [round(columns * s / sum(shapes)) for s in shapes]
-    counts[-1] = max(1, counts[-1])
-    rank = sum(counts[10:])
-    effective = [rank / 5 * math.exp(rng.gauss(0, 0.1)) for _ in range(experts)]
+    effective = [columns / 5 * math.exp(rng.gauss(0, 0.1)) for _ in range(experts)]
     return {
         "name": f"{module}.weight",
         "part": "",
@@ -66,17 +61,10 @@ def measure(rng: random.Random, module: str, layer: int | None, shape: Sequence[
         "relative_norms": [n / 40 for n in norms],
         "effective_rank": effective,
         "numerical_rank": [min(rows, columns)] * experts,
-        "sum_effective_rank": 1.6 * sum(effective) / experts,
-        "sum_numerical_rank": min(columns, rows * experts),
-        "condition": 10.0**7.5,
-        "spectrum": {"edges": edges, "counts": counts},
-        "rank_kept": rank,
-        "cutoff": 1e-7,
         "energy_kept": [0.999 - 0.01 * rng.random() for _ in range(experts)],
         "cosine": cosine,
         "subspace_overlap": _symmetric(rng, experts, 0.3, 0.08, 1.0),
         "chance_overlap": 0.12,
-        "sign_conflict": _symmetric(rng, experts, 0.46, 0.02, 0.0),
         "residual": residual,
         "merged_norm": 0.8 * summed,
         "mean_norm": summed / experts,
@@ -151,7 +139,17 @@ def diagnosis_json(experts: int = 3, layers: int = 8, *, extra: int = 0, seed: i
         "source": "merge",
         "base": "models/base",
         "out": "models/merged",
-        "experts": [{"name": n, "location": f"models/{n}", "kind": "model", "weight": 1.0} for n in labels],
+        "experts": [
+            {
+                "name": label,
+                "location": f"models/{label}",
+                "kind": "model",
+                "weight": 1.0,
+                "residual": math.sqrt(sum((m["residual"][t] * m["norms"][t]) ** 2 for m in measures) / energy[t]),
+                "energy_share": energy[t] / sum(energy),
+            }
+            for t, label in enumerate(labels)
+        ],
         "storage_dtypes": ["bfloat16"],
         "totals": {
             "tensors": len(tensors),
@@ -161,22 +159,10 @@ def diagnosis_json(experts: int = 3, layers: int = 8, *, extra: int = 0, seed: i
             "peak_bytes": 1_250_000_000,
             "bytes_read": 9_000_000_000,
             "bytes_written": 2_200_000_000,
-            "stages": {"measure": 2.4},
+            "measuring": 2.4,
         },
         "tensors": tensors,
         "measures": measures,
-        "experts_summary": [
-            {
-                "name": label,
-                "residual": math.sqrt(sum((m["residual"][t] * m["norms"][t]) ** 2 for m in measures) / energy[t]),
-                "energy_share": energy[t] / sum(energy),
-                "worst": [
-                    {"name": m["name"], "part": m["part"], "residual": m["residual"][t]}
-                    for m in sorted(measures, key=lambda m, t=t: -m["residual"][t])[:3]
-                ],
-            }
-            for t, label in enumerate(labels)
-        ],
         "checks": checked,
     }
 

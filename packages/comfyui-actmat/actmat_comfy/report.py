@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from actmat.diagnostics.model import Diagnosis, Measure
+from actmat.diagnostics.model import Diagnosis, MatrixRow
 
 CONTESTED = 10
 """Modules that are listed at most."""
@@ -19,10 +19,7 @@ def conflict_text(found: Diagnosis) -> str:
         "rho: 0 as this LoRA on its own inputs, 1 as without it\n" + _experts(found, names),
     ]
     if len(names) > 1:
-        blocks.append(
-            "overlap: share of common input directions; signs: share of entries with opposite signs; medians\n"
-            + _pairs(found.measures, names)
-        )
+        blocks.append("overlap: share of common input directions; medians\n" + _pairs(found.measures, names))
     findings = [f"{c.severity} {c.code} {c.title}: {c.message}." for c in found.checks if c.verdict == "found"]
     blocks.append("\n".join(findings) or "checks: nothing found")
     if found.measures:
@@ -32,7 +29,7 @@ def conflict_text(found: Diagnosis) -> str:
 
 def _experts(found: Diagnosis, names: Sequence[str]) -> str:
     rows = [("LoRA", "norm", "modules", "rank", "rho")]
-    for t, summary in enumerate(found.experts_summary):
+    for t, summary in enumerate(found.experts):
         own = [m for m in found.measures if m.norms[t] > 0]
         norm = math.sqrt(math.fsum(m.norms[t] ** 2 for m in own))
         rank = _median(m.numerical_rank[t] for m in own)
@@ -40,20 +37,19 @@ def _experts(found: Diagnosis, names: Sequence[str]) -> str:
     return _table(rows)
 
 
-def _pairs(measures: Sequence[Measure], names: Sequence[str]) -> str:
-    rows = [("pair", "cosine", "overlap", "by chance", "signs")]
+def _pairs(measures: Sequence[MatrixRow], names: Sequence[str]) -> str:
+    rows = [("pair", "cosine", "overlap", "by chance")]
     for t, one in enumerate(names):
         for s in range(t):
             both = [m for m in measures if m.norms[t] > 0 and m.norms[s] > 0]
             cosine = _median(m.cosine[t][s] for m in both)
             overlap = _median(m.subspace_overlap[t][s] for m in both)
             chance = _median(m.chance_overlap for m in both)
-            signs = _median(m.sign_conflict[t][s] for m in both if m.sign_conflict is not None)
-            rows.append((f"{names[s]} + {one}", cosine, overlap, chance, signs))
+            rows.append((f"{names[s]} + {one}", cosine, overlap, chance))
     return _table(rows)
 
 
-def _contested(measures: Sequence[Measure], names: Sequence[str]) -> str:
+def _contested(measures: Sequence[MatrixRow], names: Sequence[str]) -> str:
     rows = [("module", "rho", "LoRA")]
     for m in sorted(measures, key=lambda m: (-m.contested, m.label))[:CONTESTED]:
         worst = max(range(len(m.residual)), key=m.residual.__getitem__)

@@ -29,8 +29,7 @@ def diagnose(
     """Measure what `merge` with the same arguments would do to every matrix; nothing is written.
 
     Args:
-        base, experts, method, weights, statistics, progress, fields: as for `merge`. `exact=True` measures without
-            probes, see docs/diagnostics.md; it takes several times as long.
+        base, experts, method, weights, statistics, progress, fields: as for `merge`.
 
     Returns:
         Measures per matrix and the outcome of every check.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 OF_OUTPUT = ("dtype", "files_from", "max_shard_size", "quantise", "rank", "ranks", "out")
 """Fields of a recipe that only matter to what is written."""
-MEASURING = ("device", "device_memory", "max_memory", "threads", "exact", "executor")
+MEASURING = ("device", "device_memory", "max_memory", "threads", "executor")
 """Settings of a run that writes nothing."""
 
 

@@ -19,7 +19,7 @@ def extract(
     base: Annotated[str, typer.Option("--base", "-b", help="Checkpoint that the model was fine-tuned from.")],
     model: Annotated[str, typer.Option("--model", help="Fine-tuned checkpoint, or an adapter of any family.")],
     given: Annotated[RecipeFlags, Fields(only=("out", "rank", "energy", "others", "dtype"))],
-    run: Annotated[RunSettings, Fields(without=("device", "device_memory", "exact"))],
+    run: Annotated[RunSettings, Fields(without=("device", "device_memory"))],
     plan: Annotated[bool, typer.Option("--plan", help="Show the plan; write nothing.")] = False,
     json: flags.Json = False,
     quiet: flags.Quiet = False,

@@ -46,7 +46,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     "Where it runs": (
         *("device", "device_memory", "max_memory", "threads", "executor"),
     ),
-    "Measures": ("exact", "strict"),
+    "Measures": ("strict",),
 }  # fmt: skip
 """Panels of the help of a command that takes a recipe, the first first -> names of parameters."""
 

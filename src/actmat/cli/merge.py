@@ -51,8 +51,8 @@ class MergeFlags:
 
     def refuse_contradictions(self, recipes: Sequence[Recipe], given: RecipeFlags, run: RunSettings) -> None:
         """Raise `typer.BadParameter` for flags that do not go together."""
-        if (self.strict or run.exact) and not run.diagnose:
-            raise typer.BadParameter("--strict and --exact go with --diagnose")
+        if self.strict and not run.diagnose:
+            raise typer.BadParameter("--strict goes with --diagnose")
         if any(r.out is None for r in recipes):
             raise typer.BadParameter("say where the merged model goes: --out OUT, or 'out' in the recipe")
         if self.tune_scale and "scale" in given:

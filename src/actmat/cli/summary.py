@@ -14,7 +14,7 @@ from rich.table import Table
 from actmat.api.extracting import extracted_rows
 from actmat.cli.screen import console, escape, plain_table
 from actmat.diagnostics.checks.merged import SIZE_CHECKS
-from actmat.diagnostics.model import AgreementRow, CheckResult, DataResidual, Diagnosis, Measure
+from actmat.diagnostics.model import AgreementRow, CheckResult, DataResidual, Diagnosis, MatrixRow
 from actmat.errors import format_size
 from actmat.planning.model import Item, count_actions
 from actmat.planning.placement import STAGING_BYTES
@@ -22,6 +22,7 @@ from actmat.report.words import (
     action_counts,
     copied_thing,
     item_groups,
+    measure_answers,
     plan_time,
     plan_traffic,
     plural,
@@ -336,19 +337,23 @@ def print_diagnosis(found: Diagnosis, files: Sequence[Path] = ()) -> None:
         + (f" of {escape(found.base)}" if found.base else "")
         + f": {totals.measured} matrices measured in {totals.seconds or 0:.1f} s"
     )
+    if found.agreement is not None:
+        console.print("\nanswers on unlabelled inputs, against each expert's")
+        console.print(_agreement(found.agreement))
+    else:
+        console.print("\nis it good? Not measured. On a few inputs of each expert's task, without labels:")
+        for line in measure_answers(found).splitlines():
+            console.print(f"  {escape(line)}", soft_wrap=True)
     if found.measures:
         console.print("\nper expert: norm and rho over all matrices, medians of the rest")
         console.print(_experts(found))
         console.print(_merged(found.measures))
-    if found.agreement is not None:
-        console.print("\nanswers on unlabelled inputs, against each expert's; a measurement, no forecast")
-        console.print(_agreement(found.agreement))
     if found.residual_on_data is not None:
         console.print("\nrho on the inputs of the statistics; 0: as the expert, 1: as the base")
         console.print(_on_data(found.residual_on_data))
     print_checks(found.checks)
     if found.measures:
-        console.print("\nmost contested matrices: rho of the expert that is met worst")
+        console.print("\nmatrices of the largest rho")
         console.print(_contested(found))
     for file in files:
         console.print(f"report: {escape(file)}", soft_wrap=True)
@@ -358,8 +363,8 @@ def print_checks(checks: Sequence[CheckResult]) -> None:
     """Print findings, and how many checks were clear, did not apply, or were muted."""
     for check in checks:
         if check.verdict == "found":
-            colour = "red" if check.severity == "issue" else "yellow"
-            console.print(f"\n[{colour}]{check.severity} {check.code}[/{colour}] [bold]{escape(check.title)}[/bold]")
+            color = "red" if check.severity == "issue" else "yellow"
+            console.print(f"\n[{color}]{check.severity} {check.code}[/{color}] [bold]{escape(check.title)}[/bold]")
             console.print(f"  {escape(check.message)}.")
     counts = {v: [c.code for c in checks if c.verdict == v] for v in ("clear", "not_applicable", "muted", "found")}
     words = f"\nchecks: {len(counts['found'])} found something, {len(counts['clear'])} clear, "
@@ -369,8 +374,8 @@ def print_checks(checks: Sequence[CheckResult]) -> None:
 
 def _experts(found: Diagnosis) -> Table:
     """A row per expert, over all matrices."""
-    table = _table("expert", "norm", "of base", "snr", "eff. rank", "overlap", "rho")
-    for t, summary in enumerate(found.experts_summary):
+    table = _table("expert", "norm", "of base", "snr", "overlap", "rho")
+    for t, summary in enumerate(found.experts):
         rows = [m for m in found.measures if m.norms[t] > 0]
         norm = math.sqrt(math.fsum(m.norms[t] ** 2 for m in rows))
         others = [max((m.subspace_overlap[t][s] for s in range(len(m.norms)) if s != t), default=0.0) for m in rows]
@@ -379,14 +384,13 @@ def _experts(found: Diagnosis) -> Table:
             f"{norm:.3g}",
             _middle([m.relative_norms[t] for m in rows if m.relative_norms is not None]),
             _middle([m.snr[t] for m in rows if m.snr is not None]),
-            _middle([m.effective_rank[t] for m in rows]),
             _middle(others),
             f"{summary.residual:.2f}",
         )
     return table
 
 
-def _merged(measures: Sequence[Measure]) -> str:
+def _merged(measures: Sequence[MatrixRow]) -> str:
     merged, mean, total = (
         math.sqrt(math.fsum(getattr(m, f) ** 2 for m in measures)) for f in ("merged_norm", "mean_norm", "sum_norm")
     )
@@ -414,7 +418,7 @@ def _on_data(rows: Sequence[DataResidual]) -> Table:
 
 
 def _contested(found: Diagnosis) -> Table:
-    table = _table("matrix", "rho", "expert", "overlap", "signs", "norm/mean", "rank")
+    table = _table("matrix", "rho", "expert", "overlap", "norm/mean")
     for m in sorted(found.measures, key=lambda m: (-m.contested, m.label))[:CONTESTED]:
         worst = max(range(len(m.residual)), key=m.residual.__getitem__)
         pairs = [(s, t) for s in range(len(m.norms)) for t in range(s)]
@@ -423,9 +427,7 @@ def _contested(found: Diagnosis) -> Table:
             f"{m.residual[worst]:.2f}",
             escape(found.experts[worst].name),
             _most([m.subspace_overlap[s][t] for s, t in pairs]),
-            "-" if m.sign_conflict is None else _most([m.sign_conflict[s][t] for s, t in pairs]),
             f"{m.merged_norm / m.mean_norm:.2f}" if m.mean_norm else "-",
-            f"{m.rank_kept}/{m.shape[1]}" if m.rank_kept is not None else "-",
         )
     return table
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 from actmat.diagnostics.checks import Facts, run_checks
 from actmat.diagnostics.measure import tidy
 from actmat.diagnostics.model import (
     Diagnosis,
     ExpertRow,
-    ExpertSummary,
-    Measure,
-    Stages,
+    RunTotals,
     TensorRow,
-    Totals,
-    WorstMatrix,
     measures_from_json,
 )
 from actmat.engine.task import Record
@@ -25,13 +21,9 @@ from actmat.layout.types import Role
 from actmat.planning.model import Item, MergePlan
 from actmat.system import peak_memory
 
-WORST = 5
-"""Matrices listed per expert."""
-
 NORM_FIELDS = ("norms", "base_norm", "merged_norm")
 
 Records = Mapping[str, Record]
-Source = Literal["merge", "diagnose", "adapters"]
 
 
 def is_observation(observed: Mapping[str, Any]) -> bool:
@@ -56,10 +48,8 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
     rows = tuple(_row(plan, plan.by_name[name], records) for name in names)
     observed = {n: o for n in names if n in records and (o := records[n].observed) is not None}
     measures = measures_from_json([m for o in observed.values() for m in o["measures"]])
-    labels = plan.recipe.labels
-    source: Source = "adapters" if plan.base is None else "diagnose" if out is None else "merge"
     facts = Facts(
-        labels=labels,
+        labels=plan.recipe.labels,
         tensors=rows,
         measures=measures,
         norms={n: {k: o[k] for k in NORM_FIELDS} for n, o in observed.items() if "norms" in o},
@@ -67,22 +57,32 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         twins=_twins(plan, records) if plan.base is not None else (),
     )
     recipe = plan.recipe
-    measuring = math.fsum(o["seconds"] for o in observed.values())
+    everyone = math.fsum(n * n for m in measures for n in m.norms)
+
+    def expert(t: int) -> ExpertRow:
+        given, energy = recipe.experts[t], math.fsum(m.norms[t] ** 2 for m in measures)
+        missed = math.fsum((m.residual[t] * m.norms[t]) ** 2 for m in measures)
+        return ExpertRow(
+            name=given.label,
+            location=given.path,
+            kind=plan.experts[t].kind,
+            weight=given.weight if isinstance(given.weight, float) else None,
+            residual=tidy(math.sqrt(missed / energy)) if energy else 0.0,
+            energy_share=tidy(energy / everyone) if everyone else 0.0,
+        )
+
     return Diagnosis(
         actmat=plan.versions["actmat"],
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         recipe=recipe.model_dump(mode="json", exclude={"out"}, exclude_defaults=True),
         method=recipe.method,
         options=recipe.model_dump(mode="json", include={"options"})["options"],
-        source=source,
+        source="adapters" if plan.base is None else "diagnose" if out is None else "merge",
         base=recipe.base or None,
         out=out,
-        experts=tuple(
-            ExpertRow(e.label, e.path, i.kind, e.weight if isinstance(e.weight, float) else None)
-            for e, i in zip(recipe.experts, plan.experts, strict=True)
-        ),
+        experts=tuple(map(expert, range(len(recipe.experts)))),
         storage_dtypes=tuple(storage_dtypes(plan)),
-        totals=Totals(
+        totals=RunTotals(
             tensors=len(names),
             parameters=sum(i.numel for i in plan.items) if plan.base is not None else sum(s.numel for s in plan.specs),
             measured=len(measures),
@@ -90,11 +90,10 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
             peak_bytes=peak_memory(),
             bytes_read=plan.read_bytes,
             bytes_written=plan.write_bytes if out is not None else 0,
-            stages=Stages(measure=round(measuring, 3)),
+            measuring=round(math.fsum(o["seconds"] for o in observed.values()), 3),
         ),
         tensors=rows,
         measures=measures,
-        experts_summary=tuple(_summary(label, t, measures) for t, label in enumerate(labels)),
         checks=run_checks(facts, recipe.mute),
     )
 
@@ -127,20 +126,6 @@ def _row(plan: MergePlan, item: Item, records: Records) -> TensorRow:
         seconds=None if record is None else 0.0 if item.tied_to else round(record.seconds, 6),
         unchanged=item.call is None if record is None else record.unchanged,
         stats={**(record.stats if record is not None else {}), **norms},
-    )
-
-
-def _summary(label: str, t: int, measures: Sequence[Measure]) -> ExpertSummary:
-    """Energy-weighted residual, share of all energy, and the matrices on which the expert is met worst."""
-    mine = math.fsum(m.norms[t] ** 2 for m in measures)
-    everyone = math.fsum(n * n for m in measures for n in m.norms)
-    missed = math.fsum((m.residual[t] * m.norms[t]) ** 2 for m in measures)
-    worst = sorted((m for m in measures if m.norms[t] > 0), key=lambda m: -m.residual[t])[:WORST]
-    return ExpertSummary(
-        name=label,
-        residual=tidy(math.sqrt(missed / mine)) if mine else 0.0,
-        energy_share=tidy(mine / everyone) if everyone else 0.0,
-        worst=tuple(WorstMatrix(m.name, m.part, m.residual[t]) for m in worst),
     )
 
 

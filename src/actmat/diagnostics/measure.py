@@ -7,31 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from actmat.diagnostics.pairs import cosines, pairs
-from actmat.diagnostics.rows import PROBES, RowMeasures, Rows, eigen_rank, measure_rows, random_signs
-from actmat.diagnostics.spectrum import binned, condition, participation, sum_eigenvalues
-from actmat.linalg.inner import frobenius_norm64
+from actmat.diagnostics.rows import PROBES, RowFactors, RowMeasures, measure_rows, normalized, random_signs
+from actmat.linalg.inner import frobenius_norm64, inner_products
 from actmat.linalg.interference.moments import Reduced
 from actmat.linalg.lapack import eigh
 from actmat.linalg.lowrank import LowRank, frobenius_norm
 
 Numbers = dict[str, Any]
-"""Fields of a `Measure`, from `norms` on, without those that need the base."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """The input directions that a method with a cut-off used: the `rank` leading ones of its own `S`."""
-
-    rank: int
-    cutoff: float
+"""Fields of a `MatrixRow`, from `norms` on, without those that need the base."""
 
 
 def measure_dense(
@@ -40,22 +29,20 @@ def measure_dense(
     *,
     scale: float = 1.0,
     generator: torch.Generator | None = None,
-    kept: Kept | None = None,
+    kept: int | None = None,
     rule: Reduced | None = None,
-    plain: bool = False,
 ) -> Numbers:
     """Measure dense deltas `O I` and the merged delta `D* = scale * merged`.
 
     Args:
         generator: of the probes; None: exact, whatever it costs.
-        kept: of a method that cuts directions off.
+        kept: number of leading directions of its own `S` that a method with a cut-off used.
         rule: the problem that a method of the interference family solved.
-        plain: the method's `S` is the plain sum of `D_t^T D_t`.
 
     >>> d = torch.eye(2)
     >>> numbers = measure_dense([d, -d], 0 * d)
-    >>> numbers["cosine"][0], numbers["residual"], numbers["sign_conflict"][0]
-    ((1.0, -1.0), (1.0, 1.0), (0.0, 1.0))
+    >>> numbers["cosine"][0], numbers["residual"]
+    ((1.0, -1.0), (1.0, 1.0))
     """
     height, width = merged_OI.shape
     probed = generator is not None and height > PROBES
@@ -65,16 +52,12 @@ def measure_dense(
         merged_rows = (signs_MO @ merged_OI) * scale
     else:
         factors, merged_rows = list(deltas), merged_OI * scale
-    rows = Rows(factors, lambda t, f: (merged_rows - factors[t]) @ f.mT, probed, width, height)
-    found, seen = measure_rows(rows), pairs(deltas)
-    energy = None
-    if kept is not None and rule is not None:
-        energy = [_energy(f, rule, kept.rank) for f in factors]
-    values = sum_eigenvalues(deltas, rule if plain else None)
+    found = measure_rows(RowFactors(factors, lambda t, f: (merged_rows - factors[t]) @ f.mT, probed, width, height))
+    inner_TT = inner_products([_in_storage_order(d) for d in deltas])
+    energy = None if kept is None or rule is None else [_energy(f, rule, kept) for f in factors]
     return {
-        **_numbers(found, seen.inner_TT, values, width, kept, energy),
+        **_numbers(found, inner_TT, width, energy),
         "merged_norm": tidy(frobenius_norm64(merged_OI) * abs(scale)),
-        "sign_conflict": matrix(seen.conflict_TT),
         "probes": PROBES if probed else None,
     }
 
@@ -84,14 +67,15 @@ def measure_lowrank(
     merged: LowRank | Tensor,
     *,
     scale: float = 1.0,
-    kept: Kept | None = None,
-    plain: bool = False,
+    kept: int | None = None,
 ) -> Numbers:
     """Measure factored deltas `D_t = b_t a_t`, exactly, in float64, as `measure_dense` does.
 
     No `O I` matrix is formed; the merged delta may be given as one. With `b_t^T b_t = r_t^2` (symmetric root),
     `F_t = r_t a_t` has `F_t^T F_t = D_t^T D_t`, and everything follows from `F F^T` of all experts, `N N`.
-    Signs of entries are not compared.
+
+    Args:
+        kept: as of `measure_dense`, where the method's `S` is the plain sum of `D_t^T D_t`.
 
     >>> d = LowRank(torch.tensor([[3.0], [4.0]]), torch.tensor([[1.0, 0.0]]))
     >>> numbers = measure_lowrank([d], d, scale=0.5)
@@ -113,47 +97,41 @@ def measure_lowrank(
         image = whole @ f_RI.mT if isinstance(whole, Tensor) else whole.b_OR @ (whole.a_RI @ f_RI.mT)
         return image * scale - exact[t].b_OR @ (exact[t].a_RI @ f_RI.mT)
 
-    found = measure_rows(Rows(factors, apart, probed=False, width=width, height=height))
-    f_NI = torch.cat(factors)
-    values_N, vectors_NN, _ = eigh(f_NI @ f_NI.mT)
-    values_N = values_N.clamp_min(0)
+    found = measure_rows(RowFactors(factors, apart, probed=False, width=width, height=height))
     energy = None
-    if kept is not None and plain:
+    if kept is not None:
+        f_NI = torch.cat(factors)
+        values_N, vectors_NN, _ = eigh(f_NI @ f_NI.mT)
+        values_N = values_N.clamp_min(0)
         # the part of expert t in direction i of S is l_i |u_i restricted to t|^2
-        leading = slice(max(values_N.numel() - kept.rank, 0), None)
+        leading = slice(max(values_N.numel() - kept, 0), None)
         part = vectors_NN[:, leading].square() * values_N[leading]
         energy = [_share(float(part[at].sum()), float(inner_TT[t, t])) for t, at in enumerate(own)]
     norm = frobenius_norm64(whole) if isinstance(whole, Tensor) else frobenius_norm(whole)
     return {
-        **_numbers(found, inner_TT, values_N, width, kept, energy),
+        **_numbers(found, inner_TT, width, energy),
         "merged_norm": tidy(norm * abs(scale)),
-        "sign_conflict": None,
         "probes": None,
     }
 
 
-def _numbers(
-    rows: RowMeasures, inner_TT: Tensor, values_N: Tensor, width: int, kept: Kept | None, energy: Sequence[float] | None
-) -> Numbers:
-    count = inner_TT.shape[0]
+def _in_storage_order(delta: Tensor) -> Tensor:
+    """The delta or its transpose, whichever can be read without a copy."""
+    return delta.mT if not delta.is_contiguous() and delta.mT.is_contiguous() else delta
+
+
+def _numbers(rows: RowMeasures, inner_TT: Tensor, width: int, energy: Sequence[float] | None) -> Numbers:
     total = math.sqrt(max(float(inner_TT.sum()), 0.0))
-    number = condition(values_N, width)
     return {
         "norms": vector(inner_TT.diagonal().clamp_min(0).sqrt()),
         "effective_rank": vector(rows.effective_rank_T),
         "numerical_rank": tuple(rows.numerical_rank_T.tolist()),
-        "sum_effective_rank": tidy(participation(values_N)),
-        "sum_numerical_rank": eigen_rank(values_N, width),
-        "condition": None if number is None else tidy(number),
-        "spectrum": binned(values_N, width),
-        "rank_kept": None if kept is None else kept.rank,
-        "cutoff": None if kept is None else tidy(kept.cutoff),
         "energy_kept": None if energy is None else tuple(tidy(e) for e in energy),
-        "cosine": matrix(cosines(inner_TT)),
+        "cosine": matrix(normalized(inner_TT).clamp(-1, 1)),
         "subspace_overlap": matrix(rows.overlap_TT),
         "chance_overlap": tidy(_chance(rows.effective_rank_T, width)),
         "residual": vector(rows.residual_T),
-        "mean_norm": tidy(total / count),
+        "mean_norm": tidy(total / len(inner_TT)),
         "sum_norm": tidy(total),
     }
 

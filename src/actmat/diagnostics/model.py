@@ -50,24 +50,26 @@ class _Strict:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRow(_Strict):
-    """One expert as the recipe names it."""
+    """One expert as the recipe names it.
+
+    `weight` is None if it differs from tensor to tensor. `residual` is weighted by energy, over all measured matrices;
+    `energy_share` is its part of the squared norms of all experts.
+    """
 
     name: str
     location: str
     kind: Literal["model", "adapter"]
-    weight: float | None  # None: it differs from tensor to tensor
+    weight: float | None
+    residual: float
+    energy_share: float
 
 
 @dataclass(frozen=True, slots=True)
-class Stages(_Strict):
-    """Seconds of all workers together in a stage that is timed apart: measuring; None where nothing was measured."""
+class RunTotals(_Strict):
+    """Totals of the run: output tensors, their parameters, measured matrices, wall seconds, peak memory, bytes.
 
-    measure: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Totals(_Strict):
-    """Totals of the run: output tensors, their parameters, measured matrices, wall seconds, peak memory, bytes."""
+    `measuring`: seconds of all workers together; None where nothing was measured.
+    """
 
     tensors: int
     parameters: int
@@ -76,7 +78,7 @@ class Totals(_Strict):
     peak_bytes: int | None = None
     bytes_read: int | None = None
     bytes_written: int | None = None
-    stages: Stages = dataclasses.field(default_factory=Stages)
+    measuring: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +99,7 @@ class TensorRow(_Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class Spectrum(_Strict):
-    """Eigenvalues of `S` relative to the largest: `counts[k]` have a log10 in `[edges[k], edges[k + 1])`.
-
-    The last bin holds its upper edge too; eigenvalues below the first edge count in the first bin.
-    """
-
-    edges: Vector
-    counts: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Measure(_Strict):
+class MatrixRow(_Strict):
     """Measures of one matrix; docs/diagnostics.md defines every field with its equation."""
 
     name: str
@@ -122,17 +113,10 @@ class Measure(_Strict):
     relative_norms: Vector | None
     effective_rank: Vector
     numerical_rank: tuple[int, ...]
-    sum_effective_rank: float
-    sum_numerical_rank: int
-    condition: float | None
-    spectrum: Spectrum
-    rank_kept: int | None
-    cutoff: float | None
     energy_kept: Vector | None
     cosine: Matrix
     subspace_overlap: Matrix
     chance_overlap: float
-    sign_conflict: Matrix | None
     residual: Vector
     merged_norm: float
     mean_norm: float
@@ -148,25 +132,6 @@ class Measure(_Strict):
     def contested(self) -> float:
         """The largest residual of an expert: large where the experts want different things."""
         return max(self.residual, default=0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class WorstMatrix(_Strict):
-    """A matrix with a large residual of an expert."""
-
-    name: str
-    part: str
-    residual: float
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertSummary(_Strict):
-    """One expert over all measured matrices."""
-
-    name: str
-    residual: float
-    energy_share: float
-    worst: tuple[WorstMatrix, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +199,9 @@ class Diagnosis(_Strict):
     out: str | None
     experts: tuple[ExpertRow, ...]
     storage_dtypes: tuple[str, ...]
-    totals: Totals
+    totals: RunTotals
     tensors: tuple[TensorRow, ...]
-    measures: tuple[Measure, ...]
-    experts_summary: tuple[ExpertSummary, ...]
+    measures: tuple[MatrixRow, ...]
     checks: tuple[CheckResult, ...]
     agreement: tuple[AgreementRow, ...] | None = None
     residual_on_data: tuple[DataResidual, ...] | None = None
@@ -251,7 +215,7 @@ class Diagnosis(_Strict):
 
     def _repr_html_(self) -> str:
         rows = [(c.code, c.severity, c.message) for c in self.checks if c.verdict == "found"]
-        experts = [(e.name, f"{e.residual:.3g}", f"{e.energy_share:.1%}") for e in self.experts_summary]
+        experts = [(e.name, f"{e.residual:.3g}", f"{e.energy_share:.1%}") for e in self.experts]
         table = html_table("experts", ("expert", "residual", "share of energy"), experts)
         return f"{html_table(repr(self), ('check', 'severity', 'finding'), rows)}{table}"
 
@@ -330,21 +294,16 @@ def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:
             value = getattr(m, field)
             if value is not None and len(value) != n:
                 yield f"{field} of '{m.label}' has {len(value)} entries for {n} experts"
-        for field in ("cosine", "subspace_overlap", "sign_conflict"):
-            value = getattr(m, field)
-            if value is not None and [len(row) for row in value] != [n] * n:
+        for field in ("cosine", "subspace_overlap"):
+            if [len(row) for row in getattr(m, field)] != [n] * n:
                 yield f"{field} of '{m.label}' is not {n} x {n}"
-        if len(m.spectrum.edges) != len(m.spectrum.counts) + 1:
-            yield f"spectrum of '{m.label}' has {len(m.spectrum.edges)} edges for {len(m.spectrum.counts)} bins"
-    if [s.name for s in diagnosis.experts_summary] != [e.name for e in diagnosis.experts]:
-        yield "experts_summary does not name the experts, in their order"
     for field in ("agreement", "residual_on_data"):
         named = [row.expert for row in getattr(diagnosis, field) or ()]
         if named != [e.name for e in diagnosis.experts if e.name in named]:
             yield f"{field} does not name experts, each once, in their order"
 
 
-def measures_from_json(rows: Sequence[Mapping[str, Any]]) -> tuple[Measure, ...]:
+def measures_from_json(rows: Sequence[Mapping[str, Any]]) -> tuple[MatrixRow, ...]:
     """Measures from the records of a run, which may come from a journal."""
     return _measures_type().validate_json(json.dumps(rows))
 
@@ -358,10 +317,10 @@ def _report_type() -> TypeAdapter[Diagnosis]:
 
 
 @functools.cache
-def _measures_type() -> TypeAdapter[tuple[Measure, ...]]:
+def _measures_type() -> TypeAdapter[tuple[MatrixRow, ...]]:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(tuple[Measure, ...])
+    return TypeAdapter(tuple[MatrixRow, ...])
 
 
 def is_report(path: Path) -> bool:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.diagnostics.checks import check_codes
-from actmat.diagnostics.measure import Kept, against_base, measure_dense, measure_lowrank, tidy
-from actmat.diagnostics.model import Measure
+from actmat.diagnostics.measure import against_base, measure_dense, measure_lowrank, tidy
+from actmat.diagnostics.model import MatrixRow
 from actmat.diagnostics.sample import take_sample
 from actmat.engine.calls import generator_for
 from actmat.engine.observer import Merged
@@ -38,17 +38,16 @@ WORKSPACE_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """Implements `engine.observer.ObserverFactory`. The recipe's seed is for the probes; `exact`: without probes."""
+    """Implements `engine.observer.ObserverFactory`. The recipe's seed is for the probes."""
 
     seed: int
-    exact: bool = False
 
     def observer(self, item: Item) -> ItemObserver:
         """The observer of one item."""
-        return ItemObserver(item, self.seed, exact=self.exact)
+        return ItemObserver(item, self.seed)
 
     def memory(self, item: Item, itemsize: int) -> int:
-        """Bytes on top of merging an item: all deltas of one region at once, `S`, probes, copies."""
+        """Bytes on top of merging an item: all deltas of one region at once, probes, copies."""
         if item.call is None or item.factors is not None or not item.base_dtype:
             return 0
         experts, method = len(item.sources), get_method(item.call.method)
@@ -59,9 +58,7 @@ class Observers:
             return itemsize * (experts * item.numel + whole) if once else 0
         largest = max(cut(item.shape, item.layout, "matrix"), key=lambda p: p.numel)
         rows, columns = max(largest.layout.matrix_shapes(largest.shape), key=math.prod)[-2:]
-        side = min(max(rows, columns), experts * rows)
-        entries = (2 * experts + 2) * largest.numel + 3 * side * side
-        entries += WORKSPACE_ROWS * ((experts + 1) * columns + rows)
+        entries = (2 * experts + 2) * largest.numel + WORKSPACE_ROWS * ((experts + 1) * columns + rows)
         return itemsize * (entries + whole)
 
 
@@ -77,14 +74,14 @@ def sums_plainly(call: MethodCall) -> bool:
 
 
 class ItemObserver:
-    """Implements `engine.observer.Observer`, with the settings of `Observers`."""
+    """Implements `engine.observer.Observer`."""
 
-    def __init__(self, item: Item, seed: int, *, exact: bool = False) -> None:
+    def __init__(self, item: Item, seed: int) -> None:
         assert item.call is not None
         self.name, self.call = item.name, item.call
         self.role = str(item.layout.role) if item.factors is None else item.factors.kind
         self.plain = sums_plainly(item.call)
-        self._item, self._seed, self._exact = item, seed, exact
+        self._item, self._seed = item, seed
         whole = item.factors is None and item.layout.role.is_matrix
         self._regions = cut(item.shape, item.layout, "matrix") if whole else []
         self._next = 0
@@ -96,7 +93,7 @@ class ItemObserver:
         self._seconds = 0.0
 
     def region(self, merged: Merged) -> None:
-        """Measure what is whole, gather what is not."""
+        """Measure complete matrices; buffer partial ones."""
         began = time.perf_counter()
         if not self._sample and merged.factors is None:
             self._sample = take_sample(self._item, merged)
@@ -121,16 +118,17 @@ class ItemObserver:
             out["merged_norm"] = tidy(math.sqrt(self._merged_square) * abs(self.call.scale))
         return out
 
-    def _kept(self, stats: Mapping[str, Any], label: str) -> Kept | None:
+    def _kept(self, stats: Mapping[str, Any], label: str) -> int | None:
+        """Number of directions that a method with a cut-off used in one matrix."""
         found = stats.get("parts", {}).get(label, {}) if label else stats
-        return Kept(int(found["rank"]), float(found["cutoff"])) if {"cutoff", "rank"} <= found.keys() else None
+        return int(found["rank"]) if {"cutoff", "rank"} <= found.keys() else None
 
     def _add(self, label: str, shape: Sequence[int], factored: bool, numbers: Mapping[str, Any]) -> None:
         if not any(numbers["norms"]):
             return
         depth = depth_of(self.name)
         fields = {"snr": None, "relative_norms": None, **numbers}
-        measure = Measure(self.name, label, depth, self.role, (shape[0], shape[1]), factored, **fields)
+        measure = MatrixRow(self.name, label, depth, self.role, (shape[0], shape[1]), factored, **fields)
         self._measures.append(dataclasses.asdict(measure))
 
     def _measure_module(self, merged: Merged, value: LowRank) -> None:
@@ -143,8 +141,7 @@ class ItemObserver:
                 [_member(d, index) for d in merged.factors[0]],
                 _member(value, index),
                 scale=self.call.scale,
-                kept=None if stacked else self._kept(merged.stats, label),
-                plain=self.plain,
+                kept=self._kept(merged.stats, label) if self.plain and not stacked else None,
             )
             self._add(mine if stacked else label, value.shape[-2:], True, numbers)
 
@@ -180,16 +177,14 @@ class ItemObserver:
             if merged_OI.ndim != 2:
                 continue
             label = _label(region, k)
-            seed = None if self._exact else generator_for(self._seed, self.name, f"probes {label}")
             rule = _reduced(seen.stages.get(k))
             numbers = measure_dense(
                 [d[k] for d in deltas],
                 merged_OI,
                 scale=self.call.scale,
-                generator=seed,
+                generator=generator_for(self._seed, self.name, f"probes {label}"),
                 kept=self._kept(seen.stats, label) if rule is not None else None,
                 rule=rule,
-                plain=self.plain,
             )
             beside = against_base(numbers["norms"], merged_OI.numel(), _norm(base[k]), self._eps())
             self._add(label, merged_OI.shape, False, numbers | beside)
@@ -200,8 +195,8 @@ class ItemObserver:
         base = region.layout.to_matrices(_base(seen).view(region.shape))
         for k, deltas in enumerate(factors):
             label = _label(region, k)
-            kept = self._kept(seen.stats, label)
-            numbers = measure_lowrank(deltas, merged[k], scale=self.call.scale, kept=kept, plain=self.plain)
+            kept = self._kept(seen.stats, label) if self.plain else None
+            numbers = measure_lowrank(deltas, merged[k], scale=self.call.scale, kept=kept)
             beside = against_base(numbers["norms"], merged[k].numel(), _norm(base[k]), None)
             self._add(label, merged[k].shape, True, numbers | beside)
 

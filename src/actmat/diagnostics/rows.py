@@ -27,7 +27,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actmat.diagnostics.pairs import normalised
 from actmat.linalg.interference.rule import FLOAT32_EPS
 from actmat.linalg.lapack import only_eigenvalues
 
@@ -36,7 +35,7 @@ PROBES = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowFactors:
     """Factors `F_t` with `F_t^T F_t = K_t`, exactly or on average over the probes.
 
     Args:
@@ -70,11 +69,11 @@ def random_signs(rows: int, count: int, like: Tensor, generator: torch.Generator
     return (2 * signs - 1).to(like)
 
 
-def measure_rows(rows: Rows) -> RowMeasures:
+def measure_rows(rows: RowFactors) -> RowMeasures:
     """All row measures. A zero delta has rank 0, no overlap and no residual.
 
     >>> f = torch.eye(2)
-    >>> found = measure_rows(Rows([f], lambda t, unit_RI: -f @ unit_RI.mT, probed=False, width=2, height=2))
+    >>> found = measure_rows(RowFactors([f], lambda t, unit_RI: -f @ unit_RI.mT, probed=False, width=2, height=2))
     >>> round(found.effective_rank_T.item(), 6), round(found.residual_T.item(), 6)
     (2.0, 1.0)
     """
@@ -98,19 +97,18 @@ def measure_rows(rows: Rows) -> RowMeasures:
         effective[t] = min(max(_squared_trace(gram_RR, rows.probed) / own, 1.0), min(rows.height, rows.width))
         apart = rows.apart(t, unit[t]) / sizes[t]
         residual[t] = math.sqrt(_squares(apart, rows.probed) / own)
-    return RowMeasures(effective, numerical, residual, normalised(square).clamp(0, 1))
+    return RowMeasures(effective, numerical, residual, normalized(square).clamp(0, 1))
 
 
-def eigen_rank(values_N: Tensor, width: int) -> int:
-    """Number of eigenvalues above `I eps(float32)` of the largest, ACTMat's default cut-off.
+def normalized(products_TT: Tensor) -> Tensor:
+    """`x_st / sqrt(x_ss x_tt)`; 0 where one of them is zero.
 
-    >>> eigen_rank(torch.tensor([1e-9, 0.5, 1.0]), width=3)
-    2
+    >>> normalized(torch.tensor([[4.0, 1.0], [1.0, 1.0]])).tolist()
+    [[1.0, 0.5], [0.5, 1.0]]
     """
-    if not values_N.numel():
-        return 0
-    top = float(values_N.max())
-    return int((values_N > width * FLOAT32_EPS * top).sum()) if top > 0 else 0
+    root_T = products_TT.diagonal().clamp_min(0).sqrt()
+    scale = root_T.unsqueeze(0) * root_T.unsqueeze(1)
+    return torch.where(scale > 0, products_TT / scale.where(scale > 0, 1.0), 0.0)
 
 
 def _squares(product_RR: Tensor, probed: bool) -> float:
@@ -129,6 +127,9 @@ def _squared_trace(gram_RR: Tensor, probed: bool) -> float:
 
 
 def _numerical_rank(factor_RI: Tensor, gram_RR: Tensor, width: int) -> int:
+    """Number of eigenvalues above `I eps(float32)` of the largest, ACTMat's default cut-off."""
     if factor_RI.shape[0] > factor_RI.shape[1]:
         gram_RR = factor_RI.double().mT @ factor_RI.double()
-    return eigen_rank(only_eigenvalues(gram_RR)[0], width)
+    values_N = only_eigenvalues(gram_RR)[0]
+    top = float(values_N.max())
+    return int((values_N > width * FLOAT32_EPS * top).sum()) if top > 0 else 0

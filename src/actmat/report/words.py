@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.diagnostics.checks.merged import size_warning, truncation_warning
+from actmat.diagnostics.model import Diagnosis
 from actmat.errors import format_size
 from actmat.planning.model import Item, MergePlan, count_actions
 from actmat.report.totals import Norms, Totals
-
-IN_PLACES = {"AM403": " in places"}
-"""Words after `its size is off` for a check that looks at single matrices."""
 
 SIZE_CODES = ("AM402", "AM403")
 """Checks that find a merge of the wrong size: a residual then says nothing on its own."""
@@ -124,3 +123,11 @@ def warnings_of(totals: Totals, muted: Collection[str] = ()) -> list[tuple[str, 
     """Codes and words of all that is wrong with a merge, as far as its totals tell; without muted codes."""
     truncated = truncation_warning(totals.relative_error)
     return [w for w in (size_finding(totals.norms, muted), truncated) if w is not None and w[0] not in muted]
+
+
+def measure_answers(found: Diagnosis) -> str:
+    """The commands that measure whether a merged model still answers as its experts do."""
+    more = " ..." if len(found.experts) > 1 else ""
+    data = f"--data {shlex.quote(found.experts[0].name)}=INPUTS{more}" if found.experts else "--data INPUTS"
+    merge = "" if found.out else "actmat merge ... --out merged\n"
+    return f"{merge}actmat diagnose {shlex.quote(found.out or 'merged')} {data}"

@@ -57,7 +57,7 @@ def prepare(opened: Opened, *, measured: bool | None = None) -> Prepared:
     place, settings, inputs = opened.place, opened.place.settings, opened.inputs
     plans = plans_of(opened, place.room)
     measured = settings.diagnose if measured is None else measured
-    observers = Observers(plans[0].recipe.seed, settings.exact) if measured else None
+    observers = Observers(plans[0].recipe.seed) if measured else None
     unfinished = [p for out, p in zip(place.outs, plans, strict=False) if out not in place.finished]
     resources = share_resources(
         unfinished or plans,

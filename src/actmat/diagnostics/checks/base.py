@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actmat.diagnostics.model import CheckResult, Measure, Severity, TensorRow, Verdict
+from actmat.diagnostics.model import CheckResult, MatrixRow, Severity, TensorRow, Verdict
 
 SHOWN_TENSORS = 20
 
@@ -33,7 +33,7 @@ class Facts:
 
     labels: Sequence[str]
     tensors: Sequence[TensorRow]
-    measures: Sequence[Measure]
+    measures: Sequence[MatrixRow]
     norms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     samples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     twins: Sequence[tuple[str, str]] = ()

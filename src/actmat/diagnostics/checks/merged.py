@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from actmat.diagnostics.checks.base import Check, Facts, Outcome, clear, found, not_applicable, percent
-from actmat.diagnostics.model import Measure
+from actmat.diagnostics.model import MatrixRow
 
 DOMINANT = 3.0
 """Norm of one expert against the median of the others. Gram matrices weigh with its square: nine times as much."""
@@ -96,7 +96,7 @@ def _plain_sum(facts: Facts) -> Outcome:
     return clear("low-rank experts with nearly orthogonal row spaces are not merged at the size of their sum")
 
 
-def _orthogonal_and_low_rank(m: Measure) -> bool:
+def _orthogonal_and_low_rank(m: MatrixRow) -> bool:
     there = [t for t, n in enumerate(m.norms) if n > 0]
     limit = min(m.shape) / LOW_RANK
     if len(there) < 2 or any(m.numerical_rank[t] > limit for t in there):
@@ -113,22 +113,21 @@ def _far_out(facts: Facts) -> Outcome:
     words = f"{merged / mean:.3g} times the mean expert's norm, {merged / total:.3g} times the sum's" if total else ""
     if merged > FAR * mean:
         return found(
-            f"The merged delta has {words}: the model is moved farther than any expert was. That is where the best "
-            "merges of fully fine-tuned experts of a strong base lie, and the worst of a weak one. Compare, on inputs "
-            "of the tasks ('actmat tune', no labels needed), with a lower scale or a cap (postprocess: norm_cap: "
+            f"The merged delta has {words}: the model is moved farther than any expert was. Compare, on inputs of the "
+            "tasks ('actmat tune', no labels needed), with a lower scale, or with a cap (postprocess: norm_cap: "
             "average)",
             [m.name for m in facts.measures if m.merged_norm > FAR * _mean_norm(m)],
         )
     return clear(f"the merged delta has {words}" if words else "the deltas cancel in the sum")
 
 
-def _sizes(measures: Sequence[Measure]) -> tuple[float, float, float]:
+def _sizes(measures: Sequence[MatrixRow]) -> tuple[float, float, float]:
     """Norms over all matrices of the merged delta, of the sum, and of the root mean square expert."""
     merged, total = (math.hypot(*(getattr(m, field) for m in measures)) for field in ("merged_norm", "sum_norm"))
     return merged, total, math.hypot(*map(_mean_norm, measures))
 
 
-def _mean_norm(m: Measure) -> float:
+def _mean_norm(m: MatrixRow) -> float:
     """Root mean square of the experts' norms."""
     return math.hypot(*m.norms) / math.sqrt(len(m.norms))
 

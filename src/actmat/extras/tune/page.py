@@ -1,4 +1,4 @@
-"""The page of a search: the choice and its certainty, every candidate as a point, scales, and a table."""
+"""The page of a search: the choice and its certainty, every candidate as a point, scales, and all trials."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from actmat.extras.pages.html.charts import Drawn, Plot, curve, dots
 from actmat.extras.pages.html.environment import render, write_document
 from actmat.extras.pages.html.scales import number, range_axis
-from actmat.extras.pages.html.tensors import BigTable, Column
 from actmat.extras.tune.evaluate import Trial
 from actmat.extras.tune.report import TuneReport
 
@@ -37,7 +36,7 @@ def render_tune(report: TuneReport) -> str:
         ],
         candidates=_candidates(report),
         scales=_scales(report),
-        table=_trials(report),
+        trials=_trials(report),
     )
 
 
@@ -61,7 +60,6 @@ def _candidates(report: TuneReport) -> Plot:
     return Plot(
         "worst loss against mean loss, one point per candidate",
         y_axis,
-        [number(t) for t in y_axis.ticks],
         [(x_axis.position(t), number(t)) for t in x_axis.ticks],
         f"to the right: mean {report.score}; upwards: of the worst expert",
         paths,
@@ -95,7 +93,6 @@ def _scales(report: TuneReport) -> dict[str, Any]:
     plot = Plot(
         "mean loss over the scale, one curve per method",
         y_axis,
-        [number(t) for t in y_axis.ticks],
         [(x_axis.position(t), number(t)) for t in x_axis.ticks],
         "scale",
         paths,
@@ -104,14 +101,10 @@ def _scales(report: TuneReport) -> dict[str, Any]:
     return {"plot": plot, "table": rows}
 
 
-def _trials(report: TuneReport) -> BigTable:
+def _trials(report: TuneReport) -> list[list[str]]:
+    """All trials, the best on most inputs first."""
     ordered = sorted(report.trials, key=lambda t: (-t.share, t.mean))
-    columns = [
-        Column("candidate", "name", [str(t.candidate) for t in ordered]),
-        Column("method", "choice", [t.candidate.merge.method for t in ordered]),
-        Column("scale", "number", [t.candidate.scale for t in ordered]),
-        Column("inputs", "choice", [f"{t.share:.0%}" for t in ordered]),
-        Column("mean", "number", [t.mean for t in ordered]),
-        Column("worst", "number", [t.worst for t in ordered]),
+    return [
+        [str(t.candidate), number(t.candidate.scale), f"{t.share:.0%}", number(t.mean), number(t.worst)]
+        for t in ordered
     ]
-    return BigTable(columns)

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 from actmat.extras.pages.comparison.merges import compare
-from actmat.extras.pages.comparison.model import (
-    CheckDifference,
-    Comparison,
-    ResidualDifference,
-    SettingDifference,
-    TensorDifference,
-)
+from actmat.extras.pages.comparison.model import Difference, MergeComparison, TensorDifference
 
-__all__ = ["CheckDifference", "Comparison", "ResidualDifference", "SettingDifference", "TensorDifference", "compare"]
+__all__ = ["Difference", "MergeComparison", "TensorDifference", "compare"]

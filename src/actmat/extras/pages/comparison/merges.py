@@ -42,7 +42,7 @@ def matched_experts(first: Manifest, second: Manifest, names: tuple[str, str]) -
     Raises:
         AlignmentError: another base, other experts, or another kind of output; lists all differences.
     """
-    headline = f"{names[0]} and {names[1]} cannot be compared: they are no merges of the same base and experts."
+    headline = f"{names[0]} and {names[1]} cannot be compared: they are not merges of the same base and experts."
     kinds = [m.get("kind", "model") for m in (first, second)]
     if kinds[0] != kinds[1]:
         raise AlignmentError(headline, [f"{n} is a merged {k}" for n, k in zip(names, kinds, strict=True)])
@@ -69,7 +69,7 @@ def _matched(first: Manifest, second: Manifest, names: tuple[str, str]) -> tuple
             del left[found]
         else:
             problems.append(f"expert '{expert['name']}' of {names[0]} {_reason(expert, first, second, names[1])}")
-    problems += [f"expert '{n}' of {names[1]} is none of {names[0]}" for n in left if not _named(first, n)]
+    problems += [f"expert '{n}' of {names[1]} is not in {names[0]}" for n in left if not _named(first, n)]
     return pairs, problems
 
 
@@ -80,7 +80,7 @@ def _named(manifest: Manifest, name: str) -> Mapping[str, Any] | None:
 def _reason(expert: Mapping[str, Any], first: Manifest, second: Manifest, name: str) -> str:
     twin = _named(second, expert["name"])
     if twin is None:
-        return f"is none of {name}, which has {', '.join(e['name'] for e in second['experts'])}"
+        return f"is not in {name}, which has {', '.join(e['name'] for e in second['experts'])}"
     mine, other = expert_hashes(first, expert["name"]), expert_hashes(second, twin["name"])
     differing = _differing(mine, other)
     if not differing:
@@ -113,7 +113,7 @@ def _base_problems(first: Manifest, second: Manifest, names: tuple[str, str]) ->
 
 def _item_problems(first: Manifest, second: Manifest, names: tuple[str, str]) -> list[str]:
     mine, other = ({n: tuple(r["shape"]) for n, r in items_of(m).items()} for m in (first, second))
-    word = "module" if makes_adapter(first) else "tensor"
+    word = "module" if first.get("kind") == "adapter" else "tensor"
 
     def only(here: Collection[str], there: Collection[str], name: str) -> list[str]:
         found = [n for n in here if n not in there]
@@ -128,26 +128,18 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST]) + (", ..." if len(names) > MOST else "")
 
 
-Row = Mapping[str, Any]
-
-
-def makes_adapter(manifest: Row) -> bool:
-    """True for the manifest of a merged adapter."""
-    return manifest.get("kind") == "adapter"
-
-
-def items_of(manifest: Row) -> dict[str, Row]:
+def items_of(manifest: Manifest) -> dict[str, Manifest]:
     """Name -> row of every item: tensors of a model, modules and full tensors of an adapter."""
-    return {row["name"]: row for row in manifest["modules" if makes_adapter(manifest) else "tensors"]}
+    return {row["name"]: row for row in manifest["modules" if manifest.get("kind") == "adapter" else "tensors"]}
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class OpenedMerge:
     """An opened output: its manifest and items, the stored tensors, and the adapter if it is one."""
 
     directory: Path
-    manifest: Row
-    items: Mapping[str, Row]
+    manifest: Manifest
+    items: Mapping[str, Manifest]
     checkpoint: Checkpoint
     adapter: Adapter | None = None
 
@@ -188,22 +180,22 @@ class Output:
             if self.shape(n) != tuple(row["shape"])
         ]
 
-    def __enter__(self) -> Output:
+    def __enter__(self) -> OpenedMerge:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.checkpoint.close()
 
 
-def open_output(directory: Path, manifest: Row) -> Output:
+def open_output(directory: Path, manifest: Manifest) -> OpenedMerge:
     """Open the output in `directory`, whose manifest was read already.
 
     Raises:
         CheckpointError: its files cannot be read.
     """
-    adapter = open_adapter(directory) if makes_adapter(manifest) else None
+    adapter = open_adapter(directory) if manifest.get("kind") == "adapter" else None
     checkpoint = open_checkpoint(directory) if adapter is None else adapter.weights
-    return Output(directory, manifest, items_of(manifest), checkpoint, adapter)
+    return OpenedMerge(directory, manifest, items_of(manifest), checkpoint, adapter)
 
 
 CHUNK = 1 << 20
@@ -211,7 +203,7 @@ CHUNK = 1 << 20
 
 
 @dataclass(slots=True)
-class Sums:
+class PairSums:
     """Sums of squares and products of `D_1 - D_2`, `D_1`, `D_2`; those of single deltas are None without a base."""
 
     apart: float
@@ -220,7 +212,7 @@ class Sums:
     inner: float = 0.0
 
 
-def stored_sums(first: Checkpoint, second: Checkpoint, base: Checkpoint | None, name: str) -> Sums:
+def stored_sums(first: Checkpoint, second: Checkpoint, base: Checkpoint | None, name: str) -> PairSums:
     """Sums over a stored tensor of any two dtypes; `base` holds it under the same name."""
     apart = norm_first = norm_second = inner = 0.0
     for start in range(0, first.specs[name].numel, CHUNK):
@@ -232,10 +224,10 @@ def stored_sums(first: Checkpoint, second: Checkpoint, base: Checkpoint | None, 
             norm_first += _square(d_first)
             norm_second += _square(d_second)
             inner += float(torch.dot(d_first, d_second))
-    return Sums(apart) if base is None else Sums(apart, norm_first, norm_second, inner)
+    return PairSums(apart) if base is None else PairSums(apart, norm_first, norm_second, inner)
 
 
-def factored_sums(first: LowRank, second: LowRank) -> Sums:
+def factored_sums(first: LowRank, second: LowRank) -> PairSums:
     """Sums over two factored deltas, exactly; no delta is formed.
 
     >>> x = LowRank(torch.ones(2, 1), torch.ones(1, 3))
@@ -245,23 +237,23 @@ def factored_sums(first: LowRank, second: LowRank) -> Sums:
     """
     if torch.equal(first.b_OR, second.b_OR) and torch.equal(first.a_RI, second.a_RI):
         square = frobenius_norm(first) ** 2
-        return Sums(0.0, square, square, square)  # without the rounding of a difference
+        return PairSums(0.0, square, square, square)  # without the rounding of a difference
     # <b_1 a_1, b_2 a_2> = sum (b_1^T b_2) * (a_1 a_2^T), over batches too
     inner = float(((first.b_OR.mT @ second.b_OR) * (first.a_RI @ second.a_RI.mT)).sum())
     apart = frobenius_norm(weighted_sum((first, second), (1.0, -1.0)))
-    return Sums(apart**2, frobenius_norm(first) ** 2, frobenius_norm(second) ** 2, inner)
+    return PairSums(apart**2, frobenius_norm(first) ** 2, frobenius_norm(second) ** 2, inner)
 
 
 def difference(
     name: str,
     shape: tuple[int, ...],
     actions: tuple[str, str],
-    sums: Sums,
+    sums: PairSums,
     dtypes: tuple[str, str] | None = None,
 ) -> model.TensorDifference:
     """The difference of two tensors from their sums; without norms only the distance.
 
-    >>> difference("w", (2,), ("a", "b"), Sums(4.0, 1.0, 1.0, -1.0)).relative
+    >>> difference("w", (2,), ("a", "b"), PairSums(4.0, 1.0, 1.0, -1.0)).relative
     2.0
 
     Args:
@@ -298,7 +290,7 @@ ExpertNames = Sequence[tuple[str, str]]
 
 def compare(
     first: str | Path, second: str | Path, *, progress: Callable[[int, int], None] = lambda done, total: None
-) -> model.Comparison:
+) -> model.MergeComparison:
     """Compare two outputs of `actmat merge`, models or adapters; memory is bounded whatever the size of a tensor.
 
     Args:
@@ -306,7 +298,7 @@ def compare(
 
     Raises:
         CheckpointError: no manifest, or an output that cannot be read.
-        AlignmentError: no merges of the same base and experts; lists every difference.
+        AlignmentError: not merges of the same base and experts; lists every difference.
     """
     outs = str(first), str(second)
     manifests = read_manifest(Path(first)), read_manifest(Path(second))
@@ -318,7 +310,8 @@ def compare(
     if missing := [o for o, r in zip(outs, (report_one, report_two), strict=True) if r is None]:
         notes.append(f"no {REPORT_NAME} in {' and '.join(missing)}: residuals and checks are not compared")
     base = manifests[0]["base"]
-    return model.Comparison(
+    both = (report_one, report_two) if report_one and report_two else None
+    return model.MergeComparison(
         outs=outs,
         methods=(_method_of(manifests[0]), _method_of(manifests[1])),
         base=None if base is None else base["location"],
@@ -326,8 +319,9 @@ def compare(
         settings=tuple(_setting_differences(*manifests, experts)),
         tensors=tuple(tensors),
         diagnosed=(report_one is not None, report_two is not None),
-        residuals=_residual_differences(report_one, report_two, experts) if report_one and report_two else (),
-        checks=_check_differences(report_one, report_two) if report_one and report_two else (),
+        answers=_by_expert(experts, *({r.expert: 1 - r.disagreement for r in d.agreement or ()} for d in both or ())),
+        residuals=_by_expert(experts, *({e.name: e.residual for e in d.experts} for d in both or ())),
+        checks=_check_differences(*both) if both else (),
         notes=tuple(notes),
         totals=(_norms(manifests[0]), _norms(manifests[1])),
     )
@@ -342,7 +336,7 @@ def _norms(manifest: Mapping[str, Any]) -> Norms | None:
 
 
 def _tensors(
-    one: Output, two: Output, notes: list[str], progress: Callable[[int, int], None]
+    one: OpenedMerge, two: OpenedMerge, notes: list[str], progress: Callable[[int, int], None]
 ) -> list[model.TensorDifference]:
     """Differences of all items of the outputs, in the order of the first."""
     if problems := [*one.missing(), *two.missing()]:
@@ -357,7 +351,7 @@ def _tensors(
     return found
 
 
-def _difference(one: Output, two: Output, base: Checkpoint | None, name: str) -> model.TensorDifference:
+def _difference(one: OpenedMerge, two: OpenedMerge, base: Checkpoint | None, name: str) -> model.TensorDifference:
     """Difference of one item: from hashes where they agree, from factors where there are any, else from the bytes."""
     shape, actions = one.shape(name) or (), (one.action(name), two.action(name))
     if one.identity(name) is not None and one.identity(name) == two.identity(name):
@@ -372,7 +366,7 @@ def _difference(one: Output, two: Output, base: Checkpoint | None, name: str) ->
 
 
 @contextlib.contextmanager
-def _opened_base(outputs: tuple[Output, Output], notes: list[str]) -> Iterator[Checkpoint | None]:
+def _opened_base(outputs: tuple[OpenedMerge, OpenedMerge], notes: list[str]) -> Iterator[Checkpoint | None]:
     """The base, where a merge can still find it with the same names and shapes; else None and a note why.
 
     Merges without a base, those of adapters, yield None.
@@ -405,13 +399,13 @@ def _method_of(manifest: Mapping[str, Any]) -> str:
 
 def _setting_differences(
     first: Mapping[str, Any], second: Mapping[str, Any], experts: ExpertNames
-) -> Iterator[model.SettingDifference]:
+) -> Iterator[model.Difference]:
     """Fields that differ: of recipes without locations and names of inputs (their contents agree), versions, device."""
     mine = _flat(first, {a: a for a, _ in experts})
     other = _flat(second, {b: a for a, b in experts})
     for field in dict.fromkeys([*mine, *other]):
         if mine.get(field) != other.get(field):
-            yield model.SettingDifference(field, mine.get(field), other.get(field))
+            yield model.Difference(field, mine.get(field), other.get(field))
 
 
 def _flat(manifest: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -427,26 +421,23 @@ def _flat(manifest: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
     return out | {"device": manifest.get("device", "cpu")}
 
 
-def _residual_differences(
-    first: Diagnosis, second: Diagnosis, experts: ExpertNames
-) -> tuple[model.ResidualDifference, ...]:
-    """Residuals of the experts that both reports have."""
-    one, two = ({s.name: s.residual for s in r.experts_summary} for r in (first, second))
-    return tuple(model.ResidualDifference(a, one[a], two[b]) for a, b in experts if a in one and b in two)
+def _by_expert(experts: ExpertNames, *values: Mapping[str, float]) -> tuple[model.Difference, ...]:
+    """A number of the experts that both merges have; `values`: of each merge, by name."""
+    if not values:
+        return ()
+    one, two = values
+    return tuple(model.Difference(a, one[a], two[b]) for a, b in experts if a in one and b in two)
 
 
-def _check_differences(first: Diagnosis, second: Diagnosis) -> tuple[model.CheckDifference, ...]:
+def _check_differences(first: Diagnosis, second: Diagnosis) -> tuple[model.Difference, ...]:
     """Checks with other outcomes, in the order of their codes."""
-    one, two = ({c.code: c for c in r.checks} for r in (first, second))
-    titles = {c.code: c.title for c in (*second.checks, *first.checks)}
-    found = (model.CheckDifference(c, titles[c], _outcome(one.get(c)), _outcome(two.get(c))) for c in sorted(titles))
+    one, two = ({f"{c.code} {c.title}": _outcome(c) for c in r.checks} for r in (first, second))
+    found = (model.Difference(c, one.get(c), two.get(c)) for c in sorted(one | two))
     return tuple(c for c in found if c.first != c.second)
 
 
-def _outcome(check: CheckResult | None) -> str | None:
-    """`issue found, 3 tensors`, `clear`; None for a check that is not in the report."""
-    if check is None:
-        return None
+def _outcome(check: CheckResult) -> str:
+    """`issue found, 3 tensors`, `clear`."""
     if check.verdict != "found":
         return check.verdict.replace("_", " ")
     tensors = f", {check.count} tensor{'s' if check.count != 1 else ''}" if check.count else ""

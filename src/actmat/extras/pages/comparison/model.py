@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -12,37 +12,18 @@ from typing import Any
 from actmat.foreign import html_table, terminal
 from actmat.planning.choose import depth_of
 from actmat.report.totals import Norms
-from actmat.report.words import SIZE_CODES, size_finding, size_ratios
+from actmat.report.words import size_ratios
 
 FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class SettingDifference:
-    """A field of the recipe, the machine or the version that differs; None: at its default, or not there."""
+class Difference:
+    """Something of both merges: a field of the recipe, an expert's residual, a check's outcome. None: not there."""
 
-    field: str
+    name: str
     first: Any
     second: Any
-
-
-@dataclass(frozen=True, slots=True)
-class ResidualDifference:
-    """The residual of one expert in both merges, over all measured matrices."""
-
-    expert: str
-    first: float
-    second: float
-
-
-@dataclass(frozen=True, slots=True)
-class CheckDifference:
-    """A check with another verdict, or another number of tensors; None: that report does not have it."""
-
-    code: str
-    title: str
-    first: str | None
-    second: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +34,9 @@ class TensorDifference:
         name, shape: of the tensor.
         actions: done to it in each merge; the method's name where one was used.
         same: both outputs stored the same values in the same dtype, or factors of the same delta.
-        distance, relative, cosine: see `comparison.tensors`; the last two are None where a norm is zero or unknown.
+        distance: `||W_1 - W_2||`.
         norms: of the merged deltas; None without the base.
+        relative, cosine: between the merged deltas; None where a norm is zero or unknown.
         dtypes: in which the outputs store it, where these differ.
     """
 
@@ -75,7 +57,7 @@ class TensorDifference:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Comparison:
+class MergeComparison:
     """Differences between two merges.
 
     Args:
@@ -86,20 +68,22 @@ class Comparison:
         settings: fields of recipes, versions and device that differ.
         tensors: every tensor (of adapters, every module), in the order of the output, without ties.
         diagnosed: which of the two have a report.
-        totals: norms of each merge, of its sum and of its experts, over what a method merged; None: not on record.
-        residuals, checks: where both have one.
+        answers, residuals: by expert, where both reports have them: share of answers kept, and rho.
+        checks: with different outcomes.
         notes: what could not be compared, and why.
+        totals: norms of each merge, of its sum and of its experts, over what a method merged; None: not on record.
     """
 
     outs: tuple[str, str]
     methods: tuple[str, str]
     base: str | None
     experts: tuple[tuple[str, str], ...]
-    settings: tuple[SettingDifference, ...]
+    settings: tuple[Difference, ...]
     tensors: tuple[TensorDifference, ...]
     diagnosed: tuple[bool, bool]
-    residuals: tuple[ResidualDifference, ...] = ()
-    checks: tuple[CheckDifference, ...] = ()
+    answers: tuple[Difference, ...] = ()
+    residuals: tuple[Difference, ...] = ()
+    checks: tuple[Difference, ...] = ()
     notes: tuple[str, ...] = ()
     totals: tuple[Norms | None, Norms | None] = (None, None)
 
@@ -107,20 +91,22 @@ class Comparison:
         first, second = self.names
         apart = "" if self.relative is None else f"; relative distance {self.relative:.3g}"
         counted = f"{len(self.differing)} of {len(self.tensors)} tensors differ"
-        return terminal(f"<Comparison: {first} and {second}; {counted}{apart}>")
+        return terminal(f"<MergeComparison: {first} and {second}; {counted}{apart}>")
 
     def _repr_html_(self) -> str:
-        first, second = self.names
-        settings = [(s.field, s.first, s.second) for s in self.settings]
-        residuals = [(r.expert, f"{r.first:.3g}", f"{r.second:.3g}") for r in self.residuals]
-        checks = [(f"{c.code} {c.title}", c.first or "-", c.second or "-") for c in self.checks]
-        titles = ("differs in", "size of the change", "residual", "check")
-        tables: Sequence[Sequence[Sequence[object]]] = (settings, self.size_rows, residuals, checks)
-        return str(html_table(repr(self), (), ())) + "".join(
-            str(html_table(title, ("", first, second), rows))
-            for title, rows in zip(titles, tables, strict=True)
-            if rows
-        )
+        tables = (html_table(title, ("", *self.names), rows) for title, rows in self.tables if rows)
+        return str(html_table(repr(self), (), ())) + "".join(map(str, tables))
+
+    @property
+    def tables(self) -> list[tuple[str, list[list[str]]]]:
+        """Everything but the tensors as titled rows of text: a name, the first merge, the second."""
+        return [
+            ("differs in", [[s.name, _short(s.first), _short(s.second)] for s in self.settings]),
+            ("size of the change", self.size_rows),
+            ("answers kept", [[r.name, f"{r.first:.1%}", f"{r.second:.1%}"] for r in self.answers]),
+            ("residual rho", [[r.name, f"{r.first:.2f}", f"{r.second:.2f}"] for r in self.residuals]),
+            ("check", [[c.name, c.first or "-", c.second or "-"] for c in self.checks]),
+        ]
 
     @property
     def names(self) -> tuple[str, str]:
@@ -132,23 +118,15 @@ class Comparison:
         return "first", "second"
 
     @property
-    def size_codes(self) -> tuple[str | None, str | None]:
-        """Of each merge the check that finds its size far off; a residual says little then. None: none does."""
-        verdicts = ([(c.code, c.first) for c in self.checks], [(c.code, c.second) for c in self.checks])
-        by_check = ([code for code, v in side if code in SIZE_CODES and " found" in (v or "")] for side in verdicts)
-        whole = (size_finding(norms) for norms in self.totals)
-        first, second = (
-            codes[0] if codes else found[0] if found else None for codes, found in zip(by_check, whole, strict=True)
-        )
-        return first, second
-
-    @property
     def size_rows(self) -> list[list[str]]:
         """Distance of each merge from the base, in words for a table; empty where both are not on record."""
         words = {"a mean expert": "against one expert, on average", "the experts' sum": "against all experts added up"}
         first, second = map(size_ratios, self.totals)
-        rows = [(text, first[what], second[what]) for what, text in words.items() if what in first and what in second]
-        return [[text, f"{one:.3g} x", f"{two:.3g} x"] for text, one, two in rows]
+        return [
+            [text, f"{first[what]:.3g} x", f"{second[what]:.3g} x"]
+            for what, text in words.items()
+            if what in first and what in second
+        ]
 
     @property
     def sizes(self) -> tuple[float, float] | None:
@@ -161,6 +139,17 @@ class Comparison:
         return first, second
 
     @property
+    def distance(self) -> float:
+        """`||W_1 - W_2||` over all tensors."""
+        return math.hypot(*(t.distance for t in self.tensors))
+
+    @property
+    def relative(self) -> float | None:
+        """Distance of all differing tensors together, relative to their deltas; None where those are not known."""
+        sizes = self.sizes
+        return 2 * self.distance / math.fsum(sizes) if sizes is not None and any(sizes) else None
+
+    @property
     def differing(self) -> tuple[TensorDifference, ...]:
         """Tensors that differ, the furthest apart first: by relative distance, or by distance without a base."""
         found = [t for t in self.tensors if not t.same]
@@ -170,20 +159,13 @@ class Comparison:
     @property
     def in_other_dtypes(self) -> int:
         """Number of differing tensors whose values are equal: only their dtypes differ."""
-        return sum(t.dtypes is not None and t.distance == 0 for t in self.differing)
-
-    @property
-    def relative(self) -> float | None:
-        """Distance of all differing tensors together, relative to their deltas; None where those are not known."""
-        found = [(t.distance, t.norms) for t in self.differing if t.norms is not None]
-        if not found or len(found) < len(self.differing):
-            return None
-        apart = math.sqrt(math.fsum(d * d for d, _ in found))
-        sizes = [math.sqrt(math.fsum(n[side] ** 2 for _, n in found)) for side in (0, 1)]
-        return 2 * apart / sum(sizes) if sum(sizes) else None
+        return sum(t.dtypes is not None and t.distance == 0 for t in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, as `actmat compare --json` prints it."""
-        fields = dataclasses.asdict(self)
-        after = {name: fields.pop(name) for name in ("diagnosed", "residuals", "checks", "notes", "totals")}
-        return {"format": FORMAT, "kind": "comparison", **fields, "relative": self.relative, **after}
+        counted = {"relative": self.relative, "differing": len(self.differing), "names": list(self.names)}
+        return {"format": FORMAT, "kind": "comparison"} | dataclasses.asdict(self) | counted
+
+
+def _short(value: Any) -> str:
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from actmat.extras.pages.html.diagnosis import render_html, write_html
+from actmat.extras.pages.html.report import render_html, write_html
 
 __all__ = ["render_html", "write_html"]

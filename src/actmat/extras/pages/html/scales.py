@@ -1,13 +1,10 @@
-"""Positions, colours and texts of numbers."""
+"""Positions, colors and texts of numbers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-EXPERT_COLOURS = 8
-"""Colours of the palette (Okabe and Ito, distinct with every common colour blindness); further experts have dashes."""
 
 LEAST = 1e-150
 """Smallest number that an axis shows; smaller ones are zero for every reader."""
@@ -40,12 +37,6 @@ def residual_text(value: float | None) -> str:
     return "< 0.01" if 0 < value < 0.005 else f"{value:.2f}"
 
 
-def residual_sign(value: float | None) -> str:
-    """`= 0.25`, `< 0.01`: what follows the symbol of a residual."""
-    text = residual_text(value)
-    return text if text.startswith("<") else f"= {text}"
-
-
 def residual_level(value: float | None) -> str:
     """Class of a residual: tenths from 0 to 1, then two levels of 'further away than the base'."""
     if value is None:
@@ -56,12 +47,12 @@ def residual_level(value: float | None) -> str:
 
 
 ALIKE = 0.1
-"""Numbers on a scale from 0 to 1 that differ by less look the same in any colour: a sentence says as much."""
+"""Numbers on a scale from 0 to 1 that differ by less look the same in any color: a sentence says as much."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeatScale:
-    """Colours for numbers between `low` and `high` in ten levels, and two levels for 1 and more.
+    """Colors for numbers between `low` and `high` in ten levels, and two levels for 1 and more.
 
     >>> HeatScale.over([0.52, 0.71, 1.4])
     HeatScale(low=0.5, high=0.8)
@@ -80,7 +71,7 @@ class HeatScale:
         return cls(max(0.0, low), min(1.0, high))
 
     def level(self, value: float | None) -> str:
-        """Colour class of a number."""
+        """Color class of a number."""
         if value is None or value >= 1:
             return residual_level(value)
         return f"q{max(0, min(9, int(10 * (value - self.low) / (self.high - self.low))))}"
@@ -94,35 +85,23 @@ def spread(values: Iterable[float]) -> tuple[float, float] | None:
     return min(found), max(found)
 
 
-def diverging(value: float | None) -> str:
+def diverging(value: float) -> str:
     """Class of a cosine: five levels of each sign, finer near zero."""
-    if value is None:
-        return "none"
     level = sum(abs(value) >= bound for bound in (0.05, 0.15, 0.3, 0.5))
     return f"{'p' if value >= 0 else 'm'}{level}"
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis from 0 (low end) to 1, and the numbers with a label.
-
-    Args:
-        low, high: ends, in the units of the numbers.
-        ticks: labelled numbers inside.
-        log: a logarithmic axis.
-    """
+    """A linear axis from `low` to `high`, and the numbers with a label."""
 
     low: float
     high: float
     ticks: tuple[float, ...]
-    log: bool = False
 
     def position(self, value: float) -> float:
         """Position of a value: 0 at the low end, 1 at the high end; values outside are moved to the end."""
-        low, high, at = self.low, self.high, max(value, self.low)
-        if self.log:
-            low, high, at = math.log10(low), math.log10(high), math.log10(at)
-        return min(1.0, (at - low) / (high - low))
+        return min(1.0, (max(value, self.low) - self.low) / (self.high - self.low))
 
     def top(self, value: float) -> float:
         """Distance of a value from the high end of an upward axis, as SVG counts."""
@@ -132,7 +111,7 @@ class Axis:
 def positive_axis(values: Sequence[float]) -> Axis:
     """From zero to a round number above the largest, with about four steps."""
     top = max([v for v in values if v > LEAST], default=1.0)
-    step = next(s for s in _round_steps(top / 4) if s * 4 >= top * 0.999)
+    step = _round_step(top)
     count = math.ceil(top / step - 1e-9)
     return Axis(0.0, count * step, tuple(i * step for i in range(count + 1)))
 
@@ -142,23 +121,15 @@ def range_axis(values: Sequence[float]) -> Axis:
     low, high = min(values), max(values)
     if high - low <= 1e-9 * max(abs(low), abs(high), LEAST):
         high, low = low + (abs(low) or 1.0) / 2, low - (abs(low) or 1.0) / 2
-    step = next(s for s in _round_steps((high - low) / 4) if s * 4 >= (high - low) * 0.999)
+    step = _round_step(high - low)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return Axis(first * step, last * step, tuple(k * step for k in range(first, last + 1)))
 
 
-def _round_steps(least: float) -> list[float]:
-    decade = 10.0 ** math.floor(math.log10(least))
-    return [decade * s for s in (1, 2, 2.5, 5, 10, 20)]
-
-
-def log_axis(values: Sequence[float], *, include: float = 1.0) -> Axis:
-    """Powers of ten around the positive values and `include`; about six labels."""
-    positive = [v for v in values if v > LEAST] + [include]
-    low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
-    low, high = low - (low == high), high
-    stride = max(1, math.ceil((high - low) / 6))
-    return Axis(10.0**low, 10.0**high, tuple(10.0**k for k in range(low, high + 1, stride)), log=True)
+def _round_step(length: float) -> float:
+    """A quarter of a length, rounded up."""
+    decade = 10.0 ** math.floor(math.log10(length / 4))
+    return next(s for s in (decade * f for f in (1, 2, 2.5, 5, 10, 20)) if s * 4 >= length * 0.999)
 
 
 def tick_indices(count: int, wanted: int = 8) -> list[int]:

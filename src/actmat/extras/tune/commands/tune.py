@@ -143,7 +143,7 @@ def tune(
     *,
     recipe: flags.RecipeFile = None,
     given: Annotated[RecipeFlags, Fields(without=("method", "options", "scale", "space", "quantise"))],
-    run: Annotated[RunSettings, Fields(without=("diagnose", "exact"))],
+    run: Annotated[RunSettings, Fields(without=("diagnose",))],
     data: Annotated[DataFlags, Fields(without=("samples", "dtype"))],
     search: SearchFlags,
     json: flags.Json = False,

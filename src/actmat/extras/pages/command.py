@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from json import dumps as json_text
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,13 +11,13 @@ from actmat.cli import flags
 from actmat.cli.listing import command
 
 if TYPE_CHECKING:
-    from actmat.extras.pages.comparison import Comparison
+    from actmat.extras.pages.comparison import MergeComparison
 
 MOST = 10
 """Largest number of tensors listed."""
 
 
-@command("look", "compared, whether they differ or not", "no two merges of the same base and experts")
+@command("look", "compared, whether they differ or not", "not two merges of the same base and experts")
 def compare(
     first: Annotated[Path, typer.Argument(metavar="OUT1", help="Directory of a merged model.")],
     second: Annotated[Path, typer.Argument(metavar="OUT2", help="Another merge of the same experts.")],
@@ -48,17 +47,15 @@ def compare(
         with disk_errors(out.parent):
             write_comparison(found, out)
     if json:
-        data = found.to_json() | {"differing": len(found.differing), "names": list(found.names)}
-        print_result("compare", data, long=("tensors",), full=full)
+        print_result("compare", found.to_json(), long=("tensors",), full=full)
     elif not quiet:
         _print(found)
         if out is not None:
             console.print(f"page: {escape(out)}", soft_wrap=True)
 
 
-def _print(found: Comparison) -> None:
+def _print(found: MergeComparison) -> None:
     from actmat.cli.screen import console, escape
-    from actmat.report.words import IN_PLACES
 
     first, second = found.names
     console.print(f"[bold]{escape(first)}[/bold]  {escape(found.outs[0])}  ({escape(found.methods[0])})")
@@ -66,22 +63,14 @@ def _print(found: Comparison) -> None:
     names = ", ".join(a if a == b else f"{a} = {b}" for a, b in found.experts)
     onto = f" of {found.base}" if found.base else ""
     console.print(f"{len(found.experts)} experts{escape(onto)}: {escape(names)}\n")
-    _rows(["differs in", first, second], [[s.field, _short(s.first), _short(s.second)] for s in found.settings])
-    _rows(["size of the change", first, second], found.size_rows)
+    for title, rows in found.tables:
+        _print_rows([title, first, second], rows)
     _print_tensors(found)
-    residuals = [[r.expert, f"{r.first:.2f}", f"{r.second:.2f}"] for r in found.residuals]
-    _rows(["residual rho", first, second], residuals)
-    for name, code in zip(found.names, found.size_codes if residuals else (), strict=False):
-        if code is not None:
-            where = IN_PLACES.get(code, "")
-            console.print(f"do not judge {escape(name)} by its rho: the size of its change is off{where} ({code})\n")
-    checks = [[f"{c.code} {c.title}", c.first or "-", c.second or "-"] for c in found.checks]
-    _rows(["check", first, second], checks)
     for note in found.notes:
         console.print(f"note: {escape(note)}")
 
 
-def _print_tensors(found: Comparison) -> None:
+def _print_tensors(found: MergeComparison) -> None:
     from actmat.cli.screen import console
 
     differing = found.differing
@@ -99,19 +88,15 @@ def _print_tensors(found: Comparison) -> None:
         numbers = [t.distance] if t.norms is None else [t.relative, t.cosine, *t.norms]
         rows.append([t.name.removesuffix(".weight"), *("-" if v is None else f"{v:.3g}" for v in numbers)])
     names = ["relative", "cosine", "norm 1", "norm 2"]
-    _rows(["differ most", *(names if differing[0].norms is not None else ["distance"])], rows)
+    _print_rows(["differ most", *(names if differing[0].norms is not None else ["distance"])], rows)
 
 
-def _short(value: Any) -> str:
-    return "-" if value is None else value if isinstance(value, str) else json_text(value, ensure_ascii=False)
-
-
-def _rows(head: list[str], rows: list[list[str]]) -> None:
+def _print_rows(head: list[str], rows: list[list[str]]) -> None:
     """Print a table and an empty line; nothing without rows."""
     from actmat.cli.screen import console, escape, plain_table
 
     if rows:
-        table = plain_table(*head, numbers=head[1:] if len(head) != 3 else ())
+        table = plain_table(*map(escape, head), numbers=head[1:] if len(head) != 3 else ())
         for row in rows:
             table.add_row(*map(escape, row))
         console.print(table)

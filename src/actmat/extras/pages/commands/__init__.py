@@ -1,1 +1,0 @@
-"""Commands that write or open pages."""

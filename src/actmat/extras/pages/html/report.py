@@ -1,0 +1,234 @@
+"""The page of a diagnosis: is it good, the experts, the layers, the size, the recipe.
+
+`T` experts; every vector has `T` entries. Norms add in squares, since matrices are blocks of one long vector.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from actmat.diagnostics.model import Diagnosis, ExpertRow, Matrix, MatrixRow
+from actmat.extras.pages.html import charts, scales
+from actmat.extras.pages.html.environment import render, write_document
+from actmat.recipe.load import printable_yaml
+from actmat.report.words import SIZE_CODES, measure_answers
+
+MOST_MATRICES = 10
+"""Matrices that are listed by name."""
+
+
+def render_html(diagnosis: Diagnosis) -> str:
+    """The report of a diagnosis as one HTML page; the same diagnosis gives the same page."""
+    found = sorted((c for c in diagnosis.checks if c.verdict == "found"), key=lambda c: (c.severity != "issue", c.code))
+    return render(
+        "report.html",
+        d=diagnosis,
+        found=found,
+        others=[c for c in diagnosis.checks if c.verdict != "found"],
+        off=next((c for c in found if c.code in SIZE_CODES), None),
+        measure=measure_answers(diagnosis),
+        experts=[_expert(diagnosis, t, e) for t, e in enumerate(diagnosis.experts)],
+        overlap=overlap(diagnosis) if diagnosis.measures and len(diagnosis.experts) > 1 else [],
+        layers=residuals(diagnosis) if diagnosis.measures else None,
+        size=sizes(diagnosis) if diagnosis.measures else None,
+        actions=Counter(t.action for t in diagnosis.tensors).most_common(),
+        recipe=printable_yaml({k: v for k, v in diagnosis.recipe.items() if k != "out"}),
+        place=shlex.quote(diagnosis.out or "merged"),
+    )
+
+
+def write_html(diagnosis: Diagnosis, path: str | Path) -> Path:
+    """Write the report of a diagnosis to a file; errors as of `write_document`."""
+    return write_document(render_html(diagnosis), path)
+
+
+# Experts
+
+
+class ShownExpert(NamedTuple):
+    """One expert of the table: its entry, its residual on data, norms and rounding over the measured matrices."""
+
+    entry: ExpertRow
+    on_data: str
+    relative: str
+    rounding: str
+    is_unchanged: bool
+
+
+def _expert(diagnosis: Diagnosis, t: int, entry: ExpertRow) -> ShownExpert:
+    changed = [m for m in diagnosis.measures if m.norms[t]]
+    relative = [m.relative_norms[t] for m in changed if m.relative_norms is not None]
+    snr = [m.snr[t] for m in changed if m.snr is not None]
+    on_data = {r.expert: scales.residual_text(r.residual) for r in diagnosis.residual_on_data or ()}
+    return ShownExpert(
+        entry,
+        on_data.get(entry.name, "–"),
+        scales.percent(median(relative)) if relative else "–",
+        " to ".join(dict.fromkeys(map(scales.number, (min(snr), max(snr))))) if snr else "–",
+        not changed,
+    )
+
+
+class PairTable(NamedTuple):
+    """Numbers of pairs of experts: a colored table of (text, class, value), and the ends where they are all alike."""
+
+    title: str
+    note: str
+    rows: Sequence[Sequence[tuple[str, str, float]]]
+    alike: tuple[str, str] | None
+
+
+def overlap(diagnosis: Diagnosis) -> list[PairTable]:
+    """Cosine of whole deltas, and overlap of their subspaces against chance."""
+    measures = diagnosis.measures
+    entries = [m.shape[0] * m.shape[1] for m in measures]
+    weighted = list(zip(entries, measures, strict=True))
+    chance = sum(n * m.chance_overlap for n, m in weighted) / sum(entries)
+    size = range(len(diagnosis.experts))
+    shared = [[math.fsum(n * m.subspace_overlap[s][t] for n, m in weighted) / sum(entries) for t in size] for s in size]
+    others = [v for s in size for t, v in enumerate(shared[s]) if s != t]
+    return [
+        _pairs(
+            "Cosine",
+            "Of whole changes. 0: unrelated; 1: the same direction; below 0: against each other.",
+            overall_cosine(measures),
+            lambda v: f"{v:z.2f}",
+            scales.diverging,
+        ),
+        _pairs(
+            "Shared subspace",
+            f"How far two experts change the same input directions, weighted by how much; by chance "
+            f"{scales.percent(chance)}.",
+            shared,
+            scales.percent,
+            scales.HeatScale.over(others).level,
+        ),
+    ]
+
+
+def overall_cosine(measures: Sequence[MatrixRow]) -> Matrix:
+    """Cosine between whole experts: `sum_m <D_s, D_t> / (||D_s|| ||D_t||)` over all measured matrices; 0 for a zero."""
+    size = range(len(measures[0].norms))
+    norms = [math.hypot(*(m.norms[t] for m in measures)) for t in size]
+
+    def cosine(s: int, t: int) -> float:
+        inner = math.fsum(m.cosine[s][t] * m.norms[s] * m.norms[t] for m in measures)
+        return inner / (norms[s] * norms[t]) if norms[s] and norms[t] else 0.0
+
+    return tuple(tuple(cosine(s, t) for t in size) for s in size)
+
+
+def _pairs(
+    title: str,
+    note: str,
+    values: Sequence[Sequence[float]],
+    text: Callable[[float], str],
+    color: Callable[[float], str],
+) -> PairTable:
+    rows = [[(text(v), "self" if s == t else color(v), v) for t, v in enumerate(row)] for s, row in enumerate(values)]
+    alike = scales.spread(v for s, row in enumerate(values) for t, v in enumerate(row) if s != t)
+    return PairTable(title, note, rows, None if alike is None else (text(alike[0]), text(alike[1])))
+
+
+# Layers
+
+
+def layers_of(measures: Sequence[MatrixRow]) -> dict[int | None, list[MatrixRow]]:
+    """Matrices by depth; those without a depth come last."""
+    found: dict[int | None, list[MatrixRow]] = {}
+    for m in sorted(measures, key=lambda m: (m.layer is None, m.layer or 0)):
+        found.setdefault(m.layer, []).append(m)
+    return found
+
+
+def _label(depth: int | None) -> str:
+    return "other" if depth is None else str(depth)
+
+
+def _title(depth: int | None) -> str:
+    return "outside the layers" if depth is None else f"layer {depth}"
+
+
+def residual_over(measures: Sequence[MatrixRow], expert: int) -> float | None:
+    """`sqrt(sum_m ||D_t||^2 rho_t^2 / sum_m ||D_t||^2)`: energy-weighted rms; None where nothing changed."""
+    energy = math.fsum(m.norms[expert] ** 2 for m in measures)
+    if energy == 0:
+        return None
+    return math.sqrt(math.fsum((m.residual[expert] * m.norms[expert]) ** 2 for m in measures) / energy)
+
+
+def residuals(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Heat maps of the residuals by expert and by kind of matrix over layers, and the matrices of the largest."""
+    layers, names = layers_of(diagnosis.measures), [e.name for e in diagnosis.experts]
+    columns = list(map(_label, layers))
+    by_expert = [[residual_over(ms, t) for ms in layers.values()] for t in range(len(names))]
+    values = [v for row in by_expert for v in row if v is not None]
+    scale = scales.HeatScale.over(values)
+    strips = [
+        charts.Strip(
+            expert.name,
+            [
+                None if v is None else charts.HeatCell(scale.level(v), f"{_title(d)}, {expert.name}: ρ {v:.2f}")
+                for d, v in zip(layers, row, strict=True)
+            ],
+            scales.residual_text(expert.residual),
+        )
+        for expert, row in zip(diagnosis.experts, by_expert, strict=True)
+    ]
+    kinds: dict[str, list[MatrixRow]] = {}
+    for m in diagnosis.measures:
+        kinds.setdefault(charts.kind_of(m.name, m.part), []).append(m)
+    largest = [m.contested for m in diagnosis.measures]
+    by_kind = charts.largest_strips(
+        kinds,
+        list(layers),
+        depth=lambda m: m.layer,
+        value=lambda m: m.contested,
+        tip=lambda m: f"{m.label}: {names[m.residual.index(m.contested)]}, ρ {m.contested:.2f}",
+        text=scales.residual_text,
+        scale=scales.HeatScale.over(largest),
+    )
+    return {
+        "experts": charts.HeatMap(strips, columns, "all", values),
+        "kinds": charts.HeatMap(by_kind, columns, "largest", largest),
+        "table": [[_title(d), *map(scales.residual_text, v)] for d, *v in zip(layers, *by_expert, strict=True)],
+        "matrices": [
+            [m.label, scales.residual_text(m.contested), names[m.residual.index(m.contested)],
+             "×".join(map(str, m.shape)), scales.number(m.merged_norm), scales.number(m.mean_norm)]
+            for m in sorted(diagnosis.measures, key=lambda m: (-m.contested, m.label))[:MOST_MATRICES]
+        ],
+    }  # fmt: skip
+
+
+# Size
+
+
+def sizes(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Norms of the merged change, the experts' sum and their mean: of all, and by layer."""
+    layers = layers_of(diagnosis.measures)
+    fields = ("sum_norm", "merged_norm", "mean_norm")
+    whole = [math.hypot(*(getattr(m, field) for m in diagnosis.measures)) for field in fields]
+    expert = math.hypot(*(n for m in diagnosis.measures for n in m.norms)) / math.sqrt(len(diagnosis.experts))
+    total, merged, mean = ([math.hypot(*(getattr(m, f) for m in ms)) for ms in layers.values()] for f in fields)
+    lines = [
+        charts.Line("grey", "sum of the experts", total),
+        charts.Line("merged thick", "merged", merged),
+        charts.Line("grey dash", "their mean", mean),
+    ]
+    bars = [("merged", whole[1], "merged solid"), ("sum of the experts", whole[0], "share"),
+            ("their mean", whole[2], "share"), ("one expert, on average", expert, "share")]  # fmt: skip
+    longest = max(n for _, n, _ in bars) or 1.0
+    axis = scales.positive_axis([*total, *merged, *mean])
+    numbers = zip(layers, total, merged, mean, strict=True)
+    return {
+        "bars": [(name, n / longest, scales.number(n), style) for name, n, style in bars],
+        "ratios": [(whole[1] / n, words) for n, words in ((expert, "one expert's"), (whole[0], "their sum's")) if n],
+        "plot": charts.layer_lines(lines, list(map(_label, layers)), axis, label="Norms of the change by layer"),
+        "table": [[_title(depth), *map(scales.number, row)] for depth, *row in numbers],
+    }
