@@ -164,7 +164,6 @@ OWN: dict[str, tuple[int, float]] = {
     "methods/test_swudi.py": (2, 0.0001),
     "methods/test_tact.py": (1, 1e-09),
     "methods/test_wudi.py": (1, 1e-09),
-    "report/test_html_pages.py": (2, 0.001),
     "statistics/test_agreement_of_output.py": (3, 0.01),
     "statistics/test_residual_on_data.py": (4, 0.001),
     "tune/test_answers.py": (4, 0.0001),

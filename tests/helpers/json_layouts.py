@@ -39,11 +39,11 @@ PINNED: dict[str, set[str]] = {
     },
     "diagnose": {
         "format", "kind", "actmat", "created", "recipe", "method", "options", "source", "base", "out", "experts",
-        "storage_dtypes", "totals", "experts_summary", "checks", "agreement", "residual_on_data", "left_out",
+        "storage_dtypes", "totals", "checks", "agreement", "residual_on_data", "left_out",
     },
     "compare": {
-        "format", "kind", "outs", "methods", "base", "experts", "settings", "relative", "diagnosed", "residuals",
-        "checks", "notes", "totals", "differing", "names", "left_out",
+        "format", "kind", "outs", "methods", "base", "experts", "settings", "relative", "diagnosed", "answers",
+        "residuals", "checks", "notes", "totals", "differing", "names", "left_out",
     },
     "verify": {"out", "ok", "tensors", "files", "inputs", "problems", "unchecked"},
     "inspect": {
