@@ -8,6 +8,7 @@ Units are in the names: `_s` seconds, `_b` bytes, `_gbps` 1e9 bytes per second, 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -168,6 +169,15 @@ def announced(arguments: Sequence[str | Path]) -> dict[str, Any]:
     said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     found: dict[str, Any] = json.loads(said)["totals"]
     return found
+
+
+def weights_digest(folder: Path) -> str:
+    """Hash of all weight files, in the order of their names."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def fresh(path: Path) -> Path:

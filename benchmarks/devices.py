@@ -40,11 +40,11 @@ from benchmarks.common import (
     summary,
     timed,
     torch_threads,
+    weights_digest,
     write_result,
 )
 from benchmarks.elementwise import largest_difference
 from benchmarks.make_llama import add_size_arguments, home, make_family, size_from
-from benchmarks.threads import weights_digest
 
 COLUMNS = ("method", "device", "wall_s", "speed_up", "moved_b", "up_gbps", "share_of_links", "difference")
 RATES = ("device", "name", "memory_b", "matmul_f32_gflops", "eigh_f64_s", "eigh_16_small_s", "eigh_16_single_s",

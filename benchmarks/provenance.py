@@ -3,7 +3,7 @@
     python -m benchmarks.provenance FILE --command "actmat demo"     # of a file that was just made by that command
 
 Every program that writes a result calls `record`. A block names its file's SHA-256, so that a file that changes without
-a new block is found (`tests/house/test_provenance.py`). `lacks` names what is not known; of results that are older than
+a new block is found (`tests/house/test_results.py`). `lacks` names what is not known; of results that are older than
 these blocks, the commit is the one that stored the file, as `commit_of` says.
 """
 

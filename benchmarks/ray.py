@@ -24,9 +24,19 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.common import HERE, RESULTS, WORK, Run, actmat_command, fresh, markdown, measure, write_result
+from benchmarks.common import (
+    HERE,
+    RESULTS,
+    WORK,
+    Run,
+    actmat_command,
+    fresh,
+    markdown,
+    measure,
+    weights_digest,
+    write_result,
+)
 from benchmarks.make_llama import Size, add_size_arguments, home, make_family, size_from
-from benchmarks.threads import weights_digest
 
 CORES = 2
 COLUMNS = (

@@ -35,10 +35,10 @@ from benchmarks.common import (
     markdown,
     measure,
     summary,
+    weights_digest,
     write_result,
 )
 from benchmarks.make_llama import add_size_arguments, home, make_family, size_from
-from benchmarks.threads import weights_digest
 
 COLUMNS = ("inputs", "method", "wall_s", "ratio", "peak_anonymous_b", "shards", "requests_per_shard", "sent_over_size")
 COUNTS = "/counts"

@@ -1,56 +1,86 @@
-"""Fill the tables of a Markdown page from the result files.
+"""Fill the parts of the pages that follow from result files.
 
-    python -m benchmarks.table             # writes benchmarks/README.md anew
-    python -m benchmarks.table --check     # exit status 1 when it is not what the result files say
-    python -m benchmarks.table docs/performance.md
+    python -m benchmarks.table             # writes the pages anew
+    python -m benchmarks.table --check     # exit status 1 when one is not what the result files say
 
-A table stands between `<!-- table: NAME -->` and `<!-- end table -->`; NAME is a file of `results/`. Nothing outside
-these marks is touched; a table without a result file says so.
+Kinds of parts: `result NAME` (the rows of `results/NAME.json`), `evidence NAME` and `small NAME` (experiments on
+pretrained models and at laptop size), `tune NAME` (the search), `matrix PART`, `semantics PART`, `mergekit`, `demo`,
+`chaos`. `docs/markdown.py` has the marks.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
-import sys
+from collections import Counter
 from pathlib import Path
 
-from benchmarks.common import HERE, RESULTS, markdown
+from chaos.results import read_record
+from docs import markdown as pages
+from docs.markdown import ROOT, table
 
-PLACE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end table -->)", re.DOTALL)
+from benchmarks.common import RESULTS, markdown
+from benchmarks.evidence.picture import picture
+from benchmarks.evidence.small import small_table
+from benchmarks.evidence.tables import evidence_table
+from benchmarks.families.tables import family_table
+from benchmarks.mergekit.tables import mergekit_table
+from benchmarks.semantics.tables import semantics_table
+from benchmarks.tune.tables import tune_table
 
 
-def table(name: str, results: Path = RESULTS) -> str:
+def result(name: str, folder: Path = RESULTS) -> str:
     """The table of one result file, under a line that says how and where it was made."""
-    path = results / f"{name}.json"
-    if not path.exists():
-        return f"*Not measured yet: there is no `results/{name}.json`.*\n"
-    result = json.loads(path.read_text())
-    columns = result.get("columns") or list(result["rows"][0])
-    made = f"`{result['command']}`, {result['processor']}, {result['cores']} cores, torch {result['torch']}"
-    return f"{made}, {result['date']}.\n\n{markdown(result['rows'], columns)}\n"
+    found = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    columns = found.get("columns") or list(found["rows"][0])
+    facts = {"command": "`{}`", "processor": "{}", "cores": "{} cores", "torch": "torch {}", "date": "{}"}
+    made = ", ".join(text.format(found[fact]) for fact, text in facts.items() if fact in found)
+    return f"{made}.\n\n{markdown(found['rows'], columns)}\n"
 
 
-def filled(page: str, results: Path = RESULTS) -> str:
-    """The page with every table made anew."""
-    return PLACE.sub(lambda m: f"{m[1]}{table(m['name'], results)}{m[3]}", page)
+def chaos(_: str) -> str:
+    """Runs per kind of fault and per sort of output, as `python -m chaos --record` wrote them."""
+    record = read_record()
+    assert record is not None, "python -m chaos --record writes it"
+    kinds: Counter[str] = Counter()
+    for counts in record.by.values():
+        kinds.update(counts)
+    said = f"{record.runs} runs with {record.disturbances} disturbances, {len(record.problems)} problems."
+    by_kind = ", ".join(f"{kind} {runs}" for kind, runs in sorted(kinds.items()))
+    rows = [[sort, str(sum(counts.values()))] for sort, counts in record.by.items()]
+    return f"{said} Runs by kind of disturbance: {by_kind}.\n\n" + table(["output", "runs"], rows)
+
+
+def demo(_: str) -> str:
+    """Mean test accuracy of base, average, all other merges (lowest to highest) and experts of `actmat demo`."""
+    found = json.loads((RESULTS / "demo.json").read_text(encoding="utf-8"))
+    rows = {row["name"]: row["average"] for row in found["rows"]}
+    base, average, experts = (f"{100 * rows[name]['value']:.1f}" for name in ("base", "average", "experts"))
+    others = [100 * rows[row["name"]]["value"] for row in found["rows"] if row["kind"] == "merged"]
+    half = max((row["high"] - row["low"]) / 2 for name, row in rows.items() if name != "majority")
+    titles = ["base", "`average`", f"all {len(others)} merges", "each expert on its own task"]
+    cells = [base, average, f"{min(others):.1f} to {max(others):.1f}", experts]
+    tested = f"{len(found['tasks'])} tasks, {found['n_photographs']['test']} photographs, seed {found['seed']}"
+    return table(titles, [cells]) + f"\nAccuracy in %, mean of {tested}; 95 % intervals: ±{100 * half:.1f} or less.\n"
+
+
+KINDS: pages.Kinds = {
+    "result": result,
+    "evidence": evidence_table,
+    "small": small_table,
+    "tune": tune_table,
+    "matrix": family_table,
+    "semantics": semantics_table,
+    "mergekit": mergekit_table,
+    "demo": demo,
+    "chaos": chaos,
+}
+FILES = {ROOT / "docs" / "merges.svg": picture}
+"""Whole files that are made from results."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", type=Path, default=[HERE / "README.md"])
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    given = parser.parse_args()
-    stale = False
-    for page in given.pages:
-        before = page.read_text()
-        after = filled(before)
-        stale = stale or before != after
-        if before != after and not given.check:
-            page.write_text(after)
-        print(f"{page}: {'up to date' if before == after else 'stale' if given.check else 'written'}")
-    sys.exit(1 if given.check and stale else 0)
+    """Command line."""
+    pages.main(__doc__ or "", KINDS, FILES)
 
 
 if __name__ == "__main__":

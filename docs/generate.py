@@ -1,53 +1,30 @@
-"""Fill the generated parts of the documentation from the declarations in the code.
+"""Fill the parts of the pages that follow from the declarations in the code.
 
-    python -m docs.generate             # writes every page anew
+    python -m docs.generate             # writes every page, the JSON Schemas and the catalogue of methods anew
     python -m docs.generate --check     # exit status 1 when a page is not what the code says
 
-A generated part stands between `<!-- generated: KIND [NAME] -->` and `<!-- end generated -->`. Kinds: `methods` (the
-overview table), `method NAME`, `steps`, `step NAME`, `flags COMMAND`, `group-flags GROUP` (each flag of its commands
-once), `exit-codes COMMAND`, `schemas`, `settings SUITE`, `recipe MODEL`, `outputs` (fields of all kinds of output),
-`exits`, `families`, `chaos`, `versions`, `demo`, `mergekit` (configurations run in both tools), `api`, `tune
-NAME` (measured tables of the search),
-`pretrained NAME` (of the search on pretrained models), `datafree NAME` (of merges without data), `evidence NAME` (of
-experiments on pretrained models), `small NAME` (of those at laptop size), `matrix PART` (the families that were merged
-and run), `paper` (everything that the paper numbers), `results` (pages of results), `wheel PART` (size, times and
-extras of the wheel).
-A number in a sentence stands between `<!-- n: NAME -->` and `<!-- /n -->`; `docs/quoted.py` has the names. Nothing
-outside the marks is touched.
+Kinds of parts (`docs/markdown.py` has the marks): `methods` (the overview table), `method NAME`, `steps`, `step NAME`,
+`flags COMMAND`, `group-flags GROUP` (each flag of its commands once), `exit-codes COMMAND`, `schemas`,
+`settings SUITE`, `recipe MODEL`, `outputs` (fields of all kinds of output), `exits`, `families`, `api`, `paper`
+(everything that the paper numbers).
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
-import importlib.util
 import inspect
 import json
 import re
-import sys
 import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.datafree.tables import datafree_table
-from benchmarks.evidence.small import small_table
-from benchmarks.evidence.tables import evidence_table
-from benchmarks.mergekit.tables import mergekit_table
-from benchmarks.pretrained.tables import pretrained_table
-from benchmarks.semantics.tables import semantics_table
-from benchmarks.tune.tables import tune_table
-from benchmarks.wheel import wheel_table
-from docs.digits import demo_table
-from docs.labels import paper_table
-from docs.matrix import family_table
-from docs.picture import picture
+from docs import markdown
+from docs.markdown import ROOT, table
 from docs.published import WRITTEN as SCHEMA_FILES
-from docs.quoted import quoted
 from docs.reference import api
-from docs.results import results_table
-from docs.searches import chaos_table
 from pydantic import BaseModel
 from typer.models import ArgumentInfo
 
@@ -64,34 +41,10 @@ from actmat.recipe.output import KINDS as OUTPUTS
 from actmat.recipe.output import TokenRow, Vocabulary
 from actmat.recipe.values import Entry
 
-ROOT = Path(__file__).resolve().parents[1]
-PLACE = re.compile(r"(<!-- generated: (?P<kind>[\w-]+) ?(?P<name>[\w-]*) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 SCHEMAS = (Recipe, ExpertRef, Entry, Rule, RoleRule, PostRef, Postprocess, *OUTPUTS.values(), Vocabulary, TokenRow)
 MODELS: dict[str, type[BaseModel]] = {m.__name__: m for m in SCHEMAS}
 SIDE, EXPERTS = 4096, 4
 """The layer and the number of experts for which pages give the memory of a rule."""
-
-
-def pages() -> list[Path]:
-    """Pages that may hold generated parts."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def filled(page: str) -> str:
-    """The page with every generated part and every quoted number made anew."""
-    return quoted(PLACE.sub(lambda m: f"{m[1]}\n{KINDS[m['kind']](m['name'])}\n{m[4]}", page))
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; what Markdown would take for its own is escaped."""
-    lines = [header, ["---"] * len(header), *([_escaped(cell) for cell in row] for row in rows)]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
-
-
-def _escaped(cell: str) -> str:
-    """Bars everywhere, stars outside code spans."""
-    pieces = cell.replace("|", "\\|").split("`")
-    return "`".join(p if i % 2 else p.replace("*", "\\*") for i, p in enumerate(pieces))
 
 
 # Methods
@@ -367,23 +320,30 @@ def families(_: str) -> str:
     return ", ".join(f"`{f}`" for f in sorted({*FAMILIES, *PLAIN}, key=str.lower)) + ".\n"
 
 
-def versions(_: str) -> str:
-    """Outcomes of `benchmarks.versions`."""
-    place = ROOT / "benchmarks" / "results" / "versions.json"
-    runs = json.loads(place.read_text(encoding="utf-8"))["runs"] if place.exists() else []
-    shown = ("safetensors", "huggingface_hub", "pydantic", "typer")
+def paper(_: str) -> str:
+    """The list of `paper.json`; equations without words of their own stand with the one before them."""
+    groups: list[list[dict[str, Any]]] = []
+    for entry in json.loads((ROOT / "docs" / "paper.json").read_text(encoding="utf-8")):
+        if "words" in entry:
+            groups.append([])
+        groups[-1].append(entry)
     rows = []
-    for run in runs:
-        found = run.get("versions", {})
-        kinds = {"borrowed": ", borrowed", "system": ", Debian's"}
-        torch = found.get("torch", "none") + kinds.get(run["torch"], "")
-        counts = ", ".join(f"{n} {kind}" for kind, n in run.get("tests", {}).items()) or "not installed"
-        tried = "commands" if run["torch"] == "none" else "tests"
-        rows.append([run["python"], run["which"], torch, *(found.get(n, "") for n in shown), f"{tried}: {counts}"])
-    return table(["Python", "dependencies", "torch", *shown, "tried"], rows) if rows else "No run is recorded.\n"
+    for group in groups:
+        first = group[0]
+        numbers = "-".join(dict.fromkeys(_numbered(entry) for entry in (first, group[-1])))
+        labels = ", ".join(f"`{entry['label']}`" for entry in group if entry["label"])
+        rows.append([numbers, labels, first["words"], first.get("here", ""), first.get("differs", "")])
+    return table(["item", "label", "in a few words", "here", "differs"], rows)
 
 
-KINDS: dict[str, Callable[[str], str]] = {
+def _numbered(entry: dict[str, Any]) -> str:
+    if entry["kind"] == "equation":
+        return f"({entry['number']})"
+    kind = "section" if entry["kind"] == "paragraph" else entry["kind"]
+    return f"{kind.capitalize()} {entry['number']}"
+
+
+KINDS: markdown.Kinds = {
     "methods": methods,
     "method": method,
     "steps": steps,
@@ -397,21 +357,8 @@ KINDS: dict[str, Callable[[str], str]] = {
     "recipe": recipe,
     "outputs": outputs,
     "families": families,
-    "chaos": lambda _: chaos_table(table),
-    "versions": versions,
-    "demo": lambda _: demo_table(table),
     "api": api,
-    "tune": lambda name: tune_table(name, table),
-    "datafree": lambda name: datafree_table(name, table),
-    "pretrained": lambda name: pretrained_table(name, table),
-    "evidence": lambda name: evidence_table(name, table),
-    "small": lambda name: small_table(name, table),
-    "matrix": lambda name: family_table(name, table),
-    "semantics": lambda name: semantics_table(name, table),
-    "mergekit": lambda _: mergekit_table(table),
-    "paper": lambda _: paper_table(table),
-    "results": lambda _: results_table(table),
-    "wheel": lambda part: wheel_table(part, table),
+    "paper": paper,
 }
 
 
@@ -421,33 +368,15 @@ def catalogue() -> str:
 
 
 WRITTEN: dict[Path, Callable[[], str]] = {
-    ROOT / "docs" / "merges.svg": picture,
     ROOT / "src" / "actmat" / "cli" / FILE: catalogue,
     **SCHEMA_FILES,
 }
-"""Whole files that are made from declarations, pages and results."""
+"""Whole files that are made from declarations and pages."""
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    given = parser.parse_args()
-    stale = []
-    for page in (p for p in pages() if p.exists()):
-        before = page.read_text()
-        after = filled(before)
-        if before != after:
-            stale.append(page.relative_to(ROOT))
-            if not given.check:
-                page.write_text(after)
-    for file, made in WRITTEN.items():
-        if not file.exists() or file.read_text() != made():
-            stale.append(file.relative_to(ROOT))
-            if not given.check:
-                file.write_text(made())
-    print(f"{len(stale)} pages {'are stale' if given.check else 'written'}", *stale, sep="\n  ")
-    sys.exit(1 if given.check and stale else 0)
+    markdown.main(__doc__ or "", KINDS, WRITTEN)
 
 
 if __name__ == "__main__":

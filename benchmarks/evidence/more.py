@@ -2,11 +2,10 @@
 
     python -m benchmarks.evidence.more sweep --suite text-minilm --data DATA --cache CACHE --task mpqa
     python -m benchmarks.evidence.more subsets --suite vision-vits14 --data DATA --cache CACHE [--lora] [--seed 1]
-    python -m benchmarks.evidence.more checks --suite vision-vits14 --data DATA --cache CACHE [--lora]
 
 `sweep` trains one task's expert for other lengths and at other rates, and measures the cosines of `D^T D` with the Gram
-matrices: the paper's theorem speaks of small steps. `subsets` merges the first two to seven experts. `checks` is what
-`actmat diagnose` finds in each row. What the result files have is left out.
+matrices: the paper's theorem speaks of small steps. `subsets` merges the first two to seven experts. What
+the result files have is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from actmat_experiments.pretrained import text, vision
 from actmat_experiments.pretrained.gram import gram_rows
 from actmat_experiments.suites import RunRequest
 from benchmarks.common import without_places
-from benchmarks.evidence.checks import check_file, findings
 from benchmarks.evidence.cosines import sweep_file
 from benchmarks.evidence.group import FOLDER, NAMES
 from benchmarks.evidence.subsets import subset_file
@@ -41,10 +39,10 @@ RUNS = (
 )
 """Steps and rates, from short and cold to long and hot; the suite's own run, 64 steps at 1e-4, is among them."""
 
-ROWS = ("average", "tsv", "actmat", "actmat_ridge")
-"""Rows that are checked, and of full fine-tuning merged from subsets."""
-
-SUBSET_ROWS = {"full": ROWS, "lora": ("average", "actmat", "tsv", "dc_merge", "cart", "tsv@pico", "dc_merge@pico")}
+SUBSET_ROWS = {
+    "full": ("average", "tsv", "actmat", "actmat_ridge"),
+    "lora": ("average", "actmat", "tsv", "dc_merge", "cart", "tsv@pico", "dc_merge@pico"),
+}
 
 MODULES = {NAMES["text"]: text, NAMES["vision"]: vision}
 
@@ -118,7 +116,7 @@ def _about(experiment: Experiment) -> dict[str, Any]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["sweep", "subsets", "checks"])
+    parser.add_argument("what", choices=["sweep", "subsets"])
     parser.add_argument("--suite", choices=sorted(MODULES), required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--cache", type=Path, required=True, help="of 'actmat experiment run'")
@@ -141,8 +139,6 @@ def main() -> None:
     )
     if given.what == "sweep":
         path, rows = sweep_file(FOLDER, given.suite), sweep(request)
-    elif given.what == "checks":
-        path, rows = check_file(FOLDER, given.suite), findings(_first(request), ROWS)
     else:
         path, rows = subset_file(FOLDER, given.suite), subsets(request)
     append_new(path, rows)

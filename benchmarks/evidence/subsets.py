@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.evidence.group import SUITES
+from benchmarks.evidence.group import SUITES, is_known
 
 
 def subset_file(folder: Path, suite: str) -> Path:
@@ -24,7 +24,7 @@ def subset_rows(folder: Path) -> list[list[str]]:
         path = subset_file(folder, suite)
         lines = [json.loads(x) for x in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
         by_row: dict[tuple[str, str], dict[int, dict[tuple[int, str], float]]] = {}
-        for row in lines:
+        for row in (x for x in lines if is_known(x["method"])):
             title = f"{suite}, {row['model']}, {row['regime']}"
             points = by_row.setdefault((title, row["method"]), {}).setdefault(row["experts"], {})
             points[row["seed"], row["task"]] = 100 * row["correct"] / row["total"]

@@ -10,16 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 
+from docs.markdown import table
 from scipy.stats import spearmanr
 
 from actmat_experiments.harness.results import REFERENCES
-from benchmarks.evidence import checks, claims, cosines
 from benchmarks.evidence import choice as auto
+from benchmarks.evidence import claims, cosines
 from benchmarks.evidence.group import FOLDER, FRESH, NAMES, RANKS, SUITES, Candidate, Group, groups, method_of
 from benchmarks.evidence.intervals import LEAST_TASKS, Interval, Points, interval, paired
 from benchmarks.evidence.subsets import SUBSET_HEAD, subset_rows
-
-Table = Callable[[list[str], list[list[str]]], str]
 
 
 def value(points: Points) -> str:
@@ -152,8 +151,7 @@ def task_rows(group: Group) -> list[list[str]]:
 
 PAIRS = (
     *(("actmat", "average"), ("actmat", "tsv"), ("tsv", "average"), ("regmean", "average"), ("actmat", "regmean")),
-    *(("actmat_ridge", "actmat"), ("actmat_bounded", "actmat"), ("actmat_bounded", "average")),
-    *(("aswudi", "actmat"), ("swudi", "actmat"), ("wudi", "actmat")),
+    *(("actmat_ridge", "actmat"), ("aswudi", "actmat"), ("swudi", "actmat"), ("wudi", "actmat")),
 )
 """Comparisons: the first less the second."""
 
@@ -166,28 +164,10 @@ def calibrated_rows(some: Sequence[Group]) -> list[list[str]]:
     """Points above the average in the same seeds, of methods with and without calibration; a column per group."""
     found = []
     for method in CALIBRATED:
-        for name in (method, f"{method}@pico", f"{method}@pico_unscaled"):
+        for name in (method, f"{method}@pico"):
             cells = [difference(g.points(name), g.points("average")) if name != "average" else "" for g in some]
             if any(g.points(name) for g in some) and name != "average":
                 found.append([f"`{name}`", *cells])
-    return found
-
-
-LENGTHS = (
-    *("average_layer", "actmat", "actmat_layer", "actmat@pico", "tsv", "tsv_layer", "tsv@pico"),
-    *("dc_merge", "dc_merge_layer", "dc_merge@pico", "cart", "cart_layer"),
-    *("shares", "directions", "directions_layer", "robustmerge"),
-)
-"""Methods beside the same ones at the mean norm of every matrix, other lengths, and RobustMerge."""
-
-
-def length_rows(some: Sequence[Group]) -> list[list[str]]:
-    """Points above the average in the same seeds, a column per group; the seeds are those of the first group."""
-    found: list[list[str]] = []
-    for name in LENGTHS:
-        cells = [difference(g.points(name), g.points("average")) for g in some]
-        if any(cells):
-            found.append([f"`{name}`", ", ".join(map(str, some[0].points(name))), *cells])
     return found
 
 
@@ -235,10 +215,10 @@ def choice_rows(some: Sequence[Group]) -> list[list[str]]:
     return found
 
 
-def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
+def evidence_table(name: str, folder: Path = FOLDER) -> str:
     """One of the tables, in Markdown.
 
-    Names: `references`, `significant`, `pairs`, `auto`, `choice`, `gram`, `checks`, `sweep`, `subsets`, `calibrated`,
+    Names: `references`, `significant`, `pairs`, `auto`, `choice`, `gram`, `sweep`, `subsets`, `calibrated`,
     `shapes`, `bests`; `methods`, `seeds`, `variants`, `tasks` or `claims`, followed by `_SUITE_REGIME` of "vision",
     "text", "llm" or "tasks", "full" or "lora". With `fresh_` or `ranks_` before it, a table is of runs
     that choose nothing.
@@ -255,10 +235,6 @@ def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
             lambda: significant_rows(some),
         ),
         "pairs": (["difference", "scale", *(g.title for g in some if g.rows())], lambda: pair_rows(some)),
-        "lengths": (
-            ["row", "seeds", *(g.title for g in some if g.trials)],
-            lambda: length_rows([g for g in some if g.trials]),
-        ),
         "calibrated": (
             ["row", *(f"{g.title}, {len(g.points('actmat@pico'))} seeds" for g in with_calibrated(some))],
             lambda: calibrated_rows(with_calibrated(some)),
@@ -274,7 +250,6 @@ def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
         "auto": (auto.HEAD, lambda: auto.choice_table(folder, suites)),
         "bests": (auto.BEST_HEAD, lambda: auto.best_table(folder)),
         "gram": (cosines.HEAD, lambda: cosines.kind_rows(folder)),
-        "checks": (checks.HEAD, lambda: checks.check_rows(some, folder)),
         "sweep": (cosines.SWEEP_HEAD, lambda: cosines.sweep_rows(folder)),
         "subsets": (SUBSET_HEAD, lambda: subset_rows(folder)),
     }
@@ -283,10 +258,10 @@ def evidence_table(name: str, table: Table, folder: Path = FOLDER) -> str:
         return table(head, found) if (found := rows()) else "*Not run yet.*\n"
     what, suite, regime = name.split("_")
     chosen = [g for g in groups(folder, (NAMES[suite],)) if g.regime == regime]
-    return "\n".join(filter(None, (_group_table(what, group, table) for group in chosen))) or "*Not run yet.*\n"
+    return "\n".join(filter(None, (_group_table(what, group) for group in chosen))) or "*Not run yet.*\n"
 
 
-def _group_table(what: str, group: Group, table: Table) -> str:
+def _group_table(what: str, group: Group) -> str:
     if what == "tasks":
         text = table(["row", *group.tasks], task_rows(group))
     elif what == "seeds":

@@ -6,7 +6,7 @@
     python -m benchmarks.families --only Llama --renew  # the same, and their rows of the result are replaced
 
 Each class is checked in a process that is shared by a few, so that one that takes the memory or the time of the machine
-is a row with that reason. `docs.generate` makes docs/families.md of the result.
+is a row with that reason. `benchmarks.table` makes docs/families.md of the result.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
 from typing import Any
+
+from docs.markdown import table
 
 from benchmarks.common import RESULTS
 
@@ -15,10 +16,9 @@ GOOD = OUTCOMES[:3]
 """Outcomes in which a configuration does here what it does in mergekit."""
 
 _FILE = re.compile(r"^.*?\.yml:\d+: (parameters: )?")
-Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
 
 
-def mergekit_table(table: Table) -> str:
+def mergekit_table(_: str = "") -> str:
     """Numbers of configurations by outcome, and every one that does not do the same, with the reason."""
     result = json.loads((RESULTS / "mergekit.json").read_text(encoding="utf-8"))
     kinds = ("merges", "mixtures")
@@ -28,9 +28,8 @@ def mergekit_table(table: Table) -> str:
     others = [row for row in result["rows"] if row["outcome"] not in GOOD]
     listed = [f"* `{r['name']}`: {r['outcome']}, {_reason(r)}." for r in others]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions_of_mergekit"].items())
-    text = table(["outcome", *kinds], rows)
     return (
-        text
+        table(["outcome", *kinds], rows)
         + f"\nIn {versions}; file `benchmarks/results/mergekit.json`.\n"
         + ("\n" + "\n".join(listed) + "\n" if listed else "")
     )

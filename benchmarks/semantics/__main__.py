@@ -7,7 +7,7 @@
 Every family of `families.py` gets an adapter with every option of `options.py`, made, saved and merged by each version
 of PEFT in float64. actmat merges the base and the adapter as they lie on the disk; the weights of both are compared by
 name. With `--only`, `--options` or `--versions` nothing is written. The exit status is 1 after a failure.
-`docs.generate` makes docs/semantics.md of the result.
+`benchmarks.table` makes docs/semantics.md of the result.
 """
 
 from __future__ import annotations

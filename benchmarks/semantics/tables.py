@@ -6,17 +6,18 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-RESULT = Path(__file__).resolve().parents[1] / "results" / "semantics.json"
+from docs.markdown import table
+
+from benchmarks.common import RESULTS
+
 OUTCOMES = ("exact", "file", "refused", "peft", "FAILURE")
-Table = Callable[[list[str], list[list[str]]], str]
 
 
-def semantics_table(name: str, table: Table) -> str:
+def semantics_table(name: str) -> str:
     """The part of the page of that name."""
-    return PARTS[name](json.loads(RESULT.read_text(encoding="utf-8")), table)
+    return PARTS[name](json.loads((RESULTS / "semantics.json").read_text(encoding="utf-8")))
 
 
 def cells(result: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
@@ -35,7 +36,7 @@ def _versions(result: dict[str, Any]) -> list[str]:
     return [e["peft"] for e in result["environments"]]
 
 
-def _summary(result: dict[str, Any], table: Table) -> str:
+def _summary(result: dict[str, Any]) -> str:
     counts = Counter((version, outcome) for version, _, _, outcome, _ in cells(result))
     rows = [
         [f"PEFT {e['peft']}", e["transformers"], e["torch"], *(str(counts[e["peft"], o]) for o in OUTCOMES)]
@@ -50,10 +51,10 @@ def _summary(result: dict[str, Any], table: Table) -> str:
     )
 
 
-def _by(column: int, title: str) -> Callable[[dict[str, Any], Table], str]:
+def _by(column: int, title: str) -> Callable[[dict[str, Any]], str]:
     """A table of one column of the cells against the versions."""
 
-    def made(result: dict[str, Any], table: Table) -> str:
+    def made(result: dict[str, Any]) -> str:
         counts: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
         for cell in cells(result):
             counts[cell[column]][cell[0], cell[3]] += 1
@@ -71,10 +72,10 @@ def _counted(found: Counter[tuple[str, str]], version: str) -> str:
     return f"{exact} / {refused} / {peft}{more}"
 
 
-def _reasons(outcome: str) -> Callable[[dict[str, Any], Table], str]:
+def _reasons(outcome: str) -> Callable[[dict[str, Any]], str]:
     """A table of the reasons of one outcome: alike but for names and numbers is one reason."""
 
-    def made(result: dict[str, Any], table: Table) -> str:
+    def made(result: dict[str, Any]) -> str:
         found: dict[str, list[tuple[str, str, str, str, str]]] = defaultdict(list)
         for cell in cells(result):
             if cell[3] == outcome:
@@ -98,7 +99,7 @@ def _alike(reason: str) -> str:
     return re.sub(r"'[^']*'|\d+", "_", reason)
 
 
-PARTS: dict[str, Callable[[dict[str, Any], Table], str]] = {
+PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "summary": _summary,
     "families": _by(1, "family"),
     "options": _by(2, "option"),

@@ -1,11 +1,11 @@
 """Is the merge that `actmat tune` chooses from unlabelled inputs the best one on the test data?
 
     python -m benchmarks.tune --data DATA                       # trains what is not in the cache, measures all
-    python -m benchmarks.tune --suites digits --seeds 0 1 2
+    python -m benchmarks.tune --suites vision-small --seeds 0 1 2
     python -m benchmarks.tune --one 1                           # the next subject only
 
-Each subject is a line of `results/tune.jsonl`; those that are there are not measured again. `DATA` holds `images/` and
-`text/` of the suites vision-small and language-small.
+Each subject is a line of `results/tune.jsonl`; those that are there are not measured again. `DATA` holds `images/`
+of the suite vision-small.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ import torch
 from benchmarks.common import RESULTS, WORK, own_command
 from benchmarks.provenance import record
 from benchmarks.tune.measure import measure
-from benchmarks.tune.subjects import DIGITS, SUITES, subjects
+from benchmarks.tune.subjects import SUITES, subjects
 
 FILE = RESULTS / "tune.jsonl"
-REGIMES = {"digits": DIGITS, "reasoning-small": ("full",)}
 
 
 def done(path: Path) -> set[str]:
@@ -36,8 +35,7 @@ def done(path: Path) -> set[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suites", nargs="+", default=[s for s in SUITES if s != "reasoning-small"], choices=SUITES)
-    parser.add_argument("--regimes", nargs="+", help="only these: full, lora; of digits also full-fast, lora-deep")
+    parser.add_argument("--suites", nargs="+", default=SUITES, choices=SUITES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--data", type=Path, help="folder of the data sets")
     parser.add_argument("--cache", type=Path, default=WORK / "tune-cache")
@@ -51,26 +49,23 @@ def main() -> None:
     measured = 0
     for suite in given.suites:
         for seed in given.seeds:
-            for regime in (
-                DIGITS if suite == "digits" else ("full", "lora") if suite != "reasoning-small" else ("full",)
-            ):
-                if f"{suite}/{regime}/{seed}" in done(given.file) or regime not in (given.regimes or [regime]):
+            if f"{suite}/full/{seed}" in done(given.file):
+                continue
+            for subject in subjects(suite, given.cache, given.data, [seed]):
+                print(f"{subject.name}: trained", flush=True)
+                if given.only_train:
                     continue
-                for subject in subjects(suite, given.cache, given.data, [seed], regime):
-                    print(f"{subject.name}: trained", flush=True)
-                    if given.only_train:
-                        continue
-                    row = measure(subject, given.cache / "merging" / subject.name)
-                    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
-                    row |= {"machine": machine, "date": datetime.date.today().isoformat()}
-                    with given.file.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-                    record(given.file, own_command())
-                    chosen, best = row["chosen"], max(c["test"] for c in row["candidates"])
-                    print(f"  {chosen['candidate']}: {chosen['test']:.3f}, best {best:.3f}", row["cpu_seconds"], "s")
-                    measured += 1
-                    if given.one and measured >= given.one:
-                        return
+                row = measure(subject, given.cache / "merging" / subject.name)
+                machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+                row |= {"machine": machine, "date": datetime.date.today().isoformat()}
+                with given.file.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                record(given.file, own_command())
+                chosen, best = row["chosen"], max(c["test"] for c in row["candidates"])
+                print(f"  {chosen['candidate']}: {chosen['test']:.3f}, best {best:.3f}", row["cpu_seconds"], "s")
+                measured += 1
+                if given.one and measured >= given.one:
+                    return
 
 
 if __name__ == "__main__":

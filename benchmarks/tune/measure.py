@@ -77,14 +77,10 @@ def measure(subject: Subject, folder: Path, *, adamerging: bool = True) -> dict[
         "refused": list(report.refused.values()),
         "candidates": rows,
     }
-    if adamerging and subject.suite in ("digits", "vision-small"):
+    if adamerging and subject.suite == "vision-small":
         found["adamerging_test"] = _adamerging(subject)
     shutil.rmtree(folder, ignore_errors=True)
     return found | {"cpu_seconds": round(time.process_time() - began, 1)}
-
-
-def _test(subject: Subject, place: Path, task: str) -> float:
-    return subject.share(subject.load(str(place)).model, task, "test")
 
 
 def _bare(batch: Batch) -> dict[str, Tensor]:
@@ -210,6 +206,5 @@ class _Given(nn.Module):
 
 
 def _state(model: Any) -> dict[str, Tensor]:
-    """Weights by the base's names; an adapter is merged into its base first."""
-    plain = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
-    return {n: t.detach().clone() for n, t in plain.state_dict().items()}
+    """Weights by name."""
+    return {n: t.detach().clone() for n, t in model.state_dict().items()}

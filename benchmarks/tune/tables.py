@@ -13,18 +13,19 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, cast
 
+from docs.markdown import table
 from scipy.stats import spearmanr, t
 
 from actmat.extras.tune.evaluate import Evaluator, Trial
 from actmat.extras.tune.search import Budget, Varied, choose, search
 from actmat.extras.tune.space import Candidate, make_space
 from benchmarks.common import RESULTS
+from benchmarks.tune.choices import HEADER, choices, evidence_goal, evidence_rows
 
 FILE = RESULTS / "tune.jsonl"
 SUITES = {
     "digits": "digits, six tasks",
     "vision-small": "images, four tasks",
-    "language-small": "texts, four tasks",
     "reasoning-small": "puzzles by reinforcement learning, three",
 }
 OF_SHARE = {0.125: "own_8", 0.25: "own_16", 0.5: "own_32", 1.0: "own_64"}
@@ -194,8 +195,6 @@ def _grid_best(row: Row) -> float:
 
 def goal_lines(rows: Sequence[Row]) -> str:
     """The goal and where it fails, in words."""
-    if not rows:
-        return "*Not measured yet.*\n"
     regret = mean(100 * (best(r) - r["chosen"]["test"]) for r in rows)
     below = [(r, 100 * (r["chosen"]["test"] - at(r, "average"))) for r in rows]
     failed = [f"`{r['subject']}` ({d:+.1f}: {r['chosen']['candidate']})" for r, d in below if d < -ALLOWED]
@@ -215,6 +214,32 @@ def goal_lines(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def short_table(rows: Sequence[Row]) -> str:
+    """What docs/tune.md says of the search, in points."""
+    some = choices()
+    gains = [c.over("average") for c in some]
+    more = [c for c in some if c.with_data is not None]
+    speed = {r["search"]: r for r in json.loads((RESULTS / "tune-speed.json").read_text(encoding="utf-8"))["rows"]}
+    worst = min(100 * (picked(r, "other_64") - at(r, "average")) for r in rows)
+    found = {
+        "pretrained models: sets of experts": str(len(some)),
+        "the choice below the best candidate, on average": f"{mean(c.regret for c in some):.1f}",
+        "the choice above the average of the experts, on average": f"{mean(gains):.0f}",
+        "the same in the worst set": f"{min(gains):+.1f}",
+        "with `regmean` a candidate: below the best": f"{mean(c.lost_with_data for c in more):.1f}",
+        "with `regmean` a candidate: above the average": f"{mean(c.over('average', c.with_data) for c in more):.0f}",
+        "small models: sets of experts": str(len(rows)),
+        "by 8 inputs per expert: below the best": points(rows, lambda r: _grid_best(r) - picked(r, "own_8")),
+        "by 64 inputs": points(rows, lambda r: _grid_best(r) - picked(r, "own_64")),
+        "by 64 inputs of another task": points(rows, lambda r: _grid_best(r) - picked(r, "other_64")),
+        "the worst of these, above the average": f"{worst:+.0f}",
+    }
+    for name, title in (("now", "three LoRA adapters of 135 M"), ("before", "the same, every merge written")):
+        row = speed[name]
+        found[f"{title}: time and disk"] = f"{row['wall_s']:.0f} s, {row['disk_b'] / 1e9:.1f} GB"
+    return table(["measured", "value"], [[what, value] for what, value in found.items()])
+
+
 TABLES: dict[str, tuple[list[str], Callable[[Sequence[Row]], list[list[str]]]]] = {
     "choice": (
         ["experts", "n", "experts' own", "chosen", "regret", "over average", "at worst", "over `actmat`"],
@@ -232,13 +257,13 @@ TABLES: dict[str, tuple[list[str], Callable[[Sequence[Row]], list[list[str]]]]] 
 }
 
 
-def tune_table(name: str, table: Callable[[list[str], list[list[str]]], str]) -> str:
-    """One of `TABLES`, the `goal` or the `replay`, in Markdown."""
+def tune_table(name: str) -> str:
+    """One of `TABLES`, the `goal`, the `replay`, the choice among the merges of the evidence, or the `short` table."""
+    if name.startswith("evidence"):
+        return evidence_goal() if name == "evidence-goal" else table(HEADER, evidence_rows())
     rows = read_rows()
-    if name == "goal" or not rows:
-        return goal_lines(rows)
-    if name == "replay":
-        return replay_lines(rows)
+    if name in (plain := {"goal": goal_lines, "replay": replay_lines, "short": short_table}):
+        return plain[name](rows)
     header, made = TABLES[name]
     machines = sorted({f"{r['machine']}, {r['date']}" for r in rows})
     return table(header, made(rows)) + f"\n`python -m benchmarks.tune`, {'; '.join(machines)}.\n"

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.semantics import __main__ as program
+from benchmarks.common import RESULTS
 from benchmarks.semantics import tables
 from benchmarks.semantics.compare import Cell, compare
 from benchmarks.semantics.families import FAMILIES
 from benchmarks.semantics.options import OPTIONS, cases
 from benchmarks.semantics.worker import Worker
-from docs import generate
 from safetensors.torch import load_file, save_file
 
 import actmat
@@ -142,7 +141,7 @@ def test_every_case_is_a_family_with_an_option() -> None:
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
-    return dict(json.loads(tables.RESULT.read_text()))
+    return dict(json.loads((RESULTS / "semantics.json").read_text()))
 
 
 def test_the_recorded_matrix_has_no_failure(result: dict[str, Any]) -> None:
@@ -159,22 +158,3 @@ def test_every_refusal_says_what_to_do(result: dict[str, Any]) -> None:
     # a rank above a side of the layer, in PiSSA and OLoRA of a tiny Mamba: only a question says what to look at
     assert all(r.endswith("Is the config of another adapter beside these weights?") for r in left), left
     assert len(left) <= 1
-
-
-def test_tables_come_from_a_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    done = {("1.0", *case): Cell("exact", error=2e-16, changed=2) for case in cases()}
-    done["1.0", "llama", "plain"] = Cell("refused", "module 'a' is 3 wide: fold it")
-    done["1.0", "llama", "use_dora"] = Cell("peft", "no such option")
-    done["1.0", "llama", "bias=all"] = Cell("file", "1 tensors differ")
-    done["1.0", "llama", "LoHa"] = Cell("FAILURE", "2 tensors differ")
-    monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
-    program.write(done, [{"peft": "1.0", "transformers": "5", "torch": "2"}])
-    monkeypatch.setattr(tables, "RESULT", tmp_path / "semantics.json")
-    shown = {part: tables.semantics_table(part, generate.table) for part in tables.PARTS}
-    count = len(cases()) - 4
-    assert f"| PEFT 1.0 | 5 | 2 | {count} | 1 | 1 | 1 | 1 |" in shown["summary"]
-    assert "| llama | 78 / 1 / 1, 1 as its file, 1 FAILURES |" in shown["families"]
-    assert "| LoHa | 26 / 0 / 0, 1 FAILURES |" in shown["options"]
-    assert "| 1 tensors differ | `bias=all` | 1.0 | 1 |" in shown["file"]
-    assert "| module 'a' is 3 wide: fold it | `plain` | 1.0 | 1 |" in shown["refused"]
-    assert "| no such option | `use_dora` | 1.0 | 1 |" in shown["peft"]

@@ -11,8 +11,6 @@ from benchmarks.families.__main__ import renewed
 from benchmarks.families.check import check
 from benchmarks.families.splits import observed_pieces
 from benchmarks.families.tiny import Architecture, architectures, shrunk
-from docs import generate
-from docs.matrix import PARTS, family_table
 from torch import Tensor, nn
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "families.json"
@@ -79,9 +77,6 @@ def test_the_recorded_matrix_has_no_failure_of_ours() -> None:
     assert len(done) >= 150
     assert [r["class"] for r in rows if r["stage"] == "merged"] == []
     assert [r["class"] for r in done if r.get("wrong")] == []
-    for part in PARTS:
-        text = family_table(part, generate.table)
-        assert text.strip()
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from statistics import mean
 import pytest
 import torch
 from benchmarks.evidence.__main__ import collect
-from benchmarks.evidence.checks import check_file, check_rows, findings
 from benchmarks.evidence.group import groups
 from benchmarks.evidence.more import append_new, subsets, sweep
 from safetensors.torch import load_file, save_file
@@ -230,21 +229,6 @@ def test_subsets_are_merges_of_the_first_experts(finished):
     ]
     assert rows[0]["merge"] == score.detail["merge"]
     assert rows[0]["correct"] == score.correct
-
-
-def test_checks_are_those_of_a_diagnosis(finished, tmp_path):
-    made = next(iter({"text-minilm": text, "vision-vits14": vision}[finished.suite].experiments(finished, Watch())))
-    rows = list(findings(made, ("average", "actmat")))
-    assert [r["method"] for r in rows] == ["average", "actmat"]
-    assert 0 < rows[0]["length"] <= 1, "a mean is never longer than the root mean square"
-    collect(finished.cache, tmp_path)
-    append_new(check_file(tmp_path, finished.suite), iter(rows))
-    shown = check_rows([g for g in groups(tmp_path) if g.regime == "full"], tmp_path)
-    assert {cells[2] for cells in shown} == {"`average`", "`actmat`"}
-    (row,) = [cells for cells in shown if cells[2] == "`actmat`"]
-    full = next(g for g in groups(tmp_path) if g.regime == "full")
-    own, average = (full.points(m)[0].values() for m in ("actmat", "average"))
-    assert row[5:] == [f"{mean(own):.1f}", f"{mean(own) - mean(average):+.1f}"]
 
 
 def test_the_fisher_is_measured_for_rows_that_need_it_only(finished):

@@ -8,7 +8,6 @@ from benchmarks.evidence.choice import TOLERATED, best_table, choice_table, choi
 from benchmarks.evidence.claims import claim_rows
 from benchmarks.evidence.group import FOLDER, FRESH, SUITES, groups
 from benchmarks.evidence.tables import evidence_table
-from docs.generate import table
 
 from actmat.methods import get_method
 from actmat.run.automatic import ON_ADAPTERS, TABLE
@@ -79,9 +78,9 @@ def test_claims_are_judged_by_their_interval(tmp_path: Path) -> None:
     assert (gap.split()[0], verdict) == ("+2.1", "holds here, by chance perhaps")
     assert found["LoRA", "`actmat` near `tsv`"][1:] == ["-0.4 ±0.4", "holds"]
     assert found["LoRA", "`actmat` above `average`"][1:] == ["-10.0 ±0.6", "does not hold"]
-    text = evidence_table("claims_tasks_lora", table, tmp_path)
+    text = evidence_table("claims_tasks_lora", tmp_path)
     assert text.count("| `actmat`") == 2
-    assert "Not run" in evidence_table("claims_tasks_lora", table, tmp_path / "none")
+    assert "Not run" in evidence_table("claims_tasks_lora", tmp_path / "none")
 
 
 def test_the_best_of_each_group_stands_beside_auto_with_its_worst_set_anywhere(tmp_path: Path) -> None:

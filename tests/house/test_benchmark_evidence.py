@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from benchmarks.evidence.__main__ import collect
 from benchmarks.evidence.cosines import sweep_file
-from benchmarks.evidence.group import FOLDER, FRESH, RANKS, SUITES, groups
+from benchmarks.evidence.group import groups
 from benchmarks.evidence.intervals import interval, paired
 from benchmarks.evidence.subsets import subset_file
 from benchmarks.evidence.tables import evidence_table
-from docs.generate import table
 from scipy.stats import t
 
-from actmat_experiments.harness.results import REFERENCES, Score, read_scores
+from actmat_experiments.harness.results import Score, read_scores
 from actmat_experiments.pretrained.gram import gram_file
 
 TASKS = ("a", "b", "c", "d")
@@ -71,7 +70,7 @@ def cells(text: str, row: str) -> list[str]:
 
 
 def test_rows_are_means_over_tasks_with_paired_differences(folder):
-    text = evidence_table("methods_vision_full", table, folder)
+    text = evidence_table("methods_vision_full", folder)
     assert cells(text, "`tsv`")[2] == over_tasks([66, 70, 71, 65])
     assert cells(text, "`tsv`")[3] == over_tasks([6, 8, 1, 5], sign=True) == "+5.0 ±4.7"
     assert cells(text, "`tsv`")[4:] == ["0.200", over_tasks([69, 73, 74, 68]), "2", "+5.0 ±4.7"]
@@ -87,10 +86,10 @@ def test_variants_stand_apart_and_are_compared_with_their_method(folder):
     scores = read_scores(folder / "vision-vits14.jsonl")
     varied = [replace(s, method="tsv@core", correct=s.correct - 2) for s in scores if s.method == "tsv"]
     write(folder, [*scores, *varied])
-    found = cells(evidence_table("variants_vision_full", table, folder), "`tsv@core`")
+    found = cells(evidence_table("variants_vision_full", folder), "`tsv@core`")
     assert found == ["`tsv@core`", "0", over_tasks([64, 68, 69, 63]), "-2.0 ±0.0", "-2.0 ±0.0"]
     for name in ("methods_vision_full", "tasks_vision_full"):
-        assert "core" not in evidence_table(name, table, folder)
+        assert "core" not in evidence_table(name, folder)
     (group,) = groups(folder)
     assert {c.name for c in group.candidates(0)} == {"average", "tsv", "ties"}
 
@@ -99,16 +98,16 @@ def test_differences_by_seed_have_an_interval_over_seeds_for_these_tasks(folder)
     scores = read_scores(folder / "vision-vits14.jsonl")
     again = [replace(s, seed=1, correct=s.correct + (s.method == "tsv")) for s in scores]
     write(folder, [*scores, *again])
-    found = cells(evidence_table("seeds_vision_full", table, folder), "`tsv`")
+    found = cells(evidence_table("seeds_vision_full", folder), "`tsv`")
     assert found == ["`tsv`", "+5.0", "+6.0", f"+5.5 ±{t.ppf(0.975, 1) * 0.5:.1f}"]
-    assert "`average`" not in evidence_table("seeds_vision_full", table, folder)
+    assert "`average`" not in evidence_table("seeds_vision_full", folder)
 
 
 def test_references_and_the_choice_by_divergence(folder):
-    (row,) = [x for x in evidence_table("references", table, folder).splitlines() if "vision-vits14" in x]
+    (row,) = [x for x in evidence_table("references", folder).splitlines() if "vision-vits14" in x]
     assert "| 4 | 0 | 100 |" in row
     assert over_tasks([30, 20, 10, 20], sign=True) in row
-    (row,) = [x for x in evidence_table("choice", table, folder).splitlines() if "vision-vits14" in x]
+    (row,) = [x for x in evidence_table("choice", folder).splitlines() if "vision-vits14" in x]
     assert "| 6 | 0.83 |" in row, "three rows at two scales"
     assert row.endswith("| `tsv` 68.0 | 3.0 | `average` x 2 66.0 | 5.0 | `tsv` x 2 71.0 |"), (
         "the first of those that validation cannot tell apart"
@@ -122,7 +121,7 @@ def test_only_differences_beyond_their_interval_are_named_with_a_number(tmp_path
     some += [line(m, t, c, seed=s) for m, c in (("base", 50), ("experts", 80)) for s in (0, 1, 2) for t in TASKS]
     once = [line("wudi", t, 90) for t in TASKS]
     write(tmp_path, [*some, *once])
-    found = cells(evidence_table("significant", table, tmp_path), "ViT, full fine-tuning")
+    found = cells(evidence_table("significant", tmp_path), "ViT, full fine-tuning")
     assert found[1:4] == ["50.0", "60.0", "80.0"]
     assert found[4:] == ["`tsv` +12.0", "`sce`, `ties`", "`dare` -9.0"], "wudi has one seed of three"
 
@@ -143,14 +142,14 @@ def test_seeds_are_averaged_before_tasks_are_compared(tmp_path):
     write(tmp_path, [line(m, t, c + 4 * seed, seed=seed) for seed in (0, 1) for m, t, c in named])
     (group,) = groups(tmp_path)
     assert group.points("tsv")[1] == {"a": 70, "b": 74, "c": 75, "d": 69}
-    assert "+5.0 ±4.7" in evidence_table("methods_vision_full", table, tmp_path)
+    assert "+5.0 ±4.7" in evidence_table("methods_vision_full", tmp_path)
 
 
 def test_a_row_of_some_seeds_is_compared_in_those(tmp_path):
     named = [(m, t, c) for m in ("average", "tsv") for t, c in zip(TASKS, ROWS[m], strict=True)]
     scores = [line(m, t, c + 20 * seed, seed=seed) for seed in (0, 1) for m, t, c in named if (m, seed) != ("tsv", 1)]
     write(tmp_path, scores)
-    found = cells(evidence_table("methods_vision_full", table, tmp_path), "`tsv`")
+    found = cells(evidence_table("methods_vision_full", tmp_path), "`tsv`")
     assert found[1:4] == ["0", over_tasks([66, 70, 71, 65]), "+5.0 ±4.7"]
 
 
@@ -177,7 +176,7 @@ def test_a_matrix_that_was_measured_twice_counts_once(tmp_path):
         file.write_text(json.dumps(row | {"estimate": estimate}) + "\n")
         (written,) = collect(tmp_path / "cache", tmp_path, tmp_path)
     assert [json.loads(x)["estimate"] for x in written.read_text().splitlines()] == [0.21]
-    assert "| `x` | 1 | 0.21 |" in evidence_table("gram", table, tmp_path)
+    assert "| `x` | 1 | 0.21 |" in evidence_table("gram", tmp_path)
 
 
 def test_interval_over_seeds_and_tasks_is_that_of_the_two_way_table():
@@ -239,7 +238,7 @@ def test_lengths_and_rates_are_rows_and_subsets_columns(tmp_path):
     run = about | {"task": "mr", "rate": 1e-4, "correct": 8, "total": 10, "identity": 0.3, "change": 0.01}
     rows = [run | {"steps": n, "tensor": "x.weight", "estimate": e} for n, e in ((64, 0.2), (8, 0.5))]
     sweep_file(tmp_path, "text-minilm").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    text = evidence_table("sweep", table, tmp_path).splitlines()
+    text = evidence_table("sweep", tmp_path).splitlines()
     assert text[-2:] == [
         "| text-minilm, BERT, full, mr | 8 | 0.0001 | 80 | 0.50 | 0.30 | 100 % | 1.00 % |",
         "| text-minilm, BERT, full, mr | 64 | 0.0001 | 80 | 0.20 | 0.30 | 0 % | 1.00 % |",
@@ -248,12 +247,12 @@ def test_lengths_and_rates_are_rows_and_subsets_columns(tmp_path):
     row = about | {"method": "tsv", "experts": 2, "total": 10}
     rows = [row | {"seed": seed, "task": task, "correct": correct} for seed, task, correct in counts]
     subset_file(tmp_path, "text-minilm").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    found = evidence_table("subsets", table, tmp_path)
+    found = evidence_table("subsets", tmp_path)
     assert "| `tsv` | 0, 1 | 70.0 |" in found, "the mean over seeds and tasks; a task that was run again counts once"
 
 
 def test_what_was_not_run_is_said(folder):
-    assert "Not run yet" in evidence_table("methods_text_lora", table, folder)
+    assert "Not run yet" in evidence_table("methods_text_lora", folder)
 
 
 def test_cosines_are_grouped_by_kind_of_layer(folder):
@@ -264,21 +263,5 @@ def test_cosines_are_grouped_by_kind_of_layer(folder):
     ]
     rows.insert(0, rows[0] | {"settings": "older", "estimate": 0.9})
     (folder / "vision-vits14-gram.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    text = evidence_table("gram", table, folder)
+    text = evidence_table("gram", folder)
     assert "| vision-vits14, ViT, full | `mlp.fc1` | 2 | 0.40 | 0.30 | 50 % | 1.00 % |" in text
-
-
-STORED = [suite for suite in (*SUITES, *FRESH, *RANKS) if (FOLDER / f"{suite}.jsonl").is_file()]
-
-
-@pytest.mark.parametrize("suite", STORED)
-def test_every_number_in_the_repository_can_be_traced(suite):
-    scores = read_scores(FOLDER / f"{suite}.jsonl")
-    for score in (s for s in scores if s.method not in REFERENCES):
-        assert {"rule", "options", "scale", "split", "versions", "merge"} <= set(score.detail), score
-        assert re.fullmatch(r"[0-9a-f]{64}", score.detail["merge"])
-    assert {s.suite for s in scores} == {suite.removeprefix("fresh-").removeprefix("ranks-")}
-
-
-def test_there_are_results():
-    assert STORED

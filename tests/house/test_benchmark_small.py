@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from benchmarks.evidence.__main__ import collect
 from benchmarks.evidence.small import SMALL, small_table
-from docs.generate import table
 
 from actmat_experiments.harness.results import Score, append_scores, read_scores
 from actmat_experiments.harness.suite import score_file
@@ -37,11 +36,11 @@ def cells(text: str, row: str) -> list[str]:
 
 def test_a_table_has_the_rows_of_the_last_settings_and_its_source(tmp_path):
     write(tmp_path, "vision-small", lines("vision-small", settings="older") + lines("vision-small")[:-2])
-    text = small_table("vision-small_full", table, tmp_path)
+    text = small_table("vision-small_full", tmp_path)
     assert cells(text, "`average`") == ["default", "54.0 ±6.9", "60.0", "48.0", "60.0"]
     assert "`cart`" not in text, "a row of other settings"
     assert "Seed 0; torch 2. Source: `benchmarks/results/small/vision-small.jsonl`." in text
-    assert small_table("vision-small_lora", table, tmp_path) == "*Not run yet.*\n"
+    assert small_table("vision-small_lora", tmp_path) == "*Not run yet.*\n"
 
 
 def test_answers_that_were_drawn_several_times_have_a_column_each(tmp_path):
@@ -51,15 +50,15 @@ def test_answers_that_were_drawn_several_times_have_a_column_each(tmp_path):
                     {"low": 0.5, "high": 0.9, "survival": kept}) for k in (1, 8)]  # fmt: skip
     some = [s for at in ("@1", "@8") for s in lines("reasoning-small", model="float32", at=at)]
     write(tmp_path, "reasoning-small", [*some, *expert])
-    text = small_table("reasoning-small_at-k", table, tmp_path)
+    text = small_table("reasoning-small_at-k", tmp_path)
     assert text.splitlines()[0] == "|  | a@1 | b@1 | a@8 | b@8 |"
     assert [x.split("|")[1].strip() for x in text.splitlines()[2:7]] == [
         *("`base`", "`expert a`", "`experts`", "`cart`", "`average`")
     ]
     assert cells(text, "`expert a`") == ["70.0 ±20.0", "", "70.0 ±20.0", ""]
-    survival = small_table("reasoning-small_survival", table, tmp_path)
+    survival = small_table("reasoning-small_survival", tmp_path)
     assert cells(survival, "`expert a`") == ["0", "2.0 %", "100.0 %", "90.0 %", "91.0 %", "10.0 %"]
-    shown = small_table("reasoning-small_float32", table, tmp_path)
+    shown = small_table("reasoning-small_float32", tmp_path)
     assert "expert a" not in shown
     assert cells(shown, "`cart`")[1].startswith("62.0")
 
@@ -67,7 +66,7 @@ def test_answers_that_were_drawn_several_times_have_a_column_each(tmp_path):
 def test_the_short_table_has_a_column_per_suite(tmp_path):
     write(tmp_path, "vision-small", lines("vision-small") + lines("vision-small", "lora"))
     write(tmp_path, "reasoning-small", lines("reasoning-small", model="float32", at="@1"))
-    text = small_table("summary", table, tmp_path)
+    text = small_table("summary", tmp_path)
     assert cells(text, "`average`") == ["54.0", "54.0", "", "", "54.0"]
     assert cells(text, "the expert of each task") == ["90.0", "90.0", "", "", "90.0"]
 

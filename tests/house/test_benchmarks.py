@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import common, matrix
-from benchmarks.elementwise import RULES, largest_difference, mergekit_recipe
-from benchmarks.make_llama import Size, make_family, shards, write_checkpoint
-from benchmarks.table import filled
+from benchmarks.elementwise import largest_difference
+from benchmarks.make_llama import Size, make_family, write_checkpoint
+from benchmarks.table import result
 from safetensors.torch import load_file, save_file
 from tests.helpers.repository import ROOT
 from tests.tolerances import F64_IDENTITY, relative_error
@@ -65,28 +65,6 @@ def test_an_expert_differs_a_little_in_every_tensor(tmp_path: Path) -> None:
     assert not [p for p in base.iterdir() if p.suffix == ".settings"]
 
 
-def test_a_family_is_kept_while_its_settings_last(tmp_path: Path) -> None:
-    base, _ = make_family(tmp_path, TINY, 0, seed=1)
-    first = (base / "model.safetensors").stat().st_mtime_ns
-    make_family(tmp_path, TINY, 0, seed=1)
-    assert (base / "model.safetensors").stat().st_mtime_ns == first
-    make_family(tmp_path, TINY, 0, seed=2)
-    assert (base / "model.safetensors").stat().st_mtime_ns != first
-
-
-def test_shards_keep_order_and_limit() -> None:
-    parts = list(shards({"a": (4,), "b": (4,), "c": (100,), "d": (1,)}, itemsize=2, limit=16))
-    assert [list(p) for p in parts] == [["a", "b"], ["c"], ["d"]]
-
-
-def test_sharded_equals_whole(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "whole", TINY)
-    write_checkpoint(tmp_path / "cut", TINY, shard_bytes=1000)
-    index = json.loads((tmp_path / "cut" / "model.safetensors.index.json").read_text())["weight_map"]
-    for name, tensor in load_file(tmp_path / "whole" / "model.safetensors").items():
-        assert torch.equal(tensor, load_file(tmp_path / "cut" / index[name])[name])
-
-
 # common
 
 
@@ -95,14 +73,6 @@ def test_a_child_is_measured(tmp_path: Path) -> None:
     run = common.measure([sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r}); {code}"], tmp_path / "out")
     assert 200e6 < run.peak_anonymous_b < 300e6
     assert 0.3 < run.wall_s <= run.durable_s < 20
-
-
-def test_memory_of_a_grandchild_counts() -> None:
-    child = "import time; a = bytearray(b'1') * 200_000_000; time.sleep(0.3)"
-    run = common.measure(
-        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"]
-    )
-    assert run.peak_anonymous_b > 200e6
 
 
 def test_a_failed_child_is_an_error_with_its_words() -> None:
@@ -119,33 +89,13 @@ def test_floor_reads_and_writes(tmp_path: Path) -> None:
 # tables
 
 
-def test_tables_are_filled_from_results_and_nothing_else_changes(tmp_path: Path) -> None:
-    result = {
-        "command": "c",
-        "processor": "p",
-        "cores": 2,
-        "torch": "t",
-        "date": "d",
-        "columns": ["a", "peak_b", "x_s"],
-    }
+def test_a_table_is_made_of_a_result_file(tmp_path: Path) -> None:
     rows = [{"a": "name", "peak_b": 1 << 30, "x_s": 1.23456, "hidden": 1}, {"a": "other"}]
-    (tmp_path / "one.json").write_text(json.dumps({**result, "rows": rows}))
-    places = "<!-- table: one -->\nold\n<!-- end table -->\nbetween\n<!-- table: two -->\n<!-- end table -->\n"
-    page = f"before\n{places}after\n"
-    out = filled(page, tmp_path)
-    assert "| a | peak, GiB | x, s |" in out
-    assert "| name | 1 | 1.23 |" in out
-    assert "| other | - | - |" in out
-    assert "old" not in out
-    assert "no `results/two.json`" in out
-    assert [out.startswith("before\n"), "\nbetween\n" in out, out.endswith("\nafter\n")] == [True] * 3
-    assert filled(out, tmp_path) == out
-
-
-@pytest.mark.parametrize("name", ["benchmarks/README.md", "docs/performance.md", "docs/formats/quantised.md"])
-def test_the_tables_of_a_page_are_what_the_results_say(name: str) -> None:
-    page = (ROOT / name).read_text()
-    assert filled(page) == page, f"run: python -m benchmarks.table {name}"
+    made = {"command": "c", "cores": 2, "date": "d", "columns": ["a", "peak_b", "x_s"], "rows": rows}
+    (tmp_path / "one.json").write_text(json.dumps(made))
+    assert result("one", tmp_path) == (
+        "`c`, 2 cores, d.\n\n| a | peak, GiB | x, s |\n|---|---|---|\n| name | 1 | 1.23 |\n| other | - | - |\n"
+    )
 
 
 # what is compared
@@ -160,18 +110,6 @@ def test_largest_difference_finds_the_worst_tensor(tmp_path: Path) -> None:
     assert largest_difference(tmp_path / "y", tmp_path / "x") == pytest.approx(0.25)
     with pytest.raises(RuntimeError, match="different tensors"):
         largest_difference(tmp_path / "x", tmp_path / "z")
-
-
-@pytest.mark.parametrize("name", sorted(RULES))
-def test_both_tools_are_asked_for_the_same(name: str) -> None:
-    from actmat.methods import all_methods
-
-    rule = RULES[name]
-    if known := {m.name: m for m in all_methods()}.get(name):
-        assert rule.options.keys() <= known.options.keys()
-    recipe = mergekit_recipe(rule, Path("base"), [Path("one"), Path("two")], "float32", "bfloat16")
-    assert ("base_model" in recipe) == rule.with_base
-    assert [m["model"] for m in recipe["models"]] == ["one", "two"]
 
 
 @pytest.mark.parametrize("spectrum", ["gaussian", "power"])
@@ -195,15 +133,3 @@ def test_spectra_are_what_they_are_called() -> None:
 def test_a_recorded_command_holds_no_path_of_this_machine() -> None:
     given = ["--methods", "ties", "--mergekit-python", "/a/bin/python", "--work", "/some/where", "--repeats", "2"]
     assert common.without_places(given) == ["--methods", "ties", "--work", "WORK", "--repeats", "2"]
-    found = [json.loads(f.read_text()) for f in (ROOT / "benchmarks" / "results").glob("*.json")]
-    recorded = [result["command"] for result in found if "command" in result]
-    assert recorded
-    assert not [command for command in recorded if " /" in command]
-
-
-def test_rates_of_memory_are_those_of_filling_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds stand in for clocks: a fresh gibibyte takes four of them, one that is kept takes half of one."""
-    monkeypatch.setattr(common, "once", lambda work: work() is None or 4.0)
-    monkeypatch.setattr(common, "timed", lambda work: work() is None or 0.5)
-    rates = common.memory_rates(1 << 20)
-    assert rates == {"memory_first_touch_gbps": 2**18 / 1e9, "memory_fill_gbps": 2**21 / 1e9}

@@ -47,7 +47,6 @@ LONG = {
     "docs/commands/tune.md",
     "docs/commands/verify.md",
     "docs/cookbook.md",
-    "docs/forecast.md",
     "docs/formats/diffusion.md",
     "docs/formats/quantised.md",
     "docs/formats/recipe.md",

@@ -1,4 +1,4 @@
-"""Generated parts of the documentation say what the declarations say, and every method and command has its page."""
+"""Generated parts of the documentation are up to date, and every method and command has its page."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from docs.generate import KINDS, WRITTEN, filled, flags, group_flags, method, pages, recipe, table
-from docs.quoted import MARK, NUMBERS
+from benchmarks import table as results
+from docs import generate, markdown
+from docs.generate import flags, group_flags, method, recipe
+from docs.markdown import PLACE, filled, pages, table
 from docs.record import recorded
 from tests.helpers.docs_run import Run
 from tests.helpers.repository import ROOT
@@ -26,8 +28,20 @@ COMMANDS = [
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_generated_parts_are_up_to_date(page: Path) -> None:
-    text = page.read_text()
-    assert filled(text) == text, "run python -m docs.generate"
+    text = page.read_text(encoding="utf-8")
+    assert filled(text, generate.KINDS) == text, "run python -m docs.generate"
+    assert filled(text, results.KINDS) == text, "run python -m benchmarks.table"
+
+
+@pytest.mark.parametrize("made", [generate.WRITTEN, results.FILES], ids=["docs.generate", "benchmarks.table"])
+def test_generated_files_are_up_to_date(made: dict) -> None:
+    assert [f.name for f, text in made.items() if f.read_text(encoding="utf-8") != text()] == []
+
+
+def test_every_kind_is_used_and_every_part_has_its_kind() -> None:
+    used = {m["kind"] for p in PAGES for m in PLACE.finditer(p.read_text(encoding="utf-8"))}
+    assert not generate.KINDS.keys() & results.KINDS.keys()
+    assert used == generate.KINDS.keys() | results.KINDS.keys()
 
 
 @pytest.mark.parametrize("name", [m.name for m in all_methods()])
@@ -95,26 +109,61 @@ def test_shown_console_output_fits_80_columns() -> None:
     assert wide == []
 
 
+# Numbers in sentences
+
+NAMES = ("evidence", "tried", "families", "performance", "tune", "tune-results", "choosing")
+RESULTS = [
+    *(ROOT / "docs" / f"{name}.md" for name in NAMES),
+    *sorted(p for folder in ("experiments", "analyses") for p in (ROOT / "docs" / folder).glob("*.md")),
+]
+NO_PROSE = re.compile(
+    r"<!-- generated.*?<!-- end generated -->|<!--.*?-->|^ *```.*?^ *```$|`[^`]*`|\]\([^)]*\)|^ *\|[^\n]*$"
+    r"|^    [^\n]*\(\d'?\)$",
+    re.DOTALL | re.MULTILINE,
+)
+DECIMAL = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)")
+CONSTANTS = re.compile(
+    r"\b(?:Theorem|Theorems|Lemma|Section|Table|number|theorem is) \d\.\d+(?:'s)?"  # of the paper
+    r"|Apache-2\.0"
+    r"|\b\d+\.\d+ (?:B|M|GiB|hours)\b(?: parameters)?"  # sizes of models, and what a large one costs
+    r"|\b3\.3, the lemmas"
+)
+
+
+@pytest.mark.parametrize("page", RESULTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_sentences_of_results_leave_measured_numbers_to_the_tables(page: Path) -> None:
+    text = CONSTANTS.sub("", NO_PROSE.sub("", page.read_text(encoding="utf-8")))
+    assert DECIMAL.findall(text) == [], "leave them to a table from a result file; constants stand in backticks"
+
+
 # The generator itself
 
 
 def test_a_stale_part_is_replaced_and_the_rest_kept() -> None:
     before = "above\n<!-- generated: method ties -->\nSTALE\n<!-- end generated -->\nbelow\n"
-    after = filled(before)
+    after = filled(before, generate.KINDS)
     assert after.startswith("above\n<!-- generated: method ties -->\n")
     assert after.endswith("<!-- end generated -->\nbelow\n")
     assert "STALE" not in after
-    assert filled(after) == after
+    assert filled(after, generate.KINDS) == after
+    assert filled(before, results.KINDS) == before, "of another generator"
 
 
-def test_an_unknown_kind_is_an_error() -> None:
-    with pytest.raises(KeyError):
-        filled("<!-- generated: nonsense -->\n<!-- end generated -->")
-
-
-def test_all_kinds_are_used_somewhere() -> None:
-    text = "".join(p.read_text() for p in PAGES)
-    assert [k for k in KINDS if f"<!-- generated: {k} " not in text] == []
+@pytest.mark.parametrize("check", [True, False])
+def test_the_command_writes_what_is_old(
+    check: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- generated: a b -->\n<!-- end generated -->\n")
+    monkeypatch.setattr(markdown, "ROOT", tmp_path)
+    monkeypatch.setattr(markdown, "pages", lambda: [page])
+    monkeypatch.setattr("sys.argv", ["generate", "--check"] if check else ["generate"])
+    with pytest.raises(SystemExit) as end:
+        markdown.main("", {"a": str.upper}, {tmp_path / "file": lambda: "x"})
+    assert end.value.code == check
+    assert page.read_text().count("\nB\n") == (not check)
+    assert (tmp_path / "file").exists() == (not check)
+    assert "page.md" in capsys.readouterr().out
 
 
 def test_method_tables_show_options_needs_and_bounds() -> None:
@@ -169,29 +218,3 @@ def test_recorded_output_replaces_what_disagrees() -> None:
     run = Run(0, "", {3: ["new", "er"], 5: ["unasked"], 6: ["x", "end"]})
     assert recorded(page, run) == "a\n```console\n$ one\nnew\ner\n$ two\n$ three\n...\nend\n```\nb\n"
     assert recorded(page, Run(0, "", {3: ["old"], 5: [], 6: ["y"]})).splitlines()[5:7] == ["$ three", "y"]
-
-
-def test_the_catalogue_of_methods_is_up_to_date() -> None:
-    for file, made in WRITTEN.items():
-        assert file.read_text() == made(), "run python -m docs.generate"
-
-
-def test_numbers_in_sentences_come_from_results() -> None:
-    before = "at most <!-- n: choice-most-regret -->2<!-- /n --> of <!-- n: choice-rows --><!-- /n --> rows"
-    after = filled(before)
-    most, rows = NUMBERS["choice-most-regret"](), NUMBERS["choice-rows"]()
-    assert float(most) > 0
-    assert int(rows) > 20
-    assert (
-        after
-        == f"at most <!-- n: choice-most-regret -->{most}<!-- /n --> of <!-- n: choice-rows -->{rows}<!-- /n --> rows"
-    )
-    assert filled(after) == after
-    with pytest.raises(KeyError):
-        filled("<!-- n: nonsense -->1<!-- /n -->")
-
-
-def test_every_named_number_is_quoted_somewhere() -> None:
-    text = "".join(p.read_text() for p in PAGES)
-    assert [name for name in NUMBERS if f"<!-- n: {name} -->" not in text] == []
-    assert text.count("<!-- n: ") == len(MARK.findall(text)), "a mark without an end"

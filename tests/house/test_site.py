@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from docs.results import SHOWN
 from docs.site import DOCS, ROOT, build, llms, navigation, notebook_page, places, relinked, run_mkdocs, unescaped
 
 from actmat.methods import all_methods
@@ -118,14 +117,6 @@ def test_a_page_that_may_be_missing_is_named_with_dots() -> None:
     nav = [{"Results": ["results.md", {"...": "semantics.md"}, {"...": "tune-results.md"}]}, {"More": [{"...": ""}]}]
     pages = ["results.md", "semantics.md", "other.md"]
     assert navigation(nav, pages) == [{"Results": ["results.md", "semantics.md"]}, {"More": ["other.md"]}]
-
-
-def test_the_navigation_has_two_parts_and_results_name_their_pages() -> None:
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    assert [title for part in nav for title in part] == ["Guide", "Results"]
-    pages = [next(iter(e.values())) if isinstance(e, dict) else e for e in nav[1]["Results"][1:]]
-    named = [page[0] if isinstance(page, list) else page for page in pages]
-    assert [p.replace("project/benchmarks.md", "../benchmarks/README.md") for p in named] == list(SHOWN)
 
 
 def test_llms_txt_lists_every_page_with_a_sentence(site: tuple[Path, list[str]]) -> None:

@@ -31,7 +31,7 @@ TEMPLATE = "a photo of a {}."
 """Prompt of a class, for models with an image and a text encoder."""
 
 SAMPLES = 64
-"""Inputs per expert, as many as the study of docs/forecast.md had."""
+"""Inputs per expert, as many as the study of docs/tried.md had."""
 
 Row = Mapping[str, Any]
 

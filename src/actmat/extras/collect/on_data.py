@@ -63,7 +63,7 @@ def agreement(  # noqa: PLR0913 - keyword arguments of a public function
 
     `disagreement` is the share of predictions whose most probable class differs, `divergence` the mean of
     `KL(expert || merged)` in nats; both are 0 where the merged model answers as the expert. A measurement, not a
-    forecast: docs/forecast.md says what it has to do with the accuracy that an expert loses.
+    forecast: docs/tried.md says what it has to do with the accuracy that an expert loses.
 
     The merged model stays in memory, with one expert at a time beside it. Texts and images are prepared by the
     tokenizer or image processor that lies with the expert.

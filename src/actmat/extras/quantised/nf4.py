@@ -3,6 +3,9 @@
     W[n] = NF4[nearest(W[n] / absmax)] * absmax        absmax: the largest magnitude of 64 entries in a row
     absmax = DYNAMIC[nearest((absmax - mean) / top)] * top + mean        of nested scales; top: the largest of 256
 
+Equal to bitsandbytes 0.50.2 in every entry of six random matrices up to 512 x 1536; with nested scales in all but
+0.14 % of the entries at most (2026-11-25).
+
 T. Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 2023.
 """
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-RESULT = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "families.json"
+from docs.markdown import table
+
+from benchmarks.common import RESULTS
+
 STAGES = {
     "ran": "merged, loaded without a missing or unexpected key, run: finite outputs",
     "loaded": "merged and loaded without a missing or unexpected key; no guess of its inputs ran",
@@ -17,16 +19,15 @@ STAGES = {
     "built": "built, but its own library does not load what it saves",
     "none": "not built tiny by rule",
 }
-Table = Callable[[list[str], list[list[str]]], str]
+Rows = Sequence[Mapping[str, Any]]
 
 
-def family_table(name: str, table: Table) -> str:
+def family_table(name: str) -> str:
     """The part of the page of that name."""
-    rows = json.loads(RESULT.read_text())["rows"]
-    return PARTS[name](rows, table)
+    return PARTS[name](json.loads((RESULTS / "families.json").read_text(encoding="utf-8"))["rows"])
 
 
-def _summary(rows: list[dict[str, Any]], table: Table) -> str:
+def _summary(rows: Rows) -> str:
     counts = Counter((r["library"], r["stage"]) for r in rows)
     lines = [
         [what, *(str(counts[library, stage]) for library in ("transformers", "diffusers"))]
@@ -35,7 +36,7 @@ def _summary(rows: list[dict[str, Any]], table: Table) -> str:
     return table(["classes", "transformers", "diffusers"], lines)
 
 
-def _packed(rows: list[dict[str, Any]], table: Table) -> str:
+def _packed(rows: Rows) -> str:
     ran = [r for r in rows if r["stage"] == "ran"]
     agree, unseen = (sum(r.get(key, 0) for r in ran) for key in ("agree", "unseen"))
     wrong = sum(len(r.get("wrong", ())) for r in ran)
@@ -48,11 +49,11 @@ def _packed(rows: list[dict[str, Any]], table: Table) -> str:
     return table(["what was found in the classes that ran", "number"], lines)
 
 
-def _missed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _missed(rows: Rows) -> Rows:
     return [r for r in rows if r.get("missed")]
 
 
-def _whole(rows: list[dict[str, Any]], table: Table) -> str:
+def _whole(rows: Rows) -> str:
     lines = []
     for row in _missed(rows):
         name, _, pieces = row["missed"][0].partition(": ")
@@ -60,7 +61,7 @@ def _whole(rows: list[dict[str, Any]], table: Table) -> str:
     return table(["class", "first tensor", "pieces in the code"], lines)
 
 
-def _classes(rows: list[dict[str, Any]], table: Table) -> str:
+def _classes(rows: Rows) -> str:
     lines = []
     for row in rows:
         if row["stage"] in ("ran", "loaded", "merged", "failed", "built"):
@@ -70,7 +71,7 @@ def _classes(rows: list[dict[str, Any]], table: Table) -> str:
     return table(["class", "reached", "tensors", "actions", "packed, seen"], lines)
 
 
-def _refused(rows: list[dict[str, Any]], table: Table) -> str:
+def _refused(rows: Rows) -> str:
     lines = []
     for row in rows:
         if row["stage"] in ("merged", "failed", "built"):
@@ -78,12 +79,12 @@ def _refused(rows: list[dict[str, Any]], table: Table) -> str:
     return table(["class", "why"], lines)
 
 
-def _unbuilt(rows: list[dict[str, Any]], table: Table) -> str:
+def _unbuilt(rows: Rows) -> str:
     names = [f"`{r['class']}`" for r in rows if r["stage"] == "none"]
     return f"{', '.join(names)}.\n"
 
 
-PARTS = {
+PARTS: dict[str, Callable[[Rows], str]] = {
     "summary": _summary,
     "packed": _packed,
     "whole": _whole,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from benchmarks.evidence.group import Candidate, Group
+from benchmarks.evidence.group import Candidate, Group, groups
 from benchmarks.evidence.tables import rank
 
 HEADER = [
@@ -41,6 +41,12 @@ class Choice:
         """To the best on test."""
         return max(c.test for c in self.known) - self.chosen.test
 
+    @property
+    def lost_with_data(self) -> float:
+        """The same of the choice with data."""
+        assert self.with_data is not None
+        return self.best_with_data - self.with_data.test
+
     def over(self, method: str, chosen: Candidate | None = None) -> float:
         """To a method at scale 1, of the choice or of another."""
         other = next(c.test for c in self.known if (c.name, c.scale) == (method, 1.0))
@@ -52,10 +58,10 @@ def least(some: Sequence[Candidate]) -> Candidate:
     return min(some, key=lambda c: c.divergence)
 
 
-def choices(groups: Sequence[Group]) -> list[Choice]:
-    """One for each group and seed with the average, `actmat` and a third method."""
+def choices(some: Sequence[Group] | None = None) -> list[Choice]:
+    """One for each group and seed of the evidence with the average, `actmat` and a third method."""
     found = []
-    for group in groups:
+    for group in some or groups():
         for seed in group.seeds:
             known, more = group.candidates(seed), group.candidates(seed, measured=True)
             if not {"average", "actmat"} < {c.name for c in known}:
@@ -67,7 +73,7 @@ def choices(groups: Sequence[Group]) -> list[Choice]:
     return found
 
 
-def evidence_rows(groups: Sequence[Group]) -> list[list[str]]:
+def evidence_rows(some: Sequence[Group] | None = None) -> list[list[str]]:
     """Per group and seed: the choice, and what it was worth."""
     return [
         [
@@ -75,24 +81,21 @@ def evidence_rows(groups: Sequence[Group]) -> list[list[str]]:
             *(f"{c.over('average'):+.1f}", f"{c.over('actmat'):+.1f}", f"{c.chosen.test - c.labelled.test:+.1f}"),
             *_with_data(c),
         ]
-        for c in choices(groups)
+        for c in choices(some)
     ]
 
 
 def _with_data(c: Choice) -> list[str]:
     if c.with_data is None:
         return ["", "", ""]
-    lost = c.best_with_data - c.with_data.test
-    return [c.with_data.text, f"{lost:.1f}", f"{c.over('average', c.with_data):+.1f}"]
+    return [c.with_data.text, f"{c.lost_with_data:.1f}", f"{c.over('average', c.with_data):+.1f}"]
 
 
-def evidence_lines(groups: Sequence[Group]) -> str:
+def evidence_goal(some: Sequence[Group] | None = None) -> str:
     """The goal, and where it fails, in words: without methods that need statistics, and with them."""
-    some = choices(groups)
-    if not some:
-        return "*Not measured yet.*\n"
-    free = [(c, c.chosen, c.regret) for c in some]
-    more = [(c, c.with_data, c.best_with_data - c.with_data.test) for c in some if c.with_data is not None]
+    found = choices(some)
+    free = [(c, c.chosen, c.regret) for c in found]
+    more = [(c, c.with_data, c.lost_with_data) for c in found if c.with_data is not None]
     return _told("Without `regmean`", free) + (_told("With `regmean`", more) if more else "")
 
 

@@ -1,4 +1,4 @@
-"""Every result file has its provenance: date, commit, machine, versions and command."""
+"""Result files are well-formed: each has its provenance, its lines can be read, and its scores can be traced."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from benchmarks import common, provenance
+from benchmarks.evidence.group import FOLDER, FRESH, RANKS, SUITES
+from benchmarks.mergekit.tables import GOOD, OUTCOMES
 from tests.helpers.repository import ROOT, tracked_files
+
+from actmat_experiments.harness.results import REFERENCES, read_scores
 
 FOLDERS = ("benchmarks/results", "chaos")
 FILES = sorted(
@@ -46,14 +51,39 @@ def problems(path: Path) -> list[str]:
     return found
 
 
-def test_there_are_result_files() -> None:
-    assert len(FILES) > 60
-    assert {named(f) for f in FILES} >= {"chaos/results.json", "benchmarks/results/tune.jsonl"}
-
-
 @pytest.mark.parametrize("path", FILES, ids=named)
-def test_a_result_can_be_traced(path: Path) -> None:
+def test_a_result_file_is_well_formed(path: Path) -> None:
     assert not problems(path)
+    text = path.read_text(encoding="utf-8")
+    for line in text.splitlines() if path.suffix == ".jsonl" else [text]:
+        found = json.loads(line)
+        assert " /" not in str(found.get("command", "")) if isinstance(found, dict) else found, "a path of one machine"
+
+
+SCORES = [suite for suite in (*SUITES, *FRESH, *RANKS) if (FOLDER / f"{suite}.jsonl").is_file()]
+
+
+@pytest.mark.parametrize("suite", SCORES)
+def test_every_score_of_the_evidence_can_be_traced(suite: str) -> None:
+    scores = read_scores(FOLDER / f"{suite}.jsonl")
+    for score in (s for s in scores if s.method not in REFERENCES):
+        assert {"rule", "options", "scale", "split", "versions", "merge"} <= set(score.detail), score
+        assert re.fullmatch(r"[0-9a-f]{64}", score.detail["merge"])
+    assert {s.suite for s in scores} == {suite.removeprefix("fresh-").removeprefix("ranks-")}
+
+
+OTHERS = {"example_arcee_fusion", "task_arithmetic_normalize_by_filter", "multislerp_raw_weights"}
+"""Configurations of mergekit that the page lists as doing something else here."""
+
+
+def test_nearly_all_configurations_of_mergekit_do_the_same() -> None:
+    rows = {r["name"]: r for r in json.loads((common.RESULTS / "mergekit.json").read_text(encoding="utf-8"))["rows"]}
+    for name in ("cases", "mixtures"):
+        text = (ROOT / "benchmarks" / "mergekit" / f"{name}.yml").read_text(encoding="utf-8")
+        assert set(yaml.safe_load(text)) <= set(rows)
+    assert {row["outcome"] for row in rows.values()} <= set(OUTCOMES)
+    assert {n for n, row in rows.items() if row["outcome"] not in GOOD} == OTHERS
+    assert {row["outcome"] for row in rows.values() if row["kind"] == "mixture"} == {"same bits"}
 
 
 def test_no_block_is_of_a_file_that_is_gone() -> None:
