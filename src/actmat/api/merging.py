@@ -99,8 +99,8 @@ def make_arguments(
         listed = [e | {"weight": w} for e, w in zip(listed, weights, strict=True)]
     settings, rest = split_fields(fields)
     rest["options"] = dict(rest.get("options") or {})
-    given: dict[str, Any] = {"base": "" if base is None else str(base), "experts": listed}
-    return make_recipe(with_output(given, rest)), settings
+    inputs = {"base": "" if base is None else str(base), "experts": listed}
+    return make_recipe(with_output(inputs, rest)), settings
 
 
 def _check_locations(base: object, experts: Sequence[object]) -> None:

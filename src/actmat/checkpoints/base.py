@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.side_files import SideFiles, side_files_of
-from actmat.errors import CheckpointError, format_size
+from actmat.errors import CheckpointError, did_you_mean, format_size
 from actmat.foreign import html_table, terminal
 
 DTYPES: dict[str, tuple[torch.dtype, str]] = {
@@ -44,6 +45,9 @@ DTYPES: dict[str, tuple[torch.dtype, str]] = {
 
 SHOWN = 20
 """Tensors that a notebook shows of a checkpoint."""
+
+MAX_DID_YOU_MEAN = 2000
+"""Tensors among which near names are looked for."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -81,6 +85,10 @@ class TensorSpec:
     def is_floating(self) -> bool:
         """True for floating-point entries (float8 included)."""
         return torch_dtype(self.dtype).is_floating_point
+
+    def empty(self) -> Tensor:
+        """Uninitialized CPU tensor of this shape and dtype. Torch's CPU allocator aligns it to 64 bytes."""
+        return torch.empty(self.shape, dtype=torch_dtype(self.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,16 +189,39 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of every weight file, for fingerprints; reads no tensor."""
 
-    @abc.abstractmethod
+    def find_spec(self, name: str) -> TensorSpec:
+        """Spec of a tensor; if there is none, the error offers the name nearest to it."""
+        spec = self.specs.get(name)
+        if spec is None:
+            near = did_you_mean(name, self.specs) if len(self.specs) <= MAX_DID_YOU_MEAN else ""
+            raise CheckpointError(f"{self.location}: no tensor {name!r} in this checkpoint.{near}")
+        return spec
+
     def read(self, name: str) -> Tensor:
         """The whole tensor: CPU, contiguous, storage dtype, memory of its own."""
+        spec = self.find_spec(name)
+        tensor = spec.empty()
+        self.fill(spec, 0, raw_bytes(tensor))
+        return tensor
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Fill `out` with the tensor's row-major bytes from byte `start` on.
+
+        Raises:
+            ValueError: bytes outside the tensor, or a buffer that is not plain writable bytes.
+        """
+        spec = self.find_spec(name)
+        if out.readonly or out.itemsize != 1 or not out.c_contiguous:
+            raise ValueError("read_into needs a writable, contiguous memoryview of one-byte items: use .cast('B')")
+        if start < 0 or start + len(out) > spec.nbytes:
+            raise ValueError(
+                f"tensor {spec.name!r} has {spec.nbytes} bytes; bytes {start} to {start + len(out)} were asked for"
+            )
+        self.fill(spec, start, out)
 
     @abc.abstractmethod
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
-        """Fill `out` (writable, one byte per item) with the tensor's row-major bytes from byte `start` on.
-
-        Exactly `len(out)` bytes are read; `start + len(out)` must not pass the tensor's end (`ValueError`).
-        """
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
+        """Fill `out` with bytes of a tensor from byte `start` on; the caller has checked that they lie in it."""
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Hint that these tensors are wanted soon (disk read-ahead). Never fails."""

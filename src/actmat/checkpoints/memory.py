@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import DTYPES, Checkpoint, FileIdentity, TensorSpec
-from actmat.checkpoints.raw import check_range, copy_range, empty_tensor, find_spec
+from actmat.checkpoints.raw import copy_range
 from actmat.errors import CheckpointError
 
 LABEL = "<memory>"
@@ -24,12 +24,11 @@ class HeldTensors(Checkpoint):
 
     def read(self, name: str) -> Tensor:
         """A contiguous CPU copy."""
-        return empty_tensor(find_spec(self, name)).copy_(self._tensor(name))
+        return self.find_spec(name).empty().copy_(self._tensor(name))
 
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Copy bytes of the tensor into `out`."""
-        check_range(find_spec(self, name), start, out)
-        copy_range(self._tensor(name).cpu(), start, out)
+        copy_range(self._tensor(spec.name).cpu(), start, out)
 
     def close(self) -> None:
         """Release the tensors."""
@@ -38,7 +37,6 @@ class HeldTensors(Checkpoint):
     def _tensor(self, name: str) -> Tensor:
         if self._tensors is None:
             raise ValueError(f"{self.location}: read from a checkpoint that is closed")
-        find_spec(self, name)
         return self._tensors[name]
 
 

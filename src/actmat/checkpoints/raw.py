@@ -1,4 +1,4 @@
-"""Tensors as bytes: views of a tensor's memory, empty tensors to read into, and the bounds of a read.
+"""Tensors as bytes: views of a tensor's memory, and copies of ranges of it.
 
 Bytes are little-endian in files and in memory; the header parser refuses to run on a big-endian machine.
 """
@@ -10,11 +10,6 @@ import math
 
 import torch
 from torch import Tensor
-
-from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
-from actmat.errors import CheckpointError, did_you_mean
-
-MAX_DID_YOU_MEAN = 2000
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -29,11 +24,6 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
     memory.owner = tensor  # type: ignore[attr-defined]  # the view must keep a temporary alive
     return memoryview(memory).cast("B")
-
-
-def empty_tensor(spec: TensorSpec) -> Tensor:
-    """Uninitialised CPU tensor of the spec's shape and dtype. Torch's CPU allocator aligns it to 64 bytes."""
-    return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
 
 
 def copy_range(tensor: Tensor, start: int, out: memoryview) -> None:
@@ -71,22 +61,3 @@ def _copy_entries(tensor: Tensor, first: int, out: Tensor) -> None:
     out[: rows * row].view(rows, *tensor.shape[1:]).copy_(tensor[index : index + rows])
     if rows * row < count:
         _copy_entries(tensor[index + rows], 0, out[rows * row :])
-
-
-def find_spec(checkpoint: Checkpoint, name: str) -> TensorSpec:
-    """Spec of a tensor; if there is none, the error offers the name nearest to it."""
-    spec = checkpoint.specs.get(name)
-    if spec is None:
-        near = did_you_mean(name, checkpoint.specs) if len(checkpoint.specs) <= MAX_DID_YOU_MEAN else ""
-        raise CheckpointError(f"{checkpoint.location}: no tensor {name!r} in this checkpoint.{near}")
-    return spec
-
-
-def check_range(spec: TensorSpec, start: int, out: memoryview) -> None:
-    """Raise `ValueError` for bytes outside the tensor, or a buffer that is not plain writable bytes."""
-    if out.readonly or out.itemsize != 1 or not out.c_contiguous:
-        raise ValueError("read_into needs a writable, contiguous memoryview of one-byte items: use .cast('B')")
-    if start < 0 or start + len(out) > spec.nbytes:
-        raise ValueError(
-            f"tensor {spec.name!r} has {spec.nbytes} bytes; bytes {start} to {start + len(out)} were asked for"
-        )

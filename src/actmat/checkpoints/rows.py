@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
-from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
+from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.view import CheckpointView
 
 
@@ -63,20 +63,11 @@ class RowsCheckpoint(CheckpointView):
             specs[name] = TensorSpec(name, shapes[name], first.dtype, first.file)
         self.specs = MappingProxyType(specs)
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor, in the other layout."""
-        spec = find_spec(self, name)
-        out = empty_tensor(spec)
-        self.read_into(name, 0, raw_bytes(out))
-        return out
-
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Bytes of the tensor, in the other layout."""
-        spec = find_spec(self, name)
-        check_range(spec, start, out)
-        parts = self.rows.get(name)
+        parts = self.rows.get(spec.name)
         if parts is None:
-            self.inner.read_into(name, start, out)
+            self.inner.read_into(spec.name, start, out)
         elif parts.transposed:
             whole = self.inner.read(parts.ranges[0].name).reshape(spec.shape[::-1]).mT.contiguous()
             out[:] = raw_bytes(whole)[start : start + len(out)]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
-
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec
-from actmat.checkpoints.view import CheckpointView
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle
+from actmat.checkpoints.view import CheckpointView, DelegatingCheckpoint
 
 TIE = "tie_word_embeddings"
 
 
-class UntiedCheckpoint(CheckpointView):
+class UntiedCheckpoint(DelegatingCheckpoint, CheckpointView):
     """The tensors of a checkpoint, with a copy of the token table for each output head that is tied to it.
 
     Its config says `tie_word_embeddings: false`, also in what is written.
@@ -49,32 +47,13 @@ class UntiedCheckpoint(CheckpointView):
             return None if self.directory is None else self.config
         return untied_config(written)
 
-    def scheme(self, name: str) -> str:
-        """Of the stored checkpoint."""
-        return self.inner.scheme(self._stored(name))
-
-    def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
-        """Of the stored checkpoint."""
-        return self.inner.stored_specs(self._stored(name))
-
-    def read(self, name: str) -> Tensor:
-        """The whole tensor."""
-        return self.inner.read(self._stored(name))
-
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
-        """Bytes of the tensor."""
-        self.inner.read_into(self._stored(name), start, out)
-
-    def prefetch(self, names: Iterable[str]) -> None:
-        """Pass the hint on."""
-        self.inner.prefetch(map(self._stored, names))
+    def origin(self, name: str) -> tuple[Checkpoint, str]:
+        """The stored checkpoint; a copied head is its table there."""
+        return self.inner, self._copies.get(name, name)
 
     def handle(self) -> CheckpointHandle:
         """Address of the stored checkpoint, with the heads."""
         return replace(self.inner.handle(), heads=tuple(self.heads.items()))
-
-    def _stored(self, name: str) -> str:
-        return self._copies.get(name, name)
 
 
 def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:

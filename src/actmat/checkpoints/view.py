@@ -1,14 +1,15 @@
-"""The base of checkpoints that are read from another one: what a view does not change, it passes on."""
+"""Bases of checkpoints that are read from others: what a view does not change, it passes on."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, FileIdentity
+from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
 from actmat.checkpoints.side_files import SideFiles
 
 
@@ -34,13 +35,9 @@ class CheckpointView(Checkpoint):
         """Identity of every weight file."""
         return self.inner.identity()
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor."""
-        return self.inner.read(name)
-
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
-        """Bytes of the tensor."""
-        self.inner.read_into(name, start, out)
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
+        """Bytes of the tensor of this name."""
+        self.inner.read_into(spec.name, start, out)
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Pass the hint on."""
@@ -62,3 +59,36 @@ class CheckpointView(Checkpoint):
     def close(self) -> None:
         """Close the stored checkpoint."""
         self.inner.close()
+
+
+class DelegatingCheckpoint(Checkpoint):
+    """Tensors that are stored in other checkpoints, under names of their own there."""
+
+    @abc.abstractmethod
+    def origin(self, name: str) -> tuple[Checkpoint, str]:
+        """The checkpoint that holds a tensor of `specs`, and its name there."""
+
+    def scheme(self, name: str) -> str:
+        """Of the checkpoint that holds it."""
+        held, own = self.origin(name)
+        return held.scheme(own)
+
+    def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
+        """Of the checkpoint that holds it, with its names."""
+        held, own = self.origin(name)
+        return held.stored_specs(own)
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, from its checkpoint."""
+        held, own = self.origin(self.find_spec(name).name)
+        return held.read(own)
+
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
+        """Bytes of the tensor, from its checkpoint."""
+        held, own = self.origin(spec.name)
+        held.read_into(own, start, out)
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Pass the hint on."""
+        for held, own in (self.origin(name) for name in names if name in self.specs):
+            held.prefetch([own])

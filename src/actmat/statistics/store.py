@@ -18,7 +18,7 @@ from actmat.bounds import local_path
 from actmat.checkpoints.base import FileIdentity, TensorSpec
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.header import read_header
-from actmat.checkpoints.raw import empty_tensor, raw_bytes
+from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import CheckpointError, StatisticsError
 from actmat.statistics.header import FILE_NAME, Header, content_hash, parse_header
 from actmat.statistics.kinds import KINDS, Mean, get_kind
@@ -83,7 +83,7 @@ class Statistics(AbstractContextManager["Statistics"]):
     def raw(self, stored: str) -> Tensor:
         """A stored tensor as it is: a sum, half of a symmetric matrix, a count."""
         spec = self.specs[stored]
-        tensor = empty_tensor(spec)
+        tensor = spec.empty()
         self._reader.read_into(spec.file, spec.offset, raw_bytes(tensor), tensor=stored)
         if content_hash(tensor) != self._hashes[stored]:
             raise StatisticsError(

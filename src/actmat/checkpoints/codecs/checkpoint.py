@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
-
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec, torch_dtype
 from actmat.checkpoints.codecs.base import CONFIG_KEYS, LEVELS, WINDOW, CodedTensor, StoredParts
-from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
+from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.view import CheckpointView
 from actmat.errors import CheckpointError
 
@@ -67,23 +65,12 @@ class QuantisedCheckpoint(CheckpointView):
             return self.inner.stored_specs(name)
         return tuple(self.inner.specs[part] for part in self.coded[name].parts)
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor, decoded."""
-        spec = find_spec(self, name)
-        if name not in self.coded:
-            return self.inner.read(name)
-        tensor = empty_tensor(spec)
-        self._fill(self.coded[name], 0, raw_bytes(tensor))
-        return tensor
-
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
-        """Fill `out` from byte `start` of the decoded tensor."""
-        spec = find_spec(self, name)
-        if name not in self.coded:
-            self.inner.read_into(name, start, out)
-            return
-        check_range(spec, start, out)
-        self._fill(self.coded[name], start, out)
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
+        """Bytes of the tensor, decoded."""
+        if spec.name in self.coded:
+            self._decode(self.coded[spec.name], start, out)
+        else:
+            self.inner.read_into(spec.name, start, out)
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Ask for the stored parts."""
@@ -102,7 +89,7 @@ class QuantisedCheckpoint(CheckpointView):
         """Address of the stored checkpoint: opening it finds the codes again."""
         return self.inner.handle()
 
-    def _fill(self, coded: CodedTensor, start: int, out: memoryview) -> None:
+    def _decode(self, coded: CodedTensor, start: int, out: memoryview) -> None:
         """Decode the rows that bytes `start : start + len(out)` lie in, a window at a time, never across matrices."""
         self._stored.keep_only(coded.parts)
         if not len(out):

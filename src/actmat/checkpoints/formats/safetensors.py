@@ -23,14 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import MappingProxyType
 
-from torch import Tensor
-
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.folder import INDEX_SUFFIX
 from actmat.checkpoints.header import read_header
 from actmat.checkpoints.ranges import BLOCK_BYTES, BLOCKS_PER_THREAD, RangeReader
-from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint, join_shards
 from actmat.errors import CheckpointError
 
@@ -64,19 +61,6 @@ class SafetensorsCheckpoint(StoredCheckpoint):
             self._reader.close()
             raise
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor, read into fresh memory."""
-        spec = find_spec(self, name)
-        tensor = empty_tensor(spec)
-        self._fill(spec, 0, raw_bytes(tensor))
-        return tensor
-
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
-        """Fill `out` from byte `start` of the tensor, straight from the file."""
-        spec = find_spec(self, name)
-        check_range(spec, start, out)
-        self._fill(spec, start, out)
-
     def metadata(self) -> dict[str, str]:
         """The `__metadata__` strings of all files; those that are not local are downloaded."""
         found: dict[str, str] = {}
@@ -107,7 +91,8 @@ class SafetensorsCheckpoint(StoredCheckpoint):
         if self._ranges is not None:
             self._ranges.close()
 
-    def _fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
+        """Read from the file straight into `out`."""
         if spec.file in self._remote and self._ranges is not None:
             self._ranges.read_into(spec.file, spec.offset + start, out, tensor=spec.name)
             return

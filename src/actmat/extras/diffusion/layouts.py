@@ -30,7 +30,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
 from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.checkpoints.raw import find_spec, raw_bytes
+from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.view import CheckpointView
 from actmat.errors import CheckpointError
 from actmat.experts.lora.adapter import Adapter
@@ -92,7 +92,7 @@ class BlockFactors(CheckpointView):
 
     def read(self, name: str) -> Tensor:
         """A factor, put together."""
-        spec = find_spec(self, name)
+        spec = self.find_spec(name)
         module, _, side = name.removesuffix(".weight").rpartition(".")
         pieces, is_shared = self._modules[module][1], self._shared[module]
         if side == "lora_A":
@@ -107,9 +107,9 @@ class BlockFactors(CheckpointView):
             column += 0 if is_shared else piece.rank
         return out
 
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Bytes of a factor."""
-        out[:] = raw_bytes(self.read(name))[start : start + len(out)]
+        out[:] = raw_bytes(self.read(spec.name))[start : start + len(out)]
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Nothing: factors are small."""

@@ -8,12 +8,10 @@ side files. A component that is stored as codes is decoded as its own config say
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
-
-from torch import Tensor
 
 from actmat.bounds import read_object
 from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
@@ -22,9 +20,9 @@ from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
 from actmat.checkpoints.folder import foreign_format
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
-from actmat.checkpoints.raw import find_spec
 from actmat.checkpoints.side_files import PIPELINE, SideFiles
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint
+from actmat.checkpoints.view import DelegatingCheckpoint
 from actmat.errors import CheckpointError
 
 COMPONENTS = "components"
@@ -32,7 +30,7 @@ COMPONENTS = "components"
 _INSIDE = (SAFETENSORS, TORCH_FILES)
 
 
-class PipelineCheckpoint(StoredCheckpoint):
+class PipelineCheckpoint(DelegatingCheckpoint, StoredCheckpoint):
     """Components of a pipeline, opened; closed with it."""
 
     format = "pipeline"
@@ -63,16 +61,14 @@ class PipelineCheckpoint(StoredCheckpoint):
         written = {f"{name}/config.json": opened.written_config for name, opened in self.components.items()}
         return {path: config for path, config in written.items() if config is not None}
 
-    def scheme(self, name: str) -> str:
-        """Layout of a tensor of codes, as its component's config says."""
-        opened, own = self._origin(name)
-        return opened.scheme(own)
+    def origin(self, name: str) -> tuple[Checkpoint, str]:
+        """The component, and the name there."""
+        component, _, own = name.partition(".")
+        return self.components[component], own
 
     def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
         """Specs of the tensors that its component stores for it."""
-        component = name.partition(".")[0]
-        opened, own = self._origin(name)
-        return tuple(_moved(spec, component) for spec in opened.stored_specs(own))
+        return tuple(_moved(spec, name.partition(".")[0]) for spec in super().stored_specs(name))
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of the weight files of all components."""
@@ -83,25 +79,6 @@ class PipelineCheckpoint(StoredCheckpoint):
         merged = [f"{c}/{label}" for c, opened in self.components.items() for label in _labels(opened)]
         return self.source.side_files(merged)
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor, from its component."""
-        find_spec(self, name)
-        opened, own = self._origin(name)
-        return opened.read(own)
-
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
-        """Bytes of the tensor, from its component."""
-        find_spec(self, name)
-        opened, own = self._origin(name)
-        opened.read_into(own, start, out)
-
-    def prefetch(self, names: Iterable[str]) -> None:
-        """Pass the hint on."""
-        for name in names:
-            if name in self.specs:
-                opened, own = self._origin(name)
-                opened.prefetch([own])
-
     @property
     def buffer_bytes(self) -> int:
         """Of all components, as each may read ahead."""
@@ -111,10 +88,6 @@ class PipelineCheckpoint(StoredCheckpoint):
         """Close all components."""
         for opened in self.components.values():
             opened.close()
-
-    def _origin(self, name: str) -> tuple[Checkpoint, str]:
-        component, _, own = name.partition(".")
-        return self.components[component], own
 
 
 def _moved(spec: TensorSpec, component: str) -> TensorSpec:

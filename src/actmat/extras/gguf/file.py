@@ -15,7 +15,6 @@ from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.codecs.base import CodedTensor, StoredParts
 from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
 from actmat.checkpoints.files import FileReader
-from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
 from actmat.extras.gguf.header import GgufHeader, StoredTensor, read_gguf_header
@@ -78,17 +77,9 @@ class GgufFile(StoredCheckpoint):
         """The same, to be written; None where the file does not tell all that a config needs."""
         return None if undescribed(self.header) else self.config
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor as stored."""
-        tensor = empty_tensor(find_spec(self, name))
-        self.read_into(name, 0, raw_bytes(tensor))
-        return tensor
-
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Stored bytes."""
-        spec = find_spec(self, name)
-        check_range(spec, start, out)
-        self._reader.read_into(spec.file, spec.offset + start, out, tensor=name)
+        self._reader.read_into(spec.file, spec.offset + start, out, tensor=spec.name)
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Ask the system to read ahead."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from actmat.api import Location, make_arguments
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.raw import empty_tensor, raw_bytes
+from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.executors import AUTO, computes_here
 from actmat.engine.memory import available_memory
 from actmat.errors import OutputError, RecipeError, format_size, memory_errors
@@ -51,7 +51,7 @@ class _MemoryWriter:
 
     def sink(self, name: str, aliases: Sequence[str] = ()) -> _Sink:
         """The sink of tensor `name`; `aliases` are the same tensor."""
-        tensor = empty_tensor(self._specs[name])
+        tensor = self._specs[name].empty()
         self.tensors |= dict.fromkeys((name, *aliases), tensor)
         return _Sink(tensor)
 

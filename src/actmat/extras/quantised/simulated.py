@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle
-from actmat.checkpoints.raw import check_range, find_spec, raw_bytes
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec
+from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.view import CheckpointView
 from actmat.errors import CheckpointError
 from actmat.extras.quantised.bitsandbytes import BITSANDBYTES
@@ -49,14 +49,13 @@ class SimulatedCheckpoint(CheckpointView):
         found = self.inner.read(name)
         return self._round(found) if name in self._names else found
 
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Bytes of the tensor; a thread keeps the last one that it rounded."""
-        if name not in self._names:
-            self.inner.read_into(name, start, out)
+        if spec.name not in self._names:
+            self.inner.read_into(spec.name, start, out)
             return
-        check_range(find_spec(self, name), start, out)
-        if getattr(self._last, "name", None) != name:
-            self._last.value, self._last.name = self.read(name), name
+        if getattr(self._last, "name", None) != spec.name:
+            self._last.value, self._last.name = self.read(spec.name), spec.name
         out[:] = raw_bytes(self._last.value)[start : start + len(out)]
 
     @property

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, torch_dtype
-from actmat.checkpoints.raw import check_range, copy_range, find_spec, raw_bytes
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec, torch_dtype
+from actmat.checkpoints.raw import copy_range, raw_bytes
 from actmat.checkpoints.view import CheckpointView
 from actmat.errors import CheckpointError
 from actmat.experts.base import AdapterHandle, Expert
@@ -41,15 +41,13 @@ class AdaptedCheckpoint(CheckpointView):
 
     def read(self, name: str) -> Tensor:
         """The whole tensor."""
-        spec = find_spec(self, name)
+        spec = self.find_spec(name)
         return self._entries(name, 0, spec.numel).view(spec.shape)
 
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Bytes of the tensor; of a changed one, the delta of these entries is formed."""
-        spec = find_spec(self, name)
-        check_range(spec, start, out)
         first, last = start // spec.itemsize, -(-(start + len(out)) // spec.itemsize)
-        copy_range(self._entries(name, first, last), start - first * spec.itemsize, out)
+        copy_range(self._entries(spec.name, first, last), start - first * spec.itemsize, out)
 
     def handle(self) -> CheckpointHandle:
         """Address of the model, and that of the adapter."""

@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from torch import Tensor
-
 from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
-from actmat.checkpoints.raw import find_spec
 from actmat.checkpoints.resolve import commit_of
 from actmat.checkpoints.side_files import SideFiles
+from actmat.checkpoints.view import DelegatingCheckpoint
 from actmat.experts.base import Expert
 
 
@@ -29,7 +27,7 @@ class Origin:
         return self.checkpoint.specs[self.name]
 
 
-class ComposedCheckpoint(Checkpoint):
+class ComposedCheckpoint(DelegatingCheckpoint):
     """Tensors of open checkpoints, which are closed with it.
 
     Args:
@@ -54,40 +52,13 @@ class ComposedCheckpoint(Checkpoint):
                 aliases[name] = target
         self.aliases = MappingProxyType(aliases)
 
-    def scheme(self, name: str) -> str:
-        """Of the checkpoint that holds it."""
-        origin = self.origins[name]
-        return origin.checkpoint.scheme(origin.name)
-
-    def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
-        """Of the checkpoint that holds it, with its names."""
-        origin = self.origins[name]
-        return origin.checkpoint.stored_specs(origin.name)
+    def origin(self, name: str) -> tuple[Checkpoint, str]:
+        """See `origins`."""
+        return self.origins[name].checkpoint, self.origins[name].name
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of the weight files of all checkpoints."""
         return tuple(dict.fromkeys(i for c in self.checkpoints for i in c.identity()))
-
-    def read(self, name: str) -> Tensor:
-        """The whole tensor, from its checkpoint."""
-        find_spec(self, name)
-        origin = self.origins[name]
-        return origin.checkpoint.read(origin.name)
-
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
-        """Bytes of the tensor, from its checkpoint."""
-        find_spec(self, name)
-        origin = self.origins[name]
-        origin.checkpoint.read_into(origin.name, start, out)
-
-    def prefetch(self, names: Iterable[str]) -> None:
-        """Pass the hint on."""
-        wanted: dict[int, list[str]] = {}
-        for name in names:
-            if (origin := self.origins.get(name)) is not None:
-                wanted.setdefault(id(origin.checkpoint), []).append(origin.name)
-        for checkpoint in self.checkpoints:
-            checkpoint.prefetch(wanted.get(id(checkpoint), ()))
 
     @property
     def buffer_bytes(self) -> int:

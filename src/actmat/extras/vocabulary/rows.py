@@ -24,7 +24,7 @@ from actmat.checkpoints.base import (
     TensorSpec,
     torch_dtype,
 )
-from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
+from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.side_files import SideFiles
 
 OWN_MEAN = ((-1, -1),)
@@ -171,29 +171,18 @@ class TokenRowsCheckpoint(Checkpoint):
         """Identity of the weight files, and of the files that decide on the rows."""
         return (*self._own.identity(), *self._identity)
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor."""
-        spec = find_spec(self, name)
-        if name not in self._tables:
-            return self._own.read(name)
-        tensor = empty_tensor(spec)
-        self.read_into(name, 0, raw_bytes(tensor))
-        return tensor
-
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Bytes of the tensor, of a table from the sources of its rows."""
-        spec = find_spec(self, name)
-        if name not in self._tables:
-            self._own.read_into(name, start, out)
+        if spec.name not in self._tables:
+            self._own.read_into(spec.name, start, out)
             return
-        check_range(spec, start, out)
         width = math.prod(spec.shape[1:]) * spec.itemsize
         done = 0
         while done < len(out):
             run = self._runs[bisect_right(self._starts, (start + done) // width) - 1]
             inside = start + done - run.start * width
             size = min(len(out) - done, run.count * width - inside)
-            self._fill(spec, run, inside, out[done : done + size])
+            self._fill_run(spec, run, inside, out[done : done + size])
             done += size
 
     def prefetch(self, names: Iterable[str]) -> None:
@@ -225,7 +214,7 @@ class TokenRowsCheckpoint(Checkpoint):
         for checkpoint in self._sources if self._owned else ():
             checkpoint.close()
 
-    def _fill(self, spec: TensorSpec, run: RowRun, start: int, out: memoryview) -> None:
+    def _fill_run(self, spec: TensorSpec, run: RowRun, start: int, out: memoryview) -> None:
         """Fill `out` with bytes of a run, from its byte `start` on."""
         if len(run.sources) == 1 and run.sources != OWN_MEAN:
             ((k, row),) = run.sources

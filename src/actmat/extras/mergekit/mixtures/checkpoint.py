@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from actmat.bounds import read_bytes
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec, torch_dtype
-from actmat.checkpoints.raw import check_range, copy_range, find_spec, raw_bytes
+from actmat.checkpoints.raw import copy_range, raw_bytes
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.source import Format, LocalSource, Source
 from actmat.errors import CheckpointError, format_size
@@ -107,27 +107,29 @@ class MixtureCheckpoint(ComposedCheckpoint):
 
     def read(self, name: str) -> Tensor:
         """The whole tensor: a model's, as the mixture has it, or gates."""
-        spec = find_spec(self, name)
+        spec = self.find_spec(name)
         origin = self.origins.get(name)
         if origin is None:
             return self._gate(name).to(torch_dtype(spec.dtype)).contiguous()
         return self._changed(name, origin.checkpoint.read(origin.name), 0)
 
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Bytes of the tensor; of one that another dtype or factor changes, its entries in that range."""
-        spec = find_spec(self, name)
-        check_range(spec, start, out)
-        origin = self.origins.get(name)
+        origin = self.origins.get(spec.name)
         if origin is None:
-            copy_range(self.read(name), start, out)
+            copy_range(self.read(spec.name), start, out)
             return
-        if origin.spec.dtype == spec.dtype and name not in self._changes:
-            super().read_into(name, start, out)
+        if origin.spec.dtype == spec.dtype and spec.name not in self._changes:
+            super().fill(spec, start, out)
             return
         first, last = start // spec.itemsize, -(-(start + len(out)) // spec.itemsize)
         values = torch.empty(last - first, dtype=torch_dtype(origin.spec.dtype))
         origin.checkpoint.read_into(origin.name, first * origin.spec.itemsize, raw_bytes(values))
-        copy_range(self._changed(name, values, first), start - first * spec.itemsize, out)
+        copy_range(self._changed(spec.name, values, first), start - first * spec.itemsize, out)
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Pass the hint on, for what is stored."""
+        super().prefetch(name for name in names if name in self.origins)
 
     def handle(self) -> CheckpointHandle:
         """The mixture and the handles of its models: another process reads the file no more."""

@@ -18,7 +18,6 @@ from actmat.bounds import read_bytes
 from actmat.checkpoints.base import DTYPES, FileIdentity, TensorSpec, torch_dtype
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.formats.pickles import PickleError
-from actmat.checkpoints.raw import check_range, empty_tensor, find_spec, raw_bytes
 from actmat.checkpoints.source import Format, LocalSource, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
 from actmat.extras.training.dcp.items import Item, locate
@@ -61,19 +60,6 @@ class DcpCheckpoint(StoredCheckpoint):
         self._reader = FileReader({label: path for label, path in local.items() if path is not None})
         self._local = frozenset(label for label, path in local.items() if path is not None)
         self._check_sizes()
-
-    def read(self, name: str) -> Tensor:
-        """The whole tensor, put together from its boxes."""
-        spec = find_spec(self, name)
-        tensor = empty_tensor(spec)
-        self._fill(spec, 0, raw_bytes(tensor))
-        return tensor
-
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
-        """Bytes of the tensor, from the boxes that hold them."""
-        spec = find_spec(self, name)
-        check_range(spec, start, out)
-        self._fill(spec, start, out)
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of the metadata and of every file with tensors of the model."""
@@ -150,8 +136,8 @@ class DcpCheckpoint(StoredCheckpoint):
             self._items[key] = item
         return self._items[key]
 
-    def _fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
-        """Fill `out` from byte `start`: by runs where boxes are runs of rows, else by rows of the first axis."""
+    def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
+        """Put bytes together: by runs where boxes are runs of rows, else by rows of the first axis."""
         if self._reader.closed:
             raise ValueError(f"{self.location}: read from a checkpoint that is closed")
         if not len(out):
