@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +10,7 @@ from tests.helpers.spectra import orthogonal, seeded
 from tests.tolerances import F64_IDENTITY, F64_ORACLE, relative_error
 from torch import Tensor
 
-from actmat.linalg import krylov, panels
+from actmat.linalg import krylov
 from actmat.linalg.krylov import Above, Largest, Leading, leading, none_above
 
 N = 600
@@ -248,35 +246,6 @@ def test_a_crowd_just_below_the_cut_off_is_given_up_early(monkeypatch: pytest.Mo
     crowded = padded(torch.linspace(1, 1.001 * CUT, 5), torch.linspace(0.999, 0.0, 595) * CUT)
     assert leading(symmetric(crowded), Above(CUT), torch.float64) == "residuals fall too slowly"
     assert looks[-1] <= 2 * krylov._expected(5)
-
-
-class Threads:
-    """Helpers that compute panels in any order on so many threads."""
-
-    def __init__(self, count: int) -> None:
-        self.pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
-        self.shared = 0
-
-    def share(self, works, nbytes: int) -> None:
-        self.shared += len(works)
-        for done in [self.pool.submit(work) for work in reversed(works)]:
-            done.result()
-
-
-def test_bytes_do_not_depend_on_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panels, "SPLIT_ENTRIES", 1)
-    monkeypatch.setattr(panels, "PANEL_ROWS", 128)
-    sym_NN = symmetric(decay(3.0))
-    alone = leading(sym_NN, Above(CUT), torch.float32)
-    assert isinstance(alone, Leading)
-    for count in (1, 2, 4):
-        helpers = Threads(count)
-        with panels.helped_by(helpers):
-            found = leading(sym_NN, Above(CUT), torch.float32)
-        assert isinstance(found, Leading)
-        assert helpers.shared
-        assert torch.equal(found.values_K, alone.values_K)
-        assert torch.equal(found.vectors_NK, alone.vectors_NK)
 
 
 @settings(max_examples=60, deadline=None)

@@ -133,18 +133,6 @@ class Budget:
         finally:
             self._release(nbytes)
 
-    @contextlib.contextmanager
-    def try_hold(self, nbytes: int) -> Iterator[bool]:
-        """Keep `nbytes` for the duration of the block if they are free now; gives whether they are."""
-        with self._change:
-            granted = self._used + nbytes <= self._total
-            self._used += nbytes if granted else 0
-        try:
-            yield granted
-        finally:
-            if granted:
-                self._release(nbytes)
-
     def _release(self, nbytes: int) -> None:
         with self._change:
             self._used -= nbytes

@@ -46,14 +46,6 @@ def planned_seconds(unit: Unit) -> float:
     return nominal_seconds(unit.flops, unit.traffic)
 
 
-def long_seconds(seconds: Sequence[float], workers: int) -> float:
-    """Planned time above which a unit is long: half of what each worker has to do in all.
-
-    Workers help a long unit before they begin another, or it would be the last to end.
-    """
-    return 0.5 * sum(seconds) / workers
-
-
 def plan_units(
     plans: Sequence[MergePlan], done: Sequence[Collection[str]], observers: ObserverFactory | None
 ) -> list[Unit]:

@@ -36,8 +36,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from actmat.linalg.gram import add_gram
 from actmat.linalg.lapack import eigh
-from actmat.linalg.panels import add_gram, multiply, row_panels, run_panels
 
 SMALLEST = 2048
 """Side below which callers decompose all: there the first look is more than 3 % of a full decomposition."""
@@ -181,7 +181,6 @@ class _Basis:
         self.size = 0
         self.rows_JN = sym_NN.new_empty(limit + BLOCK, size)
         self.t_JJ = sym_NN.new_zeros(BLOCK, BLOCK)
-        self._panels = row_panels(size, size)
         start_NB = torch.randn(size, BLOCK, generator=torch.Generator().manual_seed(size), dtype=sym_NN.dtype)
         self.rows_JN[:BLOCK] = torch.linalg.qr(start_NB.to(sym_NN.device)).Q.mT
 
@@ -198,12 +197,7 @@ class _Basis:
         """One more block: `S` times the last, orthogonal to all before it."""
         own, near = slice(self.size, self.size + BLOCK), slice(max(0, self.size - BLOCK), self.size + BLOCK)
         self.size = own.stop
-        new_BN = torch.empty_like(self.rows_JN[own])
-
-        def times(here: slice) -> None:
-            torch.mm(self.rows_JN[own], self.sym_NN[here].mT, out=new_BN[:, here])
-
-        run_panels(times, self._panels)
+        new_BN = self.rows_JN[own] @ self.sym_NN.mT
         largest = float(new_BN.abs().max())
         diagonal_BB = self._without(new_BN, near)[:, -BLOCK:] + self._without(new_BN, slice(0, own.stop))[:, -BLOCK:]
         self.t_JJ[own, own] = (diagonal_BB + diagonal_BB.mT) / 2
@@ -221,11 +215,7 @@ class _Basis:
     def _without(self, new_BN: Tensor, span: slice) -> Tensor:
         """Remove the components in these rows of the basis, in place; returns them, `B J`."""
         components_BJ = new_BN @ self.rows_JN[span].mT
-
-        def subtract(here: slice) -> None:
-            new_BN[:, here].addmm_(components_BJ, self.rows_JN[span, here], alpha=-1.0)
-
-        run_panels(subtract, self._panels)
+        new_BN.addmm_(components_BJ, self.rows_JN[span], alpha=-1.0)
         return components_BJ
 
     def ritz(self) -> _Ritz:
@@ -274,7 +264,7 @@ def leading(sym_NN: Tensor, wanted: Above | Largest, dtype: torch.dtype) -> Lead
         look = round(next_look if before is None else min(needed, GROWTH * basis.size))
         look, before = max(look, basis.size + BLOCK), now
     taken, level = cut
-    vectors_KN = multiply(ritz.coordinates_JJ[:, :taken].mT, basis.rows_JN[: basis.size])
+    vectors_KN = ritz.coordinates_JJ[:, :taken].mT @ basis.rows_JN[: basis.size]
     values_K, used = ritz.values_J[:taken], basis.size
     del basis, ritz  # their memory is that of the proof
     if not none_above(sym_NN, values_K, vectors_KN, level):

@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from actmat.linalg.gram import gram_panels
 from actmat.linalg.krylov import planned_basis
-from actmat.linalg.panels import gram_panels
 
 Kind = Literal["product", "cholesky", "eigh", "svd", "entry"]
 

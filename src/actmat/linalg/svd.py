@@ -34,9 +34,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from actmat.linalg.gram import add_gram, mirror
 from actmat.linalg.krylov import SMALLEST, Largest, leading
 from actmat.linalg.lapack import Retries, economy_svd, eigh
-from actmat.linalg.panels import add_gram, mirror
 
 RANK_RTOL = 2.0**-20
 """Relative singular value at or below which a direction is rounding, in float32 and float64 alike."""

@@ -9,14 +9,22 @@ import torch
 from tests.tolerances import F64_ORACLE, relative_error
 
 from actmat.errors import NumericalError
+from actmat.linalg.gram import GRAM_COLUMNS, PANELLED_FROM, gram_panels
 from actmat.linalg.interference.moments import PrimalMoments, Reduced, StackedMoments, gram_of_rows
 from actmat.linalg.lapack import only_eigenvalues
-from actmat.linalg.panels import GRAM_COLUMNS, PANELLED_FROM
 
 
 def factors(count: int, rows: int, width: int) -> list[torch.Tensor]:
     rng = torch.Generator().manual_seed(rows + width)
     return [torch.randn(rows, width, generator=rng, dtype=torch.float64) for _ in range(count)]
+
+
+@pytest.mark.parametrize("width", [1, 511, 512, 1279, 1280, 5632])
+def test_gram_panels_cover_the_columns_once(width: int) -> None:
+    found = gram_panels(width)
+    assert [p.start for p in found] == [0, *(p.stop for p in found[:-1])]
+    assert found[-1].stop == width
+    assert len(found) == (1 if width < 512 else max(4, width // 256))
 
 
 @pytest.mark.parametrize("width", [7, PANELLED_FROM + 3, 8 * GRAM_COLUMNS + 5])

@@ -105,8 +105,8 @@ def test_accuracy_of_the_forms_on_a_steep_spectrum():
 
 
 @pytest.mark.parametrize("shape", [(700, 24), (40, 640), (330, 640)])
-def test_panelled_products_and_row_panels(shape, monkeypatch):
-    """Sides at which products are cut in panels, both ways to form B, and results written panel by panel."""
+def test_sides_of_panels(shape, monkeypatch):
+    """Sides at which symmetric products are cut in panels, both ways to form B, and results written panel by panel."""
     monkeypatch.setattr("actmat.linalg.interference.spectral_solve.PANEL_ROWS", 256)
     deltas = random_deltas(2, *shape)
     expected = naive(deltas, self_grams(deltas), fill=sum(deltas))

@@ -2,8 +2,7 @@
 
 Every worker runs its linear algebra on one core. Results then cannot depend on how many workers there are (a
 threaded BLAS may split sums differently), and two workers scale better than one threaded eigensolver. Units begin in
-the order of their planned time, longest first. Workers that find no unit left help the others with panels of their
-products (`helpers.py`), so that the last wide matrix uses all cores, with the same bytes.
+the order of their planned time, longest first.
 """
 
 from __future__ import annotations
@@ -14,15 +13,13 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from actmat.engine.executors.helpers import HelpersOfUnit, IdleWorkers
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Budget
 from actmat.engine.observer import SinkSource
 from actmat.engine.resources import Resources, one_thread
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.survey import SurveyKey, run_surveys
-from actmat.engine.units import Unit, long_seconds, planned_seconds
-from actmat.linalg.panels import helped_by
+from actmat.engine.units import Unit, planned_seconds
 from actmat.planning.model import Item
 
 
@@ -78,10 +75,8 @@ class ThreadExecutor:
         spec = dataclasses.replace(spec, room=room_for(units, self._resources))
         tasks = _Tasks(units, workers, Budget(self._resources.memory), lambda: self._session(spec))
         with one_thread(), self._pool() as pool:
-            running = {pool.submit(tasks.work, i) for i in range(len(units))}
+            running = {pool.submit(tasks.merge, i) for i in range(len(units))}
             try:
-                for _ in range(workers - 1):  # after the last unit in the queue
-                    pool.submit(tasks.idle.help)
                 for future in concurrent.futures.as_completed(list(running)):
                     result = future.result()
                     running.remove(future)
@@ -116,31 +111,18 @@ class _Tasks:
     """
 
     def __init__(self, units: Sequence[Unit], workers: int, budget: Budget, session: Callable[[], Session]) -> None:
-        self.idle = IdleWorkers(budget, len(units))
         self._units = units
         self._workers = workers
         self._budget = budget
         self._session = session
-        self._long = long_seconds([planned_seconds(u) for u in units], workers)
         self._stopped, self._failed = threading.Event(), threading.Event()
 
     def stop(self) -> None:
         """Begin no other unit."""
         self._stopped.set()
-        self.idle.close()
 
-    def work(self, index: int) -> UnitResult | None:
+    def merge(self, index: int) -> UnitResult | None:
         """Result of a unit; None if it was not begun."""
-        try:
-            if self._workers == 1:
-                return self._merge(index)
-            self.idle.help_first()
-            with helped_by(HelpersOfUnit(self.idle, first=planned_seconds(self._units[index]) > self._long)):
-                return self._merge(index)
-        finally:
-            self.idle.unit_ended()
-
-    def _merge(self, index: int) -> UnitResult | None:
         if self._stopped.is_set():
             return None
         session, unit = self._session(), self._units[index]

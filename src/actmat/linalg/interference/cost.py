@@ -15,12 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-
 from actmat.linalg.interference.descent import Adam
 from actmat.linalg.interference.moments import PrimalMoments
 from actmat.linalg.interference.rule import Estimator, Rule
-from actmat.linalg.interference.spectral_solve import PANEL_ROWS, EigenPairs, Inverse
+from actmat.linalg.interference.spectral_solve import PANEL_ROWS
 from actmat.linalg.masks.threshold import selection_workspace
 from actmat.linalg.operations import Operation, cholesky, cholesky_solve, eigh, entries, gram, product, repeated, svd
 
@@ -154,20 +152,12 @@ def _estimating(rows: int, width: int, rule: Rule, *, has_grams: bool) -> list[O
 
 
 def _solved(rows: int, size: int, rule: Rule) -> list[Operation]:
-    """One reduced problem, by triangular factors or by its spectrum."""
-    solved, gain = _found(size, rule)
-    if isinstance(gain, Inverse):
-        if rows > size:
-            return [*solved, product(rows, size, size)]
-        return [cholesky(size), cholesky_solve(size, rows)]
-    return [*solved, Operation("product", 2 * gain.products(rows))]
-
-
-def _found(size: int, rule: Rule) -> tuple[list[Operation], Inverse | EigenPairs]:
-    """Operations that find the gain of one reduced problem, and a gain of its size that holds no data."""
+    """One reduced problem, by triangular factors or by its spectrum, and its gain applied to all rows."""
     if rule.solver == "auto" and rule.spectral.kind == "tikhonov":
-        return [cholesky(size, inverse=True)], Inverse(torch.empty(size, size, device="meta"), torch.float32)
+        if rows > size:
+            return [cholesky(size, inverse=True), product(rows, size, size)]
+        return [cholesky(size), cholesky_solve(size, rows)]
     tried = [cholesky(size)] if rule.solver == "auto" and rule.spectral.kind == "hard" else []
     kept = size if rule.spectral.kind in ("tikhonov", "exponential") else max(1, int(KEPT_SHARE * size))
-    vectors_NK = torch.empty(size, kept, device="meta")
-    return [*tried, eigh(size), entries(4 * size * size)], EigenPairs(vectors_NK, vectors_NK)
+    applied = Operation("product", 2 * min(size * size * (kept + rows), 2 * rows * size * kept))
+    return [*tried, eigh(size), entries(4 * size * size), applied]

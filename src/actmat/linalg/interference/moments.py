@@ -24,9 +24,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from actmat.linalg.gram import add_gram, mirror
 from actmat.linalg.krylov import SMALLEST, Above, leading
 from actmat.linalg.lapack import Retries, economy_svd, eigh
-from actmat.linalg.panels import add_gram, mirror, multiply
 from actmat.linalg.scaling import scaled
 
 Form = Literal["primal", "dual", "stacked"]
@@ -158,8 +158,8 @@ class PrimalMoments:
         if not self.needs_term(factor_RI.shape[-2], factor_RI.shape[-1]):
             add_gram(self.gram_II, factor_RI, weight)
             same = factor_RI is delta_OI  # then their product is symmetric
-            products_OR = gram_of_rows([delta_OI.mT]) if same else multiply(delta_OI, factor_RI.mT)
-            multiply(products_OR, factor_RI, self.left_OI, alpha=weight)
+            products_OR = gram_of_rows([delta_OI.mT]) if same else delta_OI @ factor_RI.mT
+            self.left_OI.addmm_(products_OR, factor_RI, alpha=weight)
             return
         assert self._term_II is not None, "a buffer for K_t was given"
         add_gram(self._term_II.zero_(), factor_RI)
@@ -177,7 +177,7 @@ class PrimalMoments:
 
     def _add_term(self, delta_OI: Tensor, term_II: Tensor, weight: float) -> None:
         self.gram_II.add_(term_II, alpha=weight)
-        multiply(delta_OI, term_II, self.left_OI, alpha=weight)
+        self.left_OI.addmm_(delta_OI, term_II, alpha=weight)
 
     def rescale(self, exponent: float, gram_exponent: float) -> None:
         """Multiply what was added by powers of two: `B` as the deltas and `S` together, `S` by the second."""
@@ -205,7 +205,7 @@ class StackedMoments:
         """Append the rows of one expert."""
         here = slice(self._filled, self._filled + self._rows)
         torch.mul(factor_RI, math.sqrt(weight), out=self.a_NI[here])
-        self.m_ON[:, here] = multiply(delta_OI, self.a_NI[here].mT)
+        self.m_ON[:, here] = delta_OI @ self.a_NI[here].mT
         self._filled = here.stop
 
     def rescale(self, exponent: float, gram_exponent: float) -> None:

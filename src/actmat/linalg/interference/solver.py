@@ -129,7 +129,8 @@ def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: boo
     records: list[Stats] = []
     retries = state.retries
     for item, reduced in enumerate(state.items):
-        gain, record, new = solve(reduced, rule.spectral, state.width, allow_shortcuts=rule.solver == "auto")
+        shortcuts = rule.solver == "auto"
+        apply, record, new = solve(reduced, rule.spectral, state.width, state.shape[-2], allow_shortcuts=shortcuts)
         retries += new
         if out_BOI is None:
             out_BOI = state.like.new_empty(len(state.items), *state.shape[-2:])
@@ -137,8 +138,6 @@ def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: boo
         again = rule.null == "minus_base" or (rule.needs_sum and reduced.right_NI is None)
         if consume and not again:  # a fill takes it for its eigenvectors, or as `right`
             reduced.gram_NN = None
-        apply = None if gain is None else gain.applier(state.shape[-2])
-        del gain  # only what is applied stays
         apply_gain(reduced, apply, out_BOI[item], fill_OI)
         if exponent := state.exponents[item]:
             scaled(out_BOI[item], exponent, out=out_BOI[item])

@@ -16,8 +16,6 @@ is applied to.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +23,6 @@ from torch import Tensor
 from actmat.linalg.interference.moments import Reduced, Spectrum
 from actmat.linalg.interference.rule import Filter, gain
 from actmat.linalg.lapack import Retries
-from actmat.linalg.panels import multiply, run_panels
 
 Stats = dict[str, float | int | str | bool]
 
@@ -43,91 +40,46 @@ Apply = Callable[[Tensor], Tensor]
 """`X N -> X N`: right-multiplication by `G`."""
 
 
-class Gain(Protocol):
-    """`G` in one of its forms."""
-
-    def applier(self, rows: int) -> Apply:
-        """`G` as a function, prepared for so many rows in all."""
-
-    def products(self, rows: int) -> int:
-        """Multiplications of one entry by another that `applier(rows)` makes for all rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Diagonal:
-    """`G = diag(gain)`: the problem was solved in the eigenvectors of its Gram matrix."""
-
-    gain_N: Tensor
-
-    def applier(self, rows: int) -> Apply:
-        """See `Gain`."""
-        return lambda left_XN: left_XN * self.gain_N
-
-    def products(self, rows: int) -> int:
-        """See `Gain`."""
-        return rows * len(self.gain_N)
+def _by_eigenpairs(vectors_NK: Tensor, gain_K: Tensor, rows: int) -> Apply:
+    """`G = V diag(g) V^T` of the kept eigenvectors, for so many rows in all."""
+    size, kept = vectors_NK.shape
+    scaled_NK = vectors_NK * gain_K.to(vectors_NK.dtype)
+    # forming the product costs N^2 K and then X N^2; keeping it in two factors costs 2 X N K
+    if size * size * kept + rows * size * size < 2 * rows * size * kept:
+        product = scaled_NK @ vectors_NK.mT
+        return lambda left_XN: left_XN @ product
+    return lambda left_XN: (left_XN @ scaled_NK) @ vectors_NK.mT
 
 
-@dataclass(frozen=True, slots=True)
-class EigenPairs:
-    """`G = scaled vectors^T`, the kept eigenvectors with and without their gains."""
-
-    scaled_NK: Tensor
-    vectors_NK: Tensor
-
-    def applier(self, rows: int) -> Apply:
-        """See `Gain`."""
-        size, kept = self.vectors_NK.shape
-        # forming the product costs N^2 K and then X N^2; keeping it in two factors costs 2 X N K
-        if size * size * kept + rows * size * size < 2 * rows * size * kept:
-            product = multiply(self.scaled_NK, self.vectors_NK.mT)
-            return lambda left_XN: left_XN @ product
-        return lambda left_XN: (left_XN @ self.scaled_NK) @ self.vectors_NK.mT
-
-    def products(self, rows: int) -> int:
-        """See `Gain`."""
-        size, kept = self.vectors_NK.shape
-        return min(size * size * (kept + rows), 2 * rows * size * kept)
+def _by_inverse(factor_NN: Tensor, dtype: torch.dtype, rows: int) -> Apply:
+    """`G = (L L^T)^-1`: two triangular solves per panel, or the inverse once where there are more rows than columns."""
+    if rows > len(factor_NN):
+        inverse = torch.cholesky_inverse(factor_NN).to(dtype)
+        return lambda left_XN: left_XN @ inverse
+    return lambda left_XN: torch.cholesky_solve(left_XN.to(factor_NN.dtype).mT, factor_NN).mT.to(dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Inverse:
-    """`G = (L L^T)^-1`, for rows of `dtype`: a ridge, or a cut-off that removes nothing."""
-
-    factor_NN: Tensor
-    dtype: torch.dtype
-
-    def applier(self, rows: int) -> Apply:
-        """Two triangular solves per panel, or the inverse once where there are more rows than columns."""
-        if rows > len(self.factor_NN):
-            inverse = torch.cholesky_inverse(self.factor_NN).to(self.dtype)
-            return lambda left_XN: left_XN @ inverse
-        factor = self.factor_NN
-        return lambda left_XN: torch.cholesky_solve(left_XN.to(factor.dtype).mT, factor).mT.to(self.dtype)
-
-    def products(self, rows: int) -> int:
-        """See `Gain`."""
-        size = len(self.factor_NN)
-        return rows * size * size + (size**3 // 3 if rows > size else 0)
-
-
-def solve(reduced: Reduced, spectral: Filter, width: int, allow_shortcuts: bool) -> tuple[Gain | None, Stats, Retries]:
-    """The gain, its record and the retries; None where no expert moved, so that the filter keeps no direction.
+def solve(
+    reduced: Reduced, spectral: Filter, width: int, rows: int, *, allow_shortcuts: bool
+) -> tuple[Apply | None, Stats, Retries]:
+    """The gain as a function, its record and the retries; None where no expert moved, so that no direction is kept.
 
     Args:
         width: in_features `I` of the layer, for the default cut-off and the mean eigenvalue.
+        rows: that the gain is applied to, in all.
         allow_shortcuts: let a solve, or a part of the spectrum, replace the whole where both give the same answer.
     """
     trace = reduced.trace()
     if trace == 0.0:
         return None, {"rank": 0, "solver": f"{reduced.form}/none"}, ()
     rtol = spectral.resolved_rtol(reduced.size, width, reduced.dtype)
-    found = _by_cholesky(reduced, spectral, rtol, trace / width) if allow_shortcuts else 0
+    found = _by_cholesky(reduced, spectral, rtol, trace / width, rows) if allow_shortcuts else 0
     if not isinstance(found, int):
         return *found, ()
     cuts = spectral.kind in ("hard", "adaptive")
     spectrum = reduced.spectrum_above(rtol, found) if allow_shortcuts and cuts else reduced.spectrum()
-    return *_by_spectrum(reduced, spectrum, spectral, rtol, trace / width), spectrum.retries
+    gain_K, stats = gain(spectrum.values_N, spectral, rtol=rtol, mean=trace / width)
+    return _applied(spectrum, gain_K, reduced.size, rows), {**stats, **_record(reduced, spectrum)}, spectrum.retries
 
 
 def apply_gain(reduced: Reduced, apply: Apply | None, out_OI: Tensor, fill_OI: tuple[Tensor, float] | None) -> None:
@@ -157,71 +109,52 @@ def apply_gain(reduced: Reduced, apply: Apply | None, out_OI: Tensor, fill_OI: t
             value = value @ from_right
         return value if fill_OI is None else torch.add(value, fill_OI[0][here], alpha=fill_OI[1])
 
-    apply_in_panels(finished, left_ON, out_OI, copies=3 if fill_OI is None else 4)
+    for start in range(0, len(out_OI), PANEL_ROWS):
+        here = slice(start, start + PANEL_ROWS)
+        out_OI[here] = finished(left_ON[here], here)
 
 
-def apply_in_panels(
-    apply: Callable[[Tensor, slice], Tensor], left_ON: Tensor, out_OI: Tensor, *, copies: int = 3
-) -> None:
-    """`out = apply(left, rows)` in panels of rows; the result may overwrite what it is made of.
-
-    Args:
-        copies: of a panel that a call holds.
-    """
-
-    def apply_to(here: slice) -> None:
-        out_OI[here] = apply(left_ON[here], here)
-
-    rows = len(out_OI)
-    panels = [slice(start, min(start + PANEL_ROWS, rows)) for start in range(0, rows, PANEL_ROWS)]
-    widest = max(out_OI.shape[-1], left_ON.shape[-1])
-    run_panels(apply_to, panels, PANEL_ROWS * widest * copies * out_OI.itemsize)
-
-
-def _by_cholesky(reduced: Reduced, spectral: Filter, rtol: float, mean: float) -> tuple[Gain, Stats] | int:
+def _by_cholesky(reduced: Reduced, spectral: Filter, rtol: float, mean: float, rows: int) -> tuple[Apply, Stats] | int:
     """Gain by a triangular solve; where the spectrum is needed, a number of directions that are known to be kept."""
     if reduced.gram_NN is None:
         return 0
     if spectral.kind == "tikhonov":
-        return _ridge(reduced, reduced.gram_NN, spectral.ridge * mean) or 0
+        return _ridge(reduced, reduced.gram_NN, spectral.ridge * mean, rows) or 0
     if spectral.kind != "hard" or reduced.has_spectrum:
         return 0
     certified = certified_cholesky(reduced.gram_NN, rtol)
     if isinstance(certified, int):
         return certified
     stats: Stats = {"rank": reduced.size, "cutoff": certified[1], "rtol": rtol, "solver": f"{reduced.form}/cholesky"}
-    return Inverse(certified[0], reduced.dtype), stats
+    return _by_inverse(certified[0], reduced.dtype, rows), stats
 
 
-def _ridge(reduced: Reduced, gram_NN: Tensor, ridge: float) -> tuple[Gain, Stats] | None:
+def _ridge(reduced: Reduced, gram_NN: Tensor, ridge: float, rows: int) -> tuple[Apply, Stats] | None:
     """`G = (gram + ridge I)^-1`, factorised in float64 where float32 would lose the ridge in its rounding."""
     condition = float(torch.linalg.matrix_norm(gram_NN, "fro")) / ridge
     dtype = gram_NN.dtype if condition < FLOAT32_CONDITION else torch.float64
     factor = shifted_cholesky(gram_NN, ridge, dtype)
     if factor is None:
         return None
-    return Inverse(factor, reduced.dtype), {"ridge": ridge, "solver": f"{reduced.form}/cholesky"}
+    return _by_inverse(factor, reduced.dtype, rows), {"ridge": ridge, "solver": f"{reduced.form}/cholesky"}
 
 
-def _by_spectrum(
-    reduced: Reduced, spectrum: Spectrum, spectral: Filter, rtol: float, mean: float
-) -> tuple[Gain, Stats]:
-    gain_K, stats = gain(spectrum.values_N, spectral, rtol=rtol, mean=mean)
+def _record(reduced: Reduced, spectrum: Spectrum) -> Stats:
     name = "svd" if spectrum.vectors_NN is None else "eigh" if spectrum.above is None else "lanczos"
-    record: Stats = {**stats, "solver": f"{reduced.form}/{name}"}
+    record: Stats = {"solver": f"{reduced.form}/{name}"}
     if spectrum.basis:
         record["basis"] = spectrum.basis
     if spectrum.refused:
         record["no_lanczos"] = spectrum.refused
-    return _gain(spectrum, gain_K, reduced.size), record
+    return record
 
 
-def _gain(spectrum: Spectrum, gain_K: Tensor, size: int) -> Gain:
+def _applied(spectrum: Spectrum, gain_K: Tensor, size: int, rows: int) -> Apply:
     known, kept = spectrum.values_N.numel(), gain_K.numel()
-    if spectrum.vectors_NN is None:
-        return Diagonal(torch.cat([gain_K.new_zeros(size - kept), gain_K]))
-    vectors = spectrum.vectors_NN[:, known - kept :]
-    return EigenPairs(vectors * gain_K.to(vectors.dtype), vectors)
+    if spectrum.vectors_NN is None:  # the problem was solved in the eigenvectors of its Gram matrix
+        gain_N = torch.cat([gain_K.new_zeros(size - kept), gain_K])
+        return lambda left_XN: left_XN * gain_N
+    return _by_eigenpairs(spectrum.vectors_NN[:, known - kept :], gain_K, rows)
 
 
 def shifted_cholesky(sym_NN: Tensor, shift: float, dtype: torch.dtype) -> Tensor | None:
