@@ -67,11 +67,11 @@ def test_the_packing_of_gptq_is_read_by_both_of_its_names(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("method", "entry", "words"),
     [
-        ("gptq", {"format": "marlin"}, "its layout 'marlin' is not read"),
+        ("gptq", {"format": "marlin"}, "sets format: expected gptq or gptq_v2, found 'marlin'"),
         ("gptq", {"rotation": "hadamard"}, "config.json sets rotation: weights were rotated"),
         ("gptq", {"is_marlin_format": True}, "config.json sets is_marlin_format"),
         ("gptq", {"adapter": {"rank": 8}}, "config.json sets adapter: EoRA"),
-        ("awq", {"format": "gemv"}, "AWQ in the layout 'gemv'"),
+        ("awq", {"format": "gemv"}, "sets format: expected gemm, found 'gemv'"),
         ("awq", {"backend": "llm-awq"}, "AWQ in the layout 'llm-awq'"),
     ],
 )

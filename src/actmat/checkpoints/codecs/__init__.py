@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from actmat import plugins
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.codecs.base import Claims, Codec, Headers, float_dtype, quantisation_config
+from actmat.checkpoints.codecs.base import Codec, Headers, float_dtype, quantisation_config
 from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
 from actmat.checkpoints.keys import Sorted, unknown_note
 from actmat.checkpoints.quantisation import has_signs
@@ -40,28 +40,23 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     headers = Headers(checkpoint.location, checkpoint.specs, method, settings, float_dtype(config), checkpoint.read)
     codecs: dict[str, Codec] = plugins.load_all("actmat.codecs")
     found = [codec.claims(headers) for codec in codecs.values()]
-    problems = [p for claims in found for p in claims.problems]
     keys = next((codec.keys[method] for codec in codecs.values() if method in codec.keys), None)
     listed = keys.sort(settings) if keys is not None else Sorted({}, [])
-    if any(claims.tensors for claims in found):
-        problems += [
-            f"config.json sets {key}: {why}. Fix: merge the checkpoint it was quantised from, or save a dequantised "
-            "(bfloat16) copy with the library that wrote it"
-            for key, why in listed.refused.items()
-        ]
-        problems += _turned(headers)
+    if not any(claims.tensors or claims.problems for claims in found):
+        return checkpoint
+    problems = [
+        f"config.json sets {key}: {why}. Fix: merge the checkpoint it was quantised from, or save a dequantised "
+        "(bfloat16) copy with the library that wrote it"
+        for key, why in listed.refused.items()
+    ]
+    problems += _turned(headers)
+    problems = problems or [p for claims in found for p in claims.problems]  # the settings may be the reason for these
     if problems:
         checkpoint.close()
         raise CheckpointError(f"{checkpoint.location}: quantised tensors that cannot be read", problems)
-    return _wrapped(checkpoint, found, unknown_note("its quantization_config", listed.unknown))
-
-
-def _wrapped(checkpoint: Checkpoint, found: list[Claims], notes: tuple[str, ...]) -> Checkpoint:
     coded = [c for claims in found for c in claims.tensors]
-    if not coded:
-        return checkpoint
     opened = QuantisedCheckpoint(checkpoint, coded, dict.fromkeys(n for claims in found for n in claims.unused))
-    opened.notes = (*opened.notes, *notes)
+    opened.notes = (*opened.notes, *unknown_note("its quantization_config", listed.unknown))
     return opened
 
 

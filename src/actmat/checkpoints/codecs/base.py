@@ -1,7 +1,7 @@
 """The contract of codecs: tensors that are stored as codes and read as floats, rows at a time.
 
-A codec looks at the headers and the config of a checkpoint and claims the stored tensors that are codes, scales and
-zero points; for each logical tensor they make up, it gives a `CodedTensor`, which decodes any run of rows.
+A codec looks at the headers and the config of a checkpoint; for each logical tensor that stored codes, scales and zero
+points make up, it gives a `CodedTensor`, which decodes any run of rows.
 Letters of shapes: `O` rows and `I` columns of a matrix.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,10 @@ class CodedTensor(abc.ABC):
     dtype: str
     scheme: str
     parts: tuple[str, ...]
+
+    def stored_as(self, name: str) -> str:
+        """The name, if it is one of `parts`; else an empty text."""
+        return name if name in self.parts else ""
 
     @property
     def rows(self) -> int:
@@ -163,18 +167,44 @@ class Claims:
     problems: list[str] = field(default_factory=list)
 
 
+FIX = "Fix: save a dequantised (bfloat16) copy with the library that wrote it"
+
+
 @dataclass(frozen=True)
 class Codec:
-    """Declaration of a codec, one entry of `CODECS`; `claims` reads headers.
+    """Declaration of a codec, a plug-in of the group `actmat.codecs`.
 
-    `roundings`: scheme -> function that quantises a whole tensor and decodes it, for what was trained on codes.
-    `keys`: `quant_method` -> lists of the settings that go with it.
+    Args:
+        name: of the codec.
+        methods: values of `Headers.method` with which it is asked.
+        find: the logical tensor that a stored tensor of codes is; a text where it cannot be read, None for all others.
+        unused: last parts of the names of stored tensors that no weight needs, such as scales of activations.
+        keys: `quant_method` -> lists of the settings that go with it.
     """
 
     name: str
-    claims: Callable[[Headers], Claims]
-    roundings: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    methods: Collection[str]
+    find: Callable[[TensorSpec, Headers], CodedTensor | str | None]
+    unused: Collection[str] = ()
     keys: Mapping[str, Keys] = field(default_factory=dict)
+
+    def claims(self, headers: Headers) -> Claims:
+        """The part of a checkpoint that it reads; tensors with the same problem are one problem."""
+        claims = Claims()
+        problems: dict[str, list[TensorSpec]] = {}
+        for spec in headers.specs.values() if headers.method in self.methods else ():
+            found = self.find(spec, headers)
+            if isinstance(found, str):
+                problems.setdefault(found, []).append(spec)
+            elif found is not None:
+                claims.tensors.append(found)
+        for why, specs in problems.items():
+            more = f" and {len(specs) - 1} more" if len(specs) > 1 else ""
+            first = f"tensor '{specs[0].name}' {specs[0].dtype} {list(specs[0].shape)}"
+            claims.problems.append(f"{first}{more}: {why}. {FIX}")
+        if claims.tensors:
+            claims.unused += [n for n in headers.specs if n.rpartition(".")[2] in self.unused]
+        return claims
 
 
 def quantisation_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:

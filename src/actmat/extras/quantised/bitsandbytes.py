@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec, torch_dtype
-from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts, count
+from actmat.checkpoints.codecs.base import Codec, CodedTensor, Headers, StoredParts, count
 from actmat.errors import CheckpointError
-from actmat.extras.quantised.nf4 import rounded_nf4
 from actmat.extras.quantised.settings import BITSANDBYTES_KEYS
 
 STATE = ".quant_state.bitsandbytes__"
@@ -67,36 +65,25 @@ class FourBitTensor(CodedTensor):
 
 @dataclass(frozen=True)
 class RowTensor(CodedTensor):
-    """8-bit codes with the largest magnitude of each row."""
-
-    largest: str
+    """8-bit codes with the largest magnitude of each row; `parts`: codes, these, and maybe the format."""
 
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
         """Codes times a 127th of the row's largest magnitude."""
         codes = stored.entries(self.name, start * self.columns, (stop - start) * self.columns)
-        largest = stored.entries(self.largest, start, stop - start).to(torch.float32)
+        largest = stored.entries(self.parts[1], start, stop - start).to(torch.float32)
         return codes.view(stop - start, self.columns).to(torch.float32) * largest[:, None] * (1 / 127)
 
 
-def _claims(headers: Headers) -> Claims:
-    """Weights with a `quant_state` (4 bits) or an `SCB` (8 bits)."""
-    claims = Claims()
-    for spec in headers.specs.values() if headers.method == "bitsandbytes" else ():
-        stem = spec.name.removesuffix(".weight")
-        largest = headers.specs.get(f"{stem}.SCB")
-        found: CodedTensor | str | None = None
-        if spec.dtype == "uint8" and (state := _state_name(spec.name, headers)):
-            try:
-                found = _four_bit(spec, state, headers)
-            except (CheckpointError, ValueError, TypeError, KeyError, RecursionError) as error:
-                found = f"its state '{state}' is damaged: {type(error).__name__}: {str(error)[:200]}"
-        elif spec.dtype == "int8" and largest is not None:
-            found = _eight_bit(spec, stem, largest, headers)
-        if isinstance(found, str):
-            claims.problems.append(f"tensor '{spec.name}': {found}. Fix: save a dequantised copy with bitsandbytes")
-        elif found is not None:
-            claims.tensors.append(found)
-    return claims
+def _find(spec: TensorSpec, headers: Headers) -> CodedTensor | str | None:
+    """A weight with a `quant_state` (4 bits) or an `SCB` (8 bits)."""
+    stem = spec.name.removesuffix(".weight")
+    if spec.dtype == "uint8" and (state := _state_name(spec.name, headers)):
+        try:
+            return _four_bit(spec, state, headers)
+        except (CheckpointError, ValueError, TypeError, KeyError, RecursionError) as error:
+            return f"its state '{state}' is damaged: {type(error).__name__}: {str(error)[:200]}"
+    largest = headers.specs.get(f"{stem}.SCB") if spec.dtype == "int8" else None
+    return None if largest is None else _eight_bit(spec, stem, largest, headers)
 
 
 def _eight_bit(spec: TensorSpec, stem: str, largest: TensorSpec, headers: Headers) -> RowTensor | str:
@@ -107,7 +94,7 @@ def _eight_bit(spec: TensorSpec, stem: str, largest: TensorSpec, headers: Header
         return "its rows are in the order of a GPU kernel (weight_format); expected 0, row by row"
     parts = tuple(n for n in (spec.name, largest.name, f"{stem}.weight_format") if n in headers.specs)
     words = "int8 of bitsandbytes, one scale per row"
-    return RowTensor(spec.name, spec.shape, headers.dtype, words, parts, largest.name)
+    return RowTensor(spec.name, spec.shape, headers.dtype, words, parts)
 
 
 def _state_name(name: str, headers: Headers) -> str:
@@ -161,9 +148,4 @@ def _table(name: str, size: int, headers: Headers) -> tuple[float, ...]:
     return tuple(headers.read(name).to(torch.float32).tolist())
 
 
-BITSANDBYTES = Codec(
-    "bitsandbytes",
-    _claims,
-    {"nf4": partial(rounded_nf4, nested=False), "nf4-double": partial(rounded_nf4, nested=True)},
-    {"bitsandbytes": BITSANDBYTES_KEYS},
-)
+BITSANDBYTES = Codec("bitsandbytes", ("bitsandbytes",), _find, keys={"bitsandbytes": BITSANDBYTES_KEYS})

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts
+from actmat.checkpoints.codecs.base import Codec, CodedTensor, Headers, StoredParts
 from actmat.extras.quantised.mxfp4 import E2M1, OFFSET
 from actmat.extras.quantised.scaled import ACTIVATIONS
 from actmat.extras.quantised.settings import COMPRESSED_KEYS
@@ -27,21 +27,18 @@ NV_GROUP, MX_GROUP = 16, 32
 
 @dataclass(frozen=True)
 class Fp4Tensor(CodedTensor):
-    """Packed 4-bit floats; `packed`, `scale`, `overall`: stored names, `overall` empty for MXFP4."""
+    """Packed 4-bit floats; `parts`: codes, scales and, of NVFP4, the global scale."""
 
-    packed: str
-    scale: str
-    overall: str
     group: int
 
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
         """Codes times scales."""
         first, rows, groups = matrix * self.rows + start, stop - start, self.columns // self.group
-        packed = stored.entries(self.packed, first * self.columns // 2, rows * self.columns // 2)
+        packed = stored.entries(self.parts[0], first * self.columns // 2, rows * self.columns // 2)
         codes = torch.tensor(E2M1)[nibbles(packed).long()].view(rows, groups, self.group)
-        scales = stored.entries(self.scale, first * groups, rows * groups).view(rows, groups)
-        if self.overall:
-            wide = scales.to(torch.float32) / stored.entries(self.overall, 0, 1).to(torch.float32)
+        scales = stored.entries(self.parts[1], first * groups, rows * groups).view(rows, groups)
+        if self.group == NV_GROUP:
+            wide = scales.to(torch.float32) / stored.entries(self.parts[2], 0, 1).to(torch.float32)
         else:
             wide = torch.ldexp(torch.ones(scales.shape), scales.to(torch.int32) - OFFSET)
         return (codes * wide[..., None]).view(rows, self.columns)
@@ -49,32 +46,16 @@ class Fp4Tensor(CodedTensor):
     @property
     def why_not_written(self) -> str:
         """Reason why the layout is only read."""
-        if not self.overall:
+        if self.group == MX_GROUP:
             return "MXFP4 of compressed-tensors is only read"
         return "layers that a server joins (q, k, v; gate, up) must share a global scale, so NVFP4 is only read"
 
 
-def _claims(headers: Headers) -> Claims:
-    """Every `NAME_packed` of bytes with scales of one of the two kinds."""
-    claims = Claims()
-    if headers.method not in ("", "compressed-tensors"):
-        return claims
-    for spec in headers.specs.values():
-        name = spec.name.removesuffix("_packed")
-        if name == spec.name or spec.dtype != "uint8" or len(spec.shape) != 2:
-            continue
-        found = _tensor(name, spec, headers)
-        if isinstance(found, str):
-            claims.problems.append(f"tensor '{spec.name}' {list(spec.shape)}: {found}")
-        else:
-            claims.tensors.append(found)
-    if claims.tensors:
-        claims.unused += [n for n in headers.specs if n.rpartition(".")[2] in ACTIVATIONS]
-    return claims
-
-
-def _tensor(name: str, packed: TensorSpec, headers: Headers) -> Fp4Tensor | str:
-    """The logical tensor `name`, or why it cannot be read."""
+def _find(packed: TensorSpec, headers: Headers) -> Fp4Tensor | str | None:
+    """A `NAME_packed` of bytes with scales of one of the two kinds."""
+    name = packed.name.removesuffix("_packed")
+    if name == packed.name or packed.dtype != "uint8" or len(packed.shape) != 2:
+        return None
     scale, overall = headers.specs.get(f"{name}_scale"), headers.specs.get(f"{name}_global_scale")
     kinds = {"float8_e4m3fn": ("NVFP4", NV_GROUP), "uint8": ("MXFP4", MX_GROUP)}
     if scale is None or scale.dtype not in kinds:
@@ -97,11 +78,8 @@ def _tensor(name: str, packed: TensorSpec, headers: Headers) -> Fp4Tensor | str:
         dtype=headers.dtype,
         scheme=f"{kind}, {words} per {group} columns",
         parts=(packed.name, scale.name, *(() if overall is None else (overall.name,))),
-        packed=packed.name,
-        scale=scale.name,
-        overall="" if overall is None else overall.name,
         group=group,
     )
 
 
-FP4 = Codec("fp4", _claims, keys={"compressed-tensors": COMPRESSED_KEYS})
+FP4 = Codec("fp4", ("", "compressed-tensors"), _find, ACTIVATIONS, {"compressed-tensors": COMPRESSED_KEYS})

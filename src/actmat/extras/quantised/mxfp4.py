@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.codecs.base import Claims, Codec, CodedTensor, Headers, StoredParts
+from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.codecs.base import Codec, CodedTensor, Headers, StoredParts
 from actmat.extras.quantised.settings import MXFP4_KEYS
 from actmat.extras.quantised.words import nibbles
 
@@ -29,10 +30,10 @@ TIES_UP, TIES_DOWN = (0.75, 1.75, 3.5), (0.25, 1.25, 2.5, 5.0)
 
 @dataclass(frozen=True)
 class Mxfp4Tensor(CodedTensor):
-    """A stack of experts, whose matrices are stored transposed: a thread keeps the codes of one matrix."""
+    """A stack of experts, whose matrices are stored transposed: a thread keeps the codes of one matrix.
 
-    blocks: str
-    scales: str
+    `parts`: blocks and scales.
+    """
 
     @property
     def held_bytes(self) -> int:
@@ -42,8 +43,8 @@ class Mxfp4Tensor(CodedTensor):
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
         """Input features `start:stop`, each with all `O` outputs."""
         outputs, runs = self.columns, self.rows // BLOCK
-        blocks = stored.held(self.blocks, matrix, outputs * runs * BLOCK // 2).view(outputs, runs, BLOCK // 2)
-        scales = stored.held(self.scales, matrix, outputs * runs).view(outputs, runs)
+        blocks = stored.held(self.parts[0], matrix, outputs * runs * BLOCK // 2).view(outputs, runs, BLOCK // 2)
+        scales = stored.held(self.parts[1], matrix, outputs * runs).view(outputs, runs)
         low, high = start // BLOCK, -(-stop // BLOCK)
         codes = nibbles(blocks[:, low:high].contiguous())
         values = torch.tensor(E2M1)[codes.long()]
@@ -67,40 +68,25 @@ class Mxfp4Tensor(CodedTensor):
         codes = sum((size >= b).to(torch.uint8) for b in TIES_UP) + sum((size > b).to(torch.uint8) for b in TIES_DOWN)
         assert isinstance(codes, Tensor)
         codes |= torch.signbit(scaled).to(torch.uint8) << 3
-        return {self.blocks: codes[..., 0::2] | (codes[..., 1::2] << 4), self.scales: (exponent + OFFSET).byte()}
+        packed = codes[..., 0::2] | (codes[..., 1::2] << 4)
+        return {self.parts[0]: packed, self.parts[1]: (exponent + OFFSET).byte()}
 
     def part(self, rows: int) -> Mxfp4Tensor:
         """One matrix."""
         return replace(self, shape=(rows, self.columns))
 
 
-def _claims(headers: Headers) -> Claims:
-    """Every pair `NAME_blocks`, `NAME_scales` of bytes whose shapes fit."""
-    claims = Claims()
-    for spec in headers.specs.values() if headers.method in ("", "mxfp4") else ():
-        name = spec.name.removesuffix("_blocks")
-        scales = headers.specs.get(f"{name}_scales")
-        if name == spec.name or scales is None or (spec.dtype, scales.dtype) != ("uint8", "uint8"):
-            continue
-        if len(spec.shape) < 3 or spec.shape[-1] != BLOCK // 2 or spec.shape[:-1] != scales.shape:
-            claims.problems.append(
-                f"tensor '{spec.name}' {list(spec.shape)} and its scales {list(scales.shape)}: expected blocks of "
-                f"{BLOCK // 2} bytes and one scale each. Likely cause: a damaged or unknown layout"
-            )
-            continue
-        *batch, outputs, runs, _ = spec.shape
-        claims.tensors.append(
-            Mxfp4Tensor(
-                name=name,
-                shape=(*batch, runs * BLOCK, outputs),
-                dtype=headers.dtype,
-                scheme="MXFP4, one power of two per 32 entries",
-                parts=(spec.name, scales.name),
-                blocks=spec.name,
-                scales=scales.name,
-            )
-        )
-    return claims
+def _find(spec: TensorSpec, headers: Headers) -> Mxfp4Tensor | str | None:
+    """A pair `NAME_blocks`, `NAME_scales` of bytes."""
+    name = spec.name.removesuffix("_blocks")
+    scales = headers.specs.get(f"{name}_scales")
+    if name == spec.name or scales is None or (spec.dtype, scales.dtype) != ("uint8", "uint8"):
+        return None
+    if len(spec.shape) < 3 or spec.shape[-1] != BLOCK // 2 or spec.shape[:-1] != scales.shape:
+        return f"expected blocks of {BLOCK // 2} bytes and one scale each, found scales {list(scales.shape)}"
+    *batch, outputs, runs, _ = spec.shape
+    words = "MXFP4, one power of two per 32 entries"
+    return Mxfp4Tensor(name, (*batch, runs * BLOCK, outputs), headers.dtype, words, (spec.name, scales.name))
 
 
-MXFP4 = Codec("mxfp4", _claims, keys={"mxfp4": MXFP4_KEYS})
+MXFP4 = Codec("mxfp4", ("", "mxfp4"), _find, keys={"mxfp4": MXFP4_KEYS})

@@ -15,45 +15,38 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec, torch_dtype
-from actmat.checkpoints.codecs.base import WINDOW, Claims, Codec, CodedTensor, Headers, StoredParts
+from actmat.checkpoints.codecs.base import WINDOW, Codec, Headers, StoredParts
 from actmat.errors import CheckpointError
-from actmat.extras.quantised.scaled import Grid
+from actmat.extras.quantised.scaled import Grid, GridTensor
 from actmat.extras.quantised.settings import COMPRESSED_KEYS
-from actmat.extras.quantised.words import group_index, pack_words, unpack_words
+from actmat.extras.quantised.words import pack_words, unpack_words
 
 WORD_BITS = 32
 
 
 @dataclass(frozen=True)
-class PackedTensor(CodedTensor):
-    """Packed integers; `packed`, `scale`, `size`, `zero`, `order`: stored names, empty where there is none."""
+class PackedTensor(GridTensor):
+    """Packed integers; the shape, where it is stored, is called `NAME_shape`."""
 
-    packed: str
-    scale: str
-    size: str
-    bits: int
-    grid: Grid
-    zero: str = ""
-    order: str = ""
-    scale_dtype: str = "float32"
+    bits: int = 4
 
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
         """Codes less zero points, times scales."""
         self._check_size(stored)
         words, offset = self.columns * self.bits // WORD_BITS, 1 << (self.bits - 1)
         first = matrix * self.rows + start
-        codes = stored.entries(self.packed, first * words, (stop - start) * words).view(stop - start, words)
-        values = unpack_words(codes, self.bits).to(torch.float32)
-        order = group_index(stored.entries(self.order, 0, self.columns), self.grid.columns) if self.order else None
+        codes = stored.entries(self.parts[0], first * words, (stop - start) * words).view(stop - start, words)
+        values, order = unpack_words(codes, self.bits).to(torch.float32), self.column_blocks(stored)
         if self.zero:
             values -= self.grid.expand(self._zeros(stored, matrix, start, stop), start, stop, self.columns, order)
         else:
             values -= offset
-        low, high = self.grid.blocks(start, stop)
-        groups = self.grid.columns
-        scales = stored.entries(self.scale, (matrix * self.grid.rows + low) * groups, (high - low) * groups)
-        wide = scales.view(high - low, groups).to(torch.float32)
-        return values.mul_(self.grid.expand(wide, start, stop, self.columns, order))
+        return values.mul_(self.of_grid(stored, self.parts[1], matrix, start, stop, order))
+
+    @property
+    def size(self) -> str:
+        """Stored name of the shape, empty without one."""
+        return self.stored_as(f"{self.name}_shape")
 
     @property
     def granule(self) -> int:
@@ -83,7 +76,8 @@ class PackedTensor(CodedTensor):
         wide = scale.float()
         zero = (-offset - low / wide).round().clamp(-offset, offset - 1) if self.zero else torch.zeros(rows, groups)
         codes = (split / wide[..., None] + zero[..., None]).round().clamp(-offset, offset - 1) + offset
-        parts = {self.packed: pack_words(codes.view(rows, -1).to(torch.uint8), self.bits), self.scale: scale}
+        packed = pack_words(codes.view(rows, -1).to(torch.uint8), self.bits)
+        parts = {self.parts[0]: packed, self.parts[1]: scale}
         if self.zero:
             per_word = WORD_BITS // self.bits
             filled = torch.nn.functional.pad(zero + offset, (0, 0, 0, -rows % per_word)).to(torch.uint8)
@@ -92,7 +86,8 @@ class PackedTensor(CodedTensor):
 
     def part(self, rows: int) -> PackedTensor:
         """A matrix of the first rows."""
-        return replace(self, shape=(rows, self.columns), grid=replace(self.grid, rows=rows), size="")
+        parts = tuple(p for p in self.parts if p != self.size)
+        return replace(self, shape=(rows, self.columns), grid=replace(self.grid, rows=rows), parts=parts)
 
     def _zeros(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
         """Unsigned zero points of rows `start:stop`: both they and the codes carry the offset, which cancels."""
@@ -110,32 +105,17 @@ class PackedTensor(CodedTensor):
         said = tuple(stored.entries(self.size, 0, len(self.shape)).tolist())
         if said != self.shape:
             raise CheckpointError(
-                f"{stored.inner.location}: tensor '{self.size}' says {list(said)}, and '{self.packed}' holds "
+                f"{stored.inner.location}: tensor '{self.size}' says {list(said)}, and '{self.parts[0]}' holds "
                 f"{list(self.shape)}: rows that end within a 32-bit word are not read. Fix: save a dequantised "
                 "(bfloat16) copy with compressed-tensors."
             )
 
 
-def _claims(headers: Headers) -> Claims:
-    """Every `NAME_packed` of int32 with its scales."""
-    claims = Claims()
-    if headers.method not in ("", "compressed-tensors"):
-        return claims
-    for spec in headers.specs.values():
-        name = spec.name.removesuffix("_packed")
-        if name == spec.name or spec.dtype != "int32" or len(spec.shape) < 2:
-            continue
-        found = _tensor(name, spec, headers)
-        if isinstance(found, str):
-            claims.problems.append(f"tensor '{spec.name}' {list(spec.shape)}: {found}")
-        else:
-            claims.tensors.append(found)
-    return claims
-
-
-def _tensor(name: str, packed: TensorSpec, headers: Headers) -> PackedTensor | str:
-    """The logical tensor `name`, or why it cannot be read."""
-    specs = headers.specs
+def _find(packed: TensorSpec, headers: Headers) -> PackedTensor | str | None:
+    """A `NAME_packed` of int32 with its scales."""
+    name, specs = packed.name.removesuffix("_packed"), headers.specs
+    if name == packed.name or packed.dtype != "int32" or len(packed.shape) < 2:
+        return None
     scale, zero, size, order = (f"{name}_{part}" for part in ("scale", "zero_point", "shape", "g_idx"))
     bits = _bits(headers)
     if bits not in (4, 8):
@@ -146,30 +126,22 @@ def _tensor(name: str, packed: TensorSpec, headers: Headers) -> PackedTensor | s
     columns, (*stack, height, groups) = words * WORD_BITS // bits, specs[scale].shape or (0, 0)
     if stack != batch or height not in (1, rows) or not groups or columns % groups:
         return f"scales '{scale}' {list(specs[scale].shape)} do not divide {columns} columns into equal groups"
-    grid = Grid(height, groups, 1 if height > 1 else rows, columns // groups)
     of_zero = (*batch, -(-rows // (WORD_BITS // bits)), groups)
-    if zero in specs and (specs[zero].shape, specs[zero].dtype) != (of_zero, "int32"):
-        return f"zero points '{zero}' {specs[zero].dtype} {list(specs[zero].shape)} do not fit"
-    if size in specs and specs[size].shape != (len(packed.shape),):
-        return f"'{size}' {list(specs[size].shape)} does not name the {len(packed.shape)} sizes of a tensor"
-    if order in specs and specs[order].shape != (columns,):
-        return f"'{order}' {list(specs[order].shape)} does not name one group per column"
-    parts = (packed.name, scale, size, zero, order)
+    for other, shape in ((zero, of_zero), (size, (len(packed.shape),)), (order, (columns,))):
+        if other in specs and specs[other].shape != shape:
+            return f"'{other}' {list(specs[other].shape)} does not fit; expected {list(shape)}"
+    if zero in specs and specs[zero].dtype != "int32":
+        return f"'{zero}' is {specs[zero].dtype}; expected int32"
     return PackedTensor(
         name=name,
         shape=(*batch, rows, columns),
         dtype=headers.dtype,
         scheme=f"int{bits} packed, one scale {'per row' if groups == 1 else f'per {columns // groups} columns'}"
         + (", zero points" if zero in specs else ""),
-        parts=tuple(p for p in parts if p in specs),
-        packed=packed.name,
-        scale=scale,
-        size=size if size in specs else "",
-        bits=bits,
-        grid=grid,
-        zero=zero if zero in specs else "",
-        order=order if order in specs else "",
+        parts=(packed.name, scale, *(p for p in (size, zero, order) if p in specs)),
+        grid=Grid(height, groups, 1 if height > 1 else rows, columns // groups),
         scale_dtype=specs[scale].dtype,
+        bits=bits,
     )
 
 
@@ -185,4 +157,4 @@ def _bits(headers: Headers) -> int:
     return found.pop() if len(found) == 1 else 0
 
 
-PACKED = Codec("packed", _claims, keys={"compressed-tensors": COMPRESSED_KEYS})
+PACKED = Codec("packed", ("", "compressed-tensors"), _find, keys={"compressed-tensors": COMPRESSED_KEYS})

@@ -11,7 +11,6 @@ The scale multiplies, also where its name says `inv`. Products are formed in flo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec, torch_dtype
-from actmat.checkpoints.codecs.base import WINDOW, Claims, Codec, CodedTensor, Headers, StoredParts, count
+from actmat.checkpoints.codecs.base import WINDOW, Codec, CodedTensor, Headers, StoredParts, count
 from actmat.extras.quantised.settings import COMPRESSED_KEYS, FP8_KEYS
 from actmat.extras.quantised.words import group_index
 
@@ -35,8 +34,8 @@ ACTIVATIONS = ("input_scale", "scale_input", "activation_scale", "input_zero_poi
                "k_scale", "v_scale", "q_scale", "input_global_scale")  # fmt: skip
 """Last parts of names of scales that belong to activations and caches, which no weight needs."""
 
-MARKERS = ("scaled_fp8",)
-"""Tensors without a meaning of their own that single files carry."""
+MARKER = "scaled_fp8"
+"""Tensor without a meaning of its own that single files carry."""
 
 
 @dataclass(frozen=True)
@@ -73,27 +72,55 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class ScaledTensor(CodedTensor):
-    """8-bit codes with a grid of scales per matrix; `scale`, `zero`, `order`: stored names, empty if there is none."""
+class GridTensor(CodedTensor):
+    """Codes with a grid of scales per matrix; `parts`: codes, scales, and what else is stored.
 
-    codes: str
-    scale: str
+    Zero points and the block of each column, where they are stored, have the names `NAME_zero_point`, `NAME_g_idx`.
+    """
+
     grid: Grid
-    zero: str = ""
-    order: str = ""
     per_tensor: bool = False
-    codes_dtype: str = ""
     scale_dtype: str = "float32"
+
+    @property
+    def zero(self) -> str:
+        """Stored name of the zero points, empty without them."""
+        return self.stored_as(f"{self.name}_zero_point")
+
+    @property
+    def order(self) -> str:
+        """Stored name of the block of each column, empty where columns are in order."""
+        return self.stored_as(f"{self.name}_g_idx")
+
+    def column_blocks(self, stored: StoredParts) -> Tensor | None:
+        """Block of each column; None where columns are in order."""
+        return group_index(stored.entries(self.order, 0, self.columns), self.grid.columns) if self.order else None
+
+    def of_grid(
+        self, stored: StoredParts, name: str, matrix: int, start: int, stop: int, order: Tensor | None
+    ) -> Tensor:
+        """Entries of the grid `name` that rows `start:stop` of a matrix meet, one per entry of these rows."""
+        grid = self.grid
+        low, high = grid.blocks(start, stop)
+        first = 0 if self.per_tensor else (matrix * grid.rows + low) * grid.columns
+        values = stored.entries(name, first, (high - low) * grid.columns)
+        return grid.expand(values.view(high - low, grid.columns).to(torch.float32), start, stop, self.columns, order)
+
+
+@dataclass(frozen=True)
+class ScaledTensor(GridTensor):
+    """8-bit codes."""
+
+    codes_dtype: str = ""
 
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
         """Codes times scales."""
         first, length = matrix * self.rows + start, self.columns
-        codes = stored.entries(self.codes, first * length, (stop - start) * length)
-        values = codes.view(stop - start, length).to(torch.float32)
-        order = group_index(stored.entries(self.order, 0, length), self.grid.columns) if self.order else None
+        codes = stored.entries(self.name, first * length, (stop - start) * length)
+        values, order = codes.view(stop - start, length).to(torch.float32), self.column_blocks(stored)
         if self.zero:
-            values -= self._of_grid(stored, self.zero, matrix, start, stop, order)
-        return values.mul_(self._of_grid(stored, self.scale, matrix, start, stop, order))
+            values -= self.of_grid(stored, self.zero, matrix, start, stop, order)
+        return values.mul_(self.of_grid(stored, self.parts[1], matrix, start, stop, order))
 
     @property
     def granule(self) -> int:
@@ -126,22 +153,13 @@ class ScaledTensor(CodedTensor):
         else:
             most = LARGEST[self.codes_dtype]
             codes = codes.clamp(-most, most).to(torch_dtype(self.codes_dtype))
-        return {self.codes: codes, self.scale: scale}
+        return {self.name: codes, self.parts[1]: scale}
 
     def part(self, rows: int) -> ScaledTensor:
         """A matrix of the first blocks."""
         grid = self.grid
         few = replace(grid, rows=-(-rows // grid.height)) if grid.rows > 1 else replace(grid, height=rows)
         return replace(self, shape=(rows, self.columns), grid=few)
-
-    def _of_grid(
-        self, stored: StoredParts, name: str, matrix: int, start: int, stop: int, order: Tensor | None
-    ) -> Tensor:
-        grid = self.grid
-        low, high = grid.blocks(start, stop)
-        first = 0 if self.per_tensor else (matrix * grid.rows + low) * grid.columns
-        values = stored.entries(name, first, (high - low) * grid.columns)
-        return grid.expand(values.view(high - low, grid.columns).to(torch.float32), start, stop, self.columns, order)
 
 
 def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int] | None) -> Grid | None:
@@ -193,66 +211,35 @@ def _pair(value: Any) -> tuple[int, int] | None:
     return (value[0], value[1]) if good else None
 
 
-def _claims(headers: Headers) -> Claims:
-    """Float8 and int8 tensors with scales under one of the three names."""
-    claims = Claims()
-    if headers.method not in METHODS:
-        return claims
+def _find(spec: TensorSpec, headers: Headers) -> ScaledTensor | str | None:
+    """A float8 or int8 tensor with scales under one of the three names."""
+    name, specs = spec.name, headers.specs
+    is_int8 = spec.dtype == "int8" and headers.method == "compressed-tensors"
+    scale = _scale_of(name, specs) if spec.shape and spec.numel and (spec.dtype in FLOAT8 or is_int8) else None
+    if scale is None or not scale.is_floating or scale.dtype in FLOAT8:
+        return None
     block = blocks_of_config(headers.settings)
-    for name, spec in headers.specs.items():
-        if not _may_be_codes(spec, headers):
-            continue
-        scale = _scale_of(name, headers.specs)
-        if scale is None or not scale.is_floating or scale.dtype in FLOAT8:
-            continue
-        grid = grid_of(spec.shape, scale.shape, block)
-        if grid is None:
-            claims.problems.append(
-                f"tensor '{name}' {list(spec.shape)} has scales '{scale.name}' {list(scale.shape)}, which fit no block "
-                f"size{'' if block is None else f', also not {block[0]}x{block[1]} of config.json'}. Likely cause: a "
-                "damaged or unknown layout. Fix: save a dequantised (bfloat16) copy with the library that wrote it"
-            )
-            continue
-        zero, order = f"{name}_zero_point", f"{name}_g_idx"
-        per_tensor = count(scale.shape) == 1
-        claims.tensors.append(
-            ScaledTensor(
-                name=name,
-                shape=spec.shape,
-                dtype=headers.dtype,
-                scheme=f"{spec.dtype}, {_words(grid, spec, per_tensor=per_tensor)}",
-                parts=tuple(n for n in (name, scale.name, zero, order) if n in headers.specs),
-                codes=name,
-                scale=scale.name,
-                grid=grid,
-                zero=zero if zero in headers.specs else "",
-                order=order if order in headers.specs else "",
-                per_tensor=per_tensor,
-                codes_dtype=spec.dtype,
-                scale_dtype=scale.dtype,
-            )
-        )
-        _check_extras(claims, headers)
-    if claims.tensors:
-        claims.unused += [n for n in headers.specs if n in MARKERS or n.rpartition(".")[2] in ACTIVATIONS]
-    return claims
-
-
-def _check_extras(claims: Claims, headers: Headers) -> None:
-    """Refuse zero points and orders that do not fit the tensor claimed last."""
-    coded = claims.tensors[-1]
-    assert isinstance(coded, ScaledTensor)
-    scale = headers.specs[coded.scale].shape
-    if coded.zero and count(headers.specs[coded.zero].shape) != count(scale):
-        claims.problems.append(f"tensor '{coded.zero}': expected one entry per scale, {list(scale)}, found others")
-    if coded.order and headers.specs[coded.order].shape != coded.shape[-1:]:
-        claims.problems.append(f"tensor '{coded.order}': expected one entry per column of '{coded.name}', found others")
-
-
-def _may_be_codes(spec: TensorSpec, headers: Headers) -> bool:
-    if not spec.shape or not spec.numel:
-        return False
-    return spec.dtype in FLOAT8 or (spec.dtype == "int8" and headers.method == "compressed-tensors")
+    grid = grid_of(spec.shape, scale.shape, block)
+    if grid is None:
+        also = "" if block is None else f", also not {block[0]}x{block[1]} of config.json"
+        return f"its scales '{scale.name}' {list(scale.shape)} fit no block size{also}; a damaged or unknown layout"
+    zero, order = specs.get(f"{name}_zero_point"), specs.get(f"{name}_g_idx")
+    if zero is not None and zero.numel != scale.numel:
+        return f"expected one entry of '{zero.name}' per scale, {list(scale.shape)}, found {list(zero.shape)}"
+    if order is not None and order.shape != spec.shape[-1:]:
+        return f"expected one entry of '{order.name}' per column, found {list(order.shape)}"
+    per_tensor = scale.numel == 1
+    return ScaledTensor(
+        name=name,
+        shape=spec.shape,
+        dtype=headers.dtype,
+        scheme=f"{spec.dtype}, {_words(grid, per_tensor=per_tensor)}",
+        parts=(name, scale.name, *(s.name for s in (zero, order) if s is not None)),
+        grid=grid,
+        per_tensor=per_tensor,
+        codes_dtype=spec.dtype,
+        scale_dtype=scale.dtype,
+    )
 
 
 def _scale_of(name: str, specs: Mapping[str, TensorSpec]) -> TensorSpec | None:
@@ -261,14 +248,16 @@ def _scale_of(name: str, specs: Mapping[str, TensorSpec]) -> TensorSpec | None:
     return next((specs[n] for n in names if n in specs), None)
 
 
-def _words(grid: Grid, spec: TensorSpec, *, per_tensor: bool) -> str:
+def _words(grid: Grid, *, per_tensor: bool) -> str:
     if per_tensor:
         return "one scale per tensor"
     if grid.columns == 1:
         return "one scale per row" if grid.rows > 1 else "one scale per matrix"
     if grid.height == 1:
         return f"one scale per {grid.width} columns"
-    return f"one scale per block of {grid.height}x{math.ceil(grid.width)}"
+    return f"one scale per block of {grid.height}x{grid.width}"
 
 
-SCALED = Codec("scaled", _claims, keys={"fp8": FP8_KEYS, "compressed-tensors": COMPRESSED_KEYS})
+SCALED = Codec(
+    "scaled", METHODS, _find, (*ACTIVATIONS, MARKER), {"fp8": FP8_KEYS, "compressed-tensors": COMPRESSED_KEYS}
+)

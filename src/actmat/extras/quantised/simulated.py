@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,11 +13,13 @@ from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.view import CheckpointView
 from actmat.errors import CheckpointError
-from actmat.extras.quantised.bitsandbytes import BITSANDBYTES
+from actmat.extras.quantised.nf4 import rounded_nf4
 from actmat.layout import resolve_layout
 from actmat.layout.classify import HEAD_WORDS
 from actmat.layout.types import Role
 
+ROUNDINGS = {"nf4": partial(rounded_nf4, nested=False), "nf4-double": partial(rounded_nf4, nested=True)}
+"""Scheme -> function that quantises a tensor and decodes it."""
 FORMAT = "simulated"
 """Format of its handles, whose view is the scheme, the names and the handle of what it is made of."""
 BYTES_PER_ENTRY = 24
@@ -29,12 +32,12 @@ class SimulatedCheckpoint(CheckpointView):
     Args:
         inner: the checkpoint as stored.
         names: tensors that are rounded, whole.
-        scheme: key of `Codec.roundings` of bitsandbytes.
+        scheme: key of `ROUNDINGS`.
     """
 
     def __init__(self, inner: Checkpoint, names: Iterable[str], scheme: str) -> None:
         super().__init__(inner)
-        self._names, self._scheme, self._round = frozenset(names), scheme, BITSANDBYTES.roundings[scheme]
+        self._names, self._scheme, self._round = frozenset(names), scheme, ROUNDINGS[scheme]
         self.specs, self.aliases, self.written_sidecars = inner.specs, inner.aliases, inner.written_sidecars
         self.notes = (*inner.notes, f"{len(self._names)} tensors are rounded to {scheme} and back as they are read")
         self._last = threading.local()
