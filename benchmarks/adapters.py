@@ -124,7 +124,7 @@ def peft_side(adapters: list[Path], out: Path, combination: str, shape: tuple[in
 
 def actmat_side(adapters: list[Path], out: Path) -> float:
     """The plain sum of the adapters in factored form; seconds of the merge, reading and writing included."""
-    from actmat.api import merge
+    from actmat.api.merging import merge
 
     settings: dict[str, Any] = {"method": "task_arithmetic", "options": {"scaling": 1.0}, "durable": False}
     return once(lambda: merge(None, adapters, out=out / "merged", threads=2, **settings))
@@ -234,7 +234,7 @@ DENSE = ("ties", "dare", "breadcrumbs", "della", "sce")
 
 def real(folder: Path, dense: Sequence[str] = DENSE) -> list[dict[str, Any]]:
     """Every group of adapters below `folder`, with every method that has a low-rank form, and some that have none."""
-    from actmat.api import merge
+    from actmat.api.merging import merge
     from actmat.errors import MergeError
     from actmat.methods import all_methods
 

@@ -29,7 +29,7 @@ IMPORTS = (
     "transformers.models.llama.modeling_llama",
     "transformers.generation",
     "transformers.models.auto.tokenization_auto",
-    "actmat.extras.tune.commands.tune",
+    "actmat.cli.tune",
     "actmat.extras.tune.tuning",
 )
 """All that a search imports besides."""

@@ -6,13 +6,13 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from actmat.api.diagnosing import recipe_of_output
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.staging import check_output_path
 from actmat.errors import MergeError
 from actmat.experts.resolve import needs_base
 from actmat.recipe import load_recipe
 from actmat.report.manifest import read_manifest
+from actmat.report.outputs import recipe_of_output
 from actmat.statistics.store import open_statistics
 from fuzz.draw import LETTERS, text
 from fuzz.harness import Files, door

@@ -20,7 +20,7 @@ from tests.helpers.models import BY_NAME, save_family, stored
 from torch import Tensor
 
 import actmat
-from actmat.api import diagnose_output, diagnose_recipe, recipe_of_output
+from actmat.api.diagnosing import diagnose_output
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.writing.staging import Staging
 from actmat.diagnostics.measure import measure_dense
@@ -33,6 +33,8 @@ from actmat.methods.actmat import ACTMAT
 from actmat.planning import regions as regions_module
 from actmat.planning.model import Item, MethodCall
 from actmat.recipe import make_recipe
+from actmat.report.outputs import recipe_of_output
+from actmat.run import diagnose_recipe
 from actmat.settings import RunSettings
 
 FAST: dict[str, Any] = {"threads": 1}
@@ -164,7 +166,7 @@ def test_a_pool_is_measured_member_by_member(family: Family) -> None:
 
 
 def test_several_methods_share_the_reading(family: Family) -> None:
-    from actmat.api import run_recipes
+    from actmat.run import run_recipes
 
     fields = {"base": str(family.base), "experts": [str(e) for e in family.experts]}
     recipes = [make_recipe({**fields, "method": m, "out": str(family.root / m)}) for m in ("actmat", "average")]

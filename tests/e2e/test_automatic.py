@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from tests.helpers.docs_fixture import write_models
 
 import actmat
-from actmat.api.diagnosing import recipe_of_output
 from actmat.errors import CheckpointError, RecipeError
 from actmat.extras.models.loading import load_model
+from actmat.report.outputs import recipe_of_output
 from actmat.run import automatic
 from actmat.run.automatic import ON_ADAPTERS, TABLE, Choice, named
 

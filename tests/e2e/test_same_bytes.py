@@ -20,12 +20,12 @@ from tests.tolerances import F32_ELEMENTWISE, relative_error
 from torch import Tensor
 
 import actmat
-from actmat.api import run_recipes
 from actmat.engine.reader import TensorReader
 from actmat.errors import RecipeError
 from actmat.planning import regions
 from actmat.planning.regions import CHUNK
 from actmat.recipe import make_recipe
+from actmat.run import run_recipes
 from actmat.settings import RunSettings
 
 START = "from actmat.cli.main import main; main()"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import actmat
 from actmat import methods as methods_module
-from actmat.api import plan as plan_merge
+from actmat.api.merging import plan as plan_merge
 from actmat.engine.calls import generator_for
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.observer import NoWriter

@@ -14,9 +14,9 @@ from rich.console import Console
 from tests.helpers.pretrained import write_llama
 from tests.tolerances import F32_ELEMENTWISE, F64_ORACLE
 
-from actmat.api import plan_recipe
 from actmat.errors import CheckpointError, MergeError, RecipeError
 from actmat.extras.demo.training import Schedule
+from actmat.run import plan_recipe
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.experiment import Made
 from actmat_experiments.harness.merging import merge_candidates, recipes_of

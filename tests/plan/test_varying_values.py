@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tests.helpers.merging import Family, actmat, contents
 
-from actmat.api import plan
+from actmat.api.merging import plan
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import MergeError, RecipeError
 from actmat.layout.types import Role, TensorLayout

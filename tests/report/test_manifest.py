@@ -15,11 +15,12 @@ import pytest
 from tests.helpers.docs_fixture import write_adapter
 from tests.helpers.merging import Family, actmat
 
-from actmat.api import merge, recipe_of_output
+from actmat.api.merging import merge
 from actmat.errors import CheckpointError, MergeError
 from actmat.extras.pages.comparison import compare
 from actmat.report import Verification, read_manifest, verify
 from actmat.report.manifest import manifest_content
+from actmat.report.outputs import recipe_of_output
 
 NAME = "actmat_manifest.json"
 KINDS = ("model", "adapter")

@@ -14,8 +14,8 @@ from tests.tolerances import F32_PRODUCT
 from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from actmat.extras.tune.commands import searching
-from actmat.extras.tune.commands.searching import showing_search
+from actmat.cli import searching
+from actmat.cli.searching import showing_search
 from actmat.extras.tune.live import Directions, Loader
 from actmat.extras.tune.merges import Merges
 from actmat.extras.tune.space import MergeChoice

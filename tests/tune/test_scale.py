@@ -45,7 +45,7 @@ def test_a_merge_gets_the_scale_that_the_inputs_choose(family: Path, tmp_path: P
     assert manifest["recipe"]["method"] == "ties"
     assert actmat.verify(out).ok
     recipe = load_recipe(tmp_path / "merged.tune" / "recipe.yaml", {"out": str(tmp_path / "again")})
-    actmat.api.run_recipes([recipe])
+    actmat.run.run_recipes([recipe])
     first, second = (load_file(p / "model.safetensors") for p in (out, tmp_path / "again"))
     assert all(torch.equal(first[n], second[n]) for n in first)
 

@@ -74,7 +74,7 @@ def test_a_search_is_short_in_a_notebook(report: TuneReport) -> None:
 def test_the_recipe_makes_the_model_again(report: TuneReport, tmp_path: Path) -> None:
     place = Path(f"{report.out}.tune")
     recipe = load_recipe(place / "recipe.yaml", {"out": str(tmp_path / "again")})
-    actmat.api.run_recipes([recipe])
+    actmat.run.run_recipes([recipe])
     first, second = (load_file(p / "model.safetensors") for p in (report.out, tmp_path / "again"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[n], second[n]) for n in first)
@@ -83,7 +83,7 @@ def test_the_recipe_makes_the_model_again(report: TuneReport, tmp_path: Path) ->
 
 def test_scales_of_groups_reach_their_tensors_only(report: TuneReport) -> None:
     chosen = report.chosen.candidate
-    plan = {i.name: i.call for i in actmat.api.plan_recipe(report.recipe).items}
+    plan = {i.name: i.call for i in actmat.run.plan_recipe(report.recipe).items}
     for name, group in (("self_attn.q_proj", "attention"), ("mlp.up_proj", "mlp")):
         scales = {c.scale for n, c in plan.items() if c is not None and name in n and depth_of(n) is not None}
         assert len(scales) == 1

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actmat.api.merging import Location, make_arguments
 from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis
 from actmat.progress import Progress, usual_progress
-from actmat.recipe import Recipe, make_recipe
-from actmat.report.manifest import input_location, read_manifest
+from actmat.recipe.arguments import Location, make_arguments
+from actmat.report.outputs import recipe_of_output
 from actmat.run import diagnose_recipe
 from actmat.settings import RunSettings
 
@@ -39,23 +38,6 @@ def diagnose(
     """
     recipe, settings = make_arguments(base, experts, {"method": method} | fields, weights, statistics)
     return diagnose_recipe(recipe, settings, progress or usual_progress("measuring"))
-
-
-def recipe_of_output(directory: str | Path) -> Recipe:
-    """The recipe of a merged model, from its manifest; inputs where they are now.
-
-    Raises:
-        CheckpointError: no manifest, or a damaged one.
-        RecipeError: its recipe is not one of this version.
-    """
-    folder = Path(directory)
-    manifest = read_manifest(folder)
-    fields = dict(manifest["recipe"])
-    if manifest["base"] is not None:
-        fields["base"] = input_location(manifest["base"], folder)
-    rows = zip(fields.get("experts", ()), manifest["experts"], strict=False)
-    fields["experts"] = [{**e, "name": row["name"], "path": input_location(row, folder)} for e, row in rows]
-    return make_recipe(fields)
 
 
 def diagnose_output(

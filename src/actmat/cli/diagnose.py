@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actmat.cli import flags
-from actmat.cli.flags import DataFlags, Fields, RecipeFlags, behind, statistics_of
+from actmat.cli.flags import DataFlags, Fields, RecipeFlags, statistics_of
 from actmat.cli.listing import BAD_INPUTS, command
 from actmat.settings import RunSettings
 
@@ -89,19 +89,25 @@ def _of_output(merged: Path, given: RecipeFlags, run: RunSettings, data: DataFla
     """The report of a merged model, or one measured anew; with rows on data where that is asked for."""
     if "experts" in given or ("base" in given and not data.data):
         raise typer.BadParameter(f"{merged} is a merged model and names its own base and experts")
-    from actmat.api import diagnose_output
+    from actmat.api.diagnosing import diagnose_output
     from actmat.cli.screen import counting, showing_progress
 
     base, statistics = given.values["base"], given.values["statistics"]
-    rows = behind("data")(merged, data, base=base, device=run.device, quiet=quiet) if data.data else None
+    rows = None
+    if data.data:
+        from actmat.cli.data import compare_answers
+
+        rows = compare_answers(merged, data, base=base, device=run.device, quiet=quiet)
     with showing_progress("measuring", quiet=quiet) as progress:
         found = diagnose_output(merged, run, progress)
     if rows is not None:
         found = replace(found, agreement=rows)
     if not statistics:
         return found
+    from actmat.extras.collect.on_data import residual_on_data
+
     with counting("measuring on data", quiet=quiet) as counted:
-        measured = behind("statistics")(merged, statistics_of(statistics), progress=counted)
+        measured = residual_on_data(merged, statistics_of(statistics), progress=counted)
     return replace(found, residual_on_data=measured)
 
 
@@ -109,8 +115,8 @@ def _of_recipe(file: Path | None, given: RecipeFlags, run: RunSettings, *, quiet
     recipes = given.recipes(file)
     if len(recipes) > 1:
         raise typer.BadParameter("diagnose takes one merge: one method, one value per option")
-    from actmat.api import diagnose_recipe
     from actmat.cli.screen import showing_progress
+    from actmat.run import diagnose_recipe
 
     with showing_progress("measuring", quiet=quiet) as progress:
         return diagnose_recipe(recipes[0], run, progress)

@@ -33,11 +33,11 @@ def extract(
     verify, diagnose and inspect read it like any merge. The same command
     continues an interrupted extraction.
     """
-    from actmat.api import run_recipes
     from actmat.api.extracting import extract_recipe, report_of
     from actmat.cli.plan import show_plans
     from actmat.cli.screen import print_result, showing_progress
     from actmat.cli.summary import extraction_data, print_summary
+    from actmat.run import run_recipes
 
     recipe = extract_recipe(base, model, **given.given)
     if plan:

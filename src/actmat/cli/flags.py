@@ -20,7 +20,6 @@ from typer.models import OptionInfo
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.errors import RecipeError
 from actmat.flag import Flag
-from actmat.plugins import load
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -83,21 +82,6 @@ def shell_command(arguments: Iterable[str]) -> str:
     "actmat merge 'a b' --out x"
     """
     return shlex.join(["actmat", *arguments])
-
-
-def behind(flag: str) -> Any:
-    """The function of a flag that a plug-in serves (entry points `actmat.flags`).
-
-    Raises:
-        typer.BadParameter: no plug-in serves it here.
-    """
-    found = load("actmat.flags", flag)
-    if found is None:
-        raise typer.BadParameter(
-            f"--{flag} is served by a plug-in, and none is installed here (entry points 'actmat.flags'). Fix: "
-            "reinstall actmat with its extras: pip install --force-reinstall actmat"
-        )
-    return found
 
 
 def _data_option(flag: str, text: str, **more: Any) -> Any:
@@ -169,7 +153,8 @@ class RecipeFlags:
         Raises:
             RecipeError: the flags or the file do not make a recipe.
         """
-        from actmat.recipe import load_recipe, make_recipe, parse_option, variants
+        from actmat.api.reading import read_recipe
+        from actmat.recipe import make_recipe, parse_option, variants
         from actmat.recipe.output import with_output
 
         given = self.given
@@ -186,7 +171,7 @@ class RecipeFlags:
             given["method"] = methods[0]
         if file is None:
             _check_complete(given)
-        recipe = make_recipe(with_output({}, given)) if file is None else load_recipe(file, given)
+        recipe = make_recipe(with_output({}, given)) if file is None else read_recipe(file, given)
         for field, values in of_experts.items():
             recipe = _with_own(recipe, values, field) if values else recipe
         choices = dict(parse_option(text) for text in options)

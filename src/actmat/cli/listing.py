@@ -1,4 +1,4 @@
-"""The commands: their groups in `actmat --help`, their exit codes, and those that plug-ins add.
+"""The commands: their groups in `actmat --help`, their exit codes, and those that other distributions add.
 
 A command is a function, or a `typer.Typer`, that `command` marks with its group and exit codes. Its module is imported
 for `actmat --help`, which shows the first line of its help, and when the command is invoked: it must be light. Its
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import keyword
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "actmat.commands"
 
-COMMANDS = ("merge", "plan", "extract", "inspect", "verify", "diagnose", "methods", "push")
-"""Commands of the core: a module of `actmat.cli` each, which has a function of the module's name."""
+COMMANDS = (
+    *("merge", "plan", "extract", "inspect", "verify", "diagnose", "methods", "push"),
+    *("compare", "demo", "export", "statistics", "try", "tune"),
+)
+"""Commands of this distribution: a module of `actmat.cli` each, which has a function of the module's name; those whose
+name is a keyword of Python have an underscore behind it."""
 
 GROUPS = ("merge", "look", "choose", "share", "research", "more")
 """Panels of `actmat --help`, in their order."""
@@ -96,7 +101,8 @@ def plugged_in() -> dict[str, EntryPoint]:
 def declared_command(name: str) -> Any:
     """The function or application of a command, imported; None where there is none or it cannot be imported."""
     if name in COMMANDS:
-        return getattr(importlib.import_module(f"actmat.cli.{name}"), name)
+        own = f"{name}_" if keyword.iskeyword(name) else name
+        return getattr(importlib.import_module(f"actmat.cli.{own}"), own)
     try:
         return plugged_in()[name].load()
     except (KeyError, ImportError):
@@ -133,7 +139,7 @@ def _typer_command(name: str, declared: Any, *, flags: bool) -> Any:
 
 
 class Commands(typer.core.TyperGroup):
-    """The group of all commands. Those of the core take precedence over plug-ins."""
+    """The group of all commands. Ours take precedence over those of other distributions."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """All commands that can be imported, group by group."""
@@ -147,7 +153,7 @@ class Commands(typer.core.TyperGroup):
         return None if declared is None else _typer_command(cmd_name, declared, flags=False)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command of the arguments, with its flags; answer to a missing distribution."""
+        """Find the command of the arguments, with its flags; name a missing distribution."""
         name = args[0]
         declared = declared_command(name)
         if declared is not None:

@@ -17,9 +17,13 @@ from actmat.cli.streams import optional_stdout
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
-    from actmat.api import MergeReport
     from actmat.cli.screen import MergeProgress
     from actmat.recipe import Recipe
+    from actmat.run import MergeReport
+
+
+OF_AVERAGE = ("out", "dtype", "compute_dtype", "max_shard_size", "allow_nonfinite", "ties")
+"""Fields of a recipe that an average of checkpoints takes as flags."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,9 @@ def merge(
     how.refuse_contradictions(recipes, given, run)
     quiet = shown.quiet or shown.json
     if how.tune_scale:
-        reports = flags.behind("tune-scale")(recipes, how.tune_scale, run, quiet=quiet)
+        from actmat.cli.searching import tune_scales
+
+        reports = tune_scales(recipes, how.tune_scale, run, quiet=quiet)
     else:
         reports = _merge(recipes, run, quiet=quiet)
     if shown.json:
@@ -125,12 +131,16 @@ def _recipes(inputs: list[str] | None, given: RecipeFlags, average: str | None, 
                 f"unexpected extra arguments ({' '.join(inputs[1:])}); the output is named by --out OUT"
             )
         return given.recipes(Path(inputs[0]) if inputs else None)
-    return [flags.behind("average")(inputs or [], average, given.given, as_given=as_given)]
+    if others := sorted(given.given.keys() - set(OF_AVERAGE)):
+        raise typer.BadParameter(f"--average takes checkpoints and no {', '.join(others)}")
+    from actmat.extras.averaging.recipe import average_recipe
+
+    return [average_recipe(inputs or [], average, as_given=as_given, **given.given)]
 
 
 def _merge(recipes: Sequence[Recipe], run: RunSettings, *, quiet: bool) -> list[MergeReport]:
     """Merge, with a progress bar, and print a summary."""
-    from actmat.api import run_recipes
+    from actmat.run import run_recipes
 
     with _showing(recipes, quiet=quiet) as progress:
         reports = run_recipes(recipes, run, progress)

@@ -49,7 +49,7 @@ def plan(
 
 def show_plans(recipes: Sequence[Recipe], run: RunSettings, *, full: bool = False, json: bool, quiet: bool) -> None:
     """Plan the recipes and print the plans."""
-    from actmat.api import plan_recipe
+    from actmat.run import plan_recipe
 
     plans = [plan_recipe(r, device=run.device, device_memory=run.device_memory) for r in recipes]
     if json:

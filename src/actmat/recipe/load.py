@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
-from actmat import plugins
 from actmat.bounds import is_url, local_path, read_bytes
 from actmat.checkpoints.layer_names import adapted_parts, stack_parts
 from actmat.errors import RecipeError
@@ -23,8 +22,41 @@ MAX_BYTES = 1_000_000
 """Largest recipe file; reading it takes seconds."""
 
 
+@dataclass(frozen=True, slots=True)
+class RecipeFile:
+    """A parsed file.
+
+    Args:
+        path: the file.
+        data: its content, a mapping.
+        where: dotted field path -> "file:line".
+    """
+
+    path: Path
+    data: Mapping[str, Any]
+    where: Mapping[str, str]
+
+    @property
+    def is_foreign(self) -> bool:
+        """True if a field is unknown to recipes: another tool's configuration, or a mistake."""
+        return not self.data.keys() <= Recipe.model_fields.keys()
+
+    def recipe(self, overrides: Mapping[str, Any] | None = None) -> Recipe:
+        """The recipe; relative paths are relative to the file's folder.
+
+        Args:
+            overrides: fields that replace those of the file.
+
+        Raises:
+            RecipeError: every problem with `file:line`.
+        """
+        given = dict(overrides or {})
+        fields = with_output(_with_local_paths(self.data, self.path.parent), given)
+        return make_recipe(fields, where={k: v for k, v in self.where.items() if k.partition(".")[0] not in given})
+
+
 def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    r"""Read a recipe file, or that of another tool; relative paths in it are relative to the file's folder.
+    r"""Read a recipe file; relative paths in it are relative to the file's folder.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -41,49 +73,23 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     Raises:
         RecipeError: unreadable, not YAML, or not a recipe; every problem with `file:line`.
     """
+    return parse_file(path).recipe(overrides)
+
+
+def parse_file(path: str | Path) -> RecipeFile:
+    """Parse a YAML file that is a mapping.
+
+    Raises:
+        RecipeError: unreadable, or not YAML.
+    """
     file = local_path(path, error=RecipeError)
-    data, where = _parsed(file)
-    if (importer := _importer(data)) is not None:
-        data, where = importer.convert(data, where), {}
-    given = dict(overrides or {})
-    fields = with_output(_with_local_paths(data, file.parent), given)
-    return make_recipe(fields, where={k: v for k, v in where.items() if k.partition(".")[0] not in given})
-
-
-class Importer(Protocol):
-    """A reader of another tool's configurations: a plug-in of the group `actmat.recipes`."""
-
-    def claims(self, data: Mapping[str, Any]) -> bool:
-        """True for the data of such a configuration."""
-
-    def convert(self, data: Mapping[str, Any], where: Mapping[str, str]) -> dict[str, Any]:
-        """Fields of the recipe that does the same.
-
-        Args:
-            data: the configuration as plain data.
-            where: dotted field path -> "file:line", for messages.
-
-        Raises:
-            RecipeError: lists all that has no counterpart.
-        """
-
-
-def _importer(data: Mapping[str, Any]) -> Importer | None:
-    """The reader of a configuration; None for a recipe of actmat."""
-    known = data.keys() <= Recipe.model_fields.keys()  # a recipe: no plug-in is imported
-    importers: list[Importer] = [] if known else list(plugins.load_all("actmat.recipes").values())
-    return next((i for i in importers if i.claims(data)), None)
-
-
-def _parsed(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Data of a YAML file that is a mapping, and the line of every field."""
     try:
         node, data = parse_yaml(_read(file))
     except UnreadableError as error:
         raise RecipeError(f"{file} is not valid YAML.", [f"{file}:{error.line}: {error.problem}"]) from None
     if node is None or not isinstance(data, dict):
         raise RecipeError(f"{file}: a recipe is a mapping (base: ..., experts: [...]); found {type(data).__name__}.")
-    return data, _lines(node, file)
+    return RecipeFile(file, data, _lines(node, file))
 
 
 def recipe_yaml(recipe: Recipe) -> str:

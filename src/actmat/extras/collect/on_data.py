@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmat.api.diagnosing import recipe_of_output
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.resolve import open_checkpoint
@@ -43,6 +42,7 @@ from actmat.extras.models.loading import Loaded, load_model
 from actmat.planning.model import Item, MergePlan
 from actmat.planning.regions import Region, cut
 from actmat.recipe import ExpertRef, add_statistics
+from actmat.report.outputs import recipe_of_output
 from actmat.run.open import open_inputs
 from actmat.run.prepare import plans_of
 

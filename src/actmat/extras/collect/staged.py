@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmat.api.merging import Location, merge
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.hashing import hash_names
 from actmat.checkpoints.resolve import open_checkpoint
@@ -28,6 +27,8 @@ from actmat.extras.collect.collect import measured
 from actmat.extras.collect.combine import join_statistics
 from actmat.extras.collect.measures import Run
 from actmat.extras.collect.settings import Settings
+from actmat.recipe.arguments import Location, make_arguments
+from actmat.run import run_recipes
 from actmat.statistics.header import ModelInfo, content_hash
 from actmat.statistics.store import open_statistics
 
@@ -141,18 +142,11 @@ class _Job:
             stored = [piece.name for p in own for piece in self.bound.located[p].slices]
             for label, checkpoint in [("base", self.base), *self.experts.items()]:
                 _write(checkpoint, stored, folder / "in" / label)
-            merge(
-                folder / "in" / "base",
-                [{"path": str(folder / "in" / label), "name": label} for label in self.experts],
-                out=folder / "out",
-                method="regmean",
-                options={"off_diagonal": off_diagonal},
-                statistics=statistics,
-                compute_dtype=self.compute_dtype,
-                dtype=dtype,
-                durable=False,
-                threads=1,
-            )
+            experts = [{"path": str(folder / "in" / label), "name": label} for label in self.experts]
+            fields: dict[str, Any] = {"out": str(folder / "out"), "method": "regmean", "options": {"off_diagonal": off_diagonal}}
+            fields |= {"compute_dtype": self.compute_dtype, "dtype": dtype, "durable": False, "threads": 1}
+            recipe, settings = make_arguments(folder / "in" / "base", experts, fields, statistics=statistics)
+            run_recipes([recipe], settings)
             with open_checkpoint(folder / "out") as merged:
                 self._put(own, merged.read)
 

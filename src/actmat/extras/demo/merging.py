@@ -106,8 +106,8 @@ def _why_not(method: MergeMethod, n_experts: int, statistics: Sequence[str]) -> 
 
 def merge_experts(base: Path, experts: Mapping[str, Path], method: str, out: Path, *, seed: int, threads: int) -> None:
     """Merge as `actmat merge` would; not flushed to the disk, since a demo that loses power is run again."""
-    from actmat.api import run_recipes
     from actmat.recipe import make_recipe
+    from actmat.run import run_recipes
     from actmat.settings import RunSettings
 
     named = [{"path": str(path), "name": name} for name, path in experts.items()]

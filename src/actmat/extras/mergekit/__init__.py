@@ -8,14 +8,4 @@ from __future__ import annotations
 
 from actmat.extras.mergekit.convert import convert, is_mergekit
 
-__all__ = ["MERGEKIT", "convert", "is_mergekit"]
-
-
-class _Mergekit:
-    """Configurations of mergekit; see `recipe.load.Importer`."""
-
-    claims = staticmethod(is_mergekit)
-    convert = staticmethod(convert)
-
-
-MERGEKIT = _Mergekit()
+__all__ = ["convert", "is_mergekit"]

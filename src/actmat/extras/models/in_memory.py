@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from actmat.api import Location, make_arguments
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.executors import AUTO, computes_here
@@ -20,6 +19,7 @@ from actmat.foreign import html_table, terminal
 from actmat.planning import MergePlan
 from actmat.progress import NoProgress, Progress, usual_progress
 from actmat.recipe import Recipe
+from actmat.recipe.arguments import Location, make_arguments
 from actmat.recipe.output import Extracted
 from actmat.run.driver import execute
 from actmat.run.open import open_inputs

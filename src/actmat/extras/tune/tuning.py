@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actmat.api.merging import Location, make_arguments
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.lock import OutputLock
 from actmat.checkpoints.writing.staging import check_output_path, disk_errors
@@ -52,6 +51,7 @@ from actmat.extras.tune.settings import TuneProgress, TuneSettings, usual_tune_p
 from actmat.extras.tune.space import FEW_INPUTS, Candidate, MergeChoice, Space, make_space
 from actmat.planning.model import MergePlan
 from actmat.recipe import Recipe
+from actmat.recipe.arguments import Location, make_arguments
 from actmat.recipe.output import Vocabulary
 from actmat.run import run_recipes
 from actmat.run.automatic import named

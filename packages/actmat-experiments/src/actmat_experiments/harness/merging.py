@@ -75,7 +75,7 @@ def merge_candidates(
     Returns:
         Name of the row -> names of the tensors that its rule has merged; `scale` acts on these alone.
     """
-    from actmat.api import run_recipes
+    from actmat.run import run_recipes
 
     recipes = recipes_of(base, experts, rows, outs, seed=seed, statistics=statistics)
     reports = run_recipes(recipes, RunSettings(threads=threads, device=device, durable=False))

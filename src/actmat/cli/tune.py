@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from actmat.cli import flags
+from actmat.cli.data import data_options, pairs_of
 from actmat.cli.flags import DataFlags, Fields, RecipeFlags, split_name
 from actmat.cli.listing import command
-from actmat.extras.collect.commands.agreement import data_options, pairs_of
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def tune(
     recipe, all trials (tune.json) and a page (tune.html). The same command
     continues an interrupted search.
     """
-    from actmat.extras.tune.commands.searching import print_search, showing_search
+    from actmat.cli.searching import print_search, showing_search
     from actmat.extras.tune.search import parse_budget
     from actmat.extras.tune.settings import TuneSettings
     from actmat.extras.tune.tuning import tune_recipe

@@ -1,19 +1,14 @@
-"""Average checkpoints of one training run: the function, and the flag of `actmat merge`."""
+"""Average checkpoints of one training run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import typer
-
-from actmat.api import Location, MergeReport, run_recipes, split_fields
 from actmat.extras.averaging.recipe import average_recipe
 from actmat.progress import Progress
-from actmat.recipe import Recipe
-
-FIELDS = ("out", "dtype", "compute_dtype", "max_shard_size", "allow_nonfinite", "ties")
-"""Fields of a recipe that an average of checkpoints takes as flags."""
+from actmat.recipe.arguments import Location, split_fields
+from actmat.run import MergeReport, run_recipes
 
 
 def average(
@@ -45,10 +40,3 @@ def average(
     settings, rest = split_fields(fields)
     recipe = average_recipe([str(c) for c in checkpoints], weights, as_given=as_given, out=str(out), **rest)
     return run_recipes([recipe], settings, progress)[0]
-
-
-def recipe_of_flags(inputs: Sequence[str], weights: str, given: Mapping[str, Any], *, as_given: bool) -> Recipe:
-    """The recipe of `--average WEIGHTS`; `given`: the flags of a recipe's fields."""
-    if others := sorted(given.keys() - set(FIELDS)):
-        raise typer.BadParameter(f"--average takes checkpoints and no {', '.join(others)}")
-    return average_recipe(inputs, weights, as_given=as_given, **given)

@@ -47,8 +47,8 @@ def export(
     models are converted exactly between the layouts of ComfyUI, kohya and
     diffusers.
     """
+    from actmat.api.exporting import export as write
     from actmat.cli.screen import console, escape, print_result
-    from actmat.extras.training.exporting import export as write
 
     given = {"under": under, "like": like, "type": type_}
     said = write(checkpoint, out=out, to=to, **{name: value for name, value in given.items() if value is not None})

@@ -130,9 +130,9 @@ def tune_scales(recipes: Sequence[Recipe], data: Sequence[str], run: RunSettings
     Args:
         data: values of the flag: NAME=DATA, or one data set for all experts.
     """
+    from actmat.cli.data import pairs_of
     from actmat.cli.streams import optional_stdout
     from actmat.cli.summary import print_summary
-    from actmat.extras.collect.commands.agreement import pairs_of
     from actmat.extras.tune.settings import TuneSettings
     from actmat.extras.tune.tuning import scale_space, tune_recipe, usual_inputs
     from actmat.run.automatic import named

@@ -1,0 +1,49 @@
+"""Write a checkpoint in the form of another tool."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+from actmat.errors import RecipeError, did_you_mean
+from actmat.recipe.arguments import Location
+
+Exporter = Callable[..., str]
+"""`(checkpoint, out, *, options)`: writes a form and returns in words what was written."""
+
+
+def export(checkpoint: Location, *, out: Location, to: str = "dcp", **options: str) -> str:
+    """Write a checkpoint, such as a merged model, in the form of another tool; returns in words what was written.
+
+    Args:
+        checkpoint: directory, file, hub id or URL of anything that `merge` reads.
+        out: what to write, which does not exist: a directory for dcp, a file for the others.
+        to: `dcp`, of `torch.distributed.checkpoint`; `gguf`, of llama.cpp; `comfy`, `kohya` or `diffusers`, of a LoRA
+            of an image or video model.
+        options: of the form. dcp: `under`, the key of the state dict below which the tensors are saved, such as
+            `model`. gguf: `like`, a GGUF file of the base, and `type` of the matrices: f32, f16, bf16 or q8_0.
+
+    Raises:
+        RecipeError: an unknown form or option.
+        MergeError: the checkpoint or the place; nothing is at `out`.
+    """
+    form = _exporter(to)
+    taken = [p.name for p in inspect.signature(form).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    if strange := [name for name in options if name not in taken]:
+        listed = ", ".join(taken) or "none"
+        raise RecipeError(f"The form {to} takes no option {', '.join(strange)}; its options: {listed}.")
+    return form(str(checkpoint), Path(out), **options)
+
+
+def _exporter(form: str) -> Exporter:
+    from actmat.extras.diffusion.files import export_comfy, export_diffusers, export_kohya
+    from actmat.extras.gguf.writing import write_gguf
+    from actmat.extras.training.exporting import export_dcp
+
+    forms: dict[str, Exporter] = {"comfy": export_comfy, "dcp": export_dcp, "diffusers": export_diffusers}
+    forms |= {"gguf": write_gguf, "kohya": export_kohya}
+    if form not in forms:
+        known = ", ".join(forms)
+        raise RecipeError(f"There is no form '{form}' to export to.{did_you_mean(form, forms)} Forms: {known}.")
+    return forms[form]

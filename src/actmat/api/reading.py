@@ -1,0 +1,30 @@
+"""Recipe files of actmat, and configurations of mergekit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from actmat.recipe import Recipe
+from actmat.recipe.load import parse_file
+
+
+def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """Read a recipe file, or a configuration of mergekit, which is converted.
+
+    Args:
+        path: YAML (or JSON) file; relative paths in it are relative to its folder.
+        overrides: fields that replace those of the file.
+
+    Raises:
+        RecipeError: unreadable, or not a recipe; lists all fields of mergekit without a counterpart.
+    """
+    parsed = parse_file(path)
+    if parsed.is_foreign:
+        from actmat.extras.mergekit import convert, is_mergekit
+
+        if is_mergekit(parsed.data):
+            parsed = replace(parsed, data=convert(parsed.data, parsed.where), where={})
+    return parsed.recipe(overrides)
