@@ -12,7 +12,7 @@ from tests.helpers.docs_fixture import write_models
 from tests.helpers.merging import actmat as run
 
 from actmat.errors import CheckpointError
-from actmat.extras.serving.serving import serving_commands
+from actmat.extras.serving import serving_commands
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import actmat
 from actmat.errors import MergeError, OutputError
 from actmat.experts.resolve import in_layout, open_expert, open_handle
 from actmat.extras.diffusion.metadata import distilled_note, kept_metadata
-from actmat.extras.serving.serving import serving_commands
+from actmat.extras.serving import serving_commands
 
 WIDTH = 8
 TRAINED = {"ss_base_model_version": "flux1", "ss_v2": "False", "sshs_model_hash": "12ab", "ss_network_dim": "2"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,9 +39,32 @@ def inspect(
     serve the model, the reason, with exit code 1.
     """
     if serve:
-        flags.behind("serve")(place, json=json, quiet=quiet)
+        _print_serving(place, json=json, quiet=quiet)
     else:
         _print_content(place, json=json, every=every, quiet=quiet)
+
+
+def _print_serving(out: str, *, json: bool, quiet: bool) -> None:
+    """Print the commands that load an output."""
+    from actmat.cli.screen import print_result
+    from actmat.cli.streams import say
+    from actmat.extras.serving import serving_commands
+    from actmat.foreign import terminal
+
+    found = serving_commands(out)
+    if json:
+        print_result("serve", dataclasses.asdict(found))
+    elif not quiet:
+        if found.vllm:
+            typer.echo(f"# vLLM\n{terminal(found.vllm)}\n")
+        typer.echo("\n".join(["# Python", *map(terminal, found.python)]))
+        for note in found.notes:
+            typer.echo(f"# {terminal(note)}")
+    elif found.vllm:
+        typer.echo(terminal(found.vllm))
+    else:
+        say("\n".join(f"actmat: {terminal(note)}" for note in found.notes))
+        raise typer.Exit(1)
 
 
 def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> None:

@@ -143,7 +143,11 @@ class _Job:
             for label, checkpoint in [("base", self.base), *self.experts.items()]:
                 _write(checkpoint, stored, folder / "in" / label)
             experts = [{"path": str(folder / "in" / label), "name": label} for label in self.experts]
-            fields: dict[str, Any] = {"out": str(folder / "out"), "method": "regmean", "options": {"off_diagonal": off_diagonal}}
+            fields: dict[str, Any] = {
+                "out": str(folder / "out"),
+                "method": "regmean",
+                "options": {"off_diagonal": off_diagonal},
+            }
             fields |= {"compute_dtype": self.compute_dtype, "dtype": dtype, "durable": False, "threads": 1}
             recipe, settings = make_arguments(folder / "in" / "base", experts, fields, statistics=statistics)
             run_recipes([recipe], settings)

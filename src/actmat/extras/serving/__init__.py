@@ -1,1 +1,161 @@
-"""Commands that load a finished output."""
+"""Commands that load a finished output: in transformers or PEFT, and in vLLM where it can serve it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actmat.bounds import read_object
+from actmat.checkpoints.folder import LORA_FILES
+from actmat.checkpoints.resolve import find_source
+from actmat.checkpoints.writing.listed import MANIFEST_NAME
+from actmat.errors import CheckpointError
+from actmat.experts.files import holds_factors, tensor_names
+from actmat.planning.adapter.serving import VLLM_DEFAULT_RANK, VLLM_RANKS
+
+TASKS = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+}
+"""Task of an adapter, as PEFT calls it -> class of transformers."""
+DECODERS = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of classes that write text with a decoder alone."""
+PACKAGE = re.compile(r"[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Ways to load an output.
+
+    Args:
+        python: lines of Python that load it with transformers, or with PEFT on its base.
+        vllm: the command; empty where vLLM does not serve it.
+        notes: why it does not, or what to look at.
+    """
+
+    python: tuple[str, ...]
+    vllm: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def serving_commands(out: str) -> Serving:
+    """Commands for a finished output: a folder, or `hf://org/name`.
+
+    Raises:
+        CheckpointError: it is no output of actmat, or of a kind that neither library loads.
+    """
+    source = find_source(out)
+    if source.named is not None and holds_factors(tensor_names(out)):
+        return _of_lora_file(out, Path(out).name)
+    if MANIFEST_NAME not in source.names:
+        raise CheckpointError(f"{out} has no {MANIFEST_NAME}: expected a merged model or adapter made by actmat.")
+    place = out.removeprefix("hf://")
+    if "adapter_config.json" in source.names:
+        return _of_adapter(place, read_object(source.fetch("adapter_config.json")))
+    if (name := next((n for n in LORA_FILES if n in source.names), None)) is not None:
+        return _of_lora_file(place, name)
+    if "model_index.json" in source.names:
+        python = (
+            "from diffusers import DiffusionPipeline",
+            f'pipeline = DiffusionPipeline.from_pretrained({place!r}, torch_dtype="auto")',
+        )
+        return Serving(python, "", ("vLLM writes text with decoder models; this is a pipeline of diffusion models",))
+    if "config.json" not in source.names:
+        raise CheckpointError(
+            f"{out} has no config.json, because its base has none: load the tensors with safetensors, into the model's "
+            "own code."
+        )
+    return _of_model(place, read_object(source.fetch("config.json")))
+
+
+def _of_lora_file(place: str, name: str) -> Serving:
+    """Of a LoRA of an image or video model: a file, or a folder with one of this name."""
+    path = place if Path(place).name == name else f"{place}/{name}"
+    python = (
+        "from diffusers import DiffusionPipeline",
+        'pipe = DiffusionPipeline.from_pretrained("BASE", torch_dtype="auto")',
+        f"pipe.load_lora_weights({place!r})",
+    )
+    return Serving(
+        python,
+        "",
+        (
+            "put the model that it was trained on in place of BASE",
+            f"ComfyUI: copy {path} to ComfyUI/models/loras/, under a name of yours, and load it with a LoRA loader; "
+            "if keys are not loaded there, write it with --to comfy",
+            "vLLM serves text models only",
+        ),
+    )
+
+
+def _of_model(place: str, config: Mapping[str, Any]) -> Serving:
+    architecture = str(next(iter(config.get("architectures") or ()), "AutoModel"))
+    generates = architecture.endswith((*DECODERS, "ForConditionalGeneration"))
+    kind = _class_of(config)
+    helper = "AutoTokenizer" if "vision_config" not in config and "image_size" not in config else "AutoProcessor"
+    code = ", trust_remote_code=True" if config.get("auto_map") else ""
+    python = (
+        f"from transformers import {', '.join(sorted({kind, helper}))}",
+        f'model = {kind}.from_pretrained({place!r}, dtype="auto"{code})',
+        f"{'tokenizer' if helper == 'AutoTokenizer' else 'processor'} = {helper}.from_pretrained({place!r})",
+    )
+    notes = ["its code comes from the base's folder: read it before you run it"] if code else []
+    if not generates or config.get("is_encoder_decoder"):
+        what = "an encoder-decoder model" if config.get("is_encoder_decoder") else f"a {architecture}"
+        return Serving(python, "", (*notes, f"vLLM writes text with decoder models; this is {what}"))
+    return Serving(python, shlex.join(["vllm", "serve", place, *(["--trust-remote-code"] if code else [])]), (*notes,))
+
+
+def _class_of(config: Mapping[str, Any]) -> str:
+    """Class of transformers that loads a model with this config.json."""
+    architecture = str(next(iter(config.get("architectures") or ()), "AutoModel"))
+    if architecture.endswith(DECODERS):
+        return "AutoModelForCausalLM"
+    if config.get("is_encoder_decoder"):
+        return "AutoModelForSeq2SeqLM"
+    return architecture if PACKAGE.fullmatch(architecture) else "AutoModel"
+
+
+def _config_below(adapter: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of the base of an adapter without a task: the class that PEFT records then, else what its local config says."""
+    if recorded := (adapter.get("auto_mapping") or {}).get("base_model_class"):
+        return {"architectures": [recorded]}
+    beside = Path(str(adapter.get("base_model_name_or_path") or "")) / "config.json"
+    return read_object(beside) if beside.is_file() else {}
+
+
+def _of_adapter(place: str, config: Mapping[str, Any]) -> Serving:
+    base = str(config.get("base_model_name_or_path") or "BASE")
+    kind = TASKS.get(str(config.get("task_type"))) or _class_of(_config_below(config))
+    python = (
+        "from peft import PeftModel",
+        f"from transformers import {kind}",
+        f'model = {kind}.from_pretrained({base!r}, dtype="auto")',
+        f"model = PeftModel.from_pretrained(model, {place!r})",
+    )
+    notes = [] if config.get("base_model_name_or_path") else ["the adapter names no base: put it in place of BASE"]
+    pattern = config.get("rank_pattern") or {}
+    rank = max([int(config.get("r") or 0), *map(int, pattern.values())])
+    problems = []
+    if config.get("modules_to_save") or config.get("bias", "none") != "none":
+        problems.append("it holds full tensors or biases")
+    if pattern:
+        problems.append("it has several ranks (write it with --ranks uniform)")
+    if rank > VLLM_RANKS[-1]:
+        problems.append(f"its rank {rank} is above vLLM's largest, {VLLM_RANKS[-1]} (merge with --rank)")
+    if kind != "AutoModelForCausalLM":
+        problems.append("its task is not causal language modelling")
+    if problems:
+        return Serving(python, "", (*notes, f"vLLM cannot serve it as an adapter: {'; '.join(problems)}"))
+    size = next(n for n in VLLM_RANKS if n >= rank)
+    flags = ["--max-lora-rank", str(size)] if size > VLLM_DEFAULT_RANK else []
+    name = Path(place).name or "merged"
+    vllm = shlex.join(["vllm", "serve", base, "--enable-lora", *flags, "--lora-modules", f"{name}={place}"])
+    return Serving(python, vllm, (*notes, f"ask for the model '{name}'"))
