@@ -22,8 +22,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from actmat.api.reading import read_recipe
 from actmat.errors import MergeError
-from actmat.recipe import load_recipe
 from actmat.run import run_recipes
 from actmat.settings import RunSettings
 from benchmarks.common import print_table, write_result
@@ -88,7 +88,7 @@ def run_here(name: str, data: dict[str, Any], folder: Path) -> str:
     file = folder / f"{name}.yml"
     file.write_text(yaml.safe_dump(given), encoding="utf-8")
     try:
-        recipe = load_recipe(file, {"out": str(folder / "here" / name)})
+        recipe = read_recipe(file, {"out": str(folder / "here" / name)})
         run_recipes([recipe], RunSettings(threads=1, durable=False, overwrite=True))
     except MergeError as error:
         return str(error).replace(f"{folder}/", "")

@@ -9,10 +9,11 @@ from typing import Any
 
 import yaml
 
+from actmat.api.reading import read_recipe
 from actmat.errors import MergeError
 from actmat.foreign import terminal
 from actmat.planning.choose import Chooser
-from actmat.recipe import load_recipe, recipe_yaml
+from actmat.recipe import recipe_yaml
 from fuzz.doors.folder import in_folder
 from fuzz.doors.recipes import YAML
 from fuzz.draw import mutated_bytes, mutated_json
@@ -59,7 +60,7 @@ def _config(rng: random.Random) -> Files:
 
 
 def _read(folder: Path) -> str:
-    recipe = load_recipe(folder / "mergekit.yaml")
+    recipe = read_recipe(folder / "mergekit.yaml")
     problems = Chooser(recipe).problems or ["none"]
     return "\n".join(
         [recipe_yaml(recipe), *map(terminal, recipe.notes), str(MergeError("The recipe is not valid.", problems))]

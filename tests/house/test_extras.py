@@ -239,17 +239,9 @@ def test_a_method_of_a_removed_extra_is_named_and_not_listed(core: Shell) -> Non
     assert {"ties", "tsv"} & {m["name"] for m in listed} == {"ties"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("-b", "base[0:1]", "--out", "stacked"), "actmat.extras.stack"),
-        (("--average", "uniform", "base", "a", "--out", "averaged"), "plug-in"),
-    ],
-)
-def test_a_step_a_stack_and_a_flag_of_removed_extras_are_named(
-    core: Shell, arguments: tuple[str, ...], expected: str
-) -> None:
-    assert expected in core.actmat("merge", *arguments, "--plan", fails=True)
+def test_a_stack_of_removed_extras_is_named(core: Shell) -> None:
+    said = core.actmat("merge", "-b", "base[0:1]", "--out", "stacked", "--plan", fails=True)
+    assert "actmat.extras.stack" in said
 
 
 def test_a_codec_a_family_and_a_store_of_removed_extras_are_named(core: Shell) -> None:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from tests.tolerances import F32_ELEMENTWISE, F32_SOLVE
 from torch import Tensor
 
+from actmat.api.reading import read_recipe
 from actmat.errors import MergeError
-from actmat.recipe import load_recipe
 from actmat.run import run_recipes
 from actmat.settings import RunSettings
 
@@ -78,7 +78,7 @@ def merge(models: Path, tmp_path: Path) -> Merge:
     def run(name: str, text: str = "", folder: Path = models) -> dict[str, Tensor]:
         file = folder / f"{name}.yml"
         file.write_text(text or CASES[name]["yaml"], encoding="utf-8")
-        recipe = load_recipe(file, {"out": str(tmp_path / name)})
+        recipe = read_recipe(file, {"out": str(tmp_path / name)})
         run_recipes([recipe], RunSettings(threads=1, durable=False))
         return load_file(tmp_path / name / "model.safetensors")
 

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from tests.helpers.merging import Family, actmat
 
+from actmat.api.reading import read_recipe
 from actmat.errors import RecipeError
 from actmat.extras.mergekit import convert, is_mergekit
 from actmat.layout.patterns import compile_pattern
-from actmat.recipe import load_recipe, make_recipe
+from actmat.recipe import make_recipe
 from actmat.recipe.text import parse_yaml
 
 
@@ -326,7 +327,7 @@ def test_all_problems_of_a_file_with_their_lines(tmp_path: Path) -> None:
         "base_model: 3\n"
     )
     with pytest.raises(RecipeError) as refused:
-        load_recipe(file)
+        read_recipe(file)
     assert f"{file}:1: merge_method: mergekit has no method 'tise'" in str(refused.value)
     assert "exactly one of" in str(refused.value)
 
@@ -365,7 +366,7 @@ def test_a_recipe_of_ours_is_printed_as_it_is(tmp_path: Path) -> None:
     printed = actmat(["plan", str(tmp_path / "r.yaml"), "--as-recipe"])
     assert (printed.code, printed.out) == (0, "base: a\nexperts:\n- path: b\n")
     with pytest.raises(RecipeError, match="Cannot read"):
-        load_recipe(tmp_path / "missing.yml")
+        read_recipe(tmp_path / "missing.yml")
 
 
 def test_any_data_is_converted_or_refused() -> None:

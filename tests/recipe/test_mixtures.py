@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT
 from torch import Tensor
 
+from actmat.api.reading import read_recipe
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.errors import MergeError, format_size
-from actmat.recipe import load_recipe
 from actmat.run import plan_recipe, run_recipes
 from actmat.settings import RunSettings
 
@@ -77,7 +77,7 @@ def build(models: Path, tmp_path: Path) -> Build:
         file = models / kind / f"{out}.yml"
         data = {"base_model": "./0", "gate_mode": "random", "dtype": "float32", **fields}
         file.write_text(yaml.safe_dump(data), encoding="utf-8")
-        run_recipes([load_recipe(file, {"out": str(tmp_path / out)})], RunSettings(threads=1, durable=False))
+        run_recipes([read_recipe(file, {"out": str(tmp_path / out)})], RunSettings(threads=1, durable=False))
         return tmp_path / out
 
     return run
@@ -155,7 +155,7 @@ def test_hidden_gates_are_states_of_the_base(mode: str, build: Build, models: Pa
     listed[1]["positive_prompts"] = ["bb aa"]
     out = build("llama", experts=listed, gate_mode=mode)
     tensors, base = load_file(out / "model.safetensors"), models / "llama" / "0"
-    plan = plan_recipe(load_recipe(models / "llama" / "out.yml", {"out": "out"}))
+    plan = plan_recipe(read_recipe(models / "llama" / "out.yml", {"out": "out"}))
     numel = sum(t.numel() for t in load_file(base / "model.safetensors").values())
     assert any(f"runs in bfloat16: {format_size(2 * numel)} of memory" in note for note in plan.notes)
     want = [states(base, ["aa"], average=mode == "hidden_avg"), states(base, ["bb aa"], average=mode == "hidden_avg")]
@@ -335,7 +335,7 @@ def test_remarks_of_a_configuration(models: Path, tmp_path: Path) -> None:
     file = models / "llama" / "remarks.yml"
     listed = experts(0, 0, 0)
     file.write_text(yaml.safe_dump({"base_model": "./0", "gate_mode": "random", "exprts": 1, "experts": listed}))
-    notes = " ".join(load_recipe(file).notes)
+    notes = " ".join(read_recipe(file).notes)
     assert "a mixture of experts (mergekit-moe): no weights are merged" in notes
     assert "'exprts' is ignored, as mergekit ignores it. Did you mean 'experts'?" in notes
     assert "warning: all experts are the same model" in notes
@@ -349,7 +349,7 @@ def test_a_mixture_can_be_the_base_of_a_merge(models: Path, build: Build, tmp_pa
     recipe = tmp_path / "r.yaml"
     start = models / "llama" / "start.yml"
     recipe.write_text(f"base: {start}\nexperts: [{target}]\nmethod: linear\nscope: all\n")
-    run_recipes([load_recipe(recipe, {"out": str(tmp_path / "whole")})], RunSettings(threads=1, durable=False))
+    run_recipes([read_recipe(recipe, {"out": str(tmp_path / "whole")})], RunSettings(threads=1, durable=False))
     name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
     got, end = (load_file(tmp_path / n / "model.safetensors") for n in ("whole", "target"))
     torch.testing.assert_close(got[name], end[name], rtol=0, atol=F32_ELEMENTWISE)
