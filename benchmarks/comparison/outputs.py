@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-UNSTEADY = ("timing", "created", "tensors[].seconds", "totals.seconds", "totals.stages", "totals.peak_bytes")
+UNSTEADY = ("timing", "created", "totals.seconds", "totals.peak_bytes")
 """Keys whose values, and those below them, no two runs share: times, and the memory that was measured."""
 
 COMPUTED = frozenset({".safetensors", ".html"})

@@ -28,7 +28,7 @@ RECIPE: dict[str, Any] = {
     "rules": [{"match": "*.{q,k}_proj.*", "method": "average"}, {"match": ["re:.*norm.*"], "keep": "base"}],
     "roles": [{"match": "*.qkv.*", "role": "fused_linear", "blocks": {"q": [0, 4], "k": [4, 8]}}],
     "pool": "*.{q,k,v}_proj.weight", "postprocess": {"lines": [0.5, 1.5], "norm_cap": "mean"}, "max_shard_size": "5GB",
-    "mute": ["AM103"], "out": "merged", "ties": True, "rank": 4,
+    "mute": ["AM402"], "out": "merged", "ties": True, "rank": 4,
 }  # fmt: skip
 YAML = (
     b"!!int x", b"!!float x", b"!!bool maybe", b"!!timestamp 1", b"!!binary ===", b"!!python/object:os.system", b"!!set {a}",

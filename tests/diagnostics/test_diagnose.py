@@ -47,9 +47,8 @@ def family(tmp_path: Path) -> Family:
 
 def timeless(diagnosis: Diagnosis) -> Diagnosis:
     """Without clocks, memory and place: equal for equal inputs."""
-    totals = dataclasses.replace(diagnosis.totals, seconds=None, peak_bytes=None, measuring=None)
-    rows = tuple(dataclasses.replace(r, seconds=None) for r in diagnosis.tensors)
-    return dataclasses.replace(diagnosis, created="", out=None, totals=totals, tensors=rows)
+    totals = dataclasses.replace(diagnosis.totals, seconds=None, peak_bytes=None)
+    return dataclasses.replace(diagnosis, created="", out=None, totals=totals)
 
 
 def merge(family: Family, out: str = "out", **settings: Any) -> Any:
@@ -150,9 +149,8 @@ def test_unchanged_and_copied_tensors_are_rows_without_measures(family: Family) 
     found = actmat.diagnose(family.base, family.experts, keep=[UP0], **FAST)
     assert not {Q0, UP0} & {m.name for m in found.measures}
     rows = {r.name: r for r in found.tensors}
-    assert (rows[UP0].action, rows[UP0].unchanged, rows[UP0].seconds) == ("copy", True, None), "it is not even read"
+    assert (rows[UP0].action, rows[UP0].unchanged) == ("copy", True)
     assert (rows[Q0].unchanged, rows[UP0].action, rows[UP0].method) == (True, "copy", None)
-    assert next(c for c in found.checks if c.code == "AM205").tensors == (Q0,)
     assert rows["model.norm.weight"].stats["norms"][0] > 0
     assert found.totals.bytes_written == 0
 
@@ -298,7 +296,7 @@ def test_a_resumed_merge_of_adapters_has_the_whole_report(
 
 def test_muting_decides_no_byte_and_does_not_start_anew(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(monkeypatch, 5, lambda: merge(family, diagnose=True))
-    assert merge(family, diagnose=True, mute=["AM205"]).resumed == 5
+    assert merge(family, diagnose=True, mute=["AM204"]).resumed == 5
 
 
 # An output that is there

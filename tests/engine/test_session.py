@@ -94,8 +94,7 @@ def timeless(result: UnitResult) -> UnitResult:
     """A result without the times in its records."""
     records = []
     for plan, record in result.records:
-        observed = None if record.observed is None else {k: v for k, v in record.observed.items() if k != "seconds"}
-        records.append((plan, dataclasses.replace(record, seconds=0.0, observed=observed)))
+        records.append((plan, dataclasses.replace(record, seconds=0.0)))
     return dataclasses.replace(result, records=tuple(records))
 
 

@@ -55,7 +55,6 @@ def a_row(
         "dtype": "float32",
         "reason": "because",
         "options": {},
-        "seconds": 0.1,
         "unchanged": False,
         "stats": {},
     }
@@ -70,8 +69,6 @@ def a_sample(n: int = 2, **fields: Any) -> dict[str, Any]:
         "base_levels": 1200,
         "group_levels": [60.0] * n,
         "base_group_levels": 60.0,
-        "delta_levels": [700] * n,
-        "moved": [4000] * n,
         "rounded": [None] * n,
     } | fields
 
@@ -79,11 +76,11 @@ def a_sample(n: int = 2, **fields: Any) -> dict[str, Any]:
 def some_facts(n: int = 2, **fields: Any) -> Facts:
     """Two matrices of unremarkable experts, a table, nothing wrong."""
     names = ["model.layers.0.q_proj.weight", "model.layers.1.q_proj.weight"]
+    stats = {"norms": [0.1] * n, "base_norm": 10.0, "merged_norm": 0.05}
     settings: dict[str, Any] = {
         "labels": ["math", "code", "law"][:n],
-        "tensors": [*(a_row(name) for name in names), a_row("embed", role="embedding", action="average")],
+        "tensors": [*(a_row(name) for name in names), a_row("embed", role="embedding", action="average", stats=stats)],
         "measures": [a_measure(name, n) for name in names],
-        "norms": {"embed": {"norms": [0.1] * n, "base_norm": 10.0, "merged_norm": 0.05}},
         "samples": {name: a_sample(n) for name in names},
         "twins": [],
     }
@@ -97,12 +94,10 @@ def a_diagnosis(**fields: Any) -> Diagnosis:
         "created": "2026-01-01T00:00:00+00:00",
         "recipe": {"base": "base"},
         "method": "actmat",
-        "options": {"rtol": None},
         "source": "merge",
         "base": "base",
         "out": "merged",
         "experts": tuple(ExpertRow(n, f"experts/{n}", "model", 1.0, 0.6, 0.5) for n in ("math", "code")),
-        "storage_dtypes": ("bfloat16",),
         "totals": RunTotals(tensors=1, parameters=4096, measured=1),
         "tensors": (a_row("model.layers.0.q_proj.weight"),),
         "measures": (a_measure(),),

@@ -38,8 +38,8 @@ PINNED: dict[str, set[str]] = {
         "peak_bytes", "seconds_one_worker", "device", "notes",
     },
     "diagnose": {
-        "format", "kind", "actmat", "created", "recipe", "method", "options", "source", "base", "out", "experts",
-        "storage_dtypes", "totals", "checks", "agreement", "residual_on_data", "left_out",
+        "format", "kind", "actmat", "created", "recipe", "method", "source", "base", "out", "experts",
+        "totals", "checks", "agreement", "residual_on_data", "left_out",
     },
     "compare": {
         "format", "kind", "outs", "methods", "base", "experts", "settings", "relative", "diagnosed", "answers",

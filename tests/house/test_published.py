@@ -29,7 +29,7 @@ scale: {gradient: [0, 0.5]}
 rules: [{match: "*.down_proj.weight", options: {rtol: 1e-6}}]
 post: isotropise:mean=rank
 keep: "*norm*"
-mute: AM103
+mute: AM402
 output: {kind: model, vocabulary: union}
 """
 

@@ -49,7 +49,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "dtype": st.sampled_from([None, "bfloat16", "float32"]),
     "compute_dtype": st.sampled_from(["float32", "float64"]),
     "max_shard_size": st.sampled_from(["5GB", "2KB"]),
-    "mute": st.sampled_from([[], ["AM103"]]),
+    "mute": st.sampled_from([[], ["AM402"]]),
 }
 OF_ADAPTERS = {"rank": st.integers(1, 9), "ranks": st.sampled_from(["uniform", "pattern"]), "any_base": st.booleans()}
 

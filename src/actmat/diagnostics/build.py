@@ -30,16 +30,9 @@ def is_observation(observed: Mapping[str, Any]) -> bool:
     """True if a diagnosis can be built from the measurements of one item, which come from a journal."""
     try:
         measures_from_json(observed["measures"])
-        return math.isfinite(observed["seconds"]) and all(k in observed for k in NORM_FIELDS if "norms" in observed)
+        return all(k in observed for k in NORM_FIELDS if "norms" in observed)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         return False
-
-
-def storage_dtypes(plan: MergePlan) -> list[str]:
-    """dtypes in which what is merged is stored: by the base, or by adapters."""
-    if plan.base is not None:
-        return sorted({i.base_dtype for i in plan.items if i.call is not None})
-    return sorted({s.dtype for i in plan.items for s in i.sources if s is not None})
 
 
 def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, seconds: float) -> Diagnosis:
@@ -52,7 +45,6 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         labels=plan.recipe.labels,
         tensors=rows,
         measures=measures,
-        norms={n: {k: o[k] for k in NORM_FIELDS} for n, o in observed.items() if "norms" in o},
         samples={n: o["sample"] for n, o in observed.items() if "sample" in o},
         twins=_twins(plan, records) if plan.base is not None else (),
     )
@@ -76,12 +68,10 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         recipe=recipe.model_dump(mode="json", exclude={"out"}, exclude_defaults=True),
         method=recipe.method,
-        options=recipe.model_dump(mode="json", include={"options"})["options"],
         source="adapters" if plan.base is None else "diagnose" if out is None else "merge",
         base=recipe.base or None,
         out=out,
         experts=tuple(map(expert, range(len(recipe.experts)))),
-        storage_dtypes=tuple(storage_dtypes(plan)),
         totals=RunTotals(
             tensors=len(names),
             parameters=sum(i.numel for i in plan.items) if plan.base is not None else sum(s.numel for s in plan.specs),
@@ -90,7 +80,6 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
             peak_bytes=peak_memory(),
             bytes_read=plan.read_bytes,
             bytes_written=plan.write_bytes if out is not None else 0,
-            measuring=round(math.fsum(o["seconds"] for o in observed.values()), 3),
         ),
         tensors=rows,
         measures=measures,
@@ -123,7 +112,6 @@ def _row(plan: MergePlan, item: Item, records: Records) -> TensorRow:
         reason=item.reason,
         method=call.method if call else None,
         options=dict(call.options) if call else {},
-        seconds=None if record is None else 0.0 if item.tied_to else round(record.seconds, 6),
         unchanged=item.call is None if record is None else record.unchanged,
         stats={**(record.stats if record is not None else {}), **norms},
     )

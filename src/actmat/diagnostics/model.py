@@ -6,24 +6,21 @@ Numbers are finite; what does not apply is None, never NaN.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from actmat.bounds import MAX_WRITTEN_VALUES, check_values, local_path, read_bytes
 from actmat.errors import CheckpointError
 from actmat.foreign import html_table, terminal
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
 
 FORMAT: Literal[1] = 1
 """Version of the layout."""
@@ -35,7 +32,16 @@ MAX_NUMBER = 1e150
 MAX_COUNT = 2**63
 """Largest whole number in a report: bytes and entries of anything that a disk holds are below."""
 
-Vector = tuple[float, ...]
+
+def _held(value: float) -> float:
+    if abs(value) > MAX_NUMBER:
+        raise ValueError(f"expected a number of at most {MAX_NUMBER:g}, found {value:g}")
+    return value
+
+
+Number = Annotated[float, AfterValidator(_held)]
+Count = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
+Vector = tuple[Number, ...]
 Matrix = tuple[Vector, ...]
 Severity = Literal["issue", "tip"]
 Verdict = Literal["found", "clear", "not_applicable", "muted"]
@@ -59,26 +65,22 @@ class ExpertRow(_Strict):
     name: str
     location: str
     kind: Literal["model", "adapter"]
-    weight: float | None
-    residual: float
-    energy_share: float
+    weight: Number | None
+    residual: Number
+    energy_share: Number
 
 
 @dataclass(frozen=True, slots=True)
 class RunTotals(_Strict):
-    """Totals of the run: output tensors, their parameters, measured matrices, wall seconds, peak memory, bytes.
+    """Totals of the run: output tensors, their parameters, measured matrices, wall seconds, peak memory, bytes."""
 
-    `measuring`: seconds of all workers together; None where nothing was measured.
-    """
-
-    tensors: int
-    parameters: int
-    measured: int
-    seconds: float | None = None
-    peak_bytes: int | None = None
-    bytes_read: int | None = None
-    bytes_written: int | None = None
-    measuring: float | None = None
+    tensors: Count
+    parameters: Count
+    measured: Count
+    seconds: Number | None = None
+    peak_bytes: Count | None = None
+    bytes_read: Count | None = None
+    bytes_written: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +89,12 @@ class TensorRow(_Strict):
 
     name: str
     role: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
     action: str
     reason: str
     method: str | None
     options: Mapping[str, Any]
-    seconds: float | None
     unchanged: bool
     stats: Mapping[str, Any]
 
@@ -104,24 +105,24 @@ class MatrixRow(_Strict):
 
     name: str
     part: str
-    layer: int | None
+    layer: Count | None
     role: str
-    shape: tuple[int, int]
+    shape: tuple[Count, Count]
     factored: bool
     norms: Vector
     snr: Vector | None
     relative_norms: Vector | None
     effective_rank: Vector
-    numerical_rank: tuple[int, ...]
+    numerical_rank: tuple[Count, ...]
     energy_kept: Vector | None
     cosine: Matrix
     subspace_overlap: Matrix
-    chance_overlap: float
+    chance_overlap: Number
     residual: Vector
-    merged_norm: float
-    mean_norm: float
-    sum_norm: float
-    probes: int | None = None
+    merged_norm: Number
+    mean_norm: Number
+    sum_norm: Number
+    probes: Count | None = None
 
     @property
     def label(self) -> str:
@@ -143,9 +144,9 @@ class AgreementRow(_Strict):
 
     expert: str
     data: str
-    disagreement: float
-    divergence: float
-    predictions: int
+    disagreement: Number
+    divergence: Number
+    predictions: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +158,8 @@ class DataResidual(_Strict):
 
     expert: str
     statistics: str
-    residual: float | None
-    matrices: int
+    residual: Number | None
+    matrices: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ class CheckResult(_Strict):
     verdict: Verdict
     message: str
     tensors: tuple[str, ...]
-    count: int
+    count: Count
     docs: str
 
 
@@ -182,7 +183,6 @@ class Diagnosis(_Strict):
     Args:
         source: "merge": measured while merging; "diagnose": without writing; "adapters": on the factors of adapters.
         base, out: locations; None where there is none.
-        storage_dtypes: of the base's tensors that are merged (of the adapters', where there is no base).
         tensors: in the order of the output.
         measures: in the order of the tensors.
         agreement: of the merged model with those experts whose inputs were given, in their order; None: none were.
@@ -193,12 +193,10 @@ class Diagnosis(_Strict):
     created: str
     recipe: Mapping[str, Any]
     method: str
-    options: Mapping[str, Any]
     source: Literal["merge", "diagnose", "adapters"]
     base: str | None
     out: str | None
     experts: tuple[ExpertRow, ...]
-    storage_dtypes: tuple[str, ...]
     totals: RunTotals
     tensors: tuple[TensorRow, ...]
     measures: tuple[MatrixRow, ...]
@@ -237,52 +235,20 @@ class Diagnosis(_Strict):
         Raises:
             CheckpointError: not such a report; lists all problems.
         """
-        from pydantic import ValidationError
-
         try:
             text = data if isinstance(data, str | bytes) else json.dumps(data)
-            _check_numbers(text)
             found = _report_type().validate_json(text)
         except ValidationError as error:
             problems = [f"{where}: {'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg']}" for e in error.errors()]
-        except _TooLargeError as error:
-            problems = [f"{where}: expected numbers of at most {MAX_NUMBER:g} and counts below 2^63, found {error}"]
         else:
             problems = [f"{where}: {p}" for p in _wrong_lengths(found)]
             if not problems:
                 return found
         raise CheckpointError(
-            f"{where} is no report that this version of actmat reads (layout {FORMAT}): it was changed, cut off, or "
-            "written by another version. Make it again with actmat diagnose.",
+            f"{where} is not a report of layout {FORMAT}: it was changed, cut off, or written by another version. Fix: "
+            "make it again with actmat diagnose.",
             problems,
         )
-
-
-def _check_numbers(text: str | bytes) -> None:
-    """Refuse large numbers of a JSON text; text that is no JSON has none.
-
-    Raises:
-        _TooLargeError: a number whose square no float holds, or a count of nothing that exists.
-    """
-    with contextlib.suppress(ValueError, RecursionError):
-        json.loads(text, parse_float=_held, parse_int=_counted)
-
-
-class _TooLargeError(Exception):
-    """A number that is no measurement; pages would overflow on it."""
-
-
-def _held(text: str) -> float:
-    value = float(text)
-    if MAX_NUMBER < abs(value) < math.inf:  # infinity is refused with its place
-        raise _TooLargeError(text[:40])
-    return value
-
-
-def _counted(text: str) -> int:
-    if abs(float(text)) >= MAX_COUNT:  # float first: int refuses thousands of digits in words of its own
-        raise _TooLargeError(text[:40])
-    return int(text)
 
 
 def _wrong_lengths(diagnosis: Diagnosis) -> Iterator[str]:
@@ -311,15 +277,11 @@ def measures_from_json(rows: Sequence[Mapping[str, Any]]) -> tuple[MatrixRow, ..
 @functools.cache
 def _report_type() -> TypeAdapter[Diagnosis]:
     """Validator of reports; building one takes 20 ms, more than most reports take to be read."""
-    from pydantic import TypeAdapter
-
     return TypeAdapter(Diagnosis)
 
 
 @functools.cache
 def _measures_type() -> TypeAdapter[tuple[MatrixRow, ...]]:
-    from pydantic import TypeAdapter
-
     return TypeAdapter(tuple[MatrixRow, ...])
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,11 +89,9 @@ class ItemObserver:
         self._sample: dict[str, Any] = {}
         self._squares = [0.0] * len(item.sources)
         self._base_square = self._merged_square = 0.0
-        self._seconds = 0.0
 
     def region(self, merged: Merged) -> None:
         """Measure complete matrices; buffer partial ones."""
-        began = time.perf_counter()
         if not self._sample and merged.factors is None:
             self._sample = take_sample(self._item, merged)
         if isinstance(merged.value, LowRank):
@@ -105,11 +102,10 @@ class ItemObserver:
             self._measure_factors(merged, merged.value, merged.factors)
         else:
             self._gather(merged, merged.value)
-        self._seconds += time.perf_counter() - began
 
     def finish(self) -> dict[str, Any]:
-        """Measures, or norms; results of the sample; the time taken."""
-        out: dict[str, Any] = {"measures": self._measures, "seconds": round(self._seconds, 6)}
+        """Measures, or norms; results of the sample."""
+        out: dict[str, Any] = {"measures": self._measures}
         if self._sample:
             out["sample"] = self._sample
         if not self._regions and self._item.factors is None:

@@ -1,4 +1,4 @@
-"""A look at a few thousand entries of a tensor: traces that rounding and quantisation leave in stored numbers.
+"""A look at a few thousand entries of a tensor: traces that rounding and quantization leave in stored numbers.
 
 The first entries in the order of storage, at most `ENTRIES`. What an expert stored is found again by adding its delta
 to the base and rounding to its dtype; that is exact for 16-bit dtypes, which are the ones that matter here.
@@ -28,7 +28,6 @@ def take_sample(item: Item, merged: Merged) -> dict[str, Any]:
     entries      how many were looked at
     levels       different values of the expert's weights; `base_levels` of the base's
     group_levels the same within groups of `GROUP`, mean over groups; `base_group_levels`
-    delta_levels different magnitudes of the delta, zero left out; `moved`: entries that are not zero
     rounded      the expert equals the base rounded to the expert's dtype, where that is another than the base's
     """
     assert merged.base is not None, "a stored tensor has a base"
@@ -45,8 +44,6 @@ def take_sample(item: Item, merged: Merged) -> dict[str, Any]:
         "base_levels": _levels(base.to(half[0])),
         "group_levels": [_group_levels(w) for w in coarse],
         "base_group_levels": _group_levels(base.to(half[0])),
-        "delta_levels": [_levels(d[d != 0].abs()) for d in deltas],
-        "moved": [int((d != 0).sum()) for d in deltas],
         "rounded": [
             None if dtype == base.dtype else bool(torch.equal(w, base.to(dtype)))
             for w, dtype in zip(weights, dtypes, strict=True)

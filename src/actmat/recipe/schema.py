@@ -250,7 +250,7 @@ class Recipe(Strict):
         "default: adapter if all experts are adapters and no base is given",
     )
     mute: Annotated[tuple[Annotated[str, Field(pattern=r"^AM\d{3}$")], ...], BeforeValidator(listed), Flag()] = Field(
-        default=(), description="codes of checks to silence, such as AM103; see `actmat diagnose`"
+        default=(), description="codes of checks to silence, such as AM402; see `actmat diagnose`"
     )
     out: Annotated[str | None, Flag()] = Field(
         default=None, description="folder or URL of the output; in a recipe file, relative to its folder"

@@ -24,9 +24,8 @@ class Facts:
 
     Args:
         labels: names of the experts.
-        tensors: rows of the report.
+        tensors: rows of the report; `stats` of merged ones that are not matrices hold `norms` and `base_norm`.
         measures: of matrices.
-        norms: tensor -> `norms`, `base_norm`, `merged_norm`, for merged tensors that are not matrices.
         samples: tensor -> counts of `diagnostics.sample`.
         twins: pairs of tensors with the same bytes in the base and in every expert.
     """
@@ -34,7 +33,6 @@ class Facts:
     labels: Sequence[str]
     tensors: Sequence[TensorRow]
     measures: Sequence[MatrixRow]
-    norms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     samples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     twins: Sequence[tuple[str, str]] = ()
 

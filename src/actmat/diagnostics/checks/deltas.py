@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import combinations
 from typing import Any
 
@@ -12,12 +12,6 @@ from actmat.diagnostics.checks.base import Check, Facts, Outcome, clear, found, 
 
 MOST = 0.5
 """Least share of an expert's tensors at which the expert is reported."""
-
-FEW_VALUES = 8
-"""Different magnitudes of a delta; thousands of trained entries take hundreds."""
-
-ENOUGH_MOVED = 256
-"""Entries that must have moved before their values are counted."""
 
 FOUR_BIT, EIGHT_BIT = 16.5, 256
 """Most values of a 4-bit format in a group, of an 8-bit format in a row."""
@@ -65,66 +59,36 @@ def _resaved(facts: Facts) -> Outcome:
     return clear("experts in another dtype hold more than a rounded base")
 
 
-def _few_values(facts: Facts) -> Outcome:
-    return _by_expert(
-        facts,
-        asked=lambda s, t: s["moved"][t] >= ENOUGH_MOVED,
-        hit=lambda s, t: s["delta_levels"][t] <= FEW_VALUES,
-        nobody="no sample holds enough entries that moved",
-        words=f"deltas take at most {FEW_VALUES} different magnitudes: they were compressed, or only the last bit of "
-        "the stored weights moved",
-        otherwise="deltas take many values",
-    )
-
-
-def _dequantised(facts: Facts) -> Outcome:
+def _quantized(facts: Facts) -> Outcome:
     matrices = {m.name for m in facts.measures}
-    facts = Facts(facts.labels, (), (), samples={n: s for n, s in facts.samples.items() if n in matrices})
-    return _by_expert(
-        facts,
-        asked=lambda s, t: s["base_group_levels"] is not None,
-        hit=_quantised,
-        nobody="no matrix is large enough to count its values",
-        words="weights take as few values as a 4- or 8-bit format has: they were quantised and expanded again, and the "
-        "delta holds the error of that. Merge the expert from before its quantisation",
-        otherwise="weights of experts take as many values as those of the base",
-    )
+    samples = {n: s for n, s in facts.samples.items() if n in matrices and s["base_group_levels"] is not None}
+    if not samples:
+        return not_applicable("no matrix is large enough to count its values")
+    said, names = [], []
+    for t, label in enumerate(facts.labels):
+        hits = [n for n, s in samples.items() if _takes_few_values(s, t)]
+        if len(hits) >= MOST * len(samples):
+            said.append(f"'{label}' in {len(hits)} of {len(samples)} tensors")
+            names += hits
+    if said:
+        return found(
+            f"{'; '.join(said)}: weights take as few values as a 4- or 8-bit format has: they were quantized and "
+            "expanded again, and the delta holds the error of that. Merge the expert from before its quantization",
+            names,
+        )
+    return clear("weights of experts take as many values as those of the base")
 
 
-def _quantised(sample: Mapping[str, Any], t: int) -> bool:
+def _takes_few_values(sample: Mapping[str, Any], t: int) -> bool:
     by_group = sample["group_levels"][t] <= FOUR_BIT and sample["base_group_levels"] >= 2 * FOUR_BIT
     by_row = sample["levels"][t] <= EIGHT_BIT and sample["base_levels"] >= 2 * sample["levels"][t]
     return bool(by_group or (by_row and sample["entries"] >= 8 * EIGHT_BIT))
 
 
-def _by_expert(
-    facts: Facts,
-    *,
-    asked: Callable[[Mapping[str, Any], int], bool],
-    hit: Callable[[Mapping[str, Any], int], bool],
-    nobody: str,
-    words: str,
-    otherwise: str,
-) -> Outcome:
-    """Outcome "found" if, for some expert, most of the samples that can show it do."""
-    said, names, anybody = [], [], False
-    for t, label in enumerate(facts.labels):
-        able = [n for n, s in facts.samples.items() if asked(s, t)]
-        anybody |= bool(able)
-        hits = [n for n in able if hit(facts.samples[n], t)]
-        if able and len(hits) >= MOST * len(able):
-            said.append(f"'{label}' in {len(hits)} of {len(able)} tensors")
-            names += hits
-    if said:
-        return found(f"{'; '.join(said)}: {words}", names)
-    return clear(otherwise) if anybody else not_applicable(nobody)
-
-
 SIGNAL_CHECKS = (
     Check("AM101", "Delta below the rounding of its storage", "issue", _below_rounding),
     Check("AM102", "Expert is the base in another dtype", "issue", _resaved),
-    Check("AM103", "Delta of few values", "tip", _few_values),
-    Check("AM104", "Expert was quantised", "issue", _dequantised),
+    Check("AM104", "Expert was quantized", "issue", _quantized),
 )
 
 
@@ -139,8 +103,8 @@ PARALLEL = 0.8
 
 
 def _is_base(facts: Facts) -> Outcome:
-    tables = facts.norms.values()
-    zero = [facts.total_norm(t) == 0 and not any(n["norms"][t] for n in tables) for t in range(len(facts.labels))]
+    tables = [r.stats["norms"] for r in facts.tensors if "norms" in r.stats]
+    zero = [facts.total_norm(t) == 0 and not any(n[t] for n in tables) for t in range(len(facts.labels))]
     if any(zero):
         names = ", ".join(f"'{label}'" for label, is_zero in zip(facts.labels, zero, strict=True) if is_zero)
         return found(
@@ -209,24 +173,9 @@ def _shared_direction(facts: Facts) -> Outcome:
     return clear(f"mean cosines of deltas are at most {highest:.2f}")
 
 
-def _frozen(facts: Facts) -> Outcome:
-    merged = [t for t in facts.tensors if t.action in ("merge", "average")]
-    still = [t.name for t in merged if t.unchanged]
-    said = [f"{len(still)} of {len(merged)} merged tensors are the base's in every expert"] if still else []
-    for t, label in enumerate(facts.labels):
-        idle = [m.name for m in facts.measures if m.norms[t] == 0]
-        if idle and len(idle) < len(facts.measures):
-            said.append(f"'{label}' leaves {len(idle)} of {len(facts.measures)} changed matrices as they are")
-            still += idle
-    if said:
-        return found(f"{'; '.join(said)}. Frozen layers are kept as they are; nothing has to be done", still)
-    return clear("every expert changes every merged tensor")
-
-
 IDENTITY_CHECKS = (
     Check("AM201", "Expert equals the base", "issue", _is_base),
     Check("AM202", "Two experts are the same", "issue", _same_expert),
     Check("AM203", "Expert is not from this base", "issue", _foreign),
     Check("AM204", "Experts share their direction", "tip", _shared_direction),
-    Check("AM205", "Frozen layers", "tip", _frozen),
 )

@@ -219,7 +219,7 @@ SURPRISING = 3.0
 
 
 def _tables_move(facts: Facts) -> Outcome:
-    tables = [r.name for r in facts.tensors if r.role == "embedding" and facts.norms.get(r.name, {}).get("base_norm")]
+    tables = [r for r in facts.tensors if r.role == "embedding" and r.stats.get("base_norm")]
     medians = [facts.median_relative_norm(t) for t in range(len(facts.labels))]
     if not tables or not any(medians):
         return not_applicable("no table of vectors is merged beside matrices of a base")
@@ -228,11 +228,11 @@ def _tables_move(facts: Facts) -> Outcome:
         usual = medians[t]
         if not usual:
             continue
-        for name in tables:
-            change = facts.norms[name]["norms"][t] / facts.norms[name]["base_norm"]
+        for row in tables:
+            change = row.stats["norms"][t] / row.stats["base_norm"]
             if change > SURPRISING * usual:
-                said.append(f"'{label}' changes {name} by {change:.2g} of its norm, its matrices by {usual:.2g}")
-                names.append(name)
+                said.append(f"'{label}' changes {row.name} by {change:.2g} of its norm, its matrices by {usual:.2g}")
+                names.append(row.name)
     if said:
         return found(
             f"Tables move more than the layers: {'; '.join(said[:3])}. New or re-initialised tokens do "
