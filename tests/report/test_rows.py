@@ -19,7 +19,7 @@ from actmat.planning import MergePlan
 from actmat.planning.model import InputSummary, Item
 from actmat.recipe import make_recipe
 from actmat.report.manifest import model_contents
-from actmat.report.rows import Rows, canonical_json, indented_json
+from actmat.report.rows import StreamedRows, canonical_json, indented_json
 from actmat.report.totals import sum_records
 from actmat.run.stage import JournalRecords
 
@@ -32,7 +32,7 @@ VALUES = st.recursive(
 
 @given(st.dictionaries(st.text(max_size=4), VALUES, max_size=5))
 def test_json_in_pieces(fields: dict[str, Any]) -> None:
-    streamed = {k: Rows(v.copy) if isinstance(v, list) else v for k, v in fields.items()}
+    streamed = {k: StreamedRows(v.copy) if isinstance(v, list) else v for k, v in fields.items()}
     assert "".join(indented_json(streamed)) == json.dumps(fields, indent=1, ensure_ascii=False)
     sorted_text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
     assert "".join(canonical_json(streamed)) == "".join(canonical_json(fields)) == sorted_text

@@ -61,7 +61,7 @@ def push(
 ) -> PushReport:
     """Send a finished output to a model repository of the hub, with its card and manifest, in one commit.
 
-    Only files that the manifest lists are sent, and licence texts. Files that the repository has are left out; what an
+    Only files that the manifest lists are sent, and license texts. Files that the repository has are left out; what an
     interrupted push sent is not sent again.
 
     Args:
@@ -123,14 +123,14 @@ def _unknown(place: HubPlace) -> tuple[str, ...]:
 
 
 def _notes(folder: Path, *, public: bool) -> tuple[str, ...]:
-    """Notes on the licence that the card states, and on what everybody would learn of this machine."""
-    from actmat.report.licences import read_card
+    """Notes on the license that the card states, and on what everybody would learn of this machine."""
+    from actmat.report.licenses import read_card
 
     card = read_card((folder / CARD).read_text(encoding="utf-8"))
     if not public:
         return card.notes
-    licence = "the card states no licence, so others may not use the model: add 'license:' to README.md"
-    told = [] if card.licences else [licence]
+    license = "the card states no license, so others may not use the model: add 'license:' to README.md"
+    told = [] if card.licenses else [license]
     manifest = read_manifest(folder)
     rows = [r for r in (manifest["base"], *manifest["experts"], *manifest.get("statistics", ())) if r is not None]
     if paths := dict.fromkeys(filter(None, map(_telling_path, rows))):

@@ -14,7 +14,7 @@ from actmat.planning.model import MergePlan, count_actions
 from actmat.recipe import Recipe
 from actmat.recipe.load import recipe_yaml
 from actmat.recipe.values import shown_value
-from actmat.report.licences import Origin, combine, origins_of
+from actmat.report.licenses import LicensedInput, combine, origins_of
 from actmat.report.words import copied_thing
 
 
@@ -25,9 +25,9 @@ def model_card(plan: MergePlan, warnings: Sequence[str] = ()) -> str:
     """
     recipe, is_adapter = plan.recipe, plan.output == "adapter"
     origins = origins_of(plan.inputs)
-    licence = combine(origins)
+    license = combine(origins)
     head, title, table, done = _of_adapter(plan) if is_adapter else _of_model(plan, origins)
-    head |= licence.head
+    head |= license.head
     method = get_method(recipe.method)
     about = f"{method.about.summary}\n\n    {method.about.equation}\n\nReference: {method.about.reference}."
     if not recipe.experts:
@@ -53,9 +53,9 @@ def model_card(plan: MergePlan, warnings: Sequence[str] = ()) -> str:
 
 {done}
 
-## Licence
+## License
 
-{licence.text}
+{license.text}
 
 ## Recipe
 
@@ -67,7 +67,7 @@ def model_card(plan: MergePlan, warnings: Sequence[str] = ()) -> str:
 """
 
 
-def _of_model(plan: MergePlan, origins: Sequence[Origin]) -> tuple[dict[str, Any], str, str, str]:
+def _of_model(plan: MergePlan, origins: Sequence[LicensedInput]) -> tuple[dict[str, Any], str, str, str]:
     """Metadata, title, table of inputs, and a sentence on what was done."""
     recipe = plan.recipe
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["merge", "actmat"]}

@@ -20,7 +20,7 @@ from actmat.engine.task import Record
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
 from actmat.planning.model import InputSummary, Item, MergePlan
-from actmat.report.rows import Rows, canonical_json, indented_json
+from actmat.report.rows import StreamedRows, canonical_json, indented_json
 from actmat.system import replace_file
 
 
@@ -88,7 +88,7 @@ def build_manifest(
     files: Sequence[str] = (),
     warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The manifest as plain data, but for its longest lists, which are `Rows` made from the records.
+    """The manifest as plain data, but for its longest lists, which are `StreamedRows` made from the records.
 
     Everything outside `timing` is a function of the recipe, the inputs and the versions: two runs, interrupted or
     not, give the same. `write_manifest` adds the hashes of the files.
@@ -105,7 +105,9 @@ def build_manifest(
     is_adapter = plan.output == "adapter"
     contents = None if is_adapter else model_contents(plan, records)
     read = [None] * len(experts) if contents is None else contents.experts
-    tensors: Rows | list[dict[str, Any]] = Rows(lambda: (_tensor_row(plan, i, records) for i in plan.items))
+    tensors: StreamedRows | list[dict[str, Any]] = StreamedRows(
+        lambda: (_tensor_row(plan, i, records) for i in plan.items)
+    )
     if is_adapter:
         tensors = _written_tensors(plan, records)
     output: dict[str, Any] = {
@@ -114,7 +116,7 @@ def build_manifest(
     }
     copied = {"copied_files": list(files), "left_out": dict(plan.left_out)}
     output |= {"relative_error": total_error(records)} if is_adapter else copied
-    modules = Rows(lambda: (_module_row(item) | _measured(item, records[item.name]) for item in plan.items))
+    modules = StreamedRows(lambda: (_module_row(item) | _measured(item, records[item.name]) for item in plan.items))
     adapter = {"kept": dict(plan.kept), "modules": modules} if is_adapter else {}
     return {
         "actmat_manifest": FORMAT,

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 
-class Rows:
+class StreamedRows:
     """A list that is made anew each time it is iterated over.
 
-    >>> rows = Rows(lambda: iter([1, 2]))
+    >>> rows = StreamedRows(lambda: iter([1, 2]))
     >>> list(rows), list(rows)
     ([1, 2], [1, 2])
     """
@@ -34,14 +34,14 @@ def canonical_json(fields: Mapping[str, Any]) -> Iterator[str]:
 
     for number, (name, value) in enumerate(sorted(fields.items())):
         yield f"{',' if number else '{'}{dump(name)}:"
-        yield from (_list(value, dump, "[", ",", "]") if isinstance(value, list | Rows) else [dump(value)])
+        yield from (_list(value, dump, "[", ",", "]") if isinstance(value, list | StreamedRows) else [dump(value)])
     yield "}" if fields else "{}"
 
 
 def indented_json(fields: Mapping[str, Any]) -> Iterator[str]:
     r"""JSON of an object as `json.dumps(fields, indent=1, ensure_ascii=False)` writes it, in pieces.
 
-    >>> "".join(indented_json({"a": Rows(lambda: [1, 2])}))
+    >>> "".join(indented_json({"a": StreamedRows(lambda: [1, 2])}))
     '{\n "a": [\n  1,\n  2\n ]\n}'
     """
 
@@ -50,7 +50,7 @@ def indented_json(fields: Mapping[str, Any]) -> Iterator[str]:
 
     for number, (name, value) in enumerate(fields.items()):
         yield f"{',' if number else '{'}\n {dump(name, 1)}: "
-        yield from (_list(value, lambda v: dump(v, 2), "[\n  ", ",\n  ", "\n ]") if isinstance(value, Rows)
+        yield from (_list(value, lambda v: dump(v, 2), "[\n  ", ",\n  ", "\n ]") if isinstance(value, StreamedRows)
                     else [dump(value, 1)])  # fmt: skip
     yield "\n}" if fields else "{}"
 

@@ -31,10 +31,10 @@ def _location(path: str) -> str:
     return path
 
 
-Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{16,128}$")]
-Size = Annotated[int, Field(ge=0)]
-FileName = Annotated[str, Field(max_length=LONGEST_PATH), AfterValidator(_plain_path)]
-Location = Annotated[str, AfterValidator(_location)]
+_Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{16,128}$")]
+_Size = Annotated[int, Field(ge=0)]
+_FileName = Annotated[str, Field(max_length=LONGEST_PATH), AfterValidator(_plain_path)]
+_Location = Annotated[str, AfterValidator(_location)]
 
 
 class _Strict(BaseModel):
@@ -44,22 +44,22 @@ class _Strict(BaseModel):
 
 
 class _File(_Strict):
-    size: Size
-    hash: Hash
+    size: _Size
+    hash: _Hash
 
 
 class _InputFile(_Strict):
     path: str  # below the location, as the user gave that
-    size: Size
+    size: _Size
 
 
 class _Input(_Strict):
     name: str
-    location: Location
+    location: _Location
     files: list[_InputFile] = []
-    from_here: Location | None = None
-    content: Hash
-    hashes: dict[str, Hash] | None = None
+    from_here: _Location | None = None
+    content: _Hash
+    hashes: dict[str, _Hash] | None = None
     ignored_tensors: list[str] = []
 
 
@@ -80,50 +80,50 @@ class _Recipe(_Strict):
 
 
 class _Output(_Strict):
-    content: Hash
-    files: dict[FileName, Size]
-    side_files: dict[FileName, _File]
-    sha256: dict[FileName, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = {}
+    content: _Hash
+    files: dict[_FileName, _Size]
+    side_files: dict[_FileName, _File]
+    sha256: dict[_FileName, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = {}
 
 
 class _Item(_Strict):
     """A tensor of a model, or a module of an adapter."""
 
     name: str
-    shape: list[Size]
+    shape: list[_Size]
     action: Literal["merge", "average", "copy", "tie"]
     method: str | None = None
 
 
 class _ModelTensor(_Item):
     out_dtype: str
-    hash: Hash
+    hash: _Hash
     sources: list[str] | None = None
-    input_hashes: dict[str, Hash]
+    input_hashes: dict[str, _Hash]
 
 
 class _AdapterTensor(_Strict):
     name: str
-    shape: list[Size]
+    shape: list[_Size]
     dtype: str
-    hash: Hash
+    hash: _Hash
 
 
 class _Statistics(_Strict):
     expert: str
-    location: Location
-    from_here: Location | None = None
-    content: Hash
+    location: _Location
+    from_here: _Location | None = None
+    content: _Hash
 
 
 class _Timing(_Strict):
-    reports: dict[FileName, _File] = {}
+    reports: dict[_FileName, _File] = {}
 
 
 class _Manifest(_Strict):
     """Fields that manifests of models and of adapters have in common."""
 
-    content: Hash
+    content: _Hash
     recipe: _Recipe
     versions: dict[str, str]
     hash: str

@@ -1,4 +1,4 @@
-"""The licence of a merged model: from cards, with conflicts named; relations to the inputs."""
+"""The license of a merged model: from cards, with conflicts named; relations to the inputs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.helpers.hub import HubStandIn, hub_stand_in
 from tests.helpers.merging import Family
 
 import actmat
-from actmat.report.licences import Origin, combine, read_card
+from actmat.report.licenses import LicensedInput, combine, read_card
 
 MODELS = Path(__file__).parents[1] / "data" / "mergekit"
 
 
-def origin(label: str, *licences: str) -> Origin:
-    return Origin(label, "", licences)
+def origin(label: str, *licenses: str) -> LicensedInput:
+    return LicensedInput(label, "", licenses)
 
 
 def card(out: Any) -> tuple[dict[str, Any], str]:
@@ -34,29 +34,29 @@ def card(out: Any) -> tuple[dict[str, Any], str]:
         ([origin("base", "mit"), origin("a", "mit")], {"license": "mit"}, "That of this model: `mit`."),
         ([origin("base", "mit"), origin("a", "apache-2.0")], {"license": ["mit", "apache-2.0"]}, "`apache-2.0`: a"),
         ([origin("base", "llama3.1"), origin("a", "mit")], {"license": "llama3.1"}, "notices of `mit` must be kept"),
-        ([origin("base", "mit"), origin("a")], {}, "None was found for a. The licence of this model is not stated"),
-        ([origin("base")], {}, "Licences that the inputs state: none."),
+        ([origin("base", "mit"), origin("a")], {}, "None was found for a. The license of this model is not stated"),
+        ([origin("base")], {}, "Licenses that the inputs state: none."),
         ([origin("base", "gemma"), origin("a", "gemma", "mit")], {"license": "gemma"}, "`gemma`: base, a"),
     ],
 )
-def test_licences_combine(inputs: list[Origin], head: dict[str, Any], said: str) -> None:
+def test_licenses_combine(inputs: list[LicensedInput], head: dict[str, Any], said: str) -> None:
     found = combine(inputs)
     assert found.head == head
     assert said in found.text
     assert found.conflict == ""
 
 
-def test_two_licences_that_are_not_permissive_conflict_and_both_are_named() -> None:
+def test_two_licenses_that_are_not_permissive_conflict_and_both_are_named() -> None:
     found = combine([origin("base", "llama3.1"), origin("math", "cc-by-nc-4.0"), origin("code", "mit"), origin("x")])
     assert found.head == {"license": "other", "license_name": "conflict"}
-    assert found.conflict.startswith("llama3.1 (base) and cc-by-nc-4.0 (math) are not one licence")
+    assert found.conflict.startswith("llama3.1 (base) and cc-by-nc-4.0 (math) are not one license")
     assert "None was found for x." in found.text
     (note,) = read_card(f"---\nlicense: other\n---\n{found.text}\n").notes
     assert "cc-by-nc-4.0" in note
 
 
 @pytest.mark.parametrize(
-    ("text", "licences"),
+    ("text", "licenses"),
     [
         ("---\nlicense: MIT\n---\n", ("mit",)),
         ("---\nlicense: [mit, apache-2.0]\n---\n", ("mit", "apache-2.0")),
@@ -71,11 +71,11 @@ def test_two_licences_that_are_not_permissive_conflict_and_both_are_named() -> N
         ("", ()),
     ],
 )  # fmt: skip
-def test_cards_are_read_whatever_they_hold(text: str, licences: tuple[str, ...]) -> None:
-    assert read_card(text).licences == licences
+def test_cards_are_read_whatever_they_hold(text: str, licenses: tuple[str, ...]) -> None:
+    assert read_card(text).licenses == licenses
 
 
-def test_a_merge_takes_licences_from_folders(tmp_path: Path) -> None:
+def test_a_merge_takes_licenses_from_folders(tmp_path: Path) -> None:
     family = Family.make(tmp_path, layers=1)
     (family.base / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     for expert in family.experts:
@@ -83,7 +83,7 @@ def test_a_merge_takes_licences_from_folders(tmp_path: Path) -> None:
     actmat.merge(family.base, family.experts, out=family.out, durable=False)
     head, body = card(family.out)
     assert head["license"] == "llama3.1"
-    assert "`apache-2.0`: base; `llama3.1`: expert0, expert1." in body.partition("## Licence")[2]
+    assert "`apache-2.0`: base; `llama3.1`: expert0, expert1." in body.partition("## License")[2]
     assert "base_model" not in head, "folders are no ids of the hub, also where they have a slash"
 
 
@@ -113,7 +113,7 @@ def test_inputs_from_the_hub_are_related_and_their_cards_read_at_the_merged_comm
     assert head["base_model"] == ["org/base", "org/math", "org/code"]
     assert head["base_model_relation"] == "merge"
     assert (head["license"], head["license_name"]) == ("other", "conflict")
-    assert "**Conflict**: cc-by-nc-4.0 (math) and gemma (code) are not one licence" in body
+    assert "**Conflict**: cc-by-nc-4.0 (math) and gemma (code) are not one license" in body
     assert "None was found for base." in body
 
 
@@ -130,9 +130,9 @@ def test_an_adapter_names_its_base_as_a_relation(tmp_path: Path) -> None:
 def test_parts_of_an_input_are_related_and_their_cards_read_at_their_own_commits(
     hub: HubStandIn, tmp_path: Path
 ) -> None:
-    for name, licence in (("base", "mit"), ("a", "apache-2.0"), ("b", "mit"), ("lora", "gemma")):
+    for name, license in (("base", "mit"), ("a", "apache-2.0"), ("b", "mit"), ("lora", "gemma")):
         folder = shutil.copytree(MODELS / name, tmp_path / name)
-        (folder / "README.md").write_text(f"---\nlicense: {licence}\n---\n")
+        (folder / "README.md").write_text(f"---\nlicense: {license}\n---\n")
         hub.add(f"org/{name}", folder)
     actmat.merge("org/base", ["org/a@main+org/lora", "org/b"], out=tmp_path / "out", durable=False)
     head, body = card(tmp_path / "out")

@@ -1,4 +1,4 @@
-"""The licence of a merged model, from those that the cards of its inputs state. Names are compared: no legal advice."""
+"""The license of a merged model, from those that the cards of its inputs state. Names are compared: no legal advice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PERMISSIVE = frozenset(
         *("bsl-1.0", "ncsa", "postgresql", "ms-pl", "odc-by", "pddl"),
     )
 )
-"""Identifiers of licences, as the hub has them, that let a derived work have another licence, notices kept."""
+"""Identifiers of licenses, as the hub has them, that let a derived work have another license, notices kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,33 +33,31 @@ class Card:
     """The parts of a model card that a merge uses.
 
     Args:
-        licences: identifiers, in the order of the card; the name of one that is called `other`.
-        link: of a licence that is called `other`.
+        licenses: identifiers, in the order of the card; the name of one that is called `other`.
         notes: conflicts of a merged model, as its card states them.
     """
 
-    licences: tuple[str, ...] = ()
-    link: str = ""
+    licenses: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """An input of a merge: its label, its id on the hub (empty elsewhere), and its licences (none: unknown)."""
+class LicensedInput:
+    """An input of a merge: its label, its id on the hub (empty elsewhere), and its licenses (none: unknown)."""
 
     label: str
     hub_id: str = ""
-    licences: tuple[str, ...] = ()
+    licenses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class CombinedLicence:
-    """The licence of a merged model.
+class CombinedLicense:
+    """The license of a merged model.
 
     Args:
         head: lines of the card's head; none where it must be decided by a person.
         text: sentences for the card.
-        conflict: the sentence that names licences which do not go together; empty if they do.
+        conflict: the sentence that names licenses which do not go together; empty if they do.
     """
 
     head: Mapping[str, str | list[str]]
@@ -68,9 +66,9 @@ class CombinedLicence:
 
 
 def read_card(text: str) -> Card:
-    r"""Licences of a model card; those of a damaged one are unknown.
+    r"""Licenses of a model card; those of a damaged one are unknown.
 
-    >>> read_card("---\nlicense: other\nlicense_name: my-terms\n---\n# Model").licences
+    >>> read_card("---\nlicense: other\nlicense_name: my-terms\n---\n# Model").licenses
     ('my-terms',)
     """
     head = re.match(r"\s*---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
@@ -81,67 +79,67 @@ def read_card(text: str) -> Card:
         return Card()
     given = data.get("license")
     listed = [x for x in (given if isinstance(given, list) else [given]) if isinstance(x, str) and x.strip()]
-    name, link = data.get("license_name"), data.get("license_link")
-    named = [str(name) if x == "other" and isinstance(name, str) else x for x in listed if x != "unknown"]
+    name = data.get("license_name")
+    known = [str(name) if x == "other" and isinstance(name, str) else x for x in listed if x != "unknown"]
     notes = re.findall(r"^\*\*Conflict\*\*: (.*)$", text, re.MULTILINE)
-    return Card(tuple(terminal(x.strip().lower())[:80] for x in named), link if isinstance(link, str) else "",
-                tuple(f"the card names a conflict: {n}" for n in notes))  # fmt: skip
+    named = tuple(terminal(x.strip().lower())[:80] for x in known)
+    return Card(named, tuple(f"the card names a conflict: {n}" for n in notes))
 
 
-def origins_of(inputs: Iterable[InputSummary]) -> list[Origin]:
-    """Origins of the inputs, and their licences; cards on the hub are fetched at the commit that was merged."""
+def origins_of(inputs: Iterable[InputSummary]) -> list[LicensedInput]:
+    """Origins of the inputs, and their licenses; cards on the hub are fetched at the commit that was merged."""
     found = []
     for given in inputs:
         for place in given.models or (given.location,):
             hub_id = hub_id_of(place)
             name = place.partition("@")[0] if hub_id else place
             pinned = f"{name}@{given.commit}" if hub_id and given.commit and not given.models else place
-            found.append(Origin(given.label + (f" ({name})" if given.models else ""), hub_id, _licences(pinned)))
+            found.append(LicensedInput(given.label + (f" ({name})" if given.models else ""), hub_id, _licenses(pinned)))
     return found
 
 
-def _licences(location: str) -> tuple[str, ...]:
-    """Licences that the card of an input states; none without a card."""
+def _licenses(location: str) -> tuple[str, ...]:
+    """Licenses that the card of an input states; none without a card."""
     with contextlib.suppress(MergeError, OSError):  # an input that was read, whose card cannot be: unknown
         source = find_source(location)
         if "README.md" in source.names:
-            return read_card(read_bytes(source.fetch("README.md"), most=MAX_TEXT).decode("utf-8", "replace")).licences
+            return read_card(read_bytes(source.fetch("README.md"), most=MAX_TEXT).decode("utf-8", "replace")).licenses
     return ()
 
 
-def combine(origins: Sequence[Origin]) -> CombinedLicence:
-    """The licence of a model that is made of all inputs.
+def combine(origins: Sequence[LicensedInput]) -> CombinedLicense:
+    """The license of a model that is made of all inputs.
 
     One that all share is its own. Of permissive ones all are listed. One that is not permissive holds for all, with the
     notices of the others. Two of these conflict: neither allows terms beyond its own, so a person must decide. With an
-    input whose licence is unknown nothing is stated.
+    input whose license is unknown nothing is stated.
 
-    >>> combine([Origin("base", "", ("llama3.1",)), Origin("math", "", ("apache-2.0",))]).head
+    >>> combine([LicensedInput("base", "", ("llama3.1",)), LicensedInput("math", "", ("apache-2.0",))]).head
     {'license': 'llama3.1'}
     """
-    by_licence: dict[str, list[str]] = {}
+    by_license: dict[str, list[str]] = {}
     for origin in origins:
-        for licence in origin.licences:
-            by_licence.setdefault(licence, []).append(origin.label)
-    unknown = [o.label for o in origins if not o.licences]
-    strict = [name for name in by_licence if name not in PERMISSIVE]
-    stated = "; ".join(f"`{_plain(n)}`: {', '.join(map(markdown, labels))}" for n, labels in by_licence.items())
-    text = f"Licences that the inputs state: {stated or 'none'}."
+        for license in origin.licenses:
+            by_license.setdefault(license, []).append(origin.label)
+    unknown = [o.label for o in origins if not o.licenses]
+    strict = [name for name in by_license if name not in PERMISSIVE]
+    stated = "; ".join(f"`{_plain(n)}`: {', '.join(map(markdown, labels))}" for n, labels in by_license.items())
+    text = f"Licenses that the inputs state: {stated or 'none'}."
     if unknown:
         text += f" None was found for {', '.join(map(markdown, unknown))}."
     if len(strict) > 1:
-        pairs = " and ".join(f"{n} ({', '.join(by_licence[n])})" for n in strict)
-        conflict = f"{pairs} are not one licence, and neither is permissive. Ask their owners, or leave one out."
+        pairs = " and ".join(f"{n} ({', '.join(by_license[n])})" for n in strict)
+        conflict = f"{pairs} are not one license, and neither is permissive. Ask their owners, or leave one out."
         head: dict[str, str | list[str]] = {"license": "other", "license_name": "conflict"}
-        return CombinedLicence(head, f"{text}\n\n**Conflict**: {markdown(conflict)}", in_one_line(conflict))
+        return CombinedLicense(head, f"{text}\n\n**Conflict**: {markdown(conflict)}", in_one_line(conflict))
     if unknown:
-        return CombinedLicence({}, f"{text} The licence of this model is not stated here: find out, and add it.")
-    chosen = strict or list(by_licence)
-    others = [n for n in by_licence if n not in chosen]
+        return CombinedLicense({}, f"{text} The license of this model is not stated here: find out, and add it.")
+    chosen = strict or list(by_license)
+    others = [n for n in by_license if n not in chosen]
     text += f" That of this model: {', '.join(f'`{_plain(n)}`' for n in chosen)}."
     if others:
         text += f" The notices of {', '.join(f'`{_plain(n)}`' for n in others)} must be kept."
-    return CombinedLicence({"license": chosen[0] if len(chosen) == 1 else chosen}, text)
+    return CombinedLicense({"license": chosen[0] if len(chosen) == 1 else chosen}, text)
 
 
 def _plain(name: str) -> str:
