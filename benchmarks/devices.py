@@ -8,11 +8,9 @@ Without `--device` all CUDA devices are measured, one alone and all together; it
 none. `cpu:0,1` are simulated devices: they show that the program runs and that the bytes are those of the host, not how
 fast anything is.
 
-`results/devices.json` has a row per method and device: wall time of the whole process, speed up over one thread, bytes
-that went up per second, their share of what the links of these devices carry from pinned memory, and the largest
-relative difference of a tensor from the host's. Simulated devices must write the bytes of the host. `results/
-device_rates.json` has a row per device: products in float32, eigendecompositions in float64 (one, and 16 small ones
-together and one by one), copies from pinned and from ordinary memory.
+`results/devices.json` has a row per method and device: wall time of the whole process, speed up over one thread, and
+the largest relative difference of a tensor from the host's. Simulated devices must write the bytes of the host.
+`results/device_rates.json` has a row per device: products in float32, an eigendecomposition in float64, copies.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ from typing import Any
 
 import torch
 
-import actmat
-from actmat.engine.devices.device import CudaDevice, Device, SimulatedDevice, open_devices
+from actmat.engine.devices import Device, open_devices
 from benchmarks.common import (
     HERE,
     WORK,
@@ -46,21 +43,8 @@ from benchmarks.common import (
 from benchmarks.elementwise import largest_difference
 from benchmarks.make_llama import add_size_arguments, home, make_family, size_from
 
-COLUMNS = ("method", "device", "wall_s", "speed_up", "moved_b", "up_gbps", "share_of_links", "difference")
-RATES = ("device", "name", "memory_b", "matmul_f32_gflops", "eigh_f64_s", "eigh_16_small_s", "eigh_16_single_s",
-         "pinned_up_gbps", "pinned_down_gbps", "ordinary_up_gbps")  # fmt: skip
-SMALL = 256
-"""Side of the matrices of a batch."""
-
-
-def synchronised(device: Device, work: Any) -> Any:
-    """The work, to its end on the device."""
-
-    def run() -> None:
-        work()
-        device.mark().synchronize()
-
-    return run
+COLUMNS = ("method", "device", "wall_s", "speed_up", "difference")
+RATES = ("device", "name", "memory_b", "matmul_f32_gflops", "eigh_f64_s", "up_gbps", "down_gbps")
 
 
 def rates_of(device: Device, matrix: int, block: int) -> dict[str, Any]:
@@ -69,34 +53,29 @@ def rates_of(device: Device, matrix: int, block: int) -> dict[str, Any]:
     Args:
         matrix: side of the matrices; `block`: bytes of a copy.
     """
-    device.activate()
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randn(matrix, matrix, generator=generator).to(device.torch_device)
+    there = device.torch_device
+    a = torch.randn(matrix, matrix, generator=torch.Generator().manual_seed(0)).to(there)
     gram = (a @ a.mT).double()
-    small = torch.randn(16, SMALL, SMALL, generator=generator).double().to(device.torch_device)
-    small = small @ small.mT
-    pinned, ordinary = device.host_buffer(block).fill_(1), torch.ones(block, dtype=torch.uint8)
-    there = device.empty(block, torch.uint8)
+    host = torch.ones(block, dtype=torch.uint8)
+    sent = host.to(there, copy=True)
 
     def seconds(work: Any) -> float:
-        with torch_threads(1):
-            return timed(synchronised(device, work))
+        def to_its_end() -> None:
+            work()
+            if there.type == "cuda":
+                torch.cuda.synchronize(there)
 
-    def one_by_one() -> None:
-        for matrix_SS in small:
-            torch.linalg.eigh(matrix_SS)
+        with torch_threads(1):
+            return timed(to_its_end)
 
     return {
         "device": device.name,
-        "name": torch.cuda.get_device_name(device.torch_device) if isinstance(device, CudaDevice) else "simulated",
-        "memory_b": device.total_bytes(),
+        "name": torch.cuda.get_device_name(there) if there.type == "cuda" else "simulated",
+        "memory_b": device.total_bytes() or 0,
         "matmul_f32_gflops": 2 * matrix**3 / seconds(lambda: a @ a) / 1e9,
         "eigh_f64_s": seconds(lambda: torch.linalg.eigh(gram)),
-        "eigh_16_small_s": seconds(lambda: torch.linalg.eigh(small)),
-        "eigh_16_single_s": seconds(one_by_one),
-        "pinned_up_gbps": block / seconds(lambda: device.send(pinned, there, None).synchronize()) / 1e9,
-        "pinned_down_gbps": block / seconds(lambda: device.fetch(there, pinned).synchronize()) / 1e9,
-        "ordinary_up_gbps": block / seconds(lambda: there.copy_(ordinary)) / 1e9,
+        "up_gbps": block / seconds(lambda: sent.copy_(host)) / 1e9,
+        "down_gbps": block / seconds(lambda: host.copy_(sent)) / 1e9,
     }
 
 
@@ -105,12 +84,6 @@ def single_and_all(names: str) -> list[str]:
     numbers = [d.name.partition(":")[2] for d in open_devices(names)]
     kind = names.partition(":")[0]
     return list(dict.fromkeys([f"{kind}:{numbers[0]}", f"{kind}:{','.join(numbers)}"]))
-
-
-def moved_bytes(base: Path, experts: Sequence[Path], method: str, device: str) -> int:
-    """Bytes that go up in one merge, by the plan."""
-    plan = actmat.plan(base, experts, method=method, device=device)
-    return sum(item.cost.read_bytes for item in plan.on_device)
 
 
 def merge(base: Path, experts: Sequence[Path], method: str, device: str, out: Path) -> Run:
@@ -123,7 +96,7 @@ def merge(base: Path, experts: Sequence[Path], method: str, device: str, out: Pa
     )
 
 
-def rows_of(method: str, names: Sequence[str], links: dict[str, float], given: argparse.Namespace) -> list[Any]:
+def rows_of(method: str, names: Sequence[str], given: argparse.Namespace) -> list[Any]:
     """Rows of one method: the host with one thread, then every choice of devices."""
     base, experts = family_of(given)
     outs = {name: WORK / "out" / f"devices-{name.replace(':', '-').replace(',', '-')}" for name in ("cpu", *names)}
@@ -134,9 +107,6 @@ def rows_of(method: str, names: Sequence[str], links: dict[str, float], given: a
         row: dict[str, Any] = {"method": method, "device": name, **summary(found[name])}
         row["speed_up"] = host / row["wall_s"]
         if name != "cpu":
-            row["moved_b"] = moved_bytes(base, experts, method, name)
-            row["up_gbps"] = row["moved_b"] / row["wall_s"] / 1e9
-            row["share_of_links"] = row["up_gbps"] / sum(links[d.name] for d in open_devices(name))
             row["difference"] = largest_difference(out, outs["cpu"])
             if name.startswith("cpu:") and weights_digest(out) != weights_digest(outs["cpu"]):
                 raise SystemExit(f"{method}: simulated devices {name} wrote other bytes than the host")
@@ -172,10 +142,9 @@ def main() -> None:
         sys.exit(f"torch sees no devices of '{given.device}'; --device cpu:0,1 runs on simulated ones")
     rates = [rates_of(device, given.matrix, given.block) for device in devices]
     print(markdown(rates, RATES))
-    links = {row["device"]: row["pinned_up_gbps"] for row in rates}
-    rows = [row for method in given.methods for row in rows_of(method, single_and_all(given.device), links, given)]
+    rows = [row for method in given.methods for row in rows_of(method, single_and_all(given.device), given)]
     print(markdown(rows, COLUMNS))
-    kind = {"simulated": isinstance(devices[0], SimulatedDevice)}
+    kind = {"simulated": devices[0].name.startswith("cpu")}
     print(write_result(f"{given.name.removesuffix('s')}_rates", rates, columns=RATES, **kind))
     size = size_from(given)
     print(write_result(given.name, rows, columns=COLUMNS, parameters=size.parameters(), experts=given.experts, **kind))

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from actmat.engine.executors import EXECUTORS
 from chaos.pushes import Hub
 from chaos.searches import search_command
 
 WIDTH, LAYERS, RANK = 16, 6, 2
-FIRST_EXECUTOR = "threads"
 PUSHED = "replaced"
 """Folder of the output that is pushed, and of the one that `--overwrite` replaces."""
 
 
 @dataclass(frozen=True)
 class Sort:
-    """A sort of output, and the executor that makes it.
+    """A sort of output.
 
     Args:
-        name: of the sort, without the executor.
-        flags: of `actmat merge`.
-        executor: a name of `EXECUTORS`.
+        name: of the sort.
+        flags: of the command.
         inputs: "checkpoints", "adapters", or "base and adapters".
         verb: "merge", "extract" of a model, "tune", "push" to a stand-in of the hub, or "export" of a model for DCP,
             which does not go on after it was killed. "export" and "tune" refuse to write what they finished.
@@ -36,18 +33,12 @@ class Sort:
 
     name: str
     flags: tuple[str, ...] = ()
-    executor: str = FIRST_EXECUTOR
     inputs: str = "checkpoints"
     verb: str = "merge"
     replaces: bool = False
 
-    @property
-    def label(self) -> str:
-        """Name and executor."""
-        return self.name if self.executor == FIRST_EXECUTOR else f"{self.name}, {self.executor}"
 
-
-_OF_ANY_EXECUTOR = (
+_SORTS = (
     Sort("model", ("--threads", "1")),
     Sort("two threads", ("--threads", "2")),
     Sort("sharded", ("--max-shard-size", "4kB", "--threads", "2")),
@@ -57,20 +48,14 @@ _OF_ANY_EXECUTOR = (
     Sort("adapter", ("--threads", "1"), inputs="adapters"),
     Sort("adapters into a model", ("--threads", "2"), inputs="base and adapters"),
     Sort("overwrite", ("--overwrite", "--threads", "1"), replaces=True),
-)
-DISTURBED = [e for e in EXECUTORS if e != "ray"]
-"""Executors that run in the forked process. Ray's workers are processes elsewhere, which `tests/engine/test_ray.py`
-kills."""
-
-_ON_THE_HOST = (
+    Sort("model, devices", ("--device", "cpu:0,1", "--threads", "1")),
     Sort("extraction", ("--rank", "4", "--threads", "1"), verb="extract"),
     Sort("export", verb="export"),
     Sort("tune", verb="tune"),
     Sort("push", verb="push"),
 )
-SORTS = {s.label: s for e in DISTURBED for s in (replace(o, executor=e) for o in _OF_ANY_EXECUTOR)}
-SORTS |= {s.label: s for s in _ON_THE_HOST}
-"""Every sort of output by every executor that is disturbed here, and those that have none to choose."""
+SORTS = {s.name: s for s in _SORTS}
+"""Every sort of output that is made in a forked process; `on_ray` kills the workers of Ray, which are elsewhere."""
 
 
 def make_inputs(root: Path) -> None:

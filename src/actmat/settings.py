@@ -38,8 +38,5 @@ class RunSettings:
     diagnose: Annotated[bool, Flag(help="Measure and check while merging, and write a report into the output.")] = False
     executor: Annotated[
         str | None,
-        Flag(
-            help="Executor: auto, threads, devices, ray or ray=ADDRESS, see docs/cluster.md; default: the "
-            "recipe's, else auto (devices with --device, else threads)."
-        ),
+        Flag(help="Executor: threads, ray or ray=ADDRESS, see docs/cluster.md; default: the recipe's, else threads."),
     ] = None

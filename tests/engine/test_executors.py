@@ -226,7 +226,7 @@ def test_a_diagnosis_names_its_executor(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("registered")
 def test_an_unknown_executor_is_refused_with_the_known_names(tmp_path: Path) -> None:
     family = Family.make(tmp_path, layers=1)
-    with pytest.raises(RecipeError, match=r"'reverse'\. Did you mean 'reversed'\? .*threads, devices, reversed, ray"):
+    with pytest.raises(RecipeError, match=r"'reverse'\. Did you mean 'reversed'\? .*threads, reversed, ray"):
         actmat.merge(family.base, family.experts, out=family.out, executor="reverse")
     with pytest.raises(RecipeError, match=r"no executor 'rya'\. Did you mean 'ray'\?"):
         actmat.diagnose(family.base, family.experts, executor="rya")

@@ -10,8 +10,9 @@ import torch
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.diagnostics.observer import Observers
+from actmat.engine.devices import check_device
 from actmat.engine.memory import Budget, Room, Scratch, available_memory
-from actmat.engine.resources import check_device, share_resources
+from actmat.engine.resources import share_resources
 from actmat.errors import RecipeError
 from actmat.experts.base import Source
 from actmat.layout.types import Role, TensorLayout

@@ -356,7 +356,7 @@ def test_units_go_where_the_plan_places_them(tmp_path: Path) -> None:
         worker = Worker(lambda: "node7")
         opening = Opening("key", {}, os.getcwd(), synchronous=True, room=GB, device=device)
         assert worker.open(opening, dataclasses.replace(spec, device="cpu:0")).error is None
-        assert (worker._opened._staging is not None) == device
+        assert (worker._opened.device is not None) == device
         assert worker.merge(units[:-1], units[-1]).error is None
         assert worker.merge(units[-1:]).error is None
         worker.close()

@@ -19,7 +19,7 @@ from tests.helpers.sessions import Run, merge_units, other_process, run_here
 
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.observer import Observers
-from actmat.engine.devices.reader import DeviceReader
+from actmat.engine.devices import Device
 from actmat.engine.findings import Findings
 from actmat.engine.observer import NoWriter
 from actmat.engine.session import Session, SessionSpec, UnitResult
@@ -237,7 +237,8 @@ def test_one_matrix_method_is_enough_to_compute_on_the_device(tmp_path: Path) ->
         recipes = [make_recipe(fields | {"method": m}) for m in methods]
         with open_inputs(recipes) as opened:
             inputs, plans = opened.inputs, tuple(plans_of(opened, DeviceRoom("cpu:0")))
-            session = Session(SessionSpec(plans, fields["base"], (), (None,), device="cpu:0"), inputs, [NoWriter()] * 2)
+            spec = SessionSpec(plans, fields["base"], (), (None,))
+            session = Session(spec, inputs, [NoWriter()] * 2, Device("cpu:0"))
             unit = next(u for u in plan_units(plans, [()] * len(plans), None) if u.name == Q0)
             (reader,) = session._opened(unit).tensors
-            assert (unit.device_bytes > 0, isinstance(reader, DeviceReader)) == (moves, moves)
+            assert (unit.device_bytes > 0, not reader.on_host) == (moves, moves)

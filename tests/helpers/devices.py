@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from actmat.engine.devices.device import Device
-from actmat.engine.executors.devices import DeviceExecutor
+from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.resources import Resources
 from actmat.extras.conformance.executors import _opened, _Run
 from actmat.extras.conformance.samples import Samples
@@ -40,9 +39,8 @@ def large(folder: Path, rows: int = 760, columns: int = 740, layers: int = 2) ->
     return Samples(folder, save("base", base), tuple(save(f"e{t}", e) for t, e in enumerate(experts)))
 
 
-def executor_of(run: _Run, *devices: Device, threads: int = 1) -> DeviceExecutor:
-    names = ",".join(str(n) for n in range(len(devices)))
-    return DeviceExecutor(run.inputs, run.writers, Resources(threads, 1 << 33, f"cpu:{names}"), devices)
+def executor_of(run: _Run, device: str = "cpu:0", *, threads: int = 1, memory: int = 1 << 33) -> ThreadExecutor:
+    return ThreadExecutor(run.inputs, run.writers, Resources(threads, memory, device))
 
 
 @contextlib.contextmanager

@@ -12,8 +12,6 @@ from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.deltas import Deltas
-from actmat.engine.devices.reader import DeviceReader
-from actmat.engine.devices.staging import Staging
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
@@ -44,11 +42,7 @@ class OneTensor:
             base_dtype=dtype, sources=tuple(e.source("w") for e in opened),
         )  # fmt: skip
         inputs = Inputs(labels, checkpoint, opened, ExpertStatistics.none(labels))
-        staging: Staging | None = settings.get("staging")
-        if staging is None:
-            self.reader = TensorReader(self.item, inputs, compute, torch.device("cpu"), Scratch(), self.findings)
-        else:
-            self.reader = DeviceReader(self.item, inputs, compute, staging, Scratch(), self.findings)
+        self.reader = TensorReader(self.item, inputs, compute, Scratch(), self.findings, settings.get("device"))
 
     def first_part(self, strategy: Strategy = "each") -> Deltas:
         """The deltas of the first region, for a method that takes tensors whole."""

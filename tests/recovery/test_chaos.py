@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 from chaos.__main__ import kth
 from chaos.runs import KINDS
-from chaos.sorts import DISTURBED, SORTS
 from tests.helpers.repository import ROOT
-
-from actmat.engine.executors import EXECUTORS
 
 
 def chaos(*flags: str, startup: str = "", folder: Path) -> subprocess.CompletedProcess[str]:
@@ -57,12 +54,6 @@ def test_every_sort_meets_every_kind_of_fault(count: int) -> None:
     sorts = [f"sort {i}" for i in range(count)]
     pairs = [kth(k, sorts) for k in range(count * len(KINDS))]
     assert len(set(pairs)) == len(pairs)
-
-
-def test_every_executor_makes_every_sort() -> None:
-    merges = [s for s in SORTS.values() if s.verb == "merge"]
-    assert len(merges) == len({s.name for s in merges}) * len(DISTURBED)
-    assert {s.executor for s in SORTS.values()} == set(DISTURBED) == set(EXECUTORS) - {"ray"}
 
 
 STRAY = """

@@ -17,7 +17,6 @@ from actmat.diagnostics.checks.merged import SIZE_CHECKS
 from actmat.diagnostics.model import AgreementRow, CheckResult, DataResidual, Diagnosis, MatrixRow
 from actmat.errors import format_size
 from actmat.planning.model import Item, count_actions
-from actmat.planning.placement import STAGING_BYTES
 from actmat.report.words import (
     action_counts,
     copied_thing,
@@ -106,12 +105,7 @@ def _devices(plan: MergePlan) -> str:
     most = max(plan.on_device, key=lambda item: item.cost.device_bytes, default=None)
     needs = "" if most is None else f"; {escape(most.name)} needs most, {format_size(most.cost.device_bytes)} of one"
     has = "" if plan.device_memory is None else f", which has {format_size(plan.device_memory)} for a tensor"
-    simulated = plan.device.startswith("cpu")
-    staging = "" if simulated else f"; the way to each takes {format_size(STAGING_BYTES)} more, on host and device"
-    return (
-        f"devices: {escape(plan.device)}, one worker each (executor 'devices'): {moved} of {len(plan.items)} tensors"
-        f"{needs}{has}{staging}"
-    )
+    return f"devices: {escape(plan.device)}, one worker each: {moved} of {len(plan.items)} tensors{needs}{has}"
 
 
 def _ranks(plan: MergePlan) -> str:

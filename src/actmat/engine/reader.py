@@ -6,7 +6,6 @@ the cache, so that no second copy of a tensor ever exists in the storage dtype.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -39,9 +38,9 @@ class TensorReader:
         item: the tensor.
         inputs: base and experts.
         compute_dtype: dtype of the deltas.
-        device: where deltas are wanted.
         scratch: buffers of this worker.
         findings: receives non-finite values.
+        device: where methods compute; deltas are formed on the host, chunk by chunk, and sent. None: the host.
 
     Attributes:
         reading: of the deltas, for all outputs that share them; None where none is read.
@@ -55,14 +54,15 @@ class TensorReader:
         item: Item,
         inputs: Inputs,
         compute_dtype: torch.dtype,
-        device: torch.device,
         scratch: Scratch,
         findings: Findings,
+        device: torch.device | None = None,
     ) -> None:
         self.item = item
         self.inputs = inputs
         self.compute_dtype = compute_dtype
-        self.device = device
+        self.on_host = device is None  # a simulated device computes on the CPU as well
+        self.device = device or torch.device("cpu")
         self.scratch = scratch
         self.findings = findings
         self.reading: Reading | None = None
@@ -142,23 +142,26 @@ class TensorReader:
             return formed.view(region.shape).to(self.device), source.kind == "formed"
         if into is not None:
             delta = into
-        elif region.numel <= CHUNK:  # the buffer of this expert is overwritten by its next chunk
+        elif region.numel <= CHUNK and self.on_host:  # the buffer of this expert is overwritten by its next chunk
             delta = self.scratch.delta(t).take(region.numel, self.compute_dtype)
         else:
             delta = self.buffer(region)
         changed = False
         for low in range(0, region.numel, CHUNK):
-            high = min(low + CHUNK, region.numel)
-            changed |= self.read_chunk(t, region.start + low, base_raw[low:high], delta[low:high])
-        return delta.view(region.shape).to(self.device), changed
+            there = delta[low : low + CHUNK]
+            piece = there if self.on_host else self.scratch.delta(t).take(there.numel(), self.compute_dtype)
+            changed |= self.read_chunk(t, region.start + low, base_raw[low : low + CHUNK], piece)
+            if not self.on_host:
+                there.copy_(piece)
+        return delta.view(region.shape), changed
 
     def buffer(self, region: Region) -> Tensor:
         """Memory for one delta of the region, flat, overwritten by what is read of the next region."""
-        return self.scratch.room.take(region.numel, self.compute_dtype)
+        return self.scratch.room.take(region.numel, self.compute_dtype) if self.on_host else self.passing_buffer(region)
 
     def passing_buffer(self, region: Region) -> Tensor:
         """Memory for one delta of the region, flat, which is free when the last delta has been dropped."""
-        return torch.empty(region.numel, dtype=self.compute_dtype)
+        return torch.empty(region.numel, dtype=self.compute_dtype, device=self.device)
 
     def chunk_buffer(self, region: Region) -> Tensor:
         """Memory for one delta after the other of a region of one chunk at most: however many experts, one buffer."""
@@ -167,30 +170,18 @@ class TensorReader:
     @property
     def chunkable(self) -> bool:
         """See `planning.reading.Access`."""
-        return self.device.type == "cpu" and self.item.is_chunkable
-
-    @property
-    def on_host(self) -> bool:
-        """True if deltas and results lie in the host's memory."""
-        return self.device.type == "cpu"
-
-    def computing(self) -> AbstractContextManager[None]:
-        """For calls of methods: whatever the device needs to know of them."""
-        return contextlib.nullcontext()
+        return self.on_host and self.item.is_chunkable
 
     def converted_base(self, region: Region, base_raw: Tensor) -> Tensor:
         """The base on this region in the compute dtype, shaped like it, for a method that takes it."""
-        if base_raw.dtype == self.compute_dtype or region.numel <= CHUNK:
-            return base_raw.to(self.compute_dtype).view(region.shape).to(self.device)
-        return (
-            self.scratch.room.take(region.numel, self.compute_dtype).copy_(base_raw).view(region.shape).to(self.device)
-        )
+        if not self.on_host or base_raw.dtype == self.compute_dtype or region.numel <= CHUNK:
+            return base_raw.to(self.device).to(self.compute_dtype).view(region.shape)
+        return self.scratch.room.take(region.numel, self.compute_dtype).copy_(base_raw).view(region.shape)
 
     def result(self, region: Region) -> Tensor:
         """Memory for the merged delta of a region, shaped like it; contents arbitrary."""
-        if self.device.type != "cpu" or region.numel <= CHUNK:
-            return torch.empty(region.shape, dtype=self.compute_dtype, device=self.device)
-        return self.scratch.room.take(region.numel, self.compute_dtype).view(region.shape)
+        small = region.numel <= CHUNK
+        return (self.passing_buffer(region) if small else self.buffer(region)).view(region.shape)
 
     def read_chunk(self, t: int, start: int, base_raw: Tensor, out: Tensor) -> bool:
         """Write the delta of expert `t` from entry `start` on; whether a first look finds anything but zeros."""
@@ -302,9 +293,6 @@ class TensorReader:
         """Per logical matrix of the region, every expert's delta in factored form; no expert stores the tensor."""
         per_expert = [_logical(e, s, region) for e, s in zip(self.inputs.experts, self._sources, strict=True)]
         return [list(group) for group in zip(*per_expert, strict=True)]
-
-    def close(self) -> None:
-        """Give back what was taken to read ahead."""
 
     @property
     def n_experts(self) -> int:

@@ -10,16 +10,13 @@ import torch
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.writing.shards import parse_size
-from actmat.engine.devices.device import open_devices
-from actmat.engine.devices.names import check_device, check_device_name
+from actmat.engine.devices import open_devices
 from actmat.engine.memory import available_memory
 from actmat.engine.observer import ObserverFactory
 from actmat.errors import RecipeError, format_size
 from actmat.planning.cost import BASELINE_BYTES
 from actmat.planning.model import MergePlan
 from actmat.system import usable_cores
-
-__all__ = ["Resources", "check_device", "check_device_name", "one_thread", "share_resources"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +26,7 @@ class Resources:
     Args:
         workers: tensors at work at the same time.
         memory: budget of all workers together, in bytes, see `plan.cost`.
-        device: names of the devices that merge items, see `devices.names`.
-        device_memory: bytes that each of them may use; None: what it has.
+        device: names of the devices that merge items, see `engine.devices`.
         workers_given, memory_given: whether the user set the limit; else it is what this machine has, which tells
             nothing about other machines.
         in_order: begin units in the order of the output, so that its files are finished one after another.
@@ -39,7 +35,6 @@ class Resources:
     workers: int
     memory: int
     device: str = "cpu"
-    device_memory: int | None = None
     workers_given: bool = True
     memory_given: bool = True
     in_order: bool = False
@@ -51,18 +46,16 @@ def share_resources(
     max_memory: str | int | None,
     threads: int | None,
     observers: ObserverFactory | None = None,
-    device_memory: int | None = None,
     buffer_bytes: int = 0,
 ) -> Resources:
     """Workers and memory for these plans.
 
     Args:
         plans: what is to be done.
-        device: names of the devices that merge items; each has buffers on the host.
+        device: names of the devices that merge items; each has a worker.
         max_memory: limit for the whole process, such as "4GB"; default: nine tenths of what is free now.
         threads: workers; default: one per core that this process may use.
         observers: of a run that is measured, which takes memory too.
-        device_memory: bytes that each device may use.
         buffer_bytes: what each worker takes to read inputs ahead.
 
     Raises:
@@ -78,19 +71,18 @@ def share_resources(
         for i in p.items
     ]
     largest, worst = max(peaks, key=lambda peak: peak[0], default=(0, ""))
-    devices = open_devices(device)
-    buffers = sum(d.staging_bytes for d in devices) + (workers + len(devices)) * buffer_bytes
+    buffers = (workers + len(open_devices(device))) * buffer_bytes
     process = BASELINE_BYTES + buffers + sum(p.process_bytes - BASELINE_BYTES for p in plans)
     if max_memory is None:
         memory = max(int(0.9 * available_memory()) - process, largest)
-        return Resources(workers, memory, device, device_memory, workers_given=threads is not None, memory_given=False)
+        return Resources(workers, memory, device, workers_given=threads is not None, memory_given=False)
     limit = parse_size(max_memory)
     if limit < process + largest:
         raise RecipeError(
             f"--max-memory {max_memory} is too little: tensor '{worst}' alone needs {format_size(largest)}, "
             f"the process itself {format_size(process)}: allow at least {format_size(process + largest)}."
         )
-    return Resources(workers, limit - process, device, device_memory, workers_given=threads is not None)
+    return Resources(workers, limit - process, device, workers_given=threads is not None)
 
 
 @contextlib.contextmanager

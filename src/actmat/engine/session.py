@@ -25,9 +25,7 @@ from actmat.checkpoints.writing.spool import SpoolWriter
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.content import broken_ties, foreign_tensors
 from actmat.engine.deltas import Deltas
-from actmat.engine.devices.device import open_devices
-from actmat.engine.devices.reader import DeviceReader
-from actmat.engine.devices.staging import Staging
+from actmat.engine.devices import Device, device_memory_errors, open_devices
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.kernels import KERNELS
@@ -59,8 +57,8 @@ class SessionSpec:
         outputs: per plan, the folder of the files to write; None: nothing is written.
         observers: makes observers, for a run with a diagnosis.
         surveys: results of surveys of whole models.
-        device: where items with `device_bytes` are merged, see `devices.names`; of several, a session takes the first,
-            unless it is given one (`Staging`).
+        device: where items with `device_bytes` are merged, see `engine.devices`; a session of its own process takes
+            the first of several.
         room: bytes that a worker may keep mapped between tensors.
     """
 
@@ -102,25 +100,23 @@ class Session:
         spec: what is to be done.
         inputs: opened.
         writers: per plan, receives the output's bytes.
-        staging: the way to the device that it uses; default: to the first that the spec names, if it names any.
+        device: that it uses for items with `device_bytes`; default: all items are merged on the host.
 
     Attributes:
         inspect_only: set it when the run has failed and values are read only to find all problems.
     """
 
     def __init__(
-        self, spec: SessionSpec, inputs: Inputs, writers: Sequence[SinkSource], staging: Staging | None = None
+        self, spec: SessionSpec, inputs: Inputs, writers: Sequence[SinkSource], device: Device | None = None
     ) -> None:
         self.spec = spec
         self.inputs = inputs
         self.inspect_only = False
         self._writers = writers
         self._compute = torch_dtype(spec.plans[0].recipe.compute_dtype)
-        devices = open_devices(spec.device) if staging is None else []
-        self._staging = Staging(devices[0]) if devices else staging
+        self.device = device
         self._tolerant = spec.plans[0].recipe.allow_nonfinite
         self._scratch = Scratch(keep=spec.room)
-        self._ahead: dict[Unit, _Opened] = {}
 
     @classmethod
     @contextlib.contextmanager
@@ -151,9 +147,8 @@ class Session:
                 writer = ShardWriter(folder, plan.shards, durable=False, attach=attach)  # the driver syncs in the end
                 stack.callback(writer.close)
                 writers.append(writer)
-            session = cls(spec, Inputs(recipe.labels, base, experts, statistics), writers)
-            stack.callback(session.forget)
-            yield session
+            device = next(iter(open_devices(spec.device)), None)
+            yield cls(spec, Inputs(recipe.labels, base, experts, statistics), writers, device)
 
     def merge(self, unit: Unit) -> UnitResult:
         """Merge and write one unit.
@@ -161,13 +156,15 @@ class Session:
         Raises:
             NumericalError, RecipeError: from a method, with the name of the item.
             CheckpointError, OutputError: an input or the output cannot be read or written.
+            MergeError: a device has too little memory.
         """
-        opened = self._ahead.pop(unit, None) or self._opened(unit)
+        opened = self._opened(unit)
         members = [member for group in unit.groups for member in group]
         tasks = [self._task(member) for member in members]
         for reader in opened.tensors:
             reader.inspect_only = self.inspect_only
-        with torch.no_grad(), contextlib.closing(opened):
+        used = self.device if unit.device_bytes else None
+        with torch.no_grad(), device_memory_errors(used, unit.name, unit.device_bytes):
             records = KERNELS[unit.kernel](tasks, opened.reader)
             findings = opened.findings
             for task, record in zip(tasks, records, strict=False):
@@ -176,21 +173,9 @@ class Session:
         return UnitResult(unit, tuple((member[0], r) for member, r in zip(members, kept, strict=False)), findings)
 
     def prefetch(self, unit: Unit) -> None:
-        """Read ahead what a unit needs, or ask the system to."""
+        """Ask the system to read ahead what a unit needs."""
         for group in unit.groups:
             self.inputs.prefetch(_leader([self._item(member) for member in group]))
-        if self._staging is None or not unit.device_bytes or unit in self._ahead:
-            return
-        self._ahead[unit] = self._opened(unit)
-        for reader in self._ahead[unit].tensors:
-            if isinstance(reader, DeviceReader):
-                self._staging.announce(reader.transfers(reader.regions))
-
-    def forget(self) -> None:
-        """Stop to read ahead: no unit comes after this."""
-        for opened in self._ahead.values():
-            opened.close()
-        self._ahead = {}
 
     def observe(self, item: Item, state: Any) -> None:
         """Give the deltas of an item to a state of its method's survey."""
@@ -208,14 +193,13 @@ class Session:
             return
         assert item.call is not None
         acts_on = get_method(item.call.method).acts_on
-        with contextlib.closing(self._alone(item, Reading("held"))) as opened:
-            (reader,) = opened.tensors
-            for region in cut(item.shape, item.layout, acts_on):
-                deltas = Deltas(reader, region, reader.read_base(region), "held")
-                split = [region.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas.held()]
-                for k in range(len(split[0])):
-                    yield [s[k] for s in split]
-                deltas.release()
+        (reader,) = self._alone(item, Reading("held")).tensors
+        for region in cut(item.shape, item.layout, acts_on):
+            deltas = Deltas(reader, region, reader.read_base(region), "held")
+            split = [region.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas.held()]
+            for k in range(len(split[0])):
+                yield [s[k] for s in split]
+            deltas.release()
 
     def _check(self, task: Task, record: Record, findings: Findings, outputs: Sequence[Task]) -> None:
         """Compare the content that was read of a tensor with ties and with what statistics were measured on."""
@@ -274,9 +258,8 @@ class Session:
         return _Opened(findings, reader, [reader])
 
     def _tensor_reader(self, item: Item, findings: Findings, scratch: Scratch, *, on_device: bool) -> TensorReader:
-        if on_device and self._staging is not None:
-            return DeviceReader(item, self.inputs, self._compute, self._staging, scratch, findings)
-        return TensorReader(item, self.inputs, self._compute, torch.device("cpu"), scratch, findings)
+        device = self.device.torch_device if on_device and self.device is not None else None
+        return TensorReader(item, self.inputs, self._compute, scratch, findings, device)
 
 
 @dataclass(frozen=True)
@@ -286,10 +269,6 @@ class _Opened:
     findings: Findings
     reader: TensorReader | PoolReader | AdapterReader
     tensors: Sequence[TensorReader] = ()
-
-    def close(self) -> None:
-        for reader in self.tensors:
-            reader.close()
 
 
 def _leader(items: Sequence[Item]) -> Item:

@@ -11,7 +11,6 @@ delta it is kept; of an expert, the run that is being read, so that many experts
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -138,7 +137,6 @@ class InputSample:
         self._each = sample_runs(item.numel)
         self._added = [0] * len(self._each)  # by run: number of experts in the sum
         self._waiting: dict[tuple[int, int], Tensor] = {}  # (run, expert) -> entries, until those before are there
-        self._lock = threading.Lock()  # a device's staging reads ahead in a thread of its own
         self.total = torch.zeros(sum(b - a for a, b in self._each), dtype=torch.float64)
         self.squares = [0.0] * len(sources)
 
@@ -149,15 +147,14 @@ class InputSample:
         if start + len(data) // dtype.itemsize <= (runs if k else self._base).wanted_from:
             return
         entries = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
-        with self._lock:
-            if k == 0:
-                self._base.add(start, entries)
-                return
-            for run, position, piece in runs.cut(start, entries):
-                whole = self._completed(k - 1, run, position, piece)
-                if whole is not None:
-                    self._waiting[run, k - 1] = whole
-                    self._add_up(run)
+        if k == 0:
+            self._base.add(start, entries)
+            return
+        for run, position, piece in runs.cut(start, entries):
+            whole = self._completed(k - 1, run, position, piece)
+            if whole is not None:
+                self._waiting[run, k - 1] = whole
+                self._add_up(run)
 
     def finish(self) -> None:
         """Add the formed deltas that no stored one preceded; all bytes were given."""

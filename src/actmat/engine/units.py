@@ -74,13 +74,18 @@ def _unit(plans: Sequence[MergePlan], groups: Sequence[tuple[Member, ...]], obse
     observing = 0 if observers is None else sum(observers.memory(i, width) for group in items for i in group)
     observed = observers is not None and any(i.is_observed for i in items[0] if i.call is not None)
     kernel, reading = shared_way(items[0], observed=observed)
+    merging = [i for group in items for i in group if i.call is not None]
+    planned = max((i.cost.device_bytes for i in merging), default=0)
+    is_shared = any(sum(i.call is not None for i in group) > 1 for group in items)
+    together = merging[0].numel * (len(merging[0].sources) + 2) * width if is_shared else 0
+    device_bytes = _device_bytes(merging, planned, together + observing, plans[0].device_memory)
     return Unit(
         groups=tuple(ordered),
         name=items[0][0].name,
         traffic=sum(max(i.cost.read_bytes + i.cost.write_bytes for i in group) for group in items),
-        host_bytes=max(_host_bytes(group, width) for group in items) + observing,
+        host_bytes=max(_host_bytes(group, width) for group in items) + observing + (0 if device_bytes else planned),
         flops=sum(i.cost.flops for group in items for i in group),
-        device_bytes=_device_bytes(items, width, observing),
+        device_bytes=device_bytes,
         kernel=kernel,
         reading=reading,
     )
@@ -106,19 +111,21 @@ def _host_bytes(group: Sequence[Item], itemsize: int) -> int:
     return largest + (merging[0].numel * together * itemsize if merging else 0)
 
 
-def _device_bytes(groups: Sequence[Sequence[Item]], itemsize: int, observing: int) -> int:
+def _device_bytes(items: Sequence[Item], planned: int, together: int, room: int | None) -> int:
     """Memory on a device for the items of one unit, which are merged in one place; 0 if that is the host.
 
     Items that are cheap enough for the host go along with others, those that are too large for a device keep the others
     with them.
+
+    Args:
+        items: that are merged, of all variants.
+        planned: memory for the largest of them.
+        together: memory for all that share the deltas.
+        room: memory of a device; None: not known.
     """
-    merging = [i for group in groups for i in group if i.call is not None]
-    largest = max((i.cost.device_bytes for i in merging), default=0)
-    if not largest or any(not i.cost.device_bytes and _is_heavy(i) for i in merging):
-        return 0
-    variants = max(sum(i.call is not None for i in group) for group in groups)
-    together = merging[0].numel * (len(merging[0].sources) + 2) * itemsize if variants > 1 else 0
-    return largest + together + observing
+    need = planned + together
+    fits = room is None or need <= room
+    return need if planned and fits and all(i.cost.device_bytes or not _is_heavy(i) for i in items) else 0
 
 
 def _is_heavy(item: Item) -> bool:

@@ -1,7 +1,5 @@
 """LAPACK's eigen- and singular value decompositions, with every retry recorded.
 
-A caller that merges several matrices at a time may combine their decompositions into batches (`decomposed_by`).
-
 LAPACK's divide and conquer can fail to converge on finite input. The decompositions here then try again, in float64
 and after that with a jitter, and return the names of the retries; they never give another answer silently.
 
@@ -10,9 +8,7 @@ Shapes: `M` rows, `N` columns (or the side of a symmetric matrix), `R = min(M, N
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,22 +23,6 @@ Retries = tuple[str, ...]
 
 Attempt = Callable[[Tensor], Tensor | Sequence[Tensor]]
 """A decomposition: matrix -> its factor or factors. Raises LinAlgError if it does not converge."""
-
-_DECOMPOSE: ContextVar[Callable[[Attempt, Tensor], Tensor | Sequence[Tensor]] | None]
-_DECOMPOSE = ContextVar("_DECOMPOSE", default=None)
-
-
-@contextlib.contextmanager
-def decomposed_by(run: Callable[[Attempt, Tensor], Tensor | Sequence[Tensor]]) -> Iterator[None]:
-    """Inside, in this thread, `run(attempt, matrix)` gives what `attempt(matrix)` does: the same bits on the CPU.
-
-    Attempts of one kind are one object, so that `run` may stack matrices whose attempts are the same.
-    """
-    token = _DECOMPOSE.set(run)
-    try:
-        yield
-    finally:
-        _DECOMPOSE.reset(token)
 
 
 class Eigen(NamedTuple):
@@ -122,8 +102,7 @@ def _with_retries(matrix: Tensor, attempt: Attempt, what: str) -> tuple[Sequence
             matrix = matrix.double() if retry == "float64" else _jittered(matrix)
             retries.append(retry)
         try:
-            run = _DECOMPOSE.get()
-            found = attempt(matrix) if run is None else run(attempt, matrix)
+            found = attempt(matrix)
         except LinAlgError:
             continue
         factors = [found] if isinstance(found, Tensor) else found

@@ -1,10 +1,8 @@
 """Placement of items: on a device or on the host, with the memory of each and the reason in words.
 
-    device = base as stored + whole deltas + the method's workspace and statistics    (as on the host, `planning.cost`)
-           + chunks that are widened, added up and cast
-    host   = base as stored + one statistic as stored + chunks of the result
-
-Blocks of bytes on their way to a device, and scratch memory of its libraries, belong to the device and not to an item.
+device = whole deltas + the base where the method takes it + the method's workspace and statistics
+         (as on the host, `planning.cost`)
+host   = base as stored + one delta that is formed from factors + one statistic as stored + chunks
 """
 
 from __future__ import annotations
@@ -23,19 +21,7 @@ from actmat.planning.cost import (
 )
 from actmat.planning.item import Item, Kernel, Reading
 from actmat.planning.reading import regions_of, way_of
-from actmat.planning.regions import Region
-
-BLOCK_BYTES = 32 << 20
-"""Bytes that are moved to a device at a time: enough to reach the bandwidth of a link."""
-
-STAGED_BLOCKS = 10
-"""Blocks on their way to a device, each with memory on the host and on the device."""
-
-STAGING_BYTES = STAGED_BLOCKS * BLOCK_BYTES
-"""Memory of the way to one device, on the host and on the device."""
-
-MOVED_ENTRIES = 1 << 24
-"""Entries that are widened at a time on a device: a block of bytes in bfloat16."""
+from actmat.planning.regions import CHUNK, Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +77,7 @@ def place(item: Item, call: CallShape, room: DeviceRoom) -> Placed:
         return dataclasses.replace(here, words=f", on the host: {why}")
     kernel, reading = way_of(item, regions, call.caps, call.width, on_device=True)
     assert reading is not None, "factors stay on the host"
-    need = max(_on_device(region, call, reading) for region in regions)
+    need = max(region_peak_bytes(region, call, reading) for region in regions) - call.library_bytes
     if room.memory is not None and need > room.memory:
         why = f"it needs {format_size(need)} of a device, which has {format_size(room.memory)}"
         return dataclasses.replace(here, words=f", on the host: {why}")
@@ -109,12 +95,8 @@ def _why_on_host(call: CallShape, kernel: Kernel, room: DeviceRoom) -> str:
     return ""
 
 
-def _on_device(region: Region, call: CallShape, reading: Reading) -> int:
-    whole = region_peak_bytes(region, call, reading)
-    return whole - call.library_bytes + 2 * call.width * min(region.numel, MOVED_ENTRIES)
-
-
 def _beside_device(region: Region, call: CallShape) -> int:
+    """Memory on the host for a region that a device merges."""
     matrices = region.layout.matrix_shapes(region.shape) if call.method.acts_on == "matrix" else [region.shape]
     statistics = statistics_bytes(call.method, matrices, 1, call.width)
-    return region.numel * call.base_itemsize + statistics + 2 * call.width * min(region.numel, MOVED_ENTRIES)
+    return region.numel * (call.base_itemsize + call.width) + statistics + 4 * 8 * min(region.numel, CHUNK)

@@ -260,9 +260,7 @@ class Recipe(Strict):
     executor: str | None = Field(
         default=None,
         exclude=True,  # not in plans, manifests and fingerprints: it decides nothing about the result
-        description=(
-            "executor if --executor is not given: auto, threads, devices, ray or ray=ADDRESS, see docs/cluster.md"
-        ),
+        description=("executor if --executor is not given: threads, ray or ray=ADDRESS, see docs/cluster.md"),
     )
 
     @model_validator(mode="before")

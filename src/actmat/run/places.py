@@ -17,9 +17,8 @@ from actmat.checkpoints.resolve import find_source
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.checkpoints.writing.staging import check_output_path
 from actmat.diagnostics.model import REPORT_NAME
-from actmat.engine.devices.device import device_room
-from actmat.engine.devices.names import check_device, check_device_name
-from actmat.engine.executors import AUTO, computes_here, find_executor
+from actmat.engine.devices import check_device, device_room
+from actmat.engine.executors import THREADS, computes_here, find_executor
 from actmat.errors import CheckpointError, MergeError, OutputError, Problems, RecipeError
 from actmat.planning.placement import HOST, DeviceRoom
 from actmat.recipe import Recipe
@@ -55,7 +54,7 @@ def find_place(
 
     Args:
         recipes: what is wanted.
-        settings: of the run: its executor counts, else the recipe's, else `auto`.
+        settings: of the run: its executor counts, else the recipe's, else `threads`.
         writes: whether outputs are written.
         problems: receives problems.
         here: whether the run takes place on this machine; devices of a plan need not be here.
@@ -63,13 +62,13 @@ def find_place(
     Raises:
         RecipeError: a recipe names no output.
     """
-    executor, room = settings.executor or recipes[0].executor or AUTO, HOST
+    executor, room = settings.executor or recipes[0].executor or THREADS, HOST
     if here:
         with problems.noted():
             find_executor(executor, settings.device)
     with problems.noted():
-        if here:  # devices must be on this machine, unless the executor computes on others
-            (check_device if computes_here(executor) else check_device_name)(settings.device)
+        if here and computes_here(executor):
+            check_device(settings.device)
         room = device_room(settings.device, settings.device_memory)
     if writes == "nothing":
         return Place(settings, executor, room)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.checkpoints.writing.shards import parse_size
 from actmat.diagnostics.observer import Observers
 from actmat.engine.inputs import Inputs
 from actmat.engine.resources import Resources, share_resources
@@ -65,7 +64,6 @@ def prepare(opened: Opened, *, measured: bool | None = None) -> Prepared:
         settings.max_memory,
         settings.threads,
         observers,
-        None if settings.device_memory is None else parse_size(settings.device_memory),
         inputs.buffer_bytes,
     )
     if any(isinstance(out, str) for out in place.outs):  # shards that are finished can be sent

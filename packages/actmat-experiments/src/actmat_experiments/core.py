@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.memory import tensor_specs
-from actmat.engine.resources import check_device, one_thread
+from actmat.engine.devices import check_device
+from actmat.engine.resources import one_thread
 from actmat.engine.units import plan_units, planned_seconds
 from actmat.extras.collect.binding import bind
 from actmat.extras.collect.collect import Collected, collect, measured

@@ -10,16 +10,15 @@ from typing import Any
 
 from actmat import plugins
 from actmat.engine.executors.base import ExecutorFactory
-from actmat.engine.executors.devices import DeviceExecutor
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.errors import RecipeError, did_you_mean
 
-__all__ = ["AUTO", "EXECUTORS", "computes_here", "find_executor"]
+__all__ = ["EXECUTORS", "THREADS", "computes_here", "find_executor"]
 
-AUTO, DEVICES, THREADS = "auto", "devices", "threads"
-"""Names; `auto`, that of a run that names none, takes `devices` where there are devices, else `threads`."""
+THREADS = "threads"
+"""Name of the executor of a run that names none."""
 
-EXECUTORS: Mapping[str, ExecutorFactory] = {THREADS: ThreadExecutor, DEVICES: DeviceExecutor}
+EXECUTORS: Mapping[str, ExecutorFactory] = {THREADS: ThreadExecutor}
 """The executors of the core, by the names under which a run asks for them."""
 
 GROUP = "actmat.executors"
@@ -29,22 +28,20 @@ INSTALLED_BY = {"ray": "pip install 'actmat[ray]'"}
 
 
 def find_executor(text: str, device: str = "cpu") -> ExecutorFactory:
-    """The executor that `NAME` or `NAME=ADDRESS` names, see also `AUTO`.
+    """The executor that `NAME` or `NAME=ADDRESS` names.
 
     Args:
         text: the name.
-        device: see `devices.names`.
+        device: see `engine.devices`.
 
     Raises:
         RecipeError: there is none, with those that there are; or it does not fit the devices. Or it takes no address,
             or its packages are not installed.
     """
-    if text == AUTO:
-        return EXECUTORS[THREADS if device == "cpu" else DEVICES]
     name, equals, address = text.partition("=")
     kind = _named(name)
     if kind is None:
-        known = dict.fromkeys((AUTO, *EXECUTORS, *plugins.entries(GROUP)))
+        known = dict.fromkeys((*EXECUTORS, *plugins.entries(GROUP)))
         fix = f" Fix: {INSTALLED_BY[name]}." if name in INSTALLED_BY else did_you_mean(name, known)
         raise RecipeError(f"There is no executor '{name}'.{fix} Executors: {', '.join(known)}.")
     at = getattr(kind, "at", None)
@@ -59,8 +56,7 @@ def find_executor(text: str, device: str = "cpu") -> ExecutorFactory:
 
 def computes_here(text: str) -> bool:
     """True if the units of this executor run on this machine, with its devices."""
-    name = text.partition("=")[0]
-    return name == AUTO or not getattr(_named(name), "elsewhere", False)
+    return not getattr(_named(text.partition("=")[0]), "elsewhere", False)
 
 
 def _named(name: str) -> Any:

@@ -1,18 +1,23 @@
-"""Run units on this machine: several threads, each on one unit at a time, within a memory budget.
+"""Run units on this machine: threads on the host within a memory budget, and one worker per device.
 
 Every worker runs its linear algebra on one core. Results then cannot depend on how many workers there are (a
 threaded BLAS may split sums differently), and two workers scale better than one threaded eigensolver. Units begin in
 the order of their planned time, longest first.
+
+The plan says which units a device merges. A device has one worker, so that units do not compete for its memory.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
+from actmat.engine.devices import open_devices
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Budget
 from actmat.engine.observer import SinkSource
@@ -22,34 +27,27 @@ from actmat.engine.survey import SurveyKey, run_surveys
 from actmat.engine.units import Unit, planned_seconds
 from actmat.planning.model import Item
 
+_Pool = concurrent.futures.ThreadPoolExecutor
+
 
 class ThreadExecutor:
     """Threads of this process, which share the open inputs and output files.
 
     Args:
         inputs, writers: as for `Session`.
-        resources: number of workers, memory of all together.
+        resources: number of workers and memory of the host; names of the devices.
     """
 
     def __init__(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> None:
         self._inputs = inputs
         self._writers = writers
         self._resources = resources
+        self._devices = open_devices(resources.device)
         self._local = threading.local()
-
-    @staticmethod
-    def device_problem(device: str) -> str | None:
-        """See `Executor`."""
-        if device == "cpu":
-            return None
-        return (
-            f"computes on the host, and the device is '{device}': several threads would share a device. Leave the "
-            "executor out, or the device."
-        )
 
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
         """See `Executor`."""
-        with one_thread(), self._pool() as pool:
+        with one_thread(), self._pools() as (host, devices):
 
             def observe(fork: Callable[[], Any], items: Sequence[Item]) -> list[Any]:
                 mine, states = threading.local(), []
@@ -60,22 +58,33 @@ class ThreadExecutor:
                         states.append(mine.state)
                     self._session(spec).observe(item, mine.state)
 
-                for _ in pool.map(one, items):
-                    pass
+                futures = [(devices if item.cost.device_bytes else host).submit(one, item) for item in items]
+                try:
+                    for future in futures:
+                        future.result()
+                finally:
+                    for future in futures:
+                        future.cancel()
                 return states
 
             return run_surveys(spec.plans, observe)
 
     def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
-        """See `Executor`."""
-        units = list(units)
-        workers = self._resources.workers
-        if workers > 1 and not self._resources.in_order:
-            units.sort(key=planned_seconds, reverse=True)  # a long unit at the end would leave the other workers idle
-        spec = dataclasses.replace(spec, room=room_for(units, self._resources))
-        tasks = _Tasks(units, workers, Budget(self._resources.memory), lambda: self._session(spec))
-        with one_thread(), self._pool() as pool:
-            running = {pool.submit(tasks.merge, i) for i in range(len(units))}
+        """See `Executor`.
+
+        Raises:
+            MergeError: a device runs out of memory.
+        """
+        workers, devices = self._resources.workers, len(self._devices)
+        if workers + devices > 1 and not self._resources.in_order:
+            units = sorted(units, key=planned_seconds, reverse=True)  # a long one at the end would leave others idle
+        here = [u for u in units if not (u.device_bytes and devices)]
+        moved = [u for u in units if u.device_bytes and devices]
+        spec = dataclasses.replace(spec, room=room_for(here, self._resources))
+        run = _Run(Budget(self._resources.memory), lambda: self._session(spec))
+        with one_thread(), self._pools() as (on_host, on_device):
+            running = {on_host.submit(run.merge, here, n, workers) for n in range(len(here))}
+            running |= {on_device.submit(run.merge, moved, n, devices) for n in range(len(moved))}
             try:
                 for future in concurrent.futures.as_completed(list(running)):
                     result = future.result()
@@ -83,59 +92,69 @@ class ThreadExecutor:
                     if result is not None:  # skipped after an error, which comes with another unit
                         yield result
             except BaseException as error:  # Ctrl-C too: let running units end, start no new ones, pass it on
-                tasks.stop()
-                pool.shutdown(cancel_futures=True)
+                run.stopped.set()
+                for pool in (on_host, on_device):
+                    pool.shutdown(cancel_futures=True)
                 if not isinstance(error, GeneratorExit):  # results that a later run need not compute again
                     yield from (r for f in running if (r := _finished(f)) is not None)
                 raise
 
-    def _pool(self) -> concurrent.futures.ThreadPoolExecutor:
-        return concurrent.futures.ThreadPoolExecutor(self._resources.workers, "actmat")
+    @contextlib.contextmanager
+    def _pools(self) -> Iterator[tuple[_Pool, _Pool]]:
+        """Threads of the host, and a thread for each device; the former for both where there is no device."""
+        left = deque(self._devices)
+
+        def claim() -> None:
+            self._local.device = left.popleft()
+
+        with contextlib.ExitStack() as stack:
+            host = stack.enter_context(_Pool(self._resources.workers, "actmat"))
+            yield host, stack.enter_context(_Pool(len(left), "actmat", claim)) if left else host
 
     def _session(self, spec: SessionSpec) -> Session:
         """The session of this thread."""
         session = getattr(self._local, "session", None)
         if session is None or session.spec is not spec:
-            session = self._local.session = Session(spec, self._inputs, self._writers)
+            device = getattr(self._local, "device", None)
+            session = self._local.session = Session(spec, self._inputs, self._writers, device)
         return session
 
 
-class _Tasks:
-    """Units as tasks of a pool of threads.
+class _Run:
+    """State that the workers of one run share.
 
     Args:
-        units: in the order in which they begin.
-        workers: number of threads.
-        budget: admits units by their memory.
+        budget: admits units by their memory on the host.
         session: of the thread that asks.
     """
 
-    def __init__(self, units: Sequence[Unit], workers: int, budget: Budget, session: Callable[[], Session]) -> None:
-        self._units = units
-        self._workers = workers
-        self._budget = budget
+    def __init__(self, budget: Budget, session: Callable[[], Session]) -> None:
+        self.budget = budget
         self._session = session
-        self._stopped, self._failed = threading.Event(), threading.Event()
+        self.stopped, self._failed = threading.Event(), threading.Event()
 
-    def stop(self) -> None:
-        """Begin no other unit."""
-        self._stopped.set()
+    def merge(self, units: Sequence[Unit], n: int, workers: int) -> UnitResult | None:
+        """Result of a unit; None if it was not begun.
 
-    def merge(self, index: int) -> UnitResult | None:
-        """Result of a unit; None if it was not begun."""
-        if self._stopped.is_set():
+        Args:
+            units: that the same workers merge, in the order in which they begin.
+            n: position of the unit.
+            workers: their number.
+        """
+        if self.stopped.is_set():
             return None
-        session, unit = self._session(), self._units[index]
-        with self._budget.hold(unit.host_bytes):
-            if self._stopped.is_set():
+        unit = units[n]
+        with self.budget.hold(unit.host_bytes):
+            if self.stopped.is_set():
                 return None
-            if index + self._workers < len(self._units):
-                session.prefetch(self._units[index + self._workers])
+            session = self._session()
+            if n + workers < len(units):
+                session.prefetch(units[n + workers])
             session.inspect_only = self._failed.is_set()
             try:
                 result = session.merge(unit)
             except BaseException:  # Ctrl-C too: the other threads begin nothing new, the error goes on
-                self.stop()
+                self.stopped.set()
                 raise
             if result.findings.fatal:
                 self._failed.set()

@@ -67,8 +67,7 @@ def _merge_group(
         if task.item.form == "factored":  # beside others that take dense deltas
             factors, value = merged_by_factors(task, region, reader)
         else:
-            with reader.computing():
-                value = apply_method(task, region, deltas, context)
+            value = apply_method(task, region, deltas, context)
         if task.observer is not None:
             assert isinstance(base_raw, Tensor), "an observer is given everything whole"
             stages = context.first_stages(task)

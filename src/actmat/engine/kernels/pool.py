@@ -38,17 +38,15 @@ def run(tasks: Sequence[Task], reader: PoolReader) -> list[Record]:
     read = zip(reader.members, regions, base_raw, strict=True)
     members = [Deltas(m, r, b) for m, r, b in read]
     leader = reader.members[0]
-    with leader.computing():
-        deltas: Sequence[Tensor] = stacked(members)
-        deltas = deltas if reader.reading.strategy == "each" else list(deltas)
+    deltas: Sequence[Tensor] = stacked(members)
+    deltas = deltas if reader.reading.strategy == "each" else list(deltas)
     whole = pooled([t.item for t in outputs[0]])
     matrix = Region(0, whole.numel, whole.shape, whole.layout)
     flat = torch.cat([b.reshape(-1) for b in base_raw])
     context = context_of([of[0] for of in outputs], matrix, flat, leader, keeps_stages=n_outputs > 1)
     for of in outputs:
         first = dataclasses.replace(of[0], item=pooled([t.item for t in of]), stats={}, observer=None)
-        with leader.computing():
-            merged = apply_method(first, matrix, deltas, context).view(whole.shape)
+        merged = apply_method(first, matrix, deltas, context).view(whole.shape)
         if reader.is_futile:
             continue
         row = 0

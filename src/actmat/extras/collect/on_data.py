@@ -204,7 +204,7 @@ def _residuals(
     with torch.no_grad():
         for done, item in enumerate(items):
             findings = Findings(tolerated=True)
-            reader = TensorReader(item, inputs, torch.float64, torch.device("cpu"), Scratch(), findings)
+            reader = TensorReader(item, inputs, torch.float64, Scratch(), findings)
             for t, missed, changed in _energies(item, reader, merged):
                 apart[t].append(missed)
                 own[t].append(changed)

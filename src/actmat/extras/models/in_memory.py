@@ -11,7 +11,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.raw import raw_bytes
-from actmat.engine.executors import AUTO, computes_here
+from actmat.engine.executors import THREADS, computes_here
 from actmat.engine.memory import available_memory
 from actmat.errors import OutputError, RecipeError, format_size, memory_errors
 from actmat.extras.models.loading import Loaded, load_tensors
@@ -143,7 +143,7 @@ def run_in_memory(recipe: Recipe, settings: RunSettings | None = None, progress:
         RecipeError: an executor on other machines.
     """
     settings = settings or RunSettings()
-    executor = settings.executor or recipe.executor or AUTO
+    executor = settings.executor or recipe.executor or THREADS
     if not computes_here(executor):
         raise RecipeError(f"The executor '{executor}' merges on other machines: merge into a folder instead.")
     if recipe.model.quantise is not None:

@@ -24,7 +24,6 @@ from actmat.extras.ray.dispatch import Dispatcher
 from actmat.extras.ray.shared import prepared_storage
 from actmat.extras.ray.worker import Answer, Opening
 from actmat.planning.model import Item
-from actmat.planning.placement import STAGING_BYTES
 
 
 class RayExecutor:
@@ -146,7 +145,7 @@ class RayExecutor:
         resources = self._resources
         if resources.memory_given:
             nodes = [dataclasses.replace(n, memory=min(n.memory, resources.memory)) for n in nodes]
-        process = max(plan.process_bytes for plan in spec.plans) + STAGING_BYTES * (resources.device != "cpu")
+        process = max(plan.process_bytes for plan in spec.plans)
         most = resources.workers if resources.workers_given else len(units)
         return plan_offers(list(nodes), units, _needs(units), process, min(most, len(units)))
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from actmat.engine.resources import check_device
+from actmat.engine.devices import check_device
 from actmat.engine.session import Session, SessionSpec
 from actmat.engine.survey import SurveyKey
 from actmat.engine.units import Unit

@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.checkpoints.writing.shards import parse_size
-from actmat.engine.devices.device import open_devices
-from actmat.engine.devices.names import check_device, parse_devices
+from actmat.engine.devices import check_device, open_devices, parse_devices
 from actmat.engine.memory import available_memory
 from actmat.errors import RecipeError, format_size
 from actmat.extras.collect.data import DataOptions

@@ -1,1 +1,0 @@
-"""Devices that matrices are merged on: names, memory, copies, and tensors that are read into them."""
