@@ -4,9 +4,8 @@
     python -m docs.generate --check     # exit status 1 when a page is not what the code says
 
 Kinds of parts (`docs/markdown.py` has the marks): `methods` (the overview table), `method NAME`, `steps`, `step NAME`,
-`flags COMMAND`, `group-flags GROUP` (each flag of its commands once), `exit-codes COMMAND`, `schemas`,
-`settings SUITE`, `recipe MODEL`, `outputs` (fields of all kinds of output), `exits`, `families`, `api`, `paper`
-(everything that the paper numbers).
+`flags COMMAND`, `group-flags GROUP` (each flag of its commands once), `exit-codes COMMAND`,
+`settings SUITE`, `recipe MODEL`, `outputs` (fields of all kinds of output), `exits`, `families`, `api`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from typer.models import ArgumentInfo
 from actmat.cli.catalogue import FILE, describe
 from actmat.cli.flags import FIRST, with_flags
 from actmat.cli.listing import COMMON, declared_command, info_of
-from actmat.cli.screen import LAYOUTS
 from actmat.errors import MergeError
 from actmat.layout.families import FAMILIES, PLAIN
 from actmat.methods import Bounds, MergeMethod, Option, all_methods, get_method
@@ -43,10 +41,6 @@ from actmat.recipe.values import Entry
 
 SCHEMAS = (Recipe, ExpertRef, Entry, Rule, RoleRule, PostRef, Postprocess, *OUTPUTS.values(), Vocabulary, TokenRow)
 MODELS: dict[str, type[BaseModel]] = {m.__name__: m for m in SCHEMAS}
-SIDE, EXPERTS = 4096, 4
-"""The layer and the number of experts for which pages give the memory of a rule."""
-
-
 # Methods
 
 
@@ -58,20 +52,13 @@ def methods(_: str) -> str:
 
 def _facts(m: MergeMethod) -> list[str]:
     acts = {"matrix": "matrices", "tensor": "tensors", "elementwise": "entries"}[m.acts_on]
-    return [_data(m), _lowrank(m), _weights(m), "yes" if m.is_random else "", acts, m.cost.flops]
+    needs, exact, random = ", ".join(m.needs_statistics), "exact" * bool(m.lowrank), "yes" * m.is_random
+    return [needs, exact, _weights(m), random, acts, m.cost.flops]
 
 
 def _weights(m: MergeMethod) -> str:
     obeyed = "where row spaces overlap" if m.meets_all(m.resolve_options({})) else "yes"
     return obeyed if m.is_weighted else ""
-
-
-def _data(m: MergeMethod) -> str:
-    return ", ".join(m.needs_statistics)
-
-
-def _lowrank(m: MergeMethod) -> str:
-    return "exact" if m.lowrank else ""
 
 
 def method(name: str) -> str:
@@ -95,7 +82,6 @@ def method(name: str) -> str:
         ["low-rank deltas", "exact, in factored form" if m.lowrank else "as dense matrices"],
         ["FLOPs, `T` deltas of `N x N`", f"{m.cost.flops}, leading term"],
         ["holds", passes],
-        ["working memory", _memory(m)],
         ["laws (tested)", ", ".join(law.replace("_", " ") for law in sorted(m.laws)) or "none"],
     ]
     if m.max_experts is not None:
@@ -132,15 +118,6 @@ def _bounds(bounds: Bounds) -> str:
     if bounds.high is None:
         return f"{'>' if bounds.open_low else '>='} {bounds.low:g}"
     return f"in {bounds}"
-
-
-def _memory(m: MergeMethod) -> str:
-    """Workspace of a rule in units of the layer, from the declaration that the planner uses."""
-    options = m.resolve_options({})
-    experts = min(EXPERTS, m.max_experts or EXPERTS)
-    elements = m.cost.workspace((SIDE, SIDE), experts, options)
-    words = "expert" if experts == 1 else "experts"
-    return f"{elements / SIDE**2:.3g} times a {SIDE} x {SIDE} layer for {experts} {words}, result included"
 
 
 # Commands
@@ -216,31 +193,25 @@ def settings(name: str) -> str:
 
 def _settings(value: Any, prefix: str) -> list[list[str]]:
     """A row per line below "Args:" of the dataclass and its parents; a field that is a dataclass has its own rows."""
-    kinds = [kind for kind in type(value).__mro__[::-1] if dataclasses.is_dataclass(kind)]
-    defaults = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     rows = []
-    for kind in kinds:
+    for kind in filter(dataclasses.is_dataclass, type(value).__mro__[::-1]):
         text = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2]
         for line in filter(None, re.sub(r"\n {6,}", " ", text).splitlines()):  # a long line goes on, indented further
             names, _, meaning = line.strip().partition(": ")
-            listed = names.split(", ")
-            shown = [defaults.pop(n) for n in listed]
-            if dataclasses.is_dataclass(shown[0]):
-                rows += _settings(shown[0], f"{prefix}{listed[0]}.")
+            shown = {n: getattr(value, n) for n in names.split(", ")}
+            if dataclasses.is_dataclass(inner := next(iter(shown.values()))):
+                rows += _settings(inner, f"{prefix}{names}.")
             else:
-                cells = [", ".join(f"`{text}`" for text in some) for some in ([prefix + n for n in listed], shown)]
-                rows.append([*cells, meaning])
-    if defaults:
-        raise ValueError(f"{type(value).__name__} does not document {', '.join(defaults)}")
+                rows.append([", ".join(f"`{prefix}{n}`" for n in shown), ", ".join(f"`{v}`" for v in shown.values())])
+                rows[-1].append(meaning)
     return rows
 
 
 def exits(_: str) -> str:
     """Exit codes and the errors behind them."""
-    rows = []
-    for error in (MergeError, *MergeError.__subclasses__()):
-        if error is not MergeError:
-            rows.append([f"`{error.__name__}`", str(error.exit_code), (error.__doc__ or "").splitlines()[0]])
+    rows = [
+        [f"`{e.__name__}`", str(e.exit_code), (e.__doc__ or "").splitlines()[0]] for e in MergeError.__subclasses__()
+    ]
     return table(["error", "exit code", "meaning"], rows)
 
 
@@ -250,14 +221,6 @@ def exit_codes(command: str) -> str:
     rows = [[str(code), meaning] for code, meaning in codes.items()]
     after = "\nMore codes are [common to all commands](README.md#exit-codes).\n" if command else ""
     return table(["exit code", "when"], rows) + after
-
-
-def schemas(_: str) -> str:
-    """Version of every layout of JSON."""
-    by_version: dict[int, list[str]] = {}
-    for name, version in LAYOUTS.items():
-        by_version.setdefault(version, []).append(f"`actmat.{name}`")
-    return table(["version", "layouts"], [[str(v), ", ".join(names)] for v, names in sorted(by_version.items())])
 
 
 # Recipes and layouts
@@ -315,34 +278,6 @@ def _default(entry: dict[str, Any]) -> str:
     return "{}" if isinstance(value, dict) else str(value) or '""'
 
 
-def families(_: str) -> str:
-    """Model types whose layouts were read off their modelling code."""
-    return ", ".join(f"`{f}`" for f in sorted({*FAMILIES, *PLAIN}, key=str.lower)) + ".\n"
-
-
-def paper(_: str) -> str:
-    """The list of `paper.json`; equations without words of their own stand with the one before them."""
-    groups: list[list[dict[str, Any]]] = []
-    for entry in json.loads((ROOT / "docs" / "paper.json").read_text(encoding="utf-8")):
-        if "words" in entry:
-            groups.append([])
-        groups[-1].append(entry)
-    rows = []
-    for group in groups:
-        first = group[0]
-        numbers = "-".join(dict.fromkeys(_numbered(entry) for entry in (first, group[-1])))
-        labels = ", ".join(f"`{entry['label']}`" for entry in group if entry["label"])
-        rows.append([numbers, labels, first["words"], first.get("here", ""), first.get("differs", "")])
-    return table(["item", "label", "in a few words", "here", "differs"], rows)
-
-
-def _numbered(entry: dict[str, Any]) -> str:
-    if entry["kind"] == "equation":
-        return f"({entry['number']})"
-    kind = "section" if entry["kind"] == "paragraph" else entry["kind"]
-    return f"{kind.capitalize()} {entry['number']}"
-
-
 KINDS: markdown.Kinds = {
     "methods": methods,
     "method": method,
@@ -353,12 +288,10 @@ KINDS: markdown.Kinds = {
     "settings": settings,
     "exits": exits,
     "exit-codes": exit_codes,
-    "schemas": schemas,
     "recipe": recipe,
     "outputs": outputs,
-    "families": families,
+    "families": lambda _: ", ".join(f"`{f}`" for f in sorted({*FAMILIES, *PLAIN}, key=str.lower)) + ".\n",
     "api": api,
-    "paper": paper,
 }
 
 

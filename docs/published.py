@@ -18,10 +18,10 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import typer
+from docs.markdown import ROOT
 from pydantic import TypeAdapter
 from typer.models import OptionInfo
 
@@ -41,7 +41,6 @@ from actmat.recipe.output import KINDS
 from actmat.report import manifest
 from actmat.report.schema import _Adapter, _Model
 
-ROOT = Path(__file__).resolve().parents[1]
 SURFACE = ROOT / "tests" / "house" / "surface.json"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 RECIPE = 1

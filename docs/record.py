@@ -1,23 +1,67 @@
-"""Write the output that console blocks show anew, from really running the pages.
+"""Write the output that console blocks and the tutorial show anew, from really running them.
 
     python -m docs.record                        # every page
     python -m docs.record docs/commands/plan.md
+    python -m docs.record docs/tutorial.ipynb
 
 Only commands that show output get new output (write any line, such as `?`, to ask for it), at 80 columns. An output
-with a `...` line is left alone as long as it still fits.
+with a `...` line is kept as long as it still fits.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from docs.markdown import ROOT, pages
 from tests.helpers.docs_fixture import write_models
 from tests.helpers.docs_run import Run, agrees, blocks, commands, run_page
+
+NOTEBOOK = Path(__file__).with_name("tutorial.ipynb")
+SECONDS = 120
+
+
+def run(notebook: Any, folder: Path) -> Any:
+    """The notebook after all its cells were run in a fresh kernel, in a folder.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: a cell failed.
+    """
+    from nbclient import NotebookClient
+
+    environment = {**os.environ, "IPYTHONDIR": str(folder / ".ipython"), "NO_COLOR": "1"}
+    client = NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": str(folder)}})
+    with client.setup_kernel(env=environment):
+        for number, cell in enumerate(notebook.cells):
+            client.execute_cell(cell, number)
+            cell.metadata.pop("execution", None)
+    for cell in notebook.cells:
+        cell["outputs"] = _joined(cell.get("outputs", [])) if cell.cell_type == "code" else []
+        if cell.cell_type != "code":
+            del cell["outputs"]
+    notebook.metadata.pop("language_info", None)
+    return notebook
+
+
+def _joined(outputs: list[Any]) -> list[Any]:
+    """Outputs of a cell with one text per stream, since a kernel cuts and mixes them at random; bars as they ended."""
+    found: list[Any] = []
+    streams: dict[str, Any] = {}
+    for output in outputs:
+        before = streams.setdefault(output.name, output) if output.output_type == "stream" else output
+        if before is not output:
+            before["text"] += output.text
+        else:
+            found.append(output)
+    for output in found:
+        if output.output_type == "stream":
+            output["text"] = re.sub(r"[^\n]*\r(?!\n)", "", output.text)
+    return found
 
 
 def recorded(page: str, run: Run) -> str:
@@ -36,11 +80,22 @@ def recorded(page: str, run: Run) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_notebook(folder: Path) -> None:
+    """Run the tutorial and write it."""
+    import nbformat
+
+    found = run(nbformat.read(NOTEBOOK, as_version=4), folder)
+    NOTEBOOK.write_text(nbformat.writes(found) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Command line."""
     os.environ["OMP_NUM_THREADS"] = "1"  # pages run in forks of a process with torch, whose threads do not survive one
     chosen = [Path(p).resolve() for p in sys.argv[1:]] or [p for p in pages() if p.exists()]
     with tempfile.TemporaryDirectory() as temporary:
+        if NOTEBOOK in chosen:
+            chosen.remove(NOTEBOOK)
+            write_notebook(Path(temporary))
         models = Path(temporary) / "models"
         write_models(models)
         for number, page in enumerate(chosen):

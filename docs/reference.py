@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import actmat
 
 WIDTH = 80
-SECTION = re.compile(r"^(Args|Returns|Raises|Attributes|Yields):$", re.MULTILINE)
 
 
 def api(_: str) -> str:
@@ -27,8 +26,7 @@ def api(_: str) -> str:
 
 
 def _entry(name: str, thing: Any) -> str:
-    text = inspect.getdoc(thing) or ""
-    lines = [f"### `actmat.{name}`", f"```text\n{_signature(name, thing)}\n```", _markdown(text)]
+    lines = [f"### `actmat.{name}`", textwrap.indent(f"{_signature(name, thing)}\n\n{inspect.getdoc(thing)}", "    ")]
     if isinstance(thing, type):
         members = [(n, m) for n, m in vars(thing).items() if not n.startswith("_")]
         lines += [f"* **`.{n}`**: {_first(m)}" for n, m in members if _is_documented(m)]
@@ -76,27 +74,3 @@ def _folded(name: str, parameters: list[str], result: str) -> str:
         return line
     inner = "".join(f"    {p},\n" for p in parameters)
     return f"actmat.{name}(\n{inner}){result}"
-
-
-def _markdown(text: str) -> str:
-    """A docstring as Markdown: sections as lists, examples as blocks."""
-    first, *rest = SECTION.split(text)
-    parts = [_examples(first.strip())]
-    for title, body in zip(rest[::2], rest[1::2], strict=True):
-        listed, _, after = inspect.cleandoc(body).partition("\n\n")
-        lines = re.sub(r"\n +", " ", listed).splitlines()
-        rows = []
-        for line in lines:
-            names, colon, meaning = line.partition(": ")
-            rows.append(f"* `{names}`: {meaning}" if colon else f"* {line}")
-        parts.append(f"**{title}**\n\n" + "\n".join(rows))
-        if after:
-            parts.append(_examples(inspect.cleandoc(after)))
-    return "\n\n".join(parts)
-
-
-def _examples(text: str) -> str:
-    """Paragraphs, with `>>>` ones fenced."""
-    return "\n\n".join(
-        f"```pycon\n{p.strip()}\n```" if p.lstrip().startswith(">>>") else p for p in re.split(r"\n\n+", text)
-    )

@@ -3,27 +3,25 @@
     python -m docs.site                 # build/site/index.html; any broken link is an error
 
 The pages are copied to build/pages first: README.md becomes the home page, pages from elsewhere in the repository come
-in, the notebook becomes a page, and a link to a file that is no page of the site becomes its path as text. In the
-navigation of mkdocs.yml, `...: FOLDER` stands for the pages of a folder that are not named, `...: PAGE` for a page if
-it exists. `llms.txt` lists all pages with their first sentences, for programs that read.
+in, the notebook becomes a page, and a link to a file outside of the site becomes its path as text. In the navigation of
+mkdocs.yml, `...: FOLDER` stands for the pages of a folder that are not named.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
+from docs.markdown import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 ELSEWHERE = {
     "README.md": "index.md",
@@ -32,27 +30,19 @@ ELSEWHERE = {
     "CHANGELOG.md": "project/changelog.md",
     "CODE_OF_CONDUCT.md": "project/conduct.md",
     "SECURITY.md": "project/security.md",
-    "LICENSE": "project/licence.md",
     "benchmarks/README.md": "project/benchmarks.md",
     "docs/tutorial.ipynb": "tutorial.md",
 }
 """Path in the repository -> path in the site, for what does not keep its place below docs/."""
-IMAGES = (".png", ".svg")
-AS_IS = (*IMAGES, ".css", ".js", ".json")
+AS_IS = (".png", ".svg", ".css", ".js", ".json")
 """Files that are copied."""
-BOOSTS = {
-    **dict.fromkeys(("start.md", "cookbook.md"), 5),
-    "bake.md": 10,
-    **dict.fromkeys(("analyses/", "experiments/", "data-free.md", "evidence.md", "paper.md", "tune-results.md"), 0.2),
-    "project/changelog.md": 0.2,
-}
-"""Beginning of a place in the site -> factor of its score in searches: tasks come before research, first baking, whose
-words are on many pages."""
-LINK = re.compile(r"(?P<text>!?\[(?:[^\[\]]|\[[^\]]*\])*\])\((?P<target>[^)\s]+)\)")
-NOT_MARKS = re.compile(
-    r"^<!-- (?:not run|file|generated|end generated|table|end table)\b.*?-->\n|<!-- n: [\w-]+ -->|<!-- /n -->",
-    re.MULTILINE,
+CODE_OR_LINK = re.compile(
+    r"(?P<code>^ *```.*?^ *```|`[^`\n]*`)"
+    r"|(?P<text>!?\[(?:[^\[\]]|\[[^\]]*\])*\])\((?P<target>[^)\s]+)\)",
+    re.DOTALL | re.MULTILINE,
 )
+"""What begins first counts: code inside the text of a link belongs to the link, a link inside of code to the code."""
+NOT_MARKS = re.compile(r"^<!-- (?:not run|file|generated|end generated)\b.*?-->\n", re.MULTILINE)
 CELL_CODE = re.compile(r"`[^`\n]*`")
 
 
@@ -71,6 +61,8 @@ def relinked(text: str, page: Path, sites: dict[Path, str]) -> str:
     here = Path(sites[page]).parent
 
     def link(match: re.Match[str]) -> str:
+        if match["code"]:
+            return match[0]
         place, mark, anchor = match["target"].partition("#")
         if re.match(r"\w+:", place) or not place:
             return match[0]
@@ -80,28 +72,7 @@ def relinked(text: str, page: Path, sites: dict[Path, str]) -> str:
         inside = target.relative_to(ROOT) if target.is_relative_to(ROOT) else place
         return f"{match['text'][1:-1]} (`{inside}`)"
 
-    pieces = re.split(r"(^ *```.*?^ *```|`[^`\n]*`)", text, flags=re.MULTILINE | re.DOTALL)
-    return "".join(p if i % 2 else LINK.sub(link, p) for i, p in enumerate(_with_code_links(pieces)))
-
-
-def _with_code_links(pieces: list[str]) -> list[str]:
-    """Pieces of text and code, where code inside the text of a link belongs to the text."""
-    out: list[str] = [""]
-    for i, piece in enumerate(pieces):
-        in_link = i % 2 and not piece.lstrip().startswith("```") and out[-1].rpartition("[")[1] and _is_open(out[-1])
-        if i % 2 == 0 or in_link:
-            if len(out) % 2:
-                out[-1] += piece
-            else:
-                out.append(piece)
-        else:
-            out += [piece] if len(out) % 2 else ["", piece]
-    return out
-
-
-def _is_open(text: str) -> bool:
-    """True inside the text of a link."""
-    return text.count("[") > text.count("]")
+    return CODE_OR_LINK.sub(link, text)
 
 
 def notebook_page(notebook: dict[str, Any]) -> str:
@@ -121,74 +92,31 @@ def notebook_page(notebook: dict[str, Any]) -> str:
 
 
 def navigation(entries: Iterable[Any], pages: Iterable[str]) -> list[Any]:
-    """The navigation with pages in place of `...: FOLDER` and `...: PAGE`; a page stands once."""
-    given = list(entries)
-    listed = {*_pages_of(given), *_pages_of(given, elided=True)}
-    pages = sorted(pages)
+    """The navigation with the pages that it does not name in place of `...: FOLDER`."""
+    given, pages = list(entries), sorted(pages)
+    named = set(_leaves(given))
 
     def filled(items: Iterable[Any]) -> list[Any]:
         out: list[Any] = []
         for item in items:
-            if isinstance(item, dict) and "..." in item:
-                folder = item["..."]
-                out += [p for p in pages if p == folder or (os.path.dirname(p) == folder and p not in listed)]
-            elif isinstance(item, dict):
-                ((title, inner),) = item.items()
-                found = filled(inner) if isinstance(inner, list) else inner
-                out += [{title: found}] if found else []
-            else:
+            if not isinstance(item, dict):
                 out.append(item)
+            elif "..." in item:
+                out += [p for p in pages if os.path.dirname(p) == item["..."] and p not in named]
+            else:
+                ((title, inner),) = item.items()
+                out.append({title: filled(inner) if isinstance(inner, list) else inner})
         return out
 
     return filled(given)
 
 
-def _pages_of(items: Iterable[Any], *, elided: bool = False) -> list[str]:
-    """Pages that are named; or, elided, folders and pages after `...`."""
-    found: list[str] = []
-    for item in items:
-        if isinstance(item, str):
-            found += [] if elided else [item]
-        elif "..." in item:
-            found += [item["..."]] if elided else []
-        else:
-            (inner,) = item.values()
-            found += _pages_of(inner, elided=elided) if isinstance(inner, list) else [] if elided else [inner]
-    return found
-
-
-def llms(nav: Iterable[Any], pages: Path, name: str, summary: str) -> str:
-    """`llms.txt`: title, summary, and a link with the first sentence of every page, by section of the navigation."""
-    lines = [f"# {name}", "", f"> {summary}"]
-
-    def add(items: Iterable[Any], heading: str) -> None:
-        inner: list[tuple[str, list[Any]]] = []
-        lines.extend(["", f"## {heading}", ""])
-        for item in items:
-            title, target = next(iter(item.items())) if isinstance(item, dict) else ("", item)
-            if isinstance(target, list):
-                inner.append((title, target))
-            else:
-                lines.append(_described((pages / target).read_text(encoding="utf-8"), target, title))
-        for title, target in inner:
-            add(target, f"{heading}: {title}")
-
-    for item in nav:
-        ((title, target),) = item.items()
-        add(target, title)
-    return re.sub(r"\n\n## [^\n]*\n(?=\n*(?:## |\Z))", "", "\n".join(lines)) + "\n"
-
-
-def _described(text: str, place: str, title: str) -> str:
-    """A line of `llms.txt`: title of a page, its place, its first sentence."""
-    body = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
-    heading = re.search(r"^# (.*)$", body, re.MULTILINE)
-    paragraphs = re.split(r"\n[ \t]*\n", NOT_MARKS.sub("", body).strip())
-    first = next((p for p in paragraphs if not p.startswith(("#", "|", "```", "<", "!", ">", " ", "* ", "- "))), "")
-    plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(first.split()))
-    sentence = re.split(r"(?<=[.:;?!]) ", plain, maxsplit=1)[0].rstrip(".:; ")
-    said = f": {sentence}" if sentence else ""
-    return f"- [{title or (heading[1] if heading else place)}]({Path(place).with_suffix('.html').as_posix()}){said}"
+def _leaves(nav: Any) -> Iterator[str]:
+    """Pages that are named."""
+    if isinstance(nav, str):
+        yield nav
+    for entry in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
+        yield from _leaves(entry)
 
 
 def unescaped(text: str) -> str:
@@ -214,11 +142,7 @@ def stage(folder: Path) -> list[str]:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".ipynb":
             text = notebook_page(json.loads(text))
-        elif path.name == "LICENSE":
-            text = f"# Licence\n\n```text\n{text.rstrip()}\n```\n"
-        boost = next((factor for start, factor in BOOSTS.items() if place.startswith(start)), 1)
-        head = f"---\nsearch: {{boost: {boost}}}\n---\n" if boost != 1 else ""
-        target.write_text(head + relinked(unescaped(NOT_MARKS.sub("", text)), path, sites), encoding="utf-8")
+        target.write_text(relinked(unescaped(NOT_MARKS.sub("", text)), path, sites), encoding="utf-8")
         pages.append(place)
     return pages
 
@@ -233,8 +157,6 @@ def build(out: Path, work: Path) -> list[str]:
     pages = stage(work / "pages")
     given = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     given |= {"docs_dir": "pages", "site_dir": str(out.resolve()), "nav": navigation(given["nav"], pages)}
-    text = llms(given["nav"], work / "pages", given["site_name"], given["site_description"])
-    (work / "pages" / "llms.txt").write_text(text.replace("/README.html", "/index.html"), encoding="utf-8")
     return run_mkdocs(given, work)
 
 
@@ -260,15 +182,12 @@ def run_mkdocs(config: dict[str, Any], work: Path) -> list[str]:
 
 
 def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "site")
-    given = parser.parse_args()
-    work = ROOT / "build" / "docs"
+    """Build the site; exit status 1 when something is wrong with it."""
+    out, work = ROOT / "build" / "site", ROOT / "build" / "docs"
     work.mkdir(parents=True, exist_ok=True)
-    found = build(given.out, work)
-    print("\n".join([*found, f"{given.out}: {len(found)} warnings"]))
-    sys.exit(1 if found else 0)
+    found = build(out, work)
+    print("\n".join([*found, f"{out}: {len(found)} warnings"]))
+    sys.exit(bool(found))
 
 
 if __name__ == "__main__":

@@ -62,8 +62,9 @@ class Lora(ExpertConformance):
     shared: Path
 
     @pytest.fixture(autouse=True, scope="class")
-    def _shared_folder(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        type(self).shared = tmp_path_factory.mktemp("adapters")
+    @classmethod
+    def _shared_folder(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
+        cls.shared = tmp_path_factory.mktemp("adapters")
 
     def store(self, folder: Path, seed: int) -> StoredExpert:
         place = self.shared / str(seed)  # adapters are only read, so one serves all tests

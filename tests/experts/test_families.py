@@ -69,8 +69,9 @@ class Family(ExpertConformance):
     shared: Path
 
     @pytest.fixture(autouse=True, scope="class")
-    def _shared_folder(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        type(self).shared = tmp_path_factory.mktemp("families")
+    @classmethod
+    def _shared_folder(cls, tmp_path_factory: pytest.TempPathFactory) -> None:
+        cls.shared = tmp_path_factory.mktemp("families")
 
     def store(self, folder: Path, seed: int) -> StoredExpert:
         place = self.shared / str(seed)

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -82,6 +83,9 @@ def merge_server(folder: Path, modules: Sequence[str] = ()) -> Iterator[Server]:
 def _child(argv: list[str], errors: str) -> None:
     """What the forked process does; never returns."""
     code = 70
+    for number in (signal.SIGHUP, signal.SIGTERM):  # `nohup` and background jobs of scripts ignore some
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         handle = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(handle, 2)

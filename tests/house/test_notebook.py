@@ -8,7 +8,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from docs.notebook import NOTEBOOK, kinds, run
+from docs.record import NOTEBOOK, run
 from nbclient.exceptions import CellExecutionError
 from tests.helpers.repository import SOURCES
 
@@ -23,6 +23,14 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return run(nbformat.read(NOTEBOOK, as_version=4), tmp_path_factory.mktemp("tutorial"))
 
 
+def kinds(notebook: Any) -> list[list[str]]:
+    """Per cell, the types of its outputs: what two runs have in common."""
+    return [
+        [",".join(sorted(o.get("data", {}))) or o.output_type for o in cell.get("outputs", [])]
+        for cell in notebook.cells
+    ]
+
+
 def accuracies(notebook: Any) -> dict[str, dict[str, float]]:
     text = next(o.text for c in notebook.cells for o in c.get("outputs", []) if o.get("name") == "stdout")
     return {
@@ -32,7 +40,7 @@ def accuracies(notebook: Any) -> dict[str, dict[str, float]]:
 
 
 def test_the_tutorial_shows_what_is_stored(executed: Any) -> None:
-    assert kinds(executed) == kinds(STORED), "run python -m docs.notebook"
+    assert kinds(executed) == kinds(STORED), "run python -m docs.record docs/tutorial.ipynb"
 
 
 def test_its_claims_hold(executed: Any) -> None:
