@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ def method_of(row: str) -> str:
     return "" if method == row else method
 
 
+@functools.cache
 def is_known(row: str) -> bool:
     """True for a reference, and for a row whose method, step and space the package has; files keep rows of others.
 
@@ -90,6 +92,9 @@ class Group:
         self.suite, self.model, self.regime = scores[0].suite, scores[0].model, scores[0].regime
         self.seeds = sorted({s.seed for s in self.scores})
         self.tasks = list(dict.fromkeys(s.task for s in self.scores))
+        self._points: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+        for s in self.scores:
+            self._points.setdefault((s.method, s.scale), {}).setdefault(s.seed, {})[s.task] = 100 * s.share
 
     @property
     def name(self) -> str:
@@ -103,10 +108,7 @@ class Group:
 
     def points(self, method: str, kind: str = "default") -> Points:
         """Of a row, for the seeds in which it has all tasks."""
-        found: dict[int, dict[str, float]] = {}
-        for s in self.scores:
-            if (s.method, s.scale) == (method, kind):
-                found.setdefault(s.seed, {})[s.task] = 100 * s.share
+        found = self._points.get((method, kind), {})
         whole = {seed: found[seed] for seed in sorted(found) if len(found[seed]) == len(self.tasks)}
         return {seed: {task: some[task] for task in self.tasks} for seed, some in whole.items()}
 
@@ -158,8 +160,14 @@ class Group:
 
 def groups(folder: Path = FOLDER, suites: Sequence[str] = SUITES) -> list[Group]:
     """All models and regimes that have results, of the suites that choose unless others are named."""
-    found: dict[tuple[str, str, str], list[Score]] = {}
-    for suite in suites:
-        for score in read_scores(folder / f"{suite}.jsonl"):
-            found.setdefault((suite, score.model, score.regime), []).append(score)
+    paths = [path for suite in suites if (path := folder / f"{suite}.jsonl").is_file()]
+    return [group for path in paths for group in _groups(path, path.stat().st_mtime_ns)]
+
+
+@functools.lru_cache(maxsize=len((*SUITES, *FRESH, *RANKS)))
+def _groups(path: Path, _changed: int) -> list[Group]:
+    """Of a file, which is read once as long as it does not change: most tables of the pages need all of them."""
+    found: dict[tuple[str, str], list[Score]] = {}
+    for score in read_scores(path):
+        found.setdefault((score.model, score.regime), []).append(score)
     return [Group(some) for some in found.values()]

@@ -48,7 +48,7 @@ def measure(subject: Subject, folder: Path, *, adamerging: bool = True) -> dict[
     run = RunSettings(threads=1, durable=False)
     experts = [{"path": str(p), "name": t} for t, p in subject.experts.items()]
     recipe = make_recipe(
-        {"base": str(subject.base), "experts": experts, "out": str(folder / "out"), "to": "model", "seed": subject.seed}
+        {"base": str(subject.base), "experts": experts, "out": str(folder / "out"), "seed": subject.seed}
     )
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
