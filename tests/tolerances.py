@@ -109,7 +109,6 @@ OWN: dict[str, tuple[int, float]] = {
     "e2e/test_merge_matrices.py": (1, 0.001),
     "e2e/test_quantised_outputs.py": (1, 0.01),
     "engine/test_execution.py": (4, 0.0001),
-    "engine/test_helpers.py": (2, 1e-05),
     "engine/test_size.py": (6, 0.0001),  # norms in records have six digits; float32 against float64
     "experiments/analyses/test_angles.py": (1, 0.001),
     "experiments/analyses/test_bounds.py": (6, 1e-06),
