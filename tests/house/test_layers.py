@@ -71,7 +71,6 @@ EXTRAS: dict[str, set[str]] = {
     "stack": set(),
     "training": set(),
     "tune": {"collect", "models", "pages"},
-    "ui": {"pages", "tune"},
     "vocabulary": set(),
 }
 """Extra -> the others that it needs."""

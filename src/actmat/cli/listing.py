@@ -37,7 +37,7 @@ name is a keyword of Python have an underscore behind it."""
 GROUPS = ("merge", "look", "choose", "share", "research", "more")
 """Panels of `actmat --help`, in their order."""
 
-DISTRIBUTIONS = {"analyze": "actmat-experiments", "experiment": "actmat-experiments"}
+DISTRIBUTIONS = {"analyze": "actmat-experiments", "experiment": "actmat-experiments", "ui": "actmat-app"}
 """Commands that are documented here but installed by another distribution."""
 
 COMMON: Mapping[int, str] = {

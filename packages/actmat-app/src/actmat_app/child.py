@@ -1,0 +1,135 @@
+"""One job in a process of its own: a JSON object on stdin, lines of JSON on stdout.
+
+A process of its own can be stopped like a command, and has its own memory and, for visitors, its own cache and token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from actmat.progress import NoProgress, tensors_to_do
+
+if TYPE_CHECKING:
+    from actmat.planning import MergePlan
+
+INTERVAL_S = 0.2
+"""Shortest time between two lines about progress."""
+
+Tell = Callable[..., None]
+Job = Mapping[str, Any]
+
+
+class Told(NoProgress):
+    """Tells the progress of a merge; implements `actmat.progress.Progress`."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell, self._lock = tell, threading.Lock()
+        self._done, self._total, self._last = 0, 1, 0.0
+
+    def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
+        """Tell how much there is to do."""
+        self._total, self._done = tensors_to_do(plans, resumed)
+        self.count(self._done, self._total)
+
+    def tensor(self, name: str, nbytes: int) -> None:
+        """Count a tensor."""
+        with self._lock:
+            self._done += 1
+            self.count(self._done, self._total)
+
+    def count(self, done: int, total: int) -> None:
+        """Tell how many of how many tensors are done, now and then."""
+        if time.monotonic() - self._last >= INTERVAL_S or done == total:
+            self._last = time.monotonic()
+            self._tell("progress", done=done, total=total)
+
+
+def _planned(job: Job) -> tuple[dict[str, Any], MergePlan]:
+    """The arguments and the plan of a form, within the limits."""
+    import actmat
+    from actmat_app.limits import Limits
+
+    limits = None if job["limits"] is None else Limits(**job["limits"])
+    fields = job["fields"] if limits is None else limits.pinned(job["fields"])
+    plan = actmat.plan(**fields)
+    if limits is not None:
+        limits.check_plan(plan)
+    return fields, plan
+
+
+def _plan(job: Job, tell: Tell) -> None:
+    from actmat_app.view import plan_html
+
+    tell("done", html=plan_html(_planned(job)[1]))
+
+
+def _merge(job: Job, tell: Tell) -> None:
+    import actmat
+    from actmat_app.view import merged_html
+
+    fields = {"diagnose": True} | _planned(job)[0] | {"out": job["out"]}
+    report = actmat.merge(**fields, progress=Told(tell))
+    page = Path(report.out) / "report.html"
+    tell("done", html=merged_html(report), out=str(report.out), page=str(page) if page.is_file() else "")
+
+
+def _compare(job: Job, tell: Tell) -> None:
+    from actmat.extras.pages.comparison import compare
+    from actmat.extras.pages.html.comparison import render_comparison
+    from actmat_app.view import compared_html
+
+    found = compare(job["first"], job["second"], progress=Told(tell).count)
+    tell("done", html=compared_html(found), page=render_comparison(found))
+
+
+def _push(job: Job, tell: Tell) -> None:
+    import actmat
+    from actmat_app.view import pushed_html
+
+    tell("done", html=pushed_html(actmat.push(job["out"], job["repo"], public=job["public"])))
+
+
+JOBS = {"plan": _plan, "merge": _merge, "compare": _compare, "push": _push}
+
+
+def main() -> None:
+    """Do the job on stdin; SIGTERM stops it, and what a merge has finished is kept."""
+    signal.signal(signal.SIGTERM, _stop)
+    lines = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)  # libraries that print do not get between the lines
+    job = json.load(sys.stdin.buffer)
+    if token := job.pop("token", ""):
+        os.environ["HF_TOKEN"] = token  # of this process only
+    elif job["limits"] is not None:
+        os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
+
+    def tell(event: str, **fields: Any) -> None:
+        text = json.dumps({"event": event, **fields})
+        lines.write((text.replace(token, "***") if token else text) + "\n")
+
+    from actmat.errors import MergeError, memory_errors
+
+    try:
+        with memory_errors():
+            JOBS[job["do"]](job, tell)
+    except MergeError as error:
+        tell("failed", headline=error.headline, problems=[*error.problems, *getattr(error, "__notes__", ())])
+    except KeyboardInterrupt as stop:
+        tell("failed", headline="Stopped.", problems=getattr(stop, "__notes__", ()))
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The fields of the page as arguments of `actmat.plan` and `actmat.merge`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from actmat.cli.flags import experts_of
+from actmat.errors import RecipeError
+from actmat.recipe.text import UnreadableError, parse_yaml
+
+LONGEST = 20_000
+"""Characters of all fields together."""
+
+
+def recipe_fields(base: str, experts: str, method: str, scale: float, rank: float, more: str) -> dict[str, Any]:
+    r"""Arguments of `actmat.plan`.
+
+    >>> recipe_fields("base", "math 0.7\nc=my code", "auto", 1, 0, "seed: 1")["experts"]
+    [{'path': 'math', 'weight': 0.7}, {'path': 'my code', 'name': 'c'}]
+
+    Args:
+        base: location; empty: adapters are merged into an adapter.
+        experts: a location per line, `NAME=` before it and a weight after it if wanted.
+        method: a method, or auto.
+        scale: factor of the merged delta.
+        rank: of an adapter to write; 0: as the inputs are.
+        more: YAML: any other fields of a recipe or settings of a run; they take precedence.
+
+    Raises:
+        RecipeError: a field is too long, or is not YAML.
+    """
+    if len(base) + len(experts) + len(more) > LONGEST:
+        raise RecipeError(f"The form is too long: expected at most {LONGEST} characters.")
+    try:
+        added = parse_yaml(more)[1] or {}
+    except UnreadableError as error:
+        raise RecipeError(f"Field 'More' is not valid YAML: {error}") from None
+    if not isinstance(added, dict):
+        raise RecipeError(f"Field 'More': expected YAML such as 'dtype: bfloat16', found {type(added).__name__}.")
+    lines = filter(None, map(str.strip, experts.splitlines()))
+    fields = {"base": base.strip(), "experts": [_expert(line) for line in lines], "method": method, "scale": scale}
+    kind = "extracted" if fields["base"] else "adapter"
+    return fields | ({"output": {"kind": kind, "rank": rank}} if rank else {}) | added
+
+
+def _expert(line: str) -> dict[str, Any]:
+    """The expert of a line."""
+    place, _, last = line.rpartition(" ")
+    try:
+        (found,) = experts_of([place.strip()], [float(last)]) if place else experts_of([line], None)
+    except ValueError:
+        (found,) = experts_of([line], None)
+    return found

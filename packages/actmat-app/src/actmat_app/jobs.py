@@ -1,0 +1,201 @@
+"""Jobs, each in a process of its own; those of visitors in folders of their own; their outputs are kept a while."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from actmat.errors import MergeError, OutputError, RecipeError
+from actmat_app.limits import Limits, repository_of
+
+COMMAND = [sys.executable, "-P", "-m", "actmat_app.child"]
+PASSED = (
+    *(
+        "PATH",
+        "LANG",
+        "LC_ALL",
+        "LD_LIBRARY_PATH",
+        "PYTHONPATH",
+        "OMP_NUM_THREADS",
+        "HF_ENDPOINT",
+        "HF_HUB_DISABLE_XET",
+    ),
+    *("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "NO_PROXY"),
+    *("no_proxy", "OPENBLAS_CORETYPE"),
+)
+"""Variables of the environment that a visitor's job sees: no secret of the server, such as its token."""
+
+LAST_BYTES = 4000
+"""Bytes kept of the stderr of a job that broke down."""
+
+PATIENCE_S = 10.0
+"""Time that a job has to stop: it finishes its current tensors."""
+
+OUT = "merged"
+"""Name of a visitor's output: relative, since reports and manifests show it."""
+
+Events = Iterator[Mapping[str, Any]]
+
+
+class Jobs:
+    """Runs jobs, and keeps the outputs of visitors.
+
+    Args:
+        limits: of visitors' jobs; None: the user of this machine works here.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits
+        self.root = Path(tempfile.mkdtemp(prefix="actmat-app-"))
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def run(self, user: str, job: Mapping[str, Any], keep: Path | None = None) -> Events:
+        """Events of a job of `child.JOBS`; the last one is `done`.
+
+        Args:
+            user: one job of each runs at a time.
+            job: of a visitor, it runs in a folder of its own, which is removed.
+            keep: place to which the folder's output moves.
+
+        Raises:
+            MergeError: the one of the job; or it was stopped, broke down, or took too long.
+        """
+        if user in self._running:
+            raise OutputError("Another job is running. Fix: wait for it, or stop it.")
+        limits, late = self.limits, threading.Event()
+        with contextlib.ExitStack() as stack:
+            work = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self.root, ignore_cleanup_errors=True)))
+            errors = stack.enter_context((work / "stderr").open("w+b"))
+            process = subprocess.Popen(
+                COMMAND,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,  # Ctrl-C on the server stops it through `close`
+                cwd=None if limits is None else work,
+                env=None if limits is None else _environment(work),
+            )
+            stack.callback(_end, process)
+            self._running[user] = process
+            stack.callback(self._running.pop, user)
+            if limits is not None:
+                timer = threading.Timer(limits.seconds, _kill, [process, late])
+                timer.start()
+                stack.callback(timer.cancel)
+            told = {**job, "limits": None if limits is None else dataclasses.asdict(limits)}
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # broken: it ended, see below
+                pipe.write(json.dumps(told).encode())
+            for line in process.stdout:
+                event = json.loads(line) if line.endswith(b"\n") else {"event": "cut"}
+                if event["event"] == "failed":
+                    raise MergeError(event["headline"], event["problems"])
+                if event["event"] == "done" and keep is not None:
+                    (work / OUT).rename(keep)
+                yield event
+                if event["event"] == "done":
+                    return
+            raise _ended(process.wait(), job, errors, limits if late.is_set() else None)
+
+    def merge(self, user: str, fields: Mapping[str, Any], out: str) -> Events:
+        """Events of a merge; the last one has the folder `out` and, of a visitor, the file `archive`."""
+        if self.limits is None:
+            if not out.strip():
+                raise RecipeError("No output given. Fix: fill in the field 'Output'.")
+            yield from self.run(user, {"do": "merge", "fields": fields, "out": out.strip()})
+            return
+        for folder in self._kept()[self.limits.keep - 1 :]:
+            shutil.rmtree(folder, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix="kept-", dir=self.root))
+        made, archive = folder / OUT, folder / f"{OUT}.zip"
+        for event in self.run(user, {"do": "merge", "fields": fields, "out": OUT}, made):
+            if event["event"] != "done":
+                yield event
+                continue
+            with zipfile.ZipFile(archive, "w") as file:  # not compressed: weights do not shrink
+                for path in sorted(p for p in made.rglob("*") if p.is_file()):
+                    file.write(path, Path(OUT) / path.relative_to(made))
+            yield {**event, "out": str(made), "page": str(made / "report.html"), "archive": str(archive)}
+
+    def _kept(self) -> list[Path]:
+        """Folders of visitors' outputs, the newest first."""
+        return sorted(self.root.glob("kept-*"), key=lambda p: p.stat().st_mtime, reverse=True)
+
+    def push(self, user: str, out: str, repo: str, token: str, *, public: bool) -> Events:
+        """Events of a push; the token reaches only the process of this push.
+
+        Raises:
+            MergeError: no output, repository or token; or the hub refuses.
+        """
+        (name, revision), token = repository_of(repo), token.strip()
+        if revision:
+            raise RecipeError(f"Expected the repository to push to as your-name/name, found '{repo[:200]}'.")
+        if not out or (self.limits is not None and not os.path.isdir(out)):
+            raise OutputError("No merged model to push; a served page keeps them for a while only. Fix: merge first.")
+        if (self.limits is not None and not token) or re.search(r"[^!-~]", token) or len(token) > 4000:
+            raise RecipeError("No valid token given. Fix: sign in, or paste a token that may write, without spaces.")
+        return self.run(user, {"do": "push", "out": out, "repo": name, "token": token, "public": public})
+
+    def stop(self, user: str) -> None:
+        """Ask the running job of a user to stop; a merge keeps its finished tensors for the same merge later."""
+        if user in self._running:
+            self._running[user].terminate()
+
+    def close(self) -> None:
+        """Stop all jobs, wait for their end, and remove what is kept."""
+        for process in list(self._running.values()):
+            process.terminate()
+            _end(process)
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of a process; stop one that hangs, or whose page was closed."""
+    for number in (0, signal.SIGTERM, signal.SIGKILL):
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE_S)
+            return
+
+
+def _kill(process: subprocess.Popen[bytes], late: threading.Event) -> None:
+    late.set()
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def _ended(code: int, job: Mapping[str, Any], errors: IO[bytes], late: Limits | None) -> MergeError:
+    """An error for a process that ended without a result; its stderr goes to the server's."""
+    if late is not None:
+        return MergeError(
+            f"The {job['do']} was stopped after {late.seconds} s, the limit of this page. Fix: smaller inputs, a "
+            "faster method such as average, or a page of your own."
+        )
+    errors.seek(0)
+    text, token = errors.read()[-LAST_BYTES:].decode("utf-8", "replace"), job.get("token")
+    sys.stderr.write(text.replace(token, "***") if token else text)
+    if code == -signal.SIGTERM:  # before it could say so
+        return MergeError("Stopped.")
+    cause = " Likely cause: too little memory." if code == -signal.SIGKILL else ""
+    return MergeError(f"The {job['do']} broke down (exit code {code}); the server's log has more.{cause}")
+
+
+def _environment(work: Path) -> dict[str, str]:
+    """Environment of a visitor's job: a cache of its own, and no secret."""
+    quiet = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    own = {"HOME": work, "HF_HOME": work / "hub", "XDG_CACHE_HOME": work / "cache", "TMPDIR": work}
+    passed = {name: os.environ[name] for name in PASSED if name in os.environ}
+    return passed | quiet | {name: str(place) for name, place in own.items()}

@@ -1,0 +1,108 @@
+"""Two ways to serve the page: on this machine, to the one who has the token; and to others, within limits."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import gradio as gr
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse, RedirectResponse
+
+from actmat.cli.catalogue import read_catalogue
+from actmat.errors import OutputError
+from actmat_app.jobs import Jobs
+from actmat_app.limits import Limits
+from actmat_app.page import SHOWN, build
+
+ADDRESS = "127.0.0.1"
+COOKIE = "actmat-token"
+REFUSED = "Open the address that 'actmat ui' printed: this one has no token, or an old one.\n"
+POLICY = (
+    (b"content-security-policy", b"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; connect-src 'self'; "
+     b"frame-ancestors 'none'; base-uri 'self'; form-action 'self'"),
+    (b"referrer-policy", b"no-referrer"),
+)  # fmt: skip
+"""Headers of every answer: the page fetches nothing from elsewhere."""
+
+
+class Guard:
+    """ASGI middleware: only requests with the token, to this server's own names, from its own page.
+
+    The token comes in the printed address, and then in a cookie. A page of another origin that resolves its own name to
+    127.0.0.1, and other users of this machine, get nothing.
+    """
+
+    def __init__(self, app: Any, token: str, port: int) -> None:
+        self.app, self.token = app, token
+        self.hosts = {f"{name}:{port}" for name in (ADDRESS, "localhost")}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request, or refuse it."""
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":  # nothing here speaks websockets
+            await self._answer(Request(scope))(scope, receive, send)
+
+    def _answer(self, request: Request) -> Any:
+        given = request.query_params.get("token", "")
+        known = hmac.compare_digest((given or request.cookies.get(COOKIE, "")).encode(), self.token.encode())
+        own = request.headers.get("origin") in {None, *(f"http://{host}" for host in self.hosts)}
+        if not known or not own or request.headers.get("host") not in self.hosts:
+            return PlainTextResponse(REFUSED, 403)
+        if not given:
+            return self._pass
+        answer = RedirectResponse("/", 303)  # the token leaves the address bar
+        answer.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
+        return answer
+
+    async def _pass(self, scope: Any, receive: Any, send: Any) -> None:
+        async def with_policy(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *POLICY]}
+            await send(message)
+
+        await self.app(scope, receive, with_policy)
+
+
+@contextlib.contextmanager
+def local_server(port: int = 0) -> Iterator[tuple[str, uvicorn.Server, socket.socket]]:
+    """Address, server and socket of the page on this machine; on leaving, running jobs are stopped.
+
+    Args:
+        port: 0 for one that is free.
+
+    Raises:
+        OutputError: the port is taken.
+    """
+    listening = socket.socket()
+    jobs, token = Jobs(), secrets.token_urlsafe(24)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((ADDRESS, port))
+        except OSError as error:
+            raise OutputError(f"Cannot use port {port}: {error.strerror}. Fix: another --port, or none.") from None
+        listening.listen()  # who reads the address may open it at once
+        port = int(listening.getsockname()[1])
+        app = gr.mount_gradio_app(FastAPI(), build(jobs, list(read_catalogue())), "/", **SHOWN)
+        config = uvicorn.Config(Guard(app, token, port), log_level="warning", timeout_graceful_shutdown=1)
+        yield f"http://{ADDRESS}:{port}/?token={token}", uvicorn.Server(config), listening
+    finally:
+        jobs.close()
+        listening.close()
+
+
+def launch(**options: Any) -> None:
+    """Serve the page to others, with the limits of the environment; `options`: of Gradio's `launch`.
+
+    Raises:
+        RecipeError: a limit is invalid.
+    """
+    jobs = Jobs(Limits.from_environment())
+    build(jobs, list(read_catalogue())).launch(**SHOWN | options)

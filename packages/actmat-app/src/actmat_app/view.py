@@ -1,0 +1,85 @@
+"""Plans, results and errors as HTML; every text is escaped, because names come from files of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from markupsafe import Markup
+
+from actmat.foreign import html, html_table
+
+if TYPE_CHECKING:
+    from actmat.api.pushing import PushReport
+    from actmat.extras.pages.comparison import Comparison
+    from actmat.planning import MergePlan
+    from actmat.run import MergeReport
+
+
+def plan_html(plan: MergePlan) -> Markup:
+    """A plan: the method and why, what happens to which tensors, cost, notes, and the recipe that does the same."""
+    from actmat.recipe.load import recipe_yaml
+    from actmat.report.words import action_counts, item_groups, plan_time, plan_traffic, plural
+    from actmat.system import usable_cores
+
+    groups = item_groups(plan.items, plan.kept)
+    rows = [(g.count, g.action, Markup("{}<br><small>{}</small>").format(html(g.reason), html(g.patterns[0])))
+            for g in groups]  # fmt: skip
+    table = html_table("Tensors", ("tensors", "action", "why, and which"), rows)
+    said = Markup("<p><b>{}</b> over {}</p>").format(html(plan.recipe.method), plural(len(plan.experts), "expert"))
+    why = _list(plan.recipe.notes)
+    notes = _list(note for note in plan.notes if note not in plan.recipe.notes)
+    cost = _list([action_counts(plan), plan_traffic(plan), plan_time(plan, usable_cores())])
+    recipe = Markup("<details><summary>Recipe</summary><pre>{}</pre></details>").format(html(recipe_yaml(plan.recipe)))
+    return _section(said, why, cost, table, notes, recipe)
+
+
+def merged_html(report: MergeReport) -> Markup:
+    """A finished merge: its size, warnings, findings and notes."""
+    from actmat.report.words import size_words, warnings_of
+
+    how = "was finished before, and is intact" if report.was_finished else f"finished in {report.seconds:.1f} s"
+    checks = () if report.diagnosis is None else report.diagnosis.checks
+    found = [f"{c.severity} {c.code}: {c.title}. {c.message}." for c in checks if c.verdict == "found"]
+    found += [f"warning {code}: {words}" for code, words in warnings_of(report.totals, report.plan.recipe.mute)]
+    said = Markup("<p><b>{}</b> by {} {}</p>").format(html(report.out), html(report.plan.recipe.method), how)
+    return _section(said, _list(filter(None, [size_words(report.totals.norms), *found, *report.plan.notes])))
+
+
+def compared_html(found: Comparison) -> Markup:
+    """A comparison in a line."""
+    return _section(Markup("<p>{} of {} tensors differ</p>").format(len(found.differing), len(found.tensors)))
+
+
+def pushed_html(pushed: PushReport) -> Markup:
+    """A finished push, with the address of its commit."""
+    url = html(pushed.url)
+    if pushed.url.startswith(("https://", "http://")):
+        url = Markup('<a href="{}" target="_blank" rel="noopener noreferrer">{}</a>').format(url, url)
+    said = Markup("<p><b>Pushed</b> to {} ({}): {}</p>").format(
+        html(pushed.repo_id), "private" if pushed.private else "public", url
+    )
+    return _section(said, _list(pushed.notes))
+
+
+def error_html(text: str) -> Markup:
+    """The text of an error.
+
+    >>> print(error_html("<b>"))
+    <pre class="am-error" role="alert">&lt;b&gt;</pre>
+    """
+    return Markup('<pre class="am-error" role="alert">{}</pre>').format(html(text))
+
+
+def frame_html(page: str) -> Markup:
+    """One of our pages in a frame of its own: its scripts run there, and reach nothing of this page."""
+    return Markup('<iframe class="am-page" sandbox="allow-scripts" title="Report" srcdoc="{}"></iframe>').format(page)
+
+
+def _section(*parts: Markup) -> Markup:
+    return Markup('<section class="am">{}</section>').format(Markup("").join(parts))
+
+
+def _list(notes: Iterable[str]) -> Markup:
+    items = Markup("").join(Markup("<li>{}</li>").format(html(n)) for n in notes)
+    return Markup("<ul>{}</ul>").format(items) if items else items

@@ -1,0 +1,65 @@
+"""Adapters in a stand-in for the hub, and visitors' jobs that are pointed at it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.helpers.hub import HubStandIn, served
+from tests.helpers.hub_uploads import Uploads
+
+from actmat_app.jobs import Jobs
+from actmat_app.limits import Limits
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+SECRET = "hf_secret-of-the-visitor"
+
+
+def save_lora(folder: Path, seed: int, module: str = "model.layers.0.self_attn.q_proj", **config: Any) -> torch.Tensor:
+    """An adapter of rank 4 of one 16x16 module; its delta."""
+    rng = torch.Generator().manual_seed(seed)
+    a, b = torch.randn((4, 16), generator=rng), torch.randn((16, 4), generator=rng)
+    folder.mkdir(parents=True)
+    start = f"base_model.model.{module}"
+    save_file({f"{start}.lora_A.weight": a, f"{start}.lora_B.weight": b}, folder / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none",
+              "base_model_name_or_path": "org/base", "task_type": "CAUSAL_LM"}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(fields | config))
+    return 2.0 * (b.double() @ a.double())
+
+
+World = tuple[HubStandIn, dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A stand-in with repositories, and the deltas of `org/math` and `org/code`; the server has a token of its own."""
+    folder = tmp_path_factory.mktemp("hub")
+    with served() as hub, pytest.MonkeyPatch.context() as patch:
+        hub.uploads = Uploads(folder / "commits", token=SECRET, may_write={"me"})
+        patch.setenv("HF_ENDPOINT", hub.endpoint)
+        patch.setenv("HF_HUB_DISABLE_XET", "1")  # the stand-in speaks Git LFS
+        patch.setenv("HF_TOKEN", "hf_of-the-server")
+        made = folder / "repositories"
+        deltas = {f"org/{name}": save_lora(made / name, seed) for seed, name in enumerate(("math", "code"))}
+        save_lora(made / "other", 3, base_model_name_or_path=f"org/{HOSTILE}")
+        save_lora(made / "hostile", 4, module=f"{HOSTILE}.q_proj")
+        save_lora(made / "pickled", 6)
+        torch.save({"w": torch.ones(2, 2)}, made / "pickled" / "adapter_model.bin")
+        (made / "pickled" / "adapter_model.safetensors").unlink()
+        for path in made.iterdir():
+            (path / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+            hub.add(f"org/{path.name}", path)
+        yield hub, deltas
+
+
+@pytest.fixture
+def visitors(world: World) -> Iterator[Jobs]:
+    jobs = Jobs(Limits(seconds=300))
+    yield jobs
+    jobs.close()

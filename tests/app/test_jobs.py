@@ -1,0 +1,201 @@
+"""Jobs of the page, each in a process: of the user of this machine, and of visitors."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from tests.app.conftest import HOSTILE, SECRET, World
+from tests.helpers.merging import Family
+from tests.tolerances import F32_ELEMENTWISE
+
+from actmat.errors import MergeError
+from actmat_app import jobs as module
+from actmat_app.form import recipe_fields
+from actmat_app.jobs import Jobs
+from actmat_app.limits import Limits
+
+BOTH = "org/math 0.7\norg/code@main 0.3"
+
+
+def fields(experts: str, method: str = "linear", base: str = "", more: str = "") -> dict[str, Any]:
+    return recipe_fields(base, experts, method, 1.0, 0, more)
+
+
+def last(events: Iterator[Mapping[str, Any]]) -> Mapping[str, Any]:
+    *_, found = events
+    return found
+
+
+@pytest.fixture
+def local() -> Iterator[Jobs]:
+    jobs = Jobs()
+    yield jobs
+    jobs.close()
+
+
+# The user of this machine
+
+
+def test_a_local_merge_has_a_plan_with_its_reason_progress_a_report_and_a_comparison(
+    local: Jobs, tmp_path: Path
+) -> None:
+    family = Family.make(tmp_path, layers=1)
+    asked = fields("\n".join(map(str, family.experts)), "auto", str(family.base))
+    shown = last(local.run("", {"do": "plan", "fields": asked}))["html"]
+    assert "auto: actmat_ridge" in shown
+    assert "peak memory" in shown
+    *events, done = local.merge("", asked, str(family.out))
+    assert [e["event"] for e in events].count("progress") >= 2
+    assert (events[-1]["done"], done["out"]) == (events[-1]["total"], str(family.out))
+    assert "Merge report" in Path(done["page"]).read_text()
+    assert "x the experts&#39; mean norm" in done["html"]
+    other = tmp_path / "other"
+    last(local.merge("", {**asked, "method": "average"}, str(other)))
+    compared = last(local.run("", {"do": "compare", "first": str(family.out), "second": str(other)}))
+    assert "tensors differ" in compared["html"]
+    assert "<html" in compared["page"]
+    with pytest.raises(MergeError, match="expected a folder") as caught:
+        last(local.run("", {"do": "plan", "fields": fields(f"{tmp_path}/a\n{tmp_path}/b", base=str(family.base))}))
+    assert len(caught.value.problems) == 2
+    with pytest.raises(MergeError, match="No output given"):
+        last(local.merge("", asked, " "))
+
+
+# Visitors
+
+
+def test_a_visitors_merge_is_exact_and_pushed_with_the_visitors_token_only(
+    world: World, visitors: Jobs, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub, deltas = world
+    done = last(visitors.merge("v", fields(BOTH), "/ignored"))
+    out = Path(done["out"])
+    assert "<html" in Path(done["page"]).read_text()
+    with zipfile.ZipFile(done["archive"]) as archive:
+        assert {"merged/adapter_config.json", "merged/report.html", "merged/README.md"} <= {*archive.namelist()}
+    factors = load_file(out / "adapter_model.safetensors")
+    (a,), (b,) = ([v.double() for k, v in factors.items() if f".lora_{x}." in k] for x in "AB")
+    config = json.loads((out / "adapter_config.json").read_text())
+    expected = 0.7 * deltas["org/math"] + 0.3 * deltas["org/code"]
+    found = config["lora_alpha"] / config["r"] * (b @ a)
+    assert float((found - expected).norm() / expected.norm()) < F32_ELEMENTWISE
+    assert hub.branches["org/math", "main"] in (out / "actmat_manifest.json").read_text()
+
+    for repo, token, words in (
+        ("me/merged", "hf_wrong", "HTTP 401"), ("me/merged", "", "No valid token"), ("me/merged", "a b", "No valid"),
+        ("org/merged", SECRET, "HTTP 403"), ("me/merged@v1", SECRET, "your-name/name"), (HOSTILE, SECRET, "org/name"),
+    ):  # fmt: skip
+        with pytest.raises(MergeError, match=words):
+            last(visitors.push("v", str(out), repo, token, public=False))
+    pushed = last(visitors.push("v", str(out), "me/merged", SECRET, public=False))
+    assert "me/merged (private)" in pushed["html"]
+    assert hub.uploads is not None
+    assert hub.uploads.private["me/merged"]
+    assert not any(SECRET.encode() in p.read_bytes() for p in visitors.root.rglob("*") if p.is_file())
+    assert SECRET not in "".join(capfd.readouterr())
+    assert not any(SECRET in path for _, path, _ in hub.requests)
+    with pytest.raises(MergeError, match="No merged model to push"):
+        last(visitors.push("v", str(visitors.root / "nothing"), "me/merged", SECRET, public=False))
+
+
+def test_names_in_files_are_shown_and_have_no_effect(visitors: Jobs) -> None:
+    done = last(visitors.merge("v", fields("org/hostile\ntwice=org/hostile", "average"), ""))
+    plan = last(visitors.run("v", {"do": "plan", "fields": fields("org/hostile\ntwice=org/hostile", "average")}))
+    assert "&lt;img src=x" in plan["html"]
+    for text in (done["html"], plan["html"], Path(done["page"]).read_text()):
+        assert "<img src=x" not in text
+
+
+@pytest.mark.parametrize(
+    ("limits", "experts", "words"),
+    [
+        (Limits(), "org/math\norg/other", "the adapters name different bases"),
+        (Limits(), "org/pickled\norg/math", "Expected weights in safetensors, found"),
+        (Limits(), "org/math\norg/nobody", "org/nobody: no local path, and no such repository"),
+        (Limits(max_bytes=1000), BOTH, "more than this page merges, 1 kB. Nothing was downloaded"),
+    ],
+)
+def test_inputs_are_refused_before_a_merge(world: World, limits: Limits, experts: str, words: str) -> None:
+    jobs = Jobs(limits)
+    with pytest.raises(MergeError, match=words):
+        last(jobs.merge("v", fields(experts), ""))
+    assert not [p for p in jobs.root.rglob("*") if p.is_file()]
+    jobs.close()
+
+
+def test_only_a_few_outputs_are_kept(visitors: Jobs) -> None:
+    for age in range(10):
+        folder = visitors.root / f"kept-{age}"
+        folder.mkdir()
+        os.utime(folder, (time.time() - age - 1,) * 2)
+    done = last(visitors.merge("v", fields("org/math", "average"), ""))
+    kept = {p.name for p in visitors.root.glob("kept-*")}
+    assert kept == {Path(done["out"]).parent.name, *(f"kept-{age}" for age in range(7))}
+
+
+# Processes that do not end as they should
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    monkeypatch.setattr(module, "COMMAND", [sys.executable, "-c", code])
+
+
+JOB = {"do": "push", "token": SECRET}
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import time; print('{\"event', end='', flush=True); time.sleep(600)", "was stopped after 2 s, the limit"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "Likely cause: too little memory"),
+        ("import sys; print(sys.stdin.read(), file=sys.stderr); sys.exit(3)", r"broke down \(exit code 3\)"),
+    ],
+)
+def test_a_job_that_breaks_down_says_so_and_its_log_has_no_token(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: str, words: str
+) -> None:
+    scripted(monkeypatch, code)
+    jobs = Jobs(Limits(seconds=2))
+    with pytest.raises(MergeError, match=words):
+        last(jobs.run("v", JOB))
+    said = capsys.readouterr().err
+    assert SECRET not in said
+    assert ("***" in said) == ("exit code 3" in words)
+    assert not list(jobs.root.iterdir())
+    jobs.close()
+
+
+def test_a_job_is_stopped_and_another_one_waits_for_its_end(monkeypatch: pytest.MonkeyPatch, local: Jobs) -> None:
+    scripted(monkeypatch, 'import time; print(\'{"event": "progress"}\', flush=True); time.sleep(600)')
+    events = local.run("", JOB)
+    next(events)
+    with pytest.raises(MergeError, match="Another job is running"):
+        next(local.run("", JOB))
+    threading.Timer(0.1, local.stop, args=("",)).start()
+    with pytest.raises(MergeError, match=r"^Stopped\.$"):
+        next(events)
+
+
+def test_a_visitors_job_sees_no_secret_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_of-the-server")
+    monkeypatch.setenv("OAUTH_CLIENT_SECRET", "hidden")
+    scripted(
+        monkeypatch,
+        "import json, os; print(json.dumps({'event': 'done', 'seen': dict(os.environ), 'cwd': os.getcwd()}))",
+    )
+    jobs = Jobs(Limits())
+    found = last(jobs.run("v", JOB))
+    assert not {"hf_of-the-server", "hidden"} & {*found["seen"].values()}
+    assert Path(found["cwd"]).parent == jobs.root
+    assert found["seen"]["HF_HOME"].startswith(found["cwd"])
+    jobs.close()

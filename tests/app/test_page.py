@@ -1,0 +1,129 @@
+"""The page itself, where Gradio is installed: who may open it, and a merge through its own requests."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.app.conftest import SECRET
+from tests.helpers.merging import Family
+
+from actmat.errors import MergeError, OutputError
+from actmat_app.jobs import Jobs
+
+gradio = pytest.importorskip("gradio", reason="Gradio is not installed: pip install 'gradio>=6.31'")
+
+
+class Opener:
+    """Requests to a running page."""
+
+    def __init__(self, url: str) -> None:
+        self.url, _, self.token = url.partition("?token=")
+        self.cookie = f"actmat-token={self.token}"
+
+    def __call__(self, path: str = "", data: Any = None, **headers: str) -> Any:
+        body = None if data is None else json.dumps(data).encode()
+        given = {"Cookie": self.cookie, "Content-Type": "application/json", **headers}
+        return urllib.request.urlopen(urllib.request.Request(self.url + path, body, given), timeout=60)
+
+    def click(self, button: int, *values: Any) -> list[Any]:
+        """Press a button and wait for the values that it sets."""
+        job = {"data": list(values), "fn_index": button, "session_hash": "me"}
+        self("gradio_api/queue/join", job).read()
+        for line in self("gradio_api/queue/data?session_hash=me"):
+            said = json.loads(line.removeprefix(b"data:")) if line.startswith(b"data:") else {}
+            if said.get("msg") == "process_completed":
+                assert said["success"], said
+                return list(said["output"]["data"])
+        raise AssertionError("the page gave no answer")
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Opener]:
+    server = subprocess.Popen(
+        [sys.executable, "-m", "actmat", "ui", "--no-browser", "--quiet"], stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    yield Opener(server.stdout.readline().strip())
+    server.terminate()
+    assert server.wait(60) in (0, 143)
+
+
+def test_only_the_one_with_the_token_opens_the_page(page: Opener) -> None:
+    with page() as answer:
+        policy = answer.headers["Content-Security-Policy"]
+        assert b"gradio" in answer.read()
+    assert "connect-src 'self'" in policy
+    host = page.url.removeprefix("http://").strip("/")
+    for headers in ({"Cookie": ""}, {"Cookie": page.cookie + "x"}, {"Host": "evil.org"}, {"Origin": "http://evil.org"}):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            page(**headers)
+    with page(Origin=f"http://{host}") as answer:
+        assert answer.status == 200
+    with pytest.raises(urllib.error.HTTPError, match="403"):  # the redirection leads to the address without the token
+        page(f"?token={page.token}", Cookie="")
+
+
+def test_a_merge_through_the_page(page: Opener, tmp_path: Path) -> None:
+    family = Family.make(tmp_path, layers=1)
+    with page("config") as answer:
+        config = json.load(answer)
+    buttons = {d["api_name"]: d["id"] for d in config["dependencies"]}
+    assert {d["api_visibility"] for d in config["dependencies"]} == {"private"}
+    form = [str(family.base), "\n".join(map(str, family.experts)), "auto", 1, 0, ""]
+    assert "auto: actmat_ridge" in page.click(buttons["show_plan"], *form)[0]
+    said, _, frame, report, out = page.click(buttons["show_merge"], str(family.out), *form)
+    assert out == str(family.out)
+    assert "finished in" in said
+    assert frame["visible"]
+    assert "&lt;title&gt;" in report
+    assert 'sandbox="allow-scripts"' in report
+    said, *_ = page.click(buttons["show_merge"], "", *form)
+    assert "No output given" in said
+
+
+class Recorded(Jobs):
+    """Jobs that only note the pushes that they are given."""
+
+    def push(self, user: str, out: str, repo: str, token: str, *, public: bool) -> Any:
+        self.seen = token
+        raise MergeError("No.")
+
+
+def test_a_visitor_who_signed_in_needs_no_token_and_the_field_is_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    from actmat_app.limits import Limits
+    from actmat_app.page import SHOWN, build
+
+    monkeypatch.setenv("OAUTH_CLIENT_ID", "id")
+    monkeypatch.setattr(gradio.routes, "attach_oauth", lambda app: None)  # it wants a Space around it
+    jobs = Recorded(Limits())
+    found = {f.fn.__name__: f for f in build(jobs, []).fns.values() if f.fn is not None}
+    assert "compare" not in found
+    assert {found[n].concurrency_id for n in ("show_plan", "show_merge", "push_signed_in")} == {"job"}
+    assert SHOWN["run_history"] is False
+    push = found["push_signed_in"].fn
+    assert "signed_in" in inspect.signature(push).parameters
+    request = gradio.Request(session_hash="v")
+    signed_in = gradio.OAuthToken(token=SECRET, scope="", expires_at=0)
+    for token, who, expected in (("", signed_in, SECRET), ("own", signed_in, "own"), ("", None, "")):
+        said, emptied = push("out", "me/a", token, False, request, who)
+        assert (jobs.seen, emptied) == (expected, "")
+        assert "No." in said
+    jobs.close()
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    from actmat_app.serving import local_server
+
+    with local_server() as (_, _, listening):
+        again = local_server(listening.getsockname()[1])
+        with pytest.raises(OutputError, match="another --port"):
+            again.__enter__()
