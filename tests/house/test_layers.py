@@ -174,8 +174,6 @@ def test_every_module_belongs_to_a_layer() -> None:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_down_only(path: Path) -> None:
-    if path == PACKAGE / "extras" / "ui" / "command.py":
-        pytest.skip("its command moves into a distribution of its own")
     if path == EXPERIMENTS / "core.py":
         pytest.skip("the one file for what is not public")
     layer = layer_of_file(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 import threading
 from typing import Annotated
@@ -27,6 +28,10 @@ def ui(
     On a remote machine: ssh -L 8000:127.0.0.1:8000 HOST actmat ui --port 8000
     """
     from actmat.cli.screen import console, print_result
+    from actmat.errors import MergeError
+
+    if importlib.util.find_spec("gradio") is None:
+        raise MergeError("The page needs Gradio, which is not installed. Fix: pip install 'gradio>=6.31'")
     from actmat_app.serving import local_server
 
     with local_server(port) as (url, server, listening):

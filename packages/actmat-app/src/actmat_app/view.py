@@ -11,7 +11,7 @@ from actmat.foreign import html, html_table
 
 if TYPE_CHECKING:
     from actmat.api.pushing import PushReport
-    from actmat.extras.pages.comparison import Comparison
+    from actmat.extras.pages.comparison import MergeComparison
     from actmat.planning import MergePlan
     from actmat.run import MergeReport
 
@@ -46,7 +46,7 @@ def merged_html(report: MergeReport) -> Markup:
     return _section(said, _list(filter(None, [size_words(report.totals.norms), *found, *report.plan.notes])))
 
 
-def compared_html(found: Comparison) -> Markup:
+def compared_html(found: MergeComparison) -> Markup:
     """A comparison in a line."""
     return _section(Markup("<p>{} of {} tensors differ</p>").format(len(found.differing), len(found.tensors)))
 
