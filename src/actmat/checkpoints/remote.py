@@ -9,18 +9,15 @@ from __future__ import annotations
 import abc
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from actmat import plugins
 from actmat.checkpoints.source import Source
-from actmat.checkpoints.writing.shards import Shard
 from actmat.checkpoints.writing.staging import Staging
-from actmat.errors import CheckpointError, MergeError
+from actmat.errors import CheckpointError
 
 GROUP = "actmat.stores"
-MARK_NAME = ".actmat-upload.json"
-"""File that marks a remote folder as an output that is being written; `clearing` in it: an older one is removed."""
 
 
 class Storage(abc.ABC):
@@ -42,15 +39,12 @@ class Storage(abc.ABC):
         """Reasons why the URL cannot be written that show without a request, as sentences."""
 
     @abc.abstractmethod
-    def stage(
-        self, url: str, folder: Path, fingerprint: str, shards: Sequence[Shard], *, overwrite: bool = False
-    ) -> Staging:
+    def stage(self, url: str, folder: Path, fingerprint: str, *, overwrite: bool = False) -> Staging:
         """Staging of an output at a URL that has no problems.
 
         Args:
             folder: local name of the output, whose sibling it is built in.
             fingerprint: of the plan.
-            shards: the files to write; none if they are known only at the end.
             overwrite: replace an output that is there.
         """
 
@@ -62,28 +56,23 @@ class Storage(abc.ABC):
         """Remove what an interrupted commit left alongside a finished output."""
 
 
-def _storage(url: str, *, error: type[MergeError] = CheckpointError) -> Storage:
+def storage_of(url: str) -> Storage:
     """The plug-in for a URL.
 
     Raises:
-        MergeError: there is none; of the type `error`.
+        CheckpointError: there is none.
     """
     scheme = url.partition("://")[0].lower()
     found: Storage | None = plugins.load(GROUP, scheme) or plugins.load(GROUP, "other")
     if found is None:
-        raise error(f"{url}: no installed part of actmat serves this URL.{plugins.hint(GROUP)}")
+        raise CheckpointError(f"{url}: no installed part of actmat serves this URL.{plugins.hint(GROUP)}")
     return found
-
-
-def open_remote(url: str, *, pinned: Mapping[str, tuple[int, str]] | None = None) -> Source:
-    """The folder or file at a URL, see `Storage.open_source`."""
-    return _storage(url).open_source(url, pinned=pinned or {})
 
 
 def check_upload_url(url: str) -> list[str]:
     """Reasons why a URL cannot be written, see `Storage.upload_problems`."""
     try:
-        return _storage(url).upload_problems(url)
+        return storage_of(url).upload_problems(url)
     except CheckpointError as error:
         return list(error.problems)
 
@@ -95,16 +84,6 @@ def staging_folder(url: str) -> Path:
     return Path(cache).expanduser() / "actmat" / "uploads" / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
 
 
-def staging_for(url: str, fingerprint: str, shards: Sequence[Shard], *, overwrite: bool = False) -> Staging:
+def staging_for(url: str, fingerprint: str, *, overwrite: bool = False) -> Staging:
     """Staging of an output at a URL, in `staging_folder(url)`; see `Storage.stage`."""
-    return _storage(url).stage(url, staging_folder(url), fingerprint, shards, overwrite=overwrite)
-
-
-def present_sizes(url: str) -> dict[str, int]:
-    """Sizes of the files of an output at a URL."""
-    return _storage(url).sizes(url)
-
-
-def clear_upload(url: str) -> None:
-    """Remove the marks of an upload at a URL where a finished output is."""
-    _storage(url).clear(url)
+    return storage_of(url).stage(url, staging_folder(url), fingerprint, overwrite=overwrite)

@@ -163,10 +163,10 @@ def _is_in_folder(path: Path) -> bool:
 def _open_url(url: str, handle: CheckpointHandle | None) -> Source:
     if url.startswith("hf://"):
         raise CheckpointError(f"{url}: expected hf://org/name or hf://org/name@revision, found something else")
-    from actmat.checkpoints.remote import open_remote
+    from actmat.checkpoints.remote import storage_of
 
     pinned = {} if handle is None else {name: (size, etag) for name, size, etag in handle.etags}
-    return open_remote(url, pinned=pinned)
+    return storage_of(url).open_source(url, pinned=pinned)
 
 
 def _not_found(path: Path, text: str) -> CheckpointError:

@@ -1,7 +1,7 @@
 """`Source`: the files of one location by name, wherever they are; checkpoints in such files, and their formats.
 
 A location is a local folder, a local file, a commit of a hub repository (`hub.HubRepository`), or a folder or file at a
-URL (`remote.open_remote`). A format opens a checkpoint from a source without asking which of them it is. A file
+URL (`remote.Storage`). A format opens a checkpoint from a source without asking which of them it is. A file
 that is not local is either downloaded when a tensor of it is first read, or, if the source `streams`, read by ranges.
 """
 

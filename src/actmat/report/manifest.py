@@ -7,13 +7,13 @@ import datetime
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from actmat.bounds import MAX_WRITTEN_VALUES, local_path, read_object
-from actmat.checkpoints.hashing import HASH_NAME, ContentHash, NamesHash, hash_file, hash_names
+from actmat.checkpoints.hashing import HASH_NAME, ContentHash, NamesHash, hash_file, hash_names, sha256_file
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS
 from actmat.checkpoints.writing.staging import JOURNAL_NAME
 from actmat.engine.task import Record
@@ -286,14 +286,14 @@ def _located(row: dict[str, Any], out: Path | None) -> dict[str, Any]:
     return row
 
 
-def write_manifest(directory: Path, manifest: dict[str, Any], *, sha256: Callable[[str], str] | None = None) -> None:
+def write_manifest(directory: Path, manifest: dict[str, Any], *, sha256: bool = False) -> None:
     """Add the hashes of all other files in `directory`, and its own, to a manifest, and write it there, row by row.
 
-    `sha256` gives the SHA-256 of a weight file, where it is wanted. Nothing is written there afterwards.
+    With `sha256`, the SHA-256 of the weight files too. Nothing is written there afterwards.
     """
     output = manifest["output"]
-    if sha256 is not None:
-        output["sha256"] = {f: sha256(f) for f in output["files"]}
+    if sha256:
+        output["sha256"] = {f: sha256_file(directory / f) for f in output["files"]}
     known = {MANIFEST_NAME, f".{MANIFEST_NAME}.part", JOURNAL_NAME, *output["files"]}
     there = {p.relative_to(directory).as_posix(): p for p in sorted(directory.rglob("*")) if p.is_file()}
     rows = {n: {"size": p.stat().st_size, "hash": hash_file(p)} for n, p in there.items() if n not in known}

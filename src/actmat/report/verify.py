@@ -16,7 +16,7 @@ from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.folder import member
 from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names, sha256_file
 from actmat.checkpoints.ranges import BLOCK_BYTES
-from actmat.checkpoints.remote import open_remote
+from actmat.checkpoints.remote import storage_of
 from actmat.checkpoints.resolve import find_source, open_checkpoint
 from actmat.checkpoints.source import Source
 from actmat.checkpoints.untied import UntiedCheckpoint
@@ -155,7 +155,7 @@ def open_output(out: str | Path) -> OutputFiles:
         source = find_source(str(out))
         assert isinstance(source, HubRepository)
         return _Hub(source)
-    return _Remote(open_remote(str(out))) if is_url(out) else _Folder(Path(out))
+    return _Remote(storage_of(str(out)).open_source(str(out), pinned={})) if is_url(out) else _Folder(Path(out))
 
 
 _CHUNK = 1 << 22

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from actmat.bounds import is_url, read_object
+from actmat.bounds import is_url
 from actmat.checkpoints.layer_names import stack_parts
-from actmat.checkpoints.remote import MARK_NAME, check_upload_url
+from actmat.checkpoints.remote import check_upload_url
 from actmat.checkpoints.resolve import find_source
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.checkpoints.writing.staging import check_output_path
@@ -122,8 +122,7 @@ def present_output(out: Path | str) -> Iterator[Path]:
         raise CheckpointError(problems[0])
     source = find_source(out)
     names = [n for n in (MANIFEST_NAME, REPORT_NAME) if n in source.names]
-    clears = MARK_NAME in source.names and read_object(source.fetch(MARK_NAME)).get("clearing")
-    if clears or MANIFEST_NAME not in names:  # while an output is replaced, its manifest is the old one
+    if MANIFEST_NAME not in names:
         raise CheckpointError(f"{out} has no {MANIFEST_NAME}")
     folders = [source.fetch(name).parent for name in names]
     yield folders[0]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.remote import clear_upload, present_sizes, staging_folder, staging_for
+from actmat.checkpoints.remote import staging_folder, staging_for, storage_of
 from actmat.checkpoints.writing.staging import CheckedJournal, Staging, left_journal
 from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis
 from actmat.engine.content import content_hash
@@ -140,15 +140,14 @@ def _check_finished(plan: MergePlan, out: Path | str, folder: Path, settings: Ru
     if isinstance(out, Path):
         Staging(out, plan.fingerprint()).sweep()
         return
-    clear_upload(out)
+    storage_of(out).clear(out)
     if staging_folder(out).parent.is_dir():
-        shards = () if plan.is_extracted else plan.shards
-        staging_for(out, plan.fingerprint(), shards).sweep()
+        staging_for(out, plan.fingerprint()).sweep()
 
 
 def _other_sizes(manifest: Mapping[str, Any], url: str) -> Iterator[str]:
     """Files of an output at a URL that are missing, or of another size than the merge wrote."""
-    there = present_sizes(url)
+    there = storage_of(url).sizes(url)
     side = {n: row["size"] for n, row in manifest["output"]["side_files"].items()}
     for name, size in {**manifest["output"]["files"], **side}.items():
         if name not in there:

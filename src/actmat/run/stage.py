@@ -8,11 +8,9 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from actmat.checkpoints.remote import staging_for
-from actmat.checkpoints.writing.shards import Shard
 from actmat.checkpoints.writing.sidecars import SideFolder, copy_sidecars
 from actmat.checkpoints.writing.spool import SpoolWriter
 from actmat.checkpoints.writing.staging import CheckedJournal, Staging, disk_errors
@@ -37,13 +35,6 @@ Entries = Mapping[str, Mapping[str, Any]]
 """Journal entries by the name of their item."""
 
 
-class Holder(Protocol):
-    """A writer that knows what lies on the disk."""
-
-    def holds(self, name: str, digest: str) -> bool:
-        """True for a tensor and a content hash if those bytes are there."""
-
-
 class JournalRecords(Mapping[str, Record]):
     """Records of finished items, read from the journal when they are asked for: a merge keeps none in memory."""
 
@@ -63,25 +54,6 @@ class JournalRecords(Mapping[str, Record]):
         return len(self._journal)
 
 
-class Folder(Protocol):
-    """Folder in which an output is built."""
-
-    path: Path
-
-    @property
-    def place(self) -> Path | str:
-        """The output's final place, as a user calls it."""
-
-    def sha256(self, file: str) -> str:
-        """SHA-256 of a finished file of the output."""
-
-    def record(self, entry: Mapping[str, Any]) -> None:
-        """Append the record of a finished item to the journal."""
-
-    def settle(self, shards: Sequence[Shard]) -> None:
-        """Take the output's files, where they are known only now."""
-
-
 @dataclass
 class StagedOutput:
     """An output that is being built.
@@ -98,7 +70,7 @@ class StagedOutput:
     plan: MergePlan
     writer: SinkSource
     records: Mapping[str, Record] = field(default_factory=dict)
-    stage: Folder | None = None
+    stage: Staging | None = None
     done: frozenset[str] = frozenset()
     resumed: int = 0
 
@@ -118,7 +90,7 @@ class StagedOutput:
         return None if self.stage is None else self.stage.path
 
     @property
-    def _staging(self) -> Folder:
+    def _staging(self) -> Staging:
         assert self.stage is not None, "an output that is only measured has no folder"
         return self.stage
 
@@ -146,7 +118,6 @@ class StagedOutput:
             self.plan = settled_plan(self.plan, self._written)
             (shard,) = self.plan.shards
             self.writer.join(shard)
-            folder.settle([shard])
         else:
             assert isinstance(self.writer, ShardWriter)
             self.writer.finish(self.plan.specs)
@@ -174,7 +145,7 @@ class StagedOutput:
                 files=copied,
                 warnings=warnings,
             )
-            write_manifest(folder.path, manifest, sha256=folder.sha256 if sha256 else None)
+            write_manifest(folder.path, manifest, sha256=sha256)
         return totals
 
     def _written(self, item: Item) -> Mapping[str, Any] | None:
@@ -228,10 +199,9 @@ def stage(resumed: Resumed) -> Iterator[list[StagedOutput]]:
             for staging, plan, journal in zip(stages, plans, journals, strict=True):
                 writer = _writer(staging.path, plan, settings)
                 stack.callback(writer.close)
-                intact = frozenset(intact_items(plan, journal, writer, staging.uploaded, observed=settings.diagnose))
+                intact = frozenset(intact_items(plan, journal, writer, observed=settings.diagnose))
                 for name in journal.keys() - intact:
                     journal.drop(name)
-                staging.resume(journal.values())
                 outputs.append(StagedOutput(plan, writer, JournalRecords(journal), staging, intact, len(intact)))
             yield outputs
             for staging in stages:
@@ -253,8 +223,7 @@ def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, checked: C
     if isinstance(out, Path):
         lasting = plan.fingerprint(times=False)
         return Staging(out, plan.fingerprint(), overwrite=settings.overwrite, lasting=lasting, checked=checked)
-    shards = () if plan.is_extracted else plan.shards  # see `settle`
-    return staging_for(out, plan.fingerprint(), shards, overwrite=settings.overwrite)
+    return staging_for(out, plan.fingerprint(), overwrite=settings.overwrite)
 
 
 def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseException) -> None:
@@ -273,8 +242,7 @@ def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseExc
 def intact_items(
     plan: MergePlan,
     journal: Entries,
-    writer: Holder | None,
-    uploaded: Mapping[str, str] = MappingProxyType({}),
+    writer: ShardWriter | SpoolWriter,
     *,
     observed: bool,
 ) -> Iterator[str]:
@@ -283,8 +251,7 @@ def intact_items(
     Args:
         plan: of the output.
         journal: entries by item.
-        writer: compares the bytes on the disk; None: they are not looked at.
-        uploaded: content hash of tensors that were sent, which are not on the disk any more.
+        writer: compares the bytes on the disk.
         observed: only those that were measured, where the plan measures them.
     """
     for name, entry in journal.items():
@@ -294,10 +261,7 @@ def intact_items(
         measured = record.observed is not None and is_observation(record.observed)
         if observed and not measured and item.call is not None and item.is_observed:
             continue
-        if all(
-            uploaded[tensor] == digest if tensor in uploaded else writer is None or writer.holds(tensor, digest)
-            for tensor, digest in record.hashes.items()
-        ):
+        if all(writer.holds(tensor, digest) for tensor, digest in record.hashes.items()):
             yield name
 
 

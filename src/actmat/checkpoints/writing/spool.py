@@ -1,7 +1,7 @@
 """Writer of a file whose tensors have no known sizes yet: each goes to a file of its own; all are joined at the end.
 
-A run that stops keeps the tensors that it finished, also while they are joined: their files are removed when the joined
-one is on the disk, and are made of it again where a later step failed.
+A run that stops keeps the tensors that it finished, also while they are joined. Their files are removed when the joined
+one is on the disk; a step that fails after that makes them again.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from actmat.checkpoints.hashing import ContentHash, hash_file
-from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.writing.shards import Shard
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter
-from actmat.system import rename_folder, replace_file, sync_file
+from actmat.system import replace_file, sync_file
 
 SPOOL = ".spool"
 """Folder of the tensors' files, in that of the output."""
@@ -70,10 +69,7 @@ class SpoolWriter:
         if attached:
             return
         with disk_errors(directory):
-            if self._folder.is_dir():  # else an earlier attempt joined all
-                (directory / file).unlink(missing_ok=True)
-            elif (directory / file).is_file():
-                self._unpack(directory / file)
+            (directory / file).unlink(missing_ok=True)
             self._folder.mkdir(exist_ok=True)
 
     def sink(self, name: str, aliases: Sequence[str] = ()) -> SpoolSink:
@@ -112,21 +108,3 @@ class SpoolWriter:
         seen = ContentHash()  # a name may hold what no file's name may
         seen.update(name.encode())
         return self._folder / seen.hexdigest()
-
-    def _unpack(self, path: Path) -> None:
-        """Make the tensors' files of the joined one; none where it is damaged, so that all is made again."""
-        from safetensors import SafetensorError, safe_open
-
-        aside = self._folder.with_suffix(".part")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        try:
-            with safe_open(path, framework="pt") as stored:
-                for name in stored.keys():  # noqa: SIM118 - no mapping
-                    data = raw_bytes(stored.get_tensor(name))
-                    (aside / self._path(name).name).write_bytes(data)
-        except SafetensorError:
-            shutil.rmtree(aside)
-        path.unlink()
-        if aside.is_dir():
-            rename_folder(aside, self._folder)

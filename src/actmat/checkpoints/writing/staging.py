@@ -17,17 +17,15 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from actmat.bounds import kind_of_file, list_folder, local_path
-from actmat.checkpoints.hashing import sha256_file
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, unlisted_files
 from actmat.checkpoints.writing.lock import OutputLock
-from actmat.checkpoints.writing.shards import Shard
 from actmat.errors import OutputError, format_size
 from actmat.system import WINDOWS, is_file_name, rename_folder, replace_file, sync_directory
 
@@ -228,21 +226,6 @@ class Staging:
     def place(self) -> Path | str:
         """The output's final place, as a user calls it."""
         return self.out
-
-    @property
-    def uploaded(self) -> Mapping[str, str]:
-        """Content hash of tensors that are safe in another place than `path`."""
-        return {}
-
-    def resume(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Receive the entries of the journal whose bytes are intact; called once, before the first `record`."""
-
-    def settle(self, shards: Sequence[Shard]) -> None:
-        """Receive the files of an output that were not known before; called once, when they are written."""
-
-    def sha256(self, file: str) -> str:
-        """SHA-256 of a finished file of the output."""
-        return sha256_file(self.path / file)
 
     @property
     def finished(self) -> int:

@@ -1,187 +1,72 @@
-"""Outputs in a bucket: staged locally, sent shard by shard, committed by the index and then the manifest.
+"""Outputs at URLs: built in a local folder, and sent when they are complete.
 
-Objects cannot be renamed, so the order of writing makes an output appear whole or not at all:
+Objects of a bucket cannot be renamed, so the order of sending makes an output appear whole or not at all:
 
-1. `.actmat-upload.json` marks the folder as one that is being written, with the fingerprint of the plan;
-2. each shard but the first, when its last tensor is done, and after it a note with its size, its etag and the records
-   of its tensors; its local bytes are then freed;
-3. at the end config, tokenizer and other files, the first shard, the index, the manifest;
-4. the mark and the notes are removed.
+1. `.actmat-upload.json` lists the files of the upload, and those of an older output that it replaces;
+2. the older output is removed, its manifest first;
+3. config, tokenizer and other files, all shards but the first, the first, the index, the manifest;
+4. the list is removed.
 
-No loader takes steps 1 and 2 for a model: weights are missing, and there is neither an index nor a config. A run of the
-same fingerprint resumes from the local journal and, also on another machine, from the notes: a shard whose size or etag
-is another than its note says is made again. A mark of another fingerprint is removed with the shards of its notes.
+No loader takes steps 1 to 3 for a model: weights are missing, and there is no index. A folder with a manifest holds a
+finished output, whether the list is there or not. Shards that were sent are not sent again by the same command.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote, unquote
 
-from actmat.bounds import MAX_BYTES, parse_object
-from actmat.checkpoints.hashing import sha256_file
-from actmat.checkpoints.remote import MARK_NAME
+from actmat.bounds import MAX_BYTES, parse_object, read_object
+from actmat.checkpoints.folder import INDEX_SUFFIX
 from actmat.checkpoints.retry import retried
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS, listed_files
-from actmat.checkpoints.writing.shards import Shard, index_files
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging, disk_errors, not_ours_problems
 from actmat.errors import CheckpointError, OutputError
 from actmat.extras.remote.objects import open_store
 from actmat.extras.remote.store import MissingFileError, RemoteFile, Store, check_url
 
-NOTE_PREFIX = ".actmat-upload."
+MARK_NAME = ".actmat-upload.json"
+"""File that marks a remote folder as an output that is being sent, with the names of its files."""
 FORMAT = 1
-PARALLEL_UPLOADS = 2
-"""Files at the same time; the library sends the parts of each in parallel too."""
+WEIGHTS = ".safetensors"
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class _Note:
-    """A shard that was sent."""
-
-    file: RemoteFile
-    sha256: str
-    entries: tuple[Mapping[str, Any], ...]  # of the journal, for every tensor in it
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "file": self.file.name,
-            "size": self.file.size,
-            "etag": self.file.etag,
-            "sha256": self.sha256,
-            "records": list(self.entries),
-        }
-
-
-class UploadStaging(Staging):
+class RemoteStaging(Staging, abc.ABC):
     """Staging of an output whose final place is a URL.
 
     Args:
-        url: of the folder to write.
-        folder: local name of the output; it is built beside it, and never there.
+        url: of the output.
+        folder: local name of the output; it is built in a sibling of it, and never there.
         fingerprint: of the plan.
-        shards: the files to write.
-        overwrite: replace an output of actmat that is there; it is removed when the first shard is sent.
+        overwrite: replace an output that is there.
     """
 
-    def __init__(
-        self, url: str, folder: Path, fingerprint: str, shards: Sequence[Shard], *, overwrite: bool = False
-    ) -> None:
+    def __init__(self, url: str, folder: Path, fingerprint: str, *, overwrite: bool = False) -> None:
         super().__init__(folder, fingerprint, overwrite=overwrite)
-        self.url = check_url(url)
-        self._store = open_store(self.url, error=OutputError)
-        self._shards = tuple(shards)
-        self._shard_of = {name: s.file for s in shards for name in s.extents}
-        self._missing = {s.file: set(s.extents) for s in shards}
-        self._entries: dict[str, dict[str, Mapping[str, Any]]] = {s.file: {} for s in shards}
-        self._notes: dict[str, _Note] = {}
-        self._sending: dict[str, Future[None]] = {}
-        self._pool: ThreadPoolExecutor | None = None
-        self._marked = False
+        self.url = url
 
     @property
     def place(self) -> str:
         """The URL."""
         return self.url
 
-    @property
-    def uploaded(self) -> Mapping[str, str]:
-        """Content hash of every tensor in a shard that was sent."""
-        return {
-            name: digest
-            for file, note in self._notes.items()
-            for entry in note.entries
-            for name, digest in entry["hashes"].items()
-            if self._shard_of.get(name) == file
-        }
-
-    def open(self) -> Journal:
-        """Take the local lock; read the local journal, and add the notes of shards that were sent.
-
-        Raises:
-            OutputError: the folder holds something else, or a user's own files among those of the output.
-        """
-        journal = super().open()
-        files = self._call(lambda: _listed(self._store), self.url)
-        mark = self._read(files, MARK_NAME)
-        clearing = mark is not None and bool(mark.get("clearing"))
-        is_ours = mark is not None and mark.get("fingerprint") == self.fingerprint and not clearing
-        if files and mark is None and MANIFEST_NAME not in files:
-            raise OutputError(
-                f"{self.url} is not empty and was not written by actmat (it has no {MANIFEST_NAME}), so nothing "
-                "is written there; choose another place, or empty it"
-            )
-        if MANIFEST_NAME in files and not (clearing or is_ours or self.overwrite):
-            raise OutputError(f"{self.url} holds a finished output; choose another place or pass --overwrite")
-        if MANIFEST_NAME in files and not (clearing or is_ours):
-            self._check_own(files)
-        if is_ours:
-            self._marked = True
-            self._read_notes(files)
-        with disk_errors(self.path):
-            for entry in (e for note in self._notes.values() for e in note.entries):
-                if entry["name"] not in journal:
-                    journal.append(entry)
-        return journal
-
-    def resume(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Count tensors that are done; shards that are whole are sent."""
-        for entry in entries:
-            self._count(entry)
-
-    def settle(self, shards: Sequence[Shard]) -> None:
-        """Send these files at the end; no earlier upload of them is known."""
-        self._shards = tuple(shards)
-        self._entries = {s.file: {} for s in shards}
-
-    def record(self, entry: Mapping[str, Any]) -> None:
-        """Append a finished tensor to the journal; sends the shards that it completes.
-
-        Raises:
-            OutputError: an upload failed for good.
-        """
-        super().record(entry)
-        self._count(entry)
-        for future in list(self._sending.values()):
-            if future.done():
-                future.result()
-
-    def sha256(self, file: str) -> str:
-        """SHA-256 of a shard, also of one whose local bytes are freed."""
-        if file in self._sending:
-            self._sending[file].result()
-        return self._notes[file].sha256 if file in self._notes else super().sha256(file)
+    @abc.abstractmethod
+    def send(self, names: Collection[str]) -> None:
+        """Send files of the local folder; nothing looks finished before all are there."""
 
     def commit(self) -> None:
-        """Send all that is left, the index and the manifest last; then remove the notes and the local folder."""
-        for future in self._sending.values():
-            future.result()
-        self._mark()
-        weights = {s.file for s in self._shards}
-        last = [n for n in (*index_files(self._shards, ()), MANIFEST_NAME) if (self.path / n).is_file()]
-        there = [p.relative_to(self.path).as_posix() for p in self.path.rglob("*") if not p.is_dir()]
-        names = sorted(n for n in there if n not in {JOURNAL_NAME, *last, *weights})
-        for name in names:
-            self._put(self.path / name, name)
-        first = self._shards[0].file
-        if first not in self._notes:
-            self._send(first)
-        self._check_sent()
-        for name in last:
-            self._put(self.path / name, name)
-        self._call(lambda: clear_upload(self._store), self.url)
+        """Send all files; then remove the local folder."""
+        files = (p for p in self.path.rglob("*") if p.is_file())
+        self.send({n for p in files if (n := p.relative_to(self.path).as_posix()) != JOURNAL_NAME})
         with disk_errors(self.path):
             assert self._journal is not None
             self._journal.close()
@@ -189,110 +74,91 @@ class UploadStaging(Staging):
         self.committed = self._gone = True
         self.close()
 
-    def close(self) -> None:
-        """Wait for uploads that run, and release the lock."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
-        super().close()
 
-    def discard(self) -> None:
-        """Remove the local folder, and what was sent."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
-        if self._marked and self._lock.is_held and not self.committed:
-            with contextlib.suppress(CheckpointError, OutputError):  # the next run removes it
-                self._call(lambda: self._store.delete([s.file for s in self._shards]), self.url)
-                self._call(lambda: clear_upload(self._store), self.url)
-        super().discard()
+class UploadStaging(RemoteStaging):
+    """Staging of an output in a bucket."""
 
-    def _count(self, entry: Mapping[str, Any]) -> None:
-        for name in entry["hashes"]:
-            file = self._shard_of.get(name)
-            if file is None or file in self._notes:
-                continue
-            self._entries[file][entry["name"]] = entry
-            self._missing[file].discard(name)
-            is_held = file == self._shards[0].file  # without it nothing looks complete
-            if not self._missing[file] and not is_held and file not in self._sending:
-                self._mark()
-                if self._pool is None:
-                    self._pool = ThreadPoolExecutor(PARALLEL_UPLOADS, "actmat-upload")
-                self._sending[file] = self._pool.submit(self._send, file)
+    def __init__(self, url: str, folder: Path, fingerprint: str, *, overwrite: bool = False) -> None:
+        super().__init__(check_url(url), folder, fingerprint, overwrite=overwrite)
+        self._store = open_store(self.url, error=OutputError)
+        self._sent_path = self.path.with_name(f"{self.path.name}-sent.json")
 
-    def _send(self, file: str) -> None:
-        """Send a shard and its note, then free its local bytes."""
-        path = self.path / file
-        sent = self._put(path, file)
-        note = _Note(sent, sha256_file(path), tuple(self._entries[file].values()))
-        self._put_json(_note_name(file), note.to_json())
-        self._notes[file] = note
-        with disk_errors(path):
-            os.truncate(path, 0)
-            os.truncate(path, sent.size)
-
-    def _mark(self) -> None:
-        """Claim the folder, once; what another run or an older output left there is removed first."""
-        if self._marked:
-            return
-        files = self._call(lambda: _listed(self._store), self.url)
-        if files:
-            self._put_json(MARK_NAME, {"actmat_upload": FORMAT, "fingerprint": self.fingerprint, "clearing": True})
-            old = self._old_names(files)
-            for name in (MANIFEST_NAME, *index_files(self._shards, ()), *old):
-                if name in files:
-                    self._call(functools.partial(self._store.delete, [name]), self.url)
-        self._put_json(MARK_NAME, {"actmat_upload": FORMAT, "fingerprint": self.fingerprint})
-        self._marked = True
-
-    def _old_names(self, files: Mapping[str, RemoteFile]) -> list[str]:
-        """Files of the output, or of the unfinished upload, that is there."""
-        found = [_file_of(name) for name in files if name.startswith(NOTE_PREFIX) and name != MARK_NAME]
-        found += [n for n in files if n.startswith(NOTE_PREFIX) and n != MARK_NAME]
-        found += listed_files(self._read(files, MANIFEST_NAME) or {})
-        return found
-
-    def _check_own(self, files: Mapping[str, RemoteFile]) -> None:
-        """Refuse to replace an output among files that it did not write, one of which might be written over.
+    def open(self) -> Journal:
+        """Take the local lock, and read the local journal.
 
         Raises:
-            OutputError: names them; or the manifest is damaged.
+            OutputError: the folder holds something else, or a user's own files among those of the output.
         """
-        manifest = self._read(files, MANIFEST_NAME)
-        if manifest is None:
+        journal = super().open()
+        files = self._list()
+        if files and not files.keys() & {MARK_NAME, MANIFEST_NAME}:
+            raise OutputError(
+                f"{self.url} is not empty and was not written by actmat (it has no {MANIFEST_NAME}), so nothing "
+                "is written there; choose another place, or empty it"
+            )
+        if MANIFEST_NAME in files and not self.overwrite:
+            raise OutputError(f"{self.url} holds a finished output; choose another place or pass --overwrite")
+        if problems := not_ours_problems(self.url, sorted(files.keys() - self._own(files) - REPORTS)):
+            raise OutputError(problems[0])
+        return journal
+
+    def send(self, names: Collection[str]) -> None:
+        """See the module's text."""
+        files = self._list()
+        own, sent = self._own(files), self._sent(files)
+        mark = {"actmat_upload": FORMAT, "files": sorted({*names, *own})}
+        self._put_json(MARK_NAME, mark)
+        for name in sorted(own - sent.keys() - {MARK_NAME}, key=_rank, reverse=True):
+            self._call(functools.partial(self._store.delete, [name]), self.url)
+        first = min((n for n in names if n.endswith(WEIGHTS)), default="")
+        for name in sorted(names - sent.keys(), key=lambda n: (_rank(n), n == first, n)):
+            if name == MANIFEST_NAME:
+                self._check_sent(sent)
+            found = self._put(self.path / name, name)
+            if name.endswith(WEIGHTS):
+                sent[name] = found
+                shards = {n: [f.size, f.etag] for n, f in sent.items()}
+                with disk_errors(self._sent_path):
+                    self._sent_path.write_text(json.dumps({"fingerprint": self.fingerprint, "shards": shards}))
+        self._call(lambda: clear_upload(self._store), self.url)
+        self._sent_path.unlink(missing_ok=True)
+
+    def _sent(self, files: Mapping[str, RemoteFile]) -> dict[str, RemoteFile]:
+        """Shards that an earlier run of the same plan sent, and that are there as it did."""
+        found: dict[str, Any] = {}
+        if self._sent_path.exists():
+            found = read_object(self._sent_path, error=OutputError)
+        listed = found.get("shards", {}) if found.get("fingerprint") == self.fingerprint else {}
+        return {n: files[n] for n, row in listed.items() if n in files and [files[n].size, files[n].etag] == row}
+
+    def _check_sent(self, sent: Mapping[str, RemoteFile]) -> None:
+        """Compare all shards in the store with what was sent, before the manifest."""
+        files = self._list()
+        if wrong := [n for n, file in sent.items() if files.get(n) != file]:
+            raise OutputError(
+                f"{self.url}: {len(wrong)} shard(s) are not as they were sent. Likely cause: another process writes "
+                "the same output. Fix: give the same command again when it is done.",
+                [f"{self.url}/{n}: sent {sent[n]}, found {files.get(n)}" for n in wrong],
+            )
+
+    def _own(self, files: Mapping[str, RemoteFile]) -> set[str]:
+        """Files that a finished output or an unfinished upload has there.
+
+        Raises:
+            OutputError: the manifest is damaged, so that nothing tells.
+        """
+        marked, manifest = self._read(files, MARK_NAME), self._read(files, MANIFEST_NAME)
+        if manifest is None and MANIFEST_NAME in files:
             raise OutputError(
                 f"{self.url} cannot be replaced: its manifest is damaged, so that nothing tells which files are a "
                 "user's own. Remove the folder yourself, or choose another place"
             )
-        known = {MANIFEST_NAME, MARK_NAME, *REPORTS, *listed_files(manifest)}
-        strange = sorted(n for n in files if n not in known and not n.startswith(NOTE_PREFIX))
-        if problems := not_ours_problems(self.url, strange):
-            raise OutputError(problems[0])
+        listed = (marked or {}).get("files")
+        names = [n for n in listed if isinstance(n, str)] if isinstance(listed, list) else []
+        return files.keys() & {MARK_NAME, MANIFEST_NAME, *names, *listed_files(manifest or {})}
 
-    def _read_notes(self, files: Mapping[str, RemoteFile]) -> None:
-        """Keep the notes whose shard is there as it was sent."""
-        for shard in self._shards:
-            data = self._read(files, _note_name(shard.file))
-            there = files.get(shard.file)
-            if data is None or there is None or (data.get("size"), data.get("etag")) != (there.size, there.etag):
-                continue
-            entries = data.get("records")
-            if there.size == shard.size and isinstance(entries, list) and all(map(_is_entry, entries)):
-                names = {n for e in entries for n in e["hashes"]}
-                if shard.extents.keys() <= names:
-                    self._notes[shard.file] = _Note(there, str(data.get("sha256")), tuple(entries))
-
-    def _check_sent(self) -> None:
-        """Compare all shards in the store with what was sent, before the commit."""
-        files = self._call(lambda: _listed(self._store), self.url)
-        wrong = [n for n, note in self._notes.items() if files.get(n) != note.file]
-        if wrong:
-            raise OutputError(
-                f"{self.url}: {len(wrong)} shard(s) are not as they were sent. Likely cause: another process writes "
-                "the same output. Fix: give the same command again when it is done.",
-                [f"{self.url}/{n}: sent {self._notes[n].file}, found {files.get(n)}" for n in wrong],
-            )
+    def _list(self) -> dict[str, RemoteFile]:
+        return self._call(lambda: _listed(self._store), self.url)
 
     def _read(self, files: Mapping[str, RemoteFile], name: str) -> dict[str, Any] | None:
         """A JSON file of the folder; None if it is not there or damaged."""
@@ -325,13 +191,12 @@ class UploadStaging(Staging):
 
 
 def clear_upload(store: Store) -> None:
-    """Remove the mark and the notes of an upload, the mark last; of a finished one, they are all that is left.
+    """Remove the list of an upload that is finished.
 
     Raises:
         TransientError, CheckpointError: from the store.
     """
-    names = [n for n in _listed(store) if n.startswith(NOTE_PREFIX)]
-    store.delete(sorted(names, key=lambda name: name == MARK_NAME))
+    store.delete([MARK_NAME])
 
 
 def _listed(store: Store) -> dict[str, RemoteFile]:
@@ -344,18 +209,6 @@ def _listed(store: Store) -> dict[str, RemoteFile]:
         raise
 
 
-def _is_entry(entry: Any) -> bool:
-    return (
-        isinstance(entry, dict)
-        and isinstance(entry.get("name"), str)
-        and isinstance(entry.get("hashes"), dict)
-        and all(isinstance(h, str) for h in entry["hashes"].values())
-    )
-
-
-def _note_name(file: str) -> str:
-    return f"{NOTE_PREFIX}{quote(file, safe='')}.json"  # of a file in a folder, too
-
-
-def _file_of(note: str) -> str:
-    return unquote(note.removeprefix(NOTE_PREFIX).removesuffix(".json"))
+def _rank(name: str) -> int:
+    """Order of sending, the reverse of that of removal."""
+    return 3 if name == MANIFEST_NAME else 2 if name.endswith(INDEX_SUFFIX) else 1 if name.endswith(WEIGHTS) else 0

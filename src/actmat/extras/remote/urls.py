@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from actmat.checkpoints.remote import Storage
 from actmat.checkpoints.retry import retried
 from actmat.checkpoints.source import Source
-from actmat.checkpoints.writing.shards import Shard
-from actmat.checkpoints.writing.staging import Staging
 from actmat.errors import CheckpointError, OutputError
 from actmat.extras.remote.objects import open_store
 from actmat.extras.remote.source import open_remote
@@ -32,10 +30,8 @@ class _Urls(Storage):
             return list(error.problems)
         return []
 
-    def stage(
-        self, url: str, folder: Path, fingerprint: str, shards: Sequence[Shard], *, overwrite: bool = False
-    ) -> Staging:
-        return UploadStaging(url, folder, fingerprint, shards, overwrite=overwrite)
+    def stage(self, url: str, folder: Path, fingerprint: str, *, overwrite: bool = False) -> UploadStaging:
+        return UploadStaging(url, folder, fingerprint, overwrite=overwrite)
 
     def sizes(self, url: str) -> dict[str, int]:
         store = open_store(url)
