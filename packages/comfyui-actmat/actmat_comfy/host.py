@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import folder_paths
 
 from actmat.errors import AlignmentError, RecipeError
 from actmat.planning import MergePlan
+from actmat.progress import NoProgress
 
 from .stacks import is_text
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("actmat")
 _FACTORS = (".lora_up.weight", ".lora_B.weight", "_lora.up.weight", ".lora.up.weight", ".lora_linear_layer.up.weight")
 
 
-class ComfyProgress:
+class ComfyProgress(NoProgress):
     """Shows a merge in ComfyUI's progress bar; stops it where the user has pressed Cancel."""
 
     def __init__(self) -> None:
@@ -43,15 +43,9 @@ class ComfyProgress:
         comfy.model_management.throw_exception_if_processing_interrupted()
         self._bar.update(1)
 
-    def node(self, name: str, nbytes: int) -> None:
-        """Do nothing: all work is on this machine."""
-
     def note(self, text: str) -> None:
         """Log it."""
         logger.info("%s", text)
-
-    def finishing(self) -> None:
-        """Do nothing."""
 
 
 def find_lora(name: str) -> str | None:
@@ -77,11 +71,6 @@ def find_checkpoint(name: str) -> Path:
 def temporary_folder() -> Path:
     """Folder of this session; ComfyUI empties it when it starts and ends."""
     return Path(folder_paths.get_temp_directory()) / "actmat"
-
-
-def remove(folder: Path) -> None:
-    """Remove a folder of this session and all in it."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def new_file(kind: str, prefix: str) -> tuple[Path, str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +37,9 @@ PARTS = ("first_stage_model.*", "vae.*", "cond_stage_model.*", "conditioner.*", 
 """Tensors of a checkpoint that are no part of the diffusion model."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How a node merges: fields of a recipe."""
-
-    method: str = "auto"
-    scale: float = 1.0
-    options: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Arguments of `actmat.merge`."""
-        return {"method": self.method, "scale": self.scale, "options": dict(self.options)}
+def _key(*parts: Any) -> str:
+    """Hash of all that decides a result, with sizes and times in place of the contents of files."""
+    return hashlib.sha256(repr((actmat.__version__, *parts)).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +48,13 @@ class LoraJob:
 
     Args:
         loras: at least one.
-        settings: method, its options, scale.
+        settings: fields of a recipe: method, its options, scale.
         rank: of the result; 0: the exact one.
         strengths: of `STRENGTHS`.
     """
 
     loras: tuple[Lora, ...]
-    settings: Settings = field(default_factory=Settings)
+    settings: Mapping[str, Any]
     rank: int = 0
     strengths: str = STRENGTHS[0]
 
@@ -81,13 +71,11 @@ class LoraJob:
     def fields(self, layout: str) -> dict[str, Any]:
         """Arguments of `actmat.merge` but for the inputs and the output."""
         output: dict[str, Any] = {"kind": "adapter", "layout": layout, "any_base": True}
-        return self.settings.fields | {"output": output | ({"rank": self.rank} if self.rank else {})}
+        return {**self.settings} | {"output": output | ({"rank": self.rank} if self.rank else {})}
 
-    def key(self, layout: str, hash_of: Callable[[Path], str]) -> str:
-        """Hash of the contents of the files and of everything that decides the result."""
-        parts = [actmat.__version__, layout, repr(self.settings), str(self.rank), self.strengths]
-        parts += [f"{hash_of(x.file)} {x.model!r} {x.clip!r} {x.name}" for x in self.loras]
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    def key(self, layout: str) -> str:
+        """Key of the result in a layout."""
+        return _key(layout, self, [stamp(lora.file) for lora in self.loras])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,34 +84,24 @@ class CheckpointJob:
 
     base: Path
     experts: tuple[Expert, ...]
-    settings: Settings = field(default_factory=Settings)
+    settings: Mapping[str, Any]
     only_diffusion: bool = True
 
     @property
     def key(self) -> str:
-        """Hash of everything that decides the result, with sizes and times in place of the files' contents."""
-        files = [(e.name, e.weight, stamp(e.file)) for e in self.experts]
-        parts = (actmat.__version__, self.settings, self.only_diffusion, self.base, stamp(self.base), files)
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+        """Key of the result."""
+        return _key(self, stamp(self.base), [stamp(e.file) for e in self.experts])
 
     def fields(self) -> dict[str, Any]:
         """Arguments of `actmat.merge` but for the base and the output."""
         names = expert_names([e.name for e in self.experts])
-        weights = [e.weight for e in self.experts]
         experts: list[dict[str, Any]] = [
             {"path": str(e.file), "name": name} for e, name in zip(self.experts, names, strict=True)
         ]
-        if any(w != 1.0 for w in weights):  # methods without weights refuse any that are given
-            experts = [e | {"weight": w} for e, w in zip(experts, weights, strict=True)]
-        keep = _present(self.base, PARTS) if self.only_diffusion else []
-        return self.settings.fields | {"experts": experts, "keep": keep, "max_shard_size": "1000TB"}
-
-
-def _present(file: Path, patterns: Iterable[str]) -> list[str]:
-    """Patterns `PREFIX*` that match a tensor of the file; a recipe refuses those that match none."""
-    with actmat.open_checkpoint(file) as checkpoint:
-        names = tuple(checkpoint.specs)
-    return [p for p in patterns if any(n.startswith(p.removesuffix("*")) for n in names)]
+        if any(e.weight != 1.0 for e in self.experts):  # methods without weights refuse any that are given
+            experts = [row | {"weight": e.weight} for row, e in zip(experts, self.experts, strict=True)]
+        kept = [{"match": list(PARTS), "keep": "base", "optional": True}] if self.only_diffusion else []
+        return {**self.settings} | {"experts": experts, "rules": kept, "max_shard_size": "1000TB"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +118,10 @@ class MergedLoras:
 
     Args:
         folder: gives the folder, which may be emptied at any time.
-        hash_of: content hash of a file.
     """
 
-    def __init__(self, folder: Callable[[], Path], hash_of: Callable[[Path], str]) -> None:
-        self._folder, self._hash_of = folder, hash_of
+    def __init__(self, folder: Callable[[], Path]) -> None:
+        self._folder = folder
         self._done: dict[str, Merged] = {}
 
     def get(self, job: LoraJob, layout: str, progress: Progress) -> Merged:
@@ -155,7 +132,7 @@ class MergedLoras:
         """
         if not job.loras:
             raise RecipeError("The LoRA stack is empty, or all its strengths are 0: there is nothing to merge.")
-        key = job.key(layout, self._hash_of)
+        key = job.key(layout)
         found = self._done.pop(key, None)
         if found is None or not found.file.is_file():
             found = self._merge(job, layout, self._folder() / f"{key}.safetensors", progress)
@@ -206,18 +183,10 @@ def write_record(target: Path, job: LoraJob | CheckpointJob, manifest: Mapping[s
 
 
 def publish(source: Path, target: Path, *, keep: bool) -> None:
-    """Put a file at its name, whole or not at all; `keep` copies it, else it is moved where that is possible."""
-    if not keep:
-        try:
-            os.replace(source, target)
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
-        else:
-            return
+    """Put a file at its name, whole or not at all; `keep` copies it, else it is moved, across file systems too."""
     part = target.with_name(f"{target.name}.part")  # no ending by which ComfyUI lists models
     try:
-        shutil.copyfile(source, part)
+        (shutil.copyfile if keep else shutil.move)(source, part)
         os.replace(part, target)
     finally:
         part.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from actmat.errors import MergeError, RecipeError
 from actmat.methods import all_methods
 
 from . import host, jobs
-from .files import Generation, Hashes, stamp
+from .files import Watched, stamp
 from .report import conflict_text
 from .stacks import Expert, read_loras, read_options
 
@@ -21,9 +22,8 @@ LoraStack = io.Custom("LORA_STACK")
 MergedLora = io.Custom("ACTMAT_LORA")
 Experts = io.Custom("ACTMAT_EXPERTS")
 
-hashes = Hashes()
-generation = Generation(hashes.of)
-merged = jobs.MergedLoras(host.temporary_folder, hashes.of)
+watched = Watched()
+merged = jobs.MergedLoras(host.temporary_folder)
 
 _STRENGTH = {"default": 1.0, "min": -10.0, "max": 10.0, "step": 0.01}
 _OPTIONS = "Options of the method, one name=value per line, such as density=0.3. Empty: its defaults."
@@ -57,13 +57,13 @@ def _options_input() -> Any:
     return io.String.Input("options", default="", multiline=True, optional=True, tooltip=_OPTIONS)
 
 
-def _settings(method: str, scale: float, options: str | None) -> jobs.Settings:
-    return jobs.Settings(method, scale, tuple(read_options(options or "").items()))
+def _settings(method: str, scale: float, options: str | None) -> dict[str, Any]:
+    return {"method": method, "scale": scale, "options": read_options(options or "")}
 
 
-def _job(stack: Any, settings: jobs.Settings, strengths: str, rank: int = 0) -> jobs.LoraJob:
+def _job(stack: Any, settings: dict[str, Any], strengths: str, rank: int = 0) -> jobs.LoraJob:
     job = jobs.LoraJob(read_loras(stack, host.find_lora), settings, rank, strengths)
-    generation.watch([lora.file for lora in job.loras])
+    watched.add(lora.file for lora in job.loras)
     return job
 
 
@@ -101,9 +101,8 @@ class ActmatLoraStack(io.ComfyNode):  # type: ignore[misc]  # ComfyUI is not the
 
     @classmethod
     def fingerprint_inputs(cls, lora_name: str, **others: Any) -> str:
-        """Hash of the file's contents."""
-        path = host.find_lora(lora_name)
-        return "" if path is None else hashes.of(Path(path))
+        """State of the file."""
+        return repr(stamp(Path(host.find_lora(lora_name) or "")))
 
     @classmethod
     def execute(cls, lora_name: str, strength_model: float, strength_clip: float, lora_stack: Any = None) -> Any:
@@ -142,7 +141,7 @@ class ActmatMergeLoras(io.ComfyNode):  # type: ignore[misc]
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> int:
         """A number that grows when one of the merged files has changed."""
-        return generation.number()
+        return watched.number()
 
     @classmethod
     def execute(
@@ -222,7 +221,7 @@ class ActmatConflictReport(io.ComfyNode):  # type: ignore[misc]
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> int:
         """A number that grows when one of the files has changed."""
-        return generation.number()
+        return watched.number()
 
     @classmethod
     def execute(cls, lora_stack: Any, method: str, scale: float, strengths: str, options: str | None = "") -> Any:
@@ -317,7 +316,7 @@ class ActmatMergeCheckpoints(io.ComfyNode):  # type: ignore[misc]
         target, name = host.new_file("checkpoints", filename_prefix)
         jobs.publish(found.file, target, keep=False)
         jobs.write_record(target.with_suffix(".actmat.json"), job, found.manifest)
-        host.remove(out)
+        shutil.rmtree(out, ignore_errors=True)
         return io.NodeOutput(name, found.summary, ui=ui.PreviewText(f"saved {name}\n{found.summary}"))
 
 
