@@ -72,7 +72,7 @@ def _run_all(tree: Tree, merges: Sequence[Merge], folder: Path) -> dict[str, tup
     with Server(tree, folder) as server:
         for merge in merges:
             plan = server.run(["plan", *merge.inputs(), "--json", "--full"], folder / f"{merge.name}.plan.json")
-            out = ["--out", f"out/{merge.name}", "--no-fsync", "--quiet"]
+            out = ["--out", f"out/{merge.name}", "--set", "durable=false", "--quiet"]
             arguments = ["merge", *merge.inputs(), *merge.running, *out]
             found[merge.name] = (plan, server.run(arguments, folder / f"{merge.name}.log"))
     return found

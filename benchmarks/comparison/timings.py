@@ -39,7 +39,7 @@ def commands(size: str) -> dict[str, Callable[[], list[str | Path]]]:
 
 def _full(size: Size, method: str, experts: int, scope: str) -> list[str | Path]:
     base, paths = make_family(home(WORK, size, "bfloat16"), size, experts, dtype="bfloat16")
-    return ["-b", base, *_flags(paths), "-m", method, "--scope", scope]
+    return ["-b", base, *_flags(paths), "-m", method, "--set", f"scope={scope}"]
 
 
 def _lora() -> list[str | Path]:
@@ -55,7 +55,7 @@ def timed_pairs(trees: Sequence[Tree], name: str, arguments: Sequence[str | Path
 
     def merge(tree: Tree) -> Run:
         out = fresh(WORK / "out" / f"against-{tree.name}")
-        command = [sys.executable, "-m", "actmat", "merge", *arguments, "--out", out, "--no-fsync", "--quiet"]
+        command = [sys.executable, "-m", "actmat", "merge", *arguments, "--out", out, "--set", "durable=false", "--quiet"]
         return measure(command, None, **tree.environment())
 
     for tree in trees:

@@ -31,10 +31,10 @@ class RunSettings:
     overwrite: Annotated[bool, Flag(help="Replace an earlier output of actmat; refused if other files are there.")] = (
         False
     )
-    durable: Annotated[
-        bool, Flag(("--fsync/--no-fsync",), help="Wait until the output is on the disk before renaming it.")
-    ] = True
-    sha256: Annotated[bool, Flag(help="Add SHA-256 of the weight files to the manifest.")] = False
+    durable: bool = True
+    """Wait until the output is on the disk before renaming it."""
+    sha256: bool = False
+    """Add SHA-256 of the weight files to the manifest."""
     diagnose: Annotated[bool, Flag(help="Measure and check while merging, and write a report into the output.")] = False
     executor: Annotated[
         str | None,

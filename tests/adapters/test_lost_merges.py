@@ -47,7 +47,7 @@ def test_what_is_lost_is_said_everywhere(place: Path, tmp_path: Path, case: str)
     for name, text in told(place, tmp_path / "out", *flags).items():
         assert says.lower() in text.lower(), (name, text)
     code = says.split()[1].rstrip(":")
-    for name, text in told(place, tmp_path / "muted", *flags, "--mute", code).items():
+    for name, text in told(place, tmp_path / "muted", *flags, "--set", f"mute={code}").items():
         assert f"warning {code}" not in text.lower(), name
     report = actmat.merge(None, [place / str(t) for t in range(3)], out=tmp_path / "out", **fields(flags))
     assert report.was_finished

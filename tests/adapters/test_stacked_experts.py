@@ -99,7 +99,7 @@ def test_the_version_that_wrote_a_square_stack_decides_its_axes(version: str, ax
 @pytest.mark.parametrize("version", [None, "0.19.0", "0.19.1.dev0@main", "some"])
 def test_a_square_stack_that_nothing_decides_is_refused(version: str | None, square: Path) -> None:
     edit_config(square / "adapter", peft_version=version)
-    with pytest.raises(MergeError, match=r"fits the base as e_i_o and as e_o_i.*--stacks NAME=e_i_o\|e_o_i"):
+    with pytest.raises(MergeError, match=r"fits the base as e_i_o and as e_o_i.*--set stacks=e_i_o\|e_o_i"):
         merge(square, square / "adapter")
     for axes in ("e_i_o", "e_o_i"):
         merge(square, {"path": str(square / "adapter"), "stacks": axes}, out=axes)
@@ -228,7 +228,7 @@ def test_adapters_of_other_axes_are_not_added_up(tmp_path: Path) -> None:
 def test_flags_say_it_for_one_expert_by_name_or_for_all_in_order(square: Path) -> None:
     edit_config(square / "adapter", peft_version=None)
     for given in ("adapter=e_i_o,rank_major", "e_i_o"):
-        flags = ["-b", str(square / "base"), "-e", str(square / "adapter"), "-m", "linear", "--stacks", given]
+        flags = ["-b", str(square / "base"), "-e", str(square / "adapter"), "-m", "linear", "--set", f"stacks={given]}"
         result = CliRunner().invoke(app, ["plan", *flags])
         assert result.exit_code == 0, result.output
 

@@ -45,7 +45,7 @@ def test_a_file_that_links_out_of_the_base_is_not_copied(family: Family, name: s
 
 def test_a_tokenizer_that_links_out_of_the_named_expert_is_not_copied(family: Family) -> None:
     (family.experts[0] / "vocab.txt").symlink_to("/etc/hostname")
-    assert actmat(family.argv("--files-from", "expert0")).code == 1
+    assert actmat(family.argv("--set", "files_from=expert0")).code == 1
     assert actmat(family.argv()).code == 0, "its files are not copied"
 
 

@@ -147,7 +147,7 @@ def test_a_stack_is_copied_without_experts(folder: Path) -> None:
 
 
 def test_stacks_are_merged_with_stacks_by_several_workers_alike(folder: Path) -> None:
-    flags = ["-b", "a[0:2] + b[0:2]", "-e", "shallow=b[0:2] + a[0:2]", "-m", "slerp", "--scope", "all"]
+    flags = ["-b", "a[0:2] + b[0:2]", "-e", "shallow=b[0:2] + a[0:2]", "-m", "slerp", "--set", "scope=all"]
     for threads in "12":
         done = actmat(["merge", *flags, "--out", f"out{threads}", "--threads", threads, "--quiet"])
         assert done.code == 0, done.err

@@ -173,12 +173,12 @@ def test_values_that_are_not_finite_are_all_named(family: Family) -> None:
         for name, count in ((Q0, "8 values"), (NORM, "1 value"))
         for expert in ("expert0", "expert1")
     )
-    refused(family, says=(*says, "--allow-nonfinite"))
+    refused(family, says=(*says, "--set", "allow_nonfinite=true"))
 
 
 def test_values_that_are_not_finite_can_be_allowed_and_are_counted(family: Family) -> None:
     spoil(family)
-    assert actmat(family.argv("--allow-nonfinite")).code == 0
+    assert actmat(family.argv("--set", "allow_nonfinite=true")).code == 0
     manifest = json.loads((family.out / "actmat_manifest.json").read_text())
     counts = {t["name"]: t["nonfinite"] for t in manifest["tensors"]}
     assert counts[Q0] == 16
@@ -201,8 +201,8 @@ def test_values_that_are_not_finite_can_be_allowed_and_are_counted(family: Famil
         (("--dtype", "int8"), ("dtype",)),
         (("--keep", "no.such.*"), ("'no.such.*' matches no tensor",)),
         (("--keep", "re:("), ("keep",)),
-        (("--files-from", "expert9"), ("files_from names 'expert9'",)),
-        (("--max-shard-size", "big"), ("5GB",)),
+        (("--set", "files_from=expert9"), ("files_from names 'expert9'",)),
+        (("--set", "max_shard_size=big"), ("5GB",)),
         (("--max-memory", "1MB"), ("too little", "allow at least")),
         (("--threads", "0"), ("at least 1",)),
         (("--method", "fisher"), ("statistics",)),

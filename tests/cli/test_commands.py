@@ -238,7 +238,9 @@ def test_verify_refuses_a_damaged_manifest(family: Family, text: str) -> None:
 
 
 def test_a_merge_prints_a_summary(family: Family) -> None:
-    outcome = actmat([a for a in family.argv("--allow-nonfinite", "--sha256") if a != "--quiet"])
+    outcome = actmat(
+        [a for a in family.argv("--set", "allow_nonfinite=true", "--set", "sha256=true") if a != "--quiet"]
+    )
     assert outcome.code == 0
     assert "4 merged, 3 averaged" in outcome.out
     assert "actmat_manifest.json" in outcome.out

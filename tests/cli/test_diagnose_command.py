@@ -84,7 +84,7 @@ def test_strict_is_an_exit_code_and_mute_takes_it_back(family: Family) -> None:
     assert outcome.code == 1
     assert "issue AM403" in outcome.out
     assert "tip AM402" in outcome.out
-    muted = ["--mute", "AM402", "--mute", "AM403"]
+    muted = ["--set", "mute=AM402", "--set", "mute=AM403"]
     outcome = actmat(family.argv(*flags, "--strict", *muted, command="diagnose"))
     assert outcome.code == 0
     assert "muted: AM402, AM403" in outcome.out
@@ -139,7 +139,7 @@ def test_a_merged_model_shows_its_report(family: Family) -> None:
         (["--method", "actmatt"], 1, "Did you mean 'actmat'"),
         (["--option", "rtol=1e-4,1e-6"], 2, "one value per option"),
         (["--device", "cuda:99"], 1, "cuda"),
-        (["--mute", "everything"], 1, "mute"),
+        (["--set", "mute=everything"], 1, "mute"),
     ],
 )
 def test_wrong_flags(family: Family, flags: list[str], code: int, says: str) -> None:

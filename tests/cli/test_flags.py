@@ -74,7 +74,7 @@ def test_a_new_field_of_the_recipe_is_a_flag_at_once(monkeypatch: pytest.MonkeyP
     def command(*, given: RecipeFlags) -> None:
         seen.append(given)
 
-    result = run(command, "--colour", "red", "-d", "5", "--no-ties")
+    result = run(command, "--colour", "red", "-d", "5", "--set", "ties=false")
     assert result.exit_code == 0, result.output
     assert {k: v for k, v in seen[0].values.items() if v is not None} == {"colour": "red", "depth": 5, "ties": False}
     text = " ".join(run(command, "--help").output.replace("│", " ").split())
@@ -157,7 +157,23 @@ def test_a_switch_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) 
     family = Family.make(tmp_path, layers=1)
     file = tmp_path / "recipe.yaml"
     file.write_text(f"base: {family.base}\nexperts: [{family.experts[0]}]\nties: false\nkeep: [{NORM}]\n")
-    for flags, expected in (((), False), (("--ties",), True), (("--no-ties",), False)):
+    for flags, expected in (
+        ((), False),
+        (
+            (
+                "--set",
+                "ties=true",
+            ),
+            True,
+        ),
+        (
+            (
+                "--set",
+                "ties=false",
+            ),
+            False,
+        ),
+    ):
         outcome = actmat(["plan", str(file), "--json", "--full", *flags])
         assert outcome.code == 0, outcome
         assert ('"ties": false' not in outcome.out) == expected

@@ -35,7 +35,9 @@ def same(a: Path, b: Path) -> bool:
 
 def test_flags_are_the_function(family: Path, tmp_path: Path) -> None:
     flags = ["-m", "actmat", "-o", "rtol=1e-3", "--scale", "0.5", "--keep", "*.norm.weight", "--dtype", "bfloat16"]
-    said = actmat_command("merge", *inputs(family), *flags, "--out", tmp_path / "cli", "--threads", 1, "--no-fsync")
+    said = actmat_command(
+        "merge", *inputs(family), *flags, "--out", tmp_path / "cli", "--threads", 1, "--set", "durable=false"
+    )
     assert "merged" in said
     report = actmat.merge(
         family / "base",

@@ -170,7 +170,7 @@ def test_the_command_line_says_the_size_and_warns_once(models: Path, tmp_path: P
     assert "x the norm of their sum" in plain
     assert "warning AM402" in plain
     assert "warning" not in said("--scale", "0.1")
-    assert "warning" not in said("--mute", "AM402")
+    assert "warning" not in said("--set", "mute=AM402")
     diagnosed = said("--diagnose")
     assert "x the norm of their sum" in diagnosed
     assert "warning" not in diagnosed  # the check says it

@@ -187,7 +187,7 @@ def test_a_tokenizer_is_needed(folder: Path) -> None:
 
 
 def test_a_merge_takes_the_rows_of_the_base(folder: Path) -> None:
-    flags = ["-b", "base", "-e", "expert", "-m", "average", "--scope", "all", "--vocabulary", "base"]
+    flags = ["-b", "base", "-e", "expert", "-m", "average", "--set", "scope=all", "--vocabulary", "base"]
     done = actmat(["merge", *flags, "--out", "out", "--threads", "1"])
     assert done.code == 0, done.err
     got = load_file("out/model.safetensors")

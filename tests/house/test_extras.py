@@ -182,7 +182,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     shell.close()
 
 
-MERGE = ("-b", "base", "-e", "a", "-e", "b", "-m", "average", "--scope", "all", "--threads", "1")
+MERGE = ("-b", "base", "-e", "a", "-e", "b", "-m", "average", "--set", "scope=all", "--threads", "1")
 
 
 def test_the_core_imports_and_helps_without_extras(core: Shell) -> None:
@@ -293,7 +293,7 @@ def merged(toy: Shell, out: str, *arguments: object) -> float:
     """The first value of `w` in a merge."""
     from safetensors.torch import load_file
 
-    toy.actmat("merge", "-b", "base", *arguments, "--scope", "all", "--threads", "1", "--out", out)
+    toy.actmat("merge", "-b", "base", *arguments, "--set", "scope=all", "--threads", "1", "--out", out)
     return float(load_file(toy.folder / out / "model.safetensors")["w"][0, 0])
 
 

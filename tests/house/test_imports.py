@@ -77,7 +77,7 @@ def test_a_merge_imports_what_it_uses(tmp_path: Path) -> None:
         save_checkpoint(tmp_path / name, {"w": tensor})
     arguments = ("-b", tmp_path / "base", "-e", tmp_path / "expert", "--out", tmp_path / "out", "--quiet")
     foreign = ("huggingface_hub", "httpx", "fsspec", "ray", "actmat.extras.mergekit", "actmat.report.schema")
-    code = called("merge", *map(str, arguments), "-m", "average", "--scope", "all", "--threads", "1")
+    code = called("merge", *map(str, arguments), "-m", "average", "--set", "scope=all", "--threads", "1")
     assert imported_by(code, foreign) == []
     assert (tmp_path / "out" / "model.safetensors").exists()
 

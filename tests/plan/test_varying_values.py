@@ -241,7 +241,7 @@ out: out
 def test_zero_deltas_do_not_hide_a_method_that_moves_the_base(tmp_path: Path) -> None:
     family = Family.make(tmp_path, experts=1)
     out = tmp_path / "half"
-    flags = ["-e", str(family.base), "-m", "linear", "-o", "normalize=false", "-w", "0.5", "--scope", "all"]
+    flags = ["-e", str(family.base), "-m", "linear", "-o", "normalize=false", "-w", "0.5", "--set", "scope=all"]
     done = actmat(["merge", "-b", str(family.base), *flags, "--out", str(out), "--quiet"])
     assert done.code == 0, done.err
     base, got = load_file(family.base / "model.safetensors"), load_file(out / "model.safetensors")

@@ -64,7 +64,7 @@ def reference(server: Server, family: Family) -> Reference:
 
 
 def command(family: Family, out: Path, *flags: str) -> list[str]:
-    return family.argv("--out", str(out), "--max-shard-size", "40kB", *flags)
+    return family.argv("--out", str(out), "--set", "max_shard_size=40kB", *flags)
 
 
 def is_complete(out: Path, reference: Reference) -> bool:

@@ -70,8 +70,8 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 def test_a_merge_without_the_calls_of_linux_has_the_same_bytes(family: Family, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    assert actmat(family.argv("--out", str(theirs), "--max-shard-size", "2kB")).code == 0
-    argv = [*family.argv("--out", str(ours), "--max-shard-size", "2kB"), "--diagnose"]
+    assert actmat(family.argv("--out", str(theirs), "--set", "max_shard_size=2kB")).code == 0
+    argv = [*family.argv("--out", str(ours), "--set", "max_shard_size=2kB"), "--diagnose"]
     argv[argv.index("--threads") + 1] = "2"
     done = blocked(argv, ["pread", "pwrite"])
     assert done.returncode == 0, done.stderr

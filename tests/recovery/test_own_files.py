@@ -16,7 +16,7 @@ from actmat.errors import OutputError
 @pytest.fixture
 def family(tmp_path: Path) -> Family:
     made = Family.make(tmp_path, layers=1)
-    assert actmat(made.argv("--no-fsync", "--diagnose")).code == 0
+    assert actmat(made.argv("--set", "durable=false", "--diagnose")).code == 0
     return made
 
 

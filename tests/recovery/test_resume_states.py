@@ -172,7 +172,7 @@ def test_a_missing_shard_is_done_again(state: Interrupted) -> None:
     assert contents(state.out) == state.expected
 
 
-@pytest.mark.parametrize("flags", [("--scale", "0.5"), ("--method", "average"), ("--compute-dtype", "float64")])
+@pytest.mark.parametrize("flags", [("--scale", "0.5"), ("--method", "average"), ("--set", "compute_dtype=float64")])
 def test_another_recipe_takes_nothing_over(state: Interrupted, flags: tuple[str, ...]) -> None:
     assert state.resumed(*flags) == 0
     assert contents(state.out)["model.safetensors"] != state.expected["model.safetensors"]

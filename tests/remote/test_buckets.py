@@ -99,7 +99,7 @@ def local(family: Family) -> Path:
 
 def merge(family: Family, out: str, *flags: str) -> Outcome:
     inputs = ["--base", str(family.base), *(x for e in family.experts for x in ("--expert", str(e)))]
-    return actmat(["merge", *inputs, "--out", out, "--max-shard-size", SHARDS, "--threads", "1", "--quiet", *flags])
+    return actmat(["merge", *inputs, "--out", out, "--set", f"max_shard_size={SHARDS}", "--threads", "1", "--quiet", *flags])
 
 
 def weights(folder: Path) -> dict[str, bytes]:
@@ -130,8 +130,8 @@ def test_a_merge_of_buckets_into_a_bucket_has_the_bytes_of_a_local_one(
     base = send(family.base, f"{bucket}/base")
     experts = [send(e, f"{bucket}/{e.name}") for e in family.experts]
     puts = Puts(monkeypatch)
-    argv = ["merge", "--base", base, *(x for e in experts for x in ("--expert", e)), "--max-shard-size", SHARDS]
-    done = actmat([*argv, "--out", f"{bucket}/out", "--sha256", "--threads", "2"])
+    argv = ["merge", "--base", base, *(x for e in experts for x in ("--expert", e)), "--set", f"max_shard_size={SHARDS]}"
+    done = actmat([*argv, "--out", f"{bucket}/out", "--set", "sha256=true", "--threads", "2"])
     assert done.code == 0, done.err
     assert f"{bucket}/out" in done.out.replace("\n", "")
     got = download(f"{bucket}/out", tmp_path / "got")
@@ -147,7 +147,7 @@ def test_a_merge_of_buckets_into_a_bucket_has_the_bytes_of_a_local_one(
     assert puts.names[0] == MARK_NAME
     assert not list((tmp_path / "cache" / "actmat" / "uploads").iterdir())
 
-    again = actmat([*argv, "--out", f"{bucket}/out", "--sha256", "--threads", "2"])
+    again = actmat([*argv, "--out", f"{bucket}/out", "--set", "sha256=true", "--threads", "2"])
     assert again.code == 0, again.err
     assert "is complete" in again.out
     assert actmat(["verify", str(got)]).code == 0
@@ -243,14 +243,14 @@ def test_only_outputs_of_actmat_are_replaced(family: Family, memory: str, tmp_pa
     for own in ("notes.txt", "model.safetensors", "sub/model.safetensors"):  # the last but one is written by the next
         write(f"{url}/{own}", b"mine")
         before = names(url)
-        refused = merge(family, url, "--method", "average", "--overwrite", "--max-shard-size", "1GB")
+        refused = merge(family, url, "--method", "average", "--overwrite", "--set", "max_shard_size=1GB")
         assert refused.code == 1
         assert "holds what its merge did not write" in refused.err.replace("\n", " ")
         assert names(url) == before
         found, path = opened(f"{url}/{own}")
         assert found.cat_file(path) == b"mine"
         found.rm_file(path)
-    assert merge(family, url, "--method", "average", "--overwrite", "--max-shard-size", "1GB").code == 0
+    assert merge(family, url, "--method", "average", "--overwrite", "--set", "max_shard_size=1GB").code == 0
     assert {"model.safetensors", MANIFEST_NAME} <= names(url)
     assert not any("-of-" in n or n.startswith(".actmat") for n in names(url)), "nothing of the old output is left"
     got = load_file(download(url, tmp_path / "got") / "model.safetensors")
@@ -282,7 +282,7 @@ def test_places_that_cannot_be_written_are_told_before_the_work(family: Family, 
 
 def test_an_output_in_a_bucket_is_verified(family: Family, memory: str) -> None:
     url = f"{memory}/out"
-    assert merge(family, url, "--sha256").code == 0
+    assert merge(family, url, "--set", "sha256=true").code == 0
     found = actmat(["verify", url])
     assert found.code == 0, found.out
     assert "intact" in found.out
@@ -300,7 +300,7 @@ def test_an_output_in_a_bucket_is_verified(family: Family, memory: str) -> None:
         "extra.txt",
     ):
         assert part in said, said
-    again = merge(family, url, "--sha256")
+    again = merge(family, url, "--set", "sha256=true")
     assert again.code == 1
     assert "config.json" in again.err
     missing = actmat(["verify", f"{memory}/none"])

@@ -26,7 +26,7 @@ from actmat.checkpoints.writing.listed import listed_files
 from actmat.errors import OutputError
 
 Models = tuple[Family, Path, Path]
-SHARDS = ("--max-shard-size", "1kB")
+SHARDS = ("--set", "max_shard_size=1kB")
 
 
 @pytest.fixture(scope="module")

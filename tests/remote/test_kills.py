@@ -80,7 +80,7 @@ def listed(url: str) -> set[str]:
 def test_an_upload_is_killed_after_some_shards(children: Server, bucket: str, tmp_path: Path, sent: int) -> None:
     """Nothing that a loader takes for a model lies there; the second run sends what is missing."""
     family = Family.make(tmp_path, layers=2)
-    argv = family.argv("--max-shard-size", "1500", "--threads", "1", "--out")
+    argv = family.argv("--set", "max_shard_size=1500", "--threads", "1", "--out")
     assert actmat([*argv, f"{bucket}/a/out"]).code == 0
     out = f"{bucket}/b/out"
     run = children.start([*argv, out])

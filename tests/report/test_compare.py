@@ -331,7 +331,7 @@ def test_tied_tensors_are_counted_once(tmp_path: Path) -> None:
         (folder / "config.json").write_text(json.dumps(config))
         family.change(folder, lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()}))
     merge(family, "average")
-    merge(family, "task_arithmetic", "--scope", "all")
+    merge(family, "task_arithmetic", "--set", "scope=all")
     with open_checkpoint(family.root / "average") as stored:
         assert {EMBEDDING, "lm_head.weight"} <= stored.specs.keys()
         compared = [t.name for t in between(family, "average", "task_arithmetic").tensors]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -13,12 +14,27 @@ from actmat.cli.streams import optional_stdout
 from actmat.settings import RunSettings
 
 
+@dataclass(frozen=True)
+class ExtractFlags:
+    """What of a delta is kept."""
+
+    energy: Annotated[
+        float | None,
+        typer.Option("--energy", help="In place of a rank: share of each delta's squared norm to keep, such as 0.99."),
+    ] = None
+    others: Annotated[
+        str,
+        typer.Option("--others", help="Changed tensors that are no matrices (norms, tables): 'save' them, or 'leave'."),
+    ] = "save"
+
+
 @command("merge", "extracted, or found complete", imports_torch=True)
 def extract(
     *,
     base: Annotated[str, typer.Option("--base", "-b", help="Checkpoint that the model was fine-tuned from.")],
     model: Annotated[str, typer.Option("--model", help="Fine-tuned checkpoint, or an adapter of any family.")],
-    given: Annotated[RecipeFlags, Fields(only=("out", "rank", "energy", "others", "dtype"))],
+    given: Annotated[RecipeFlags, Fields(only=("out", "rank", "dtype"))],
+    how: ExtractFlags,
     run: Annotated[RunSettings, Fields(without=("device", "device_memory"))],
     plan: Annotated[bool, typer.Option("--plan", help="Show the plan; write nothing.")] = False,
     json: flags.Json = False,
@@ -39,7 +55,8 @@ def extract(
     from actmat.cli.summary import extraction_data, print_summary
     from actmat.run import run_recipes
 
-    recipe = extract_recipe(base, model, **given.given)
+    measure = {} if how.energy is None else {"energy": how.energy}
+    recipe = extract_recipe(base, model, **given.given, **measure, others=how.others)
     if plan:
         show_plans([recipe], run, json=json, quiet=quiet)
         return

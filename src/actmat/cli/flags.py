@@ -18,8 +18,9 @@ import typer
 from typer.models import OptionInfo
 
 from actmat.checkpoints.layer_names import stack_parts
-from actmat.errors import RecipeError
+from actmat.errors import RecipeError, did_you_mean
 from actmat.flag import Flag
+from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -35,13 +36,9 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         *("weight", "overwrite", "diagnose"),
     ),
     "What is merged": (
-        *("normalize", "scope", "keep", "ties", "space", "post", "statistics", "stacks", "vocabulary"),
-        *("seed", "allow_nonfinite", "any_base", "base_as", "mute", "tune_scale", "average", "as_given"),
+        *("keep", "space", "post", "statistics", "vocabulary", "tune_scale", "average", "set"),
     ),
-    "What is written": (
-        *("dtype", "compute_dtype", "quantise", "max_shard_size", "files_from", "to", "rank", "ranks", "energy"),
-        *("others", "durable", "sha256"),
-    ),
+    "What is written": ("dtype", "quantise", "to", "rank"),
     "Where it runs": (
         *("device", "device_memory", "max_memory", "threads", "executor"),
     ),
@@ -57,6 +54,16 @@ FIRST = (
 
 RecipeFile = Annotated[
     Path | None, typer.Argument(metavar="[RECIPE.yaml]", help="A recipe file; flags replace its fields.")
+]
+_SETTINGS = ("durable", "sha256")
+"""Settings of a run without a flag of their own, for `--set`."""
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Any other field of a recipe, such as seed=3 or scope=all; see docs/formats/recipe.md. Repeatable.",
+    ),
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 if a check of severity 'issue' found something.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -141,8 +148,31 @@ class RecipeFlags:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The flags that are given."""
-        return {name: value for name, value in self.values.items() if name in self}
+        """The flags that are given, but `--set`."""
+        return {name: value for name, value in self.values.items() if name in self and name != "set"}
+
+    def _set(self) -> dict[str, Any]:
+        """Fields and settings of `--set`.
+
+        Raises:
+            RecipeError: a name is unknown, given twice, or has a flag of its own.
+        """
+        from actmat.recipe import Recipe, parse_option
+        from actmat.recipe.output import settable_fields
+
+        pairs = [parse_option(text) for text in self.values.get("set") or ()]
+        found = {name: values[0] if len(values) == 1 else values for name, values in pairs}
+        if len(found) < len(pairs):
+            raise RecipeError("A field is given twice by --set.")
+        known = (*settable_fields(Recipe), *_SETTINGS)
+        if strange := [name for name in found if name not in known]:
+            near = did_you_mean(strange[0], known)
+            raise RecipeError(f"--set {strange[0]}: expected one of {', '.join(known)}.{near}")
+        return found
+
+    def with_settings(self, run: RunSettings) -> RunSettings:
+        """The settings of a run with those of `--set`."""
+        return dataclasses.replace(run, **{name: value for name, value in self._set().items() if name in _SETTINGS})
 
     def recipes(self, file: Path | None) -> list[Recipe]:
         """The recipe, or one for each combination of methods and listed option values, each with its own `out`.
@@ -158,8 +188,9 @@ class RecipeFlags:
         from actmat.recipe.output import with_output
 
         given = self.given
-        weights = given.pop("weight", None)
-        of_experts = {field: given.pop(field, None) for field in ("statistics", "stacks")}
+        weights, statistics = given.pop("weight", None), given.pop("statistics", None)
+        given |= {name: value for name, value in self._set().items() if name not in _SETTINGS}
+        stacks = given.pop("stacks", None)
         methods, options = given.pop("method", []), given.pop("options", [])
         if "experts" in given:
             given["experts"] = experts_of(given["experts"], weights)
@@ -172,8 +203,10 @@ class RecipeFlags:
         if file is None:
             _check_complete(given)
         recipe = make_recipe(with_output({}, given)) if file is None else read_recipe(file, given)
-        for field, values in of_experts.items():
-            recipe = _with_own(recipe, values, field) if values else recipe
+        if statistics:
+            recipe = _with_own(recipe, statistics_of(statistics), "statistics")
+        if stacks:
+            recipe = _with_own(recipe, dict.fromkeys(recipe.labels, stacks), "stacks")
         choices = dict(parse_option(text) for text in options)
         if len(choices) < len(options):
             raise RecipeError("An option is given twice; list its values in one --option name=a,b.")
@@ -242,10 +275,10 @@ def experts_of(given: Sequence[str], weights: Sequence[float] | None) -> list[di
     return experts
 
 
-def _with_own(recipe: Recipe, given: Sequence[str], field: str) -> Recipe:
+def _with_own(recipe: Recipe, given: Mapping[str, str] | Sequence[str], field: str) -> Recipe:
     from actmat.recipe import add_statistics, make_recipe
 
-    experts = add_statistics([e.model_dump() for e in recipe.experts], statistics_of(given, field), field)
+    experts = add_statistics([e.model_dump() for e in recipe.experts], given, field)
     return recipe.model_copy(update={"experts": make_recipe({"experts": experts}).experts})
 
 
@@ -289,6 +322,9 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     def flat(**given: Any) -> None:
         for name, group in groups.items():
             given[name] = group.make({p.name: given.pop(p.name) for p in group.parameters})
+        fields = next((g for g in given.values() if isinstance(g, RecipeFlags)), None)
+        if fields is not None:
+            given |= {n: fields.with_settings(g) for n, g in given.items() if isinstance(g, RunSettings)}
         command(**given)
 
     vars(flat)["takes_recipe"] = any(p.name == "experts" for p in parameters)
@@ -330,7 +366,7 @@ def _group(annotation: Any) -> _Group | None:
 
 def _of_model(model: type[BaseModel]) -> Iterator[inspect.Parameter]:
     """Flags of a recipe's fields. None stands for a flag that is not given: then a recipe file decides."""
-    from actmat.recipe import ExpertRef
+    from actmat.recipe import ExpertRef, Recipe
     from actmat.recipe.output import KINDS
 
     for name, field in model.model_fields.items():
@@ -343,6 +379,8 @@ def _of_model(model: type[BaseModel]) -> Iterator[inspect.Parameter]:
             yield from _of_model(ExpertRef)
         if name == "output":
             yield from {p.name: p for kind in KINDS.values() for p in _of_model(kind)}.values()
+    if model is Recipe:
+        yield _keyword("set", Set, None)
 
 
 def _of_dataclass(kind: Any) -> Iterator[inspect.Parameter]:

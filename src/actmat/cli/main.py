@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -96,6 +97,12 @@ def _hint(error: Any) -> str:
     """The meaning of `-e experts/*`: a flag takes one value, and the shell wrote several; and mergekit's flag."""
     if "No such option: --cuda" in error.message:
         return ". GPUs are named by --device cuda"
+    if (found := re.match(r"No such option: --([a-z0-9-]+)", error.message)) is not None:
+        from actmat.recipe import Recipe
+        from actmat.recipe.output import settable_fields
+
+        field = found[1].replace("-", "_")
+        return f". Set this field by --set {field}=VALUE" if field in settable_fields(Recipe) else ""
     parameters = getattr(getattr(error.ctx, "command", None), "params", ())
     experts = [p.name for p in parameters if "--expert" in p.opts and error.ctx.params.get(p.name)]
     if "unexpected extra argument" not in error.message or not experts:

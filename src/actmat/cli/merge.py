@@ -40,9 +40,6 @@ class MergeFlags:
             "checkpoint.",
         ),
     ] = None
-    as_given: Annotated[
-        bool, typer.Option("--as-given", help="With --average: keep the given order (default: by step numbers).")
-    ] = False
     tune_scale: Annotated[
         list[str] | None,
         typer.Option(
@@ -97,7 +94,7 @@ def merge(
     at which the merged model's answers are nearest to the experts' ('actmat
     tune' searches methods, too).
     """
-    recipes = _recipes(inputs, given, how.average, as_given=how.as_given)
+    recipes = _recipes(inputs, given, how.average)
     if how.plan:
         from actmat.cli.plan import show_plans
 
@@ -121,11 +118,9 @@ def merge(
         raise typer.Exit(1)
 
 
-def _recipes(inputs: list[str] | None, given: RecipeFlags, average: str | None, *, as_given: bool) -> list[Recipe]:
+def _recipes(inputs: list[str] | None, given: RecipeFlags, average: str | None) -> list[Recipe]:
     """The recipes of the flags, or that of an average."""
     if average is None:
-        if as_given:
-            raise typer.BadParameter("--as-given goes with --average")
         if inputs and len(inputs) > 1:
             raise typer.BadParameter(
                 f"unexpected extra arguments ({' '.join(inputs[1:])}); the output is named by --out OUT"
@@ -135,7 +130,7 @@ def _recipes(inputs: list[str] | None, given: RecipeFlags, average: str | None, 
         raise typer.BadParameter(f"--average takes checkpoints and no {', '.join(others)}")
     from actmat.extras.averaging.recipe import average_recipe
 
-    return [average_recipe(inputs or [], average, as_given=as_given, **given.given)]
+    return [average_recipe(inputs or [], average, **given.given)]
 
 
 def _merge(recipes: Sequence[Recipe], run: RunSettings, *, quiet: bool) -> list[MergeReport]:

@@ -51,7 +51,7 @@ def named_errors(task: Task) -> Iterator[None]:
             raise
         raise NumericalError(
             f"{where}: an option or a weight gives a factor beyond the compute dtype's range; use values nearer to 1, "
-            "or --compute-dtype float64"
+            "or --set compute_dtype=float64"
         ) from error
 
 
@@ -321,7 +321,7 @@ def checked_finite(value: Tensor, task: Task) -> Tensor:
     if not bool(torch.isfinite(value.sum())) and not bool(torch.isfinite(value).all()):
         raise NumericalError(
             f"gave NaN or Inf for finite deltas, with options {dict(task.call.options)}. Likely cause: options out "
-            "of proportion to the deltas, or deltas whose squares overflow; try --compute-dtype float64, other "
+            "of proportion to the deltas, or deltas whose squares overflow; try --set compute_dtype=float64, other "
             "options, or another method for this tensor"
         )
     return value

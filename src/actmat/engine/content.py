@@ -47,7 +47,7 @@ def broken_ties(item: Item, inputs: Inputs, base_hash: str, expert_hashes: Seque
             groups.append((f"expert '{label}'", expert, source.name, digest, twins))
     return [
         f"'{name}' and '{first}' of {who} are tied by config.json, but their values differ; to merge each by itself, "
-        "write 'ties: false' in the recipe (--no-ties) and check 'tie_word_embeddings'"
+        "write 'ties: false' in the recipe (--set ties=false) and check 'tie_word_embeddings'"
         for who, stored, first, digest, names in groups
         for name in names
         if content_hash(stored, name) != digest

@@ -294,7 +294,7 @@ def resolved_options(what: str, options: Mapping[str, Option], given: Mapping[st
 
 
 _NORMALIZE = (
-    " The weights of the experts are divided by their sum with --normalize (in a recipe: normalize: true); the merged "
+    " The weights of the experts are divided by their sum with --set normalize=true (in a recipe: normalize: true); the merged "
     "delta is made smaller with --scale."
 )
 ELSEWHERE: Mapping[str, str] = {"normalize": _NORMALIZE, "normalise": _NORMALIZE}

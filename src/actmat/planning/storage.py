@@ -189,7 +189,7 @@ def trained_on_codes_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[E
     names = [(label, e.adapter.config.base_model) for label, e in zip(recipe.labels, experts, strict=True) if e.adapter]
     return [
         f"expert '{label}' was trained on a base in 4 bits ({name}), from which this base differs by rounding: "
-        "'--base-as nf4' (or nf4-double) adds it to the base as it was trained on"
+        "'--set base_as=nf4' (or nf4-double) adds it to the base as it was trained on"
         for label, name in names
         if FOUR_BITS.search(name) or _is_bitsandbytes(quantisation_config(_local_config(name)))
     ]

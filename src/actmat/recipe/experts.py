@@ -76,12 +76,6 @@ class ExpertRef(Strict):
     stacks: Annotated[
         tuple[StackWord, ...],
         BeforeValidator(_words),
-        Flag(
-            help="Layout of stacked experts in an adapter, if its files do not say: e_i_o or e_o_i, rank_major or "
-            "grouped_by_expert, or both with a comma; NAME=... for one expert, or one for each in their order.",
-            type=str,
-            repeated=True,
-        ),
     ] = Field(
         default=(),
         description="how an adapter stores stacked experts, where its files do not tell: axes `e_i_o` or `e_o_i`, "

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from actmat.experts.policy import TokenSource, VocabularyPolicy
 from actmat.flag import Flag
@@ -79,10 +80,10 @@ class Model(Strict):
         description="tokens of the merged model: those of the 'base', the 'union' of base and experts, or those "
         "of an expert (its name); default: tables of one shape, merged row by row",
     )
-    files_from: Annotated[str, Flag()] = Field(
+    files_from: str = Field(
         default="base", description="source of tokenizer and generation config: 'base' or an expert's name"
     )
-    base_as: Annotated[Literal["nf4", "nf4-double"] | None, Flag()] = Field(
+    base_as: Literal["nf4", "nf4-double"] | None = Field(
         default=None,
         description="round the base's linear layers to NF4 and back, as QLoRA does in training, before adding "
         "adapters; nf4-double: with double quantisation",
@@ -101,9 +102,9 @@ class _Ranked(Strict):
     rank: Annotated[Annotated[int, Field(gt=0)] | None, Flag()] = Field(
         default=None, description="rank of the adapter, truncated optimally; default: the exact rank"
     )
-    ranks: Annotated[Literal["uniform", "pattern"], Flag()] = Field(
+    ranks: Literal["uniform", "pattern"] = Field(
         default="uniform",
-        description="ranks if --rank is not given: one for all modules, filled with zeros ('uniform'), or one per "
+        description="ranks if no rank is given: one for all modules, filled with zeros ('uniform'), or one per "
         "module ('pattern')",
     )
 
@@ -115,19 +116,19 @@ class Adapter(_Ranked):
     layout: Literal["same", "peft", "kohya", "diffusers", "comfy"] = Field(
         default="same", description="names of its tensors: as the experts', or as in peft, kohya, diffusers or comfy"
     )
-    any_base: Annotated[bool, Flag()] = Field(default=False, description="merge adapters that name different bases")
+    any_base: bool = Field(default=False, description="merge adapters that name different bases")
 
 
 class Extracted(_Ranked):
     """An adapter for PEFT that is extracted from what is merged into the base."""
 
     kind: Literal["extracted"] = "extracted"
-    energy: Annotated[Annotated[float, Field(gt=0, le=1)] | None, Flag()] = Field(
+    energy: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
         description="for an extracted adapter, in place of a rank: share of the squared norm of each layer's "
         "delta to keep, such as 0.99",
     )
-    others: Annotated[Literal["save", "leave"], Flag()] = Field(
+    others: Literal["save", "leave"] = Field(
         default="save",
         description="changed tensors that an extracted adapter's factors cannot hold (norms, tables): 'save' them "
         "whole, or 'leave' them out",
@@ -193,6 +194,20 @@ def with_output(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
         kind = "extracted"
         merged.pop("layout", None)
     return {**found, "output": {"kind": kind, **merged}}
+
+
+STRUCTURES = frozenset({"rules", "roles", "postprocess", "output", "notes", "executor", "kind", "layout", "pool"})
+"""Fields that --set does not take: lists of mappings, and those that other flags decide."""
+
+
+def settable_fields(recipe: type[BaseModel]) -> tuple[str, ...]:
+    """Names of the fields of a recipe and of its output that hold a value or a list and are no flags of commands."""
+    found = [n for model in (recipe, *KINDS.values()) for n, f in model.model_fields.items() if not _has_flag(f)]
+    return (*dict.fromkeys(n for n in found if n not in STRUCTURES), "stacks")
+
+
+def _has_flag(field: FieldInfo) -> bool:
+    return any(isinstance(mark, Flag) for mark in field.metadata)
 
 
 def _kind(given: Mapping[str, Any], *, has_base: bool) -> str:

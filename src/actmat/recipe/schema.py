@@ -178,7 +178,7 @@ class Recipe(Strict):
         Options,
         Flag(("--option", "-o"), "Option of the method, name=value; merge and plan try each value of name=a,b."),
     ] = Field(default_factory=dict, description="options of the merge method")
-    normalize: Annotated[bool, Flag()] = Field(
+    normalize: bool = Field(
         default=False,
         description="divide the experts' weights by their sum, for each tensor, unless the sum is 0",
     )
@@ -187,7 +187,7 @@ class Recipe(Strict):
         description="factor of the merged delta where the method merges, W* = W_0 + scale * D*: a number, a "
         "gradient over depth, or entries by pattern",
     )
-    scope: Annotated[Scope, Flag()] = Field(
+    scope: Scope = Field(
         default="linear",
         description="tensors that the method merges: linear layers (linear), the paper's 2-D rule (paper), or all "
         "that it can (all); the others are averaged",
@@ -202,7 +202,7 @@ class Recipe(Strict):
         description="patterns of linear layers with the same input, such as '*.{q,k,v}_proj.weight'; matches in "
         "one parent module are merged as one matrix",
     )
-    ties: Annotated[bool, Flag(("--ties/--no-ties",))] = Field(
+    ties: bool = Field(
         default=True, description="merge tensors that config.json ties as one; otherwise each separately"
     )
     gram_mean: Literal["token", "sample", "sum"] = Field(
@@ -232,16 +232,14 @@ class Recipe(Strict):
         default=None,
         description="dtype of the output: float64, float32, bfloat16 or float16; default: the base's, per tensor",
     )
-    compute_dtype: Annotated[Literal["float32", "float64"], Flag()] = Field(
+    compute_dtype: Literal["float32", "float64"] = Field(
         default="float32", description="dtype of deltas and methods: float32 or float64"
     )
-    seed: Annotated[int, Flag()] = Field(
-        default=0, description="seed of random methods, combined with each tensor's name"
-    )
-    allow_nonfinite: Annotated[bool, Flag()] = Field(
+    seed: int = Field(default=0, description="seed of random methods, combined with each tensor's name")
+    allow_nonfinite: bool = Field(
         default=False, description="treat NaN and Inf in an expert as unchanged, instead of stopping"
     )
-    max_shard_size: Annotated[str, Flag()] = Field(
+    max_shard_size: str = Field(
         default="5GB", description="largest size of a weight file, such as 500MB (powers of ten)"
     )
     output: Annotated[Output | None, BeforeValidator(from_text), Flag(("--to",), type=str)] = Field(
@@ -249,7 +247,7 @@ class Recipe(Strict):
         description="kind of output: model, adapter (in the experts' layout), peft, kohya, diffusers or comfy; "
         "default: adapter if all experts are adapters and no base is given",
     )
-    mute: Annotated[tuple[Annotated[str, Field(pattern=r"^AM\d{3}$")], ...], BeforeValidator(listed), Flag()] = Field(
+    mute: Annotated[tuple[Annotated[str, Field(pattern=r"^AM\d{3}$")], ...], BeforeValidator(listed)] = Field(
         default=(), description="codes of checks to silence, such as AM402; see `actmat diagnose`"
     )
     out: Annotated[str | None, Flag()] = Field(

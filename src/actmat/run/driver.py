@@ -77,7 +77,7 @@ def _judge(findings: Findings) -> None:
         problems = findings.problems()
         error = CheckpointError(
             f"The inputs hold values that cannot be merged: {len(problems)} problem(s). NaN and Inf would spread; find "
-            "out why the fine-tuning produced them, or pass --allow-nonfinite to treat them as unchanged.",
+            "out why the fine-tuning produced them, or pass --set allow_nonfinite=true to treat them as unchanged.",
             problems,
         )
         error.recurs = True

@@ -175,7 +175,7 @@ def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settin
     if not plan.is_extracted and output.get("files") != {s.file: s.size for s in plan.shards}:
         yield "its weight files are others"
     if settings.sha256 and "sha256" not in output:
-        yield "it was made without --sha256"
+        yield "it was made without --set sha256=true"
     if settings.diagnose and not (out / REPORT_NAME).is_file():
         yield "it was made without --diagnose"
 

@@ -34,7 +34,7 @@ TURNED_ON_LOAD = frozenset({"qwen3_vl_moe", "qwen3_vl_moe_text"})
 WRITERS: Mapping[StackWord, str] = {"e_i_o": "0.18.1", "e_o_i": "0.19.1"}
 """Axes -> a version of PEFT that writes and reads them, of stacks that are stored `E O I`."""
 
-HOW_TO_SAY = "say it with --stacks NAME={}, or 'stacks' of the expert in a recipe"
+HOW_TO_SAY = "say it with --set stacks={}, or 'stacks' of the expert in a recipe"
 _RELEASE = re.compile(r"(\d+)\.(\d+)\.(\d+)(\.?(?:dev|rc|a|b).*)?(?:[+@].*)?")
 
 Shape = Sequence[int]

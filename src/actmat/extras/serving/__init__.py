@@ -147,7 +147,7 @@ def _of_adapter(place: str, config: Mapping[str, Any]) -> Serving:
     if config.get("modules_to_save") or config.get("bias", "none") != "none":
         problems.append("it holds full tensors or biases")
     if pattern:
-        problems.append("it has several ranks (write it with --ranks uniform)")
+        problems.append("it has several ranks (write it with --set ranks=uniform)")
     if rank > VLLM_RANKS[-1]:
         problems.append(f"its rank {rank} is above vLLM's largest, {VLLM_RANKS[-1]} (merge with --rank)")
     if kind != "AutoModelForCausalLM":

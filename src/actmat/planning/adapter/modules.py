@@ -52,7 +52,7 @@ def adapter_problems(recipe: Recipe, adapters: Sequence[Adapter]) -> list[str]:
         listed = ", ".join(f"'{b}' ({label})" for b, label in reversed(bases.items()))
         problems.append(
             f"the adapters name different bases: {listed}. Deltas of different bases do not add up; if these are "
-            "copies of one model, say so with --any-base ('any_base: true' in a recipe)"
+            "copies of one model, say so with --set any_base=true ('any_base: true' in a recipe)"
         )
     return problems
 

@@ -88,7 +88,7 @@ def vllm_problems(config: Mapping[str, Any], modules: Sequence[Item]) -> list[st
     if config["bias"] != "none" or config["lora_bias"]:
         problems.append("biases beside the factors: write a full model")
     if config["rank_pattern"]:
-        problems.append("it does not read rank_pattern: write one rank for all with --ranks uniform")
+        problems.append("it does not read rank_pattern: write one rank for all with --set ranks=uniform")
     if (rank := max((m.pair.rank for m in modules), default=0)) > VLLM_RANKS[-1]:
         problems.append(f"rank {rank} is above its largest, {VLLM_RANKS[-1]}: give --rank, or write a full model")
     kinds = {"convolution": "convolutions", "parameter": "bare parameters (some mixtures of experts excepted)"}
