@@ -37,7 +37,7 @@ def estimate(arguments: list[str | Path], workers: int) -> int:
 def benchmark(method: str, size: Size, experts: int, workers: int) -> dict[str, Any]:
     """One merge, foretold and measured."""
     base, paths = make_family(home(WORK, size, "bfloat16"), size, experts, dtype="bfloat16")
-    arguments: list[str | Path] = ["--base", base, "--method", method, "--set", f"scope={SCOPES[method]]}"
+    arguments: list[str | Path] = ["--base", base, "--method", method, "--set", f"scope={SCOPES[method]}"]
     for path in paths:
         arguments += ["--expert", path]
     out = fresh(WORK / "out" / f"memory-{method}")

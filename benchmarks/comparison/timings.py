@@ -55,7 +55,8 @@ def timed_pairs(trees: Sequence[Tree], name: str, arguments: Sequence[str | Path
 
     def merge(tree: Tree) -> Run:
         out = fresh(WORK / "out" / f"against-{tree.name}")
-        command = [sys.executable, "-m", "actmat", "merge", *arguments, "--out", out, "--set", "durable=false", "--quiet"]
+        written = ["--out", out, "--set", "durable=false", "--quiet"]
+        command = [sys.executable, "-m", "actmat", "merge", *arguments, *written]
         return measure(command, None, **tree.environment())
 
     for tree in trees:

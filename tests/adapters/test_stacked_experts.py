@@ -228,7 +228,7 @@ def test_adapters_of_other_axes_are_not_added_up(tmp_path: Path) -> None:
 def test_flags_say_it_for_one_expert_by_name_or_for_all_in_order(square: Path) -> None:
     edit_config(square / "adapter", peft_version=None)
     for given in ("adapter=e_i_o,rank_major", "e_i_o"):
-        flags = ["-b", str(square / "base"), "-e", str(square / "adapter"), "-m", "linear", "--set", f"stacks={given]}"
+        flags = ["-b", str(square / "base"), "-e", str(square / "adapter"), "-m", "linear", "--set", f"stacks={given}"]
         result = CliRunner().invoke(app, ["plan", *flags])
         assert result.exit_code == 0, result.output
 

@@ -99,7 +99,8 @@ def local(family: Family) -> Path:
 
 def merge(family: Family, out: str, *flags: str) -> Outcome:
     inputs = ["--base", str(family.base), *(x for e in family.experts for x in ("--expert", str(e)))]
-    return actmat(["merge", *inputs, "--out", out, "--set", f"max_shard_size={SHARDS}", "--threads", "1", "--quiet", *flags])
+    sharded = ["--set", f"max_shard_size={SHARDS}", "--threads", "1", "--quiet"]
+    return actmat(["merge", *inputs, "--out", out, *sharded, *flags])
 
 
 def weights(folder: Path) -> dict[str, bytes]:
@@ -130,7 +131,8 @@ def test_a_merge_of_buckets_into_a_bucket_has_the_bytes_of_a_local_one(
     base = send(family.base, f"{bucket}/base")
     experts = [send(e, f"{bucket}/{e.name}") for e in family.experts]
     puts = Puts(monkeypatch)
-    argv = ["merge", "--base", base, *(x for e in experts for x in ("--expert", e)), "--set", f"max_shard_size={SHARDS]}"
+    argv = ["merge", "--base", base, *(x for e in experts for x in ("--expert", e))]
+    argv += ["--set", f"max_shard_size={SHARDS}"]
     done = actmat([*argv, "--out", f"{bucket}/out", "--set", "sha256=true", "--threads", "2"])
     assert done.code == 0, done.err
     assert f"{bucket}/out" in done.out.replace("\n", "")

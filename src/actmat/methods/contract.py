@@ -294,8 +294,8 @@ def resolved_options(what: str, options: Mapping[str, Option], given: Mapping[st
 
 
 _NORMALIZE = (
-    " The weights of the experts are divided by their sum with --set normalize=true (in a recipe: normalize: true); the merged "
-    "delta is made smaller with --scale."
+    " The weights of the experts are divided by their sum with --set normalize=true (normalize: true in a recipe); the "
+    "merged delta is made smaller with --scale."
 )
 ELSEWHERE: Mapping[str, str] = {"normalize": _NORMALIZE, "normalise": _NORMALIZE}
 """Mapping[str, Any] that no such method has, and the recipe fields that do the same for every method."""

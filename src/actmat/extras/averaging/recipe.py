@@ -122,7 +122,7 @@ def average_recipe(
     if formula.startswith("as given") and ordered != list(places):
         raise RecipeError(
             "--weights lists one number per checkpoint, but the checkpoints are not in the order of their steps, which "
-            f"is {', '.join(ordered)}. Fix: give them in this order, or average them by actmat.average(..., as_given=True)."
+            f"is {', '.join(ordered)}. Fix: give them in this order, or use actmat.average(..., as_given=True)."
         )
     names = distinct_names(ordered)
     experts = [{"path": p, "name": n, "weight": w} for p, n, w in zip(ordered, names, share, strict=True)]

@@ -93,8 +93,8 @@ class _Simulated:
         if coded := next((n for n in base.specs if base.scheme(n)), None):
             base.close()
             raise CheckpointError(
-                f"{base.location}: --set base_as={scheme} rounds a base of floats, and tensor '{coded}' is stored as codes "
-                f"already: the adapter is added to what they stand for. Fix: leave out --base-as"
+                f"{base.location}: base_as={scheme} rounds a base of floats, and tensor '{coded}' is stored as codes already: "
+                "the adapter is added to what they stand for. Fix: leave out base_as"
             )
         layouts = resolve_layout(base.specs, base.config).tensors
         names = [
@@ -109,7 +109,7 @@ class _Simulated:
             base.close()
             found = f"'{turned[0]}' is stored transposed" if turned else "none was found"
             raise CheckpointError(
-                f"{base.location}: --set base_as={scheme} rounds linear layers, stored as rows of outputs, and {found}. "
+                f"{base.location}: base_as={scheme} rounds linear layers, stored as rows of outputs, and {found}. "
                 "Fix: save a copy that was loaded in 4 bits and dequantised (model.dequantize()), as the base"
             )
         return SimulatedCheckpoint(base, names, scheme)
