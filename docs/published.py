@@ -9,7 +9,6 @@ docs/stability.md says what is promised of both.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import json
 import re
@@ -202,11 +201,10 @@ def surface() -> dict[str, Any]:
     """Everything that docs/stability.md calls public, of this distribution."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     points = project["entry-points"]
-    listed = ["__version__", *actmat._HOME, *points["actmat.api"]]
-    statistics = importlib.import_module("actmat.statistics")
+    listed = actmat.__all__
     commands: dict[str, list[str]] = {}
     exits: dict[str, list[int]] = {}
-    for name in (*COMMANDS, *points["actmat.commands"]):
+    for name in (*COMMANDS, *points.get("actmat.commands", ())):
         declared = declared_command(name)
         exits[name] = sorted(info_of(declared).exits)
         if isinstance(declared, typer.Typer):
@@ -217,7 +215,6 @@ def surface() -> dict[str, Any]:
     groups = re.findall(r"^(actmat\.\w+)  ?", plugins.__doc__ or "", re.MULTILINE)
     return {
         "python": {n: signature(getattr(actmat, n)) for n in sorted(listed) if n != "__version__"},
-        "statistics": {n: signature(getattr(statistics, n)) for n in sorted(points["actmat.statistics"])},
         "commands": dict(sorted(commands.items())),
         "exit codes": dict(sorted(exits.items())) | {"all": sorted(COMMON)},
         "json of commands": dict(sorted(LAYOUTS.items())),

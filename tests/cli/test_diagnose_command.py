@@ -84,7 +84,7 @@ def test_strict_is_an_exit_code_and_mute_takes_it_back(family: Family) -> None:
     assert outcome.code == 1
     assert "issue AM403" in outcome.out
     assert "tip AM402" in outcome.out
-    muted = ["--set", "mute=AM402", "--set", "mute=AM403"]
+    muted = ["--set", "mute=AM402,AM403"]
     outcome = actmat(family.argv(*flags, "--strict", *muted, command="diagnose"))
     assert outcome.code == 0
     assert "muted: AM402, AM403" in outcome.out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
 import pytest
 import typer
@@ -74,21 +73,8 @@ def test_the_experiments_are_installed_here() -> None:
     assert {"experiment", "analyze"} <= listing.plugged_in().keys()
 
 
-def test_there_are_at_most_18_commands_each_in_a_group() -> None:
+def test_there_are_at_most_17_commands_each_in_a_group() -> None:
     group = listing.Commands()
     names = group.list_commands(None)
-    assert len(names) <= 18
+    assert len(names) <= 17
     assert {listing.info_of(listing.declared_command(n)).group for n in names} == set(listing.GROUPS) - {"more"}
-
-
-@pytest.mark.parametrize(
-    "arguments", [["diagnose", "OUT", "--data", "x"], ["inspect", "--serve", "OUT"], ["merge", "--tune-scale", "x"]]
-)
-def test_a_flag_without_its_plug_in_says_so(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("actmat.cli.flags.load", lambda group, name: None)
-    places = ["-b", str(tmp_path), "-e", str(tmp_path), "--out", "merged"] if "merge" in arguments else []
-    done = actmat([a.replace("OUT", str(tmp_path)) for a in arguments] + places)
-    assert done.code == 2
-    assert "is served by a plug-in" in " ".join(done.err.replace("│", " ").split())

@@ -41,7 +41,7 @@ def test_dare_takes_merge_for_rule_in_recipes_rules_and_flags() -> None:
 @pytest.mark.parametrize("spelling", ["normalise", "normalize"])
 @pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
 def test_normalising_is_found_where_it_is(method: str, spelling: str) -> None:
-    with pytest.raises(RecipeError, match="divided by their sum with --normalize"):
+    with pytest.raises(RecipeError, match="divided by their sum with --set normalize=true"):
         get_method(method).resolve_options({spelling: True})
 
 

@@ -19,7 +19,7 @@ from actmat.report.write import write_report
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     made = Family.make(tmp_path_factory.mktemp("merges"))
-    for method, flag in (("actmat", "--diagnose"), ("ties", "--diagnose"), ("average", "--set", "sha256=true")):
+    for method, flag in (("actmat", "--diagnose"), ("ties", "--diagnose"), ("average", "--overwrite")):
         inputs = made.argv(command="plan")[1:]
         done = actmat(["merge", *inputs, "-m", method, flag, "--out", str(made.root / method), "--quiet"])
         assert done.code == 0, done

@@ -13,6 +13,7 @@ from actmat.checkpoints.layer_names import stack_parts
 from actmat.diagnostics.checks.merged import size_warning, truncation_warning
 from actmat.diagnostics.model import Diagnosis
 from actmat.errors import format_size
+from actmat.foreign import terminal
 from actmat.planning.model import Item, MergePlan, count_actions
 from actmat.report.totals import Norms, Totals
 
@@ -130,4 +131,4 @@ def measure_answers(found: Diagnosis) -> str:
     more = " ..." if len(found.experts) > 1 else ""
     data = f"--data {shlex.quote(found.experts[0].name)}=INPUTS{more}" if found.experts else "--data INPUTS"
     merge = "" if found.out else "actmat merge ... --out merged\n"
-    return f"{merge}actmat diagnose {shlex.quote(found.out or 'merged')} {data}"
+    return f"{merge}{terminal(f'actmat diagnose {shlex.quote(found.out or "merged")} {data}')}"

@@ -93,7 +93,7 @@ class _Simulated:
         if coded := next((n for n in base.specs if base.scheme(n)), None):
             base.close()
             raise CheckpointError(
-                f"{base.location}: base_as={scheme} rounds a base of floats, and tensor '{coded}' is stored as codes already: "
+                f"{base.location}: base_as={scheme} rounds floats, and tensor '{coded}' is stored as codes already: "
                 "the adapter is added to what they stand for. Fix: leave out base_as"
             )
         layouts = resolve_layout(base.specs, base.config).tensors
