@@ -131,4 +131,5 @@ def measure_answers(found: Diagnosis) -> str:
     more = " ..." if len(found.experts) > 1 else ""
     data = f"--data {shlex.quote(found.experts[0].name)}=INPUTS{more}" if found.experts else "--data INPUTS"
     merge = "" if found.out else "actmat merge ... --out merged\n"
-    return f"{merge}{terminal(f'actmat diagnose {shlex.quote(found.out or "merged")} {data}')}"
+    command = f"actmat diagnose {shlex.quote(found.out or 'merged')} {data}"
+    return merge + terminal(command)
