@@ -32,7 +32,7 @@ from actmat.extras.ray.batches import (
     unit_seconds,
 )
 from actmat.extras.ray.cluster import connect
-from actmat.extras.ray.executor import RayExecutor, _needs, _observed
+from actmat.extras.ray.executor import RayExecutor, _observed
 from actmat.extras.ray.shared import prepared_storage, storage_problems
 from actmat.extras.ray.worker import Answer, Opening, Worker
 from actmat.planning.placement import DeviceRoom
@@ -40,12 +40,8 @@ from actmat.planning.placement import DeviceRoom
 GB = 10**9
 
 
-def unit(name: str = "w", *, flops: int = 0, traffic: int = 0, peak: int = GB) -> Unit:
-    return Unit((((0, 0),),), name, traffic, peak, flops)
-
-
-def no_device(units: list[Unit]) -> list[bool]:
-    return [False] * len(units)
+def unit(name: str = "w", *, flops: int = 0, traffic: int = 0, peak: int = GB, device: bool = False) -> Unit:
+    return Unit((((0, 0),),), name, traffic, peak, flops, device_bytes=int(device))
 
 
 # Batches
@@ -53,18 +49,18 @@ def no_device(units: list[Unit]) -> list[bool]:
 
 def test_long_units_come_first_and_alone() -> None:
     units = [unit(f"{n}", flops=n * 10**11) for n in (1, 9, 3, 7)]
-    batches = make_batches(units, no_device(units), workers=2)
+    batches = make_batches(units, workers=2)
     assert [[u.name for u in b.units] for b in batches] == [["9"], ["7"], ["3"], ["1"]]
 
 
 def test_traffic_counts_as_well_as_operations() -> None:
     units = [unit("copied", traffic=10 * GB), unit("computed", flops=10**11)]
-    assert make_batches(units, no_device(units), 1)[0].units[0].name == "copied"
+    assert make_batches(units, 1)[0].units[0].name == "copied"
 
 
 def test_small_units_travel_together() -> None:
     units = [unit(f"{n}") for n in range(20_000)]
-    batches = make_batches(units, no_device(units), workers=2)
+    batches = make_batches(units, workers=2)
     assert sum(len(b.units) for b in batches) == len(units)
     assert {u.name for b in batches for u in b.units} == {u.name for u in units}
     assert max(len(b.units) for b in batches) <= BATCH_UNITS
@@ -74,34 +70,31 @@ def test_small_units_travel_together() -> None:
 
 def test_few_small_units_still_serve_every_worker() -> None:
     units = [unit(f"{n}") for n in range(48)]
-    assert len(make_batches(units, no_device(units), workers=3)) >= 24
+    assert len(make_batches(units, workers=3)) >= 24
 
 
 def test_a_batch_is_of_one_sort_and_as_large_as_its_largest_unit() -> None:
-    units = [unit(f"{n}", peak=n * GB) for n in range(1, 9)]
-    device = [n % 2 == 0 for n in range(8)]
-    batches = make_batches(units, device, workers=1)
-    assert {u.name: b.device for b in batches for u in b.units} == {
-        u.name: d for u, d in zip(units, device, strict=True)
-    }
+    units = [unit(f"{n}", peak=n * GB, device=n % 2 == 0) for n in range(1, 9)]
+    batches = make_batches(units, workers=1)
+    assert {u: b.device for b in batches for u in b.units} == {u: u.device_bytes > 0 for u in units}
     assert all(b.memory == max(u.host_bytes for u in b.units) for b in batches)
 
 
 def test_units_in_the_order_of_the_output_make_batches_in_that_order() -> None:
     """As an upload wants them; also with accelerators, whose batches lie between the others."""
     units = [unit(f"{n}", flops=(n * 7919 % 13) * 10**10) for n in range(60)]
-    batches = make_batches(units, no_device(units), workers=2, in_order=True)
+    batches = make_batches(units, workers=2, in_order=True)
     assert [u for b in batches for u in b.units] == units
     assert 2 * 8 <= len(batches) < 60, "small units still travel together"
-    assert [u for b in make_batches(units, no_device(units), workers=2) for u in b.units] != units
-    device = [n % 3 == 0 for n in range(60)]
-    batches = make_batches(units, device, workers=2, in_order=True)
-    assert all({device[units.index(u)] for u in b.units} == {b.device} for b in batches)
+    assert [u for b in make_batches(units, workers=2) for u in b.units] != units
+    units = [dataclasses.replace(u, device_bytes=int(n % 3 == 0)) for n, u in enumerate(units)]
+    batches = make_batches(units, workers=2, in_order=True)
+    assert all({u.device_bytes > 0 for u in b.units} == {b.device} for b in batches)
     firsts = [units.index(b.units[0]) for b in batches]
     assert firsts == sorted(firsts)
     for sort in (True, False):
         of_sort = [u for b in batches if b.device == sort for u in b.units]
-        assert of_sort == [u for u, needs in zip(units, device, strict=True) if needs == sort]
+        assert of_sort == [u for u in units if (u.device_bytes > 0) == sort]
 
 
 class _Idle:
@@ -113,9 +106,9 @@ class _Idle:
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_the_executor_asks_for_the_order_that_its_resources_say(merged: Any, in_order: bool) -> None:
-    spec, units, _ = merged
+    _, units, _ = merged
     executor = RayExecutor(None, (), Resources(2, GB, in_order=in_order), workers=_Idle())
-    found = [u.name for batch in executor._batches(spec, units) for u in batch.units]
+    found = [u.name for batch in executor._batches(units) for u in batch.units]
     assert (found == [u.name for u in units]) == in_order
 
 
@@ -124,47 +117,47 @@ def test_the_executor_asks_for_the_order_that_its_resources_say(merged: Any, in_
 
 def test_one_worker_per_core_where_memory_suffices() -> None:
     units = [unit(), unit(peak=2 * GB)]
-    assert plan_offers([Node(4, 0, 100 * GB)], units, [False] * 2, GB) == [Offer(3 * GB, GB)] * 4
+    assert plan_offers([Node(4, 0, 100 * GB)], units, GB) == [Offer(3 * GB, GB)] * 4
 
 
 def test_scarce_memory_is_shared_below_one_large_worker() -> None:
     units = [unit(peak=10 * GB), *(unit(peak=GB) for _ in range(9))]
-    offers = plan_offers([Node(8, 0, 20 * GB)], units, no_device(units), GB)
+    offers = plan_offers([Node(8, 0, 20 * GB)], units, GB)
     assert offers[0].memory == 11 * GB
     assert len(offers) == 1 + 4
     assert sum(o.memory for o in offers) <= 20 * GB
-    assert offers[0].takes(Batch((units[0],), 10 * GB))
-    assert not offers[1].takes(Batch((units[0],), 10 * GB))
-    assert offers[1].takes(Batch((units[1],), GB))
+    assert offers[0].takes(Batch((units[0],)))
+    assert not offers[1].takes(Batch((units[0],)))
+    assert offers[1].takes(Batch((units[1],)))
 
 
 def test_the_largest_workers_are_kept_where_their_number_is_limited() -> None:
     nodes = [Node(2, 0, 4 * GB), Node(2, 0, 100 * GB)]
     units = [unit(peak=5 * GB), unit()]
-    (offer,) = plan_offers(nodes, units, no_device(units), GB, most=1)
-    assert offer.takes(Batch((units[0],), 5 * GB))
+    (offer,) = plan_offers(nodes, units, GB, most=1)
+    assert offer.takes(Batch((units[0],)))
 
 
 def test_a_unit_that_no_node_takes_is_named() -> None:
     units = [unit("lm_head", peak=50 * GB)]
     with pytest.raises(MergeError, match=r"'lm_head': its worker needs one core and 51 GB; the largest of 2 .* 20 GB"):
-        plan_offers([Node(8, 0, 20 * GB), Node(8, 0, 10 * GB)], units, [False], GB)
+        plan_offers([Node(8, 0, 20 * GB), Node(8, 0, 10 * GB)], units, GB)
 
 
 def test_workers_with_an_accelerator_for_the_units_that_need_one() -> None:
     nodes = [Node(4, 2, 100 * GB), Node(4, 0, 100 * GB)]
-    units = [unit("matrix"), unit("vector")]
-    offers = plan_offers(nodes, units, [True, False], GB)
+    units = [unit("matrix", device=True), unit("vector")]
+    offers = plan_offers(nodes, units, GB)
     assert [o.device for o in offers] == [True] * 2 + [False] * 6
-    assert not offers[-1].takes(Batch((units[0],), GB, device=True))
-    assert offers[0].takes(Batch((units[1],), GB))
-    assert [o.device for o in plan_offers(nodes, units[:1], [True], GB)] == [True] * 2
-    assert not any(o.device for o in plan_offers(nodes, units[1:], [False], GB)), "idle accelerators are reserved"
+    assert not offers[-1].takes(Batch((units[0],)))
+    assert offers[0].takes(Batch((units[1],)))
+    assert [o.device for o in plan_offers(nodes, units[:1], GB)] == [True] * 2
+    assert not any(o.device for o in plan_offers(nodes, units[1:], GB)), "idle accelerators are reserved"
 
 
 def test_a_cluster_without_accelerators_is_refused() -> None:
     with pytest.raises(MergeError, match="no node of the Ray cluster offers one"):
-        plan_offers([Node(4, 0, 100 * GB)], [unit()], [True], GB)
+        plan_offers([Node(4, 0, 100 * GB)], [unit(device=True)], GB)
 
 
 # A worker in this process
@@ -208,7 +201,7 @@ def test_a_worker_merges_and_writes_the_same_bytes(merged: Any, opened: Any) -> 
     assert answer.error is None
     assert answer.processor
     worker.use(spec.surveys)
-    answer = worker.merge(units, None)
+    answer = worker.merge(units)
     assert answer.error is None
     assert [r.unit for r in answer.results] == units
     assert {r.where for r in answer.results} == {"node7"}
@@ -238,10 +231,10 @@ def test_a_stopped_worker_begins_nothing_until_it_is_opened_again(merged: Any, o
     worker, _ = opened()
     worker.use(spec.surveys)
     worker.stop()
-    assert worker.merge(units, None).results == []
+    assert worker.merge(units).results == []
     worker.open(Opening("key", {}, "", synchronous=True, room=GB, device=False), spec)
     worker.use(spec.surveys)
-    assert len(worker.merge(units[:1], None).results) == 1
+    assert len(worker.merge(units[:1]).results) == 1
 
 
 def test_an_error_ends_the_worker_and_keeps_what_was_done(merged: Any, opened: Any) -> None:
@@ -249,11 +242,11 @@ def test_an_error_ends_the_worker_and_keeps_what_was_done(merged: Any, opened: A
     worker, _ = opened()
     worker.use(spec.surveys)
     wrong = dataclasses.replace(units[1], groups=())
-    answer = worker.merge([units[0], wrong, units[2]], None)
+    answer = worker.merge([units[0], wrong, units[2]])
     assert [r.unit for r in answer.results] == units[:1]
     assert isinstance(answer.error, IndexError)
     assert "on node node7" in answer.error.__notes__[0]
-    assert worker.merge(units, None).results == [], "a worker that failed goes on"
+    assert worker.merge(units).results == [], "a worker that failed goes on"
 
 
 def test_a_worker_that_does_not_see_the_output_says_so(merged: Any, opened: Any) -> None:
@@ -344,11 +337,11 @@ def test_units_go_where_the_plan_places_them(tmp_path: Path) -> None:
     family = Family.make(tmp_path, layers=1)
     fields = {"base": str(family.base), "experts": [str(e) for e in family.experts], "method": "actmat"}
     spec, units, _ = run_here([fields], [tmp_path / "out"], room=DeviceRoom("cpu:0"))
-    wanted = {u.name for u, needs in zip(units, _needs(units), strict=True) if needs}
+    wanted = {u.name for u in units if u.device_bytes}
     assert "model.layers.0.mlp.up_proj.weight" in wanted
     assert "model.norm.weight" not in wanted
     item = spec.plans[0].by_name["model.layers.0.mlp.up_proj.weight"]
-    assert _needs([_observed(item, (0, 0))]) == [True]
+    assert _observed(item, (0, 0)).device_bytes > 0
     file = tmp_path / "out" / "model.safetensors"
     expected, header = file.read_bytes(), spec.plans[0].shards[0].header
     for device in (True, False):
@@ -357,7 +350,7 @@ def test_units_go_where_the_plan_places_them(tmp_path: Path) -> None:
         opening = Opening("key", {}, os.getcwd(), synchronous=True, room=GB, device=device)
         assert worker.open(opening, dataclasses.replace(spec, device="cpu:0")).error is None
         assert (worker._opened.device is not None) == device
-        assert worker.merge(units[:-1], units[-1]).error is None
+        assert worker.merge(units[:-1]).error is None
         assert worker.merge(units[-1:]).error is None
         worker.close()
         assert file.read_bytes() == expected

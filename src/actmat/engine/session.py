@@ -39,9 +39,9 @@ from actmat.engine.units import Member, Unit
 from actmat.experts.base import ExpertHandle
 from actmat.experts.resolve import open_handle
 from actmat.methods import get_method
-from actmat.planning.item import Item, Reading
+from actmat.planning.item import Item
 from actmat.planning.model import MergePlan
-from actmat.planning.reading import regions_of, shared_regions
+from actmat.planning.reading import shared_regions
 from actmat.planning.regions import cut
 from actmat.planning.statistics import opened_statistics
 
@@ -158,15 +158,12 @@ class Session:
             CheckpointError, OutputError: an input or the output cannot be read or written.
             MergeError: a device has too little memory.
         """
-        opened = self._opened(unit)
+        findings = Findings(tolerated=self._tolerant)
         members = [member for group in unit.groups for member in group]
         tasks = [self._task(member) for member in members]
-        for reader in opened.tensors:
-            reader.inspect_only = self.inspect_only
-        used = self.device if unit.device_bytes else None
-        with torch.no_grad(), device_memory_errors(used, unit.name, unit.device_bytes):
-            records = KERNELS[unit.kernel](tasks, opened.reader)
-            findings = opened.findings
+        device = self.device if unit.device_bytes else None
+        with torch.no_grad(), device_memory_errors(device, unit.name, unit.device_bytes):
+            records = KERNELS[unit.kernel](tasks, self._opened(unit, findings))
             for task, record in zip(tasks, records, strict=False):
                 self._check(task, record, findings, [t for t in tasks if t.item.name == task.item.name])
         kept = () if findings.fatal or self.inspect_only else records
@@ -193,7 +190,8 @@ class Session:
             return
         assert item.call is not None
         acts_on = get_method(item.call.method).acts_on
-        (reader,) = self._alone(item, Reading("held")).tensors
+        ignored, on_device = Findings(tolerated=True), item.cost.device_bytes > 0  # they are found when it is merged
+        reader = self._tensor_reader(item, ignored, self._scratch, on_device=on_device)
         for region in cut(item.shape, item.layout, acts_on):
             deltas = Deltas(reader, region, reader.read_base(region), "held")
             split = [region.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas.held()]
@@ -230,45 +228,25 @@ class Session:
     def _item(self, member: Member) -> Item:
         return self.spec.plans[member[0]].items[member[1]]
 
-    def _opened(self, unit: Unit) -> _Opened:
-        """Readers of the tensors of a unit, or of what adapters have of it."""
+    def _opened(self, unit: Unit, findings: Findings) -> TensorReader | PoolReader | AdapterReader:
+        """The reader of a unit's tensors, or of what adapters have of them; bad values go to `findings`."""
         groups = [[self._item(member) for member in group] for group in unit.groups]
-        findings = Findings(tolerated=self._tolerant)
         if not groups[0][0].base_dtype:
-            return _Opened(findings, AdapterReader(self.inputs, self._compute))
-        pooled, on_device = unit.kernel == "pool", unit.device_bytes > 0
+            return AdapterReader(self.inputs, self._compute)
+        pooled = unit.kernel == "pool"
         readers: list[TensorReader] = []
-        for items in groups:
+        for group, items in zip(unit.groups, groups, strict=True):
             scratch = Scratch() if pooled else self._scratch
-            reader = self._tensor_reader(_leader(items), findings, scratch, on_device=on_device)
-            caps = [self.spec.plans[plan].recipe.postprocess for plan, _ in unit.groups[len(readers)]]
-            reader.regions = shared_regions(items, caps)
+            reader = self._tensor_reader(_leader(items), findings, scratch, on_device=unit.device_bytes > 0)
+            reader.regions = shared_regions(items, [self.spec.plans[plan].recipe.postprocess for plan, _ in group])
             reader.reading, reader.planned_bytes = unit.reading, unit.host_bytes
+            reader.inspect_only = self.inspect_only
             readers.append(reader)
-        return _Opened(findings, PoolReader(readers) if pooled else readers[0], readers)
-
-    def _alone(self, item: Item, reading: Reading | None) -> _Opened:
-        """Readers of an item that is observed for a survey; what is broken is found when it is merged."""
-        findings = Findings(tolerated=True)
-        if not item.base_dtype:
-            return _Opened(findings, AdapterReader(self.inputs, self._compute))
-        reader = self._tensor_reader(item, findings, self._scratch, on_device=item.cost.device_bytes > 0)
-        reader.regions = regions_of(item, self.spec.plans[0].recipe.postprocess)
-        reader.reading, reader.planned_bytes = reading, item.cost.host_bytes
-        return _Opened(findings, reader, [reader])
+        return PoolReader(readers) if pooled else readers[0]
 
     def _tensor_reader(self, item: Item, findings: Findings, scratch: Scratch, *, on_device: bool) -> TensorReader:
         device = self.device.torch_device if on_device and self.device is not None else None
         return TensorReader(item, self.inputs, self._compute, scratch, findings, device)
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """The reader of a unit, the readers of single tensors in it, and what they find."""
-
-    findings: Findings
-    reader: TensorReader | PoolReader | AdapterReader
-    tensors: Sequence[TensorReader] = ()
 
 
 def _leader(items: Sequence[Item]) -> Item:

@@ -11,16 +11,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actmat.engine.units import Unit
+from actmat.engine.units import Unit, planned_seconds
 from actmat.errors import MergeError, format_size
 
-FLOPS_PER_SECOND = 2e10
-BYTES_PER_SECOND = 5e8
 UNIT_SECONDS = 1e-3
-"""Rates of one core, and overhead of a unit: only their ratios matter, to order units and to bound batches."""
-
+"""Overhead of a unit, besides its planned time."""
 BATCH_SECONDS = 2.0
-"""Work in a batch of several units, by the rates above."""
+"""Longest planned time of a batch of several units."""
 BATCH_UNITS = 256
 """Most units in a batch: their records travel in one message."""
 BATCHES_PER_WORKER = 8
@@ -29,17 +26,19 @@ BATCHES_PER_WORKER = 8
 
 @dataclass(frozen=True)
 class Batch:
-    """Units that one worker merges one after another.
-
-    Args:
-        units: in their order.
-        memory: bytes that the largest takes.
-        device: whether a unit computes on an accelerator.
-    """
+    """Units that one worker merges one after another: all on an accelerator, or none."""
 
     units: tuple[Unit, ...]
-    memory: int
-    device: bool = False
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the largest unit takes on the host."""
+        return max(u.host_bytes for u in self.units)
+
+    @property
+    def device(self) -> bool:
+        """True if the units compute on an accelerator."""
+        return self.units[0].device_bytes > 0
 
 
 @dataclass(frozen=True)
@@ -72,46 +71,32 @@ class Offer:
 
 def unit_seconds(unit: Unit) -> float:
     """Rough time of a unit on one core, in seconds."""
-    return UNIT_SECONDS + unit.flops / FLOPS_PER_SECOND + unit.traffic / BYTES_PER_SECOND
+    return UNIT_SECONDS + planned_seconds(unit)
 
 
-def make_batches(units: Sequence[Unit], device: Sequence[bool], workers: int, *, in_order: bool = False) -> list[Batch]:
+def make_batches(units: Sequence[Unit], workers: int, *, in_order: bool = False) -> list[Batch]:
     """All units in batches, the longest first; a unit longer than a batch should be is alone.
 
     Args:
         units: to merge.
-        device: per unit, whether it needs an accelerator; a batch holds units of one sort.
         workers: that share them.
         in_order: units keep their order, and batches have that of their first units.
     """
-    total = sum(map(unit_seconds, units))
-    most = min(BATCH_SECONDS, total / (workers * BATCHES_PER_WORKER)) if workers else BATCH_SECONDS
-    order = [(n, unit) for n, unit in enumerate(units)]
-    if not in_order:
-        order.sort(key=lambda numbered: unit_seconds(numbered[1]), reverse=True)
-    batches: list[tuple[float, Batch]] = []  # what they are sorted by
-    for wanted in (True, False):
-        held: list[tuple[int, Unit]] = []
-        seconds = 0.0
-        of_sort = [(n, unit) for n, unit in order if device[n] == wanted]
-        for n, unit in [*of_sort, (-1, None)]:
-            if held and (unit is None or seconds + unit_seconds(unit) > most or len(held) == BATCH_UNITS):
-                batch = _batch([u for _, u in held], device=wanted)
-                batches.append((held[0][0] if in_order else -seconds, batch))
-                held, seconds = [], 0.0
-            if unit is not None:
-                held.append((n, unit))
-                seconds += unit_seconds(unit)
-    return [batch for _, batch in sorted(batches, key=lambda b: b[0])]
+    most = min(BATCH_SECONDS, sum(map(unit_seconds, units)) / max(1, workers * BATCHES_PER_WORKER))
+    batches: list[list[Unit]] = []
+    latest: dict[bool, tuple[list[Unit], float]] = {}  # by place (accelerator or host): units, and their seconds
+    for unit in units if in_order else sorted(units, key=unit_seconds, reverse=True):
+        held, seconds = latest.get(unit.device_bytes > 0, ([], 0.0))
+        seconds += unit_seconds(unit)
+        if not held or len(held) == BATCH_UNITS or seconds > most:
+            held, seconds = [], unit_seconds(unit)
+            batches.append(held)
+        held.append(unit)
+        latest[unit.device_bytes > 0] = held, seconds
+    return [Batch(tuple(held)) for held in batches]
 
 
-def _batch(units: Sequence[Unit], *, device: bool) -> Batch:
-    return Batch(tuple(units), max(u.host_bytes for u in units), device)
-
-
-def plan_offers(
-    nodes: Sequence[Node], units: Sequence[Unit], device: Sequence[bool], process: int, most: int | None = None
-) -> list[Offer]:
+def plan_offers(nodes: Sequence[Node], units: Sequence[Unit], process: int, most: int | None = None) -> list[Offer]:
     """Workers for these units: one per core, on each node as large as the largest unit needs.
 
     Where a node has too little memory for that, its first worker has that size and the others share the rest.
@@ -119,22 +104,22 @@ def plan_offers(
     Args:
         nodes: of the cluster.
         units: to merge; at least one.
-        device: per unit, whether it needs an accelerator.
         process: bytes of a worker without units.
         most: workers at most.
 
     Raises:
         MergeError: no node takes the largest unit, or none has the accelerator that units need.
     """
-    if any(device) and not any(n.gpus for n in nodes):
+    device = {unit.device_bytes > 0 for unit in units}
+    if True in device and not any(n.gpus for n in nodes):
         raise MergeError(
-            "The merge shall compute on GPUs, and no node of the Ray cluster offers one. Fix: start the nodes with "
-            "'ray start --num-gpus', or --device cpu."
+            "--device asks for GPUs, but no node of the Ray cluster offers one. Fix: start the nodes with 'ray start "
+            "--num-gpus', or leave out --device."
         )
-    offers = [offer for node in nodes for offer in _of_node(node, units, device, process)]
-    for wanted in set(device):
-        worst = max((u for u, d in zip(units, device, strict=True) if d == wanted), key=lambda unit: unit.host_bytes)
-        if not any(offer.takes(_batch([worst], device=wanted)) for offer in offers):
+    offers = [offer for node in nodes for offer in _of_node(node, units, process)]
+    for wanted in device:
+        worst = max((u for u in units if (u.device_bytes > 0) == wanted), key=lambda unit: unit.host_bytes)
+        if not any(offer.takes(Batch((worst,))) for offer in offers):
             largest = max((n.memory for n in nodes if n.cpus and (n.gpus or not wanted)), default=0)
             raise MergeError(
                 f"No node of the Ray cluster can merge '{worst.name}': its worker needs one core"
@@ -145,11 +130,11 @@ def plan_offers(
     return sorted(offers, key=lambda offer: (offer.device, offer.memory), reverse=True)[:most]
 
 
-def _of_node(node: Node, units: Sequence[Unit], device: Sequence[bool], process: int) -> list[Offer]:
+def _of_node(node: Node, units: Sequence[Unit], process: int) -> list[Offer]:
     """Workers of one node, those with an accelerator first."""
-    peaks = [u.host_bytes for u in units]
-    gpus = min(node.gpus, node.cpus) if any(device) else 0
-    count = node.cpus if not all(device) else gpus
+    peaks, moved = [u.host_bytes for u in units], [u.device_bytes > 0 for u in units]
+    gpus = min(node.gpus, node.cpus) if any(moved) else 0
+    count = gpus if all(moved) else node.cpus
     full, least = process + max(peaks), process + int(statistics.median(peaks))
     if count == 0 or node.memory < process + min(peaks):
         return []

@@ -21,8 +21,8 @@ START_SECONDS = 600.0
 """Wait for a first worker: a cluster that grows on demand needs minutes."""
 CONTROL = "control"
 
-Send = Callable[[Any, Batch, Batch | None], Any]
-"""`send(handle, batch, upcoming)` calls an actor and returns the reference to its answer."""
+Send = Callable[[Any, Batch], Any]
+"""`send(handle, batch)` calls an actor and returns the reference to its answer."""
 
 
 @dataclass(eq=False)
@@ -34,7 +34,6 @@ class _Hired:
         offer: what it was started with.
         pending: reference to the answer it is at; None: idle.
         batch: that the answer is about; None while the session is opened.
-        reserved: batch that it reads ahead for; another worker may take it.
         where: node, once it has answered.
     """
 
@@ -42,7 +41,6 @@ class _Hired:
     offer: Offer
     pending: Any = None
     batch: Batch | None = None
-    reserved: Batch | None = None
     where: str = ""
 
 
@@ -103,7 +101,7 @@ class Dispatcher:
         """
         self._queue = list(batches)
         try:
-            while self._queue or any(w.batch is not None or w.reserved is not None for w in self._workers):
+            while self._queue or any(w.batch is not None for w in self._workers):
                 self._assign(send)
                 answer = self._next(send)
                 if answer is None:
@@ -156,11 +154,9 @@ class Dispatcher:
         for worker in self._workers:
             if worker.pending is not None:
                 continue
-            batch, worker.reserved = worker.reserved, None
-            worker.batch = batch or self._take(worker.offer) or self._steal(worker)
+            worker.batch = self._take(worker.offer)
             if worker.batch is not None:
-                worker.reserved = self._take(worker.offer)
-                worker.pending = send(worker.handle, worker.batch, worker.reserved)
+                worker.pending = send(worker.handle, worker.batch)
 
     def _take(self, offer: Offer) -> Batch | None:
         """The next batch that a worker can do, out of the queue; accelerators do their own batches first."""
@@ -168,14 +164,6 @@ class Dispatcher:
             for k, batch in enumerate(self._queue):
                 if batch.device == wanted and offer.takes(batch):
                     return self._queue.pop(k)
-        return None
-
-    def _steal(self, thief: _Hired) -> Batch | None:
-        """A batch that a busy worker has not begun."""
-        for worker in reversed(self._workers):
-            if worker.pending is not None and worker.reserved is not None and thief.offer.takes(worker.reserved):
-                batch, worker.reserved = worker.reserved, None
-                return batch
         return None
 
     def _next(self, send: Send) -> Answer | None:
@@ -248,9 +236,7 @@ class Dispatcher:
                     f"{format_size(worker.offer.memory)}. Fix: nodes with more memory, or fewer cores per node ('ray "
                     "start --num-cpus'); the same command goes on where it stopped."
                 ) from error
-        kept = [worker.reserved] if worker.reserved is not None else []
-        device = worker.batch is not None and worker.batch.device
-        self._queue[:0] = [Batch((u,), u.host_bytes, device) for u in units] + kept
+        self._queue[:0] = [Batch((u,)) for u in units]
         if worker.where:
             again = f"; {len(units)} tensor(s) are merged again" if units else ""
             self._notes.append(f"A worker on node {worker.where} was lost ({reason}){again}.")
@@ -298,8 +284,6 @@ class Dispatcher:
             with contextlib.suppress(ray.exceptions.RayError):  # lost: nothing is known of its units
                 answers.append(ray.get(worker.pending))
             worker.pending = worker.batch = None
-        for worker in self._workers:
-            worker.reserved = None
         self._queue = []
         return [a for a in answers if a.results]
 

@@ -89,10 +89,10 @@ class RayExecutor:
                 workers.use(ray.put(spec.surveys))
             failed = False
 
-            def send(handle: Any, batch: Batch, upcoming: Batch | None) -> Any:
-                return handle.merge.remote(batch.units, upcoming and upcoming.units[0], inspect_only=failed)
+            def send(handle: Any, batch: Batch) -> Any:
+                return handle.merge.remote(batch.units, inspect_only=failed)
 
-            with contextlib.closing(workers.run(self._batches(spec, units), send)) as answers:
+            with contextlib.closing(workers.run(self._batches(units), send)) as answers:
                 for answer in answers:
                     failed |= any(result.findings.fatal for result in answer.results)
                     yield from _released(answer, workers)
@@ -106,16 +106,16 @@ class RayExecutor:
         workers = self._opened(spec, plan_units(spec.plans, [()] * len(spec.plans), spec.observers))
         state = ray.put(fork())
 
-        def send(handle: Any, batch: Batch, upcoming: Batch | None) -> Any:
+        def send(handle: Any, batch: Batch) -> Any:
             return handle.observe.remote(batch.units, state)
 
-        with contextlib.closing(workers.run(self._batches(spec, units), send)) as answers:
+        with contextlib.closing(workers.run(self._batches(units), send)) as answers:
             for answer in answers:
                 yield from answer.results
 
-    def _batches(self, spec: SessionSpec, units: Sequence[Unit]) -> list[Batch]:
+    def _batches(self, units: Sequence[Unit]) -> list[Batch]:
         assert self._workers is not None
-        return make_batches(units, _needs(units), len(self._workers), in_order=self._resources.in_order)
+        return make_batches(units, len(self._workers), in_order=self._resources.in_order)
 
     def _opened(self, spec: SessionSpec, units: Sequence[Unit]) -> Dispatcher:
         """Workers with an open session for the spec; its surveys may be missing there."""
@@ -147,7 +147,7 @@ class RayExecutor:
             nodes = [dataclasses.replace(n, memory=min(n.memory, resources.memory)) for n in nodes]
         process = max(plan.process_bytes for plan in spec.plans)
         most = resources.workers if resources.workers_given else len(units)
-        return plan_offers(list(nodes), units, _needs(units), process, min(most, len(units)))
+        return plan_offers(list(nodes), units, process, min(most, len(units)))
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
@@ -168,11 +168,6 @@ class RayExecutor:
         except BaseException:  # Ctrl-C too
             with self._stack, self._ending():
                 raise
-
-
-def _needs(units: Sequence[Unit]) -> list[bool]:
-    """Per unit, whether it needs an accelerator."""
-    return [unit.device_bytes > 0 for unit in units]
 
 
 def _observed(item: Item, member: Member) -> Unit:

@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +94,12 @@ class Worker:
         session = self._opened
         session.spec = dataclasses.replace(session.spec, surveys=surveys)
 
-    def merge(self, units: Sequence[Unit], upcoming: Unit | None = None, *, inspect_only: bool = False) -> Answer:
-        """Merge units until one fails or `stop` is called.
-
-        Args:
-            units: in this order.
-            upcoming: likely the first unit of the next call, to be read ahead.
-            inspect_only: see `Session`.
-        """
+    def merge(self, units: Sequence[Unit], *, inspect_only: bool = False) -> Answer:
+        """Merge units, in this order, until one fails or `stop` is called; `inspect_only`: see `Session`."""
         session, answer = self._opened, Answer(self.where)
         session.inspect_only = inspect_only
         torch.set_num_threads(1)  # of this thread: results would depend on their number
-        for unit, following in zip(units, [*units[1:], upcoming], strict=True):
+        for unit, following in zip_longest(units, units[1:]):
             if self._stopped.is_set():
                 break
             try:
