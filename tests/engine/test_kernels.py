@@ -175,7 +175,7 @@ class Adapters(KernelConformance):
 
 class TestFactored(Adapters):
     kernel = "factored"
-    fields: ClassVar[Mapping[str, Any]] = {"method": "actmat", "scale": SCALE, "to": "model"}
+    fields: ClassVar[Mapping[str, Any]] = {"method": "actmat", "scale": SCALE, "output": "model"}
 
     def expected(self, base: Mapping[str, Tensor], experts: Sequence[Mapping[str, Tensor]]) -> Tensor:
         return base[UP].double() + SCALE * of_method("actmat", base[UP], [self.delta(e) for e in experts])
@@ -184,7 +184,7 @@ class TestFactored(Adapters):
 class TestFactoredModule(Adapters):
     kernel = "factored"
     name = UP.removesuffix(".weight")
-    fields: ClassVar[Mapping[str, Any]] = {"method": "actmat", "scale": SCALE, "to": "adapter", "base": ""}
+    fields: ClassVar[Mapping[str, Any]] = {"method": "actmat", "scale": SCALE, "output": "adapter", "base": ""}
 
     def samples(self, folder: Path) -> Samples:
         made = Samples.adapters(folder)
@@ -204,9 +204,7 @@ class TestExtracted(KernelConformance):
     fields: ClassVar[Mapping[str, Any]] = {
         "method": "average",
         "scale": SCALE,
-        "to": "adapter",
-        "rank": 3,
-        "others": "leave",
+        "output": {"kind": "extracted", "rank": 3, "others": "leave"},
     }
 
     def found(self, written: Mapping[str, Tensor]) -> Tensor:

@@ -60,11 +60,11 @@ def adapters(folder: Path) -> Fields:
 
 
 def into_model(folder: Path) -> list[Fields]:
-    return [adapters(folder) | {"to": "model"}]
+    return [adapters(folder) | {"output": "model"}]
 
 
 def into_adapter(folder: Path) -> list[Fields]:
-    return [adapters(folder) | {"to": "adapter", "rank": 3}]
+    return [adapters(folder) | {"output": {"kind": "adapter", "rank": 3}}]
 
 
 def with_statistics(folder: Path) -> list[Fields]:

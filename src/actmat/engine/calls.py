@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,13 +47,20 @@ def named_errors(task: Task) -> Iterator[None]:
         raise NumericalError(f"{where}: {error}") from error
     except ValueError as error:
         raise RecipeError(f"{where}: {error}") from error
-    except RuntimeError as error:
-        if "without overflow" not in str(error):  # torch's words for a factor that the dtype does not hold
+    except RuntimeError as error:  # torch's for a factor that the dtype does not hold
+        if not _has_extreme_numbers(task):
             raise
         raise NumericalError(
             f"{where}: an option or a weight gives a factor beyond the compute dtype's range; use values nearer to 1, "
             "or --set compute_dtype=float64"
         ) from error
+
+
+def _has_extreme_numbers(task: Task) -> bool:
+    """True if an option or a weight, or its inverse, is beyond the range of the compute dtype."""
+    numbers = [n for n in (*(task.call.weights or ()), *task.call.options.values()) if isinstance(n, float) and n]
+    largest = torch.finfo(compute_dtype(task)).max
+    return any(math.isfinite(n) and not 1 / largest <= abs(n) <= largest for n in numbers)
 
 
 @dataclass(frozen=True, slots=True)
