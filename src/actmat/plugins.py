@@ -25,7 +25,6 @@ actmat.statistics a function that `actmat.statistics.<name>` gives
 actmat.stores     `checkpoints.remote.Storage`, named by the scheme of its URLs
 actmat.views      `checkpoints.resolve.View`: a checkpoint made of others; `stack`: opens layers of several
 actmat.flags      the function that a flag of a core command calls, such as `--serve`, see `cli.flags.behind`
-actmat.reports    `html`: a function of a diagnosis and a path that writes a page, see `report.write`
 """
 
 from __future__ import annotations

@@ -11,9 +11,7 @@ from tests.helpers.pages import Page
 from tests.helpers.reports import diagnosis
 
 from actmat.diagnostics.model import read_diagnosis, write_diagnosis
-from actmat.errors import MergeError
 from actmat.extras.pages.html import render_html
-from actmat.report.write import write_report
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +51,6 @@ def test_a_damaged_report_is_refused(text: str, tmp_path: Path) -> None:
     assert done.code == 1
     assert "report.json" in done.err
     assert not (tmp_path / "page.html").exists()
-
-
-def test_without_a_plug_in_for_pages_a_page_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actmat.report.write.load", lambda group, name: None)
-    with pytest.raises(MergeError, match="no plug-in writes pages"):
-        write_report(diagnosis(2, 2), tmp_path / "page.html")
-    assert [p.name for p in write_report(diagnosis(2, 2), tmp_path)] == ["report.json"]
 
 
 def test_a_comparison_fits_80_columns(family: Family) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis
+from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis, write_diagnosis
 from actmat.progress import Progress, usual_progress
 from actmat.recipe.arguments import Location, make_arguments
 from actmat.report.outputs import recipe_of_output
@@ -56,3 +56,26 @@ def diagnose_output(
     if os.path.isfile(folder / REPORT_NAME):
         return read_diagnosis(folder)
     return diagnose_recipe(recipe_of_output(folder), settings, progress or usual_progress("measuring"))
+
+
+def write_report(diagnosis: Diagnosis, path: str | Path) -> list[Path]:
+    """Write one file if its name ends in .html (the page) or .json, else both into a directory, which is made.
+
+    Returns:
+        The written files; each is whole or not there.
+
+    Raises:
+        OSError: writing failed.
+    """
+    file = Path(path)
+    if os.path.isdir(file) or file.suffix not in (".html", ".json"):
+        file.mkdir(parents=True, exist_ok=True)
+        return [write_diagnosis(diagnosis, file), draw_page(diagnosis, file / "report.html")]
+    return [draw_page(diagnosis, file) if file.suffix == ".html" else write_diagnosis(diagnosis, file)]
+
+
+def draw_page(diagnosis: Diagnosis, file: Path) -> Path:
+    """Write the page of a diagnosis."""
+    from actmat.extras.pages.html import write_html
+
+    return write_html(diagnosis, file)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actmat.api.merging import merge_recipes
 from actmat.errors import RecipeError
 from actmat.experts.resolve import has_factors, open_base
 from actmat.foreign import html_table, terminal
 from actmat.progress import Progress, usual_progress
 from actmat.recipe import Recipe, make_recipe
 from actmat.recipe.output import with_output
-from actmat.run import MergeReport, run_recipes
+from actmat.run import MergeReport
 from actmat.settings import RunSettings
 
 LABEL = "model"
@@ -94,7 +95,7 @@ def extract(
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
     recipe = extract_recipe(base, model, out=out, rank=rank, energy=energy, others=others, dtype=dtype)
-    (report,) = run_recipes([recipe], RunSettings(**settings), progress or usual_progress())
+    (report,) = merge_recipes([recipe], RunSettings(**settings), progress or usual_progress())
     return report_of(report)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from actmat.api.diagnosing import draw_page
 from actmat.planning import MergePlan
 from actmat.progress import Progress, usual_progress
+from actmat.recipe import Recipe
 from actmat.recipe.arguments import Location, make_arguments
 from actmat.run import MergeReport, plan_recipe, run_recipes
+from actmat.settings import RunSettings
 
 
 def merge(
@@ -45,7 +48,14 @@ def merge(
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
     recipe, settings = make_arguments(base, experts, {"out": str(out), "method": method} | fields, weights, statistics)
-    return run_recipes([recipe], settings, progress or usual_progress())[0]
+    return merge_recipes([recipe], settings, progress or usual_progress())[0]
+
+
+def merge_recipes(
+    recipes: Sequence[Recipe], settings: RunSettings, progress: Progress | None = None
+) -> list[MergeReport]:
+    """`run_recipes` with the page of every measured merge."""
+    return run_recipes(recipes, settings, progress, draw=draw_page)
 
 
 def plan(

@@ -126,8 +126,8 @@ def _write(found: Diagnosis, out: Path | None) -> list[Path]:
     """Write the report if that was asked for; the files."""
     if out is None:
         return []
+    from actmat.api.diagnosing import write_report
     from actmat.checkpoints.writing.staging import disk_errors
-    from actmat.report.write import write_report
 
     with disk_errors(out.parent):
         return write_report(found, out)

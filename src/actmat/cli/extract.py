@@ -50,10 +50,10 @@ def extract(
     continues an interrupted extraction.
     """
     from actmat.api.extracting import extract_recipe, report_of
+    from actmat.api.merging import merge_recipes
     from actmat.cli.plan import show_plans
     from actmat.cli.screen import print_result, showing_progress
     from actmat.cli.summary import extraction_data, print_summary
-    from actmat.run import run_recipes
 
     measure = {} if how.energy is None else {"energy": how.energy}
     recipe = extract_recipe(base, model, **given.given, **measure, others=how.others)
@@ -63,7 +63,7 @@ def extract(
     if recipe.out is None:
         raise typer.BadParameter("say where the adapter goes: --out OUT")
     with showing_progress(quiet=quiet or json) as progress:
-        (report,) = run_recipes([recipe], run, progress)
+        (report,) = merge_recipes([recipe], run, progress)
     with optional_stdout("The adapter is complete."):
         if json:
             print_result("extract", extraction_data(report_of(report)))

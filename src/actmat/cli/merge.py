@@ -135,10 +135,10 @@ def _recipes(inputs: list[str] | None, given: RecipeFlags, average: str | None) 
 
 def _merge(recipes: Sequence[Recipe], run: RunSettings, *, quiet: bool) -> list[MergeReport]:
     """Merge, with a progress bar, and print a summary."""
-    from actmat.run import run_recipes
+    from actmat.api.merging import merge_recipes
 
     with _showing(recipes, quiet=quiet) as progress:
-        reports = run_recipes(recipes, run, progress)
+        reports = merge_recipes(recipes, run, progress)
     if not quiet:
         from actmat.cli.outputs import print_outputs
 

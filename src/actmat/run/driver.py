@@ -17,7 +17,7 @@ from actmat.progress import Progress
 from actmat.run.open import check_values
 from actmat.run.prepare import Prepared
 from actmat.run.resume import MergeReport
-from actmat.run.stage import StagedOutput
+from actmat.run.stage import DrawPage, StagedOutput
 
 
 def execute(outputs: Sequence[StagedOutput], prepared: Prepared, progress: Progress) -> None:
@@ -84,13 +84,15 @@ def _judge(findings: Findings) -> None:
         raise error
 
 
-def finish(outputs: Sequence[StagedOutput], prepared: Prepared, progress: Progress) -> list[MergeReport]:
+def finish(
+    outputs: Sequence[StagedOutput], prepared: Prepared, progress: Progress, draw: DrawPage | None
+) -> list[MergeReport]:
     """Write all that goes with the weights of merged outputs: their reports; `stage` renames them afterwards."""
     settings, began = prepared.place.settings, prepared.began
     progress.finishing()
     made = []
     for o in outputs:
-        diagnosis = o.write_report(time.perf_counter() - began) if settings.diagnose else None
+        diagnosis = o.write_report(time.perf_counter() - began, draw) if settings.diagnose else None
         totals = o.finish(prepared.inputs, time.perf_counter() - began, sha256=settings.sha256)
         made.append(MergeReport(o.out, o.plan, time.perf_counter() - began, o.resumed, diagnosis, totals=totals))
     return made

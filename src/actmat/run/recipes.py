@@ -17,13 +17,17 @@ from actmat.run.driver import execute, finish
 from actmat.run.open import open_inputs
 from actmat.run.prepare import plans_of, prepare
 from actmat.run.resume import MergeReport, resume
-from actmat.run.stage import StagedOutput, stage
+from actmat.run.stage import DrawPage, StagedOutput, stage
 from actmat.settings import RunSettings
 
 
 @memory_errors()  # outside of the staged outputs, which keep what is finished
 def run_recipes(
-    recipes: Sequence[Recipe], settings: RunSettings | None = None, progress: Progress | None = None
+    recipes: Sequence[Recipe],
+    settings: RunSettings | None = None,
+    progress: Progress | None = None,
+    *,
+    draw: DrawPage | None = None,
 ) -> list[MergeReport]:
     """Carry out recipes that share inputs and compute dtype; every tensor is read once for all of them.
 
@@ -34,6 +38,7 @@ def run_recipes(
         recipes: each with its own `out`.
         settings: how to run them.
         progress: receives callbacks.
+        draw: writes the page of a measured merge into its output; None: there is none.
 
     Raises:
         MergeError: nothing is at any `out` unless that output was finished. What was done of the others is kept for
@@ -53,7 +58,7 @@ def run_recipes(
         if resumed.run.unfinished:
             with stage(resumed) as outputs:
                 execute(outputs, resumed.run, progress)
-                made = finish(outputs, resumed.run, progress)
+                made = finish(outputs, resumed.run, progress, draw)
             reports |= {r.out: r for r in made}
         return [reports[out] for out in opened.place.outs]
 

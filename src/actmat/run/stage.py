@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from actmat.checkpoints.writing.spool import SpoolWriter
 from actmat.checkpoints.writing.staging import CheckedJournal, Staging, disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.build import build_diagnosis, is_observation
-from actmat.diagnostics.model import Diagnosis
+from actmat.diagnostics.model import Diagnosis, write_diagnosis
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import NoWriter, SinkSource
 from actmat.engine.task import Record
@@ -26,13 +26,15 @@ from actmat.planning.adapter.extraction import settled_plan
 from actmat.planning.model import Item
 from actmat.report import Totals, build_manifest, model_card, sum_records, write_manifest
 from actmat.report.words import warnings_of
-from actmat.report.write import write_report
 from actmat.run.resume import Resumed
 from actmat.settings import RunSettings
 from actmat.system import stored_bytes
 
 Entries = Mapping[str, Mapping[str, Any]]
 """Journal entries by the name of their item."""
+
+DrawPage = Callable[[Diagnosis, Path], object]
+"""Writes the page of a diagnosis to a file."""
 
 
 class JournalRecords(Mapping[str, Record]):
@@ -153,12 +155,14 @@ class StagedOutput:
         record = self.records[item.name]
         return None if record.unchanged or record.stats.get("norm") == 0.0 else record.stats
 
-    def write_report(self, seconds: float) -> Diagnosis:
+    def write_report(self, seconds: float, draw: DrawPage | None) -> Diagnosis:
         """The diagnosis of a measured merge, written into the output; before `finish`, whose manifest has its hash."""
         folder = self._staging
         diagnosis = build_diagnosis(self.plan, self.records, out=str(self.out), seconds=seconds)
         with disk_errors(folder.path):
-            write_report(diagnosis, folder.path)
+            write_diagnosis(diagnosis, folder.path)
+            if draw is not None:
+                draw(diagnosis, folder.path / "report.html")
         return diagnosis
 
     def _sidecar_folders(self, inputs: Inputs) -> tuple[SideFolder | None, SideFolder | None]:

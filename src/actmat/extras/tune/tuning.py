@@ -25,6 +25,7 @@ from actmat.extras.collect.data import (
     prepare_data,
 )
 from actmat.extras.models.loading import named_base
+from actmat.extras.pages.html import write_html
 from actmat.extras.tune.asking import ask_experts, mark_of
 from actmat.extras.tune.evaluate import Asked, Evaluator, Trial
 from actmat.extras.tune.groups import FIXED, Grouping, groups_of
@@ -358,7 +359,7 @@ class _Search:
         final = final_recipe(made, self.given, chosen.candidate, groups, self.work, collected)
         self.progress.doing("merging the chosen one")
         start_ending(final, self.work)
-        (merged,) = run_recipes([final], self.run)
+        (merged,) = run_recipes([final], self.run, draw=write_html)
         report = TuneReport(
             out=Path(str(final.out)),
             recipe=final,
