@@ -27,8 +27,6 @@ from actmat.engine.survey import SurveyKey, run_surveys
 from actmat.engine.units import Unit, planned_seconds
 from actmat.planning.model import Item
 
-_Pool = concurrent.futures.ThreadPoolExecutor
-
 
 class ThreadExecutor:
     """Threads of this process, which share the open inputs and output files.
@@ -100,16 +98,17 @@ class ThreadExecutor:
                 raise
 
     @contextlib.contextmanager
-    def _pools(self) -> Iterator[tuple[_Pool, _Pool]]:
+    def _pools(self) -> Iterator[tuple[concurrent.futures.Executor, concurrent.futures.Executor]]:
         """Threads of the host, and a thread for each device; the former for both where there is no device."""
         left = deque(self._devices)
 
         def claim() -> None:
             self._local.device = left.popleft()
 
+        make = concurrent.futures.ThreadPoolExecutor
         with contextlib.ExitStack() as stack:
-            host = stack.enter_context(_Pool(self._resources.workers, "actmat"))
-            yield host, stack.enter_context(_Pool(len(left), "actmat", claim)) if left else host
+            host = stack.enter_context(make(self._resources.workers, "actmat"))
+            yield host, stack.enter_context(make(len(left), "actmat", claim)) if left else host
 
     def _session(self, spec: SessionSpec) -> Session:
         """The session of this thread."""
