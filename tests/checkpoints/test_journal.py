@@ -70,6 +70,7 @@ def test_a_line_that_a_signal_kept_from_being_noted_is_caught_up(
     (tmp_path / "j").rename(tmp_path / "aside")
     journal.catch_up()
     assert len(journal) == 4
+    journal.close()
 
 
 def test_a_journal_is_made_once(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_reading_takes_memory_for_places_only(tmp_path: Path) -> None:
 def test_two_writers_of_one_shard(tmp_path: Path) -> None:
     specs = [TensorSpec(n, (3,), "uint8", "") for n in "ab"]
     shards = plan_shards(specs, 1000)
-    ShardWriter(tmp_path, shards, durable=False).settle()
+    ShardWriter(tmp_path, shards, durable=False).close()
     first, second = (ShardWriter(tmp_path, shards, durable=False, attach="cached") for _ in range(2))
     first.sink("a").write(memoryview(b"123"))
     second.sink("b").write(memoryview(b"456"))

@@ -70,7 +70,6 @@ class ShardWriter:
         self.directory = directory
         self.shards = tuple(shards)
         self.durable = durable
-        self.is_attached = bool(attach)
         self._handles: dict[str, int] = {}
         self._unflushed = 0
         self._wake = threading.Event()
@@ -140,8 +139,6 @@ class ShardWriter:
                 if read_at(handle, chunk, extent.offset + seen.size) != len(chunk):
                     return False
                 seen.update(chunk)
-            if self.is_attached:
-                _forget_pages(handle, extent.offset, extent.nbytes)
         return seen.hexdigest() == digest
 
     def pwrite(self, file: str, data: memoryview, offset: int) -> None:
@@ -166,14 +163,6 @@ class ShardWriter:
                 for handle in self._handles.values():
                     sync_file(handle)
             self.close()
-
-    def settle(self) -> None:
-        """Bring the headers to the disk, close the files, and keep no page of them in memory (see `SHARED_FLAGS`)."""
-        with disk_errors(self.directory):
-            for handle in self._handles.values():
-                sync_file(handle)
-                _forget_pages(handle, 0, 0)
-        self.close()
 
     def finish(self, specs: Sequence[TensorSpec]) -> None:
         """Flush all shards to disk, then write the index of each checkpoint that has several."""
