@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 import urllib.error
@@ -16,10 +17,8 @@ import pytest
 from tests.app.conftest import SECRET
 from tests.helpers.merging import Family
 
-from actmat.errors import MergeError, OutputError
-from actmat_app.jobs import Jobs
-
-gradio = pytest.importorskip("gradio", reason="Gradio is not installed: pip install 'gradio>=6.31'")
+if importlib.util.find_spec("gradio") is None:
+    pytest.skip("Gradio is not installed: pip install 'gradio>=6.31'", allow_module_level=True)
 
 
 class Opener:
@@ -55,6 +54,7 @@ def page() -> Iterator[Opener]:
     yield Opener(server.stdout.readline().strip())
     server.terminate()
     assert server.wait(60) in (0, 143)
+    server.stdout.close()
 
 
 def test_only_the_one_with_the_token_opens_the_page(page: Opener) -> None:
@@ -90,40 +90,39 @@ def test_a_merge_through_the_page(page: Opener, tmp_path: Path) -> None:
     assert "No output given" in said
 
 
-class Recorded(Jobs):
-    """Jobs that only note the pushes that they are given."""
+SIGNED_IN = f"""
+import gradio
+from actmat.errors import MergeError
+from actmat_app.jobs import Jobs
+from actmat_app.limits import Limits
+from actmat_app.page import SHOWN, build
 
-    def push(self, user: str, out: str, repo: str, token: str, *, public: bool) -> Any:
-        self.seen = token
+class Recorded(Jobs):
+    def push(self, user, out, repo, token, *, public):
+        print(token)
         raise MergeError("No.")
 
-
-def test_a_visitor_who_signed_in_needs_no_token_and_the_field_is_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
-    from actmat_app.limits import Limits
-    from actmat_app.page import SHOWN, build
-
-    monkeypatch.setenv("OAUTH_CLIENT_ID", "id")
-    monkeypatch.setattr(gradio.routes, "attach_oauth", lambda app: None)  # it wants a Space around it
-    jobs = Recorded(Limits())
-    found = {f.fn.__name__: f for f in build(jobs, []).fns.values() if f.fn is not None}
-    assert "compare" not in found
-    assert {found[n].concurrency_id for n in ("show_plan", "show_merge", "push_signed_in")} == {"job"}
-    assert SHOWN["run_history"] is False
-    push = found["push_signed_in"].fn
-    assert "signed_in" in inspect.signature(push).parameters
-    request = gradio.Request(session_hash="v")
-    signed_in = gradio.OAuthToken(token=SECRET, scope="", expires_at=0)
-    for token, who, expected in (("", signed_in, SECRET), ("own", signed_in, "own"), ("", None, "")):
-        said, emptied = push("out", "me/a", token, False, request, who)
-        assert (jobs.seen, emptied) == (expected, "")
-        assert "No." in said
-    jobs.close()
+gradio.routes.attach_oauth = lambda app: None  # it wants a Space around it
+found = {{f.fn.__name__: f for f in build(Recorded(Limits()), []).fns.values() if f.fn is not None}}
+assert "compare" not in found
+assert {{found[n].concurrency_id for n in ("show_plan", "show_merge", "push_signed_in")}} == {{"job"}}
+assert SHOWN["run_history"] is False
+request, signed_in = gradio.Request(session_hash="v"), gradio.OAuthToken(token="{SECRET}", scope="", expires_at=0)
+for token, who in (("", signed_in), ("own", signed_in), ("", None)):
+    said, emptied = found["push_signed_in"].fn("out", "me/a", token, False, request, who)
+    assert "No." in said and emptied == ""
+"""
 
 
-def test_a_port_that_is_taken_is_refused() -> None:
-    from actmat_app.serving import local_server
+def test_a_visitor_who_signed_in_needs_no_token_and_the_field_is_emptied() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNED_IN], env={**os.environ, "OAUTH_CLIENT_ID": "id"}, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == [SECRET, "own", ""], done.stderr
 
-    with local_server() as (_, _, listening):
-        again = local_server(listening.getsockname()[1])
-        with pytest.raises(OutputError, match="another --port"):
-            again.__enter__()
+
+def test_a_port_that_is_taken_is_refused(page: Opener) -> None:
+    port = page.url.strip("/").rpartition(":")[2]
+    done = subprocess.run([sys.executable, "-m", "actmat", "ui", "--port", port], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "another --port" in done.stderr

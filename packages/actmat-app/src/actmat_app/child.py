@@ -53,31 +53,31 @@ class Told(NoProgress):
             self._tell("progress", done=done, total=total)
 
 
-def _planned(job: Job) -> tuple[dict[str, Any], MergePlan]:
-    """The arguments and the plan of a form, within the limits."""
+def _fields(job: Job) -> Mapping[str, Any]:
+    """The arguments of a merge, within the limits."""
     import actmat
     from actmat_app.limits import Limits
 
-    limits = None if job["limits"] is None else Limits(**job["limits"])
-    fields = job["fields"] if limits is None else limits.pinned(job["fields"])
-    plan = actmat.plan(**fields)
-    if limits is not None:
-        limits.check_plan(plan)
-    return fields, plan
+    if job["limits"] is None:
+        return dict(job["fields"])
+    limits = Limits(**job["limits"])
+    fields = limits.pinned(job["fields"])
+    limits.check_plan(actmat.plan(**fields))
+    return fields
 
 
 def _plan(job: Job, tell: Tell) -> None:
+    import actmat
     from actmat_app.view import plan_html
 
-    tell("done", html=plan_html(_planned(job)[1]))
+    tell("done", html=plan_html(actmat.plan(**_fields(job))))
 
 
 def _merge(job: Job, tell: Tell) -> None:
     import actmat
     from actmat_app.view import merged_html
 
-    fields = {"diagnose": True} | _planned(job)[0] | {"out": job["out"]}
-    report = actmat.merge(**fields, progress=Told(tell))
+    report = actmat.merge(**{"diagnose": True, **_fields(job), "out": job["out"]}, progress=Told(tell))
     page = Path(report.out) / "report.html"
     tell("done", html=merged_html(report), out=str(report.out), page=str(page) if page.is_file() else "")
 

@@ -23,20 +23,14 @@ from actmat_app.limits import Limits, repository_of
 
 COMMAND = [sys.executable, "-P", "-m", "actmat_app.child"]
 PASSED = (
-    *(
-        "PATH",
-        "LANG",
-        "LC_ALL",
-        "LD_LIBRARY_PATH",
-        "PYTHONPATH",
-        "OMP_NUM_THREADS",
-        "HF_ENDPOINT",
-        "HF_HUB_DISABLE_XET",
-    ),
-    *("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "NO_PROXY"),
-    *("no_proxy", "OPENBLAS_CORETYPE"),
-)
+    "PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_CORETYPE", "HF_ENDPOINT",
+    "HF_HUB_DISABLE_XET", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "HTTPS_PROXY", "https_proxy", "HTTP_PROXY",
+    "http_proxy", "NO_PROXY", "no_proxy",
+)  # fmt: skip
 """Variables of the environment that a visitor's job sees: no secret of the server, such as its token."""
+
+KILLED = -9
+"""Exit code after SIGKILL, which Windows does not have."""
 
 LAST_BYTES = 4000
 """Bytes kept of the stderr of a job that broke down."""
@@ -80,14 +74,12 @@ class Jobs:
             work = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self.root, ignore_cleanup_errors=True)))
             errors = stack.enter_context((work / "stderr").open("w+b"))
             process = subprocess.Popen(
-                COMMAND,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,  # Ctrl-C on the server stops it through `close`
-                cwd=None if limits is None else work,
-                env=None if limits is None else _environment(work),
-            )
+                COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
+                cwd=None if limits is None else work, env=None if limits is None else _environment(work),
+            )  # fmt: skip
+            assert process.stdin is not None
+            assert process.stdout is not None
+            stack.enter_context(process.stdout)
             stack.callback(_end, process)
             self._running[user] = process
             stack.callback(self._running.pop, user)
@@ -96,8 +88,6 @@ class Jobs:
                 timer.start()
                 stack.callback(timer.cancel)
             told = {**job, "limits": None if limits is None else dataclasses.asdict(limits)}
-            assert process.stdin is not None
-            assert process.stdout is not None
             with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # broken: it ended, see below
                 pipe.write(json.dumps(told).encode())
             for line in process.stdout:
@@ -165,11 +155,12 @@ class Jobs:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Wait for the end of a process; stop one that hangs, or whose page was closed."""
-    for number in (0, signal.SIGTERM, signal.SIGKILL):
-        process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+    for stop in (process.terminate, process.kill, lambda: None):
+        try:
             process.wait(PATIENCE_S)
             return
+        except subprocess.TimeoutExpired:
+            stop()
 
 
 def _kill(process: subprocess.Popen[bytes], late: threading.Event) -> None:
@@ -189,7 +180,7 @@ def _ended(code: int, job: Mapping[str, Any], errors: IO[bytes], late: Limits | 
     sys.stderr.write(text.replace(token, "***") if token else text)
     if code == -signal.SIGTERM:  # before it could say so
         return MergeError("Stopped.")
-    cause = " Likely cause: too little memory." if code == -signal.SIGKILL else ""
+    cause = " Likely cause: too little memory." if code == KILLED else ""
     return MergeError(f"The {job['do']} broke down (exit code {code}); the server's log has more.{cause}")
 
 
