@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from tests.helpers.diagnoses import a_diagnosis, a_measure, some_facts
 from tests.helpers.merging import Family, actmat
 
@@ -103,14 +102,6 @@ def test_a_strict_merge_is_written_whole_and_returns_1(family: Family) -> None:
     assert [c.code for c in read_diagnosis(family.out).issues] == ["AM403"]
 
 
-def test_a_merge_prints_what_the_checks_found(family: Family) -> None:
-    loud = [f for f in family.argv("--diagnose", *scaled(family)) if f != "--quiet"]
-    outcome = actmat(loud)
-    assert outcome.code == 0
-    assert "issue AM403" in outcome.out
-    assert "checks: " in outcome.out
-
-
 def test_mutes_of_a_recipe_count(family: Family, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     experts = "".join(f"  - {e}\n" for e in family.experts)
@@ -159,10 +150,3 @@ def test_an_output_takes_no_inputs(family: Family) -> None:
     outcome = actmat(["diagnose", str(family.out), "--base", str(family.base)])
     assert outcome.code == 2
     assert "names its own base" in outcome.err.replace("\n", " ")
-
-
-def test_nan_in_an_expert_is_the_error_of_a_merge(family: Family) -> None:
-    family.change(family.experts[0], lambda t: t["model.norm.weight"].fill_(torch.nan))
-    outcome = actmat(family.argv(command="diagnose"))
-    assert outcome.code == 1
-    assert "model.norm.weight" in outcome.err

@@ -44,15 +44,6 @@ def test_a_report_is_shown_and_drawn(tmp_path: Path, name: str) -> None:
     assert (refused.code, "is a report" in " ".join(refused.err.replace("│", " ").split())) == (2, True)
 
 
-@pytest.mark.parametrize("text", ["{", '{"format": 2}', "[]"])
-def test_a_damaged_report_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text(text)
-    done = actmat(["diagnose", str(tmp_path / "report.json"), "--out", str(tmp_path / "page.html")])
-    assert done.code == 1
-    assert "report.json" in done.err
-    assert not (tmp_path / "page.html").exists()
-
-
 def test_a_comparison_fits_80_columns(family: Family) -> None:
     done = actmat(["compare", str(family.root / "actmat"), str(family.root / "ties")])
     assert done.code == 0, done
@@ -100,13 +91,6 @@ def test_a_comparison_as_json_and_as_a_page(family: Family, tmp_path: Path) -> N
     assert 0 < data["relative"] <= 2
     assert [r["name"] for r in data["residuals"]] == ["expert0", "expert1"]
     assert Page(page.read_text(encoding="utf-8")).sections == ["summary", "good", "experts", "layers", "size"]
-
-
-def test_the_same_merge_and_a_merge_without_a_report(family: Family) -> None:
-    place = str(family.root / "average")
-    done = actmat(["compare", place, place])
-    assert "all 11 tensors are the same" in done.out
-    assert "note: no report.json" in done.out
 
 
 def test_what_cannot_be_compared_exits_with_one(family: Family, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from actmat.checkpoints.writing.staging import Staging
 from actmat.diagnostics.measure import measure_dense
 from actmat.diagnostics.model import Diagnosis, read_diagnosis
 from actmat.diagnostics.observer import Observers
-from actmat.errors import CheckpointError, RecipeError
+from actmat.errors import RecipeError
 from actmat.experts.base import Source
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods.actmat import ACTMAT
@@ -281,19 +280,6 @@ def test_a_merge_goes_on_without_its_report(family: Family, monkeypatch: pytest.
     assert not (family.out / "report.json").exists()
 
 
-def test_a_resumed_merge_of_adapters_has_the_whole_report(
-    adapters: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(out: str, **settings: Any) -> Any:
-        return actmat.merge(None, adapters[1], out=tmp_path / out, durable=False, **FAST, **settings)
-
-    whole = run("whole", diagnose=True)
-    interrupted(monkeypatch, 3, lambda: run("cut", diagnose=True))
-    again = run("cut", diagnose=True)
-    assert again.resumed == 3
-    assert timeless(again.diagnosis) == timeless(whole.diagnosis)
-
-
 def test_muting_decides_no_byte_and_does_not_start_anew(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(monkeypatch, 5, lambda: merge(family, diagnose=True))
     assert merge(family, diagnose=True, mute=["AM204"]).resumed == 5
@@ -320,11 +306,6 @@ def test_inputs_are_found_beside_a_moved_output(family: Family, tmp_path: Path) 
     for name in ("base", "expert0", "expert1", "expert2", "plain"):
         (tmp_path / name).rename(moved / name)
     assert diagnose_output(moved / "plain", RunSettings(**FAST)).totals.measured == 7
-
-
-def test_a_folder_that_is_no_output(family: Family) -> None:
-    with pytest.raises(CheckpointError, match="no merge made by actmat"):
-        diagnose_output(family.base)
 
 
 def test_an_unknown_muted_code_stops_before_the_work(family: Family) -> None:
@@ -377,10 +358,3 @@ def test_too_little_memory_is_told_with_the_measuring(tmp_path: Path) -> None:
         return int(re.findall(r"allow at least (\d+) MB", str(caught.value))[0])
 
     assert needed(diagnose=True) > needed() + 6 * 4 - 2  # six matrices of 4 MB: all deltas, and copies
-
-
-def test_the_report_is_plain_json(family: Family) -> None:
-    merge(family, diagnose=True)
-    data = json.loads((family.out / "report.json").read_text())
-    assert data["kind"] == "diagnosis"
-    assert {r["name"] for r in data["tensors"]} == set(load_file(family.base / "model.safetensors"))

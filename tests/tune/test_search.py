@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from actmat.errors import RecipeError
-from actmat.extras.tune.evaluate import Comparison, Evaluator, Trial
+from actmat.extras.tune.evaluate import AnswerComparison, Evaluator, Trial
 from actmat.extras.tune.pace import FINALS, Effort, Pace
 from actmat.extras.tune.report import RESAMPLES, compare_finally, notes_on_space
 from actmat.extras.tune.search import Budget, Varied, choose, pareto_front, parse_budget, search, shares_of
@@ -209,9 +209,9 @@ def test_spaces_are_checked_as_a_whole(tmp_path: Path) -> None:
         load_space(tmp_path / "none.yaml")
 
 
-def comparison(values: list[float]) -> Comparison:
+def comparison(values: list[float]) -> AnswerComparison:
     ones = (1,) * len(values)
-    return Comparison(tuple(values), ones, ones, ones, tuple(values), ones)
+    return AnswerComparison(tuple(values), ones, ones, ones, tuple(values), ones)
 
 
 def test_intervals_tell_a_clear_difference_from_noise() -> None:

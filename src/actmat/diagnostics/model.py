@@ -40,7 +40,7 @@ def _held(value: float) -> float:
 
 
 Number = Annotated[float, AfterValidator(_held)]
-Count = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
+WholeNumber = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
 Vector = tuple[Number, ...]
 Matrix = tuple[Vector, ...]
 Severity = Literal["issue", "tip"]
@@ -74,13 +74,13 @@ class ExpertRow(_Strict):
 class RunTotals(_Strict):
     """Totals of the run: output tensors, their parameters, measured matrices, wall seconds, peak memory, bytes."""
 
-    tensors: Count
-    parameters: Count
-    measured: Count
+    tensors: WholeNumber
+    parameters: WholeNumber
+    measured: WholeNumber
     seconds: Number | None = None
-    peak_bytes: Count | None = None
-    bytes_read: Count | None = None
-    bytes_written: Count | None = None
+    peak_bytes: WholeNumber | None = None
+    bytes_read: WholeNumber | None = None
+    bytes_written: WholeNumber | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class TensorRow(_Strict):
 
     name: str
     role: str
-    shape: tuple[Count, ...]
+    shape: tuple[WholeNumber, ...]
     dtype: str
     action: str
     reason: str
@@ -105,15 +105,15 @@ class MatrixRow(_Strict):
 
     name: str
     part: str
-    layer: Count | None
+    layer: WholeNumber | None
     role: str
-    shape: tuple[Count, Count]
+    shape: tuple[WholeNumber, WholeNumber]
     factored: bool
     norms: Vector
     snr: Vector | None
     relative_norms: Vector | None
     effective_rank: Vector
-    numerical_rank: tuple[Count, ...]
+    numerical_rank: tuple[WholeNumber, ...]
     energy_kept: Vector | None
     cosine: Matrix
     subspace_overlap: Matrix
@@ -122,7 +122,7 @@ class MatrixRow(_Strict):
     merged_norm: Number
     mean_norm: Number
     sum_norm: Number
-    probes: Count | None = None
+    probes: WholeNumber | None = None
 
     @property
     def label(self) -> str:
@@ -146,7 +146,7 @@ class AgreementRow(_Strict):
     data: str
     disagreement: Number
     divergence: Number
-    predictions: Count
+    predictions: WholeNumber
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class DataResidual(_Strict):
     expert: str
     statistics: str
     residual: Number | None
-    matrices: Count
+    matrices: WholeNumber
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class CheckResult(_Strict):
     verdict: Verdict
     message: str
     tensors: tuple[str, ...]
-    count: Count
+    count: WholeNumber
     docs: str
 
 

@@ -55,7 +55,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class AnswerComparison:
     """Sums over the predictions of each sample; of a candidate for one expert.
 
     Args:
@@ -73,9 +73,9 @@ class Comparison:
     surprise: tuple[float, ...] = ()
     predictions: tuple[int, ...] = ()
 
-    def __add__(self, other: Comparison) -> Comparison:
+    def __add__(self, other: AnswerComparison) -> AnswerComparison:
         """The samples of both."""
-        return Comparison(*(getattr(self, n) + getattr(other, n) for n in Comparison.__dataclass_fields__))
+        return AnswerComparison(*(getattr(self, n) + getattr(other, n) for n in AnswerComparison.__dataclass_fields__))
 
 
 def default_predict(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -116,13 +116,13 @@ def keep_answers(model: nn.Module, batches: Sequence[InputBatch], predict: Predi
 
 def compare_answers(
     model: nn.Module, batches: Sequence[InputBatch], answers: Sequence[Answers], predict: Predict
-) -> Comparison:
+) -> AnswerComparison:
     """Compare a candidate with an expert, on the expert's inputs.
 
     Raises:
         StatisticsError: predictions of another shape than the expert's.
     """
-    rows: dict[str, list[float]] = {k: [] for k in Comparison.__dataclass_fields__}
+    rows: dict[str, list[float]] = {k: [] for k in AnswerComparison.__dataclass_fields__}
     with torch.no_grad():
         for batch, expert in zip(batches, answers, strict=False):
             logits_PC, sample_P = _counted(predict(model, batch.keywords), batch)
@@ -137,11 +137,11 @@ def compare_answers(
                 rows[name] += sums.index_add_(0, sample_P, value_P.double()).tolist()
     whole = ("differing", "right", "labelled", "predictions")
     values: dict[str, Any] = {k: tuple(map(int, v) if k in whole else v) for k, v in rows.items()}
-    return Comparison(**values)
+    return AnswerComparison(**values)
 
 
 def _values(log_q_PC: Tensor, expert: Answers, batch: InputBatch) -> dict[str, Tensor]:
-    """A value per prediction for each field of `Comparison`."""
+    """A value per prediction for each field of `AnswerComparison`."""
     best_P = log_q_PC.argmax(-1)
     known_P = torch.full_like(best_P, -100)
     if batch.labels is not None:
@@ -266,7 +266,7 @@ class Trial:
         }
 
 
-def loss_of(found: Comparison, score: Named, sample: Sequence[int] | None = None) -> float:
+def loss_of(found: AnswerComparison, score: Named, sample: Sequence[int] | None = None) -> float:
     """Loss of a candidate for one expert, over all samples or those given (which may repeat).
 
     Raises:
@@ -311,7 +311,7 @@ class Evaluator:
         self._score = score
         self._journal, self._mark = journal, mark
         self._done = _read_journal(journal)
-        self._compared: dict[tuple[str, str], tuple[int, Comparison]] = {}
+        self._compared: dict[tuple[str, str], tuple[int, AnswerComparison]] = {}
 
     def trial(self, candidate: Candidate, share: float) -> Trial:
         """Losses of a candidate on the first `share` of the inputs."""
@@ -330,7 +330,7 @@ class Evaluator:
         losses, agreement = {}, {}
         for label, asked in self._asked.items():
             batches = asked.inputs.taken(share)
-            known, found = self._compared.get((key, label), (0, Comparison()))  # in an earlier round
+            known, found = self._compared.get((key, label), (0, AnswerComparison()))  # in an earlier round
             found += compare_answers(self._live.model, batches[known:], asked.search[known:], asked.predict)
             self._compared[key, label] = len(batches), found
             agreement[label] = 1.0 - loss_of(found, "disagreement")
@@ -346,7 +346,7 @@ class Evaluator:
         """Make the live model the candidate."""
         self._live.write(self._directions.of(candidate.merge), candidate.factor)
 
-    def final(self, candidate: Candidate | None) -> dict[str, Comparison]:
+    def final(self, candidate: Candidate | None) -> dict[str, AnswerComparison]:
         """Comparison with every expert on the inputs that were kept for the end; None: of the base."""
         if candidate is None:
             self._live.restore()

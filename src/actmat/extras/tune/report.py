@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.diagnostics.model import write_whole
-from actmat.extras.tune.evaluate import Comparison, Named, Trial, loss_of
+from actmat.extras.tune.evaluate import AnswerComparison, Named, Trial, loss_of
 from actmat.extras.tune.groups import group_rules
 from actmat.extras.tune.memory import MemoryPlan
 from actmat.extras.tune.space import Candidate, MergeChoice, Space
@@ -125,7 +125,7 @@ class TuneReport:
         write_whole(folder / FOUND, (json.dumps(self.to_json(), indent=1) + "\n").encode())
 
 
-def compare_finally(found: Mapping[str, Mapping[str, Comparison]], score: Any, seed: int) -> list[Rival]:
+def compare_finally(found: Mapping[str, Mapping[str, AnswerComparison]], score: Any, seed: int) -> list[Rival]:
     """The final comparison; the first merge is the chosen one.
 
     Args:
@@ -143,14 +143,14 @@ def compare_finally(found: Mapping[str, Mapping[str, Comparison]], score: Any, s
     return rivals
 
 
-def _rival(name: str, found: Mapping[str, Comparison], score: Any) -> Rival:
+def _rival(name: str, found: Mapping[str, AnswerComparison], score: Any) -> Rival:
     losses = {label: loss_of(c, score) for label, c in found.items()}
     agreement = {label: 1.0 - loss_of(c, "disagreement") for label, c in found.items()}
     return Rival(name, losses, agreement, sum(losses.values()) / len(losses))
 
 
 def _interval(
-    other: Mapping[str, Comparison], chosen: Mapping[str, Comparison], score: Any, seed: int
+    other: Mapping[str, AnswerComparison], chosen: Mapping[str, AnswerComparison], score: Any, seed: int
 ) -> tuple[float, float]:
     """95 % interval of the difference of mean losses; inputs are drawn again within each expert, the same for both."""
     rng = random.Random(seed)
@@ -165,7 +165,7 @@ def _interval(
     return differences[int(0.025 * RESAMPLES)], differences[int(0.975 * RESAMPLES) - 1]
 
 
-def _drawn(rng: random.Random, found: Comparison, score: Any) -> list[int]:
+def _drawn(rng: random.Random, found: AnswerComparison, score: Any) -> list[int]:
     """As many inputs as there are, drawn with replacement; only those that count for the score."""
     counts = found.labelled if score in ("accuracy", "perplexity") else found.predictions
     usable = [n for n, count in enumerate(counts) if count]
