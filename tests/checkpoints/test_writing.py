@@ -13,8 +13,9 @@ import xxhash
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import ContentHash, hash_names, sha256_file
+from actmat.checkpoints.side_files import side_files_of
 from actmat.checkpoints.writing.shards import Shard, plan_shards
-from actmat.checkpoints.writing.sidecars import copy_sidecars, side_folder
+from actmat.checkpoints.writing.sidecars import SideFolder, copy_sidecars
 from actmat.checkpoints.writing.staging import check_output_path
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import OutputError
@@ -22,6 +23,10 @@ from actmat.errors import OutputError
 
 def shards_of(*sizes: int) -> tuple[Shard, ...]:
     return plan_shards([TensorSpec(f"t{i}", (n,), "uint8", "") for i, n in enumerate(sizes)], 10**9)
+
+
+def side_folder(folder: Path) -> SideFolder:
+    return SideFolder(folder, side_files_of(folder))
 
 
 def view(text: bytes) -> memoryview:

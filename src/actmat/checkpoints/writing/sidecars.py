@@ -13,7 +13,7 @@ from typing import Any
 
 from actmat.bounds import open_regular, read_object
 from actmat.checkpoints.folder import nested_member
-from actmat.checkpoints.side_files import SideFiles, is_of_architecture, side_files_of
+from actmat.checkpoints.side_files import SideFiles, is_of_architecture
 from actmat.errors import CheckpointError
 
 DTYPE_KEYS = {"dtype", "torch_dtype"}
@@ -25,11 +25,6 @@ class SideFolder:
 
     folder: Path
     files: SideFiles
-
-
-def side_folder(folder: Path | None) -> SideFolder | None:
-    """A local folder with the side files that are in it; None for no folder."""
-    return None if folder is None else SideFolder(folder, side_files_of(folder))
 
 
 def _sources(base: SideFolder | None, files_from: SideFolder | None) -> dict[str, bool]:
