@@ -120,7 +120,7 @@ def check_device(text: str) -> None:
 
 
 def _missing(text: str) -> str:
-    """What is not on this machine of the devices that a text names; empty if all are."""
+    """Problem with devices that a text names and this machine lacks; empty if all are here."""
     names = parse_devices(text)
     if names.kind == "cuda" and not torch.cuda.is_available():
         return f"device '{text}' was given, but torch sees no CUDA device; use --device cpu, or install a CUDA build"
