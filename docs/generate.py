@@ -27,12 +27,13 @@ from docs.reference import api
 from pydantic import BaseModel
 from typer.models import ArgumentInfo
 
-from actmat.cli.catalogue import FILE, describe
+from actmat.cli.catalogue import EXPERTS, FILE, SIDE, describe, gflop, shown
 from actmat.cli.flags import FIRST, with_flags
 from actmat.cli.listing import COMMON, declared_command, info_of
 from actmat.errors import MergeError
 from actmat.layout.families import FAMILIES, PLAIN
 from actmat.methods import Bounds, MergeMethod, Option, all_methods, get_method
+from actmat.methods.contract import Description
 from actmat.methods.post import STEPS
 from actmat.recipe import ExpertRef, Postprocess, PostRef, Recipe, RoleRule, Rule
 from actmat.recipe.output import KINDS as OUTPUTS
@@ -46,14 +47,14 @@ MODELS: dict[str, type[BaseModel]] = {m.__name__: m for m in SCHEMAS}
 
 def methods(_: str) -> str:
     """What every method needs, does and costs."""
-    rows = [[f"[`{m.name}`]({m.name}.md)", m.about.summary, *_facts(m)] for m in all_methods()]
-    return table(["method", "idea", "data", "LoRA", "weights", "random", "acts on", "FLOPs"], rows)
+    rows = [[f"[`{m.name}`]({m.name}.md)", m.text.summary, *_facts(m)] for m in all_methods()]
+    return table(["method", "idea", "data", "LoRA", "weights", "random", "acts on", "GFLOP"], rows)
 
 
 def _facts(m: MergeMethod) -> list[str]:
     acts = {"matrix": "matrices", "tensor": "tensors", "elementwise": "entries"}[m.acts_on]
     needs, exact, random = ", ".join(m.needs_statistics), "exact" * bool(m.lowrank), "yes" * m.is_random
-    return [needs, exact, _weights(m), random, acts, m.cost.flops]
+    return [needs, exact, _weights(m), random, acts, shown(gflop(m))]
 
 
 def _weights(m: MergeMethod) -> str:
@@ -80,18 +81,23 @@ def method(name: str) -> str:
         ["weights of experts", _weights(m) or "no"],
         ["random", "yes, seeded by the tensor's name" if m.is_random else "no"],
         ["low-rank deltas", "exact, in factored form" if m.lowrank else "as dense matrices"],
-        ["FLOPs, `T` deltas of `N x N`", f"{m.cost.flops}, leading term"],
+        ["operations", f"{shown(gflop(m))} GFLOP {_measured_on(m)}"],
         ["holds", passes],
         ["laws (tested)", ", ".join(law.replace("_", " ") for law in sorted(m.laws)) or "none"],
     ]
     if m.max_experts is not None:
         facts.insert(2, ["experts", f"at most {m.max_experts}"])
-    if m.about.preset_of:
-        facts.append(["preset of", f"[`{m.about.preset_of}`]({m.about.preset_of}.md)"])
-    text = table([f"`{m.name}`", ""], facts)
-    if not m.options:
-        return text + "\nIt has no options.\n"
-    return text + "\n" + _options(m.options.values())
+    if m.preset_of:
+        facts.append(["preset of", f"[`{m.preset_of}`]({m.preset_of}.md)"])
+    options = _options(m.options.values()) if m.options else "It has no options.\n"
+    return _described(m.text, [table([f"`{m.name}`", ""], facts), options])
+
+
+def _described(text: Description, tables: list[str]) -> str:
+    """The description of a method or a step, its tables and its source."""
+    equation = "\n".join(f"    {line}" for line in text.equation.splitlines())
+    parts = [text.summary, equation, text.notes, *tables, f"Source: {text.source}"]
+    return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 
 def _options(options: Iterable[Option]) -> str:
@@ -105,19 +111,26 @@ def _options(options: Iterable[Option]) -> str:
 
 def steps(_: str) -> str:
     """Every step of post-processing."""
-    rows = [[f"[`{s.name}`]({s.name}.md)", s.summary, "exact"] for s in STEPS.values()]
+    rows = [[f"[`{s.name}`]({s.name}.md)", s.text.summary, "exact"] for s in STEPS.values()]
     return table(["step", "idea", "low-rank deltas"], rows)
 
 
 def step(name: str) -> str:
-    """Options of one step."""
-    return _options(STEPS[name].options.values())
+    """Description and options of one step."""
+    s = STEPS[name]
+    return _described(s.text, [_options(s.options.values())] if s.options else [])
 
 
 def _bounds(bounds: Bounds) -> str:
     if bounds.high is None:
         return f"{'>' if bounds.open_low else '>='} {bounds.low:g}"
     return f"in {bounds}"
+
+
+def _measured_on(m: MergeMethod) -> str:
+    """Words for the layer and the experts of the costs."""
+    experts = min(EXPERTS, m.max_experts or EXPERTS)
+    return f"for {experts} {'expert' if experts == 1 else 'experts'} of {SIDE} x {SIDE}"
 
 
 # Commands

@@ -161,11 +161,11 @@ def test_a_method_in_full(method: object) -> None:
     assert data["name"] == name
     assert data["summary"]
     assert data["equation"]
-    assert data["reference"]
+    assert data["source"]
     assert all(o["description"] for o in data["options"]), "every option is explained"
     shown = actmat(["methods", name])
     assert shown.code == 0
-    assert data["reference"].split()[0] in shown.out
+    assert data["source"].split()[0] in shown.out
     assert all(o["name"] in shown.out for o in data["options"])
     assert max(len(line) for line in shown.out.splitlines()) <= 80
 

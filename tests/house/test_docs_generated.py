@@ -20,7 +20,7 @@ from actmat.methods import all_methods
 from actmat.methods.post import STEPS
 
 PAGES = [p for p in pages() if p.exists()]
-SECTIONS = ["When to use it", "Trap", "Other implementations", "Ill-posed cases", "Example", "Reference"]
+SECTIONS = ["When to use it", "Trap", "Other implementations", "Ill-posed cases", "Example"]
 COMMANDS = [
     name for name in [*CORE, *plugged_in()] if name not in ("statistics", "analyze", "experiment")
 ]  # groups, whose commands have sections of their pages

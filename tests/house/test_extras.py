@@ -33,7 +33,7 @@ from actmat.engine.executors.threads import ThreadExecutor
 from actmat.experts.base import Family
 from actmat.experts.changes.base import Change, Content, Reader
 from actmat.experts.changes.expert import FormedExpert
-from actmat.methods import About, Merged, MergeMethod
+from actmat.methods import Merged, MergeMethod
 
 
 def greet() -> None:
@@ -118,7 +118,7 @@ def first(deltas):
     return Merged(deltas[0])
 
 
-FIRST = MergeMethod("toy_first", first, "elementwise", About("the first expert"))
+FIRST = MergeMethod("toy_first", first, "elementwise")
 
 
 '''

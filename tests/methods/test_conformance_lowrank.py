@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,8 +51,7 @@ def ready_lowrank(method: MergeMethod, deltas: list[LowRank]) -> Callable[[], Me
     """The call with every need made beforehand."""
     assert method.lowrank is not None
     given = needs_for(deltas[0].shape, len(deltas))
-    taken = inspect.signature(method.lowrank.merge).parameters
-    needs = {n: v for n, v in given.items() if n in taken}
+    needs = {n: v for n, v in given.items() if n in method.needs}
     return functools.partial(method.lowrank.merge, deltas, **needs, **method.resolve_options({}))
 
 
@@ -151,8 +149,7 @@ def test_it_is_declared_when_the_low_rank_form_applies(method: MergeMethod, weig
     assert method.lowrank is not None
     deltas = factors((6, 9), [2, 1])
     given = needs_for((6, 9), 2) | {"weights": weights}
-    taken = inspect.signature(method.lowrank.merge).parameters
-    needs = {n: v for n, v in given.items() if n in taken}
+    needs = {n: v for n, v in given.items() if n in method.needs}
     for options in all_options(method):
         error = raised(functools.partial(method.lowrank.merge, deltas, **needs, **options))
         if isinstance(error, RecipeError):  # weights that no form takes
@@ -177,10 +174,9 @@ def off_the_rows(method: MergeMethod) -> float:
     assert method.lowrank is not None
     deltas, shares = factors((12, 16), [2, 3]), []
     q_IQ = torch.linalg.qr(torch.cat([d.a_RI.mT for d in deltas], dim=-1)).Q
-    taken = inspect.signature(method.lowrank.merge).parameters
     for options in all_options(method):
         if method.why_dense(options, 2) is None:
-            needs = {n: v for n, v in needs_for((12, 16), 2).items() if n in taken}
+            needs = {n: v for n, v in needs_for((12, 16), 2).items() if n in method.needs}
             out = method.lowrank.merge(deltas, **needs, **options).value.dense()
             shares.append(float((out - out @ q_IQ @ q_IQ.mT).norm() / out.norm()) if out.any() else 0.0)
     return max(shares)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.methods import About, Bounds, LowRankForm, Merged, MergeMethod, all_methods, get_method
+from actmat.methods import Bounds, LowRankForm, Merged, MergeMethod, all_methods, get_method
 from actmat.methods.contract import Option
 
 
@@ -42,7 +42,7 @@ def rule(  # noqa: PLR0913 - one option of each type
     return Merged(deltas[0].clone())
 
 
-RULE = MergeMethod("rule", rule, "matrix", About("s"))
+RULE = MergeMethod("rule", rule, "matrix")
 
 
 def test_options_come_from_the_signature_without_the_needs() -> None:
@@ -63,7 +63,7 @@ def test_documentation_and_bounds_may_stand_in_the_annotation() -> None:
     ) -> Merged:
         return Merged(deltas[0].clone())
 
-    option = MergeMethod("annotated", annotated, "matrix", About("s")).options["density"]
+    option = MergeMethod("annotated", annotated, "matrix").options["density"]
     assert (option.type, option.bounds, option.doc) == (float, Bounds(0, 1), "fraction of entries.")
 
 
@@ -164,16 +164,16 @@ def test_a_merge_function_with_kwargs_or_an_option_without_default_is_refused() 
         return Merged(deltas[0])
 
     with pytest.raises(TypeError, match="kwargs"):
-        MergeMethod("swallows", swallows, "matrix", About("s"))
+        MergeMethod("swallows", swallows, "matrix")
     with pytest.raises(TypeError, match="'density' has no default"):
-        MergeMethod("lacks", lacks, "matrix", About("s"))
+        MergeMethod("lacks", lacks, "matrix")
 
 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
         ("acts_on", "matrices", "expects 'matrix', 'tensor', 'elementwise', got 'matrices'"),
-        ("about", "the idea", "'about' expects About, got 'the idea'"),
+        ("cost", "T N^2", "'cost' expects Cost, got 'T N.2'"),
         ("laws", frozenset({"linear"}), "expects 'permutation', .* got 'linear'"),
         ("lowrank", rule, "'lowrank' expects LowRankForm | None, got <function"),
         ("merge", "rule", "'merge' expects a function, got 'rule'"),
@@ -186,7 +186,7 @@ def test_a_declaration_with_a_value_of_another_type_is_refused(field: str, value
 
 def test_a_formula_is_declared_in_ten_lines() -> None:
     assert len(dataclasses.fields(MergeMethod)) <= 17
-    plain = MergeMethod("plain", lambda deltas: Merged(sum(deltas)), "elementwise", About("The sum."))
+    plain = MergeMethod("plain", lambda deltas: Merged(sum(deltas)), "elementwise")
     assert plain.cost.workspace((2, 3), 4, {}) == 6
     assert not any((plain.streams({}), plain.is_baseless({}, 2), plain.uses_base({}), plain.moves_base({})))
 

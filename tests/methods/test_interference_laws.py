@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from tests.tolerances import relative_error
 from torch import Tensor
 
 from actmat.linalg.lowrank import LowRank
-from actmat.methods import About, MergeMethod, get_method
+from actmat.methods import MergeMethod, get_method
 
 NAMES = "actmat actmat_ridge wudi swudi aswudi regmean lot"
 FAMILY = [get_method(name) for name in NAMES.split()]
@@ -125,7 +124,6 @@ def test_laws_that_are_not_declared_do_not_hold(name, law):
             name="early",
             merge=lambda deltas: get_method(name).merge(deltas, time=1.0),
             acts_on="matrix",
-            about=About(""),
         )
     assert law not in get_method(name).laws
     assert LAWS[law](method, (2, 3, 12)) > 1e-3
@@ -180,14 +178,6 @@ def test_low_rank_equals_dense(method):
     assert relative_error(found.value.dense(), expected.value) < TOLERANCE
     assert found.value.rank <= 6
     assert found.stats.get("rank", 0) == expected.stats.get("rank", 0)
-
-
-@pytest.mark.parametrize("method", [m for m in FAMILY if m.lowrank], ids=lambda m: m.name)
-def test_low_rank_form_takes_the_same_options_with_the_same_defaults(method):
-    def taken(function: Callable[..., Any]) -> dict[str, Any]:
-        return {n: p.default for n, p in inspect.signature(function).parameters.items() if n != "deltas"}
-
-    assert taken(method.lowrank.merge) == taken(method.merge)
 
 
 @pytest.mark.parametrize("method", FAMILY, ids=lambda m: m.name)

@@ -69,7 +69,7 @@ def test_the_plan_says_which_methods_the_core_changes(method: MergeMethod) -> No
         assert distance(found, full) <= F64_ORACLE
     elif "another result" in words:
         # where row spaces are independent, as here, the rule of ACTMat has one answer whatever the estimates are
-        assert distance(found, full) > 1e-3 or method.about.preset_of == "actmat"
+        assert distance(found, full) > 1e-3 or method.preset_of == "actmat"
     else:
         assert "counts of its sides" in words
         if method.name not in COUNTING:

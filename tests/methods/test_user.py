@@ -19,14 +19,15 @@ from actmat.methods import all_methods, get_method
 from actmat.recipe import make_recipe, variants
 
 RULE = """
-from actmat.methods import About, Merged, MergeMethod
+from actmat.methods import Merged, MergeMethod
 
 
 def merge(deltas, *, factor: float = 2.0):
+    "the first expert"
     return Merged(deltas[0] * factor)
 
 
-FIRST = MergeMethod("first", merge, "elementwise", About("the first expert"))
+FIRST = MergeMethod("first", merge, "elementwise")
 """
 
 
@@ -68,9 +69,9 @@ def test_an_edited_rule_is_another_merge(rule: Path, tmp_path: Path) -> None:
         ("1 / 0", "FIRST", "cannot be imported: ZeroDivisionError"),
         (None, "FIRST", "there is none"),
         (
-            "from actmat.methods import MergeMethod\nMergeMethod('x', 1, 'matrices', None)",
+            "from actmat.methods import MergeMethod\nMergeMethod('x', 1, 'matrices')",
             "FIRST",
-            "'about' expects About",
+            "'acts_on' expects",
         ),
     ],
 )
@@ -145,8 +146,8 @@ def test_outputs_of_a_users_rule_are_in_folders_with_plain_names(rule: Path) -> 
     assert [r.out for r in found] == ["grid/average", "grid/my_rule-FIRST,factor=2", "grid/my_rule-FIRST,factor=3"]
 
 
-def test_a_rule_without_equation_and_reference_is_shown_without_gaps(rule: Path) -> None:
+def test_a_rule_without_equation_and_source_is_shown_without_gaps(rule: Path) -> None:
     shown = CliRunner().invoke(app, ["methods", f"{rule}:FIRST"]).output
-    assert "cost: linear in the number of entries\n" in shown
-    assert "reference: none" in shown
+    assert "cost: 0.067 GFLOP" in shown
+    assert "source: none" in shown
     assert "\n\n\n" not in shown

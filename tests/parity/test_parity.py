@@ -6,7 +6,6 @@ the official function on float64 inputs, where that exists.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -127,14 +126,13 @@ def test_the_low_rank_form_agrees_too(case: Case, dtype: torch.dtype) -> None:
     method, stored = get_method(name), case.tensors()
     options = method.resolve_options(table)
     assert method.lowrank is not None
-    taken = inspect.signature(method.lowrank.merge).parameters
     factors = {
         n: [LowRank(b, a) for b, a in zip(t["b_t"].to(dtype), t["a_t"].to(dtype), strict=True)]
         for n, t in stored.items()
     }
     # A threshold is one of the coordinates, so the survey must see the form that is merged, to the last bit.
     survey = run_survey(method, factors, options)
-    needs = {"survey": survey} if "survey" in taken else {}
+    needs = {"survey": survey} if "survey" in method.needs else {}
     out = {n: method.lowrank.merge(f, **needs, **options).value.dense() for n, f in factors.items()}
     expected, tolerance = _expected(case, dtype)
     assert error(case, out, expected) <= tolerance

@@ -23,21 +23,43 @@ def read_catalogue() -> dict[str, dict[str, Any]]:
     return {entry["name"]: entry for entry in json.loads(text) if entry["name"] not in removed("actmat.methods")}
 
 
+SIDE, EXPERTS = 4096, 4
+"""The layer and the number of experts for which costs are shown."""
+
+
+def gflop(m: MergeMethod) -> float:
+    """Operations of a method on the layer for which costs are shown, in 1e9; of fewer experts where it takes fewer."""
+    from actmat.linalg.operations import total
+
+    experts = min(EXPERTS, m.max_experts or EXPERTS)
+    return round(total(m.cost.operations((SIDE, SIDE), experts, m.resolve_options({}), False)) / 1e9, 3)
+
+
+def shown(gflop: float) -> str:
+    """Three digits of a cost.
+
+    >>> shown(0.0671), shown(3056.2)
+    ('0.0671', '3,060')
+    """
+    return f"{float(f'{gflop:.3g}'):,.0f}" if gflop >= 100 else f"{gflop:.3g}"
+
+
 def describe(m: MergeMethod) -> dict[str, Any]:
     """A declaration as plain data."""
     return {
         "name": m.name,
-        "summary": m.about.summary,
-        "equation": m.about.equation,
+        "summary": m.text.summary,
+        "equation": m.text.equation,
         "acts_on": m.acts_on,
         "needs": {"data": list(m.needs_statistics), "base": m.needs_base}
         | {"takes_weights": m.is_weighted, "weights_need_overlap": m.meets_all(m.resolve_options({}))}
         | {"random": m.is_random},
         "low_rank": m.lowrank is not None,
-        "preset_of": m.about.preset_of,
-        "flops": m.cost.flops,
+        "preset_of": m.preset_of,
+        "gflop": gflop(m),
         "laws": sorted(m.laws),
-        "reference": m.about.reference,
+        "notes": m.text.notes,
+        "source": m.text.source,
         "options": [
             {"name": o.name, "type": o.type_name, "default": o.default}
             | {"bounds": str(o.bounds) if o.bounds else None, "description": o.doc}

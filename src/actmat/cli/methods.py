@@ -25,7 +25,7 @@ def methods(
     known = read_catalogue()
     chosen = [*known.values(), *_more(known)] if name is None else [known.get(name) or _one(name)]
     if json:
-        short = ("name", "summary", "needs", "low_rank", "flops")
+        short = ("name", "summary", "needs", "low_rank", "gflop")
         rows = chosen if full or name is not None else [{key: m[key] for key in short} for m in chosen]
         print_result("methods", {"methods": rows})
     elif quiet:
@@ -57,22 +57,31 @@ def _one(name: str) -> dict[str, Any]:
 
 
 def _table(chosen: list[dict[str, Any]]) -> None:
+    from actmat.cli.catalogue import shown
     from actmat.cli.screen import console, plain_table
 
-    table = plain_table("method", "data?", "low rank", "FLOPs", "idea")
+    table = plain_table("method", "data?", "low rank", "GFLOP", "idea")
     for m in chosen:
         data, low_rank = ", ".join(m["needs"]["data"]) or "-", "exact" if m["low_rank"] else "dense"
-        table.add_row(m["name"], data, low_rank, m["flops"] or "-", m["summary"])
+        table.add_row(m["name"], data, low_rank, shown(m["gflop"]), m["summary"])
     console.print(table)
-    console.print("\n'actmat methods NAME' shows one in full. FLOPs: T deltas of N x N, leading term.")
+    console.print("\n'actmat methods NAME' shows one in full. GFLOP: four experts of a 4096 x 4096 layer.")
 
 
 def _show(m: dict[str, Any]) -> None:
+    from rich.markdown import Markdown
+
+    from actmat.cli.catalogue import shown
     from actmat.cli.screen import console
 
     console.print(f"[bold]{m['name']}[/bold]: {m['summary']}\n")
     if m["equation"]:
-        console.print(f"    {m['equation']}\n", markup=False)
+        console.print("".join(f"    {line}\n" for line in m["equation"].splitlines()), markup=False)
+    if m["notes"]:
+        with console.capture() as shown_notes:
+            console.print(Markdown(m["notes"]))
+        lines = [line.rstrip() for line in shown_notes.get().splitlines()]  # rich fills them up with spaces
+        console.print("\n".join([*lines, ""]), markup=False, highlight=False)
     acts = {"matrix": "matrices (linear layers)", "tensor": "whole tensors", "elementwise": "entries"}
     preset = f"; a preset of {m['preset_of']}" if m["preset_of"] else ""
     console.print(f"acts on {acts[m['acts_on']]}{preset}")
@@ -83,10 +92,9 @@ def _show(m: dict[str, Any]) -> None:
     if needs["weights_need_overlap"]:
         words["weights"] = "where row spaces overlap"
     console.print(f"needs from data: {data}; {'; '.join(f'{need}: {word}' for need, word in words.items())}")
-    cost = f"{m['flops']} FLOPs for T deltas of N x N" if m["flops"] else "linear in the number of entries"
-    console.print(f"cost: {cost}")
+    console.print(f"cost: {shown(m['gflop'])} GFLOP for four experts of a 4096 x 4096 layer")
     console.print(f"laws: {', '.join(m['laws']) or 'none'}")
-    console.print(f"reference: {m['reference'] or 'none'}\n", markup=False)
+    console.print(f"source: {m['source'] or 'none'}\n", markup=False)
     if not m["options"]:
         console.print("no options")
     for o in m["options"]:

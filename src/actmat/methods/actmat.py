@@ -1,10 +1,4 @@
-"""ACTMat: interference minimisation with data-free covariance estimates.
-
-M. G. Abdel Hameed, D. Tam, P. J. Tikeng Notsawo, C. Raffel, G. Rabusseau, "Model Merging via Data-Free Covariance
-Estimation", 2026, arXiv:2604.01329. The layer-wise interference of a merged delta `D` on expert `t`
-is `tr((D - D_t) C_t (D - D_t)^T)`, `C_t` the second moment of the layer's inputs. Fine-tuning writes that moment into
-the delta, so `D_t^T D_t` takes the place of `C_t`, and no data is needed.
-"""
+"""Method `actmat`."""
 
 from __future__ import annotations
 
@@ -14,7 +8,6 @@ from actmat.errors import RecipeError
 from actmat.linalg.interference.rule import Estimator, Filter, FilterKind, Normalizer, Rule, Solver
 from actmat.methods._shared.interference import SHARED_LAWS, FillOption, member
 from actmat.methods.contract import Bounds
-from actmat.methods.facets import About
 
 
 def rule(  # noqa: PLR0913 - options of a method are parameters of its function
@@ -31,11 +24,16 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     power: Annotated[float, Bounds(0, 2, open_low=True)] = 1.0,
     form: Literal["delta", "weight"] = "delta",
 ) -> Rule:
-    """`D* = (sum_t w_t D_t K_t) (sum_t w_t K_t)^+`, `K_t = D_t^T D_t`; the defaults are the paper's rule.
+    """Least interference between experts, with each delta's own Gram matrix in place of its input statistics.
 
-    The minimiser of `sum_t w_t ||(D - D_t) D_t^T||_F^2` of least norm, up to the cut-off. Multiplying all `K_t` by
-    one number changes nothing. Experts whose row spaces are linearly independent are all met, `D* D_t^T = D_t D_t^T`,
-    whatever the weights; where the row spaces are orthogonal, that is the plain sum.
+        D* = (sum_t w_t D_t K_t) (sum_t w_t K_t)^+,   K_t = D_t^T D_t
+
+    The layer-wise interference of a merged delta `D` on expert `t` is `tr((D - D_t) C_t (D - D_t)^T)`, `C_t` the second
+    moment of the layer's inputs. Fine-tuning writes that moment into the delta, so `D_t^T D_t` takes its place, and no
+    data is needed. `D*` is the minimiser of `sum_t w_t ||(D - D_t) D_t^T||_F^2` of least norm, up to the cut-off; the
+    defaults are the paper's rule. Multiplying all `K_t` by one number changes nothing. Experts whose row spaces are
+    linearly independent are all met, `D* D_t^T = D_t D_t^T`, whatever the weights; where the row spaces are orthogonal,
+    that is the plain sum.
 
     Weights are non-negative, one per expert; they multiply `K_t`. The base is used by `form="weight"` only.
 
@@ -61,6 +59,10 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
         NumericalError: NaN or infinity in a delta.
         ValueError: a negative weight.
 
+    Source:
+        M. G. Abdel Hameed, D. Tam, P. J. Tikeng Notsawo, C. Raffel, G. Rabusseau, "Model Merging via Data-Free
+        Covariance Estimation", 2026, arXiv:2604.01329.
+
     >>> import torch
     >>> deltas = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]])]
     >>> ACTMAT.merge(deltas).value.tolist()
@@ -82,11 +84,6 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
 ACTMAT = member(
     "actmat",
     rule,
-    About(
-        "Least interference between experts, with each delta's own Gram matrix in place of its input statistics.",
-        "D* = (sum_t D_t D_t^T D_t) (sum_t D_t^T D_t)^+",
-        "Abdel Hameed et al., Model Merging via Data-Free Covariance Estimation, 2026, arXiv:2604.01329",
-    ),
     laws=SHARED_LAWS
     | {"single", "identical", "left_orthogonal", "right_orthogonal", "orthogonal_rows_sum", "zero_expert"},
     base=lambda options: options["form"] == "weight",

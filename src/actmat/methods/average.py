@@ -1,8 +1,4 @@
-"""Average of the experts ("model soup").
-
-M. Wortsman et al., "Model soups: averaging weights of multiple fine-tuned models improves accuracy without
-increasing inference time", ICML 2022.
-"""
+"""Method `average`."""
 
 from __future__ import annotations
 
@@ -15,14 +11,22 @@ from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods._shared.per_expert import weights_and_sum
 from actmat.methods.contract import MergeMethod, Weights
-from actmat.methods.facets import MEAN_LAWS, About, Access, Cost, LowRankForm, Merged, MergedLowRank
+from actmat.methods.facets import MEAN_LAWS, Access, LowRankForm, Merged, MergedLowRank
 
 
 def merge(deltas: Sequence[Tensor], *, weights: Weights = None) -> Merged:
-    """`D* = sum_t w_t D_t / sum_t w_t`, all weights 1 unless given.
+    """Mean of the experts' deltas ("model soup").
+
+        D* = sum_t w_t D_t / sum_t w_t
+
+    All weights are 1 unless given. It is what actmat does with every tensor that the chosen method does not act on.
 
     Raises:
         RecipeError: the weights sum to zero.
+
+    Source:
+        M. Wortsman et al., "Model soups: averaging weights of multiple fine-tuned models improves accuracy without
+        increasing inference time", ICML 2022, arXiv:2203.05482.
 
     >>> import torch
     >>> merge([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.0])]).value.tolist()
@@ -50,13 +54,7 @@ AVERAGE = MergeMethod(
     "average",
     merge,
     "elementwise",
-    About(
-        "Mean of the experts' deltas.",
-        "D* = sum_t w_t D_t / sum_t w_t",
-        "Wortsman et al., Model soups, ICML 2022",
-    ),
     laws=MEAN_LAWS,
     lowrank=LowRankForm(merge_lowrank, why_not=_lowrank_problem),
     access=Access(one_pass=True, baseless=True),
-    cost=Cost("T N^2"),
 )

@@ -1,6 +1,4 @@
-"""CART: the average of the experts plus the leading directions in which each differs from it.
-
-J. Choi et al., "Revisiting Weight Averaging for Model Merging", 2024, arXiv:2412.12153.
+"""Method `cart`.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `K` directions kept per expert, `P, Q` ranks of the common
 bases of low-rank deltas.
@@ -21,7 +19,7 @@ from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.svd import RANK_RTOL, Way, part_stats, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import Shape, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.facets import MEAN_LAWS, About, Cost, Merged
+from actmat.methods.facets import MEAN_LAWS, Cost, Merged
 
 Rounding = Literal["down", "up"]
 
@@ -35,13 +33,21 @@ def merge(
     rounding: Rounding = "down",
     rtol: Fraction = RANK_RTOL,
 ) -> Merged:
-    """`D* = N + scaling sum_t SVD_K(D_t - N)`, `N = sum_t D_t / T`, `K = max(1, floor(rank min(O, I)))`.
+    """Average plus the leading directions in which each expert differs from it.
+
+        D* = N + scaling sum_t SVD_K(D_t - N),   N = sum_t D_t / T,
+        K = max(1, floor(rank min(O, I)))
+
+    The tasks' directions are cleaner around the average than around the base.
 
     Args:
         rank: share of the directions that is kept of each expert's distance from the average.
         scaling: of the sum (not the mean) of the kept directions.
         rounding: "down" as in the code of the authors' group; "up" (without the least of one) as in Core Space's.
         rtol: directions at or below `rtol ||D_t||` count as zero.
+
+    Source:
+        J. Choi et al., "Revisiting Weight Averaging for Model Merging", 2024, arXiv:2412.12153.
     """
     kept = kept_directions(shape or deltas[0].shape, rank, rounding)
     mean_OI = one_pass_sum(deltas, [1 / len(deltas)] * len(deltas))
@@ -78,22 +84,17 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
 
 
 def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
-    *batch, rows, columns = shape
+    rows, columns = shape
     kept = min(kept_directions(shape, options["rank"], options["rounding"]), *shape[-2:])
     each = [*ops.thin_svd(rows, columns, kept, double=double), ops.product(rows, columns, kept)]
-    return ops.repeated([*ops.repeated(each, n_experts), ops.entries(4 * n_experts * rows * columns)], math.prod(batch))
+    return [*ops.repeated(each, n_experts), ops.entries(4 * n_experts * rows * columns)]
 
 
 CART = MergeMethod(
     "cart",
     merge,
     "matrix",
-    About(
-        "Average plus the leading directions in which each expert differs from it.",
-        "D* = N + a sum_t SVD_K(D_t - N), N = sum_t D_t / T",
-        "Choi et al., Revisiting Weight Averaging for Model Merging, arXiv:2412.12153",
-    ),
     laws=MEAN_LAWS,
     lowrank=in_cores(merge),
-    cost=Cost("T N^3", workspace=_workspace, operations=_operations),
+    cost=Cost(workspace=_workspace, operations=_operations),
 )

@@ -1,8 +1,8 @@
 """The contract of a merge method: one pure function and one declaration in facets, `MergeMethod`.
 
 The planner, the engine, the command line, the tables of the documentation and the conformance tests read the
-declaration. A method that is a formula needs a name, its function, `acts_on` and `about`; the other facets say which
-faster forms it has (`LowRankForm`, `Stages`, `combine`), how it reads (`Access`) and its cost (`Cost`).
+declaration. A method that is a formula needs a name, its function and `acts_on`; the other facets say which faster
+forms it has (`LowRankForm`, `Stages`, `combine`), how it reads (`Access`) and its cost (`Cost`).
 
 A merge function has the form
 
@@ -14,6 +14,8 @@ A merge function has the form
   defaults, types and bounds of options are read from the signature (`Annotated[float, Bounds(0, 1)]`), and their
   documentation from the annotation (`Annotated[float, "its meaning"]`) or from `Args:` in the docstring. A second
   positional parameter serves the method's own low-rank form (`_shared.per_matrix.in_cores`).
+* Its docstring describes the method, for `actmat methods NAME` and the pages: the idea in one sentence, the equation
+  (indented), what a user should know, and under `Source:` the publication.
 * It reads no files, logs nothing, picks no device, draws no global randomness, mutates no input and never
   falls back to another method.
 """
@@ -24,6 +26,7 @@ import contextlib
 import html
 import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +37,6 @@ from typing import Annotated, Any, Literal
 from actmat.errors import RecipeError, did_you_mean
 from actmat.linalg.scaling import FLOAT32_MAX
 from actmat.methods.facets import (
-    About,
     Access,
     ActsOn,
     Combination,
@@ -114,6 +116,42 @@ class Option:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Description:
+    """Description of a method.
+
+    Args:
+        summary: the idea in one sentence.
+        equation: the merged delta, in lines of plain text.
+        notes: what a user should know, in Markdown.
+        source: the publication.
+    """
+
+    summary: str = ""
+    equation: str = ""
+    notes: str = ""
+    source: str = ""
+
+
+def described(doc: str) -> Description:
+    """The parts of a method's docstring; its sections other than `Source:` and its examples are left out."""
+    summary, *blocks = inspect.cleandoc(doc).split("\n\n")
+    equation = source = ""
+    notes: list[str] = []
+    for block in blocks:
+        first, _, rest = block.partition("\n")
+        if first == "Source:":
+            source = " ".join(line.strip() for line in rest.splitlines())
+        elif block.startswith("    ") and not equation and not notes:
+            equation = inspect.cleandoc(block)
+        elif not first.startswith((">>>", " ")) and not _SECTION.fullmatch(first):
+            notes.append(block if block.startswith("|") else " ".join(block.split()))
+    return Description(" ".join(summary.split()), equation, "\n\n".join(notes), source)
+
+
+_SECTION = re.compile(r"(Args|Raises|Returns):")
+
+
 @dataclass(frozen=True, repr=False)
 class MergeMethod:
     """Declaration of one merge method.
@@ -122,11 +160,16 @@ class MergeMethod:
         name: in recipes and on the command line.
         merge: of dense deltas.
         laws: properties that hold for any input (default options, float64); the conformance tests check each.
+        declared_by: function whose keyword-only parameters are the options and whose docstring describes the method,
+            where `merge` takes `**given`; default: `merge`.
+        takes: those of `NEEDS` that such a `merge` takes.
         needs_statistics: kinds without which it cannot merge.
         max_experts: for which the method is defined; None: any number.
         combine: `(gram, *, <weights>, <options>) -> Combination`, where the result is a sum over `D_1 .. D_T` (with
             `W_0` before them, if it takes the base) whose coefficients depend only on their inner products `gram`; or
             None. Where the method streams, the engine then adds up and writes chunk by chunk and holds no whole delta.
+        preset_of: the method of which this is a preset.
+        plan_note: a fact that every plan with this method states.
 
     Raises:
         TypeError: a field of another type, or a merge function whose options cannot be read from its signature.
@@ -135,8 +178,9 @@ class MergeMethod:
     name: str
     merge: Callable[..., Merged]
     acts_on: ActsOn
-    about: About
     laws: frozenset[Law] = frozenset()
+    declared_by: Callable[..., Any] | None = None
+    takes: tuple[str, ...] = ()
     lowrank: LowRankForm | None = None
     access: Access = field(default_factory=Access)
     cost: Cost = field(default_factory=Cost)
@@ -145,6 +189,8 @@ class MergeMethod:
     stages: Stages | None = None
     survey: Survey | None = None
     combine: Callable[..., Combination] | None = None
+    preset_of: str | None = None
+    plan_note: str = ""
 
     def __post_init__(self) -> None:
         for name, kind in _FACETS.items():
@@ -156,35 +202,37 @@ class MergeMethod:
                 raise TypeError(f"MergeMethod {self.name!r}: '{name}' expects {known}, got {wrong[0]!r}")
         if not callable(self.merge):
             raise TypeError(f"MergeMethod {self.name!r}: 'merge' expects a function, got {self.merge!r}")
-        _ = self.parameters, self.options
+        _ = self.needs, self.options
 
     def __repr__(self) -> str:
-        return f"<MergeMethod {self.name}: {self.about.summary}>"
+        return f"<MergeMethod {self.name}: {self.text.summary}>"
 
     def _repr_html_(self) -> str:
         rows = [(o.name, o.type_name, repr(o.default), o.doc) for o in self.options.values()]
         cells = ["".join(f"<td>{html.escape(text)}</td>" for text in row) for row in rows]
         head = "".join(f"<th>{text}</th>" for text in ("option", "type", "default", "meaning"))
         table = "".join(f"<tr>{row}</tr>" for row in (head, *cells)) if cells else ""
-        return f"<p><b>{html.escape(f'{self.name}: {self.about.equation}')}</b></p><table>{table}</table>"
-
-    @cached_property
-    def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Keyword-only parameters of `merge`, their annotations evaluated."""
-        found = inspect.signature(self.merge, eval_str=True).parameters
-        if any(p.kind is p.VAR_KEYWORD for p in found.values()):
-            raise TypeError(f"{self.name}: a merge function takes no **kwargs; a misspelt option must be an error")
-        return {n: p for n, p in found.items() if p.kind is p.KEYWORD_ONLY}
+        return f"<p><b>{html.escape(f'{self.name}: {self.text.equation}')}</b></p><table>{table}</table>"
 
     @cached_property
     def options(self) -> Mapping[str, Option]:
-        """Mapping[str, Any] by name, in the order of the signature."""
-        return declared_options(self.name, self.merge)
+        """Options by name, in the order of the signature."""
+        return declared_options(self.name, self.declared_by or self.merge)
+
+    @cached_property
+    def text(self) -> Description:
+        """Description of the method, from its docstring."""
+        return described((self.declared_by or self.merge).__doc__ or "")
 
     @cached_property
     def needs(self) -> frozenset[str]:
         """Those of `NEEDS` that the method takes."""
-        return frozenset(n for n in self.parameters if n in NEEDS)
+        if self.declared_by is not None:
+            return frozenset(self.takes)
+        parameters = inspect.signature(self.merge).parameters.values()
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            raise TypeError(f"{self.name}: a merge function takes no **kwargs; a misspelt option must be an error")
+        return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in NEEDS)
 
     @property
     def needs_base(self) -> bool:
@@ -248,7 +296,7 @@ class MergeMethod:
         return resolved_options(f"method '{self.name}'", self.options, given)
 
 
-_FACETS: Mapping[str, Any] = {"name": str, "about": About, "access": Access, "cost": Cost, "laws": frozenset} | {
+_FACETS: Mapping[str, Any] = {"name": str, "access": Access, "cost": Cost, "laws": frozenset} | {
     "lowrank": LowRankForm | None,
     "stages": Stages | None,
     "survey": Survey | None,
@@ -257,7 +305,7 @@ _FACETS: Mapping[str, Any] = {"name": str, "about": About, "access": Access, "co
 
 
 def declared_options(name: str, function: Callable[..., Any]) -> dict[str, Option]:
-    """Mapping[str, Any] of `function`: its keyword-only parameters other than `NEEDS`; `name` is for errors."""
+    """Options of `function`: its keyword-only parameters other than `NEEDS`; `name` is for errors."""
     docs = _argument_docs(function.__doc__ or "")
     out: dict[str, Option] = {}
     for key, parameter in inspect.signature(function, eval_str=True).parameters.items():
@@ -298,7 +346,7 @@ _NORMALIZE = (
     "merged delta is made smaller with --scale."
 )
 ELSEWHERE: Mapping[str, str] = {"normalize": _NORMALIZE, "normalise": _NORMALIZE}
-"""Mapping[str, Any] that no such method has, and the recipe fields that do the same for every method."""
+"""Options that no method has, and the recipe fields that do the same for every method."""
 
 
 @cache

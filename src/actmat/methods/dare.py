@@ -1,8 +1,4 @@
-"""DARE: drop entries at random, rescale the rest, then merge by another method.
-
-L. Yu et al., "Language models are super mario: absorbing abilities from homologous models as a free lunch",
-ICML 2024.
-"""
+"""Method `dare`."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from actmat.linalg.masks.election import elect, masked_sum
 from actmat.linalg.masks.mask import Drop, l1_factors
 from actmat.methods._shared.per_expert import per_expert, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
-from actmat.methods.facets import About, Access, Cost, Merged
+from actmat.methods.facets import Access, Cost, Merged
 
 
 def merge(
@@ -32,10 +28,13 @@ def merge(
     scaling: float = 0.4,
     reduce: Literal["mean", "sum"] = "mean",
 ) -> Merged:
-    """`D* = rule(m_1 * D_1 / d, ..., m_T * D_T / d)`, entries of `m_t` independent Bernoulli(`d`); `E[m D / d] = D`.
+    """Drop entries of each delta at random, rescale the rest, then merge by a second rule.
 
-    The masks depend only on the generator: one seed per expert is drawn from it, in expert order, and each
-    mask is drawn in the order of the entries, exact to 2^-50 in probability (see `linalg.masks.mask.Drop`).
+        D* = rule(m_1 D_1 / d, ..., m_T D_T / d),   m_t ~ Bernoulli(d) per entry
+
+    `E[m D / d] = D`, and sparse deltas of different experts collide less. The masks depend only on the generator: one
+    seed per expert is drawn from it, in expert order, and each mask is drawn in the order of the entries, exact to
+    2^-50 in probability (see `linalg.masks.mask.Drop`).
 
     Args:
         weights: one per expert, applied after masking; 1 unless given.
@@ -46,6 +45,10 @@ def merge(
             `average`, the weighted mean; `ties`, sign election without another trim (the random mask replaces it).
         scaling: lambda of `task_arithmetic`; the other rules ignore it.
         reduce: mean or sum of the agreeing entries in `ties`; mergekit's dare_ties sums.
+
+    Source:
+        L. Yu et al., "Language models are super mario: absorbing abilities from homologous models as a free lunch",
+        ICML 2024, arXiv:2311.03099.
     """
     densities = per_expert("density", density, len(deltas))
     share = [1.0] * len(deltas) if weights is None else list(weights)
@@ -78,12 +81,7 @@ DARE = MergeMethod(
     "dare",
     merge,
     "tensor",
-    About(
-        "Drop entries of each delta at random, rescale the rest, then merge by a second rule.",
-        "D* = rule(m_t D_t / d), m_t ~ Bernoulli(d)",
-        "Yu et al., Language models are super mario, ICML 2024",
-    ),
     laws=frozenset({"homogeneous", "odd", "zeros"}),
     access=Access(streams=lambda options: options["rescale"] != "l1"),  # which reads the deltas before it adds them
-    cost=Cost("T N^2", workspace=workspace_of_election),
+    cost=Cost(workspace=workspace_of_election),
 )

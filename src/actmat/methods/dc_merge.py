@@ -1,13 +1,7 @@
-"""DC-Merge: sparse cores of the experts in one basis of all their leading directions, merged by sign.
-
-"DC-Merge", CVPR 2026 (public code: Tobeginwith/DC-Merge).
+"""Method `dc_merge`.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `K` directions kept per expert, `J = T K` of all, `P, Q` ranks
 of the common bases of low-rank deltas.
-
-The public code is two programs: one for full fine-tuning, which does not smooth the singular values, and one for LoRA,
-which does, with 16 directions of each expert. `k` and `smoothing` choose between them. Directions beyond an expert's
-numerical rank are left out where the code takes LAPACK's null-space vectors.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ from actmat.linalg.singular import polar_factor as polar
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import OneMatrix, Shape, each_matrix, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.facets import LINEAR_LAWS, About, Cost, Merged
+from actmat.methods.facets import LINEAR_LAWS, Cost, Merged
 
 Smoothing = Literal["none", "mean", "linear"]
 
@@ -41,11 +35,18 @@ def merge(
     rho: Annotated[float, Bounds(low=1)] = 5.0,
     rtol: Fraction = RANK_RTOL,
 ) -> Merged:
-    """`D* = U (ties(top(M_1), .., top(M_T)) o mask) V^T`, `M_t = U^T D_t^(K) V`, the mask block-diagonal.
+    """Sparse cores in one basis of all leading directions, merged by sign, a block per expert.
 
-    `D_t^(K)` has the top `K = floor(min(O, I) / T)` triplets of `D_t`; `U`, `V` are the polar factors of all their
-    vectors side by side; `top` keeps the largest entries of a core; `ties` is the mean of those that have the sign of
-    the sum. Block `t` of the mask belongs to the directions of expert `t`.
+        D* = U (ties(M_1, .., M_T) o blocks) V^T,   M_t = top(U^T D_t^(K) V)
+        U = polar([U_1 .. U_T]),   V = polar([V_1 .. V_T])
+
+    `D_t^(K)` has the top `K = floor(min(O, I) / T)` triplets `U_t`, `s_t`, `V_t` of `D_t`; `top` keeps the largest
+    entries of a core; `ties` is the mean of those that have the sign of the sum. Block `t` of the block-diagonal mask
+    belongs to the directions of expert `t`.
+
+    The public code is two programs: one for full fine-tuning, which does not smooth the singular values, and one for
+    LoRA, which does, with 16 directions of each expert. `k` and `smoothing` choose between them. Directions beyond an
+    expert's numerical rank are left out where the code takes LAPACK's null-space vectors.
 
     Args:
         density: share of a core's entries that is kept, at least one; of `min(O, I)^2` entries, or of `(T k)^2`
@@ -55,6 +56,9 @@ def merge(
             evenly from `min(rho, s_1 / s_K)` times the last to the last.
         rho: see `smoothing`.
         rtol: singular values, and entries of a core, at or below `rtol` times the expert's largest count as zero.
+
+    Source:
+        "DC-Merge", CVPR 2026 (public code: Tobeginwith/DC-Merge).
     """
     slots, kept = _sizes(shape or deltas[0].shape, len(deltas), k, density)
     rule = partial(_merge, slots=slots, kept=kept, smoothing=smoothing, rho=rho, rtol=rtol)
@@ -141,7 +145,7 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
 
 
 def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
-    *batch, rows, columns = shape
+    rows, columns = shape
     slots, _ = _sizes(shape, n_experts, options["k"], options["density"])
     joint = n_experts * slots
     each = [*ops.thin_svd(rows, columns, slots, double=double), ops.product(joint, joint, slots)]
@@ -150,23 +154,18 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
     for side in (rows, columns):
         found += ops.polar_factor(side, joint, double=double)
     found += [ops.product(rows, columns, joint), ops.product(rows, joint, slots)]
-    return ops.repeated(found, math.prod(batch))
+    return found
 
 
 DC_MERGE = MergeMethod(
     "dc_merge",
     merge,
     "matrix",
-    About(
-        "Sparse cores in one basis of all leading directions, merged by sign, a block per expert.",
-        "D* = U (ties(top(U^T D_t^(K) V)) o blocks) V^T, U = polar([U_t]), V = polar([V_t])",
-        "DC-Merge, CVPR 2026",
-        plan_note=(
-            "one expert alone is not returned unchanged: 'density' of min(O, I)^2 entries is fewer than its "
-            "singular values in small layers ('entries_kept' in the records)"
-        ),
-    ),
     laws=LINEAR_LAWS,
     lowrank=in_cores(merge),
-    cost=Cost("T N^3", workspace=_workspace, operations=_operations),
+    cost=Cost(workspace=_workspace, operations=_operations),
+    plan_note=(
+        "one expert alone is not returned unchanged: 'density' of min(O, I)^2 entries is fewer than its singular "
+        "values in small layers ('entries_kept' in the records)"
+    ),
 )

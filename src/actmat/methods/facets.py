@@ -1,4 +1,4 @@
-"""Facets of a method's declaration: texts, laws, faster forms, reading, cost. See `MergeMethod`."""
+"""Facets of a method's declaration: laws, faster forms, reading, cost. See `MergeMethod`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from actmat.linalg.lowrank import LowRank
-from actmat.linalg.operations import Operation
+from actmat.linalg.operations import Operation, entries
 
 ActsOn = Literal["matrix", "tensor", "elementwise"]
 """matrix: `*batch O I`, a logical linear map; tensor: a whole tensor of any shape; elementwise: every entry of the
@@ -109,24 +109,6 @@ class Survey:
 
 
 @dataclass(frozen=True, slots=True)
-class About:
-    """Texts about a method.
-
-    Args:
-        summary: the idea in one sentence.
-        equation: the merged delta, in plain text.
-        preset_of: the method of which this is a preset.
-        plan_note: a fact that every plan with this method states.
-    """
-
-    summary: str
-    equation: str = ""
-    reference: str = ""
-    preset_of: str | None = None
-    plan_note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class LowRankForm:
     """The same merge of `linalg.LowRank` deltas, exact, without forming an `O x I` matrix.
 
@@ -175,19 +157,29 @@ def _size(shape: Sequence[int], n_experts: int, options: Options) -> int:
     return math.prod(shape)
 
 
+OperationsOf = Callable[[Sequence[int], int, Options, bool], Sequence[Operation]]
+
+
+def passes(count: Callable[[int], int] = lambda n_experts: n_experts) -> OperationsOf:
+    """Operations of a method that makes `count(n_experts)` passes over the entries of a tensor.
+
+    >>> [(o.kind, o.flops) for o in passes()((8, 4), 3, {}, False)]
+    [('entry', 96)]
+    """
+    return lambda shape, n_experts, options, double: [entries(count(n_experts) * math.prod(shape))]
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Memory and operations of a call.
 
     Args:
-        flops: leading term for `T` square `N x N` deltas, as in the paper's cost table.
         workspace: `(shape, n_experts, options) -> number of elements` of the compute dtype that a call holds at its
             peak, on top of the given deltas and including its result, which is all by default. `shape` ends in `O, I`
             for matrices.
-        operations: `(shape, n_experts, options, double) -> operations` of a call by class, from which times are
-            predicted; `double`: the deltas are float64. None: those of `flops`, in products or in entries.
+        operations: `(shape, n_experts, options, double) -> operations` by class, from which times are predicted; of one
+            matrix `O I`, or of a tensor of any shape; `double`: the deltas are float64. Default: a pass per expert.
     """
 
-    flops: str = ""
     workspace: Callable[[Sequence[int], int, Options], int] = _size
-    operations: Callable[[Sequence[int], int, Options, bool], Sequence[Operation]] | None = None
+    operations: OperationsOf = field(default_factory=passes)

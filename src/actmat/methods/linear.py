@@ -1,7 +1,4 @@
-"""Linear: a weighted sum of the experts' weights, as LLM merging tools define it.
-
-mergekit's `linear`; C. Goddard et al., "Arcee's MergeKit: a toolkit for merging large language models", EMNLP 2024.
-"""
+"""Method `linear`."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods._shared.per_expert import weights_and_sum
 from actmat.methods.contract import MergeMethod, Weights
-from actmat.methods.facets import MEAN_LAWS, About, Access, Cost, LowRankForm, Merged, MergedLowRank
+from actmat.methods.facets import MEAN_LAWS, Access, LowRankForm, Merged, MergedLowRank
 
 _SCALES_THE_BASE = (
     "linear: normalize=False is not available for low-rank deltas: it scales the base weights too, which is not a "
@@ -26,12 +23,20 @@ _SCALES_THE_BASE = (
 def merge(
     deltas: Sequence[Tensor], *, weights: Weights = None, base: Tensor | None = None, normalize: bool = True
 ) -> Merged:
-    """`W* = sum_t w_t W_t / sum_t w_t`, which in deltas is `D* = sum_t w_t D_t / sum_t w_t`.
+    """Weighted mean of the experts; without normalisation, weighted sum of their weights.
+
+        W* = sum_t w_t W_t / sum_t w_t
+
+    In deltas that is `D* = sum_t w_t D_t / sum_t w_t`, the `linear` of LLM merging tools.
 
     Args:
         normalize: divide by the sum of the weights. Without it the weights of the experts, not their deltas, are
             summed: `D* = sum_t w_t D_t + (sum_t w_t - 1) W_0`, which also scales the base. `task_arithmetic` with
             `scaling=1` is the sum of deltas.
+
+    Source:
+        C. Goddard et al., "Arcee's MergeKit: a toolkit for merging large language models", EMNLP 2024 (industry track),
+        arXiv:2403.13257.
     """
     share, divisor = _shares(len(deltas), weights, normalize)
     total = one_pass_sum(deltas, share)
@@ -68,11 +73,6 @@ LINEAR = MergeMethod(
     "linear",
     merge,
     "elementwise",
-    About(
-        "Weighted mean of the experts; without normalisation, weighted sum of their weights.",
-        "W* = sum_t w_t W_t / sum_t w_t",
-        "Goddard et al., Arcee's MergeKit, EMNLP 2024 (linear)",
-    ),
     laws=MEAN_LAWS,
     lowrank=LowRankForm(merge_lowrank, why_not=_lowrank_problem),
     access=Access(
@@ -81,5 +81,4 @@ LINEAR = MergeMethod(
         moves_base=lambda options: not options["normalize"],
         baseless=True,
     ),
-    cost=Cost("T N^2"),
 )

@@ -1,7 +1,7 @@
 """Steps of post-processing: changes of every merged matrix after its method, through its singular values or its norm.
 
 A step is a pure function of one merged matrix and the experts' deltas of it, in a dense form and in an exact form on
-factors. Options are the keyword-only parameters of the dense form, as for a merge method.
+factors. Options are the keyword-only parameters of the dense form, whose docstring describes the step, as for a method.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `K` singular directions, `P`, `Q` sides of a core.
 """
@@ -21,7 +21,7 @@ from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, orthogonal_core
 from actmat.linalg.singular import Mean, Polar, isotropic
 from actmat.linalg.svd import ThinSVD, thin_svd
-from actmat.methods.contract import Fraction, Option, declared_options, resolved_options
+from actmat.methods.contract import Description, Fraction, Option, declared_options, described, resolved_options
 from actmat.methods.facets import Merged, MergedLowRank
 
 Stats = dict[str, float | int | str]
@@ -32,16 +32,11 @@ class PostStep:
     """Declaration of one step.
 
     Args:
-        summary: the idea in one sentence.
-        equation: the changed delta, in plain text.
         apply: `(merged, deltas, *, <options>) -> Merged` of one `*batch O I` matrix.
         apply_lowrank: the same on factors, exact, without forming an `O x I` matrix.
     """
 
     name: str
-    summary: str
-    equation: str
-    reference: str
     apply: Callable[..., Merged]
     apply_lowrank: Callable[..., MergedLowRank]
 
@@ -49,6 +44,11 @@ class PostStep:
     def options(self) -> Mapping[str, Option]:
         """Options by name, in the order of the signature."""
         return declared_options(self.name, self.apply)
+
+    @cached_property
+    def text(self) -> Description:
+        """Description of the step, from its docstring."""
+        return described(self.apply.__doc__ or "")
 
     def resolve_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Defaults overlaid with `given`; RecipeError with all problems."""
@@ -78,14 +78,21 @@ def apply_steps_lowrank(value: LowRank, deltas: Sequence[LowRank], steps: Sequen
 
 
 def boost(merged: Tensor, deltas: Sequence[Tensor], *, beta: Fraction = 0.01) -> Merged:
-    """`D = U diag(s) V^T -> U diag(max(s, s_k)) V^T`, `k` the first index with `(s_1 + .. + s_k) / sum(s) >= beta`.
+    """Raise the small singular values of the merged delta to one that beta of their sum reaches.
 
-    Null directions stay null: the matrix does not determine the vectors that span them.
+        D = U diag(s) V^T;   D* = U diag(max(s, s_k)) V^T,
+        k the first index with (s_1 + .. + s_k) / sum(s) >= beta
+
+    The more experts are merged, the fewer directions hold most of the merged delta. Null directions stay null: the
+    matrix does not determine the vectors that span them.
 
     Args:
         deltas: unused.
         beta: share of the sum of the singular values up to the one that the smaller are raised to. With 0.01 that is
             `s_1` wherever `s_1` exceeds 1 % of the sum: all values become the largest.
+
+    Source:
+        "Subspace Boosting" for model merging, 2025, arXiv:2506.16506.
 
     >>> import torch
     >>> boost(torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0])), [], beta=0.6).value.diagonal()
@@ -122,12 +129,21 @@ def _raised(svd: ThinSVD, beta: float) -> tuple[Tensor, Stats]:
 
 
 def isotropise(merged: Tensor, deltas: Sequence[Tensor], *, mean: Mean = "all") -> Merged:
-    """`D = U diag(s) V^T -> mean(s) U V^T`. Null directions stay null.
+    """Replace all singular values of the merged delta by their mean.
+
+        D = U diag(s) V^T;   D* = mean(s) U V^T
+
+    It is `iso_c` without its sum, after any method. Null directions stay null.
 
     Args:
         deltas: unused.
         mean: "all" divides the sum of the singular values by `min(O, I)`, in the core space by the smaller side of the
             core; "rank" by the numerical rank; "rms" takes the root of their mean square over `min(O, I)`.
+
+    Source:
+        D. Marczak et al., "No Task Left Behind: Isotropic Model Merging with Common and Task-Specific Subspaces", ICML
+        2025, arXiv:2502.04959; A. Panariello et al., "Accurate and Efficient Low-Rank Model Merging in Core Space",
+        NeurIPS 2025, arXiv:2509.17786.
 
     >>> import torch
     >>> isotropise(torch.tensor([[3.0, 0.0], [0.0, 1.0]]), []).value
@@ -151,7 +167,15 @@ def _isotropise_stats(polar: Polar) -> Stats:
 
 
 def at_mean_norm(merged: Tensor, deltas: Sequence[Tensor]) -> Merged:
-    """`D (mean_t ||D_t|| / ||D||)`, over the experts that change the matrix; a zero delta stays zero.
+    """Give every merged matrix the mean norm of the experts' deltas.
+
+        D* = D mean_t ||D_t|| / ||D||
+
+    The mean is over the experts that change the matrix; a zero delta stays zero.
+
+    Source:
+        The last step of Pico: Y. Tang, Y. Yang, "Crowded in B-Space: Calibrating Shared Directions for LoRA Merging",
+        2026, arXiv:2604.16826.
 
     >>> import torch
     >>> at_mean_norm(torch.tensor([[3.0, 4.0]]), [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 3.0]])]).value.norm()
@@ -182,30 +206,9 @@ def _gain_stats(gain: Tensor) -> Stats:
 STEPS: Mapping[str, PostStep] = {
     step.name: step
     for step in (
-        PostStep(
-            name="isotropise",
-            summary="Replace all singular values of the merged delta by their mean.",
-            equation="D = U diag(s) V^T; D* = mean(s) U V^T",
-            reference="Marczak et al., No Task Left Behind, ICML 2025; Panariello et al., Core Space, NeurIPS 2025",
-            apply=isotropise,
-            apply_lowrank=isotropise_lowrank,
-        ),
-        PostStep(
-            name="mean_norm",
-            summary="Give every merged matrix the mean norm of the experts' deltas.",
-            equation="D* = D mean_t ||D_t|| / ||D||",
-            reference="The last step of Pico: Tang and Yang, Crowded in B-Space, arXiv:2604.16826, 2026",
-            apply=at_mean_norm,
-            apply_lowrank=at_mean_norm_lowrank,
-        ),
-        PostStep(
-            name="subspace_boosting",
-            summary="Raise the small singular values of the merged delta to one that beta of their sum reaches.",
-            equation="D = U diag(s) V^T; s <- max(s, s_k), k = first index with cumsum(s) / sum(s) >= beta",
-            reference="Subspace Boosting, arXiv:2506.16506, 2025",
-            apply=boost,
-            apply_lowrank=boost_lowrank,
-        ),
+        PostStep("isotropise", isotropise, isotropise_lowrank),
+        PostStep("mean_norm", at_mean_norm, at_mean_norm_lowrank),
+        PostStep("subspace_boosting", boost, boost_lowrank),
     )
 }
 

@@ -1,9 +1,4 @@
-"""RegMean: least squares on the layers' outputs, from the Gram matrices of their inputs.
-
-X. Jin et al., "Dataless Knowledge Fusion by Merging Weights of Language Models", ICLR 2023. RegMean++ (T.-H. Nguyen
-et al., 2025) is the same method with Gram matrices collected on the activations of the already merged lower blocks:
-only the statistics differ, so it is this method with those of `actmat.staged_statistics`.
-"""
+"""Method `regmean`."""
 
 from __future__ import annotations
 
@@ -12,7 +7,6 @@ from typing import Annotated, Literal
 from actmat.linalg.interference.rule import Fill, Filter, Rule
 from actmat.methods._shared.interference import SHARED_LAWS, member
 from actmat.methods.contract import Bounds, Fraction
-from actmat.methods.facets import About
 
 
 def rule(
@@ -22,11 +16,15 @@ def rule(
     normalise: Literal["none", "trace"] = "none",
     form: Literal["delta", "weight"] = "delta",
 ) -> Rule:
-    """`D* = (sum_t w_t D_t G_t) (sum_t w_t G_t)^+`, `G_t = E[z z^T]` of the layer's inputs on task `t`.
+    """Least squares on every layer's outputs, from the Gram matrices of its inputs.
 
-    The statistics "gram" are one `I x I` matrix per expert (uncentred; sums or means over tokens, alike for all). The
-    base is used by `form="weight"` only. Weights are non-negative; they multiply `G_t`. The low-rank form costs
-    `O(I^3)`, too.
+        D* = (sum_t w_t D_t G_t) (sum_t w_t G_t)^+,   G_t = E[z z^T]
+
+    On each task's inputs `z` the merged layer should give the outputs of that task's expert; only the Gram matrix of
+    the inputs is needed. The statistics "gram" are one `I x I` matrix per expert (uncentred; sums or means over tokens,
+    alike for all). The base is used by `form="weight"` only. Weights are non-negative; they multiply `G_t`. The
+    low-rank form costs `O(I^3)`, too. RegMean++ (T.-H. Nguyen et al., 2025, arXiv:2508.03121) is this method with Gram
+    matrices collected on the activations of the already merged lower blocks: those of `actmat.staged_statistics`.
 
     Args:
         rtol: relative cut-off in units of the eigenvalues of the summed Gram; default `I * eps(float32)`.
@@ -39,6 +37,9 @@ def rule(
     Raises:
         StatisticsError: no Gram matrices, or of the wrong number or shape.
         ValueError: a negative weight, or `form="weight"` without the base.
+
+    Source:
+        X. Jin et al., "Dataless Knowledge Fusion by Merging Weights of Language Models", ICLR 2023, arXiv:2212.09849.
     """
     fill: Fill = "minus_base" if form == "weight" else "zero"
     return Rule(spectral=Filter(rtol=rtol), null=fill, off_diagonal=off_diagonal, per_trace=normalise == "trace")
@@ -47,13 +48,7 @@ def rule(
 REGMEAN = member(
     "regmean",
     rule,
-    About(
-        "Least squares on every layer's outputs, from the Gram matrices of its inputs.",
-        "D* = (sum_t D_t G_t) (sum_t G_t)^+",
-        "Jin et al., Dataless Knowledge Fusion by Merging Weights of Language Models, ICLR 2023",
-    ),
     laws=SHARED_LAWS | {"left_orthogonal"},
-    flops="(T + 3) N^3",
     base=lambda options: options["form"] == "weight",
     has_grams=True,
 )

@@ -1,6 +1,4 @@
-"""Spherical linear interpolation between two models.
-
-K. Shoemake, "Animating rotation with quaternion curves", SIGGRAPH 1985, applied to each weight tensor as one vector.
+"""Method `slerp`.
 
 Shapes: `B` tensors of the basis, the base and the experts.
 """
@@ -17,18 +15,24 @@ from actmat.linalg.chunks import empty_result, prepend
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import Fraction, MergeMethod
-from actmat.methods.facets import About, Access, Combination, Cost, Merged
+from actmat.methods.facets import Access, Combination, Cost, Merged, passes
 
 
 def merge(deltas: Sequence[Tensor], *, base: Tensor, t: float = 0.5, linear_above: Fraction = 0.9995) -> Merged:
-    """`W* = sin((1-t) a)/sin(a) X + sin(t a)/sin(a) Y`, `a` the angle between `X` and `Y`; `D* = W* - W_0`.
+    """Point on the great circle from the base to one expert, or from one expert to another.
 
-    One expert: from the base (`X = W_0`) to it (`Y = W_1`). Two experts: from the first to the second.
+        W* = [sin((1-t) a) X + sin(t a) Y] / sin(a),   cos a = <X, Y> / (|X| |Y|)
+
+    On the circle the norm does not shrink half-way, as it does on the chord. Each tensor is one vector, with an angle
+    `a` of its own. One expert: from the base (`X = W_0`) to it (`Y = W_1`). Two experts: from the first to the second.
     Where the angle says nothing (|cos| above `linear_above`, or a zero tensor) the interpolation is linear.
 
     Args:
         t: position between the ends, 0 = first, 1 = second; outside of [0, 1] the path goes on beyond an end.
         linear_above: |cosine| above which the ends count as parallel.
+
+    Source:
+        K. Shoemake, "Animating rotation with quaternion curves", SIGGRAPH 1985.
     """
     basis = prepend(given_base("slerp", base), deltas)
     found = combine(inner_products(basis), t=t, linear_above=linear_above)
@@ -59,15 +63,13 @@ SLERP = MergeMethod(
     "slerp",
     merge,
     "tensor",
-    About(
-        "Point on the great circle from the base to one expert, or from one expert to another.",
-        "W* = [sin((1-t) a) X + sin(t a) Y] / sin(a), cos a = <X, Y> / (|X| |Y|)",
-        "Shoemake, Animating rotation with quaternion curves, SIGGRAPH 1985",
-    ),
     laws=frozenset({"left_orthogonal", "right_orthogonal", "zeros"}),
     # with one expert, the base is the other end
     access=Access(streams=True, walks_again=True, baseless=lambda options, n_experts: n_experts == 2),
-    cost=Cost("N^2", workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1)),
+    cost=Cost(
+        operations=passes(lambda n_experts: 1),
+        workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),
+    ),
     max_experts=2,
     combine=combine,
 )

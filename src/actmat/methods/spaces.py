@@ -99,7 +99,8 @@ def merge_calibrated(
 ) -> MergedLowRank:
     """`D* = g method(S b_1 a_1, .., S b_T a_T)`, with less of the output directions that many experts share.
 
-        [b_1 .. b_T] = U diag(s) V^T,   c = s^2 / sum s^2,   S = I + U (diag(1 / (1 + (T - 1) c)) - I) U^T
+        [b_1 .. b_T] = U diag(s) V^T,   c = s^2 / sum s^2,
+        S = I + U (diag(1 / (1 + (T - 1) c)) - I) U^T
 
     and `g = mean_t ||D_t|| / ||D||` for the merged delta `D`, or 1 without `rescale`. `T` counts the experts that have
     a delta; a single one is not changed. `S` depends on the norms of the columns of `b_t`: `(b g, a / g)` is the same

@@ -1,7 +1,4 @@
-"""Task arithmetic: a scaled sum of the deltas.
-
-G. Ilharco et al., "Editing models with task arithmetic", ICLR 2023.
-"""
+"""Method `task_arithmetic`."""
 
 from __future__ import annotations
 
@@ -12,14 +9,22 @@ from torch import Tensor
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lowrank import LowRank, weighted_sum
 from actmat.methods.contract import MergeMethod, Weights
-from actmat.methods.facets import SUM_LAWS, About, Access, Cost, LowRankForm, Merged, MergedLowRank
+from actmat.methods.facets import SUM_LAWS, Access, LowRankForm, Merged, MergedLowRank
 
 
 def merge(deltas: Sequence[Tensor], *, weights: Weights = None, scaling: float = 0.4) -> Merged:
-    """`D* = scaling * sum_t w_t D_t`.
+    """Scaled sum of the experts' deltas.
+
+        D* = scaling sum_t w_t D_t
+
+    A sum keeps every task's change at the same strength, at the price of a merged model that moved further from the
+    base than any expert.
 
     Args:
         scaling: lambda; 0.4 is the usual choice without validation data.
+
+    Source:
+        G. Ilharco et al., "Editing models with task arithmetic", ICLR 2023, arXiv:2212.04089.
     """
     share = [1.0] * len(deltas) if weights is None else weights
     return Merged(one_pass_sum(deltas, share).mul_(scaling))
@@ -35,13 +40,7 @@ TASK_ARITHMETIC = MergeMethod(
     "task_arithmetic",
     merge,
     "elementwise",
-    About(
-        "Scaled sum of the experts' deltas.",
-        "D* = lambda sum_t w_t D_t",
-        "Ilharco et al., Editing models with task arithmetic, ICLR 2023",
-    ),
     laws=SUM_LAWS,
     lowrank=LowRankForm(merge_lowrank),
     access=Access(one_pass=True),
-    cost=Cost("T N^2"),
 )

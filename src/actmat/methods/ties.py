@@ -1,19 +1,4 @@
-"""TIES: trim small entries, elect a sign, merge what agrees.
-
-P. Yadav et al., "TIES-Merging: resolving interference when merging models", NeurIPS 2023.
-
-Public implementations differ in three details, which `variant` fixes together (`d` density, `N` entries):
-
-| variant  | entries kept             | equal to the threshold | votes cancel exactly          |
-|----------|--------------------------|------------------------|-------------------------------|
-| original | `int(d N) + 1`           | all kept               | sign of the sum of all signs  |
-| mergekit | `int(d N)`, 1 at least   | exactly that many      | plus                          |
-| actmat   | `round(d N)`             | exactly that many      | entry becomes 0               |
-
-They also disagree on the scope of trimming: the original ranks the entries of the whole model together
-(`trim="global"`, so that layers that moved little lose nearly everything), most tools rank within each tensor
-(`trim="tensor"`, the default here: the result of a tensor does not depend on others, and the model is read once).
-"""
+"""Method `ties`."""
 
 from __future__ import annotations
 
@@ -32,7 +17,7 @@ from actmat.linalg.masks.mask import Trim, l1_factors, top_trims_each
 from actmat.linalg.masks.threshold import Cut, StreamedCut
 from actmat.methods._shared.per_expert import per_expert, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
-from actmat.methods.facets import About, Access, Cost, Merged, Survey
+from actmat.methods.facets import Access, Cost, Merged, Survey
 
 Variant = Literal["original", "mergekit", "actmat"]
 ZERO_SIGN: dict[Variant, ZeroSign] = {"original": "majority", "mergekit": "positive", "actmat": "zero"}
@@ -64,7 +49,23 @@ def merge(
     rescale: Literal["none", "l1"] = "none",
     variant: Variant = "original",
 ) -> Merged:
-    """`D* = sum_{t in A} y_t / sum_{t in A} w_t` with `y_t = w_t top_d(D_t)`, `A = {t: sign(y_t) = sign(sum_t y_t)}`.
+    """Keep the largest entries of each delta, elect a sign per entry, average what agrees with it.
+
+        y_t = w_t top_d(D_t);   s = sign(sum_t y_t)
+        D* = sum_{t in A} y_t / sum_{t in A} w_t,   A = {t: sign(y_t) = s}
+
+    Small changes count as noise, and opposite changes do not cancel. Public implementations differ in three details,
+    which `variant` fixes together (`d` density, `N` entries):
+
+    | variant  | entries kept             | equal to the threshold | votes cancel exactly          |
+    |----------|--------------------------|------------------------|-------------------------------|
+    | original | `int(d N) + 1`           | all kept               | sign of the sum of all signs  |
+    | mergekit | `int(d N)`, 1 at least   | exactly that many      | plus                          |
+    | actmat   | `round(d N)`             | exactly that many      | entry becomes 0               |
+
+    They also disagree on the scope of trimming: the original ranks the entries of the whole model together
+    (`trim="global"`, so that layers that moved little lose nearly everything), most tools rank within each tensor
+    (`trim="tensor"`, the default here: the result of a tensor does not depend on others, and the model is read once).
 
     Args:
         weights: one per expert, applied after trimming and before the vote; 1 unless given.
@@ -74,6 +75,9 @@ def merge(
         reduce: mean or sum of the agreeing entries (the divisor `sum w_t` is left out).
         rescale: `l1` gives each trimmed delta its L1 norm back, by one factor (mergekit's `rescale`); `none` leaves it.
         variant: whose counting rule and tie-breaks, see the table of variants.
+
+    Source:
+        P. Yadav et al., "TIES-Merging: resolving interference when merging models", NeurIPS 2023, arXiv:2306.01708.
     """
     densities = per_expert("density", density, len(deltas))
     if trim == "global":
@@ -183,17 +187,12 @@ TIES = MergeMethod(
     "ties",
     merge,
     "tensor",
-    About(
-        "Keep the largest entries of each delta, elect a sign per entry, average what agrees with it.",
-        "y_t = w_t top_d(D_t); s = sign(sum_t y_t); D* = mean of the y_t with sign s",
-        "Yadav et al., TIES-Merging, NeurIPS 2023",
-    ),
     laws=frozenset({"permutation", "homogeneous", "odd", "zero_expert", "zeros"}),
     access=Access(
         # the survey of a whole model holds whole deltas; the norms of `rescale` are taken before the deltas are added
         streams=lambda options: options["trim"] == "tensor" and options["rescale"] == "none",
         walks_again=True,
     ),
-    cost=Cost("T N^2", workspace=workspace_of_election),
+    cost=Cost(workspace=workspace_of_election),
     survey=SURVEY,
 )

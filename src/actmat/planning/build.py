@@ -121,7 +121,7 @@ def _input_notes(labels: Sequence[str], base: Checkpoint | None, experts: Sequen
 def _method_notes(items: Sequence[Item], n_experts: int) -> list[str]:
     """Notes on the step over layers, on methods that change one expert, on weights, and those that methods declare."""
     used = {i.call.method: get_method(i.call.method) for i in items if i.call is not None}
-    declared = [f"{name}: {method.about.plan_note}" for name, method in used.items() if method.about.plan_note]
+    declared = [f"{name}: {method.plan_note}" for name, method in used.items() if method.plan_note]
     calls = [i.call for i in items if n_experts == 1 and i.action == "merge" and i.call is not None]
     changing = dict.fromkeys(call.method for call in calls if not _adds(call))
     alone = [f"one expert, which {name} does not add as it is: '-m linear' does" for name in changing]

@@ -15,7 +15,6 @@ A method is called on one region at a time (`planning.regions`), so the largest 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,9 +167,6 @@ def factored_tensor_bytes(region: Region, call: CallShape, total_rank: int) -> i
     return factors + MATRIX_BYTES + region.numel * (call.base_itemsize + 8 + 2 * call.width) + CHUNK * 8
 
 
-_TERM = re.compile(r"(?:\((?P<sum>[^)]*)\)|(?P<factor>[\dT^ ]*?))\s*N\^(?P<power>[23])(?P<log> log N)?")
-
-
 def method_operations(
     method: MergeMethod,
     matrices: Sequence[Sequence[int]],
@@ -179,41 +175,16 @@ def method_operations(
     *,
     double: bool = False,
 ) -> list[Operation]:
-    """Operations of a method on these logical matrices (or tensors), by class.
-
-    A method that declares none is counted by its declared leading term: `N^2` is the entries of a matrix, `N^3` its
-    entries times its input features, `log N` the base-2 logarithm of these, rounded up.
+    """Operations of a method on these logical matrices, `*batch O I` (or tensors), by class.
 
     Args:
         double: the method computes in float64.
-
-    >>> from actmat.methods import get_method
-    >>> average = get_method("average")  # T N^2
-    >>> [(o.kind, o.flops) for o in method_operations(average, [(8, 4)], 3, {})]
-    [('entry', 96)]
     """
     found: list[Operation] = []
     for shape, count in Counter(tuple(s) for s in matrices).items():
-        if method.cost.operations is not None:
-            found += repeated(method.cost.operations(shape, n_experts, options, double), count)
-        elif (term := _TERM.match(method.cost.flops)) is not None:
-            factor = sum(_term(t, n_experts) for t in (term["sum"] or term["factor"] or "1").split("+"))
-            factor *= count * max(1, (shape[-1] - 1).bit_length()) if term["log"] else count
-            if term["power"] == "2":
-                found.append(entries(factor * math.prod(shape)))
-            else:
-                found.append(Operation("product", factor * math.prod(shape) * shape[-1]))
+        batch, one = (shape[:-2], shape[-2:]) if method.acts_on == "matrix" else ((), shape)
+        found += repeated(method.cost.operations(one, n_experts, options, double), count * math.prod(batch))
     return found
-
-
-def _term(text: str, n_experts: int) -> int:
-    """Value of a term such as `2T`, `T^2`, `45`."""
-    number, _, power = text.strip().partition("T")
-    value = int(number) if number.strip() else 1
-    if "T" in text:
-        for _ in range(int(power.removeprefix("^")) if power.startswith("^") else 1):
-            value *= n_experts
-    return value
 
 
 def item_operations(item: Item, compute_dtype: str) -> list[Operation]:

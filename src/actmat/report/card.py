@@ -29,7 +29,8 @@ def model_card(plan: MergePlan, warnings: Sequence[str] = ()) -> str:
     head, title, table, done = _of_adapter(plan) if is_adapter else _of_model(plan, origins)
     head |= license.head
     method = get_method(recipe.method)
-    about = f"{method.about.summary}\n\n    {method.about.equation}\n\nReference: {method.about.reference}."
+    equation = "\n".join(f"    {line}" for line in method.text.equation.splitlines())
+    about = f"{method.text.summary}\n\n{equation}\n\nSource: {method.text.source}"
     if not recipe.experts:
         about = f"A {copied_thing(recipe.base)}, copied as its models have the tensors."
     thing, with_what = (

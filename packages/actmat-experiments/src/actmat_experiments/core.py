@@ -23,6 +23,7 @@ from actmat.extras.research.adamerging import AdamState, adam_step, entropy
 from actmat.foreign import in_one_line
 from actmat.layout import resolve_layout
 from actmat.layout.types import TensorLayout
+from actmat.linalg.operations import total
 from actmat.methods import MergeMethod, all_methods, get_method
 from actmat.recipe import Recipe, make_recipe
 from actmat.run.open import open_inputs
@@ -63,6 +64,7 @@ __all__ = [
     "plans_of",
     "resolve_layout",
     "tensor_specs",
+    "total",
     "unpack",
 ]
 

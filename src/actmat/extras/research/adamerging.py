@@ -1,6 +1,4 @@
-"""AdaMerging: task arithmetic whose coefficients minimise the entropy of the merged model's predictions.
-
-E. Yang et al., "AdaMerging: adaptive model merging for multi-task learning", ICLR 2024.
+"""Method `adamerging`.
 
 This file holds the merge (a weighted sum) and the mathematics of one training step; the caller reads unlabelled
 batches and runs the model on them:
@@ -24,7 +22,7 @@ from torch import Tensor
 
 from actmat.linalg.inner import inner_products, one_pass_sum
 from actmat.methods.contract import MergeMethod
-from actmat.methods.facets import SUM_LAWS, About, Access, Cost, Merged
+from actmat.methods.facets import SUM_LAWS, Access, Merged
 
 
 def merge(
@@ -34,12 +32,20 @@ def merge(
     coefficients: list[float] | None = None,
     initial: float = 0.3,
 ) -> Merged:
-    """`D* = sum_t c_t D_t`.
+    """Sum of the deltas with coefficients learned, without labels, to make predictions certain.
+
+        D* = sum_t c_t D_t,   c = argmin of the entropy of the predictions
+
+    The module has the merge and the mathematics of a training step; the caller reads unlabelled batches and runs the
+    model.
 
     Args:
         statistics: `"coefficient"`, one scalar tensor per expert learned for this tensor (layer-wise AdaMerging).
         coefficients: one per expert, the same for all tensors (task-wise AdaMerging).
         initial: every coefficient where neither is given, which is where training starts.
+
+    Source:
+        E. Yang et al., "AdaMerging: adaptive model merging for multi-task learning", ICLR 2024, arXiv:2310.02575.
     """
     learned = None if statistics is None else statistics.get("coefficient")
     if learned is not None and coefficients is not None:
@@ -101,12 +107,6 @@ ADAMERGING = MergeMethod(
     "adamerging",
     merge,
     "tensor",
-    About(
-        "Sum of the deltas with coefficients learned, without labels, to make predictions certain.",
-        "D* = sum_t c_t D_t, c = argmin of the entropy of the predictions",
-        "Yang et al., AdaMerging, ICLR 2024, arXiv:2310.02575",
-    ),
     laws=SUM_LAWS,
     access=Access(one_pass=True),
-    cost=Cost("T N^2"),
 )

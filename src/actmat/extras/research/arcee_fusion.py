@@ -1,6 +1,6 @@
-"""Arcee Fusion: the entries of one delta that matter most, by a divergence of the weights' softmax.
+"""Method `arcee_fusion`.
 
-Arcee AI, mergekit, 2025. Shapes: `N` entries of a tensor.
+Shapes: `N` entries of a tensor.
 """
 
 from __future__ import annotations
@@ -14,20 +14,26 @@ from torch import Tensor
 
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import Bounds, MergeMethod
-from actmat.methods.facets import About, Cost, Merged
+from actmat.methods.facets import Cost, Merged, passes
 
 _FLOOR = 1e-8
 """Added to probabilities."""
 
 
 def merge(deltas: Sequence[Tensor], *, base: Tensor, spread: Annotated[float, Bounds(0)] = 1.5) -> Merged:
-    """`D* = D` where `|D| KL(softmax(W) || softmax(W_0)) >= median + spread (q_3 - q_1)` of that, else 0.
+    """One expert's delta where it changes the softmax of its row most, the base elsewhere.
+
+        D* = D where i >= median(i) + spread (q_3 - q_1), else 0
+        i = |D| KL(softmax(W) || softmax(W_0))
 
     The softmax is over the last axis, so that each row has one divergence. Quantiles are entries of the tensor,
     `sorted[floor(q (N - 1))]`. float64 inside.
 
     Args:
         spread: of the threshold, in units of the range between the quartiles.
+
+    Source:
+        Arcee AI, mergekit, 2025.
     """
     if len(deltas) != 1:
         raise ValueError(f"arcee_fusion: the rule is for the base and one expert, not {len(deltas)} experts")
@@ -45,12 +51,9 @@ ARCEE_FUSION = MergeMethod(
     "arcee_fusion",
     merge,
     "tensor",
-    About(
-        "One expert's delta where it changes the softmax of its row most, the base elsewhere.",
-        "D* = D [|D| KL(softmax(W) || softmax(W_0)) >= median + 1.5 (q_3 - q_1)]",
-        "Arcee AI, mergekit, 2025",
-    ),
     laws=frozenset({"zeros"}),
-    cost=Cost("N^2", workspace=lambda shape, n_experts, options: 16 * math.prod(shape)),
+    cost=Cost(
+        operations=passes(lambda n_experts: 1), workspace=lambda shape, n_experts, options: 16 * math.prod(shape)
+    ),
     max_experts=1,
 )

@@ -1,6 +1,4 @@
-"""Model breadcrumbs: drop the smallest entries of each delta and its largest outliers, then sum.
-
-M. Davari and E. Belilovsky, "Model breadcrumbs: scaling multi-task model merging with sparse masks", ECCV 2024.
+"""Method `breadcrumbs`.
 
 Shapes: `P` entries of one chunk of a flattened tensor.
 """
@@ -20,7 +18,7 @@ from actmat.linalg.masks.election import elect, masked_sum
 from actmat.linalg.masks.mask import Trim, l1_factors, top_trims_each
 from actmat.methods._shared.per_expert import per_expert, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
-from actmat.methods.facets import About, Access, Cost, Merged
+from actmat.methods.facets import Access, Cost, Merged
 
 
 def merge(
@@ -34,11 +32,13 @@ def merge(
     reduce: Literal["mean", "sum"] = "sum",
     rescale: Literal["none", "l1"] = "none",
 ) -> Merged:
-    """`D* = scaling * sum_t w_t m_t * D_t`; the mask `m_t` drops the `gamma N` largest magnitudes and as many of the
-    smallest as leaves `density N` entries.
+    """Drop the smallest entries and the largest outliers of each delta, then sum.
 
-    Ranks are taken within the tensor; equal magnitudes rank in storage order, so that counts are exact:
-    `int(gamma N)` dropped at the top, `int(density N)` kept.
+        D* = scaling sum_t w_t band(D_t)
+
+    `band` drops the `gamma N` largest magnitudes and as many of the smallest as leaves `density N` entries. Ranks are
+    taken within the tensor; equal magnitudes rank in storage order, so that counts are exact: `int(gamma N)` dropped at
+    the top, `int(density N)` kept.
 
     Args:
         density: fraction of the entries to keep; one for all experts, or a list. 1 keeps everything.
@@ -47,6 +47,10 @@ def merge(
         sign_election: merge what agrees with the elected sign (mergekit's breadcrumbs_ties).
         reduce: mean or sum of the agreeing entries, with `sign_election`.
         rescale: `l1` gives each masked delta its L1 norm back, by one factor (mergekit's `rescale`); `none` leaves it.
+
+    Source:
+        M. Davari, E. Belilovsky, "Model breadcrumbs: scaling multi-task model merging with sparse masks", ECCV 2024,
+        arXiv:2312.06795.
     """
     densities = per_expert("density", density, len(deltas))
     gammas = per_expert("gamma", gamma, len(deltas))
@@ -94,12 +98,7 @@ BREADCRUMBS = MergeMethod(
     "breadcrumbs",
     merge,
     "tensor",
-    About(
-        "Drop the smallest entries and the largest outliers of each delta, then sum.",
-        "D* = lambda sum_t w_t band(D_t)",
-        "Davari and Belilovsky, Model breadcrumbs, ECCV 2024",
-    ),
     laws=frozenset({"permutation", "homogeneous", "odd", "zero_expert", "zeros"}),
     access=Access(streams=lambda options: options["rescale"] == "none", walks_again=True),
-    cost=Cost("T N^2", workspace=workspace_of_election),
+    cost=Cost(workspace=workspace_of_election),
 )

@@ -1,7 +1,5 @@
-"""CAT merging: from every delta, take out the directions in which it disturbs the other tasks most.
+"""Method `cat`.
 
-W. Sun, Q. Li, Y. Geng, B. Li, "CAT Merging: a training-free approach for resolving conflicts in model merging",
-ICML 2025.  Linear weights only; the paper's masks for norms and biases are another method.
 Shapes: `T` experts, `O` out_features, `I` in_features, `R` removed directions per task.
 """
 
@@ -18,7 +16,7 @@ from actmat.linalg import operations as ops
 from actmat.linalg.lapack import Retries, economy_svd, eigh, retry_stats
 from actmat.linalg.scaling import exponent_of, largest_entry, scaled
 from actmat.methods.contract import Bounds, MergeMethod
-from actmat.methods.facets import About, Cost, Merged
+from actmat.methods.facets import Cost, Merged
 
 _POSITIVE = 1e-5
 """Eigenvalues below this share of the largest magnitude are rounding (float32): their eigenvectors are arbitrary."""
@@ -34,16 +32,23 @@ def merge(
     rank: Annotated[int, Bounds(0)] = 2,
     tradeoff: Annotated[float, Bounds(0)] = 1.0,
 ) -> Merged:
-    """`D* = sum_i (I - P_i) D_i`, `P_i` the projector on the outputs in which `D_i` harms the other tasks.
+    """Sum of the deltas, each without the output directions in which it disturbs the other tasks' inputs.
 
-    `B_k` holds the `rank` leading eigenvectors (with a positive eigenvalue) of
-    `sum_{i != k} D_i (G_k - tradeoff G_i) D_i^T`: effect of the other deltas on the inputs of task k, less what they
-    do to their own. `P_i` projects on the span of all `B_k`, `k != i`, at once, so that the order of the experts
-    does not matter (composing the projections one by one agrees where the bases are orthogonal, as for `T = 2`).
+        D* = sum_i (I - P_i) D_i,
+        B_k = top eigenvectors of sum_{i != k} D_i (G_k - tradeoff G_i) D_i^T
+
+    `B_k` holds the `rank` leading eigenvectors (with a positive eigenvalue) of the effect of the other deltas on the
+    inputs of task k, less the effect on their own. `P_i` projects on the span of all `B_k`, `k != i`, at once, so that
+    the order of the experts does not matter (composing the projections one by one agrees where the bases are
+    orthogonal, as for `T = 2`). Linear weights only; the paper's masks for norms and biases are another method.
 
     Args:
         rank: directions removed per task.
         tradeoff: weight of a task's own knowledge against the conflict; larger removes less.
+
+    Source:
+        W. Sun, Q. Li, Y. Geng, B. Li, "CAT Merging: a training-free approach for resolving conflicts in model merging",
+        ICML 2025, arXiv:2505.06977.
     """
     grams = statistics["gram"]
     bases, retries = [], Retries()
@@ -101,25 +106,20 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
 
 
 def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
-    *batch, n_out, n_in = shape
+    n_out, n_in = shape
     pairs, dim = n_experts * (n_experts - 1), min(options["rank"], n_out)
     conflict = [ops.product(n_out, n_in, n_in), ops.product(n_out, n_out, n_in), ops.entries(2 * n_in * n_in)]
     others = (n_experts - 1) * dim
     removed = [ops.svd(n_out, others), *ops.repeated([ops.product(n_out, n_in, others)], 2)] if others else []
     each = [ops.eigh(n_out), *removed, ops.entries(4 * n_out * n_in)]
-    return ops.repeated([*ops.repeated(conflict, pairs), *ops.repeated(each, n_experts)], math.prod(batch))
+    return [*ops.repeated(conflict, pairs), *ops.repeated(each, n_experts)]
 
 
 CAT = MergeMethod(
     "cat",
     merge,
     "matrix",
-    About(
-        "Sum of the deltas, each without the output directions in which it disturbs the other tasks' inputs.",
-        "D* = sum_i (I - P_i) D_i, B_k = top eigenvectors of sum_{i != k} D_i (G_k - lambda G_i) D_i^T",
-        "Sun, Li, Geng, Li, CAT Merging, ICML 2025, arXiv:2505.06977",
-    ),
     laws=frozenset({"single", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
-    cost=Cost("2 T^2 N^3", workspace=_workspace, operations=_operations),
+    cost=Cost(workspace=_workspace, operations=_operations),
     needs_statistics=("gram",),
 )

@@ -1,6 +1,4 @@
-"""DELLA: drop entries at random, small ones more often, rescale, then elect signs and merge.
-
-P. Deep et al., "DELLA-Merging: reducing interference in model merging through magnitude-based sampling", 2024.
+"""Method `della`.
 
 Shapes: `R` rows of `I` entries, `X` rows at a time.
 """
@@ -8,8 +6,8 @@ Shapes: `R` rows of `I` entries, `X` rows at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,9 +16,10 @@ from actmat.errors import RecipeError
 from actmat.linalg.chunks import CHUNK_ENTRIES
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
 from actmat.linalg.masks.mask import Keep, random_int32
+from actmat.linalg.operations import Operation, entries
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Fractions, MergeMethod, Weights
-from actmat.methods.facets import About, Access, Cost, Merged
+from actmat.methods.facets import Access, Cost, Merged
 
 
 def merge(
@@ -34,7 +33,10 @@ def merge(
     sign_election: bool = True,
     reduce: Literal["mean", "sum"] = "mean",
 ) -> Merged:
-    """Keep entry `i` of a row with probability `p_i = d - epsilon + 2 epsilon r_i`, then elect and merge.
+    """Drop entries at random, small ones more often, rescale, elect signs, average what agrees.
+
+        m_ti ~ Bernoulli(p_i),   p_i = d - epsilon + 2 epsilon r_i
+        D* = mean of the w_t m_ti D_ti / p_ti with the elected sign
 
     `r_i` in [0, 1] is the rank of the magnitude within its row (last axis; a vector is one row), equal magnitudes in
     storage order; a row of one entry has `p = d`.
@@ -48,6 +50,10 @@ def merge(
             masked delta its L1 norm back, by one factor (mergekit's default); `none` leaves the entries.
         sign_election: merge what agrees with the elected sign; off (mergekit's della_linear), sum all.
         reduce: mean (the paper) or sum (mergekit) of the agreeing entries.
+
+    Source:
+        P. T. Deep, R. Bhardwaj, S. Poria, "DELLA-Merging: reducing interference in model merging through
+        magnitude-based sampling", 2024, arXiv:2406.11617.
     """
     densities = per_expert("density", density, len(deltas))
     epsilons = per_expert("epsilon", epsilon, len(deltas))
@@ -121,21 +127,21 @@ def normalized_ranks(scores_RI: Tensor) -> Tensor:
     return torch.empty_like(scores_RI).scatter_(-1, order_RI, rank_I.expand_as(scores_RI))
 
 
+def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[Operation]:
+    """Sorting each row takes a pass for every binary digit of its length."""
+    return [entries(n_experts * math.prod(shape) * max(1, (shape[-1] - 1).bit_length()))]
+
+
 DELLA = MergeMethod(
     "della",
     merge,
     "tensor",
-    About(
-        "Drop entries at random, small ones more often, rescale, elect signs, average what agrees.",
-        "m_ti ~ Bernoulli(d - e + 2 e rank_i); D* = mean of the w_t m_ti D_ti / p_ti with the elected sign",
-        "Deep et al., DELLA-Merging, 2024",
-    ),
     laws=frozenset({"homogeneous", "odd", "zeros"}),
     access=Access(one_pass=True),
     cost=Cost(
-        "T N^2 log N",
         workspace=lambda shape, n_experts, options: (
             (n_experts + 1) * math.prod(shape) + election_workspace(math.prod(shape), n_experts)
         ),
+        operations=_operations,
     ),
 )

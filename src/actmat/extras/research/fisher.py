@@ -1,7 +1,4 @@
-"""Fisher merging: every entry is averaged with the experts' diagonal Fisher information as weights.
-
-M. Matena, C. Raffel, "Merging models with Fisher-weighted averaging", NeurIPS 2022.
-"""
+"""Method `fisher`."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 from torch import Tensor
 
 from actmat.methods.contract import Bounds, MergeMethod, Weights
-from actmat.methods.facets import About, Access, Cost, Merged
+from actmat.methods.facets import Access, Cost, Merged
 
 _NOWHERE = 1e-30
 """Added to every Fisher entry, far below any real one: entries without Fisher information get the mean."""
@@ -29,9 +26,12 @@ def merge(
     floor_use: Literal["add", "drop"] = "add",
     normalise: Literal["none", "tensor"] = "none",
 ) -> Merged:
-    """`D* = sum_t c_t F_t D_t / sum_t c_t F_t`, entry by entry; `F_t >= 0` the diagonal Fisher of expert t.
+    """Average of the experts with their diagonal Fisher information as weights.
 
-    Equal to averaging the weights themselves, because the coefficients of an entry sum to 1. Entries without any
+        D* = sum_t c_t F_t D_t / sum_t c_t F_t
+
+    Entry by entry, `F_t >= 0` the diagonal Fisher of expert t: an expert counts where its predictions depend on the
+    entry. Equal to averaging the weights themselves, because the coefficients of an entry sum to 1. Entries without any
     Fisher take the mean of the experts weighted by their floors (`floor_use="add"`).
 
     Args:
@@ -41,6 +41,9 @@ def merge(
             depend on the units of the loss; "absolute" takes `floor` as it is.
         floor_use: "add" adds it to every entry; "drop" keeps the base where the summed Fisher is not above it.
         normalise: "tensor" divides each expert's Fisher by its Euclidean norm over this tensor (plus the floor).
+
+    Source:
+        M. Matena, C. Raffel, "Merging models with Fisher-weighted averaging", NeurIPS 2022, arXiv:2111.09832.
     """
     share = [1.0] * len(deltas) if weights is None else list(weights)
     top: Tensor | None = None
@@ -73,13 +76,8 @@ FISHER = MergeMethod(
     "fisher",
     merge,
     "tensor",
-    About(
-        "Average of the experts with their diagonal Fisher information as weights.",
-        "D* = sum_t F_t D_t / sum_t F_t",
-        "Matena and Raffel, Merging models with Fisher-weighted averaging, NeurIPS 2022",
-    ),
     laws=frozenset({"single", "identical", "homogeneous", "odd", "zeros"}),
     access=Access(one_pass=True),
-    cost=Cost("T N^2", workspace=lambda shape, n_experts, options: 5 * math.prod(shape)),
+    cost=Cost(workspace=lambda shape, n_experts, options: 5 * math.prod(shape)),
     needs_statistics=("fisher",),
 )

@@ -1,17 +1,6 @@
-"""Iso-C: the sum of the deltas with its spectrum made flat.
-
-D. Marczak, S. Magistri, S. Cygert, B. Twardowski, A. D. Bagdanov, J. van de Weijer, "No Task Left Behind: Isotropic
-Model Merging with Common and Task-Specific Subspaces", ICML 2025.
+"""Method `iso_c`.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `R` rank of a factor pair, `P, Q` ranks of the common bases.
-
-**Rank-deficient sums.** Let `r < p = min(O, I)` be the rank of the sum. The published mean is over all `p`
-values, and LAPACK's `U V^T` includes `p - r` null-space pairs that the sum does not determine: the published answer is
-the sum of a determined part, `c U_r V_r^T`, and an arbitrary isometry of norm `c sqrt(p - r)` between the null spaces.
-With `null="zero"`, the default, the result is only the determined part: the same `c`, the same action on the column
-and row space of the sum, and the base weights untouched beyond them. It has the rank of the sum, obeys the
-orthogonal laws, and has an exact low-rank form. With full rank there is nothing to choose and it is the published
-rule. `null="fill"` adds the arbitrary part as well, for comparison with published numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +18,7 @@ from actmat.linalg.singular import Mean, isotropic
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
 from actmat.methods._shared.per_matrix import Shape, in_cores
 from actmat.methods.contract import Fraction, MergeMethod, Weights
-from actmat.methods.facets import SUM_LAWS, About, Access, Cost, Merged
+from actmat.methods.facets import SUM_LAWS, Access, Cost, Merged
 
 Null = Literal["zero", "fill"]
 
@@ -48,7 +37,19 @@ def merge(
     null: Null = "zero",
     rtol: Fraction = RANK_RTOL,
 ) -> Merged:
-    """`sum_t w_t D_t = U diag(s) V^T -> D* = mean(s) U V^T`.
+    """Sum of the deltas, all its singular values replaced by their mean.
+
+        sum_t w_t D_t = U diag(s) V^T,   D* = mean(s) U V^T
+
+    Directions that only one task uses are no longer drowned by those that all share.
+
+    **Rank-deficient sums.** Let `r < p = min(O, I)` be the rank of the sum. The published mean is over all `p` values,
+    and LAPACK's `U V^T` includes `p - r` null-space pairs that the sum does not determine: the published answer is the
+    sum of a determined part, `c U_r V_r^T`, and an arbitrary isometry of norm `c sqrt(p - r)` between the null spaces.
+    With `null="zero"`, the default, the result is only the determined part: the same `c`, the same action on the column
+    and row space of the sum, and the base weights untouched beyond them. It has the rank of the sum, obeys the
+    orthogonal laws, and has an exact low-rank form. With full rank there is nothing to choose and it is the published
+    rule. `null="fill"` adds the arbitrary part as well, for comparison with published numbers.
 
     Args:
         mean: "all" divides the sum of the singular values by `min(O, I)`, as published; "rank" by the numerical rank;
@@ -56,6 +57,10 @@ def merge(
         null: "zero" keeps the null directions of a rank-deficient sum at zero; "fill" gives them the mean singular
             value along the singular vectors that LAPACK returns, which the input does not determine.
         rtol: singular values at or below `rtol` times the largest one count as zero.
+
+    Source:
+        D. Marczak, S. Magistri, S. Cygert, B. Twardowski, A. D. Bagdanov, J. van de Weijer, "No Task Left Behind:
+        Isotropic Model Merging with Common and Task-Specific Subspaces", ICML 2025, arXiv:2502.04959.
     """
     total_OI = one_pass_sum(deltas, [1.0] * len(deltas) if weights is None else weights)
     directions = min((shape or total_OI.shape)[-2:])
@@ -71,22 +76,17 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
 
 
 def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
-    *batch, rows, columns = shape
+    rows, columns = shape
     polar = ops.polar_factor(rows, columns, double=double or options["null"] == "fill")
-    return ops.repeated([ops.entries((n_experts + 2) * rows * columns), *polar], math.prod(batch))
+    return [ops.entries((n_experts + 2) * rows * columns), *polar]
 
 
 ISO_C = MergeMethod(
     "iso_c",
     merge,
     "matrix",
-    About(
-        "Sum of the deltas, all its singular values replaced by their mean.",
-        "D* = mean(s) U V^T, sum_t w_t D_t = U diag(s) V^T",
-        "Marczak et al., No Task Left Behind: Isotropic Model Merging, ICML 2025",
-    ),
     laws=SUM_LAWS,
     lowrank=in_cores(merge, refused=("null", "fill", _FULL_RANK)),
     access=Access(one_pass=True),
-    cost=Cost("N^3", workspace=_workspace, operations=_operations),
+    cost=Cost(workspace=_workspace, operations=_operations),
 )

@@ -1,14 +1,7 @@
-"""Iso-CTS: a common subspace of the sum, completed by task-specific directions, with a flat spectrum.
-
-D. Marczak, S. Magistri, S. Cygert, B. Twardowski, A. D. Bagdanov, J. van de Weijer, "No Task Left Behind: Isotropic
-Model Merging with Common and Task-Specific Subspaces", ICML 2025.
+"""Method `iso_cts`.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `C` common directions, `K` task directions per expert,
 `J = C + T K <= min(O, I)`, `R` rank of a factor pair, `P, Q` ranks of the common bases.
-
-Directions that the deltas do not determine (common ones beyond the rank of the sum, task ones beyond the rank of a
-residual) are left at zero, where the published code takes LAPACK's null-space vectors; the mean is over `J` values
-either way. With deltas of full rank both agree.
 """
 
 from __future__ import annotations
@@ -27,7 +20,7 @@ from actmat.linalg.singular import join, orthogonalised_sum
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, part_stats, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import Shape, in_cores
 from actmat.methods.contract import Fraction, MergeMethod, Weights
-from actmat.methods.facets import LINEAR_LAWS, About, Cost, Merged
+from actmat.methods.facets import LINEAR_LAWS, Cost, Merged
 
 
 def merge(
@@ -38,15 +31,25 @@ def merge(
     common_fraction: Fraction = 0.8,
     rtol: Fraction = RANK_RTOL,
 ) -> Merged:
-    """`D* = mean(s) polar([U_1 .. U_T U_c]) polar([V_1 .. V_T V_c])^T`, `s = [s_1 .. s_T s_c]`.
+    """Iso-C on a common subspace plus the leading directions of what each expert has outside it.
 
-    `U_c, s_c, V_c` are the top `C` triplets of `sum_t w_t D_t`; `U_t, s_t, V_t` the top `K` triplets of
-    `w_t (D_t - U_c U_c^T D_t)`. See `split_directions` for `C` and `K`.
+        D* = mean(s) polar([U_1 .. U_T U_c]) polar([V_1 .. V_T V_c])^T,
+        s = [s_1 .. s_T s_c]
+
+    `U_c, s_c, V_c` are the top `C` triplets of `sum_t w_t D_t`; `U_t, s_t, V_t` the top `K` triplets of `w_t (D_t - U_c
+    U_c^T D_t)`; `C + T K` is `min(O, I)` (see `split_directions`). Directions that the deltas do not determine (common
+    ones beyond the rank of the sum, task ones beyond the rank of a residual) are left at zero, where the published code
+    takes LAPACK's null-space vectors; the mean is over `C + T K` values either way. With deltas of full rank both
+    agree.
 
     Args:
         common_fraction: share of the `min(O, I)` directions that is common.
         rtol: singular values at or below `rtol` times the largest one of the sum (`||D_t||_F` for the residual of
             expert t) count as zero.
+
+    Source:
+        D. Marczak, S. Magistri, S. Cygert, B. Twardowski, A. D. Bagdanov, J. van de Weijer, "No Task Left Behind:
+        Isotropic Model Merging with Common and Task-Specific Subspaces", ICML 2025, arXiv:2502.04959.
     """
     shares = [1.0] * len(deltas) if weights is None else list(weights)
     total_OI = one_pass_sum(deltas, shares)
@@ -93,7 +96,7 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
 
 
 def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
-    *batch, rows, columns = shape
+    rows, columns = shape
     common, own = split_directions(min(rows, columns), n_experts, options["common_fraction"])
     joint = common + n_experts * own
     rest = [ops.product(common, columns, rows), ops.product(rows, columns, common)] if own else []
@@ -102,19 +105,14 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
     for side in (rows, columns):
         found += ops.polar_factor(side, joint, double=double)
     found += [ops.entries(n_experts * rows * columns), ops.product(rows, columns, joint)]
-    return ops.repeated(found, math.prod(batch))
+    return found
 
 
 ISO_CTS = MergeMethod(
     "iso_cts",
     merge,
     "matrix",
-    About(
-        "Iso-C on a common subspace plus the leading directions of what each expert has outside it.",
-        "D* = mean(s) polar([U_t, U_c]) polar([V_t, V_c])^T, U_c of sum_t D_t, U_t of (I - U_c U_c^T) D_t",
-        "Marczak et al., No Task Left Behind: Isotropic Model Merging, ICML 2025",
-    ),
     laws=LINEAR_LAWS,
     lowrank=in_cores(merge),
-    cost=Cost("T N^3", workspace=_workspace, operations=_operations),
+    cost=Cost(workspace=_workspace, operations=_operations),
 )

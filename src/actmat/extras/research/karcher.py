@@ -1,9 +1,5 @@
-"""Karcher mean: the Riemannian centre of mass of the experts' directions on the unit sphere.
+"""Method `karcher`.
 
-H. Karcher, "Riemannian center of mass and mollifier smoothing", Comm. Pure Appl. Math. 30 (1977).
-
-The iteration stays in the span of the experts. So it runs on coefficients, with the `T x T` inner products in place
-of the tensors: two passes over memory instead of several per iteration.
 Shapes: `K` points on the sphere (experts, and the base with `include_base`), `B` tensors of the basis, `T` experts.
 """
 
@@ -20,7 +16,7 @@ from actmat.linalg.chunks import empty_result, prepend
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import Bounds, MergeMethod, Weights
-from actmat.methods.facets import About, Access, Combination, Cost, Merged
+from actmat.methods.facets import Access, Combination, Cost, Merged, passes
 
 
 def merge(
@@ -33,7 +29,13 @@ def merge(
     include_base: bool = False,
     of: Literal["weights", "deltas"] = "weights",
 ) -> Merged:
-    """`W* = (sum_t a_t |W_t|) u*`, `u* = argmin_u sum_t a_t angle(u, W_t/|W_t|)^2`, `|u| = 1`; `D* = W* - W_0`.
+    """Centre of mass of the experts' directions on the unit sphere, at their mean norm.
+
+        W* = (sum_t a_t |W_t|) u*,
+        u* = argmin_u sum_t a_t angle(u, W_t / |W_t|)^2,   |u| = 1
+
+    The counterpart of `slerp` for any number of models. The iteration stays in the span of the experts, so that it runs
+    on coefficients, with the `T x T` inner products in place of the tensors: they are read twice, not twice per step.
 
     Args:
         weights: one per expert, `a` before it is normalised to sum 1 (the base's own weight is their mean).
@@ -42,6 +44,9 @@ def merge(
         tol: length of a step, in radians, at which it stops; tensors with a smaller norm have no direction.
         include_base: make the base one of the points.
         of: "deltas": the points are `D_t`, and `D*` is their mean.
+
+    Source:
+        H. Karcher, "Riemannian center of mass and mollifier smoothing", Comm. Pure Appl. Math. 30 (1977).
     """
     basis = deltas if of == "deltas" else prepend(given_base("karcher", base), deltas)
     gram_BB = inner_products(basis)
@@ -130,11 +135,6 @@ KARCHER = MergeMethod(
     "karcher",
     merge,
     "tensor",
-    About(
-        "Centre of mass of the experts' weights on the sphere, at their mean norm.",
-        "W* = (sum_t a_t |W_t|) argmin_u sum_t a_t angle(u, W_t)^2",
-        "Karcher, Riemannian center of mass and mollifier smoothing, CPAM 1977",
-    ),
     laws=frozenset({"permutation", "single", "identical", "left_orthogonal", "right_orthogonal", "zeros"}),
     access=Access(
         streams=True,
@@ -142,6 +142,9 @@ KARCHER = MergeMethod(
         base=lambda options: options["of"] == "weights",
         baseless=lambda options, n_experts: not options.get("include_base", False) and options.get("of") != "deltas",
     ),
-    cost=Cost("T^2 N^2", workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1)),
+    cost=Cost(
+        operations=passes(lambda n_experts: n_experts**2),
+        workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),
+    ),
     combine=combine,
 )

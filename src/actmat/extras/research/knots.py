@@ -1,22 +1,7 @@
-"""KnOTS: align the experts in one joint singular basis, merge their coordinates there, go back.
-
-G. Stoica, P. Ramesh, B. Ecsedi, L. Choshen, J. Hoffman, "Model merging with SVD to tie the KnOTS", ICLR 2025.
+"""Method `knots`.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `R` directions of the joint basis, `P, Q` ranks of the common
 bases of low-rank deltas.
-
-    [D_1 ... D_T] = U diag(s) [V_1^T ... V_T^T]        (O x T I)
-
-| order | merged by the inner method | result |
-|---|---|---|
-| `official` (the paper and its code) | `C_t = diag(s) V_t^T` | `D* = U rule(C_1, ..., C_T)` |
-| `actmat` (K-TSV and K-Iso-C of the ACTMat paper's code) | `V_t^T` | `D* = U diag(s) rule(V_1^T, ..., V_T^T)` |
-
-The coordinates are computed as `C_t = U^T D_t`, so no right singular vector is needed and a zero delta has
-coordinates that are exactly zero. With inner TIES each expert's threshold is that of all its coordinates in the whole
-model (`trim="global"`, as in the original), which a survey finds before the first tensor is merged. Votes that cancel
-exactly elect nothing: the original takes the majority sign of all coordinates, but the sign of a coordinate is that of
-its singular vector, which a LAPACK is free to choose.
 """
 
 from __future__ import annotations
@@ -40,7 +25,7 @@ from actmat.linalg.singular import JointBasis, Mean, isotropic, join, joint_basi
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
 from actmat.methods.dare import drops
-from actmat.methods.facets import About, Cost, LowRankForm, Merged, MergedLowRank
+from actmat.methods.facets import Cost, LowRankForm, Merged, MergedLowRank
 from actmat.methods.ties import SURVEY, TrimSurvey, kept_entries
 
 Rule = Literal["ties", "task_arithmetic", "dare", "tsv", "iso_c"]
@@ -62,7 +47,23 @@ def merge(  # noqa: PLR0913 - options of a method are parameters of its function
     rtol: Fraction = RANK_RTOL,
     mean: Mean = "all",
 ) -> Merged:
-    """`D* = U rule(U^T D_1, ..., U^T D_T)`, or the order of the ACTMat paper's code, see the table above.
+    """Merge coordinates of the experts in one joint singular basis (KnOTS), by TIES or another rule.
+
+        [D_1 .. D_T] = U diag(s) [V_1^T .. V_T^T];
+        D* = U rule(diag(s) V_1^T, .., diag(s) V_T^T)
+
+    Made for LoRA, whose deltas hardly share directions as they are.
+
+    | order | merged by the inner method | result |
+    |---|---|---|
+    | `official` (the paper and its code) | `C_t = diag(s) V_t^T` | `D* = U rule(C_1, ..., C_T)` |
+    | `actmat` (K-TSV and K-Iso-C of the ACTMat paper's code) | `V_t^T` | `D* = U diag(s) rule(V_1^T, ..., V_T^T)` |
+
+    The coordinates are computed as `C_t = U^T D_t`, so no right singular vector is needed and a zero delta has
+    coordinates that are exactly zero. With inner TIES each expert's threshold is that of all its coordinates in the
+    whole model (`trim="global"`, as in the original), which a survey finds before the first tensor is merged. Votes
+    that cancel exactly elect nothing: the original takes the majority sign of all coordinates, but the sign of a
+    coordinate is that of its singular vector, which a LAPACK is free to choose.
 
     Args:
         survey: each expert's threshold over the whole model; without it, these deltas are the model.
@@ -75,6 +76,10 @@ def merge(  # noqa: PLR0913 - options of a method are parameters of its function
             default drops none of a tensor all of whose singular values are so small.
         rtol: singular values at or below `rtol` times the largest one are dropped as well.
         mean: of the singular values in `rule="iso_c"`, see `iso_c`; the other rules ignore it.
+
+    Source:
+        G. Stoica, P. Ramesh, B. Ecsedi, L. Choshen, J. Hoffman, "Model merging with SVD to tie the KnOTS", ICLR 2025,
+        arXiv:2410.19735.
     """
     basis, parts_RI = _dense_parts(deltas, order, atol, rtol)
     retries: Retries = basis.retries
@@ -240,7 +245,7 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
 
 
 def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
-    *batch, rows, columns = shape
+    rows, columns = shape
     kept, rule = min(rows, n_experts * columns), options["rule"]
     side = n_experts * columns
     if double or rows > side:
@@ -255,26 +260,17 @@ def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]
     elif rule == "iso_c":
         found += ops.polar_factor(kept, columns, double=double)
     rounds = 2 if rule == "ties" and options["trim"] == "global" else 1  # the survey decomposes once, as the merge does
-    found = [
-        *ops.repeated(found, rounds),
-        ops.entries(4 * n_experts * kept * columns),
-        ops.product(rows, columns, kept),
-    ]
-    return ops.repeated(found, math.prod(batch))
+    inner = [ops.entries(4 * n_experts * kept * columns), ops.product(rows, columns, kept)]
+    return [*ops.repeated(found, rounds), *inner]
 
 
 KNOTS = MergeMethod(
     "knots",
     merge,
     "matrix",
-    About(
-        "Merge coordinates of the experts in one joint singular basis (KnOTS), by TIES or another rule.",
-        "[D_1 .. D_T] = U diag(s) [V_1^T .. V_T^T]; D* = U rule(diag(s) V_1^T, .., diag(s) V_T^T)",
-        "Stoica et al., Model merging with SVD to tie the KnOTS, ICLR 2025",
-    ),
     laws=frozenset({"permutation", "odd", "left_orthogonal", "zero_expert", "zeros"}),
     lowrank=LowRankForm(merge_lowrank, keeps_row_space=False),  # `ties` and `dare` select single coordinates
-    cost=Cost("T N^3", workspace=_workspace, operations=_operations),
+    cost=Cost(workspace=_workspace, operations=_operations),
     survey=replace(
         SURVEY,
         applies=_is_surveyed,

@@ -1,6 +1,5 @@
-"""Model Stock: the step from the base towards the average, computed from the angle between the experts.
+"""Method `model_stock`.
 
-D.-H. Jang, S. Yun, D. Han, "Model Stock: All we need is just a few fine-tuned models", ECCV 2024.
 Shapes: `T` experts, `N` filters (rows), `I` entries of one filter.
 """
 
@@ -16,21 +15,28 @@ from torch import Tensor
 from actmat.linalg.chunks import SHORT_CHUNK, empty_result, shape_and_dtype
 from actmat.linalg.inner import inner_products, inner_workspace, weighted_sum
 from actmat.methods.contract import MergeMethod
-from actmat.methods.facets import MEAN_LAWS, About, Access, Combination, Cost, Merged
+from actmat.methods.facets import MEAN_LAWS, Access, Combination, Cost, Merged, passes
 
 _SINGULAR = 1e-6
 """`|1 + (T - 1) cos|` below which opposing experts give no finite estimate; the filter then keeps the base."""
 
 
 def merge(deltas: Sequence[Tensor], *, filter_wise: bool = False) -> Merged:
-    """`D* = t mean(D)`, `t = T c / (1 + (T - 1) c)`, `c` the mean cosine over all pairs of experts.
+    """Mean delta, shrunk towards the base the more the experts disagree in direction.
 
-    Base weights are not needed: interpolating `W_0` and the mean of the `W_t` is scaling the mean delta.
-    A zero delta has cosine 0 with every other. One expert has no pair and is returned as it is.
+        D* = t mean_t(D_t),   t = T c / (1 + (T - 1) c),
+        c = mean cosine over all pairs of experts
+
+    Base weights are not needed: interpolating `W_0` and the mean of the `W_t` is scaling the mean delta. A zero delta
+    has cosine 0 with every other. One expert has no pair and is returned as it is.
 
     Args:
         filter_wise: one angle per vector along the last axis (an output unit) instead of one per tensor; a
             one-dimensional tensor is one filter.
+
+    Source:
+        D.-H. Jang, S. Yun, D. Han, "Model Stock: All we need is just a few fine-tuned models", ECCV 2024,
+        arXiv:2403.19522.
     """
     if filter_wise and len(deltas) > 1 and len(shape_and_dtype(deltas)[0]) > 1:
         return _merge_filters(deltas)
@@ -92,13 +98,8 @@ MODEL_STOCK = MergeMethod(
     "model_stock",
     merge,
     "tensor",
-    About(
-        "Mean delta, shrunk towards the base the more the experts disagree in direction.",
-        "D* = t mean_t(D_t), t = T c / (1 + (T-1) c), c = mean cosine over pairs of experts",
-        "Jang, Yun, Han, Model Stock, ECCV 2024, arXiv:2403.19522",
-    ),
     laws=MEAN_LAWS,
     access=Access(streams=lambda options: not options["filter_wise"], walks_again=True),  # chunks end within filters
-    cost=Cost("T^2 N^2", workspace=_workspace),
+    cost=Cost(operations=passes(lambda n_experts: n_experts**2), workspace=_workspace),
     combine=combine,
 )

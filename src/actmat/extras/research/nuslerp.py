@@ -1,6 +1,6 @@
-"""NuSLERP: spherical interpolation of two experts' deltas, or of their weights, as a whole or row by row.
+"""Method `nuslerp`.
 
-C. Goddard, mergekit, 2024; `slerp` is the usual form. Shapes: `L` entries of one vector that has an angle of its own.
+Shapes: `L` entries of one vector that has an angle of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import MergeMethod, Weights
-from actmat.methods.facets import About, Access, Cost, Merged
+from actmat.methods.facets import Access, Cost, Merged, passes
 
 SMALLEST_SUM = 1e-6
 """Sum of the weights below which the middle is taken."""
@@ -30,15 +30,21 @@ def merge(
     of: Literal["deltas", "weights"] = "deltas",
     along: Literal["tensor", "rows", "columns"] = "tensor",
 ) -> Merged:
-    """`X = [sin((1-t) a) X_1 + sin(t a) X_2] / sin(a)`, `t = w_2 / (w_1 + w_2)`, `a` the angle between `X_1` and `X_2`.
+    """Spherical interpolation of two experts' deltas or weights; of the whole tensor, its rows or its columns.
 
-    Parallel and opposite vectors are interpolated linearly, and a zero vector is at a right angle to all. A delta
-    that is alone is the result. float64 inside.
+        D* = [sin((1-t) a) D_1 + sin(t a) D_2] / sin(a),   t = w_2 / (w_1 + w_2),
+        a: angle between D_1 and D_2
+
+    Parallel and opposite vectors are interpolated linearly, and a zero vector is at a right angle to all. A delta that
+    is alone is the result. float64 inside. `slerp` is the usual form.
 
     Args:
         of: `D* = X` from the deltas; "weights": `D* = X - W_0` from `W_t = W_0 + D_t`.
         along: one angle for the whole tensor, one for each row (along the last axis), or one for each column (along
             the first).
+
+    Source:
+        C. Goddard, mergekit, 2024.
     """
     if len(deltas) > 2:
         raise ValueError(f"nuslerp: a path has two ends, not {len(deltas)}")
@@ -83,13 +89,10 @@ NUSLERP = MergeMethod(
     "nuslerp",
     merge,
     "tensor",
-    About(
-        "Spherical interpolation of two experts' deltas or weights; of the whole tensor, its rows or its columns.",
-        "D* = [sin((1-t) a) D_1 + sin(t a) D_2] / sin(a), t = w_2 / (w_1 + w_2)",
-        "Goddard, mergekit, 2024",
-    ),
     laws=frozenset({"homogeneous", "odd", "identical", "left_orthogonal", "right_orthogonal", "permutation", "zeros"}),
     access=Access(base=_of_weights),
-    cost=Cost("N^2", workspace=lambda shape, n_experts, options: 18 * math.prod(shape)),
+    cost=Cost(
+        operations=passes(lambda n_experts: 1), workspace=lambda shape, n_experts, options: 18 * math.prod(shape)
+    ),
     max_experts=2,
 )

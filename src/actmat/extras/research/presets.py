@@ -1,12 +1,4 @@
-"""More presets of the interference family, as in `methods/presets.py`: each chooses estimator, filter, fill and options.
-
-| preset | idea |
-|---|---|
-| `wudi` | R. Cheng et al., "Whoever Started the Interference Should End It: Guiding Data-Free Model Merging via Task Vectors", ICML 2025. The objective is a least-squares problem with a closed form, the default here; the paper takes a fixed number of Adam steps from the sum of the deltas. |
-| `swudi` | WUDI's few Adam steps stop long before the minimiser, and do better for it. The exponential filter is that early stop in closed form: direction by direction, `1 - exp(-l t)` of the way from the sum to the minimiser. |
-| `aswudi` | The number of solved directions is the participation number of the singular values, `ceil((sum sqrt(l))^2 / sum l)`: `I` for a flat spectrum, 1 for a spike. |
-| `lot` | W. Sun et al., "Towards Minimizing Feature Drift in Model Merging: Layer-wise Task Vector Fusion for Adaptive Knowledge Integration", NeurIPS 2025. For linear layers its solution is RegMean in the delta form, with plain Grams. |
-"""  # noqa: E501 - rows of a table
+"""More presets of the interference family: each chooses estimator, filter, fill and options of `actmat`."""
 
 from __future__ import annotations
 
@@ -32,11 +24,14 @@ def wudi(
     steps: Annotated[int, Bounds(0)] = 300,
     lr: Positive = 1e-5,
 ) -> Rule | Adam:
-    """`D* = argmin_D sum_t w_t ||(D - D_t) D_t^T||_F^2 / ||D_t||_F^2`; a zero delta has no term.
+    """Least interference in each expert's own row space, every expert counted equally.
 
-    Where the objective is flat (directions that no delta uses), the closed form takes `N`, the sum by default, as
-    gradient descent from the sum would. Weights are non-negative; they multiply the expert's term and, in the fill,
-    `D_t`.
+        D* = argmin_D sum_t w_t ||(D - D_t) D_t^T||_F^2 / ||D_t||_F^2
+
+    A zero delta has no term. The objective is a least-squares problem with a closed form, the default here; the paper
+    takes a fixed number of Adam steps from the sum of the deltas. Where the objective is flat (directions that no delta
+    uses), the closed form takes `N`, the sum by default, as gradient descent from the sum would. Weights are
+    non-negative; they multiply the expert's term and, in the fill, `D_t`.
 
     Args:
         optimiser: "closed" for the minimiser; "adam" for `steps` steps of Adam from the sum, as published. Adam's
@@ -45,6 +40,10 @@ def wudi(
         null: fill `N` of the closed form: nothing, the sum, or the mean of the deltas.
         steps: number of Adam steps.
         lr: Adam's step size.
+
+    Source:
+        R. Cheng et al., "Whoever Started the Interference Should End It: Guiding Data-Free Model Merging via Task
+        Vectors", ICML 2025, arXiv:2503.08099.
     """
     return Adam(steps, lr) if optimiser == "adam" else Rule(PER_NORM, Filter(rtol=rtol), null)
 
@@ -57,72 +56,63 @@ def swudi(
     null: FillOption = "sum",
     solver: SolverOption = "auto",
 ) -> Rule:
-    """`D* = N (I - V f(l) V^T) + B V (f(l) / l) V^T`, `S = sum_t w_t D_t^T D_t / ||D_t||_F^2 = V diag(l) V^T`.
+    """WUDI solved softly: gradient flow from the sum of the deltas, stopped at a finite time.
 
-    Weights are non-negative; they multiply `K_t` and, in the fill, `D_t`.
+        D* = N (I - V f V^T) + B V (f / l) V^T,   f = 1 - exp(-l t),
+        N = sum_t w_t D_t
+
+    `S = sum_t w_t D_t^T D_t / ||D_t||_F^2 = V diag(l) V^T`, `B = sum_t w_t D_t D_t^T D_t / ||D_t||_F^2`. WUDI's few
+    Adam steps stop long before the minimiser, and do better for it; the exponential filter is that early stop in closed
+    form. Weights are non-negative; they multiply `K_t` and, in the fill, `D_t`.
 
     Args:
         filter: "exponential" `f = 1 - exp(-l time)`, or "tikhonov" `f = l / (l + ridge tr(S) / I)`.
         time: stopping time, in units of the eigenvalues of `S`, whose trace is the number of experts that moved.
         ridge: relative ridge of the "tikhonov" filter, in units of the mean eigenvalue.
+
+    Source:
+        WalkerWorldPeace/MLLMerging, public code of SWUDI.
     """
     return Rule(PER_NORM, Filter(filter, ridge=ridge, time=time, time_is_absolute=True), null, solver)
 
 
 def aswudi(*, rtol: RelativeCutoff = None, null: FillOption = "sum", solver: SolverOption = "auto") -> Rule:
-    """`D* = N (I - P) + B S^+ P`, `P` the projector on the `ceil((sum sqrt(l))^2 / sum l)` leading eigenvectors of `S`.
+    """WUDI solved in as many leading directions as the spectrum's participation number says.
 
-    `S = sum_t w_t D_t^T D_t / ||D_t||_F^2 = V diag(l) V^T`, `B = sum_t w_t D_t D_t^T D_t / ||D_t||_F^2`. Weights are
-    non-negative; they multiply `K_t` and, in the fill, `D_t`.
+        D* = N (I - P) + B S^+ P,   rank P = ceil((sum sqrt(l))^2 / sum l),
+        N = sum_t w_t D_t
+
+    `P` projects on the leading eigenvectors of `S = sum_t w_t D_t^T D_t / ||D_t||_F^2 = V diag(l) V^T`, and `B = sum_t
+    w_t D_t D_t^T D_t / ||D_t||_F^2`. The participation number of the singular values is `I` for a flat spectrum, 1 for
+    a spike. In all other directions the sum of the deltas stays. Weights are non-negative; they multiply `K_t` and, in
+    the fill, `D_t`.
+
+    Source:
+        WalkerWorldPeace/MLLMerging, public code of ASWUDI.
     """
     return Rule(PER_NORM, Filter("adaptive", rtol=rtol), null, solver)
 
 
 def lot(*, rtol: Annotated[float | None, Bounds(0, 1)] = None) -> Rule:
-    """`D* = (sum_t w_t D_t X_t^T X_t) (sum_t w_t X_t^T X_t)^+ = argmin_D sum_t w_t ||X_t (D - D_t)^T||_F^2`.
+    """Least drift of each layer's features on the experts' data.
 
-    The statistics "gram" are `X_t^T X_t`, one `I x I` matrix per expert. Weights are non-negative; they multiply it.
+        D* = (sum_t w_t D_t X_t^T X_t) (sum_t w_t X_t^T X_t)^+
+           = argmin_D sum_t w_t ||X_t (D - D_t)^T||_F^2
+
+    For linear layers this is RegMean in the delta form, with plain Gram matrices: the statistics "gram" are `X_t^T
+    X_t`, one `I x I` matrix per expert. Weights are non-negative; they multiply it.
 
     Args:
         rtol: relative cut-off in units of the eigenvalues of the summed Gram; default `I * eps(float32)`.
+
+    Source:
+        W. Sun et al., "Towards Minimizing Feature Drift in Model Merging: Layer-wise Task Vector Fusion for Adaptive
+        Knowledge Integration", NeurIPS 2025.
     """
     return regmean.rule(rtol=rtol)
 
 
-WUDI = preset(
-    wudi,
-    "Least interference in each expert's own row space, every expert counted equally.",
-    "D* = argmin_D sum_t ||(D - D_t) D_t^T||_F^2 / ||D_t||_F^2",
-    "Cheng et al., Whoever Started the Interference Should End It, ICML 2025",
-    laws=FROM_SUM | {"identical"},
-)
-
-
-SWUDI = preset(
-    swudi,
-    "WUDI solved softly: gradient flow from the sum of the deltas, stopped at a finite time.",
-    "D* = N (I - V f V^T) + B V (f / l) V^T, f = 1 - exp(-l t), N = sum_t D_t",
-    "WalkerWorldPeace/MLLMerging, public code of SWUDI",
-    laws=FROM_SUM,
-)
-
-
-ASWUDI = preset(
-    aswudi,
-    "WUDI solved in as many leading directions as the spectrum's participation number says.",
-    "D* = N (I - P) + B S^+ P, rank P = ceil((sum sqrt(l))^2 / sum l), N = sum_t D_t",
-    "WalkerWorldPeace/MLLMerging, public code of ASWUDI",
-    laws=FROM_SUM,
-)
-
-
-LOT = preset(
-    lot,
-    "Least drift of each layer's features on the experts' data.",
-    "D* = (sum_t D_t X_t^T X_t) (sum_t X_t^T X_t)^+",
-    "Sun et al., Layer-wise Task Vector Fusion for Adaptive Knowledge Integration, NeurIPS 2025",
-    of="regmean",
-    laws=regmean.REGMEAN.laws,
-    flops="(T + 3) N^3",
-    has_grams=True,
-)
+WUDI = preset(wudi, FROM_SUM | {"identical"})
+SWUDI = preset(swudi, FROM_SUM)
+ASWUDI = preset(aswudi, FROM_SUM)
+LOT = preset(lot, regmean.REGMEAN.laws, of="regmean", has_grams=True)

@@ -1,7 +1,4 @@
-"""RAM: an entry that one expert changed stays whole, one that several changed is averaged over these.
-
-X. Yuan et al., "Behavior knowledge merge in reinforced agentic models", arXiv:2601.13572, 2026.
-"""
+"""Method `ram`."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 from torch import Tensor
 
 from actmat.methods.contract import Bounds, MergeMethod
-from actmat.methods.facets import About, Cost, Merged
+from actmat.methods.facets import Cost, Merged
 
 
 def merge(
@@ -23,7 +20,10 @@ def merge(
     amplify: Annotated[float, Bounds(0)] = 0.0,
     most: Annotated[float, Bounds(0)] = 0.2,
 ) -> Merged:
-    """`D* = sum_t m_t D_t lambda_t` where one expert changed an entry, `sum_t m_t D_t / sum_t m_t` elsewhere.
+    """Entries that one expert changed stay whole, those that several changed are averaged over these.
+
+        D* = sum_t m_t D_t lambda_t where one expert changed an entry,
+             sum_t m_t D_t / sum_t m_t elsewhere
 
     `m_t` is 1 where `|D_t| > epsilon`. `lambda_t = 1 + amplify min(rho_t, most)`, with `rho_t` the number of entries
     that expert t shares with others over the number that only it changed, in this tensor.
@@ -32,6 +32,9 @@ def merge(
         epsilon: largest magnitude that counts as unchanged, in units of the weights.
         amplify: r; 0 is RAM, 0.1 mergekit's ramplus_tl.
         most: alpha, the largest ratio that counts.
+
+    Source:
+        X. Yuan et al., "Behavior knowledge merge in reinforced agentic models", 2026, arXiv:2601.13572.
     """
     counts = torch.zeros(deltas[0].shape, dtype=torch.int16, device=deltas[0].device)
     for delta in deltas:
@@ -51,11 +54,6 @@ RAM = MergeMethod(
     "ram",
     merge,
     "tensor",
-    About(
-        "Entries that one expert changed stay whole, those that several changed are averaged over these.",
-        "D* = sum_t m_t D_t / max(1, sum_t m_t), m_t = [|D_t| > epsilon]",
-        "Yuan et al., Behavior knowledge merge in reinforced agentic models, arXiv:2601.13572, 2026",
-    ),
     laws=frozenset({"permutation", "odd", "zero_expert", "zeros"}),
-    cost=Cost("T N^2", workspace=lambda shape, n_experts, options: 7 * math.prod(shape)),
+    cost=Cost(workspace=lambda shape, n_experts, options: 7 * math.prod(shape)),
 )

@@ -1,6 +1,4 @@
-"""SCE: select the entries on which experts differ most, weight experts by energy, erase the minority sign.
-
-F. Wan et al., "FuseChat: knowledge fusion of chat models", 2024.
+"""Method `sce`.
 
 Shapes: `T` experts, `N` entries of a flattened tensor, `P` entries of one chunk of it.
 """
@@ -20,16 +18,22 @@ from actmat.linalg.masks.election import elect, election_workspace
 from actmat.linalg.masks.mask import Keep, Mask, Trim, top_trims
 from actmat.linalg.scaling import exponent_of, largest_entry, scaled
 from actmat.methods.contract import Fraction, MergeMethod
-from actmat.methods.facets import About, Cost, Merged
+from actmat.methods.facets import Cost, Merged
 
 
 def merge(deltas: Sequence[Tensor], *, select_topk: Fraction = 1.0) -> Merged:
-    """`D* = sum_{t in A} e_t D_t / sum_{t in A} e_t`, `e_t = ||D_t||_F^2`, `A = {t: sign(D_t) = sign(sum_t D_t)}`.
+    """Keep the entries of largest variance over experts, weight experts by energy, erase minority signs.
+
+        D* = sum_{t in A} e_t D_t / sum_{t in A} e_t,   e_t = ||D_t||_F^2,
+        A = {t: sign(D_t) = sign(sum_t D_t)}
 
     `D_t` here is the delta on the selected entries: the fraction `select_topk` of largest variance over experts.
 
     Args:
         select_topk: fraction, of the entries on which the experts differ at all, to keep; 1 keeps every entry.
+
+    Source:
+        F. Wan et al., "FuseChat: knowledge fusion of chat models", 2024, arXiv:2408.07990.
     """
     # squares of entries far from 1 leave float32's range; a power of two changes nothing else
     exponent = exponent_of(largest_entry(deltas))
@@ -91,14 +95,8 @@ SCE = MergeMethod(
     "sce",
     merge,
     "tensor",
-    About(
-        "Keep the entries of largest variance over experts, weight experts by energy, erase minority signs.",
-        "D* = sum_{t in A} e_t D_t / sum_{t in A} e_t, e_t = ||D_t||_F^2, A: sign(D_t) = sign(sum_t D_t)",
-        "Wan et al., FuseChat, 2024",
-    ),
     laws=frozenset({"permutation", "single", "identical", "homogeneous", "zero_expert", "zeros"}),
     cost=Cost(
-        "T N^2",
         workspace=lambda shape, n_experts, options: (
             # deltas that are brought near 1 are copied
             (1 + n_experts + (options["select_topk"] < 1)) * math.prod(shape)

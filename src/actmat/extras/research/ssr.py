@@ -1,7 +1,6 @@
-"""SSR-Merge: least squares on the layers' outputs within the inputs that the experts read.
+"""Method `ssr`.
 
-Z. Wei et al., "SSR-Merge: Subspace Signal Routing for Training-Free LoRA Merging in Diffusion Models", ICML 2026,
-arXiv:2606.10617.  Shapes: `T` experts, `O` out_features, `I` in_features, `R` rank of the joint row space, `N`
+Shapes: `T` experts, `O` out_features, `I` in_features, `R` rank of the joint row space, `N`
 in_features of a layer whose cores are given.
 """
 
@@ -21,7 +20,7 @@ from actmat.linalg.singular import joint_basis
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
 from actmat.methods._shared.per_matrix import in_cores
 from actmat.methods.contract import Bounds, MergeMethod
-from actmat.methods.facets import About, Cost, Merged
+from actmat.methods.facets import Cost, Merged
 
 
 def merge(
@@ -31,16 +30,22 @@ def merge(
     statistics: Mapping[str, Sequence[Tensor]],
     ridge: Annotated[float, Bounds(0)] = 1e-4,
 ) -> Merged:
-    """`D* = (sum_t D_t G_t V) (V^T G V + ridge m I)^+ V^T`, `G = sum_t G_t`, `m` the mean eigenvalue of `V^T G V`.
+    """Least squares on every layer's outputs within the span of the experts' rows (of LoRA, of all A).
 
-    The columns of `V` span the rows of all deltas (of adapters, of all `A_t`). With `ridge=0` it minimises
-    `sum_t E ||(D - D_t) z_t||^2` over all `D` whose rows lie in that span; `regmean` minimises it over all `D`. The
-    statistics that it needs are `V^T G_t V`, of the size of the ranks. float64 inside.
+        D* = (sum_t D_t G_t V) (V^T G V + ridge m I)^+ V^T,   G = sum_t G_t
+
+    The columns of `V` span the rows of all deltas (of adapters, of all `A_t`), `m` is the mean eigenvalue of `V^T G V`.
+    With `ridge=0` it minimises `sum_t E ||(D - D_t) z_t||^2` over all `D` whose rows lie in that span; `regmean`
+    minimises it over all `D`. The statistics that it needs are `V^T G_t V`, of the size of the ranks. float64 inside.
 
     Args:
         rows_NI: basis in which the deltas are given, for the low-rank form: cores instead of deltas.
         ridge: of the system, in units of its mean eigenvalue. In the authors' code it is absolute, and the basis is
             that of the stored `A_t`.
+
+    Source:
+        Z. Wei et al., "SSR-Merge: Subspace Signal Routing for Training-Free LoRA Merging in Diffusion Models", ICML
+        2026, arXiv:2606.10617.
     """
     grams = [g.to(torch.float64) for g in statistics["gram"]]
     if rows_NI is not None:
@@ -76,25 +81,20 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
 
 
 def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
-    *batch, n_out, n_in = shape
+    n_out, n_in = shape
     rank = min(n_experts * n_out, n_in)
     each = [ops.gram(n_in, n_out), ops.product(n_in, rank, n_in), ops.product(n_out, rank, n_in),
             ops.product(rank, rank, n_in)]  # fmt: skip
     whole = [ops.eigh(n_in), ops.eigh(rank), ops.product(n_out, rank, rank), ops.product(n_out, n_in, rank)]
-    return ops.repeated([*ops.repeated(each, n_experts), *whole], math.prod(batch))
+    return [*ops.repeated(each, n_experts), *whole]
 
 
 SSR = MergeMethod(
     "ssr",
     merge,
     "matrix",
-    About(
-        "Least squares on every layer's outputs within the span of the experts' rows (of LoRA, of all A).",
-        "D* = (sum_t D_t G_t V) (V^T G V + ridge m I)^+ V^T, V: joint row space",
-        "Wei et al., SSR-Merge, ICML 2026, arXiv:2606.10617",
-    ),
     laws=frozenset({"permutation", "homogeneous", "odd", "left_orthogonal", "zeros"}),
     lowrank=in_cores(merge, site_of=_in_rows),
-    cost=Cost("(3T + 4) N^3", workspace=_workspace, operations=_operations),
+    cost=Cost(workspace=_workspace, operations=_operations),
     needs_statistics=("gram",),
 )

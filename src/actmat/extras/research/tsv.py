@@ -1,7 +1,4 @@
-"""TSV-M: task singular vectors, orthogonalised across experts.
-
-A. A. Gargiulo, D. Crisostomi, M. S. Bucarelli, S. Scardapane, F. Silvestri, E. Rodolà, "Task Singular Vectors:
-Reducing Task Interference in Model Merging", CVPR 2025.
+"""Method `tsv`.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `K` directions kept per expert, `J = T K` of all, `R` rank
 of a factor pair, `P, Q` ranks of the common bases.
@@ -22,7 +19,7 @@ from actmat.linalg.singular import join, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, orthogonal_svd, part_stats, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import Shape, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod, Weights
-from actmat.methods.facets import About, Access, Cost, Merged
+from actmat.methods.facets import Access, Cost, Merged
 
 _NEEDS_NULL_SPACE = (
     "tsv: rank_aware=False asks for null-space vectors of the full matrices, which low-rank factors do not have; merge "
@@ -40,10 +37,14 @@ def merge(
     rank_aware: bool = True,
     rtol: Fraction = RANK_RTOL,
 ) -> Merged:
-    """`D* = polar([U_1 .. U_T]) diag(s_1 .. s_T) polar([V_1 .. V_T])^T` with the top `K` triplets of each `w_t D_t`.
+    """Top singular vectors of every expert, orthogonalised across experts (TSV-M).
 
-    `K = floor(min(O, I) / T)`. With more experts than `min(O, I)` the published `K` is zero and the result is a zero
-    delta (the layer keeps its base weights); `min_k=1` keeps the leading direction of every expert instead.
+        D* = polar([U_1 .. U_T]) diag(s_1 .. s_T) polar([V_1 .. V_T])^T
+
+    The top `K = floor(min(O, I) / T)` triplets of each `w_t D_t` are kept, as many as fit side by side, and the vectors
+    of different experts are made orthogonal to each other. With more experts than `min(O, I)` the published `K` is zero
+    and the result is a zero delta (the layer keeps its base weights); `min_k=1` keeps the leading direction of every
+    expert instead.
 
     Args:
         k: directions kept per expert, instead of `floor(min(O, I) / T)`.
@@ -51,6 +52,10 @@ def merge(
         rank_aware: keep no more directions of an expert than its numerical rank. Without it, the null-space vectors
             that LAPACK happens to return enter the orthogonalisation, and the result depends on the LAPACK.
         rtol: singular values at or below `rtol` times the largest one of the expert count as zero.
+
+    Source:
+        A. A. Gargiulo, D. Crisostomi, M. S. Bucarelli, S. Scardapane, F. Silvestri, E. Rodolà, "Task Singular Vectors:
+        Reducing Task Interference in Model Merging", CVPR 2025, arXiv:2412.00081.
     """
     parts: list[ThinSVD] = []
     shares = [1.0] * len(deltas) if weights is None else weights
@@ -95,26 +100,21 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
 
 
 def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:
-    *batch, rows, columns = shape
+    rows, columns = shape
     slots = _slots(shape, n_experts, options["k"], options["min_k"])
     joint = n_experts * slots
     found = ops.repeated(ops.thin_svd(rows, columns, slots, double=double or not options["rank_aware"]), n_experts)
     for side in (rows, columns):
         found += ops.polar_factor(side, joint, double=double)
-    return ops.repeated([*found, ops.product(rows, columns, joint)], math.prod(batch))
+    return [*found, ops.product(rows, columns, joint)]
 
 
 TSV = MergeMethod(
     "tsv",
     merge,
     "matrix",
-    About(
-        "Top singular vectors of every expert, orthogonalised across experts (TSV-M).",
-        "D* = polar([U_t]) diag([s_t]) polar([V_t])^T, K = floor(min(O, I) / T) triplets of each D_t",
-        "Gargiulo et al., Task Singular Vectors, CVPR 2025",
-    ),
     laws=frozenset({"permutation", "single", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
     lowrank=in_cores(merge, refused=("rank_aware", False, _NEEDS_NULL_SPACE)),
     access=Access(one_pass=True),
-    cost=Cost("T N^3", workspace=_workspace, operations=_operations),
+    cost=Cost(workspace=_workspace, operations=_operations),
 )

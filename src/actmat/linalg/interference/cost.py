@@ -97,8 +97,8 @@ def descent_workspace(shape: Sequence[int]) -> int:
 
 
 def operations(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bool) -> list[Operation]:
-    """Operations of `finish(prepare(...))` for deltas `*batch O I`."""
-    rows, width = shape[-2:]
+    """Operations of `finish(prepare(...))` for deltas `O I`."""
+    rows, width = shape
     factor_rows = rule.estimator.rows(rows, width)
     form = rule.form(factor_rows, width, n_experts, has_grams=has_grams)
     added = _estimating(rows, width, rule, has_grams=has_grams)
@@ -121,23 +121,22 @@ def operations(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: b
             left = [svd(size, width), product(rows, kept, size), product(rows, width, kept)]
             if rule.null != "zero":
                 left.append(product(rows, kept, width))
-            return repeated([*done, *left, entries(rows * width)], math.prod(shape[:-2]))
+            return [*done, *left, entries(rows * width)]
         done.append(gram(width, size))
     done += _solved(rows, size, rule)
     if rule.null != "zero":
         done.append(product(rows, size, width))
     if form == "dual":
         done.append(product(rows, width, size))
-    done.append(entries(3 * rows * width))
-    return repeated(done, math.prod(shape[:-2]))
+    return [*done, entries(3 * rows * width)]
 
 
 def descent_operations(shape: Sequence[int], n_experts: int, adam: Adam) -> list[Operation]:
     """Operations of `descend(accumulate(...))`: three products per expert, one and ten passes per step."""
-    rows, width = shape[-2:]
+    rows, width = shape
     sums = [product(width, width, rows), *repeated([product(rows, width, width)], 2), entries(4 * rows * width)]
     step = [product(rows, width, width), entries(10 * rows * width)]
-    return repeated([*repeated(sums, n_experts), *repeated(step, adam.steps)], math.prod(shape[:-2]))
+    return [*repeated(sums, n_experts), *repeated(step, adam.steps)]
 
 
 def _estimating(rows: int, width: int, rule: Rule, *, has_grams: bool) -> list[Operation]:

@@ -1,12 +1,11 @@
 """The interference family as methods: one function from options to a `Rule` gives every form of a member.
 
-`member` reads the options from that function's signature and builds the dense merge, the low-rank merge, the two
-stages that variants share, and what is declared about them.
+`member` declares the dense merge, the low-rank merge, the two stages that variants share, and their cost; the options
+are read from that function.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -21,7 +20,7 @@ from actmat.linalg.lowrank import LowRank
 from actmat.linalg.operations import Operation
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import NEEDS, Bounds, MergeMethod, Weights
-from actmat.methods.facets import About, Access, Cost, Law, LowRankForm, Merged, MergedLowRank, Stages, When
+from actmat.methods.facets import Access, Cost, Law, LowRankForm, Merged, MergedLowRank, Stages, When
 
 SHARED_LAWS: frozenset[Law] = frozenset({"permutation", "homogeneous", "odd", "zeros"})
 """Laws of every member."""
@@ -38,7 +37,6 @@ RuleOf = Callable[..., Rule | Adam]
 """A function of options (keyword-only parameters) to the member that they choose."""
 
 Statistics = Mapping[str, Sequence[Tensor]]
-_NEEDED = {"statistics": Statistics | None, "base": Tensor | None, "weights": Sequence[float] | None}
 
 _ADAM_NEEDS_ENTRIES = (
     "optimiser='adam' is not available for low-rank deltas: Adam scales each entry of the O x I matrix by itself, "
@@ -57,48 +55,40 @@ _FILL_IS_DENSE = (
 def member(
     name: str,
     rule_of: RuleOf,
-    about: About,
     laws: frozenset[Law],
     *,
-    flops: str = "(2T + 3) N^3",
     has_grams: bool = False,
-    has_lowrank: bool = True,
     base: When = False,
+    preset_of: str | None = None,
 ) -> MergeMethod:
     """Declare a member of the family.
 
     Args:
-        rule_of: its options -> the rule. Its docstring becomes that of the merge.
-        flops: see `Cost`; by default, of accumulating both sums and one decomposition.
+        rule_of: its options -> the rule. Its docstring is that of the method.
         has_grams: given Gram matrices take the place of the estimates, as `statistics`.
-        has_lowrank: some options have a low-rank form.
         base: the base is taken, and read under these options; see `Access`.
     """
     family = _Family(rule_of, has_grams)
-    needs = (("statistics",) if has_grams else ()) + (("base",) if base else ()) + ("weights",)
-    merge_lowrank = _published(family.merge_lowrank, rule_of, needs)
-    lowrank = LowRankForm(merge_lowrank, why_not=family.lowrank_problem, meets_all=family.meets_all)
+    takes = (("statistics",) if has_grams else ()) + (("base",) if base else ()) + ("weights",)
     return MergeMethod(
         name,
-        _published(family.merge, rule_of, needs),
+        family.merge,
         "matrix",
-        about,
         laws=laws,
-        lowrank=lowrank if has_lowrank else None,
+        declared_by=rule_of,
+        takes=takes,
+        lowrank=LowRankForm(family.merge_lowrank, why_not=family.lowrank_problem, meets_all=family.meets_all),
         access=Access(one_pass=True, base=base),
-        cost=Cost(flops, workspace=family.workspace, operations=family.operations),
+        cost=Cost(workspace=family.workspace, operations=family.operations),
         needs_statistics=("gram",) if has_grams else (),
-        stages=Stages(
-            family.key, family.prepare, family.finish, sums_own_grams=False if has_grams else family.sums_own_grams
-        ),
+        stages=Stages(family.key, family.prepare, family.finish, sums_own_grams=family.sums_own_grams),
+        preset_of=preset_of,
     )
 
 
-def preset(
-    rule_of: RuleOf, summary: str, equation: str, reference: str, of: str = "actmat", **declared: Any
-) -> MergeMethod:
-    """Declare a member with the name of its function, as a preset of the member `of`; `declared`: see `member`."""
-    return member(rule_of.__name__, rule_of, About(summary, equation, reference, preset_of=of), **declared)
+def preset(rule_of: RuleOf, laws: frozenset[Law], of: str = "actmat", *, has_grams: bool = False) -> MergeMethod:
+    """Declare a member with the name of its function, as a preset of the member `of`."""
+    return member(rule_of.__name__, rule_of, laws, has_grams=has_grams, preset_of=of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +163,7 @@ class _Family:
     def sums_own_grams(self, options: Mapping[str, Any]) -> bool:
         """See `Stages`."""
         rule = self.rule_of(**options)
-        return isinstance(rule, Rule) and rule.estimator == Estimator()
+        return not self.has_grams and isinstance(rule, Rule) and rule.estimator == Estimator()
 
     def _solved(self, state: solver.State | Descent, given: Mapping[str, Any], *, consume: bool) -> Merged:
         rule, base = self.rule(given), given.get("base")
@@ -192,22 +182,6 @@ def _why_dense(rule: Rule | Adam, weights: Weights) -> str | None:
     if rule.null == "minus_base":
         return _FILL_IS_DENSE
     return rule.weights_problem(weights) if rule.estimator.trim is None else _TRIM_NEEDS_ENTRIES
-
-
-def _published(form: Callable[..., Any], rule_of: RuleOf, needs: Sequence[str]) -> Callable[..., Any]:
-    """`form` with these needs and the options of `rule_of` as its signature, and the docstring of `rule_of`."""
-
-    def merge(deltas: Any, **given: Any) -> Any:
-        return form(deltas, **given)
-
-    parameters = [inspect.Parameter("deltas", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-    for name in needs:
-        kind = _NEEDED[name]
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
-    options = inspect.signature(rule_of, eval_str=True).parameters.values()
-    vars(merge)["__signature__"] = inspect.Signature([*parameters, *options])
-    merge.__doc__, merge.__module__ = rule_of.__doc__, rule_of.__module__
-    return merge
 
 
 def _grams(given: Mapping[str, Any]) -> Sequence[Tensor]:

@@ -8,10 +8,7 @@ Shapes: `T` experts, `O` out_features, `I` in_features.
 
 from __future__ import annotations
 
-import ast
 import math
-import operator
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,44 +24,14 @@ from actmat import merge_matrices
 from actmat.errors import RecipeError
 from actmat_experiments.analyses.cost_table import RULES, rule_table
 from actmat_experiments.analyses.result import Analysis, shown
-from actmat_experiments.core import MergeMethod, all_methods, get_method
+from actmat_experiments.core import MergeMethod, all_methods, get_method, total
 from actmat_experiments.harness.table import new_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PAPER_FLOPS = {rule.method: rule.leading for rule in RULES}
-"""The paper's leading terms, with the constants of decompositions that the declared leading terms leave out."""
-
-_OPERATIONS = {ast.Add: operator.add, ast.Mult: operator.mul, ast.Pow: operator.pow}
-
-
-def flop_count(formula: str, n_experts: int, side: float) -> float:
-    """Value of a formula such as `(2T + 3) N^3` or `T N^2 log N` (base 2), for `T` deltas of `side x side`.
-
-    Raises:
-        ValueError: it is not of that form.
-    """
-    known = {"T": float(n_experts), "N": float(side), "log N": math.log2(side)}
-    written, before = "", "+"
-    for token in re.findall(r"\d+|log N|\S", formula):
-        if not (token in known or token in "()+^" or token.isdigit()):
-            raise ValueError(f"'{formula}': '{token}' is neither a number nor one of T, N, log N and the signs ()+^")
-        times = "*" if before not in "(+^" and token not in ")+^" else ""
-        written += times + {"^": "**"}.get(token, str(known.get(token, token)))
-        before = token
-    try:
-        return float(_value(ast.parse(written, mode="eval").body))
-    except SyntaxError:
-        raise ValueError(f"'{formula}' cannot be read as a formula") from None
-
-
-def _value(node: ast.expr) -> float:
-    if isinstance(node, ast.Constant):
-        return float(str(node.value))
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        return float(_OPERATIONS[type(node.op)](_value(node.left), _value(node.right)))
-    raise ValueError(f"'{ast.unparse(node)}' is neither a number nor a sum, a product or a power")
+PAPER = {rule.method: rule for rule in RULES}
+"""The paper's rules by the name of the method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +40,7 @@ class MethodCost:
 
     Args:
         seconds: median time of a merge of one layer.
-        declared: operations by the method's own formula, at `N = sqrt(O I)`.
+        declared: multiply-adds by the method's own declaration.
         paper: operations by the paper's formula, or None where it has none.
         products: `seconds` in units of one `N x N` product on this machine.
     """
@@ -113,8 +80,8 @@ class CostResult(Analysis):
         for shape in dict.fromkeys(c.shape for c in self.costs):
             label = _label(shape)
             caption = (
-                f"G: 1e9 multiply-adds at N = {math.sqrt(math.prod(shape)):.0f}, declared leading term and the paper's "
-                "formula;\n"
+                "G: 1e9 multiply-adds, as declared and by the paper's formula at "
+                f"N = {math.sqrt(math.prod(shape)):.0f};\n"
                 f"products: time in N x N products, which run at {self.rates[label] / 1e9:.1f} G/s here; "
                 "G/s: by the paper's formula."
             )
@@ -193,14 +160,14 @@ def cost(
         for method in chosen:
             seconds = _median(partial(layer.merge, method), repeats, device)
             used = min(n_experts, method.max_experts or n_experts)
-            paper = PAPER_FLOPS.get(method.name)
+            paper = PAPER.get(method.name)
             costs.append(
                 MethodCost(
                     method.name,
                     shape,
                     seconds,
-                    flop_count(method.cost.flops, used, side),
-                    None if paper is None else flop_count(paper, used, side),
+                    total(method.cost.operations(shape, used, method.resolve_options({}), False)) / 2,
+                    None if paper is None else paper.leading_count(used, side),
                     seconds / product,
                 )
             )

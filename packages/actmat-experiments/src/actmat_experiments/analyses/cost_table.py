@@ -76,6 +76,12 @@ class RuleCost:
         """The leading term of both formulas."""
         return self.counted.partition(" N^")[0] + (" N^3" if self.cubic != _NO else " N^2")
 
+    def leading_count(self, n_experts: int, side: float) -> float:
+        """The leading term for `T` layers of this side."""
+        if self.cubic == _NO:
+            return self.entries.at(n_experts) * side**2
+        return self.cubic.at(n_experts) * side**3
+
     @property
     def counted(self) -> str:
         """All terms, as counted here."""
