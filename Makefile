@@ -22,7 +22,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test examples fuzz lint chaos site clean
+.PHONY: help demo test examples fuzz lint chaos mutants site clean
 
 help:  ## this list
 	@awk -F ':.*## +' '/^[a-z]+:.*## /{printf "%-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ lint: $(VENV)/dev.stamp  ## only style and types
 
 chaos: $(VENV)/dev.stamp  ## kill and disturb merges at random      make chaos RUNS=500
 	OMP_NUM_THREADS=1 $(BIN)/python -m chaos --runs $(RUNS)
+
+mutants: $(VENV)/dev.stamp  ## break formulae that carry a claim, and see that their tests fail
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants
 
 site: $(VENV)/dev.stamp  ## build the documentation as a site in build/site
 	$(BIN)/python -m docs.site

@@ -2,15 +2,12 @@
 
     python -m benchmarks.adapters                                   # 8 adapters of rank 16 on a 7 B-shaped model
     python -m benchmarks.adapters --hidden 1024 --intermediate 2816 --layers 4 --vs-peft
-    python -m benchmarks.adapters --folder ADAPTERS                 # a table over folders of real adapters
 
 The first form writes random adapters (hidden 4096, intermediate 11008, 32 layers, all linear layers), merges them with
 ACTMat into an adapter in a process of its own, and measures time and memory from outside; then, for one layer of each
 shape, the factored rule in turn with the dense formula on the materialised deltas. `--vs-peft` adds the same adapters
 up with actmat and with `PeftModel.add_weighted_adapter(combination_type="svd")` on a model of the same shape, both in
 float32, on two threads, each in a process of its own: choose a small model, and nothing else is measured.
-`--folder` merges every group (a sub-folder of adapters) with every method that has a low-rank form, and with rules that
-run on dense deltas (`--dense` names others, or none).
 """
 
 from __future__ import annotations
@@ -20,8 +17,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.common import WORK, Run, alternate, fresh, markdown, measure, once, summary, write_result
+from benchmarks.common import WORK, Run, alternate, fresh, measure, once, print_table, summary, write_result
 
 
 def layers_of(hidden: int, intermediate: int) -> dict[str, tuple[int, int]]:
@@ -194,89 +189,6 @@ def against_peft(
     return rows
 
 
-def named_pairs(path: Path, out: Path) -> Path:
-    """A `.pt` list `[up_0, down_0, up_1, down_1, ...]` as a folder in PEFT's layout, with what the list leaves unsaid.
-
-    The list holds no names, alpha or config. Pair `n` becomes module `pairs.NNNN` (its place in the list, the same in
-    every list of one model), `up` its B and `down` its A, and `lora_alpha = r`, so that the scaling is 1, as the
-    trainer that wrote such lists applies them. PEFT could load the folder only into a model with modules so called.
-    """
-    factors = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(factors, list) or len(factors) % 2 or not all(isinstance(x, torch.Tensor) for x in factors):
-        raise SystemExit(f"{path}: expected a list of (up, down) pairs")
-    tensors = {}
-    for n, (up, down) in enumerate(zip(factors[::2], factors[1::2], strict=True)):
-        tensors[f"base_model.model.pairs.{n:04d}.lora_A.weight"] = down.contiguous()
-        tensors[f"base_model.model.pairs.{n:04d}.lora_B.weight"] = up.contiguous()
-    (rank,) = {int(down.shape[0]) for down in factors[1::2]}
-    out.mkdir(parents=True)
-    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
-    names = [f"pairs.{n:04d}" for n in range(len(factors) // 2)]
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": names}
-    (out / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
-    return out
-
-
-def group_of(folder: Path, scratch: Path) -> list[Path]:
-    """The adapters of a group; lists of pairs are converted by `named_pairs`, which is said."""
-    from actmat.experts.resolve import needs_base
-
-    found = [p for p in sorted(folder.iterdir()) if p.is_dir() and needs_base(p)]
-    lists = sorted([*folder.glob("*.pt"), *folder.glob("*/*.pt")])
-    if lists:
-        print(f"{folder.name}: {len(lists)} lists of pairs, converted to PEFT's layout (pairs.NNNN, scaling 1)")
-    return found + [named_pairs(p, scratch / folder.name / p.stem) for p in lists]
-
-
-DENSE = ("ties", "dare", "breadcrumbs", "della", "sce")
-"""Rules without a low-rank form that need no base: on dense deltas, cut to the sum of the ranks."""
-
-
-def real(folder: Path, dense: Sequence[str] = DENSE) -> list[dict[str, Any]]:
-    """Every group of adapters below `folder`, with every method that has a low-rank form, and some that have none."""
-    from actmat.api.merging import merge
-    from actmat.errors import MergeError
-    from actmat.methods import all_methods
-
-    low_rank = [m.name for m in all_methods() if m.lowrank is not None and not m.needs_statistics]
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for group in sorted(p for p in folder.iterdir() if p.is_dir()):
-            adapters = group_of(group, Path(scratch))
-            for method in (*low_rank, *dense):
-                out = fresh(Path(scratch) / "out")
-                began = time.perf_counter()
-                try:
-                    report = merge(None, adapters, method=method, out=out, durable=False)
-                except MergeError as error:
-                    print(f"{group.name}, {method}: {error.problems[0]}")
-                    continue
-                seconds = time.perf_counter() - began
-                stats = [m["stats"] for m in report.manifest["modules"] if "norm" in m["stats"]]
-                total = sum(s["sum_norm"] ** 2 for s in stats) ** 0.5
-                rows.append(
-                    {
-                        "group": group.name,
-                        "adapters": len(adapters),
-                        "method": method,
-                        "form": "low rank" if all(m.form == "factored" for m in report.plan.modules) else "dense",
-                        "modules": len(stats),
-                        "rank": max(m.pair.rank for m in report.plan.modules),
-                        "written_b": (out / "adapter_model.safetensors").stat().st_size,
-                        "merge_s": seconds,
-                        "planned_b": report.plan.peak_bytes(2),
-                        "norm/sum": sum(s["norm"] ** 2 for s in stats) ** 0.5 / total,
-                        "cut off": report.manifest["output"]["relative_error"],
-                    }
-                )
-    return rows
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Rows as Markdown, columns of the first."""
-    return markdown(rows, tuple(rows[0]))
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -287,8 +199,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--vs-peft", action="store_true", help="also PEFT's SVD combination, on a model of this shape")
     parser.add_argument("--repeats", type=int, default=3, help="of --vs-peft")
-    parser.add_argument("--folder", type=Path, help="groups of real adapters; nothing else is measured")
-    parser.add_argument("--dense", default=",".join(DENSE), help="rules without a low-rank form, for --folder")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--given", type=Path, action="append", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -296,24 +206,19 @@ def main() -> None:
     if given.side is not None:
         side(given.side, given.given, given.out, (given.hidden, given.intermediate, given.layers))
         return
-    if given.folder is not None:
-        rows = real(given.folder, [name for name in given.dense.split(",") if name])
-        print(table(rows))
-        write_result("adapters-real", rows)
-        return
     place = WORK / f"adapters-{given.hidden}x{given.intermediate}x{given.layers}-{given.adapters}r{given.rank}"
     sizes = (given.hidden, given.intermediate)
     adapters = write_adapters(place, given.adapters, given.rank, *sizes, given.layers)
     with tempfile.TemporaryDirectory(dir=place) as scratch:
         if given.vs_peft:
             rows = against_peft(adapters, Path(scratch), (*sizes, given.layers), given.repeats)
-            print(table(rows))
+            print_table(rows, list(rows[0]))
             write_result("adapters-peft", rows)
             return
         rows = [whole(adapters, Path(scratch))]
-    print(table(rows))
+    print_table(rows, list(rows[0]))
     layers = per_layer(given.adapters, given.rank, *sizes)
-    print(table(layers))
+    print_table(layers, list(layers[0]))
     write_result("adapters", rows, layers=layers)
 
 

@@ -350,8 +350,8 @@ def own_command() -> str:
 def _program(path: Path) -> str:
     """Module that was run, below `benchmarks`; of a package, its own name.
 
-    >>> _program(Path("/x/benchmarks/tune/speed.py")), _program(Path("/x/benchmarks/evidence/__main__.py"))
-    ('tune.speed', 'evidence')
+    >>> _program(Path("/x/benchmarks/evidence/more.py")), _program(Path("/x/benchmarks/evidence/__main__.py"))
+    ('evidence.more', 'evidence')
     """
     parts = [*path.parent.parts, path.stem]
     below = parts[len(parts) - parts[::-1].index("benchmarks") :] if "benchmarks" in parts else [path.stem]

@@ -219,7 +219,6 @@ def short_table(rows: Sequence[Row]) -> str:
     some = choices()
     gains = [c.over("average") for c in some]
     more = [c for c in some if c.with_data is not None]
-    speed = {r["search"]: r for r in json.loads((RESULTS / "tune-speed.json").read_text(encoding="utf-8"))["rows"]}
     worst = min(100 * (picked(r, "other_64") - at(r, "average")) for r in rows)
     found = {
         "pretrained models: sets of experts": str(len(some)),
@@ -234,9 +233,6 @@ def short_table(rows: Sequence[Row]) -> str:
         "by 64 inputs of another task": points(rows, lambda r: _grid_best(r) - picked(r, "other_64")),
         "the worst of these, above the average": f"{worst:+.0f}",
     }
-    for name, title in (("now", "three LoRA adapters of 135 M"), ("before", "the same, every merge written")):
-        row = speed[name]
-        found[f"{title}: time and disk"] = f"{row['wall_s']:.0f} s, {row['disk_b'] / 1e9:.1f} GB"
     return table(["measured", "value"], [[what, value] for what, value in found.items()])
 
 

@@ -13,12 +13,11 @@ import torch
 import yaml
 from benchmarks import against
 from benchmarks.comparison import timings
-from benchmarks.comparison.inputs import EXPERTS, random_tensor
+from benchmarks.comparison.inputs import EXPERTS
 from benchmarks.comparison.merges import INPUTS, MERGES
-from benchmarks.comparison.outputs import compare_files, compare_json, compare_texts, compare_weights
+from benchmarks.comparison.outputs import compare_weights
 from safetensors.torch import save_file
 from tests.helpers.repository import ROOT
-from tests.tolerances import F32_PRODUCT
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([0.0, float("nan")]), "c": torch.ones(2).bfloat16()}
 
@@ -83,39 +82,7 @@ def test_another_header_or_division_into_files_leaves_the_tensors_the_same(tmp_p
     assert found.verdict() not in against.PASSES
 
 
-def test_variants_are_compared_folder_by_folder(tmp_path: Path) -> None:
-    for side, values in (("old", (1.0, 2.0)), ("new", (1.0, 3.0))):
-        for name, value in zip(("ties", "dare"), values, strict=True):
-            output(tmp_path / side / name, a=torch.tensor([value]))
-    found = compare_weights(tmp_path / "old", tmp_path / "new")
-    assert (found.files, found.same_files, found.tensors, found.same_tensors) == (2, 1, 6, 5)
-
-
-def test_an_output_without_weights_does_not_pass(tmp_path: Path) -> None:
-    for side in ("old", "new"):
-        (tmp_path / side).mkdir()
-    assert compare_weights(tmp_path / "old", tmp_path / "new").verdict() not in against.PASSES
-
-
 # other files
-
-
-def test_json_is_compared_key_by_key() -> None:
-    before = {"n": 1, "tensors": [{"m": "ties", "seconds": 1}, {"m": "ties"}], "gone": None, "timing": {"a": 1}}
-    after = {"n": 1.0, "tensors": [{"m": "dare", "seconds": 2}, {"m": "dare"}], "more": [], "timing": {"a": 2}}
-    assert compare_json(before, after) == ["gone (1 gone)", "more (1 new)", "n (1 changed)", "tensors[].m (2 changed)"]
-    assert compare_json(before, before) == []
-
-
-def test_files_are_compared_but_for_the_folders_names(tmp_path: Path) -> None:
-    for side, rank in (("old", 8), ("new", 16)):
-        folder = output(tmp_path / side)
-        (folder / "README.md").write_text(f"merged into {folder}\n")
-        (folder / "adapter_config.json").write_text(json.dumps({"r": rank, "out": str(folder)}))
-        (folder / f"{side}.txt").write_text("")
-    found = compare_files(tmp_path / "old", tmp_path / "new")
-    assert found == ["adapter_config.json: r (1 changed)", "new.txt: only in new", "old.txt: only in old"]
-    assert compare_texts("one", "two") == "another text"
 
 
 # merges
@@ -134,16 +101,6 @@ def test_merges_have_names_of_their_own_and_read_inputs_that_are_made() -> None:
         assert len(paths) >= 2, merge.name
         assert {path.relative_to(INPUTS).parts[0] for path in paths} <= made, merge.name
         assert all(path.name.rpartition("-")[2] in ("base", *EXPERTS) for path in paths), merge.name
-
-
-def test_inputs_have_the_spectrum_that_is_asked_for() -> None:
-    for shape in ((30, 10), (10, 30), (2, 10, 30)):
-        matrix = random_tensor("x", shape, 0.5)
-        assert matrix.square().mean().item() == pytest.approx(1, rel=F32_PRODUCT)
-        values = torch.linalg.svdvals(matrix)
-        assert (values[..., 0] / values[..., 3]).flatten().tolist() == pytest.approx(
-            [2.0] * (values.numel() // 10), rel=F32_PRODUCT
-        )
 
 
 # tables
@@ -172,33 +129,6 @@ def test_a_judgement_waits_for_the_interval(old: list[float], new: list[float], 
     row = timings.ratio_row(old, new)
     assert row["judged"] == judged
     assert (row["old"], row["all_new"]) == (1.0, new)
-
-
-def test_a_row_for_reading_has_units() -> None:
-    row = {"merge": "ties", "measure": "peak_anonymous_b", "old": 1 << 30, "new": 1 << 29}
-    shown = timings.readable(row)
-    assert (shown["measure"], shown["old"], shown["new"]) == ("peak anonymous, GiB", 1.0, 0.5)
-    assert timings.readable(row | {"measure": "wall_s", "old": 2.0})["old"] == 2.0
-
-
-def test_the_widest_rows_fit_80_columns() -> None:
-    widest = max((merge.name for merge in MERGES), key=len)
-    row = {"merge": widest, "files": "10/10", "tensors": "100/100", "entries": 1_000_000, "difference": 1.23456e-05}
-    table = against.bytes_table([row | {"verdict": "same tensors", "notes": []}])
-    timed = timings.ratio_row([1.2345e-3] * 3, [1.2345e-3] * 3) | {"merge": "task_arithmetic", "measure": "wall_s"}
-    for line in [*table.splitlines(), *against.speed_table([timed]).splitlines()]:
-        assert len(line) <= 80, line
-
-
-@pytest.mark.parametrize("flags", [["--merges", "nonsense"], ["--expected", "full,nonsense"]])
-def test_an_unknown_merge_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    parser = against.parser()
-    known = [merge.name for merge in MERGES]
-    with pytest.raises(SystemExit):
-        against.chosen(parser, flags[1], known)
-    assert "nonsense; there are: full, " in capsys.readouterr().err
-    assert against.chosen(parser, "tsv,full", known) == ["tsv", "full"]
-    assert against.chosen(parser, None, known) == known
 
 
 # the whole

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, stdev, variance
 
 import numpy as np
 import pytest
-from benchmarks.evidence.__main__ import collect
-from benchmarks.evidence.cosines import sweep_file
 from benchmarks.evidence.group import groups
 from benchmarks.evidence.intervals import interval, paired
-from benchmarks.evidence.subsets import subset_file
 from benchmarks.evidence.tables import evidence_table
 from scipy.stats import t
 
 from actmat_experiments.harness.results import Score, read_scores
-from actmat_experiments.pretrained.gram import gram_file
 
 TASKS = ("a", "b", "c", "d")
 ROWS = {
@@ -80,27 +76,6 @@ def test_rows_are_means_over_tasks_with_paired_differences(folder):
         "the best first; a row that lacks tasks is left out; so are old settings"
     )
     assert "seed 0; torch 2" in text
-
-
-def test_variants_stand_apart_and_are_compared_with_their_method(folder):
-    scores = read_scores(folder / "vision-vits14.jsonl")
-    varied = [replace(s, method="tsv@core", correct=s.correct - 2) for s in scores if s.method == "tsv"]
-    write(folder, [*scores, *varied])
-    found = cells(evidence_table("variants_vision_full", folder), "`tsv@core`")
-    assert found == ["`tsv@core`", "0", over_tasks([64, 68, 69, 63]), "-2.0 ±0.0", "-2.0 ±0.0"]
-    for name in ("methods_vision_full", "tasks_vision_full"):
-        assert "core" not in evidence_table(name, folder)
-    (group,) = groups(folder)
-    assert {c.name for c in group.candidates(0)} == {"average", "tsv", "ties"}
-
-
-def test_differences_by_seed_have_an_interval_over_seeds_for_these_tasks(folder):
-    scores = read_scores(folder / "vision-vits14.jsonl")
-    again = [replace(s, seed=1, correct=s.correct + (s.method == "tsv")) for s in scores]
-    write(folder, [*scores, *again])
-    found = cells(evidence_table("seeds_vision_full", folder), "`tsv`")
-    assert found == ["`tsv`", "+5.0", "+6.0", f"+5.5 ±{t.ppf(0.975, 1) * 0.5:.1f}"]
-    assert "`average`" not in evidence_table("seeds_vision_full", folder)
 
 
 def test_references_and_the_choice_by_divergence(folder):
@@ -167,18 +142,6 @@ def test_rows_are_ranked_in_the_seeds_that_they_share(tmp_path):
         group.rows()
 
 
-def test_a_matrix_that_was_measured_twice_counts_once(tmp_path):
-    about = {"suite": "text-minilm", "model": "BERT", "regime": "full", "seed": 0, "settings": "s", "samples": 64}
-    row = about | {"task": "mr", "tensor": "encoder.layer.0.x.weight", "identity": 0.3, "change": 0.01}
-    (tmp_path / "cache" / "scores").mkdir(parents=True)
-    file = gram_file(tmp_path / "cache", "text-minilm")
-    for estimate in (0.2, 0.21):
-        file.write_text(json.dumps(row | {"estimate": estimate}) + "\n")
-        (written,) = collect(tmp_path / "cache", tmp_path, tmp_path)
-    assert [json.loads(x)["estimate"] for x in written.read_text().splitlines()] == [0.21]
-    assert "| `x` | 1 | 0.21 |" in evidence_table("gram", tmp_path)
-
-
 def test_interval_over_seeds_and_tasks_is_that_of_the_two_way_table():
     cells = {0: {"a": 1.0, "b": 4.0, "c": 2.5, "d": 3.5}, 1: {"a": 2.0, "b": 7.0, "c": 1.5, "d": 3.0}}
     grand = mean(v for some in cells.values() for v in some.values())
@@ -231,37 +194,3 @@ def test_few_tasks_have_no_interval_over_tasks_but_one_over_seeds():
 def test_a_single_value_has_no_interval():
     assert interval({0: {"a": 2.0}}).text(sign=True) == "+2.0"
     assert paired({0: {"a": 1.0}}, {1: {"a": 1.0}}) is None
-
-
-def test_lengths_and_rates_are_rows_and_subsets_columns(tmp_path):
-    about = {"suite": "text-minilm", "model": "BERT", "regime": "full", "seed": 0}
-    run = about | {"task": "mr", "rate": 1e-4, "correct": 8, "total": 10, "identity": 0.3, "change": 0.01}
-    rows = [run | {"steps": n, "tensor": "x.weight", "estimate": e} for n, e in ((64, 0.2), (8, 0.5))]
-    sweep_file(tmp_path, "text-minilm").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    text = evidence_table("sweep", tmp_path).splitlines()
-    assert text[-2:] == [
-        "| text-minilm, BERT, full, mr | 8 | 0.0001 | 80 | 0.50 | 0.30 | 100 % | 1.00 % |",
-        "| text-minilm, BERT, full, mr | 64 | 0.0001 | 80 | 0.20 | 0.30 | 0 % | 1.00 % |",
-    ]
-    counts = ((0, "mr", 3), (0, "mr", 5), (0, "cr", 8), (1, "mr", 7), (1, "cr", 8))
-    row = about | {"method": "tsv", "experts": 2, "total": 10}
-    rows = [row | {"seed": seed, "task": task, "correct": correct} for seed, task, correct in counts]
-    subset_file(tmp_path, "text-minilm").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    found = evidence_table("subsets", tmp_path)
-    assert "| `tsv` | 0, 1 | 70.0 |" in found, "the mean over seeds and tasks; a task that was run again counts once"
-
-
-def test_what_was_not_run_is_said(folder):
-    assert "Not run yet" in evidence_table("methods_text_lora", folder)
-
-
-def test_cosines_are_grouped_by_kind_of_layer(folder):
-    about = {"suite": "vision-vits14", "model": "ViT", "regime": "full", "settings": "s"}
-    rows = [
-        about | {"tensor": f"encoder.layer.{n}.mlp.fc1.weight", "estimate": e, "identity": 0.3, "change": 0.01}
-        for n, e in enumerate((0.2, 0.6))
-    ]
-    rows.insert(0, rows[0] | {"settings": "older", "estimate": 0.9})
-    (folder / "vision-vits14-gram.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    text = evidence_table("gram", folder)
-    assert "| vision-vits14, ViT, full | `mlp.fc1` | 2 | 0.40 | 0.30 | 50 % | 1.00 % |" in text

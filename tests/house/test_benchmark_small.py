@@ -6,12 +6,9 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-import pytest
-from benchmarks.evidence.__main__ import collect
-from benchmarks.evidence.small import SMALL, small_table
+from benchmarks.evidence.small import small_table
 
-from actmat_experiments.harness.results import Score, append_scores, read_scores
-from actmat_experiments.harness.suite import score_file
+from actmat_experiments.harness.results import Score
 
 ROWS = {"base": (40, 50), "experts": (80, 100), "average": (48, 60), "cart": (60, 64)}
 
@@ -61,21 +58,3 @@ def test_answers_that_were_drawn_several_times_have_a_column_each(tmp_path):
     shown = small_table("reasoning-small_float32", tmp_path)
     assert "expert a" not in shown
     assert cells(shown, "`cart`")[1].startswith("62.0")
-
-
-def test_the_short_table_has_a_column_per_suite(tmp_path):
-    write(tmp_path, "vision-small", lines("vision-small") + lines("vision-small", "lora"))
-    write(tmp_path, "reasoning-small", lines("reasoning-small", model="float32", at="@1"))
-    text = small_table("summary", tmp_path)
-    assert cells(text, "`average`") == ["54.0", "54.0", "", "", "54.0"]
-    assert cells(text, "the expert of each task") == ["90.0", "90.0", "", "", "90.0"]
-
-
-@pytest.mark.parametrize("suite", SMALL)
-def test_what_a_run_stored_is_collected_once(tmp_path, suite):
-    append_scores(score_file(tmp_path / "cache", suite), lines(suite)[:3])
-    for _ in range(2):
-        assert collect(tmp_path / "cache", tmp_path / "a", tmp_path / "b") == [tmp_path / "b" / f"{suite}.jsonl"]
-    append_scores(score_file(tmp_path / "cache", suite), lines(suite)[3:])
-    collect(tmp_path / "cache", tmp_path / "a", tmp_path / "b")
-    assert read_scores(tmp_path / "b" / f"{suite}.jsonl") == lines(suite)

@@ -11,30 +11,34 @@ import pytest
 import torch
 from benchmarks import common, matrix
 from benchmarks.elementwise import largest_difference
-from benchmarks.make_llama import Size, make_family, write_checkpoint
+from benchmarks.make_llama import Size, make_family
 from benchmarks.table import result
 from safetensors.torch import load_file, save_file
 from tests.helpers.repository import ROOT
 from tests.tolerances import F64_IDENTITY, relative_error
 
 TINY = Size(hidden=16, intermediate=24, layers=1, heads=2, key_value_heads=1, vocabulary=20)
-PROGRAMS = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if p.stem != "__init__")
+FOLDER = ROOT / "benchmarks"
+PROGRAMS = sorted(
+    [p.stem for p in FOLDER.glob("*.py") if p.stem != "__init__"]
+    + [p.parent.name for p in FOLDER.glob("*/__main__.py")]
+)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_every_program_is_documented(program: str) -> None:
-    assert f"`{program}`" in (ROOT / "benchmarks" / "README.md").read_text()
-    source = (ROOT / "benchmarks" / f"{program}.py").read_text()
-    assert f"python -m benchmarks.{program}" in source.split('"""')[1]
+def test_every_program_is_documented() -> None:
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert [p for p in PROGRAMS if f"| `{p}` |" not in page] == []
 
 
 @pytest.mark.slow
 def test_programs_explain_themselves() -> None:
     code = (
-        "import sys, importlib, contextlib\n"
+        "import sys, importlib\n"
         f"for name in {PROGRAMS!r}:\n"
         "    sys.argv = [name, '--help']\n"
-        "    try: importlib.import_module('benchmarks.' + name).main()\n"
+        "    module = importlib.import_module('benchmarks.' + name)\n"
+        "    if not hasattr(module, 'main'): module = importlib.import_module(f'benchmarks.{name}.__main__')\n"
+        "    try: module.main()\n"
         "    except SystemExit as end: assert not end.code\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -43,17 +47,6 @@ def test_programs_explain_themselves() -> None:
 
 
 # make_llama
-
-
-def test_size_of_the_default_model() -> None:
-    assert 1.09e9 < Size().parameters() < 1.11e9
-
-
-def test_checkpoints_are_made_again_byte_for_byte(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "a", TINY, expert=1)
-    write_checkpoint(tmp_path / "b", TINY, expert=1)
-    a, b = ((tmp_path / n / "model.safetensors").read_bytes() for n in "ab")
-    assert a == b
 
 
 def test_an_expert_differs_a_little_in_every_tensor(tmp_path: Path) -> None:
@@ -73,17 +66,6 @@ def test_a_child_is_measured(tmp_path: Path) -> None:
     run = common.measure([sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r}); {code}"], tmp_path / "out")
     assert 200e6 < run.peak_anonymous_b < 300e6
     assert 0.3 < run.wall_s <= run.durable_s < 20
-
-
-def test_a_failed_child_is_an_error_with_its_words() -> None:
-    with pytest.raises(RuntimeError, match=r"exit status 3[\s\S]*oh no"):
-        common.measure([sys.executable, "-c", "print('oh no'); raise SystemExit(3)"])
-
-
-def test_floor_reads_and_writes(tmp_path: Path) -> None:
-    (tmp_path / "in").write_bytes(b"1" * 1000)
-    assert common.floor_seconds([tmp_path / "in"], 40_000_000, tmp_path) > 0
-    assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
 # tables
@@ -120,14 +102,6 @@ def test_naive_formulae_on_orthogonal_rows_and_one_expert(spectrum: str) -> None
     basis = torch.linalg.qr(torch.randn(10, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))).Q
     left, right = a @ basis[:, :5] @ basis[:, :5].mT, b @ basis[:, 5:] @ basis[:, 5:].mT
     assert relative_error(matrix.naive_actmat([left, right]), left + right) < F64_IDENTITY
-
-
-def test_spectra_are_what_they_are_called() -> None:
-    flat, steep = (matrix.make_deltas(1, 40, 30, s)[0] for s in ("gaussian", "power"))
-    values = torch.linalg.svdvals(steep)
-    assert (values[0] / values[9]).item() == pytest.approx(10, rel=1e-3)
-    assert torch.linalg.cond(flat) < 50
-    assert flat.norm().item() == pytest.approx(steep.norm().item(), rel=0.1)
 
 
 def test_a_recorded_command_holds_no_path_of_this_machine() -> None:
