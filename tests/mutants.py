@@ -14,120 +14,45 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("src", "packages", "benchmarks", "chaos", "docs", "fuzz", "tests")
-EVIDENCE = "tests/house/test_benchmark_evidence.py"
-CHOICE = "tests/house/test_benchmark_choice.py"
+INTERVALS, CHOICE = "benchmarks/evidence/intervals.py", "benchmarks/evidence/choice.py"
+RULE, COST = "src/actmat/linalg/interference/rule.py", "src/actmat/planning/cost.py"
+SOLVE, SHARE, SVD = (f"src/actmat/linalg/{n}.py" for n in ("interference/spectral_solve", "singular", "svd"))
+LORA, SCORE = "src/actmat/experts/lora/config.py", "src/actmat/extras/tune/evaluate.py"
+EVIDENCE, CHOSEN = (f"tests/house/test_benchmark_{n}.py" for n in ("evidence", "choice"))
+FILTERS = "tests/linalg/interference/test_filters.py"
 
-
-@dataclass(frozen=True)
-class Mutant:
-    """A change of one file, and the tests that must fail by it; a module of `src` among them runs its examples."""
-
-    name: str
-    file: str
-    text: str
-    instead: str
-    tests: tuple[str, ...]
-
-
-MUTANTS = (
-    Mutant("interval: sources", "benchmarks/evidence/intervals.py", '"rest": -1.0}', '"rest": 1.0}', (EVIDENCE,)),
-    Mutant(
-        "interval: bound", "benchmarks/evidence/intervals.py", "chosen = max(known", "chosen = min(known", (EVIDENCE,)
+Mutant = tuple[str, str, str, str, str]
+"""Name; file; text in it; what stands in its place; tests that must fail (a module of `src`: its examples)."""
+MUTANTS: tuple[Mutant, ...] = (
+    ("interval: sources", INTERVALS, '"rest": -1.0}', '"rest": 1.0}', EVIDENCE),
+    ("interval: bound", INTERVALS, "chosen = max(known", "chosen = min(known", EVIDENCE),
+    ("interval: width", INTERVALS, "t.ppf(0.975", "t.ppf(0.95", EVIDENCE),
+    ("interval: freedom", INTERVALS, "total**2 / spread", "total / spread", EVIDENCE),
+    ("choice: limit", CHOICE, "TOLERATED = -1.0", "TOLERATED = -100.0", CHOSEN),
+    ("choice: complete", CHOICE, "if len(some) == sets}", "if some}", CHOSEN),
+    ("claim: verdict", "benchmarks/evidence/claims.py", "abs(gap + near) > half", "half > 0", CHOSEN),
+    ("cut-off: default", RULE, "width * FLOAT32_EPS if", "FLOAT32_EPS if", FILTERS),
+    ("cut-off: rounding", RULE, "return max(wanted, min(", "return max(wanted, 0 * min(", FILTERS),
+    ("cut-off: scale", RULE, "cutoff = rtol * float(values_N[-1])", "cutoff = rtol", FILTERS),
+    (
+        "cut-off: proof",
+        SOLVE,
+        "bound = rtol * 1.001",
+        "bound = rtol * 0.5",
+        "tests/linalg/interference/test_cholesky.py",
     ),
-    Mutant("interval: width", "benchmarks/evidence/intervals.py", "t.ppf(0.975", "t.ppf(0.95", (EVIDENCE,)),
-    Mutant("interval: freedom", "benchmarks/evidence/intervals.py", "total**2 / spread", "total / spread", (EVIDENCE,)),
-    Mutant("choice: limit", "benchmarks/evidence/choice.py", "TOLERATED = -1.0", "TOLERATED = -100.0", (CHOICE,)),
-    Mutant("choice: complete", "benchmarks/evidence/choice.py", "if len(some) == sets}", "if some}", (CHOICE,)),
-    Mutant("claim: verdict", "benchmarks/evidence/claims.py", "abs(gap + near) > half", "half > 0", (CHOICE,)),
-    Mutant(
-        *("cut-off: default", "src/actmat/linalg/interference/rule.py", "width * FLOAT32_EPS if", "FLOAT32_EPS if"),
-        ("tests/linalg/interference/test_filters.py",),
-    ),
-    Mutant(
-        *(
-            "cut-off: rounding",
-            "src/actmat/linalg/interference/rule.py",
-            "return max(wanted, min(",
-            "return max(wanted, 0 * min(",
-        ),
-        ("tests/linalg/interference/test_filters.py",),
-    ),
-    Mutant(
-        *(
-            "cut-off: scale",
-            "src/actmat/linalg/interference/rule.py",
-            "cutoff = rtol * float(values_N[-1])",
-            "cutoff = rtol",
-        ),
-        ("tests/linalg/interference/test_filters.py",),
-    ),
-    Mutant(
-        *(
-            "cut-off: proof",
-            "src/actmat/linalg/interference/spectral_solve.py",
-            "bound = rtol * 1.001",
-            "bound = rtol * 0.5",
-        ),
-        ("tests/linalg/interference/test_cholesky.py",),
-    ),
-    Mutant(
-        *("rank: of an expert", "src/actmat/linalg/singular.py", "min(shape[-2:]) // n_experts", "min(shape[-2:])"),
-        ("tests/methods/test_tsv.py",),
-    ),
-    Mutant(
-        "rank: of a matrix",
-        "src/actmat/linalg/svd.py",
-        "RANK_RTOL = 2.0**-20",
-        "RANK_RTOL = 2.0**-30",
-        ("tests/linalg/test_svd.py",),
-    ),
-    Mutant(
-        "rank: participation",
-        "src/actmat/linalg/interference/rule.py",
-        "participation * (1 - 1e-9)",
-        "participation * (1 + 1e-9)",
-        ("tests/linalg/interference/test_filters.py",),
-    ),
-    Mutant(
-        "rank: of LoRA",
-        "src/actmat/experts/lora/config.py",
-        "(math.sqrt(rank) if",
-        "(rank if",
-        ("tests/adapters/test_adapter_reading.py",),
-    ),
-    Mutant(
-        "cost: spectrum",
-        "src/actmat/linalg/operations.py",
-        '"eigh", 9 * size',
-        '"eigh", 4 * size',
-        ("tests/plan/test_flops.py",),
-    ),
-    Mutant(
-        "cost: rate",
-        "src/actmat/planning/cost.py",
-        "NOMINAL_BYTES = 5e10, 5e8",
-        "NOMINAL_BYTES = 5e10, 5e9",
-        ("src/actmat/planning/cost.py",),
-    ),
-    Mutant(
-        "cost: items",
-        "src/actmat/planning/cost.py",
-        "ITEM_BYTES, SOURCE_BYTES = 6_000, 1_000",
-        "ITEM_BYTES, SOURCE_BYTES = 60, 10",
-        ("tests/plan/test_memory_numbers.py",),
-    ),
-    Mutant(
-        "score: divergence",
-        "src/actmat/extras/tune/evaluate.py",
-        "(expert.log_p_PK - log_q_PK)",
-        "(log_q_PK - expert.log_p_PK)",
-        ("src/actmat/extras/tune/evaluate.py",),
-    ),
+    ("rank: of an expert", SHARE, "min(shape[-2:]) // n_experts", "min(shape[-2:])", "tests/methods/test_tsv.py"),
+    ("rank: of a matrix", SVD, "RANK_RTOL = 2.0**-20", "RANK_RTOL = 2.0**-30", "tests/linalg/test_svd.py"),
+    ("rank: participation", RULE, "participation * (1 - 1e-9)", "participation * (1 + 1e-9)", FILTERS),
+    ("rank: of LoRA", LORA, "(math.sqrt(rank) if", "(rank if", "tests/adapters/test_adapter_reading.py"),
+    ("cost: spectrum", "src/actmat/linalg/operations.py", '"eigh", 9 *', '"eigh", 4 *', "tests/plan/test_flops.py"),
+    ("cost: rate", COST, "NOMINAL_BYTES = 5e10, 5e8", "NOMINAL_BYTES = 5e10, 5e9", COST),
+    ("cost: items", COST, "SOURCE_BYTES = 6_000, 1_000", "SOURCE_BYTES = 60, 10", "tests/plan/test_memory_numbers.py"),
+    ("score: divergence", SCORE, "(expert.log_p_PK - log_q_PK)", "(log_q_PK - expert.log_p_PK)", SCORE),
 )
 
 
@@ -140,10 +65,10 @@ def copied(folder: Path) -> None:
             shutil.copy(path, folder / path.name)
 
 
-def passes(folder: Path, tests: tuple[str, ...]) -> bool:
+def passes(folder: Path, tests: list[str]) -> bool:
     """True if these tests pass in the copy."""
     examples = ["--doctest-modules"] if any(t.startswith("src/") for t in tests) else []
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--no-header", *examples, *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *examples, *tests]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
@@ -153,24 +78,23 @@ def passes(folder: Path, tests: tuple[str, ...]) -> bool:
 
 def main() -> int:
     """Command line."""
-    chosen = [m for m in MUTANTS if m.name.startswith(tuple(sys.argv[1:]) or "")]
+    chosen = [m for m in MUTANTS if m[0].startswith(tuple(sys.argv[1:]) or "")]
     wrong = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         copied(folder)
-        if not passes(folder, tuple(dict.fromkeys(t for m in chosen for t in m.tests))):
+        if not passes(folder, list(dict.fromkeys(m[-1] for m in chosen))):
             wrong.append("tests fail without a mutant")
-        for mutant in chosen:
-            path = folder / mutant.file
+        for name, file, text, instead, tests in chosen:
+            path = folder / file
             before = path.read_text(encoding="utf-8")
-            if before.count(mutant.text) != 1:
-                wrong.append(f"{mutant.name}: {mutant.text!r} is {before.count(mutant.text)} times in {mutant.file}")
-                continue
-            path.write_text(before.replace(mutant.text, mutant.instead), encoding="utf-8")
-            died = not passes(folder, mutant.tests)
+            path.write_text(before.replace(text, instead), encoding="utf-8")
+            outcome = (
+                "is not there once" if before.count(text) != 1 else "SURVIVED" if passes(folder, [tests]) else "died"
+            )
             path.write_text(before, encoding="utf-8")
-            print(f"{'died' if died else 'SURVIVED':9}{mutant.name}", flush=True)
-            wrong += [] if died else [f"{mutant.name}: no test of {', '.join(mutant.tests)} fails"]
+            print(f"{name:20} {outcome}", flush=True)
+            wrong += [] if outcome == "died" else [f"{name}: {text!r} in {file} {outcome}; tests: {tests}"]
     print("\n".join(wrong) or f"all {len(chosen)} mutants died")
     return bool(wrong)
 
