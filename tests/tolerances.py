@@ -127,7 +127,6 @@ OWN: dict[str, tuple[int, float]] = {
     "experiments/test_vision_parts.py": (1, 0.0001),
     "experiments/test_vision_small.py": (2, 1e-05),
     "house/test_benchmark_against.py": (1, 1e-05),
-    "house/test_benchmarks.py": (1, 0.001),
     "layout/test_packed_projections.py": (8, 0.01),
     "linalg/interference/test_cholesky.py": (1, 1e-06),
     "linalg/interference/test_estimators.py": (2, 0.01),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from benchmarks import table as results
 from docs import generate, markdown
-from docs.generate import flags, group_flags, method, recipe
-from docs.markdown import PLACE, filled, pages, table
+from docs.generate import flags, method, recipe
+from docs.markdown import PLACE, filled, pages
 from docs.record import recorded
 from tests.helpers.docs_run import Run
 from tests.helpers.repository import ROOT
@@ -80,11 +80,6 @@ def test_pages_of_methods_are_short(folder: str) -> None:
         if found > (LONGEST_OVERVIEW if page.stem == "README" else LONGEST_PAGE):
             long[page.name] = found
     assert not long
-
-
-def test_words_of_prose_are_counted_without_code_tables_and_formulas() -> None:
-    page = "# A b\n\n    x = y\n\n| a |\n<!-- generated: x -->\na b\n<!-- end generated -->\n```python\nz = 1\n```\nc\n"
-    assert prose_words(page) == 4
 
 
 def test_no_page_is_left_of_a_method_that_is_gone() -> None:
@@ -179,25 +174,7 @@ def test_flags_show_spellings_defaults_and_repetition() -> None:
     text = flags("merge")
     assert re.search(r"\| `--expert`, `-e` text \| +\| .* Repeatable\. \|", text)
     assert "| `--threads` number | `all cores` |" in text
-    assert "| `--fsync`, `--no-fsync` | `--fsync` |" in text
     assert "| `OUT` |" in flags("verify")
-
-
-def test_flags_that_are_those_of_another_command_are_named_only() -> None:
-    table, _, shared = flags("plan").partition("These flags are the same as for [`merge`](merge.md#flags): ")
-    assert "| `--full`, `--all` |" in table
-    assert "| `--expert`, `-e` text |" in table, "the first flags of --help stay"
-    assert "--scope" not in table
-    assert "`--scope`" in shared.split(", ")
-    diagnose = flags("diagnose")
-    assert "| `--dtype` text | `float32` | Dtype of the model while it runs. |" in diagnose, "another meaning"
-
-
-def test_flags_of_a_group_are_described_once_with_their_commands() -> None:
-    text = group_flags("statistics")
-    assert text.count("| `--batch-size` number |") == 1
-    assert "| `--batch-size` number | `8` | Samples in one forward pass. | collect, staged |" in text
-    assert "Print JSON instead of text. | all |" in text
 
 
 def test_recipe_tables_show_types_and_requirements() -> None:
@@ -207,10 +184,6 @@ def test_recipe_tables_show_types_and_requirements() -> None:
     assert '| `scope` | `"linear" \\| "paper" \\| "all"` | `linear` |' in text
     assert "| `blocks` | `mapping` | `{}` |" in recipe("RoleRule")
     assert all(row.count(" |") == 4 for row in text.splitlines())
-
-
-def test_bars_in_cells_are_escaped() -> None:
-    assert table(["a"], [["||D||"]]) == "| a |\n| --- |\n| \\|\\|D\\|\\| |\n"
 
 
 def test_recorded_output_replaces_what_disagrees() -> None:
