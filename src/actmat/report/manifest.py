@@ -105,11 +105,8 @@ def build_manifest(
     is_adapter = plan.output == "adapter"
     contents = None if is_adapter else model_contents(plan, records)
     read = [None] * len(experts) if contents is None else contents.experts
-    tensors: StreamedRows | list[dict[str, Any]] = StreamedRows(
-        lambda: (_tensor_row(plan, i, records) for i in plan.items)
-    )
-    if is_adapter:
-        tensors = _written_tensors(plan, records)
+    rows = StreamedRows(lambda: (_tensor_row(plan, i, records) for i in plan.items))
+    tensors = _written_tensors(plan, records) if is_adapter else rows
     output: dict[str, Any] = {
         "content": contents.output if contents else hash_names((t["name"], t["hash"]) for t in tensors),
         "files": {s.file: s.size for s in plan.shards},
