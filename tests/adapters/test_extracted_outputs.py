@@ -103,25 +103,20 @@ def test_a_run_that_fails_while_tensors_are_joined_keeps_them(
     assert (tmp_path / "again" / FILE).read_bytes() == (out / FILE).read_bytes()
 
 
-def test_the_joined_file_is_taken_apart_again(tmp_path: Path) -> None:
+def test_a_joined_file_is_made_again(tmp_path: Path) -> None:
     from actmat.checkpoints.base import TensorSpec
     from actmat.checkpoints.writing.shards import plan_shards
 
     (shard,) = plan_shards([TensorSpec("a", (4,), "float32", "")], 1 << 40, stem="x")
-    writer = SpoolWriter(tmp_path, shard.file, durable=False)
-    sink = writer.sink("a")
-    sink.write(memoryview(torch.arange(4.0).numpy().tobytes()))
-    digest = sink.digest
-    assert writer.holds("a", digest)
-    writer.join(shard)
-    assert not (tmp_path / SPOOL).exists()
-    again = SpoolWriter(tmp_path, shard.file, durable=False)
-    assert again.holds("a", digest)
-    assert not again.holds("b", digest)
-    assert not (tmp_path / shard.file).exists()
-    again.join(shard)
-    (tmp_path / shard.file).write_bytes(b"damaged")
-    assert not SpoolWriter(tmp_path, shard.file, durable=False).holds("a", digest)
+    for _ in range(2):
+        writer = SpoolWriter(tmp_path, shard.file, durable=False)
+        assert not (tmp_path / shard.file).exists()
+        sink = writer.sink("a")
+        sink.write(memoryview(torch.arange(4.0).numpy().tobytes()))
+        assert writer.holds("a", sink.digest)
+        assert not writer.holds("b", sink.digest)
+        writer.join(shard)
+        assert not (tmp_path / SPOOL).exists()
 
 
 def test_plans_say_what_is_written_and_are_data(place: Path) -> None:

@@ -20,10 +20,10 @@ from tests.helpers.merging import Family, actmat
 from tests.helpers.repository import ROOT
 
 import actmat as package
-from actmat.checkpoints import hub_push
-from actmat.checkpoints.hub_push import hub_name
 from actmat.checkpoints.writing.listed import listed_files
 from actmat.errors import OutputError
+from actmat.extras.remote import push as hub_push
+from actmat.extras.remote.push import hub_name
 
 Models = tuple[Family, Path, Path]
 SHARDS = ("--set", "max_shard_size=1kB")
@@ -227,7 +227,7 @@ def test_a_merge_to_a_public_repository_is_refused_before_it_begins(
 def test_a_commit_that_somebody_else_made_meanwhile_is_not_overwritten(
     hub: HubStandIn, uploads: Uploads, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from actmat.checkpoints import hub_push as writing
+    from actmat.extras.remote import push as writing
 
     package.push(models[1], "org/merged")
     place = writing.look_up("org/merged")
@@ -255,7 +255,7 @@ def test_a_damaged_manifest_names_no_file_outside_of_its_folder() -> None:
 
 
 def test_files_in_folders_go_into_folders(hub: HubStandIn, models: Models, tmp_path: Path) -> None:
-    from actmat.checkpoints.hub_push import look_up, plan_push, send
+    from actmat.extras.remote.push import look_up, plan_push, send
 
     (tmp_path / "unet").mkdir()
     (tmp_path / "unet" / "model.safetensors").write_bytes(b"weights")

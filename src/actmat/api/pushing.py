@@ -16,7 +16,7 @@ from actmat.report import read_manifest, verify
 from actmat.report.verify import VERSIONING
 
 if TYPE_CHECKING:
-    from actmat.checkpoints.hub_push import HubPlace, PushedFile
+    from actmat.extras.remote.push import HubPlace, PushedFile
 
 ADDED = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 """Beginnings of names of files that are pushed although no merge wrote them."""
@@ -76,7 +76,7 @@ def push(
         OutputError: the output is not as it was written, or the hub does not take it; nothing shows there then.
         CheckpointError: `out` is no output of actmat.
     """
-    from actmat.checkpoints.hub_push import hub_name, look_up, plan_push, send
+    from actmat.extras.remote.push import hub_name, look_up, plan_push, send
 
     folder, name = local_path(out), hub_name(repo_id)
     names, left_out = _files(folder)

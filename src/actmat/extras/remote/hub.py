@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from actmat.checkpoints.hub_push import check_place, create, hub_name, look_up, plan_push, send
 from actmat.checkpoints.remote import Storage
 from actmat.checkpoints.writing.journal import Journal
 from actmat.errors import OutputError
+from actmat.extras.remote.push import check_place, create, hub_name, look_up, plan_push, send
 from actmat.extras.remote.upload import RemoteStaging
 
 
