@@ -15,23 +15,19 @@ the cached commit of a branch may be an old one, and using it must be the user's
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
-from huggingface_hub import HfApi, constants, errors, get_session, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, errors, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
-from actmat.checkpoints.base import FileIdentity
-from actmat.checkpoints.folder import read_index
-from actmat.checkpoints.retry import CONTENT_RANGE, FIRST_RANGE, TRANSIENT, TransientError, pause_of, read_body, retried
+from actmat.checkpoints.remote import RemoteFile, RemoteFiles
+from actmat.checkpoints.retry import CONTENT_RANGE, FIRST_RANGE, TIMEOUT, first_line, ranged, read_body, retried
 from actmat.checkpoints.side_files import SideFiles, side_files_in
-from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
 
-TIMEOUT = 30.0  # seconds
 NO_PATH = "no local path of this name, and "
 HTTP_ERROR: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # of whichever httpx the hub library uses
 
@@ -47,16 +43,7 @@ REFUSALS: dict[type[Exception], str] = {
 """Errors of the hub library -> cause and fix. The first that matches counts: a gated repository is also not found."""
 
 
-@dataclass(frozen=True, slots=True)
-class HubFile:
-    """A file of a commit. `etag` is its content hash: SHA-256 of large files, git blob id of small ones."""
-
-    name: str
-    size: int
-    etag: str
-
-
-class HubRepository(Source):
+class HubRepository(RemoteFiles):
     """One pinned commit.
 
     `commit` is the full hash, whatever branch was asked for; `files` are those of the top folder, or of the one inside
@@ -70,14 +57,14 @@ class HubRepository(Source):
         repo_id: str,
         location: str,
         commit: str,
-        files: Mapping[str, HubFile],
+        files: Mapping[str, RemoteFile],
         cache_dir: Path,
         *,
         streams: bool = False,
         folder: str = "",
     ) -> None:
         self._folder = f"{folder}/" if folder else ""
-        self.repo_id = repo_id
+        self.repo_id, self.home = repo_id, f"{repo_id}/{self._folder}"
         self.location = location
         self.commit = commit
         self.files = files
@@ -107,34 +94,9 @@ class HubRepository(Source):
             path = self._folder + name
             return Path(HfApi().hf_hub_download(self.repo_id, path, revision=self.commit, cache_dir=self.cache_dir))
 
-    def weight_map(self, index: str) -> dict[str, str]:
-        """Content of an index file of the commit."""
-        weight_map = read_index(self.fetch(index))
-        missing = sorted(set(weight_map.values()) - self.files.keys())
-        if missing:
-            raise CheckpointError(
-                f"{self.location}: weight files that the index names are not in the repository (or, offline, not in "
-                "the cache)",
-                [f"{self.location}: {name} is missing at commit {self.commit}" for name in missing],
-            )
-        return weight_map
-
-    def identity(self, names: Iterable[str]) -> tuple[FileIdentity, ...]:
-        """Content hashes as the hub states them; the same before and after the download."""
-        files = (self.files[name] for name in names)
-        return tuple(FileIdentity(f"{self.repo_id}/{self._folder}{f.name}", f.size, etag=f.etag) for f in files)
-
-    def read_remote(self, name: str) -> tuple[Callable[[int, int], bytes], int]:
-        """`read_at(offset, length)` over HTTP ranges, and the size; the first request suffices for most headers."""
-        size = self.files[name].size
-        start = self.read_range(name, 0, min(FIRST_RANGE, size))
-
-        def read_at(offset: int, length: int) -> bytes:
-            if offset + length <= len(start):
-                return start[offset : offset + length]
-            return self.read_range(name, offset, length)
-
-        return read_at, size
+    def file(self, name: str) -> RemoteFile:
+        """A file of the commit."""
+        return self.files[name]
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         """Bytes of a file of the commit, with retries."""
@@ -147,7 +109,7 @@ class HubRepository(Source):
         """A folder of the commit."""
         start = f"{name}/"
         inside = {
-            n.removeprefix(start): HubFile(n.removeprefix(start), f.size, f.etag)
+            n.removeprefix(start): RemoteFile(n.removeprefix(start), f.size, f.etag)
             for n, f in self.files.items()
             if n.startswith(start)
         }
@@ -182,30 +144,17 @@ class HubRepository(Source):
 
     def _range(self, name: str, offset: int, length: int) -> bytes:
         url = hf_hub_url(self.repo_id, self._folder + name, revision=self.commit, endpoint=constants.ENDPOINT)
-        span = f"bytes={offset}-{offset + length - 1}"
-        headers = {**build_hf_headers(), "Range": span, "Accept-Encoding": "identity"}
-        try:
-            with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT) as response:
-                if response.status_code in TRANSIENT:
-                    raise TransientError(f"HTTP {response.status_code}", pause_of(response))
-                hf_raise_for_status(response)
-                if response.status_code != 206 and offset > 0:
-                    raise CheckpointError(
-                        f"{self.location}: the hub ignored a range request for {name}; download it first"
-                    )
-                found = CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
-                if found is not None and int(found[3]) != self.files[name].size:
-                    raise CheckpointError(
-                        f"{self.location}: {name} is not what the hub announced: it has {found[3]} bytes, expected "
-                        f"{self.files[name].size} at commit {self.commit}. Fix: run again."
-                    )
-                return read_body(response, length)
-        except tuple(REFUSALS):
-            raise
-        except errors.HfHubHTTPError:
-            raise
-        except HTTP_ERROR as error:
-            raise TransientError(f"{type(error).__name__}: {_first_line(error)}") from error
+        with ranged(url, offset, length, build_hf_headers()) as response:
+            hf_raise_for_status(response)
+            if response.status_code != 206 and offset > 0:
+                raise CheckpointError(f"{self.location}: the hub ignored a range request for {name}; download it first")
+            found = CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+            if found is not None and int(found[3]) != self.files[name].size:
+                raise CheckpointError(
+                    f"{self.location}: {name} is not what the hub announced: it has {found[3]} bytes, expected "
+                    f"{self.files[name].size} at commit {self.commit}. Fix: run again."
+                )
+            return read_body(response, length)
 
 
 def open_repository(
@@ -231,7 +180,7 @@ def open_repository(
     if info.sha is None or info.siblings is None:
         raise CheckpointError(f"{location}: expected a commit and its files from the hub, found neither")
     files = {
-        s.rfilename: HubFile(s.rfilename, s.size or 0, (s.lfs.sha256 if s.lfs else s.blob_id) or info.sha)
+        s.rfilename: RemoteFile(s.rfilename, s.size or 0, (s.lfs.sha256 if s.lfs else s.blob_id) or info.sha)
         for s in info.siblings
     }
     _remember_commit(home, wanted, info.sha)
@@ -252,14 +201,14 @@ def _cached_commit(home: Path, wanted: str, location: str) -> str:
     )
 
 
-def _cached_files(snapshot: Path) -> dict[str, HubFile]:
+def _cached_files(snapshot: Path) -> dict[str, RemoteFile]:
     """Files of a snapshot: links to blobs named by their content hash (a copy has the commit as its hash)."""
-    files: dict[str, HubFile] = {}
+    files: dict[str, RemoteFile] = {}
     for path in sorted(snapshot.rglob("*")):
         if path.is_file():
             name = path.relative_to(snapshot).as_posix()
             etag = Path(os.readlink(path)).name if path.is_symlink() else snapshot.name
-            files[name] = HubFile(name, path.stat().st_size, etag)
+            files[name] = RemoteFile(name, path.stat().st_size, etag)
     return files
 
 
@@ -288,16 +237,12 @@ def explained(location: str, lead: str = "") -> Iterator[None]:
     except errors.EntryNotFoundError as error:
         offline = constants.is_offline_mode()
         cause = "offline (HF_HUB_OFFLINE) and not in the cache" if offline else "gone or out of reach"
-        raise CheckpointError(f"{location}: a file is {cause}: {_first_line(error)}") from error
+        raise CheckpointError(f"{location}: a file is {cause}: {first_line(error)}") from error
     except errors.HFValidationError as error:
-        raise CheckpointError(f"{location}: not a hub id: {_first_line(error)}") from error
+        raise CheckpointError(f"{location}: not a hub id: {first_line(error)}") from error
     except (HTTP_ERROR, OSError) as error:
         raise CheckpointError(
             f"{location}: {lead}the hub at {constants.ENDPOINT} cannot be used: {type(error).__name__}: "
-            f"{_first_line(error)}. Fix: correct the path, check the connection, or set HF_HUB_OFFLINE=1 to use "
+            f"{first_line(error)}. Fix: correct the path, check the connection, or set HF_HUB_OFFLINE=1 to use "
             "what is cached."
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0][:200]

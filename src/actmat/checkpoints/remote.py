@@ -1,4 +1,4 @@
-"""Remote storage: models at URLs, and outputs that are staged locally and sent to a URL.
+"""Remote storage: files on servers, models at URLs, and outputs that are built locally and sent to a URL.
 
 A `Storage` comes in as a plug-in of the group `actmat.stores`, named by the scheme of its URLs; the one named `other`
 serves schemes that have none of their own. Models on the hub are read by `hub`, without a plug-in.
@@ -9,15 +9,74 @@ from __future__ import annotations
 import abc
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from actmat import plugins
+from actmat.checkpoints.base import FileIdentity
+from actmat.checkpoints.folder import read_index
+from actmat.checkpoints.retry import FIRST_RANGE
 from actmat.checkpoints.source import Source
 from actmat.checkpoints.writing.staging import Staging
 from actmat.errors import CheckpointError
 
 GROUP = "actmat.stores"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file as it was first seen; `etag`: the version that the server states, on the hub the content hash."""
+
+    name: str
+    size: int
+    etag: str
+
+
+class RemoteFiles(Source):
+    """Files on a server, each pinned by its size and version.
+
+    Attributes:
+        home: repository or URL that holds the files, with a slash at its end.
+    """
+
+    home: str
+
+    @abc.abstractmethod
+    def file(self, name: str) -> RemoteFile:
+        """The pinned file."""
+
+    def weight_map(self, index: str) -> dict[str, str]:
+        """Content of an index file; where the folder was listed, every file that it names is there."""
+        weight_map = read_index(self.fetch(index))
+        missing = sorted(set(weight_map.values()) - set(self.names)) if self.can_list else []
+        if missing:
+            raise CheckpointError(
+                f"{self.location}: weight files that {index} names are missing (or, offline, not in the cache). Likely "
+                "cause: an upload that is not finished. Fix: upload the folder again.",
+                [f"{self.location}: {name} is missing" for name in missing],
+            )
+        return weight_map
+
+    def identity(self, names: Iterable[str]) -> tuple[FileIdentity, ...]:
+        """Sizes and versions of files as they were when they were first seen."""
+        files = [self.file(name) for name in names]
+        return tuple(FileIdentity(self.home + f.name, f.size, etag=f.etag) for f in files)
+
+    def start_of(self, name: str) -> bytes:
+        """The first bytes of a file, in one request; most headers are in them."""
+        return self.read_range(name, 0, min(FIRST_RANGE, self.file(name).size))
+
+    def read_remote(self, name: str) -> tuple[Callable[[int, int], bytes], int]:
+        """`read_at(offset, length)` over ranges, and the size."""
+        start = self.start_of(name)
+
+        def read_at(offset: int, length: int) -> bytes:
+            if offset + length <= len(start):
+                return start[offset : offset + length]
+            return self.read_range(name, offset, length)
+
+        return read_at, self.file(name).size
 
 
 class Storage(abc.ABC):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from actmat.errors import CheckpointError, MergeError
@@ -23,6 +23,9 @@ FIRST_RANGE = 256 * 1024
 
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses after which another attempt may succeed."""
+
+TIMEOUT = 30.0
+"""Seconds without a byte."""
 
 PATIENCE = 60.0
 """Seconds after which an answer must have come at `SLOWEST` or faster, in bytes per second."""
@@ -94,6 +97,33 @@ def read_body(answer: Any, length: int) -> bytes:
     if len(out) < length:
         raise TransientError(f"the answer ended after {len(out)} of {length} bytes")
     return bytes(out)
+
+
+@contextmanager
+def ranged(url: str, offset: int, length: int, headers: Mapping[str, str]) -> Iterator[Any]:
+    """The answer of a server to a request for bytes of a file, through the HTTP client of `huggingface_hub`.
+
+    Raises:
+        TransientError: a time-out, a broken connection, or a status after which another attempt may succeed.
+    """
+    from huggingface_hub import errors, get_session
+
+    broken: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # of whichever httpx the library uses
+    wanted = {**headers, "Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
+    try:
+        with get_session().stream("GET", url, headers=wanted, timeout=TIMEOUT) as answer:
+            if answer.status_code in TRANSIENT:
+                raise TransientError(f"HTTP {answer.status_code}", pause_of(answer))
+            yield answer
+    except errors.HfHubHTTPError:
+        raise
+    except broken as error:
+        raise TransientError(f"{type(error).__name__}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error of another library."""
+    return (str(error).strip().splitlines() or ["no message"])[0][:200]
 
 
 def pause_of(answer: Any) -> float:

@@ -35,7 +35,8 @@ from actmat.statistics.header import header_hash
 from actmat.statistics.store import open_statistics
 
 if TYPE_CHECKING:
-    from actmat.checkpoints.hub import HubFile, HubRepository
+    from actmat.checkpoints.hub import HubRepository
+    from actmat.checkpoints.remote import RemoteFile
 
 
 class OutputFiles(abc.ABC):
@@ -137,7 +138,7 @@ class _Hub(OutputFiles):
     def sha256(self, name: str) -> str:
         return self._file(name).etag
 
-    def _file(self, name: str) -> HubFile:
+    def _file(self, name: str) -> RemoteFile:
         if name not in self._source.files:
             raise CheckpointError("it is missing")
         return self._source.files[name]

@@ -13,14 +13,11 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from huggingface_hub import get_session
-
-from actmat.checkpoints.hub import HTTP_ERROR
-from actmat.checkpoints.retry import CONTENT_RANGE, TRANSIENT, TransientError, pause_of, read_body
+from actmat.checkpoints.remote import RemoteFile
+from actmat.checkpoints.retry import CONTENT_RANGE, ranged, read_body
 from actmat.errors import CheckpointError
-from actmat.extras.remote.store import MissingFileError, RemoteFile, Store
+from actmat.extras.remote.store import MissingFileError, Store, changed, versions
 
-TIMEOUT = 30.0  # seconds without a byte
 MISSING = {404: "not found", 410: "gone", 401: "a login is wanted", 403: "forbidden"}
 
 
@@ -45,17 +42,12 @@ class HttpStore(Store):
 
     def _get(self, name: str, offset: int, length: int, pinned: RemoteFile | None) -> tuple[RemoteFile, bytes]:
         url = f"{self.url}/{quote(name)}"
-        headers = {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity", **self._login}
-        try:
-            with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT) as answer:
-                size = _size(answer, url, offset, length)
-                found = RemoteFile(name, size, _version(answer, url))
-                if pinned is not None and found != pinned:
-                    raise _changed(url, pinned, found)
-                wanted = min(length, size - offset)
-                return found, read_body(answer, wanted)
-        except HTTP_ERROR as error:
-            raise TransientError(f"{type(error).__name__}: {str(error)[:200]}") from error
+        with ranged(url, offset, length, self._login) as answer:
+            size = _size(answer, url, offset, length)
+            found = RemoteFile(name, size, _version(answer, url))
+            if pinned is not None and found != pinned:
+                raise changed(url, versions(pinned, found))
+            return found, read_body(answer, min(length, size - offset))
 
 
 def _size(answer: Any, url: str, offset: int, length: int) -> int:
@@ -75,8 +67,6 @@ def _size(answer: Any, url: str, offset: int, length: int) -> int:
             f"{url}: the server does not send ranges of a file, so that every tensor would cost the whole file. "
             "Fix: download the folder and give it, or use a server that honours Range requests."
         )
-    if status in TRANSIENT:
-        raise TransientError(f"HTTP {status}", pause_of(answer))
     if status in MISSING:
         fix = "Fix: correct the address" + ("" if status in (404, 410) else ", or put a login into ~/.netrc")
         raise MissingFileError(f"{url}: {MISSING[status]} (HTTP {status}). {fix}.")
@@ -95,13 +85,6 @@ def _version(answer: Any, url: str) -> str:
             "unseen. Fix: download the folder and give it."
         )
     return str(found)
-
-
-def _changed(url: str, before: RemoteFile, now: RemoteFile) -> CheckpointError:
-    return CheckpointError(
-        f"{url}: the file changed since it was opened: {before.size} bytes, version {before.etag}; now {now.size} "
-        f"bytes, version {now.etag}. Likely cause: somebody uploads it. Fix: wait until that is done, then run again."
-    )
 
 
 def _netrc_login(host: str) -> dict[str, str]:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.folder import is_plain_name
-from actmat.checkpoints.retry import TransientError
+from actmat.checkpoints.remote import RemoteFile
+from actmat.checkpoints.retry import TransientError, first_line
 from actmat.checkpoints.side_files import DEEPEST
 from actmat.errors import CheckpointError, MergeError
-from actmat.extras.remote.store import MissingFileError, RemoteFile, Store
+from actmat.extras.remote.store import MissingFileError, Store, changed, versions
 
 PACKAGES = {
     "s3": ("s3fs", "s3"),
@@ -122,8 +123,7 @@ class ObjectStore(Store):
 
     def _compare(self, before: RemoteFile, now: RemoteFile) -> None:
         if now != before:
-            raise _changed(f"{self.url}/{before.name}", f"{before.size} bytes, version {before.etag}; now {now.size} "
-                           f"bytes, version {now.etag}")  # fmt: skip
+            raise changed(f"{self.url}/{before.name}", versions(before, now))
 
     @contextmanager
     def _explained(self, name: str) -> Iterator[None]:
@@ -137,16 +137,16 @@ class ObjectStore(Store):
             raise MissingFileError(f"{what}: not found. Fix: correct the address.") from error
         except PermissionError as error:
             raise MissingFileError(
-                f"{what}: access denied ({_first_line(error)}). Fix: log in with the store's own tool, or set its "
+                f"{what}: access denied ({first_line(error)}). Fix: log in with the store's own tool, or set its "
                 "environment variables (docs/remote.md)."
             ) from error
         except OSError as error:
             if error.errno == errno.EBUSY:  # FileExpired of s3fs: the etag is another
-                raise _changed(what, _first_line(error)) from error
-            raise TransientError(f"{type(error).__name__}: {_first_line(error)}") from error
+                raise changed(what, first_line(error)) from error
+            raise TransientError(f"{type(error).__name__}: {first_line(error)}") from error
         except Exception as error:  # each store raises errors of its own library
             raise CheckpointError(
-                f"{what}: cannot be used: {type(error).__name__}: {_first_line(error)}. Likely cause: no credentials, "
+                f"{what}: cannot be used: {type(error).__name__}: {first_line(error)}. Likely cause: no credentials, "
                 "or another region or endpoint (docs/remote.md)."
             ) from error
 
@@ -179,18 +179,7 @@ def _file_system(url: str, error: type[MergeError], *, use_listings_cache: bool)
     except ValueError as problem:
         known = ", ".join(["https", "hf", *PACKAGES])
         raise error(
-            f"{url}: expected a URL of a scheme that can be read, found {scheme}:// ({_first_line(problem)}). Known: "
+            f"{url}: expected a URL of a scheme that can be read, found {scheme}:// ({first_line(problem)}). Known: "
             f"{known}, and every other of fsspec."
         ) from problem
     return found, str(path)
-
-
-def _changed(what: str, found: str) -> CheckpointError:
-    return CheckpointError(
-        f"{what}: the file changed since it was opened: {found}. Likely cause: somebody uploads it. Fix: wait until "
-        "that is done, then run again."
-    )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0][:200]

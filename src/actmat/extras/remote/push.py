@@ -21,7 +21,8 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, co
 
 from actmat.bounds import read_object
 from actmat.checkpoints.hashing import sha256_file
-from actmat.checkpoints.hub import HTTP_ERROR, HubFile, HubRepository, explained, open_repository
+from actmat.checkpoints.hub import HTTP_ERROR, HubRepository, explained, open_repository
+from actmat.checkpoints.remote import RemoteFile
 from actmat.checkpoints.resolve import HUB_ID
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, listed_files
 from actmat.checkpoints.writing.staging import disk_errors
@@ -78,7 +79,7 @@ class HubPlace:
     exists: bool = False
     private: bool = True
     head: str = ""
-    files: Mapping[str, HubFile] = field(default_factory=dict)
+    files: Mapping[str, RemoteFile] = field(default_factory=dict)
     ours: frozenset[str] = frozenset()
     unknown: str = ""
 
@@ -204,7 +205,7 @@ def plan_push(place: HubPlace, folder: Path, names: Iterable[str], *, private: b
     return push
 
 
-def _compared(path: Path, name: str, there: HubFile | None) -> PushedFile:
+def _compared(path: Path, name: str, there: RemoteFile | None) -> PushedFile:
     with disk_errors(path):
         size = path.stat().st_size
     if there is None:

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -19,56 +19,32 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from actmat.bounds import MAX_BYTES
-from actmat.checkpoints.base import FileIdentity
-from actmat.checkpoints.folder import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    INDEX_SUFFIX,
-    is_plain_name,
-    read_config,
-    read_index,
-)
+from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_SUFFIX, is_plain_name, read_config
 from actmat.checkpoints.ranges import BLOCK_BYTES
+from actmat.checkpoints.remote import RemoteFile, RemoteFiles
 from actmat.checkpoints.retry import FIRST_RANGE, retried
 from actmat.checkpoints.side_files import SideFiles, side_files_in
-from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
 from actmat.extras.remote.objects import open_store
-from actmat.extras.remote.store import MissingFileError, RemoteFile, Store, check_url, split_url
+from actmat.extras.remote.store import MissingFileError, Store, changed, check_url, split_url, versions
 
 MODEL_NAMES = ("model.safetensors.index.json", "model.safetensors", "config.json", ADAPTER_CONFIG, *ADAPTER_WEIGHTS)
 TORCH_NAMES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 UNLISTED = "the web server cannot list its files: only well-known names were asked for"
 
 SIDECAR_NAMES = (
-    "LICENSE",
-    "modules.json",
-    "tekken.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "vocab.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "image_processor_config.json",
-    "video_preprocessor_config.json",
-    "feature_extractor_config.json",
-)
+    "LICENSE", "modules.json", "tekken.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "tokenizer.model", "special_tokens_map.json", "vocab.json", "added_tokens.json", "vocab.txt", "merges.txt",
+    "spiece.model", "chat_template.jinja", "chat_template.json", "processor_config.json", "preprocessor_config.json",
+    "image_processor_config.json", "video_preprocessor_config.json", "feature_extractor_config.json",
+)  # fmt: skip
 """Files that are asked for where a server cannot list."""
 
 PARALLEL_REQUESTS = 8
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 
 
-class RemoteSource(Source):
+class RemoteSource(RemoteFiles):
     """Files at a URL.
 
     Args:
@@ -91,7 +67,7 @@ class RemoteSource(Source):
         self.location = location
         self.named = named
         self.streams = streams
-        self.store = store
+        self.store, self.home = store, f"{store.url}/"
         self._pinned = dict(pinned or {})
         self._files: dict[str, RemoteFile] = {}
         self._heads: dict[str, bytes] = {}
@@ -151,34 +127,14 @@ class RemoteSource(Source):
                 self._copies[name] = self._download(name)
             return self._copies[name]
 
-    def weight_map(self, index: str) -> dict[str, str]:
-        """Content of an index file; where the folder was listed, every file that it names is there."""
-        weight_map = read_index(self.fetch(index))
-        missing = sorted(set(weight_map.values()) - set(self.names)) if self.can_list else []
-        if missing:
-            raise CheckpointError(
-                f"{self.location}: weight files that {index} names are missing. Likely cause: an upload that is not "
-                "finished. Fix: upload the folder again.",
-                [f"{self.location}: {name} is missing" for name in missing],
-            )
-        return weight_map
+    def file(self, name: str) -> RemoteFile:
+        """The pinned file; asked for when it is first wanted."""
+        return self._file(name)
 
-    def identity(self, names: Iterable[str]) -> tuple[FileIdentity, ...]:
-        """Sizes and etags as they were when the files were first seen."""
-        files = [self._file(name) for name in names]
-        return tuple(FileIdentity(f"{self.store.url}/{f.name}", f.size, etag=f.etag) for f in files)
-
-    def read_remote(self, name: str) -> tuple[Callable[[int, int], bytes], int]:
-        """`read_at(offset, length)` and the size; one request for most headers."""
-        file = self._file(name, length=FIRST_RANGE)
-        start = self._heads.pop(name, b"")
-
-        def read_at(offset: int, length: int) -> bytes:
-            if offset + length <= len(start):
-                return start[offset : offset + length]
-            return self.read_range(name, offset, length)
-
-        return read_at, file.size
+    def start_of(self, name: str) -> bytes:
+        """The first bytes of a file, which came with its size and version."""
+        self._file(name, length=FIRST_RANGE)
+        return self._heads.pop(name, b"")
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         """Bytes of a pinned file, with retries."""
@@ -259,11 +215,7 @@ class RemoteSource(Source):
     def _pin(self, file: RemoteFile) -> None:
         before = self._pinned.setdefault(file.name, (file.size, file.etag))
         if before != (file.size, file.etag):
-            raise CheckpointError(
-                f"{self.store.url}/{file.name}: the file changed since it was opened: {before[0]} bytes, version "
-                f"{before[1]}; now {file.size} bytes, version {file.etag}. Likely cause: somebody uploads it. Fix: "
-                "wait until that is done, then run again."
-            )
+            raise changed(f"{self.store.url}/{file.name}", versions(RemoteFile(file.name, *before), file))
         self._files[file.name] = file
 
     def _download(self, name: str) -> Path:

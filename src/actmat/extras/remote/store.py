@@ -8,29 +8,33 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from actmat.bounds import URL
 from actmat.checkpoints.folder import is_plain_name
+from actmat.checkpoints.remote import RemoteFile
 from actmat.errors import CheckpointError
 
 FILE_SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".ckpt")
 """Endings of names that are files; a URL that ends otherwise is a folder."""
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """A file as it was first seen."""
-
-    name: str
-    size: int
-    etag: str  # version that the server states: ETag, generation, or time of the last change
-
-
 class MissingFileError(CheckpointError):
     """The store has no file of that name, or does not show it without other credentials."""
+
+
+def changed(what: str, found: str) -> CheckpointError:
+    """The error on a file of which there is another version now."""
+    return CheckpointError(
+        f"{what}: the file changed since it was opened: {found}. Likely cause: somebody uploads it. Fix: wait until "
+        "that is done, then run again."
+    )
+
+
+def versions(before: RemoteFile, now: RemoteFile) -> str:
+    """Two states of a file in words."""
+    return f"{before.size} bytes, version {before.etag}; now {now.size} bytes, version {now.etag}"
 
 
 class Store(abc.ABC):

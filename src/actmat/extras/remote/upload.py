@@ -24,13 +24,14 @@ from typing import Any, TypeVar
 
 from actmat.bounds import MAX_BYTES, parse_object, read_object
 from actmat.checkpoints.folder import INDEX_SUFFIX
+from actmat.checkpoints.remote import RemoteFile
 from actmat.checkpoints.retry import retried
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS, listed_files
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging, disk_errors, not_ours_problems
 from actmat.errors import CheckpointError, OutputError
 from actmat.extras.remote.objects import open_store
-from actmat.extras.remote.store import MissingFileError, RemoteFile, Store, check_url
+from actmat.extras.remote.store import MissingFileError, Store, check_url
 
 MARK_NAME = ".actmat-upload.json"
 """File that marks a remote folder as an output that is being sent, with the names of its files."""
