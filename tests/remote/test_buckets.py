@@ -97,9 +97,9 @@ def local(family: Family) -> Path:
     return out
 
 
-def merge(family: Family, out: str, *flags: str) -> Outcome:
+def merge(family: Family, out: str, *flags: str, size: str = SHARDS) -> Outcome:
     inputs = ["--base", str(family.base), *(x for e in family.experts for x in ("--expert", str(e)))]
-    sharded = ["--set", f"max_shard_size={SHARDS}", "--threads", "1", "--quiet"]
+    sharded = ["--set", f"max_shard_size={size}", "--threads", "1", "--quiet"]
     return actmat(["merge", *inputs, "--out", out, *sharded, *flags])
 
 
@@ -245,14 +245,14 @@ def test_only_outputs_of_actmat_are_replaced(family: Family, memory: str, tmp_pa
     for own in ("notes.txt", "model.safetensors", "sub/model.safetensors"):  # the last but one is written by the next
         write(f"{url}/{own}", b"mine")
         before = names(url)
-        refused = merge(family, url, "--method", "average", "--overwrite", "--set", "max_shard_size=1GB")
+        refused = merge(family, url, "--method", "average", "--overwrite", size="1GB")
         assert refused.code == 1
         assert "holds what its merge did not write" in refused.err.replace("\n", " ")
         assert names(url) == before
         found, path = opened(f"{url}/{own}")
         assert found.cat_file(path) == b"mine"
         found.rm_file(path)
-    assert merge(family, url, "--method", "average", "--overwrite", "--set", "max_shard_size=1GB").code == 0
+    assert merge(family, url, "--method", "average", "--overwrite", size="1GB").code == 0
     assert {"model.safetensors", MANIFEST_NAME} <= names(url)
     assert not any("-of-" in n or n.startswith(".actmat") for n in names(url)), "nothing of the old output is left"
     got = load_file(download(url, tmp_path / "got") / "model.safetensors")

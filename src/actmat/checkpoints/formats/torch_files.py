@@ -47,19 +47,9 @@ LEGACY_PICKLES = 5
 ZIP_MAGIC = b"PK\x03\x04"
 BLOCKED_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 DAMAGED = (
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-    struct.error,
-    RuntimeError,
-    EOFError,
-    OSError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    MemoryError,
-)
+    pickle.UnpicklingError, zipfile.BadZipFile, struct.error, RuntimeError, EOFError, OSError, ValueError, TypeError,
+    LookupError, AttributeError, AssertionError, MemoryError,
+)  # fmt: skip
 """Errors of torch's reader on damaged or hostile bytes; it has no error class of its own."""
 
 
