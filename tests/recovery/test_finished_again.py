@@ -102,16 +102,7 @@ OTHER: dict[str, tuple[Callable[[Family], object], tuple[str, ...], str]] = {
     "expert changed": (another_tree_of_the_same_name, (), "of input 'expert0'"),
     "weights gone": (lambda f: (f.out / "model.safetensors").unlink(), (), "the folder that holds the weights"),
     "other versions": (edited_versions, (), "versions"),
-    "sha256 wanted": (
-        lambda f: None,
-        (
-            "--set",
-            "sha256=true",
-        ),
-        "--set",
-        "sha256=true",
-    ),
-    "report wanted": (lambda f: None, ("--diagnose",), "--diagnose"),
+    "sha256 wanted": (lambda f: None, ("--set", "sha256=true"), "--set sha256=true"),
 }
 
 

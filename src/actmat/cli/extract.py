@@ -16,7 +16,7 @@ from actmat.settings import RunSettings
 
 @dataclass(frozen=True)
 class ExtractFlags:
-    """What of a delta is kept."""
+    """The part of a delta that is kept."""
 
     energy: Annotated[
         float | None,

@@ -155,15 +155,13 @@ class RecipeFlags:
         """Fields and settings of `--set`.
 
         Raises:
-            RecipeError: a name is unknown, given twice, or has a flag of its own.
+            RecipeError: a name is unknown, or has a flag of its own.
         """
         from actmat.recipe import Recipe, parse_option
         from actmat.recipe.output import settable_fields
 
-        pairs = [parse_option(text) for text in self.values.get("set") or ()]
+        pairs = map(parse_option, self.values.get("set") or ())  # of two of one name, the last counts
         found = {name: values[0] if len(values) == 1 else values for name, values in pairs}
-        if len(found) < len(pairs):
-            raise RecipeError("A field is given twice by --set.")
         known = (*settable_fields(Recipe), *_SETTINGS)
         if strange := [name for name in found if name not in known]:
             near = did_you_mean(strange[0], known)
