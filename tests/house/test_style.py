@@ -20,7 +20,10 @@ CORE_CODE, ALL_CODE, EXPERIMENTS_CODE = 25_900, 46_800, 12_750
 """Lines of code of the package without its extras, with them, and of the experiments. The aim is 24,000 and 38,000:
 lower these when something goes."""
 
-LONG: dict[str, str] = {}
+LONG: dict[str, str] = {
+    "actmat.methods.actmat.rule": "its docstring, 43 lines, is the page of the method",
+    "actmat.methods.ties.merge": "its docstring, 29 lines, is the page of the method",
+}
 """Function of more than `LONGEST_FUNCTION` lines -> reason."""
 
 WIDE: dict[str, str] = {
