@@ -137,10 +137,13 @@ def side(name: str, adapters: list[Path], out: Path, shape: tuple[int, int, int]
 
 def difference(one: Path, other: Path) -> float:
     """`||D_1 - D_2||_F / ||D_2||_F` over all modules of two adapters, from their factors."""
-    from actmat.experts.resolve import open_adapter
+    from actmat.experts.locate import LocatedAdapter, locate
     from actmat.linalg.lowrank import frobenius_norm, weighted_sum
 
-    with open_adapter(str(one)) as first, open_adapter(str(other)) as second:
+    with locate(str(one)) as left, locate(str(other)) as right:
+        assert isinstance(left, LocatedAdapter)
+        assert isinstance(right, LocatedAdapter)
+        first, second = left.adapter, right.adapter
         assert set(first.modules) == set(second.modules)
         apart = size = 0.0
         for name, module in first.modules.items():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from actmat.checkpoints.resolve import open_checkpoint
 from actmat.extras.tune.evaluate import Answers, Predict, compare_answers, keep_answers, loss_of
 from actmat.extras.tune.inputs import InputBatch, prepare_inputs
 from actmat.extras.tune.merges import Merges
@@ -100,7 +101,7 @@ def _grid(subject: Subject, recipe: Any, folder: Path, settings: TuneSettings) -
     merges = Merges(asked_of, work / "merges", RunSettings(threads=1, durable=False))
     choices = merges.make(space.merges())
     loader = settings.loader(str(subject.base))
-    live, _ = open_live(merges.plans[choices[0].key], space.groups, loader)
+    live, _ = open_live(merges.plans[choices[0].key], space.groups, loader, open_checkpoint(subject.base))
     asked = _asked(subject)
     rows = []
     for choice in choices:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 
 from actmat.cli.inspect import inspect
-from actmat.experts.resolve import open_adapter
+from actmat.experts.locate import LocatedAdapter, locate
 from fuzz.doors.folder import in_folder, printed, shows_table
 from fuzz.draw import json_text
 from fuzz.harness import Files, door
@@ -45,7 +45,9 @@ def _adapter(rng: random.Random) -> Files:
 
 def _read(folder: Path) -> str:
     """Form the factors; what `actmat inspect` prints."""
-    with open_adapter(folder) as adapter:
+    with locate(folder) as found:
+        assert isinstance(found, LocatedAdapter)
+        adapter = found.adapter
         if not adapter.problems:
             for module in adapter.modules.values():
                 adapter.factors(module, torch.float32)

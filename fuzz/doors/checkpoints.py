@@ -18,7 +18,7 @@ from safetensors.torch import save
 from actmat.checkpoints.header import read_header
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.cli.inspect import inspect
-from actmat.experts.resolve import needs_base
+from actmat.experts.locate import locate
 from actmat.layout import resolve_layout
 from fuzz.doors.folder import in_folder, printed, shows_table
 from fuzz.draw import json_text, mutated_bytes
@@ -144,7 +144,7 @@ def _torch_file(rng: random.Random) -> Files:
 
 
 def _read_torch(folder: Path) -> None:
-    needs_base(folder / "m.pt")
+    locate(folder / "m.pt").close()
     _opened(folder / "m.pt")
 
 

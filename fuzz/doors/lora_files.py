@@ -11,7 +11,7 @@ from safetensors.torch import save
 
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.cli.inspect import inspect
-from actmat.experts.resolve import open_adapter, open_expert
+from actmat.experts.locate import LocatedAdapter, locate
 from actmat.extras.diffusion.lora_files import METADATA_KEY
 from fuzz.doors.folder import in_folder, printed, shows_table
 from fuzz.draw import json_text, mutated_bytes, text
@@ -80,7 +80,9 @@ def _base() -> MemoryCheckpoint:
 
 def _read(folder: Path) -> str:
     """Form the factors, and the deltas of a base; what `actmat inspect` prints."""
-    with open_adapter(folder) as adapter:
+    with locate(folder) as found:
+        assert isinstance(found, LocatedAdapter)
+        adapter = found.adapter
         if not adapter.problems:
             for module in adapter.modules.values():
                 adapter.factors(module, torch.float32)
@@ -92,7 +94,7 @@ def _read(folder: Path) -> str:
 
 def form(folder: Path) -> None:
     """Form the deltas of a base that has the modules above."""
-    with open_expert(folder, _base()) as expert:
+    with locate(folder).expert(_base()) as expert:
         for name, spec in expert.specs.items():
             if expert.source(name).kind == "formed":
                 expert.delta(name, 0, spec.numel, torch.float32)

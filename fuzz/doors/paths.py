@@ -6,10 +6,9 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.staging import check_output_path
 from actmat.errors import MergeError
-from actmat.experts.resolve import needs_base
+from actmat.experts.locate import locate
 from actmat.recipe import load_recipe
 from actmat.report.manifest import read_manifest
 from actmat.report.outputs import recipe_of_output
@@ -36,8 +35,7 @@ def _path(rng: random.Random) -> Files:
 def _read(files: Files) -> str:
     place = files["path"].decode("utf-8", "surrogatepass")
     readers: tuple[Callable[[], object], ...] = (
-        lambda: open_checkpoint(place),
-        lambda: needs_base(place),
+        lambda: locate(place),
         lambda: open_statistics(place),
         lambda: load_recipe(place),
         lambda: read_manifest(Path(place)),

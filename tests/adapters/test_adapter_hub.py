@@ -10,10 +10,10 @@ import pytest
 from tests.adapters.test_adapter_to_adapter import deltas_of, merge
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
 from tests.helpers.hub import HubStandIn, hub_stand_in
+from tests.helpers.located import is_adapter, open_adapter
 
 from actmat import api
 from actmat.errors import CheckpointError, MergeError
-from actmat.experts.resolve import needs_base, open_adapter
 from actmat.report import verify
 from actmat.report.manifest import read_manifest
 
@@ -103,8 +103,8 @@ def test_a_repository_of_a_full_model_is_no_adapter(hub: HubStandIn, tmp_path: P
     shutil.copytree(tmp_path / "repo", tmp_path / "both")
     tiny("llama").save_pretrained(tmp_path / "both")
     hub.add("org/both", tmp_path / "both")
-    assert needs_base("org/a")
-    assert not needs_base("org/both")
+    assert is_adapter("org/a")
+    assert not is_adapter("org/both")
     with pytest.raises(MergeError, match="--base must be given: both"):
         merge(tmp_path, ["org/a", "org/both"])
 

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from tests.adapters.test_adapter_reading import edit_config
 from tests.adapters.test_adapter_to_adapter import GPT2, deltas_of, merge
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.located import open_adapter
 from tests.tolerances import F64_ORACLE
 from torch import Tensor
 
 from actmat import api
 from actmat.errors import MergeError
-from actmat.experts.resolve import open_adapter
 
 STACKS = {"r": 2, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 FAMILIES: dict[str, list[dict[str, Any]]] = {

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.located import is_adapter, open_adapter
 from torch import Tensor
 
 from actmat.errors import CheckpointError
 from actmat.experts.lora.adapter import Adapter
-from actmat.experts.resolve import needs_base, open_adapter
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", LLAMA),
@@ -71,7 +71,7 @@ def test_deltas_are_what_peft_merges(case: str, safetensors: bool, tmp_path: Pat
     if not safetensors:
         torch.save(load_file(tmp_path / "adapter_model.safetensors"), tmp_path / "adapter_model.bin")
         (tmp_path / "adapter_model.safetensors").unlink()
-    assert needs_base(tmp_path)
+    assert is_adapter(tmp_path)
     with open_adapter(tmp_path) as adapter:
         assert not adapter.problems
         mine = in_memory(adapter, family)
@@ -165,7 +165,7 @@ def test_a_list_of_pairs_is_an_adapter(tmp_path: Path) -> None:
     up, down = torch.randn(6, 2), torch.randn(2, 5)
     path = tmp_path / "style.pt"
     torch.save([up, down, torch.randn(4, 3), torch.randn(3, 4)], path)
-    assert needs_base(path)
+    assert is_adapter(path)
     with open_adapter(path) as adapter:
         assert not adapter.problems
         first, second = adapter.modules.values()
@@ -175,10 +175,10 @@ def test_a_list_of_pairs_is_an_adapter(tmp_path: Path) -> None:
 
 def test_a_full_checkpoint_is_no_adapter(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path)
-    assert not needs_base(tmp_path)
-    assert not needs_base(tmp_path / "model.safetensors")
+    assert not is_adapter(tmp_path)
+    assert not is_adapter(tmp_path / "model.safetensors")
     torch.save({"w": torch.zeros(2)}, tmp_path / "x.pt")
-    assert not needs_base(tmp_path / "x.pt")
+    assert not is_adapter(tmp_path / "x.pt")
 
 
 def test_a_config_without_weights_is_refused(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tests.experts.test_expert_conformance import Lora
 from tests.helpers.adapters import save_adapter, tiny
+from tests.helpers.located import open_expert
 from torch import Tensor
 
 import actmat
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import MergeError
-from actmat.experts.resolve import open_expert
 from actmat.extras.conformance.experts import StoredExpert
 
 ALL = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]}

@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from tests.helpers.adapters import save_peft, tiny
+from tests.helpers.located import open_adapter
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -18,7 +19,6 @@ import actmat
 from actmat.cli.main import app
 from actmat.engine.kernels import extracted as extraction
 from actmat.errors import MergeError
-from actmat.experts.resolve import open_adapter
 from actmat.report import verify
 
 FAMILIES = ("llama", "gpt2", "vit", "mixtral")

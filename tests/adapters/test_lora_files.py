@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.located import is_adapter, open_adapter
 from tests.helpers.lora_files import (
     TEXT,
     UNET,
@@ -27,8 +28,7 @@ from torch import Tensor
 
 import actmat
 from actmat.errors import MergeError
-from actmat.experts.files import holds_factors
-from actmat.experts.resolve import needs_base, open_adapter
+from actmat.experts.candidate import holds_factors
 from actmat.extras.diffusion.architectures import ARCHITECTURES, text_names
 from actmat.extras.diffusion.names import find_flat_names, foreign_factor, parse_factor
 from actmat.report import verify
@@ -105,7 +105,7 @@ def test_what_is_written_is_the_sum_of_the_deltas(
     assert sorted(p.name for p in out.iterdir()) == [
         "README.md", "actmat_manifest.json", "pytorch_lora_weights.safetensors"
     ]  # fmt: skip
-    assert needs_base(out)
+    assert is_adapter(out)
     with open_adapter(out) as adapter:
         assert adapter.layout == layout
         assert not adapter.problems
@@ -181,7 +181,7 @@ DAMAGE: list[tuple[dict[str, Tensor | None], str]] = [
 def test_damage_of_a_file_is_named(change: dict[str, Tensor | None], words: str, tmp_path: Path) -> None:
     tensors = {n: t for n, t in {**FILE, **change}.items() if t is not None}
     save_file(tensors, tmp_path / "lora.safetensors")
-    assert needs_base(tmp_path / "lora.safetensors")
+    assert is_adapter(tmp_path / "lora.safetensors")
     with open_adapter(tmp_path / "lora.safetensors") as adapter:
         assert any(words in p for p in adapter.problems), adapter.problems
 
@@ -189,8 +189,12 @@ def test_damage_of_a_file_is_named(change: dict[str, Tensor | None], words: str,
 def test_factors_are_never_merged_as_plain_tensors(place: Path, tmp_path: Path) -> None:
     """In whatever file they lie: as experts, and as a base."""
     torch.save(load_file(place / "kohya1.safetensors"), tmp_path / "kohya.pt")
-    for base, expert in ((place / "unet", tmp_path / "kohya.pt"), (place / "kohya1.safetensors", place / "unet")):
-        with pytest.raises(MergeError, match="found factors of an adapter, such as 'lora_"):
+    cases = (
+        (place / "unet", tmp_path / "kohya.pt", "found factors of an adapter, such as 'lora_"),
+        (place / "kohya1.safetensors", place / "unet", "expected a full checkpoint, found a LoRA file adapter"),
+    )
+    for base, expert, said in cases:
+        with pytest.raises(MergeError, match=said):
             actmat.plan(base, [expert])
 
 

@@ -135,7 +135,7 @@ def test_axes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_words_on_stacks_need_stacks(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path / "base")
     save_adapter(tmp_path / "adapter", "llama", 1, r=2, target_modules=["q_proj"])
-    for path, problem in ((tmp_path / "adapter", "and it has none"), (tmp_path / "base", "of adapters of PEFT")):
+    for path, problem in ((tmp_path / "adapter", "and it has none"), (tmp_path / "base", "to PEFT adapters only")):
         with pytest.raises(MergeError, match=problem):
             merge(tmp_path, {"path": str(path), "name": "one", "stacks": "e_i_o"})
     with pytest.raises(MergeError, match="found e_i_o and e_o_i, expected one of them"):

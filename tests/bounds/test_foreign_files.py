@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.helpers.located import is_adapter
 from tests.helpers.merging import Family, actmat, hidden
 
 from actmat import bounds
@@ -21,7 +22,6 @@ from actmat.checkpoints.formats.pickles import MAX_TORCH_OPCODES, PickleError, c
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging
 from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError, StatisticsError
-from actmat.experts.resolve import needs_base, open_adapter
 from actmat.recipe import load_recipe
 
 
@@ -131,9 +131,9 @@ PATHS = {
 @pytest.mark.parametrize("case", PATHS)
 def test_paths_that_cannot_be_looked_up(family: Family, case: str) -> None:
     text = PATHS[case]
-    for call in (open_checkpoint, needs_base, open_adapter, load_recipe):
+    for call in (open_checkpoint, is_adapter, load_recipe):
         try:
-            assert call(text) is False, "only needs_base may answer"
+            assert call(text) is False, "only is_adapter may answer"
         except (CheckpointError, RecipeError) as error:
             str(error).encode()
     if case == "NUL":  # cannot be typed
@@ -278,7 +278,7 @@ def test_pickles_beyond_the_bounds(tmp_path: Path, case: str, as_zip: bool) -> N
         open_checkpoint(path)
     with pytest.raises(PickleError):
         check_pickle(io.BytesIO(content))
-    assert not needs_base(path)
+    assert not is_adapter(path)
 
 
 def test_a_compressed_pickle_is_not_unpacked(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.helpers.located import open_expert
 from torch import Tensor
 
 import actmat
 from actmat.errors import MergeError, OutputError
-from actmat.experts.resolve import in_layout, open_expert, open_handle
+from actmat.experts.locate import in_layout, open_handle
 from actmat.extras.diffusion.metadata import distilled_note, kept_metadata
 from actmat.extras.serving import serving_commands
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.diffusion import moved, pipeline, single_file
+from tests.helpers.located import open_expert
 from tests.helpers.models import stored
 from tests.helpers.tinymodels import specs_of
 
@@ -18,7 +19,7 @@ from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.rows import RowRange, RowsCheckpoint, TensorRows, numbered_rows, ranges_of
 from actmat.errors import CheckpointError
-from actmat.experts.resolve import open_expert, open_handle
+from actmat.experts.locate import open_handle
 from actmat.extras.diffusion.expert import _folder_rows
 from actmat.layout import Role, resolve_layout
 from actmat.layout.components import single_file_of

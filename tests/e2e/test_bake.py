@@ -22,7 +22,7 @@ from actmat.checkpoints.base import CheckpointHandle
 from actmat.checkpoints.resolve import open_handle
 from actmat.cli.main import app
 from actmat.errors import CheckpointError, MergeError
-from actmat.experts.resolve import open_base
+from actmat.experts.locate import locate
 from actmat.extras.quantised.nf4 import NF4, rounded_nf4
 from actmat.methods import METHODS
 from actmat.planning.choose import WHOLE
@@ -214,7 +214,7 @@ def test_a_base_is_rounded_as_it_was_trained_on(scheme: Any, models: Path, tmp_p
 
 
 def test_a_simulated_base_is_opened_again_from_its_handle(models: Path) -> None:
-    with open_base(models / "base", "nf4") as base:
+    with locate(models / "base").model("nf4") as base:
         handle = CheckpointHandle(**json.loads(json.dumps(dataclasses.asdict(base.handle()))))
         with open_handle(handle) as again:
             assert all(torch.equal(again.read(n), base.read(n)) for n in base.specs)
@@ -255,4 +255,4 @@ def test_a_rounded_base_is_for_adapters(kind: str, fields: dict[str, Any], words
 def test_transposed_layers_are_refused(tmp_path: Path) -> None:
     tiny("gpt2").save_pretrained(tmp_path / "base")
     with pytest.raises(CheckpointError, match="stored transposed"):
-        open_base(tmp_path / "base", "nf4")
+        locate(tmp_path / "base").model("nf4")

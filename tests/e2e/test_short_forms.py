@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from tests.helpers.docs_fixture import write_adapter
+from tests.helpers.located import open_expert
 from tests.helpers.merging import Family
 from tests.helpers.merging import actmat as command_line
 
 import actmat
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.errors import CheckpointError
-from actmat.experts.resolve import open_expert
 from actmat.extras.pages.comparison import compare
 from actmat.methods import all_methods
 from actmat.report import Verification, recorded_totals

@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 from tests.helpers.adapters import save_peft, tiny
+from tests.helpers.located import open_expert
 
 from actmat import api, plugins
 from actmat.checkpoints.keys import Keys
@@ -18,7 +19,6 @@ from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import MergeError
 from actmat.experts.changes.base import Reader
 from actmat.experts.peft import reader_of
-from actmat.experts.resolve import open_expert
 
 LINEAR = ["q_proj", "down_proj"]
 CONFIGS: dict[str, peft.PeftConfig] = {

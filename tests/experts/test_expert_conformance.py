@@ -162,10 +162,16 @@ class TestPairList(ExpertConformance):
         return StoredExpert(base, folder / "pairs.pt", tuned)
 
 
+def register_toy() -> None:
+    """Make the toy family known to a process that ends with the tests."""
+    plug(pytest.MonkeyPatch(), "actmat.experts", "toy", TOY)
+
+
 class TestToyFamily(ExpertConformance):
     """A family that this test registers."""
 
     kinds = frozenset({"formed", "zero"})
+    register = staticmethod(register_toy)
 
     @pytest.fixture(autouse=True)
     def _register(self, monkeypatch: pytest.MonkeyPatch) -> None:

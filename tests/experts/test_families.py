@@ -26,12 +26,12 @@ from peft import (
 )
 from safetensors.torch import load_file, save_file
 from tests.helpers.adapters import save_peft, tiny
+from tests.helpers.located import open_expert
 from torch import Tensor
 
 import actmat
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import MergeError
-from actmat.experts.resolve import open_expert
 from actmat.extras.conformance.experts import ExpertConformance, StoredExpert
 from actmat.report import verify
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.located import is_adapter, open_expert
 from tests.helpers.plugged import plug
 from tests.helpers.toy_adapters import TOY, save_toy
 
 import actmat
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.errors import CheckpointError
-from actmat.experts.resolve import needs_base, open_expert, open_handle
+from actmat.errors import AlignmentError, CheckpointError
+from actmat.experts.locate import locate, open_handle
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 BASE = {WEIGHT: torch.arange(12.0).view(3, 4), "b": torch.ones(3)}
@@ -47,15 +48,16 @@ def test_a_new_family_is_merged_with_full_checkpoints(method: str, tmp_path: Pat
 
 def test_an_unregistered_family_is_no_adapter(tmp_path: Path) -> None:
     save_toy(tmp_path / "toy", WEIGHT, torch.ones(3), torch.ones(4))
-    assert not needs_base(tmp_path / "toy")
+    with pytest.raises(CheckpointError, match="expected weights"):
+        locate(tmp_path / "toy")
 
 
 @pytest.mark.usefixtures("toy")
 def test_a_family_without_factors_needs_a_base(tmp_path: Path) -> None:
     save_toy(tmp_path / "toy", WEIGHT, torch.ones(3), torch.ones(4))
-    assert needs_base(tmp_path / "toy")
-    with pytest.raises(CheckpointError, match="a toy adapter has no factors"):
-        open_expert(tmp_path / "toy", None)
+    assert is_adapter(tmp_path / "toy")
+    with pytest.raises(AlignmentError, match="a toy adapter has no factors"):
+        actmat.plan(None, [tmp_path / "toy"])
 
 
 def test_tensors_and_open_checkpoints_are_experts() -> None:
@@ -110,9 +112,10 @@ def test_every_bad_value_of_an_adapter_is_counted(tmp_path: Path) -> None:
         ]
 
 
+@pytest.mark.usefixtures("toy")
 def test_what_is_in_memory_has_no_handle(tmp_path: Path) -> None:
     save_toy(tmp_path / "toy", WEIGHT, torch.ones(3), torch.ones(4))
     base = MemoryCheckpoint(BASE)
-    for expert in (open_expert(BASE, base), TOY.open(tmp_path / "toy", base)):
+    for expert in (open_expert(BASE, base), open_expert(tmp_path / "toy", base)):
         with pytest.raises(CheckpointError, match="cannot be opened by another process"):
             expert.handle()

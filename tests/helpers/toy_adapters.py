@@ -13,8 +13,11 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, FileIdentity
 from actmat.checkpoints.hashing import ContentHash
+from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.errors import CheckpointError
 from actmat.experts.base import AdapterHandle, Expert, Family, Source
+from actmat.experts.candidate import Candidate
+from actmat.experts.lora.adapter import Adapter
 from actmat.linalg.lowrank import LowRank
 
 FILE = "toy_adapter.json"
@@ -26,19 +29,16 @@ class ToyExpert(Expert):
     kind = "adapter"
     n_tensors = 2
 
-    def __init__(self, location: str, base: Checkpoint) -> None:
-        fields = json.loads((Path(location) / FILE).read_text())
-        self.location = location
+    def __init__(self, adapter: Adapter, base: Checkpoint) -> None:
+        self.location = adapter.location
         self._base = base
-        self._target: str = fields["tensor"]
-        self._factors: LowRank | None = LowRank(
-            torch.tensor(fields["up"], dtype=torch.float64).unsqueeze(1),
-            torch.tensor(fields["down"], dtype=torch.float64).unsqueeze(0),
-        )
-        self.nbytes = 8 * (len(fields["up"]) + len(fields["down"]))
+        (up, down) = adapter.weights.specs
+        self._target = up.partition(" of ")[2]
+        self._factors: LowRank | None = LowRank(adapter.weights.read(up)[:, None], adapter.weights.read(down)[None])
+        self.nbytes = sum(spec.nbytes for spec in adapter.weights.specs.values())
         self.specs = base.specs
         if self.specs[self._target].shape != tuple(self._factors.shape):
-            raise CheckpointError(f"{location}: does not fit '{self._target}' of {base.location}")
+            raise CheckpointError(f"{self.location}: does not fit '{self._target}' of {base.location}")
 
     def source(self, name: str) -> Source:
         dtype = self._spec(name).dtype
@@ -67,7 +67,7 @@ class ToyExpert(Expert):
         return (FileIdentity(FILE, file.st_size, file.st_mtime_ns, file.st_ctime_ns),)
 
     def handle(self) -> AdapterHandle:
-        return AdapterHandle(self.location, TOY, self._base.handle())
+        return AdapterHandle(self.location, self._base.handle())
 
     def close(self) -> None:
         self._factors = None
@@ -78,15 +78,15 @@ class ToyExpert(Expert):
         return self._factors
 
 
-def is_toy(location: str | Path) -> bool:
-    return (Path(location) / FILE).is_file()
+def look(candidate: Candidate) -> Adapter | None:
+    if FILE not in candidate.source.names:
+        return None
+    fields = json.loads(candidate.source.fetch(FILE).read_text())
+    tensors = {f"{n} of {fields['tensor']}": torch.tensor(fields[n], dtype=torch.float64) for n in ("up", "down")}
+    return Adapter.of_tensors(MemoryCheckpoint(tensors, location=candidate.source.location))
 
 
-def open_toy(location: str | Path, base: Checkpoint) -> ToyExpert:
-    return ToyExpert(str(location), base)
-
-
-TOY = Family("toy", is_toy, open_toy)
+TOY = Family("toy", look, ToyExpert)
 
 
 def save_toy(folder: Path, tensor: str, up_O: Tensor, down_I: Tensor) -> None:

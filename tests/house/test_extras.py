@@ -33,6 +33,7 @@ from actmat.engine.executors.threads import ThreadExecutor
 from actmat.experts.base import Family
 from actmat.experts.changes.base import Change, Content, Reader
 from actmat.experts.changes.expert import FormedExpert
+from actmat.experts.lora.adapter import Adapter
 from actmat.methods import Merged, MergeMethod
 
 
@@ -85,17 +86,18 @@ class Ones(Change):
         return torch.ones(last - first, self.shape[1])
 
 
-def open_ones(location, base):
-    target = json.loads((Path(location) / "toy_adapter.json").read_text())["tensor"]
-    content = Content([Ones(target, base.specs[target].shape)], {}, [])
-    return FormedExpert(MemoryCheckpoint({}, location=str(location)), base, content, FAMILY)
+def look(candidate):
+    if "toy_adapter.json" in candidate.source.names:
+        target = json.loads(candidate.source.fetch("toy_adapter.json").read_text())["tensor"]
+        return Adapter.of_tensors(MemoryCheckpoint({target: torch.ones(1)}, location=candidate.source.location))
 
 
-def is_toy(location):
-    return (Path(location) / "toy_adapter.json").is_file()
+def fit(adapter, base):
+    changes = [Ones(target, base.specs[target].shape) for target in adapter.weights.specs]
+    return FormedExpert(adapter, base, Content(changes, {}, []))
 
 
-FAMILY = Family("toy", is_toy, open_ones)
+FAMILY = Family("toy", look, fit)
 
 
 def read(specs, fields):

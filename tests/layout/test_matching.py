@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.adapters import save_adapter
+from tests.helpers.located import open_adapter
 from tests.helpers.merging import Family, actmat
 
 from actmat.errors import RecipeError
 from actmat.experts.lora.patterns import PatternTable
-from actmat.experts.resolve import open_adapter
 from actmat.layout import compile_pattern
 from actmat.layout.matching import MatchError, Regex, RegexSet
 

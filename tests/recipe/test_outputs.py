@@ -10,10 +10,10 @@ from tests.e2e.test_short_forms import write_adapter
 from tests.helpers.merging import Family
 
 from actmat.errors import MergeError, RecipeError
-from actmat.experts.resolve import needs_base
 from actmat.recipe import Recipe, load_recipe, make_recipe, recipe_yaml
 from actmat.recipe.output import Adapter, Extracted, Model, Output, Vocabulary, with_output
-from actmat.run.open import resolved
+from actmat.run.decide import decide
+from actmat.run.locate import located
 
 BASE: dict[str, Any] = {"base": "base", "experts": ["math", "code"]}
 BARE: dict[str, Any] = {"experts": ["math", "code"]}
@@ -107,7 +107,8 @@ def test_the_experts_decide_once(tmp_path: Path) -> None:
 
     def kind(fields: dict[str, Any]) -> Recipe:
         recipe = flagged({"method": "actmat", **fields})
-        return resolved(recipe, {e.path: needs_base(e.path) for e in recipe.experts})
+        with located(recipe) as given:
+            return decide(recipe, given)
 
     assert kind({"experts": lora}).output == Adapter()
     assert kind({"base": base, "experts": lora}).output == Model()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.helpers.adapters import save_adapter
 from tests.helpers.hub import HubStandIn, hub_stand_in
+from tests.helpers.located import open_expert
 from tests.helpers.merging import Family, actmat, hidden
 from tests.helpers.range_server import RangeServer
 
@@ -19,8 +20,7 @@ from actmat.checkpoints import ranges, retry
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
-from actmat.experts.resolve import open_expert
-from actmat.experts.resolve import open_handle as open_expert_handle
+from actmat.experts.locate import open_handle as open_expert_handle
 
 THREADS = ("--threads", "2")
 

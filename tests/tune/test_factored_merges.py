@@ -16,8 +16,9 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from actmat.cli import searching
 from actmat.cli.searching import showing_search
+from actmat.checkpoints.resolve import open_checkpoint
 from actmat.extras.tune.live import Directions, Loader
-from actmat.extras.tune.merges import Merges
+from actmat.extras.tune.merges import Merges, search_inputs
 from actmat.extras.tune.space import MergeChoice
 from actmat.extras.tune.tuning import open_live
 from actmat.recipe import Recipe, make_recipe
@@ -39,12 +40,19 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     )
 
 
+def factored(recipe: Recipe, folder: Path) -> Merges:
+    """Merges that are adapters where the inputs of the recipe allow it."""
+    with search_inputs(recipe) as inputs:
+        return Merges(recipe, folder, RunSettings(), factor_bytes=inputs.factor_bytes)
+
+
 def weights(merges: Merges, choice: MergeChoice, scale: float = 1.0) -> dict[str, Tensor]:
     """The weights of the live model as the choice."""
     assert merges.make([choice]) == [choice], merges.refused
     loader = Loader(merges.recipe.base)
-    live, _ = open_live(merges.whole_plan(choice), "none", loader)
-    live.write(Directions(live, merges, loader, 1 << 30).of(choice), lambda group: scale)
+    with open_checkpoint(loader.base) as base:
+        live, _ = open_live(merges.whole_plan(choice), "none", loader, base)
+        live.write(Directions(live, base, merges, loader, 1 << 30).of(choice), lambda group: scale)
     return {name: tensor.double() for name, tensor in live.model.state_dict().items()}
 
 
@@ -53,8 +61,8 @@ def weights(merges: Merges, choice: MergeChoice, scale: float = 1.0) -> dict[str
 )
 def test_the_deltas_are_those_of_whole_merges(recipe: Recipe, method: str, space: Any, tmp_path: Path) -> None:
     choice, base = MergeChoice(method, space=space), Loader(recipe.base).load(recipe.base).model.state_dict()
-    short = Merges(recipe, tmp_path / "short", RunSettings())
-    whole = Merges(recipe, tmp_path / "whole", RunSettings(), keeps_factors=False)
+    short = factored(recipe, tmp_path / "short")
+    whole = Merges(recipe, tmp_path / "whole", RunSettings())
     assert (short.is_factored(choice), whole.is_factored(choice)) == (True, False)
     found, wanted = weights(short, choice), weights(whole, choice)
     assert found.keys() == wanted.keys()
@@ -82,8 +90,8 @@ def test_adapters_of_stacked_experts_reach_their_parameters(tmp_path: Path) -> N
         places.append(tmp_path / f"adapter-{seed}")
     recipe = make_recipe({"base": str(tmp_path / "base"), "experts": [str(p) for p in places]})
     choice = MergeChoice("average")
-    found = weights(Merges(recipe, tmp_path / "short", RunSettings()), choice)
-    wanted = weights(Merges(recipe, tmp_path / "whole", RunSettings(), keeps_factors=False), choice)
+    found = weights(factored(recipe, tmp_path / "short"), choice)
+    wanted = weights(Merges(recipe, tmp_path / "whole", RunSettings()), choice)
     changed = [n for n in wanted if not torch.equal(wanted[n], base.state_dict()[n].double())]
     assert any(n.endswith(STACK) for n in changed)
     for name in changed:
@@ -92,12 +100,13 @@ def test_adapters_of_stacked_experts_reach_their_parameters(tmp_path: Path) -> N
 
 def test_weights_that_a_candidate_does_not_change_are_the_base_s_again(recipe: Recipe, tmp_path: Path) -> None:
     """Only what changed is written: a candidate after another is as one alone."""
-    merges, loader = Merges(recipe, tmp_path / "m", RunSettings()), Loader(recipe.base)
+    merges, loader = factored(recipe, tmp_path / "m"), Loader(recipe.base)
     choice = MergeChoice("average")
     merges.make([choice])
-    live, _ = open_live(merges.whole_plan(choice), "none", loader)
+    base = open_checkpoint(loader.base)
+    live, _ = open_live(merges.whole_plan(choice), "none", loader, base)
     before = {name: tensor.clone() for name, tensor in live.model.state_dict().items()}
-    live.write(Directions(live, merges, loader, 1 << 30).of(choice), lambda group: 2.0)
+    live.write(Directions(live, base, merges, loader, 1 << 30).of(choice), lambda group: 2.0)
     assert not all(torch.equal(before[n], t) for n, t in live.model.state_dict().items())
     live.restore()
     assert all(torch.equal(before[n], t) for n, t in live.model.state_dict().items())
@@ -108,11 +117,11 @@ def test_a_recipe_with_ways_of_its_own_is_merged_whole(
     recipe: Recipe, fields: dict[str, object], tmp_path: Path
 ) -> None:
     own = make_recipe({**recipe.model_dump(exclude_defaults=True), **fields})
-    assert not Merges(own, tmp_path, RunSettings()).is_factored(MergeChoice("average"))
+    assert not factored(own, tmp_path).is_factored(MergeChoice("average"))
 
 
 def test_entries_are_merged_whole(recipe: Recipe, tmp_path: Path) -> None:
-    assert not Merges(recipe, tmp_path, RunSettings()).is_factored(MergeChoice("ties"))
+    assert not factored(recipe, tmp_path).is_factored(MergeChoice("ties"))
 
 
 def test_progress_is_told_where_no_bar_is_seen(

@@ -9,12 +9,12 @@ from typing import Any
 
 from actmat.api.merging import merge_recipes
 from actmat.errors import RecipeError
-from actmat.experts.resolve import has_factors, open_base
 from actmat.foreign import html_table, terminal
 from actmat.progress import Progress, usual_progress
 from actmat.recipe import Recipe, make_recipe
 from actmat.recipe.output import with_output
 from actmat.run import MergeReport
+from actmat.run.locate import located
 from actmat.settings import RunSettings
 
 LABEL = "model"
@@ -113,13 +113,14 @@ def extract_recipe(base: str | Path, model: str | Path, **fields: Any) -> Recipe
     experts = [{"path": str(model), "name": LABEL}]
     made = {"base": str(base), "experts": experts, "method": "average", "output": "extracted"}
     recipe = make_recipe(with_output(made, given))
-    if rank is not None and has_factors(model):
-        raise RecipeError(f"{model} is a LoRA adapter: no base is needed to cut its rank. Fix: actmat merge -e {model} "
-                          f"--rank {rank} --out OUT")  # fmt: skip
-    with open_base(base) as opened:
-        if any(s.dtype == "float64" for s in opened.specs.values()):
-            recipe = recipe.model_copy(update={"compute_dtype": "float64"})
-    return recipe
+    with located(recipe) as inputs:
+        if rank is not None and inputs.have_factors:
+            raise RecipeError(
+                f"{model} is a LoRA adapter: no base is needed to cut its rank. Fix: actmat merge -e {model} "
+                f"--rank {rank} --out OUT"
+            )
+        wide = inputs.base is not None and any(s.dtype == "float64" for s in inputs.base.header.values())
+    return recipe.model_copy(update={"compute_dtype": "float64"}) if wide else recipe
 
 
 def report_of(report: MergeReport) -> ExtractReport:

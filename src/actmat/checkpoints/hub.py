@@ -117,7 +117,7 @@ class HubRepository(RemoteFiles):
         return HubRepository(self.repo_id, location, self.commit, inside, self.cache_dir, streams=self.streams,
                              folder=self._folder + name) if inside else None  # fmt: skip
 
-    def downloading(self, name: str) -> HubRepository:
+    def file(self, name: str) -> HubRepository:
         """The same files with `name` as the named one, downloaded when it is first read: for adapters, read often.
 
         A file that one request would read whole is downloaded at once. The location names the commit, so that another
@@ -129,6 +129,10 @@ class HubRepository(RemoteFiles):
         found = HubRepository(self.repo_id, location, self.commit, self.files, self.cache_dir, folder=folder)
         found.named = name
         return found
+
+    def whole(self) -> HubRepository:
+        """The commit itself: users name no files in it."""
+        return self
 
     def side_files(self, merged: Sequence[str]) -> SideFiles:
         """Files of the commit."""

@@ -75,15 +75,25 @@ def open_checkpoint(
         return location
     if isinstance(location, Mapping):
         return decoded(MemoryCheckpoint(location))
-    parts = stack_parts(str(location))
-    if parts and not os.path.lexists(location):
+    if not is_composed(location):
+        return open_source(find_source(location, cache_dir=cache_dir))
+    if parts := stack_parts(str(location)):
         return _open_stack(str(location), parts, lambda place: open_checkpoint(place, cache_dir=cache_dir))
-    if (pair := adapted_parts(str(location))) and not os.path.lexists(location):
-        adapted: Checkpoint = plugins.needed("actmat.views", "adapted").merged(
-            str(location), open_checkpoint(pair[0], cache_dir=cache_dir), pair[1]
-        )
-        return adapted
-    source = find_source(location, cache_dir=cache_dir)
+    pair = adapted_parts(str(location))
+    assert pair is not None, "composed"
+    adapted: Checkpoint = plugins.needed("actmat.views", "adapted").merged(
+        str(location), open_checkpoint(pair[0], cache_dir=cache_dir), pair[1]
+    )
+    return adapted
+
+
+def is_composed(location: str | Path) -> bool:
+    """True for a stack of layers and for `model+adapter`, unless a file or folder has that name."""
+    return bool(stack_parts(str(location)) or adapted_parts(str(location))) and not os.path.lexists(location)
+
+
+def open_source(source: Source) -> Checkpoint:
+    """Open the checkpoint in a source; its tensors are decoded where they are stored as codes."""
     return decoded(find_format(source).open(source))
 
 
@@ -136,8 +146,7 @@ def missing_problem(location: str) -> str | None:
     >>> missing_problem("org/name"), missing_problem("/")
     (None, None)
     """
-    composed = stack_parts(location) or adapted_parts(location)
-    if not location or "\0" in location or composed or is_url(location) or hub_id_of(location):
+    if not location or "\0" in location or is_composed(location) or is_url(location) or hub_id_of(location):
         return None
     path = local_path(location)
     return None if os.path.lexists(path) else _not_found(path, location).headline

@@ -109,13 +109,13 @@ class Source(abc.ABC):
             "the folder, and give it."
         )
 
-    def downloading(self, name: str) -> Source:
+    @abc.abstractmethod
+    def file(self, name: str) -> Source:
         """The same files with `name` as the named one, downloaded when it is first read: for adapters, read often."""
-        raise NotImplementedError(f"{self.location}: files of this source are not downloaded one by one")
 
+    @abc.abstractmethod
     def whole(self) -> Source:
         """The folder of a named file."""
-        raise NotImplementedError(f"{self.location}: the folder of a file is opened by its own location")
 
     def side_files(self, merged: Sequence[str]) -> SideFiles:
         """Files that go with an output, given the weight files that are merged; downloads none but tables of them."""
@@ -185,6 +185,14 @@ class LocalSource(Source):
         if not is_plain_name(name) or path.is_symlink() or not path.is_dir():
             return None
         return LocalSource(path, f"{self.location}/{name}")
+
+    def file(self, name: str) -> LocalSource:
+        """A file of the folder."""
+        return LocalSource(self.fetch(name), self.location)
+
+    def whole(self) -> LocalSource:
+        """The folder of a named file."""
+        return self if self.named is None else LocalSource(self._folder, self.location)
 
     def side_files(self, merged: Sequence[str]) -> SideFiles:
         """Files of the folder; none where a weight file was named."""

@@ -208,10 +208,7 @@ class RecipeFlags:
         choices = dict(parse_option(text) for text in options)
         if len(choices) < len(options):
             raise RecipeError("An option is given twice; list its values in one --option name=a,b.")
-        found = variants(recipe, methods, choices)
-        if file is None and not recipe.base:
-            _check_base(found)
-        return found
+        return variants(recipe, methods, choices)
 
 
 def split_name(text: str) -> tuple[str, str]:
@@ -240,21 +237,6 @@ def _check_complete(given: Mapping[str, Any]) -> None:
         return
     if missing and (missing != ["--base"] or given.get("to") == "model"):
         raise typer.BadParameter(f"give {' and '.join(missing)}, or a recipe file (actmat merge RECIPE.yaml)")
-
-
-def _check_base(recipes: Sequence[Recipe]) -> None:
-    """Refuse recipes without a base that need one: of full checkpoints, by a method that merges deltas."""
-    from actmat.experts.resolve import needs_base
-    from actmat.run.open import base_problems, check_paths
-
-    if all(needs_base(e.path) for e in recipes[0].experts):
-        return
-    check_paths(recipes[0])
-    reasons = dict.fromkeys(p for r in recipes for p in base_problems(r))
-    if reasons:
-        raise typer.BadParameter(
-            f"give --base, or a recipe file (actmat merge RECIPE.yaml). Without a base: {'; '.join(reasons)}"
-        )
 
 
 def experts_of(given: Sequence[str], weights: Sequence[float] | None) -> list[dict[str, Any]]:

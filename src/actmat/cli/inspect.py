@@ -14,6 +14,7 @@ from actmat.cli.listing import command
 
 if TYPE_CHECKING:
     from actmat.checkpoints.base import Checkpoint
+    from actmat.experts.locate import LocatedAdapter
     from actmat.layout.types import LayoutMap
 
 
@@ -68,16 +69,15 @@ def _print_serving(out: str, *, json: bool, quiet: bool) -> None:
 
 
 def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> None:
-    from actmat.checkpoints.resolve import open_checkpoint
     from actmat.cli.screen import print_result
-    from actmat.experts.resolve import needs_base
+    from actmat.experts.locate import LocatedAdapter, locate
     from actmat.layout import resolve_layout
 
-    if needs_base(checkpoint):
-        data, show = _describe_adapter(checkpoint), _print_adapter
-    else:
-        with open_checkpoint(checkpoint) as opened:
-            data, show = _describe(opened, resolve_layout(opened.specs, opened.config)), _print
+    with locate(checkpoint) as found:
+        if isinstance(found, LocatedAdapter):
+            data, show = _describe_adapter(found), _print_adapter
+        else:
+            data, show = _describe(found.stored, resolve_layout(found.header, found.stored.config)), _print
     if json:
         print_result("inspect", data, long=("tensors", "modules", "full_tensors", "base_copies"), full=every)
     elif not quiet:
@@ -156,32 +156,29 @@ def _print(data: Mapping[str, Any], *, every: bool) -> None:
     console.print(table)
 
 
-def _describe_adapter(location: str) -> dict[str, Any]:
-    from actmat.experts.resolve import describe_adapter, open_adapter
-
-    with open_adapter(location) as adapter:
-        specs = adapter.weights.specs
-        names = {"peft": "lora", "pairs": "list of factor pairs"}
-        data = {
-            "location": location,
-            "adapter": names.get(adapter.layout, adapter.layout),
-            "base_model": str(adapter.config.fields.get("base_model_name_or_path") or ""),
-            "use_rslora": adapter.config.use_rslora,
-            "fan_in_fan_out": adapter.config.fan_in_fan_out,
-            "modules": [
-                {name: getattr(m, name) for name in ("name", "kind", "shape", "rank", "scaling")}
-                | {"bias": m.bias is not None}
-                | ({"part": m.part} if m.part else {})
-                for m in adapter.modules.values()
-            ],
-            "full_tensors": {n: list(specs[s].shape) for n, s in adapter.extras.items()},
-            "base_copies": list(adapter.copies),
-            "parameters": sum(s.numel for s in specs.values()),
-            "bytes": sum(s.nbytes for s in specs.values()),
-            "dtypes": dict(Counter(s.dtype for s in specs.values())),
-            "problems": list(adapter.problems),
-        }
-        return {**data, **describe_adapter(location, adapter)}
+def _describe_adapter(found: LocatedAdapter) -> dict[str, Any]:
+    adapter, specs = found.adapter, found.header
+    names = {"peft": "lora", "pairs": "list of factor pairs"}
+    return {
+        "location": found.place,
+        "adapter": names.get(adapter.layout, adapter.layout),
+        "base_model": found.base_model,
+        "use_rslora": adapter.config.use_rslora,
+        "fan_in_fan_out": adapter.config.fan_in_fan_out,
+        "modules": [
+            {name: getattr(m, name) for name in ("name", "kind", "shape", "rank", "scaling")}
+            | {"bias": m.bias is not None}
+            | ({"part": m.part} if m.part else {})
+            for m in adapter.modules.values()
+        ],
+        "full_tensors": {n: list(specs[s].shape) for n, s in adapter.extras.items()},
+        "base_copies": list(adapter.copies),
+        "parameters": sum(s.numel for s in specs.values()),
+        "bytes": sum(s.nbytes for s in specs.values()),
+        "dtypes": dict(Counter(s.dtype for s in specs.values())),
+        "problems": list(adapter.problems),
+        **found.description(),
+    }
 
 
 def _print_adapter(data: Mapping[str, Any], *, every: bool) -> None:

@@ -134,16 +134,14 @@ def tune_scales(recipes: Sequence[Recipe], data: Sequence[str], run: RunSettings
     from actmat.cli.streams import optional_stdout
     from actmat.cli.summary import print_summary
     from actmat.extras.tune.settings import TuneSettings
-    from actmat.extras.tune.tuning import scale_space, tune_recipe, usual_inputs
-    from actmat.run.automatic import named
+    from actmat.extras.tune.tuning import scale_space, tune_recipe
 
     places = pairs_of(data, "--tune-scale")
     reports = []
     with showing_search(quiet=quiet) as progress:
-        for recipe in map(named, recipes):
-            inputs = usual_inputs(recipe, places)
+        for recipe in recipes:
             settings = TuneSettings(average=False)
-            reports.append(tune_recipe(recipe, scale_space(recipe), inputs, settings, run, progress))
+            reports.append(tune_recipe(recipe, scale_space, places, settings, run, progress))
     if not quiet:
         with optional_stdout("The merge is complete."):
             for report in reports:

@@ -130,15 +130,14 @@ def _models(
     from actmat.extras.models.loading import load_model
     from actmat.extras.tune.memory import model_device
     from actmat.extras.tune.space import MergeChoice
-    from actmat.run.automatic import named
 
     device, _ = model_device(run.device)
     model_class, dtype = question.model_class, question.model_dtype
     base = ""
-    for recipe in map(named, recipes):
+    for wanted in recipes:
         with showing_progress(quiet=quiet) as progress:
-            merged = run_in_memory(recipe, run, progress)
-        base = merged.base
+            merged = run_in_memory(wanted, run, progress)
+        base, recipe = merged.base, merged.plan.recipe
         loaded = merged.load(model_class=model_class, dtype=dtype, device=device)
         del merged
         where = "" if recipe.space == "full" else f" --space {recipe.space}"

@@ -108,10 +108,13 @@ class SearchFlags:
         """The data with the classes of the images, if the base compares images with texts."""
         from dataclasses import replace
 
+        from actmat.experts.locate import locate
         from actmat.extras.collect.data import class_names, is_contrastive
 
         given = _named_classes(self.classes or (), list(sources))
-        if not is_contrastive(base):
+        with locate(base) as located:
+            compares = is_contrastive(located.config)
+        if not compares:
             if given:
                 raise typer.BadParameter("--classes goes with models that compare images with texts, such as CLIP")
             return sources

@@ -37,7 +37,7 @@ from actmat.engine.survey import SurveyKey, survey_key
 from actmat.engine.task import Record, Task
 from actmat.engine.units import Member, Unit
 from actmat.experts.base import ExpertHandle
-from actmat.experts.resolve import open_handle
+from actmat.experts.locate import open_handle
 from actmat.methods import get_method
 from actmat.planning.item import Item
 from actmat.planning.model import MergePlan

@@ -1,14 +1,14 @@
 """The `Expert` contract: how a fine-tuned checkpoint or an adapter gives the deltas `D_t = W_t - W_0` of a base.
 
-`actmat.extras.conformance.experts` is its shipped test-suite. `resolve.open_expert` picks the implementation.
+`actmat.extras.conformance.experts` is its shipped test-suite. `locate.Located.expert` picks the implementation.
 Shapes: `O` rows and `I` columns of a tensor as it is stored.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, Self, TypeAlias
@@ -19,8 +19,10 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec
 from actmat.checkpoints.side_files import SideFiles
 from actmat.errors import CheckpointError, did_you_mean, format_size
+from actmat.experts.candidate import Candidate
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fields import StackWord
+from actmat.experts.lora.modules import AdapterLayout
 from actmat.foreign import terminal
 from actmat.linalg.lowrank import LowRank
 
@@ -128,7 +130,7 @@ class Expert(abc.ABC):
 
     @abc.abstractmethod
     def handle(self) -> ExpertHandle:
-        """Address from which another process opens the same expert, with `resolve.open_handle`.
+        """Address from which another process opens the same expert, with `locate.open_handle`.
 
         Raises:
             CheckpointError: the expert or its base is not in storage that another process could open.
@@ -183,33 +185,31 @@ class Expert(abc.ABC):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One kind of adapters: one of the core, or a plug-in. Its functions are a module's own, so that it pickles.
+    """One kind of adapters: one of the core, or a plug-in of the group `actmat.experts`.
 
     Args:
-        claims: `claims(location)` is true where such an adapter is; reads no tensor of a full checkpoint. None for a
-            family of single files that are known by the names of their tensors.
-        holds: `holds(names)` is true for the names of such a file; all these families are asked about one header.
-        open: `open(location, base)` gives an adapter fitted to its base; `CheckpointError` with all problems if it
-            does not fit.
-        open_unfitted: `open_unfitted(location)` gives an adapter whose `Expert.adapter` has the factors, for outputs
-            that are adapters; None for a family without factors.
-        open_stored: `open_stored(location)` gives its stored tensors; needed for `inspect` and `verify`.
-        has_factors: `has_factors(location)` is true for an adapter that `open_unfitted` can give factors of; None for
-            a family without.
-        told: `told(stacks)` gives the family, whose functions know what the user says of stacked experts; None for a
-            family without such adapters.
-        describe: `describe(adapter)` gives entries of `inspect` in place of those of modules with two factors.
+        name: as users know it.
+        look: the adapter that a candidate is, open, with config and headers read; None for anything else. Problems of
+            its contents are in `Adapter.problems`; `CheckpointError` if its files cannot be read.
+        fit: the adapter on its base; `CheckpointError` with all problems if it does not fit.
+        no_factors: why no adapter can be merged from it without a base, with the fix; empty if one can.
+        describe: entries of `inspect` in place of those of modules with two factors.
     """
 
     name: str
-    claims: Callable[[str | Path], bool] | None
-    open: Callable[[str | Path, Checkpoint], Expert]
-    open_unfitted: Callable[[str | Path], Expert] | None = None
-    holds: Callable[[Collection[str]], bool] | None = None
-    open_stored: Callable[[str | Path], Adapter] | None = None
-    has_factors: Callable[[str | Path], bool] | None = None
-    describe: Callable[[Adapter], dict[str, Any]] | None = None
-    told: Callable[[tuple[StackWord, ...]], Family] | None = None
+    look: Callable[[Candidate], Adapter | None]
+    fit: Callable[[Adapter, Checkpoint], Expert]
+    no_factors: Callable[[Adapter], str] | None = None
+    describe: Callable[[Adapter], dict[str, Any]] = field(default=lambda adapter: {})
+
+    def why_no_factors(self, adapter: Adapter) -> str:
+        """See `no_factors`; a family that does not say has none."""
+        if self.no_factors is not None:
+            return self.no_factors(adapter)
+        return (
+            f"a {self.name} adapter has no factors that an adapter could be merged from. Fix: give the base and write "
+            "a model (--base ..., --to model)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,16 +228,18 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class AdapterHandle:
-    """Address from which `resolve.open_handle` opens an adapter again, also in another process; picklable.
+    """Address from which `locate.open_handle` opens an adapter again, also in another process. Plain data.
 
     A relative `location` is one of the working directory; `base` is what the adapter was fitted to; `etags` are name,
-    size and version of remote files, which must be the same.
+    size and version of remote files, which must be the same. `stacks` is what the user said of stacked experts,
+    `layout` the one that it was converted to.
     """
 
     location: str
-    family: Family
     base: CheckpointHandle | None = None
     etags: tuple[tuple[str, int, str], ...] = ()
+    stacks: tuple[StackWord, ...] = ()
+    layout: AdapterLayout | None = None
 
     @property
     def address(self) -> str:

@@ -1,26 +1,22 @@
-"""Adapters in PEFT's folders, whatever their family: opened by what their config says."""
+"""Adapters in PEFT's folders, whatever their family: fitted by what their config says."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from actmat import plugins
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.keys import unknown_note
-from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, Family
 from actmat.experts.changes.base import Content, Reader
 from actmat.experts.changes.expert import FormedExpert
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import field_refusals, parse_adapter_config
-from actmat.experts.lora.expert import fitted_expert, unfitted_expert
-from actmat.experts.lora.fields import StackWord
-from actmat.experts.lora.open import is_adapter, open_adapter
+from actmat.experts.lora.expert import AdapterExpert
+from actmat.experts.lora.open import look_for_peft
 from actmat.experts.untied import keeps_ties
 
 
@@ -36,24 +32,19 @@ def reader_of(fields: Mapping[str, Any]) -> Reader | None:
     return next((reader for reader in readers.values() if reader.claims(fields)), None)
 
 
-def _open(location: str | Path, base: Checkpoint, stacks: tuple[StackWord, ...] = ()) -> Expert:
-    adapter, family = open_adapter(location, stacks), _told(stacks) if stacks else PEFT
-    reader = reader_of(adapter.config.fields)
-    try:
-        expert: Expert
-        if reader is None:
-            expert = fitted_expert(adapter, location, base, family)
-        else:
-            fields = adapter.config.fields
-            content = replace(_content(reader, adapter), keeps_ties=keeps_ties(fields))
-            expert = FormedExpert(adapter.weights, base, content, family)
-            unknown = () if reader.keys is None else reader.keys.sort(fields).unknown
-            expert.notes = (*expert.notes, *unknown_note(ADAPTER_CONFIG, unknown))
-        expert.notes = (*expert.notes, *_lost_biases(adapter, expert, base))
-        return expert
-    except CheckpointError:
-        adapter.weights.close()
-        raise
+def _fit(adapter: Adapter, base: Checkpoint) -> Expert:
+    fields = adapter.config.fields
+    reader = reader_of(fields)
+    expert: Expert
+    if reader is None:
+        expert = AdapterExpert(adapter, base)
+    else:
+        content = replace(_content(reader, adapter), keeps_ties=keeps_ties(fields))
+        expert = FormedExpert(adapter, base, content)
+        unknown = () if reader.keys is None else reader.keys.sort(fields).unknown
+        expert.notes = (*expert.notes, *unknown_note(ADAPTER_CONFIG, unknown))
+    expert.notes = (*expert.notes, *_lost_biases(adapter, expert, base))
+    return expert
 
 
 def _content(reader: Reader, adapter: Adapter) -> Content:
@@ -77,36 +68,14 @@ def _lost_biases(adapter: Adapter, expert: Expert, base: Checkpoint) -> Sequence
     )
 
 
-def _open_unfitted(location: str | Path, stacks: tuple[StackWord, ...] = ()) -> Expert:
-    adapter, family = open_adapter(location, stacks), _told(stacks) if stacks else PEFT
+def _no_factors(adapter: Adapter) -> str:
+    """The reason why no adapter can be merged from it; empty for LoRA."""
     reader = reader_of(adapter.config.fields)
-    if reader is None:
-        return unfitted_expert(adapter, family)
-    return unfitted_expert(_without_factors(adapter, reader), family)
-
-
-def _told(stacks: tuple[StackWord, ...]) -> Family:
-    """The family, whose functions know what the user says of stacked experts."""
-    opened, unfitted = partial(_open, stacks=stacks), partial(_open_unfitted, stacks=stacks)
-    return replace(PEFT, open=opened, open_unfitted=unfitted)
-
-
-def _without_factors(adapter: Adapter, reader: Reader) -> Adapter:
-    """The adapter with one problem: why no adapter can be merged from it."""
-    problem = (
+    return "" if reader is None else (
         f"an adapter of the family {reader.name} has no factors that an adapter could be merged from: "
         f"{reader.why_no_factors}. Give the base and write a model (--base ..., --to model), or with --to adapter one "
         "that is extracted: exact for VeRA, PiSSA, OLoRA and AdaLoRA, else with --rank or --energy ('actmat extract')"
-    )
-    return adapter.with_problems((problem,))
-
-
-def _has_factors(location: str | Path) -> bool:
-    try:
-        with open_adapter(location) as adapter:
-            return reader_of(adapter.config.fields) is None
-    except CheckpointError:
-        return True  # opening it as an expert will say why
+    )  # fmt: skip
 
 
 def _described(adapter: Adapter) -> dict[str, Any]:
@@ -133,13 +102,4 @@ def _role(name: str) -> str:
     return next(part for part in reversed(name.split(".")) if part != "weight")
 
 
-PEFT = Family(
-    "PEFT",
-    is_adapter,
-    _open,
-    _open_unfitted,
-    open_stored=open_adapter,
-    has_factors=_has_factors,
-    describe=_described,
-    told=_told,
-)
+PEFT = Family("PEFT", look_for_peft, _fit, _no_factors, _described)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,14 +18,15 @@ from actmat.checkpoints.folder import member
 from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names, sha256_file
 from actmat.checkpoints.ranges import BLOCK_BYTES
 from actmat.checkpoints.remote import storage_of
-from actmat.checkpoints.resolve import find_source, open_checkpoint
+from actmat.checkpoints.resolve import find_source
 from actmat.checkpoints.source import Source
 from actmat.checkpoints.untied import UntiedCheckpoint
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.base import Expert
+from actmat.experts.convert import convert
+from actmat.experts.locate import Located, locate
 from actmat.experts.policy import align_vocabularies
-from actmat.experts.resolve import convert, needs_base, open_base, open_stored
 from actmat.foreign import html_table
 from actmat.layout.ties import tied_heads
 from actmat.plugins import hint, load
@@ -246,54 +248,53 @@ def verify(
     if manifest["hash"] != HASH_NAME:
         found = repr(manifest["hash"])[:80]
         raise CheckpointError(f"{location}: hashed with {found}; this version of actmat checks {HASH_NAME}.")
-    with open_stored(location) as checkpoint:
-        problems = _form_problems(checkpoint, manifest)
+    with contextlib.ExitStack() as stack:
+        merged = stack.enter_context(locate(location))
+        problems = _form_problems(merged.header, manifest)
         expected = {r["name"]: r["hash"] for r in manifest["tensors"]}
-        problems += _compare(checkpoint, expected, "the output", progress)
-    problems += _edits(manifest)
-    files = _recorded_files(manifest)
-    problems += _file_problems(output, manifest, files)
-    versioning = sorted(VERSIONING & {n.split("/")[0] for n in output.names()})
-    unchecked = [f"{name} of the output: git and hubs change it" for name in versioning]
-    checked = []
-    if not inputs:
-        unchecked.append(f"inputs {', '.join(label for label, _, _ in _inputs(manifest, directory))}: not asked for")
-    else:
-        unchecked += _unchecked_inputs(manifest)
-        for label, location, wanted in _inputs(manifest, directory):
-            try:
-                with _opened_input(label, location, manifest, directory) as stored:
-                    problems += _compare(stored, wanted, f"input '{label}' ({location})", progress, partial=True)
-                    checked.append(label)
-            except MergeError as error:
-                problems.append(f"input '{label}' cannot be checked: {error.problems[0]}")
-            except OSError as error:
-                problems.append(f"input '{label}' cannot be checked: {location}: {error.strerror}")
-        for row in manifest.get("statistics", ()):
-            differences = list(_statistics_problems(row, input_location(row, directory), progress))
-            problems += differences
-            checked += [] if differences else [f"statistics of {row['expert']}"]
-    given = [against] if isinstance(against, str | Path) else list(against)
-    added = _compared(str(out), directory, manifest, given) if given else None
+        problems += _compare(merged.stored, expected, "the output", progress)
+        problems += _edits(manifest)
+        files = _recorded_files(manifest)
+        problems += _file_problems(output, manifest, files)
+        versioning = sorted(VERSIONING & {n.split("/")[0] for n in output.names()})
+        unchecked = [f"{name} of the output: git and hubs change it" for name in versioning]
+        read_from, checked = ManifestInputs(stack, manifest, directory), list[str]()
+        if inputs:
+            unchecked += _unchecked_inputs(manifest)
+            checked = _check_inputs(read_from, directory, problems, progress)
+        else:
+            unchecked.append(f"inputs {', '.join(read_from.places)}: not asked for")
+        given = [against] if isinstance(against, str | Path) else list(against)
+        added = _compared(merged, read_from, [stack.enter_context(locate(e)) for e in given]) if given else None
     problems += added.problems if added is not None else ()
     return Verification(len(expected), tuple(checked), tuple(problems), tuple(unchecked), len(files), added)
 
 
-def _compared(out: str, directory: Path, manifest: Mapping[str, Any], experts: Sequence[str | Path]) -> Comparison:
+def _check_inputs(inputs: ManifestInputs, directory: Path, problems: list[str], progress: Progress) -> list[str]:
+    """Compare all inputs with what was read of them; the names of those that could be checked."""
+    checked = []
+    for label, place in inputs.places.items():
+        try:
+            stored, expected = inputs.as_read(label), inputs.expected(label)
+            problems += _compare(stored, expected, f"input '{label}' ({place})", progress, partial=True)
+            checked.append(label)
+        except MergeError as error:
+            problems.append(f"input '{label}' cannot be checked: {error.problems[0]}")
+        except OSError as error:
+            problems.append(f"input '{label}' cannot be checked: {place}: {error.strerror}")
+    for row in inputs.manifest.get("statistics", ()):
+        differences = list(_statistics_problems(row, input_location(row, directory), progress))
+        problems += differences
+        checked += [] if differences else [f"statistics of {row['expert']}"]
+    return checked
+
+
+def _compared(merged: Located, inputs: ManifestInputs, experts: Sequence[Located]) -> Comparison:
     check = load("actmat.flags", "against")
     if check is None:
-        raise CheckpointError(f"{out} cannot be compared with its experts.{hint('actmat.flags', 'against')}")
-    found: Comparison = check(out, directory, manifest, experts)
+        raise CheckpointError(f"{merged.place} cannot be compared with its experts.{hint('actmat.flags', 'against')}")
+    found: Comparison = check(merged, inputs, experts)
     return found
-
-
-def _inputs(manifest: Mapping[str, Any], out: Path) -> list[tuple[str, str, dict[str, str]]]:
-    """(label, location, stored name -> hash) of every input."""
-    found = [(e["name"], input_location(e, out), expert_hashes(manifest, e["name"])) for e in manifest["experts"]]
-    if manifest["base"] is None:
-        return found
-    base = _read_from_base(manifest)
-    return [("base", input_location(manifest["base"], out), base), *found]
 
 
 def _edits(manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -364,51 +365,76 @@ def _unchecked_inputs(manifest: Mapping[str, Any]) -> Iterator[str]:
         yield f"base ({base}): the merge read nothing but its config"
 
 
-def _opened_input(label: str, location: str, manifest: Mapping[str, Any], out: Path) -> Checkpoint | Expert:
-    """The tensors of an input as the merge read them: in the base's layout, rows in the order of its vocabulary."""
-    if needs_base(location):
-        return open_stored(location)
-    if (chosen := manifest["recipe"].get("output", {}).get("vocabulary")) is not None:
-        aligned = _aligned_input(label, Vocabulary.model_validate(chosen), manifest, out)
-        return _with_heads(aligned, manifest) if label == "base" else aligned
-    if label == "base" and (scheme := manifest["recipe"].get("output", {}).get("base_as")) is not None:
-        return open_base(location, scheme)
-    if label == "base":
-        return _with_heads(open_stored(location), manifest)
-    if manifest["base"] is None:
-        return open_stored(location)
-    opened = open_checkpoint(location)
-    if all(name in opened.specs for name in expert_hashes(manifest, label)):
-        return opened
-    base = open_checkpoint(input_location(manifest["base"], out))
-    if (converted := convert(opened, base, owns_base=True)) is not None:
-        return converted
-    base.close()
-    return opened
+class ManifestInputs:
+    """The inputs of a merge as it read them: in the base's layout, rows in the order of its vocabulary.
+
+    Args:
+        stack: closes them.
+        manifest: of the output.
+        out: its folder.
+
+    Attributes:
+        output: fields of the recipe's output.
+        places: name of every input -> its present location.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack, manifest: Mapping[str, Any], out: Path) -> None:
+        self._stack, self.manifest = stack, manifest
+        self.output = manifest["recipe"].get("output", {})
+        entries = [("base", manifest["base"])] if manifest["base"] is not None else []
+        entries += [(e["name"], e) for e in manifest["experts"]]
+        self.places = {label: input_location(entry, out) for label, entry in entries}
+        self._found: dict[str, Located] = {}
+
+    def expected(self, label: str) -> dict[str, str]:
+        """Stored name -> hash of all that was read."""
+        return _read_from_base(self.manifest) if label == "base" else expert_hashes(self.manifest, label)
+
+    def as_read(self, label: str) -> Checkpoint | Expert:
+        """The tensors of an input.
+
+        Raises:
+            MergeError: it cannot be opened, or not be read so.
+        """
+        found = self.located(label)
+        if found.needs_base:
+            return found.stored
+        if self.output.get("vocabulary") is not None:
+            return self._with_heads(self._aligned["base"]) if label == "base" else self._aligned[label]
+        if label == "base" and (scheme := self.output.get("base_as")) is not None:
+            return found.model(scheme)
+        if label == "base":
+            return self._with_heads(found.stored)
+        if "base" not in self.places or all(name in found.header for name in self.expected(label)):
+            return found.stored
+        return convert(found.stored, self.located("base").stored) or found.stored
+
+    def located(self, label: str) -> Located:
+        """One look at an input, where it can be found now."""
+        if label not in self._found:
+            self._found[label] = self._stack.enter_context(locate(self.places[label]))
+        return self._found[label]
+
+    @functools.cached_property
+    def _aligned(self) -> Mapping[str, Checkpoint]:
+        policy = Vocabulary.model_validate(self.output["vocabulary"]).policy()
+        found = {label: self.located(label) for label in self.places}
+        full = {label: f.stored for label, f in found.items() if label != "base" and not f.needs_base}
+        base, experts = align_vocabularies(found["base"].stored, full, policy)
+        return {"base": base, **experts}
+
+    def _with_heads(self, base: Checkpoint) -> Checkpoint:
+        """The base, with copies of its token table for output heads that the merge untied."""
+        read = {n: TensorSpec(n, (), "", "") for n in self.expected("base") if n not in base.specs}
+        heads = tied_heads(read, base.specs, base.config)
+        return UntiedCheckpoint(base, heads) if heads else base
 
 
-def _with_heads(base: Checkpoint, manifest: Mapping[str, Any]) -> Checkpoint:
-    """The base, with copies of its token table for output heads that the merge untied."""
-    read = {n: TensorSpec(n, (), "", "") for n in _read_from_base(manifest) if n not in base.specs}
-    heads = tied_heads(read, base.specs, base.config)
-    return UntiedCheckpoint(base, heads) if heads else base
-
-
-def _aligned_input(label: str, chosen: Vocabulary, manifest: Mapping[str, Any], out: Path) -> Checkpoint:
-    places = {entry["name"]: input_location(entry, out) for entry in manifest["experts"]}
-    with contextlib.ExitStack() as stack:
-        base = stack.enter_context(open_checkpoint(input_location(manifest["base"], out)))
-        full = {n: stack.enter_context(open_checkpoint(p)) for n, p in places.items() if not needs_base(p)}
-        base, experts = align_vocabularies(base, full, chosen.policy(), owned=True)
-        stack.pop_all()
-    return base if label == "base" else experts[label]
-
-
-def _form_problems(checkpoint: Checkpoint, manifest: Mapping[str, Any]) -> list[str]:
+def _form_problems(specs: Mapping[str, TensorSpec], manifest: Mapping[str, Any]) -> list[str]:
     """Tensors of the output that have another shape or dtype than they were written with."""
     problems = []
     for row in manifest["tensors"]:
-        spec, dtype = checkpoint.specs.get(row["name"]), row.get("out_dtype", row.get("dtype"))
+        spec, dtype = specs.get(row["name"]), row.get("out_dtype", row.get("dtype"))
         if spec is not None and (list(spec.shape), spec.dtype) != (row["shape"], dtype):
             problems.append(
                 f"tensor '{row['name']}' of the output is {spec.dtype} {list(spec.shape)}, the merge wrote {dtype} "

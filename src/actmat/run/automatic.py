@@ -6,18 +6,16 @@ that it states; `tests/house/test_benchmark_choice.py` holds both together.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from actmat.checkpoints.resolve import open_checkpoint
-from actmat.errors import CheckpointError, RecipeError
-from actmat.experts.resolve import has_factors, needs_base, open_adapter
+from actmat.errors import RecipeError
 from actmat.methods.spaces import Space
 from actmat.planning.choose import WHOLE
 from actmat.recipe import Recipe
 from actmat.recipe.values import leaves
+from actmat.run.locate import Given, located
 
 AUTO = "auto"
 Form = Literal["full", "adapters", "changes", "mixed"]
@@ -81,56 +79,56 @@ ON_ADAPTERS: Mapping[Kind, Choice] = {
 
 
 def named(recipe: Recipe) -> Recipe:
-    """The recipe with a named method; see `with_method`.
+    """The recipe with a named method, for callers that must know it before the run; see `with_method`.
 
     Raises:
         RecipeError: options without a method.
+        CheckpointError: an input cannot be opened.
     """
     if recipe.method != AUTO:
         return recipe
     check_options(recipe)
-    return with_method(recipe, {e.path: needs_base(e.path) for e in recipe.experts})
+    with located(recipe) as given:
+        return with_method(recipe, given)
 
 
-def with_method(recipe: Recipe, adapters: Mapping[str, bool]) -> Recipe:
+def with_method(recipe: Recipe, given: Given) -> Recipe:
     """The recipe with a named method in place of `auto`, and the reason among its notes; `actmat` with its record.
 
     Args:
         recipe: what is wanted; options that are given have no method to belong to, see `check_options`.
-        adapters: location of every expert -> whether it is an adapter.
+        given: its inputs.
     """
-    are_adapters = [adapters[e.path] for e in recipe.experts]
     if recipe.method != AUTO:
-        is_paper_on_adapters = recipe.method == "actmat" and len(are_adapters) > 1 and all(are_adapters)
-        return _told(recipe) if is_paper_on_adapters else recipe
-    method, space, options, reason = _chosen(recipe, are_adapters)
+        is_paper_on_adapters = recipe.method == "actmat" and len(given.experts) > 1 and given.only_adapters
+        return _told(recipe, given) if is_paper_on_adapters else recipe
+    method, space, options, reason = _chosen(recipe, given)
     notes = (*recipe.notes, f"auto: {reason}") if recipe.experts else recipe.notes
     return recipe.model_copy(update={"method": method, "options": options, "space": space, "notes": notes})
 
 
-def _told(recipe: Recipe) -> Recipe:
+def _told(recipe: Recipe, given: Given) -> Recipe:
     """The recipe of `actmat` on adapters, with what was measured of that among its notes."""
-    kind = _kind(_config(recipe))
+    kind = _kind(given.config)
     found = ON_ADAPTERS.get(kind, ON_ADAPTERS["encoder"])
     of, better = "a decoder" if kind == "decoder" else "an encoder", TABLE["adapters", kind]
     note = f"actmat on adapters, measured of {of}: {found}; auto would take {better.name}: {better.gain:+.1f}"
     return recipe if note in recipe.notes else recipe.model_copy(update={"notes": (*recipe.notes, note)})
 
 
-def _chosen(recipe: Recipe, are_adapters: list[bool]) -> tuple[str, Space, dict[str, Any], str]:
+def _chosen(recipe: Recipe, given: Given) -> tuple[str, Space, dict[str, Any], str]:
     """Method, space, options and reason."""
-    full, mixed, space = not any(are_adapters), len(set(are_adapters)) > 1, recipe.space
-    if len(are_adapters) == 1:
+    form, space = _form(recipe, given), recipe.space
+    if len(given.experts) == 1:
         why = "one expert: task_arithmetic with scaling=1, which adds its delta, times its weight"
         return "task_arithmetic", space, dict(WHOLE), why
-    if full and not recipe.base:
+    if form == "full" and not recipe.base:
         return "average", space, {}, "checkpoints without a base: average, which needs none"
     if any(e.statistics for e in recipe.experts):
         return "regmean", space, {}, "statistics of the experts' inputs: regmean, which was made for them"
-    if not full and any(leaf != 1.0 for e in recipe.experts for leaf in leaves(e.weight)):
+    if form != "full" and any(leaf != 1.0 for e in recipe.experts for leaf in leaves(e.weight)):
         return "linear", space, {}, "adapters with weights: linear, the weighted mean, which obeys them"
-    form: Form = "mixed" if mixed else "full" if full else _form_of_adapters(recipe)
-    kind = _kind(_config(recipe)) if not mixed else "any"
+    kind = _kind(given.config) if form != "mixed" else "any"
     choice = TABLE[form, kind]
     what = {"full": "fine-tuned checkpoints", "mixed": "checkpoints and adapters"}.get(form, "adapters")
     of = f" of {'an' if kind == 'encoder' else 'a'} {kind}" if kind != "any" else ""
@@ -139,33 +137,22 @@ def _chosen(recipe: Recipe, are_adapters: list[bool]) -> tuple[str, Space, dict[
     return choice.method, choice.space if space == "full" else space, {}, reason
 
 
-def _form_of_adapters(recipe: Recipe) -> Form:
-    """Adapters of factors, merged as they are, or others, and adapters for which the recipe names a space."""
-    plain = recipe.space == "full" and not recipe.pool
-    return "adapters" if plain and all(has_factors(e.path) for e in recipe.experts) else "changes"
-
-
-def _config(recipe: Recipe) -> Mapping[str, Any]:
-    """Fields that tell the base's architecture; problems with the inputs are found again when they are opened."""
-    with contextlib.suppress(CheckpointError):
-        if recipe.base:
-            with open_checkpoint(recipe.base) as base:
-                return base.config or {}
-        with open_adapter(recipe.experts[0].path) as adapter:
-            generates = adapter.config.fields.get("task_type") == "CAUSAL_LM"
-            return {"architectures": [DECODERS[0]]} if generates else {}
-    return {}
+def _form(recipe: Recipe, given: Given) -> Form:
+    """The form of the experts; adapters for which the recipe names a space are not merged as they are."""
+    if not given.only_adapters:
+        return "mixed" if any(e.needs_base for e in given.experts) else "full"
+    return "adapters" if given.have_factors and recipe.space == "full" and not recipe.pool else "changes"
 
 
 def _kind(config: Mapping[str, Any]) -> Kind:
-    """The kind of model that a config describes.
+    """The kind of model that the config of a model or of an adapter describes.
 
     >>> _kind({"architectures": ["LlamaForCausalLM"]}), _kind({"architectures": ["BertModel"]}), _kind({})
     ('decoder', 'encoder', 'any')
     """
     names = config.get("architectures")
     if config.get("is_encoder_decoder") or not isinstance(names, list) or not names:
-        return "any"
+        return "decoder" if config.get("task_type") == "CAUSAL_LM" else "any"
     return "decoder" if str(names[0]).endswith(DECODERS) else "encoder"
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actmat.checkpoints.resolve import open_checkpoint
 from actmat.diagnostics.observer import Observers
 from actmat.engine.inputs import Inputs
 from actmat.engine.resources import Resources, share_resources
@@ -79,11 +78,7 @@ def plans_of(opened: Opened, room: DeviceRoom | None = None) -> Sequence[MergePl
     """
     inputs, problems, plans = opened.inputs, opened.problems, []
     for recipe in (r.model_copy(update={"executor": None}) for r in opened.recipes):  # no part of what is merged
-        config = None
         with problems.noted():
-            if inputs.base is None and recipe.base:
-                with open_checkpoint(recipe.base) as base:
-                    config = base.config
             plans.append(
                 build_plan(
                     recipe,
@@ -91,7 +86,7 @@ def plans_of(opened: Opened, room: DeviceRoom | None = None) -> Sequence[MergePl
                     inputs.experts,
                     room=opened.place.room if room is None else room,
                     statistics=inputs.statistics,
-                    base_config=config,
+                    base_config=opened.base_config,
                 )
             )
     problems.check()

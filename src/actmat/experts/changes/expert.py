@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec, torch_dtype, versions_of_files
-from actmat.checkpoints.hashing import ContentHash, hash_names
+from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
-from actmat.errors import CheckpointError
-from actmat.experts.base import AdapterHandle, Expert, Family, Source
+from actmat.experts.base import Source
 from actmat.experts.changes.base import Change, Content
+from actmat.experts.fitted import FittedAdapter
+from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.expert import entries_of
 from actmat.experts.lora.fitting import hidden_names
 from actmat.experts.untied import tied_parts
@@ -42,93 +41,47 @@ class _Place:
     is_turned: bool
 
 
-class FormedExpert(Expert):
+class FormedExpert(FittedAdapter):
     """The base with changes; only tensors trained in full are stored.
 
     Args:
-        weights: the stored tensors, closed with the expert.
+        stored: closed with the expert.
         base: must stay open, as deltas may depend on it.
         content: of the adapter.
-        family: opens it again.
 
     Raises:
         CheckpointError: the adapter does not fit the base, or cannot be read; carries all problems.
     """
 
-    kind = "adapter"
-
-    def __init__(self, weights: Checkpoint, base: Checkpoint, content: Content, family: Family) -> None:
-        self.location = weights.location
-        self.n_tensors = len(weights.specs)
-        self.nbytes = sum(spec.nbytes for spec in weights.specs.values())
-        self._weights, self._family = weights, family
-        self._owned: Checkpoint | None = None
-        self._lock = threading.Lock()
-        self._hashes: Mapping[str, str] | None = None
-        self._last: tuple[str, torch.dtype, Tensor | LowRank] | None = None
-        self._closed = False
-        content = self._without_copies(content, base)
+    def __init__(self, stored: Adapter, base: Checkpoint, content: Content) -> None:
+        content, hashes = _without_copies(content, base, stored), stored.hashes
         parts = tied_parts(
             base,
-            {name: weights.specs[stored] for name, stored in content.extras.items()},
+            {name: stored.weights.specs[n] for name, n in content.extras.items()},
             # PEFT ties trained tokens itself
             {c.target: () for c in content.changes if c.kind != "tokens" or is_output_head(c.target)},
             keeps_ties=content.keeps_ties,
-            equal=lambda a, b: self.hashes()[content.extras[a]] == self.hashes()[content.extras[b]],
+            equal=lambda a, b: hashes[content.extras[a]] == hashes[content.extras[b]],
         )
-        self._base, self.heads, self.notes = parts.base, parts.heads, tuple(parts.notes)
+        super().__init__(stored, parts)
+        self.notes = tuple(parts.notes)
+        self._owned: Checkpoint | None = None
+        self._lock = threading.Lock()
+        self._last: tuple[str, torch.dtype, Tensor | LowRank] | None = None
+        self._closed = False
         layouts = resolve_layout(parts.base.specs, parts.base.config)
-        self._places, self._full, problems = _fit(content, parts.base, layouts)
-        self._full = {name: stored for name, stored in self._full.items() if name not in parts.copies}
-        if problems := parts.problems_with(problems):
-            raise CheckpointError(
-                f"{self.location}: the adapter cannot be merged into {base.location}.",
-                [f"{self.location}: {problem}" for problem in problems],
-            )
-        hidden = hidden_names(layouts, parts.base, {*self._places, *self._full})
-        specs = {name: spec for name, spec in parts.base.specs.items() if name not in hidden}
-        for name, stored in self._full.items():
-            spec = weights.specs[stored]
-            specs[name] = TensorSpec(name, spec.shape, spec.dtype, spec.file)
-        self.specs = MappingProxyType(specs)
-
-    def _without_copies(self, content: Content, base: Checkpoint) -> Content:
-        """The content without trained tokens that a tied table has too: PEFT saves them under every name of it."""
-        tokens = [c for c in content.changes if c.kind == "tokens"]
-        copies: list[Change] = []
-
-        def is_copy(change: Change, other: Change) -> bool:
-            partner = tied_partner(change.target, base.specs, base.config)
-            if other is change or other in copies or partner is None or not f".{partner}".endswith(f".{other.target}"):
-                return False
-            a, b = (vars(c) | {"target": "", "stored": [self.hashes()[n] for n in c.stored]} for c in (change, other))
-            return a == b
-
-        for change in sorted(tokens, key=lambda c: not is_output_head(c.target)):  # the head of two that are stored
-            copies += [change] if any(is_copy(change, other) for other in tokens) else []
-        return replace(content, changes=[c for c in content.changes if c not in copies])
+        self._places, full, problems = _fit(content, parts.base, layouts)
+        self._take(parts, full, hidden_names(layouts, parts.base, {*self._places, *full}), problems)
 
     def source(self, name: str) -> Source:
         """Stored if it was trained in full, formed if a change is of it, else zero."""
-        dtype, stored = self._spec(name).dtype, self._weights.specs
+        dtype, stored = self._spec(name).dtype, self._stored.weights.specs
         if name in self._full:
             return Source(name, "stored", dtype, stored[self._full[name]].nbytes)
         place = self._places.get(name)
         if place is None:
             return Source(name, "zero", dtype, 0)
         return Source(name, "formed", dtype, sum(stored[n].nbytes for n in place.change.stored), place.change.rank)
-
-    def read(self, name: str) -> Tensor:
-        """A tensor that was trained in full."""
-        if name not in self._full:
-            self._refuse(name, "read")
-        return self._weights.read(self._full[name])
-
-    def read_into(self, name: str, start: int, out: memoryview) -> None:
-        """Bytes of a tensor that was trained in full."""
-        if name not in self._full:
-            self._refuse(name, "read")
-        self._weights.read_into(self._full[name], start, out)
 
     def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Entries `start:stop` of the flattened delta of `name`; only the rows around them are formed, where possible.
@@ -161,40 +114,14 @@ class FormedExpert(Expert):
         assert isinstance(whole, LowRank), "a change with a rank"
         return whole
 
-    def content(self, name: str) -> str:
-        """Hash over the stored tensors of the delta; that of nothing for a zero delta."""
-        if self.source(name).kind == "stored":
-            self._refuse(name, "formed")
-        hashes, place = self.hashes(), self._places.get(name)
-        return hash_names((n, hashes[n]) for n in (place.change.stored if place is not None else ()))
-
-    def hashes(self) -> Mapping[str, str]:
-        """Content hash of every stored tensor."""
-        if self._hashes is None:
-            out = {}
-            for name in self._weights.specs:
-                seen = ContentHash()
-                seen.update(raw_bytes(self._weights.read(name)))
-                out[name] = seen.hexdigest()
-            self._hashes = out
-        return self._hashes
+    def _parts_of(self, name: str) -> tuple[str, ...]:
+        """Stored names of the tensors that its formed delta is made of."""
+        place = self._places.get(name)
+        return place.change.stored if place is not None else ()
 
     def check_values(self, label: str) -> list[str]:
         """One sentence for each stored tensor with NaN or Inf."""
-        problems = []
-        for name in self._weights.specs:
-            bad = int((~torch.isfinite(self._weights.read(name))).sum())
-            if bad:
-                problems.append(f"tensor '{name}' of expert '{label}' has {bad} values that are NaN or Inf")
-        return problems
-
-    def identity(self) -> tuple[FileIdentity, ...]:
-        """Identity of the adapter's weights."""
-        return self._weights.identity()
-
-    def handle(self) -> AdapterHandle:
-        """The adapter's location, the address of its base, and the versions of remote files."""
-        return AdapterHandle(self.location, self._family, self._base.handle(), versions_of_files(self.identity()))
+        return self._stored.check_values(label, self._stored.weights.specs)
 
     def adopt(self, base: Checkpoint) -> None:
         """Close the base with the expert."""
@@ -205,12 +132,12 @@ class FormedExpert(Expert):
         self._closed = True
         with self._lock:
             self._last = None
-        self._weights.close()
+        super().close()
         if self._owned is not None:
             self._owned.close()
 
     def _tensors(self, change: Change, dtype: torch.dtype) -> dict[str, Tensor]:
-        return {n: self._weights.read(n).to(dtype) for n in change.stored}
+        return {n: self._stored.weights.read(n).to(dtype) for n in change.stored}
 
     def _whole(self, name: str, dtype: torch.dtype) -> Tensor | LowRank:
         """The delta of a tensor as it is stored; the last one is kept, as it is asked for in parts."""
@@ -243,6 +170,23 @@ class FormedExpert(Expert):
         raw = torch.empty((last - first, columns), dtype=torch_dtype(spec.dtype))
         self._base.read_into(name, first * columns * raw.itemsize, raw_bytes(raw))
         return raw.to(dtype)
+
+
+def _without_copies(content: Content, base: Checkpoint, stored: Adapter) -> Content:
+    """The content without trained tokens that a tied table has too: PEFT saves them under every name of it."""
+    tokens = [c for c in content.changes if c.kind == "tokens"]
+    copies: list[Change] = []
+
+    def is_copy(change: Change, other: Change) -> bool:
+        partner = tied_partner(change.target, base.specs, base.config)
+        if other is change or other in copies or partner is None or not f".{partner}".endswith(f".{other.target}"):
+            return False
+        a, b = (vars(c) | {"target": "", "stored": [stored.hashes[n] for n in c.stored]} for c in (change, other))
+        return a == b
+
+    for change in sorted(tokens, key=lambda c: not is_output_head(c.target)):  # the head of two that are stored
+        copies += [change] if any(is_copy(change, other) for other in tokens) else []
+    return replace(content, changes=[c for c in content.changes if c not in copies])
 
 
 def _fit(content: Content, base: Checkpoint, layouts: LayoutMap) -> tuple[dict[str, _Place], dict[str, str], list[str]]:

@@ -6,7 +6,7 @@ Shapes: `O` out_features, `I` in_features, `R` rank, `E` stacked experts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -48,6 +48,12 @@ class Adapter:
         self.location = weights.location
         self.modules, self.extras, self.copies = self.listing.modules, self.listing.extras, self.listing.copies
         self.problems = (*problems, *self.listing.problems)
+        self.converted_to: AdapterLayout | None = None  # the layout that it was brought into, see `locate.in_layout`
+
+    @classmethod
+    def of_tensors(cls, weights: Checkpoint) -> Adapter:
+        """An adapter whose tensors are no pairs of factors: its family forms the deltas."""
+        return cls(weights, AdapterConfig(r=1, alpha=1.0), (), Listing({}, {}, {}, ()))
 
     @property
     def is_pair_list(self) -> bool:
@@ -70,8 +76,9 @@ class Adapter:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Remarks for plans: fields of its config that are not known here."""
-        return (*unknown_note(ADAPTER_CONFIG, unknown_fields(self.config.fields)), *self.listing.notes)
+        """Remarks for plans: fields of its config that are not known here, and tensors that are not used."""
+        copies = ["it holds copies of base weights; the base's own are used"] if self.copies else []
+        return (*unknown_note(ADAPTER_CONFIG, unknown_fields(self.config.fields)), *self.listing.notes, *copies)
 
     @property
     def unlike_peft(self) -> str:
@@ -113,11 +120,17 @@ class Adapter:
             out[name] = seen.hexdigest()
         return out
 
-    def check_values(self, label: str) -> list[str]:
-        """Read all that is merged; one sentence for each tensor with NaN or Inf of the adapter called `label`."""
-        names = [n for m in self.modules.values() for n in (m.a, m.b, m.bias) if n is not None]
+    def check_values(self, label: str, names: Iterable[str] | None = None) -> list[str]:
+        """One sentence for each tensor with NaN or Inf of the adapter called `label`.
+
+        Args:
+            names: of stored tensors; default: all that is merged of modules and tensors trained in full.
+        """
+        if names is None:
+            factors = [n for m in self.modules.values() for n in (m.a, m.b, m.bias) if n is not None]
+            names = (*factors, *self.extras.values())
         problems = []
-        for name in (*names, *self.extras.values()):
+        for name in names:
             bad = int((~torch.isfinite(self.weights.read(name))).sum())
             if bad:
                 problems.append(f"tensor '{name}' of expert '{label}' has {bad} values that are NaN or Inf")

@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +19,12 @@ from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
+from actmat.experts.locate import Located
 from actmat.experts.lora.expert import entries_of
-from actmat.experts.resolve import open_base, open_expert, open_stored
 from actmat.linalg.lowrank import LowRank
 from actmat.planning.choose import Chooser
 from actmat.recipe import Recipe, make_recipe
-from actmat.report.manifest import input_location
+from actmat.report.verify import ManifestInputs
 from actmat.report.words import plural
 
 CHUNK = 1 << 20
@@ -123,27 +122,23 @@ class Added:
         return {"tensors": rows, "unchanged": self.unchanged, "kept": list(self.kept), "error": self.relative_error}
 
 
-def check_added(location: str, directory: Path, manifest: Mapping[str, Any], against: Sequence[str | Path]) -> Added:
+def check_added(merged: Located, inputs: ManifestInputs, against: Sequence[Located]) -> Added:
     """Compare a merged model with the sum of its base and of the deltas of `against`, in the manifest's order.
 
     Args:
-        location: of the output; `directory`: local folder of its manifest.
+        merged: the output.
+        inputs: those of its manifest.
 
     Raises:
         CheckpointError: another number of experts, an input that cannot be opened, or an output that is no such sum.
     """
+    manifest = inputs.manifest
     labels = [e["name"] for e in manifest["experts"]]
-    _check_form(location, manifest, len(against), labels)
+    _check_form(merged.place, manifest, len(against), labels)
+    base = inputs.located("base").model(inputs.output.get("base_as"))
     with contextlib.ExitStack() as stack:
-        out = stack.enter_context(open_stored(location))
-        base = stack.enter_context(
-            open_base(
-                input_location(manifest["base"], directory),
-                manifest["recipe"].get("output", {}).get("base_as"),
-            )
-        )
-        experts = [stack.enter_context(open_expert(str(place), base)) for place in against]
-        comparison = _Comparison(base, experts, out, make_recipe(manifest["recipe"]))
+        experts = [stack.enter_context(located.expert(base)) for located in against]
+        comparison = _Comparison(base, experts, merged.stored, make_recipe(manifest["recipe"]))
         rows = {row["name"]: row for row in manifest["tensors"]}
         for row in rows.values():
             comparison.compare(row["name"], rows[row.get("tied_to") or row["name"]], len(labels))

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.errors import StatisticsError
-from actmat.experts.resolve import open_adapter
+from actmat.errors import CheckpointError, StatisticsError
+from actmat.experts.locate import Located, LocatedAdapter, locate
+from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.batches import Batch, DataSeen, evaluating
 from actmat.extras.collect.binding import Binding, bind, transformers_model
 from actmat.extras.collect.measures import MEASURES, Measure, Run, StoredTensors
@@ -112,7 +113,13 @@ def _bound(
         opened = None if checkpoint is None else stack.enter_context(open_checkpoint(checkpoint))
         if adapter is None:
             _check_no_adapter(model)
-        yield bind(model, opened, None if adapter is None else stack.enter_context(open_adapter(adapter)))
+        yield bind(model, opened, None if adapter is None else _adapter(stack.enter_context(locate(adapter))))
+
+
+def _adapter(found: Located) -> Adapter:
+    if not isinstance(found, LocatedAdapter):
+        raise CheckpointError(f"{found.place}: expected an adapter, found a full checkpoint")
+    return found.adapter
 
 
 def _named_checkpoint(model: nn.Module) -> str | None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from actmat.bounds import local_path
-from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import RecipeError, StatisticsError, did_you_mean
 from actmat.extras.models.loading import Loaded, extra
 from actmat.foreign import in_brief, in_one_line
@@ -138,10 +137,9 @@ def make_batches(
         yield {k: v.to(device) for k, v in encode(batch).items()}
 
 
-def is_contrastive(base: str | Path) -> bool:
-    """True for a checkpoint whose config is of a model that compares images with texts, such as CLIP."""
-    with open_checkpoint(base) as checkpoint:
-        return {"text_config", "vision_config", "projection_dim"} <= (checkpoint.config or {}).keys()
+def is_contrastive(config: Mapping[str, Any]) -> bool:
+    """True for the config of a model that compares images with texts, such as CLIP."""
+    return {"text_config", "vision_config", "projection_dim"} <= config.keys()
 
 
 def class_names(location: str) -> tuple[str, ...]:

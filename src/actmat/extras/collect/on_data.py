@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
-from actmat.checkpoints.resolve import open_checkpoint
 from actmat.diagnostics.measure import tidy
 from actmat.diagnostics.model import AgreementRow, DataResidual
 from actmat.engine.content import FOREIGN, check_adapters, check_probes, foreign_tensors
@@ -33,7 +32,7 @@ from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
 from actmat.engine.reader import TensorReader
 from actmat.errors import StatisticsError
-from actmat.experts.resolve import needs_base
+from actmat.experts.locate import locate
 from actmat.extras.collect.agreement import agreement as compare
 from actmat.extras.collect.batches import Batch
 from actmat.extras.collect.data import DataOptions, DataSource, data_of, make_batches, prepare_data
@@ -88,7 +87,7 @@ def agreement(  # noqa: PLR0913 - keyword arguments of a public function
     chosen = data_of(recipe, data)
     prepare_data(chosen)
     experts = {e.label: e.path for e in recipe.experts if e.label in chosen}
-    if base is not None and not any(map(needs_base, (str(place), *experts.values()))):
+    if base is not None and not any(map(_is_adapter, (str(place), *experts.values()))):
         raise StatisticsError(f"A base goes with adapters; {place} and the experts compared are full models.")
 
     def load(location: str) -> Loaded:
@@ -157,18 +156,24 @@ def residual_on_data(
     """
     place = Path(directory)
     recipe = recipe_of_output(place)
-    if needs_base(str(place)):
-        raise StatisticsError(
-            f"{place} is an adapter, and statistics are held against full matrices. Merge with a base (--base, --to "
-            "model), or compare answers (--data)."
-        )
     given = statistics if isinstance(statistics, Mapping) else [str(s) for s in statistics]
     experts = add_statistics([e.model_dump() for e in recipe.experts], given)
     recipe = recipe.model_copy(update={"experts": tuple(ExpertRef.model_validate(e) for e in experts)})
-    with open_inputs([recipe]) as opened, open_checkpoint(place) as merged:
-        inputs, (plan,) = opened.inputs, plans_of(opened)
-        check_adapters(inputs)
-        return _residuals(plan, inputs, merged, progress=progress)
+    with locate(place) as merged:
+        if merged.needs_base:
+            raise StatisticsError(
+                f"{place} is an adapter, and statistics are held against full matrices. Merge with a base (--base, "
+                "--to model), or compare answers (--data)."
+            )
+        with open_inputs([recipe]) as opened:
+            inputs, (plan,) = opened.inputs, plans_of(opened)
+            check_adapters(inputs)
+            return _residuals(plan, inputs, merged.stored, progress=progress)
+
+
+def _is_adapter(place: str) -> bool:
+    with locate(place) as found:
+        return found.needs_base
 
 
 def _counted(batches: Iterable[Batch], label: str, progress: Callable[[str, int], None]) -> Iterator[Batch]:

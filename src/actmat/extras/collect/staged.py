@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.hashing import hash_names
-from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import StatisticsError
-from actmat.experts.resolve import needs_base
+from actmat.experts.locate import Located, locate
 from actmat.extras.collect.batches import Batch
 from actmat.extras.collect.binding import Binding, bind
 from actmat.extras.collect.collect import measured
@@ -72,11 +71,12 @@ def staged_statistics(
         StatisticsError: an expert is an adapter, has no batches, or an earlier call with other inputs was at `out`.
     """
     names = _blocks(model, blocks)
-    _check(experts, batches)
     stages, folders = Path(out) / "stages", {label: Path(out) / label for label in experts}
     with contextlib.ExitStack() as stack:
-        opened = {label: stack.enter_context(open_checkpoint(at)) for label, at in experts.items()}
-        start = stack.enter_context(open_checkpoint(base))
+        found = {label: stack.enter_context(locate(place)) for label, place in experts.items()}
+        _check(found, batches)
+        opened = {label: expert.model() for label, expert in found.items()}
+        start = stack.enter_context(locate(base)).model()
         bound = bind(model, start)
         job = _Job(model, start, opened, bound, {n: _rebound(bound, c) for n, c in opened.items()}, compute_dtype)
         identity = hash_names([(n, b.info.content) for n, b in [("", bound), *job.bindings.items()]])
@@ -151,8 +151,8 @@ class _Job:
             fields |= {"compute_dtype": self.compute_dtype, "dtype": dtype, "durable": False, "threads": 1}
             recipe, settings = make_arguments(folder / "in" / "base", experts, fields, statistics=statistics)
             run_recipes([recipe], settings)
-            with open_checkpoint(folder / "out") as merged:
-                self._put(own, merged.read)
+            with locate(folder / "out") as merged:
+                self._put(own, merged.stored.read)
 
     def _put(self, parameters: Iterable[str], read: Callable[[str], Tensor]) -> None:
         with torch.no_grad():
@@ -180,11 +180,11 @@ def _blocks(model: nn.Module, wanted: str | None) -> list[str]:
     return [f"{wanted}.{child}" for child in children]
 
 
-def _check(experts: Mapping[str, Location], batches: Mapping[str, Batches]) -> None:
+def _check(experts: Mapping[str, Located], batches: Mapping[str, Batches]) -> None:
     problems = [
         f"expert '{label}' is an adapter, of which no block can be put into the model; write it as a full model first"
-        for label, location in experts.items()
-        if needs_base(str(location))
+        for label, expert in experts.items()
+        if expert.needs_base
     ]
     problems += [f"expert '{label}' has no batches" for label in experts if label not in batches]
     problems += [f"there are batches for '{label}', which is no expert" for label in batches if label not in experts]

@@ -42,7 +42,7 @@ from actmat.engine.survey import SurveyKey
 from actmat.engine.task import Record
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import NumericalError
-from actmat.experts.resolve import open_expert
+from actmat.experts.locate import locate
 from actmat.extras.conformance.samples import Samples
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
@@ -270,7 +270,7 @@ def _opened(
     recipes = [make_recipe({**samples.recipe(), **fields}) for fields in variants]
     with contextlib.ExitStack() as stack:
         base = None if samples.base is None else stack.enter_context(open_checkpoint(samples.base))
-        experts = [stack.enter_context(open_expert(e, base)) for e in samples.experts]
+        experts = [stack.enter_context(locate(e).expert(base)) for e in samples.experts]
         statistics = stack.enter_context(opened_statistics(recipes[0]))
         room = DeviceRoom(device)
         plans = tuple(build_plan(recipe, base, experts, statistics=statistics, room=room) for recipe in recipes)

@@ -7,7 +7,7 @@ Subclass `ExpertConformance` in a test file, and store a base, an expert of it, 
             ...
             return StoredExpert(base=folder / "base", expert=folder / "adapter", tuned=tensors)
 
-The location is opened with `resolve.open_expert`, so the family has to be in `resolve.FAMILIES`. Every `test_*` method
+The location is opened with `locate`, so the family has to be installed as a plug-in. Every `test_*` method
 checks one clause of the contract by plain assertions. No test framework is imported; a runner supplies `tmp_path`
 (pytest does).
 """
@@ -33,7 +33,7 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, ExpertHandle, Source, SourceKind
-from actmat.experts.resolve import needs_base, open_expert, open_handle
+from actmat.experts.locate import locate, open_handle
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,12 @@ class ExpertConformance(abc.ABC):
     Attributes:
         kinds: kinds of sources that the expert must show, so that no clause is tested on nothing.
         tolerance: of formed deltas, relative to the norm of `W_t`.
+        register: makes a family known in another process, if it is not installed there.
     """
 
     kinds: frozenset[SourceKind]
     tolerance = 1e-12
+    register: Callable[[], None] | None = None
 
     @abc.abstractmethod
     def store(self, folder: Path, seed: int) -> StoredExpert:
@@ -70,15 +72,16 @@ class ExpertConformance(abc.ABC):
     def opened(self, folder: Path) -> Iterator[tuple[Checkpoint, Expert, Mapping[str, Tensor]]]:
         """The base, the expert of seed 1 and its fine-tuned tensors."""
         stored = self.store(folder, 1)
-        with open_checkpoint(stored.base) as base, open_expert(stored.expert, base) as expert:
+        with open_checkpoint(stored.base) as base, locate(stored.expert).expert(base) as expert:
             yield base, expert, stored.tuned
 
     def test_attributes_describe_the_expert(self, tmp_path: Path) -> None:
         """`location` is what was opened, sizes are counted, and `kind` tells adapters from full checkpoints."""
         stored = self.store(tmp_path / "seed1", 1)
-        with open_checkpoint(stored.base) as base, open_expert(stored.expert, base) as expert:
+        located = locate(stored.expert)
+        with open_checkpoint(stored.base) as base, located.expert(base) as expert:
             assert expert.location == str(stored.expert), f"location is {expert.location!r}"
-            assert expert.kind == ("adapter" if needs_base(stored.expert) else "model"), f"kind is {expert.kind!r}"
+            assert expert.kind == located.kind, f"kind is {expert.kind!r}"
             assert expert.n_tensors > 0, "nothing is stored"
             assert expert.nbytes > 0, "what is stored has no bytes"
 
@@ -171,9 +174,9 @@ class ExpertConformance(abc.ABC):
         first, second = (self.store(tmp_path / f"seed{seed}", seed) for seed in (1, 2))
         with (
             open_checkpoint(first.base) as base,
-            open_expert(first.expert, base) as one,
-            open_expert(first.expert, base) as same,
-            open_expert(second.expert, base) as other,
+            locate(first.expert).expert(base) as one,
+            locate(first.expert).expert(base) as same,
+            locate(second.expert).expert(base) as other,
         ):
             for name in _names(one, "formed", "zero"):
                 assert one.content(name) == same.content(name), f"{name!r}: content differs between two openings"
@@ -189,7 +192,7 @@ class ExpertConformance(abc.ABC):
     def test_another_process_opens_the_handle(self, tmp_path: Path) -> None:
         """`handle` is picklable, and gives the same bits in another process."""
         with self.opened(tmp_path / "seed1") as (_, expert, _):
-            found = _other_process().submit(_contents, expert.handle()).result()
+            found = _other_process().submit(_contents, expert.handle(), self.register).result()
             here = {name: _content(expert, name) for name in expert.specs}
             assert found == here, "another process gives other deltas"
 
@@ -253,8 +256,10 @@ def _content(expert: Expert, name: str) -> bytes:
     return bytes(raw_bytes(expert.delta(name, 0, expert.specs[name].numel, torch.float64).contiguous()))
 
 
-def _contents(handle: ExpertHandle) -> dict[str, bytes]:
+def _contents(handle: ExpertHandle, register: Callable[[], None] | None) -> dict[str, bytes]:
     """Open a handle and read everything; runs in another process."""
+    if register is not None:
+        register()
     with open_handle(handle) as expert:
         return {name: _content(expert, name) for name in expert.specs}
 

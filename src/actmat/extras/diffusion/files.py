@@ -17,18 +17,18 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from actmat.bounds import is_url
-from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint
 from actmat.checkpoints.memory import tensor_specs
 from actmat.checkpoints.writing.staging import sibling
 from actmat.checkpoints.writing.whole import whole_file
-from actmat.errors import MergeError, OutputError
-from actmat.experts.files import open_weights
-from actmat.experts.resolve import open_adapter
+from actmat.errors import CheckpointError, MergeError, OutputError
+from actmat.experts.locate import LocatedAdapter, locate
 from actmat.extras.diffusion.layouts import FileLayout, written
+from actmat.extras.diffusion.lora_files import metadata_of
 from actmat.extras.diffusion.metadata import kept_metadata
 from actmat.planning.adapter.layouts import IN_ONE_FILE
 from actmat.progress import Progress
 from actmat.recipe import Recipe
+from actmat.run.locate import located
 from actmat.run.resume import MergeReport
 from actmat.settings import RunSettings
 from actmat.version import __version__
@@ -72,12 +72,11 @@ def _is_file(recipe: Recipe) -> bool:
         return False
     layouts = set[str]() if recipe.adapter.layout == "same" else {str(recipe.adapter.layout)}
     if not layouts:
-        for expert in recipe.experts:
-            try:
-                with open_adapter(expert.path) as adapter:
-                    layouts.add(adapter.layout)
-            except MergeError:  # the merge says what is wrong
-                return False
+        try:
+            with located(recipe) as given:
+                layouts |= {e.adapter.layout if isinstance(e, LocatedAdapter) else "peft" for e in given.experts}
+        except MergeError:  # the merge says what is wrong
+            return False
     return layouts <= IN_ONE_FILE
 
 
@@ -105,11 +104,8 @@ def _is_ours(out: Path) -> bool:
 
 def _metadata(location: str) -> Mapping[str, str]:
     """Metadata of the file of an adapter; none of other formats."""
-    opened = open_weights(location)
-    if opened is None:
-        return {}
-    with opened:
-        return opened.metadata() if isinstance(opened, SafetensorsCheckpoint) else {}
+    with locate(location) as found:
+        return metadata_of(found.stored)
 
 
 def _as_file(report: MergeReport, out: Path, overwrite: bool) -> MergeReport:
@@ -154,9 +150,11 @@ def convert_file(checkpoint: str, out: Path, layout: FileLayout) -> str:
     """
     if os.path.lexists(out):
         raise OutputError(f"{out} exists; choose another place, or remove it.")
-    with open_adapter(checkpoint) as adapter:
-        own, tensors = adapter.layout, written(adapter, layout)
-    metadata = kept_metadata([_metadata(checkpoint)], tensor_specs(tensors, out.name, location=str(out)))
+    with locate(checkpoint) as found:
+        if not isinstance(found, LocatedAdapter):
+            raise CheckpointError(f"{checkpoint}: expected an adapter, found a full checkpoint")
+        own, tensors, metadata = found.adapter.layout, written(found.adapter, layout), metadata_of(found.stored)
+    metadata = kept_metadata([metadata], tensor_specs(tensors, out.name, location=str(out)))
     with whole_file(out) as building:
         save_file(tensors, building, metadata)
     changed = "names and factors" if own != layout else "unchanged factors"

@@ -14,19 +14,17 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.folder import shown
 from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint
 from actmat.checkpoints.keys import unknown_note
-from actmat.errors import CheckpointError
-from actmat.experts.base import Expert, Family
-from actmat.experts.files import holds_factors, open_weights
+from actmat.experts.base import Family
+from actmat.experts.candidate import Candidate, holds_factors
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
-from actmat.experts.lora.expert import fitted_expert, unfitted_expert
+from actmat.experts.lora.expert import AdapterExpert
 from actmat.experts.lora.fields import unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, quantised_problem
 from actmat.extras.diffusion.metadata import distilled_note, metadata_notes
@@ -193,42 +191,20 @@ def _x(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "a scalar"
 
 
-def open_lora_file(location: str | Path) -> Adapter:
-    """Open a LoRA file; reads its header and its scales.
-
-    Raises:
-        CheckpointError: no such file there, or it cannot be read. Problems of its contents are in `Adapter.problems`.
-    """
-    weights = open_weights(location)
-    if weights is None:
-        raise CheckpointError(f"{location}: expected a file of LoRA factors, found none")
-    return adapter_of(weights, weights.metadata() if isinstance(weights, SafetensorsCheckpoint) else {})
-
-
 def adapter_of(weights: Checkpoint, metadata: Mapping[str, str]) -> Adapter:
-    """The adapter that tensors are, with the metadata of their file."""
+    """The adapter that tensors are, with the metadata of their file; reads its scales."""
     listing, config = list_file_modules(weights, metadata)
     return Adapter(weights, config, (), listing)
 
 
-def _open(location: str | Path, base: Checkpoint) -> Expert:
-    adapter = open_lora_file(location)
-    try:
-        return fitted_expert(adapter, location, base, LORA_FILE)
-    except CheckpointError:
-        adapter.weights.close()
-        raise
+def metadata_of(weights: Checkpoint) -> Mapping[str, str]:
+    """Metadata of a file; none of other formats than safetensors."""
+    return weights.metadata() if isinstance(weights, SafetensorsCheckpoint) else {}
 
 
-def _has_factors(location: str | Path) -> bool:
-    return True
+def _look(candidate: Candidate) -> Adapter | None:
+    file = candidate.file
+    return adapter_of(file, metadata_of(file)) if file is not None and holds_factors(file.specs) else None
 
 
-def _open_unfitted(location: str | Path) -> Expert:
-    return unfitted_expert(open_lora_file(location), LORA_FILE)
-
-
-LORA_FILE = Family(
-    "LoRA file", None, _open, _open_unfitted, holds=holds_factors, open_stored=open_lora_file,
-    has_factors=_has_factors,
-)  # fmt: skip
+LORA_FILE = Family("LoRA file", _look, AdapterExpert, lambda adapter: "")

@@ -21,30 +21,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
-from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint
 from actmat.checkpoints.keys import Keys
-from actmat.errors import CheckpointError
 from actmat.experts.base import Expert, Family
+from actmat.experts.candidate import Candidate
 from actmat.experts.changes.base import Change, Content
 from actmat.experts.changes.expert import FormedExpert
-from actmat.experts.files import open_weights
 from actmat.experts.lora.adapter import Adapter
-from actmat.experts.lora.expert import unfitted_expert
 from actmat.experts.lora.modules import quantised_problem
 from actmat.extras.adapters.groups import Group, shape_misfit
 from actmat.extras.adapters.ia3 import Scaled
 from actmat.extras.adapters.loha import loha_change
 from actmat.extras.adapters.lokr import lokr_change
-from actmat.extras.diffusion.lora_files import open_lora_file
+from actmat.extras.diffusion.lora_files import adapter_of, metadata_of
 from actmat.extras.diffusion.metadata import metadata_notes
 from actmat.extras.diffusion.names import KOHYA_PREFIXES, find_flat_names
 
@@ -86,10 +82,6 @@ class LycorisModule:
     def words(self) -> str:
         """Family for people."""
         return f"{self.family} with DoRA's magnitudes" if "dora_scale" in self.group.names else self.family
-
-
-def _holds_modules(names: Collection[str]) -> bool:
-    return any(map(_OWN.match, names))
 
 
 def lycoris_modules(specs: Mapping[str, TensorSpec]) -> tuple[list[LycorisModule], list[str]]:
@@ -273,28 +265,23 @@ def _content(weights: Checkpoint, base: Checkpoint) -> tuple[Content, list[str]]
     return Content(changes, {}, problems), notes
 
 
-def _open(location: str | Path, base: Checkpoint) -> Expert:
-    weights = open_weights(location)
-    if weights is None:
-        raise CheckpointError(f"{location}: expected a file of LyCORIS, found none")
-    try:
-        content, notes = _content(weights, base)
-        expert = FormedExpert(weights, base, content, LYCORIS)
-    except CheckpointError:
-        weights.close()
-        raise
-    metadata = weights.metadata() if isinstance(weights, SafetensorsCheckpoint) else {}
-    expert.notes = (*expert.notes, *notes, *metadata_notes(metadata))
+def _look(candidate: Candidate) -> Adapter | None:
+    file = candidate.file
+    return adapter_of(file, metadata_of(file)) if file is not None and any(map(_OWN.match, file.specs)) else None
+
+
+def _fit(adapter: Adapter, base: Checkpoint) -> Expert:
+    content, notes = _content(adapter.weights, base)
+    expert = FormedExpert(adapter, base, content)
+    expert.notes = (*expert.notes, *notes, *metadata_notes(metadata_of(adapter.weights)))
     return expert
 
 
-def _open_unfitted(location: str | Path) -> Expert:
-    adapter: Adapter = open_lora_file(location)
-    problem = (
+def _no_factors(adapter: Adapter) -> str:
+    return (
         f"a file of LyCORIS is merged with its base only: {_NEEDS_BASE}. Give the base (--base ..., --to model; or "
         "--to adapter with --rank or --energy)"
     )
-    return unfitted_expert(adapter.with_problems((problem,)), LYCORIS)
 
 
 def _described(adapter: Adapter) -> dict[str, Any]:
@@ -308,7 +295,4 @@ def _described(adapter: Adapter) -> dict[str, Any]:
     return {"adapter": f"file of {families}", "needs_base": _NEEDS_BASE, "modules": rows, "problems": problems}
 
 
-LYCORIS = Family(
-    "LyCORIS file", None, _open, _open_unfitted, holds=_holds_modules, open_stored=open_lora_file,
-    has_factors=None, describe=_described,
-)  # fmt: skip
+LYCORIS = Family("LyCORIS file", _look, _fit, _no_factors, _described)

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.whole import whole_file
 from actmat.errors import AlignmentError, CheckpointError, NumericalError, OutputError, RecipeError
+from actmat.experts.locate import LocatedAdapter, locate
 from actmat.experts.lora.adapter import Adapter
-from actmat.experts.resolve import has_factors, open_adapter
 from actmat.extras.gguf.file import GgufFile, rows_in_file
 from actmat.extras.gguf.header import StoredTensor
 from actmat.extras.gguf.names import UNUSED, added, architecture_of, names_of
@@ -81,23 +80,23 @@ def write_gguf(location: str, out: Path, *, like: str | None = None, type: str =
         raise RecipeError(f"GGUF is written after the pattern of a GGUF file of the base: give --like. {LIKE}.")
     if os.path.lexists(out):
         raise OutputError(f"{out} exists; choose another place, or remove it.")
-    with _pattern(like) as pattern:
-        if has_factors(location):
-            with open_adapter(location) as adapter:
-                if adapter.problems:
-                    raise CheckpointError(f"{location} cannot be read as an adapter.", adapter.problems)
-                return _write(out, pattern, _pieces_of_adapter(adapter, pattern, type), _adapter_keys(adapter))
-        with open_checkpoint(location) as checkpoint:
-            return _write(out, pattern, _pieces_of_model(checkpoint, pattern, type), {"file_type": FILE_TYPES[type]})
+    with locate(location) as found, _pattern(like) as pattern:
+        if isinstance(found, LocatedAdapter) and found.has_factors:
+            adapter = found.adapter
+            if adapter.problems:
+                raise CheckpointError(f"{location} cannot be read as an adapter.", adapter.problems)
+            return _write(out, pattern, _pieces_of_adapter(adapter, pattern, type), _adapter_keys(adapter))
+        checkpoint = found.model()
+        return _write(out, pattern, _pieces_of_model(checkpoint, pattern, type), {"file_type": FILE_TYPES[type]})
 
 
 @contextlib.contextmanager
 def _pattern(like: str) -> Iterator[GgufFile]:
     """The pattern, of which only the header is read."""
-    with open_checkpoint(like) as opened:
-        inner = getattr(opened, "inner", None)
+    with locate(like) as found:
+        inner = getattr(found.stored, "inner", None)
         if not isinstance(inner, GgufFile):
-            raise CheckpointError(f"{like}: expected a GGUF file as the pattern (--like), and it is none. {LIKE}.")
+            raise CheckpointError(f"{like}: expected a GGUF file as the pattern (--like), found another. {LIKE}.")
         yield inner
 
 

@@ -18,11 +18,11 @@ from actmat.bounds import local_path
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.checkpoints.resolve import HUB_ID, open_checkpoint
+from actmat.checkpoints.resolve import HUB_ID
 from actmat.errors import CheckpointError, StatisticsError, did_you_mean
+from actmat.experts.locate import LocatedAdapter, locate
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import parse_adapter_config
-from actmat.experts.resolve import needs_base, open_adapter
 from actmat.foreign import in_brief
 
 POOLING = "add_pooling_layer"
@@ -72,18 +72,19 @@ def load_model(
     Raises:
         StatisticsError: it cannot be loaded, or a base is given for a model.
     """
-    adapter = location if needs_base(location) else None
-    checkpoint = location
+    adapter, checkpoint = None, location
+    with locate(location) as found:
+        config = found.config
+        if isinstance(found, LocatedAdapter):
+            _check_for_peft(found.adapter, location)
+            adapter, checkpoint = location, base or adapters_base or found.base_model
+            if not checkpoint:
+                raise StatisticsError(f"{adapter} names no base; give it with --base")
+        elif base is not None:
+            raise StatisticsError(f"--base goes with an adapter, and {location} is none")
     if adapter is not None:
-        with open_adapter(adapter) as opened:
-            _check_for_peft(opened, adapter)
-            checkpoint = base or adapters_base or opened.config.base_model or ""
-        if not checkpoint:
-            raise StatisticsError(f"{adapter} names no base; give it with --base")
-    elif base is not None:
-        raise StatisticsError(f"--base goes with an adapter, and {location} is none")
-    with named_base(adapter, checkpoint), open_checkpoint(checkpoint) as found:
-        config = found.config or {}
+        with named_base(adapter, checkpoint), locate(checkpoint) as under:
+            config = under.model().config or {}
     model = _load(checkpoint, model_class or next(iter(config.get("architectures") or ()), None), dtype)
     if adapter is not None:
         path, revision = local_files(adapter)

@@ -18,8 +18,8 @@ from actmat.checkpoints.raw import copy_range, raw_bytes
 from actmat.checkpoints.view import CheckpointView
 from actmat.errors import CheckpointError
 from actmat.experts.base import AdapterHandle, Expert
-from actmat.experts.resolve import needs_base, open_expert
-from actmat.experts.resolve import open_handle as open_expert_handle
+from actmat.experts.locate import locate
+from actmat.experts.locate import open_handle as open_expert_handle
 from actmat.extras.stack.composed import models_of
 
 NAME = "adapted"
@@ -79,9 +79,10 @@ class _Adapted:
 
     def merged(self, location: str, model: Checkpoint, adapter: str) -> Checkpoint:
         try:
-            if not needs_base(adapter):
+            located = locate(adapter)
+            if not located.needs_base:
                 raise CheckpointError(f"{location}: expected an adapter at '{adapter}', found none")
-            opened = open_expert(adapter, model)
+            opened = located.expert(model)
             if opened.heads:
                 opened.close()
                 raise CheckpointError(

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
-from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import RecipeError, StatisticsError
 from actmat.extras.models.in_memory import MemoryMerge
@@ -271,13 +270,14 @@ class Directions:
 
     Args:
         live: the base's model.
+        base: its checkpoint.
         merges: makes what is missing.
         loader: of the merged models.
         memory: bytes of directions that are kept.
     """
 
-    def __init__(self, live: LiveModel, merges: Merges, loader: Loader, memory: int) -> None:
-        self._live, self._merges, self._loader, self._memory = live, merges, loader, memory
+    def __init__(self, live: LiveModel, base: Checkpoint, merges: Merges, loader: Loader, memory: int) -> None:
+        self._live, self._base, self._merges, self._loader, self._memory = live, base, merges, loader, memory
         self._kept: OrderedDict[str, Direction] = OrderedDict()
 
     def of(self, choice: MergeChoice) -> Direction:
@@ -298,8 +298,7 @@ class Directions:
 
     def _load(self, choice: MergeChoice) -> Direction:
         if self._merges.is_factored(choice):
-            with open_checkpoint(self._loader.base) as base:
-                return self._live.products(self._merges.take(choice), base)
+            return self._live.products(self._merges.take(choice), self._base)
         folder = self._merges.folder_of(choice)
         return self._live.direction(folder.name, lambda: self._loader.merged(str(folder)))
 

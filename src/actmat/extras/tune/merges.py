@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actmat.errors import CheckpointError, MergeError, OutputError
-from actmat.experts.resolve import has_factors, open_adapter
+from actmat.checkpoints.base import Checkpoint
+from actmat.errors import CheckpointError, MergeError, OutputError, RecipeError
+from actmat.experts.locate import Located, LocatedAdapter, locate
 from actmat.extras.models.in_memory import MemoryMerge, run_in_memory
+from actmat.extras.models.loading import named_base
 from actmat.extras.tune.space import MergeChoice
 from actmat.methods import get_method
 from actmat.planning.model import MergePlan
 from actmat.recipe import ExpertRef, Recipe
 from actmat.recipe.output import Adapter
 from actmat.run import plan_recipe, run_recipes
+from actmat.run.automatic import check_options, with_method
+from actmat.run.locate import Given, located
 from actmat.settings import RunSettings
 
 
@@ -54,7 +58,7 @@ class Merges:
         recipe: inputs, scope, rules and all else that every candidate shares; its scale is ignored.
         folder: where merges of whole models are kept.
         settings: of the runs.
-        keeps_factors: adapters may be merged into adapters, since models are loaded with these.
+        factor_bytes: of one merge that is an adapter, see `SearchInputs`; 0: all merges are written as whole models.
 
     Attributes:
         plans: choice -> the plan by which it was merged.
@@ -62,11 +66,10 @@ class Merges:
         mark: hash of the recipe, and of sizes and times of its local files.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, settings: RunSettings, *, keeps_factors: bool = True) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, folder: Path, settings: RunSettings, *, factor_bytes: int = 0) -> None:
+        self.recipe, self.factor_bytes = recipe, factor_bytes
         self._folder = folder
         self._settings = settings
-        self._keeps_factors = keeps_factors and are_plain_adapters(recipe)
         self.plans: dict[str, MergePlan] = {}
         self.refused: dict[str, str] = {}
         self._held: dict[str, MemoryMerge] = {}
@@ -79,21 +82,13 @@ class Merges:
 
     def is_factored(self, choice: MergeChoice) -> bool:
         """True if the merge of a choice is an adapter."""
-        if not self._keeps_factors:
+        if not self.factor_bytes:
             return False
         with contextlib.suppress(MergeError):
             method = get_method(choice.method)
             options = method.resolve_options(choice.options)
             return bool(choice.space) or method.why_dense(options, len(self.recipe.experts), choice.weights) is None
         return False  # planning says what is wrong
-
-    def factor_bytes(self) -> int:
-        """Bytes of the factors of one merge, at most."""
-        total = 0
-        for expert in self.recipe.experts if self._keeps_factors else ():
-            with open_adapter(expert.path) as adapter:
-                total += sum(4 * s.numel for s in adapter.weights.specs.values())
-        return total
 
     def whole_plan(self, choice: MergeChoice) -> MergePlan:
         """The plan of a choice that was made as a merge of whole tensors: its own, or of an adapter a second one."""
@@ -159,18 +154,67 @@ class Merges:
         return recipe_of(self.recipe, choice).model_copy(update=fields)
 
 
-def are_plain_adapters(recipe: Recipe) -> bool:
-    """True if every delta is stored as factors of PEFT's, and the recipe treats no tensor in a way of its own."""
+@dataclass(frozen=True)
+class SearchInputs:
+    """What the inputs of a search decide.
+
+    Args:
+        recipe: with its base, and a named method.
+        base: open.
+        factor_bytes: of the factors of one merge, at most, where every delta is stored as factors of PEFT's and the
+            recipe treats no tensor in a way of its own; else 0.
+    """
+
+    recipe: Recipe
+    base: Checkpoint
+    factor_bytes: int
+
+
+@contextlib.contextmanager
+def search_inputs(recipe: Recipe) -> Iterator[SearchInputs]:
+    """The inputs of a search, each looked at once; without a base, the one that the adapters name.
+
+    Raises:
+        RecipeError: no base is given, and they name none, or several.
+        CheckpointError: an input cannot be opened.
+    """
+    check_options(recipe)
+    with contextlib.ExitStack() as stack:
+        given = stack.enter_context(located(recipe))
+        found = with_method(recipe, given)
+        base = given.base
+        if base is None:
+            place, first = _base_of_adapters(recipe, given), recipe.experts[0].path
+            with named_base(first, place):
+                base = stack.enter_context(locate(place))
+            found = found.model_copy(update={"base": place})
+        factors = [_plain_bytes(e) for e in given.experts]
+        yield SearchInputs(found, base.model(), sum(factors) if all(factors) and _is_plain(recipe) else 0)
+
+
+def _base_of_adapters(recipe: Recipe, given: Given) -> str:
+    names = set()
+    for label, expert in zip(recipe.labels, given.experts, strict=True):
+        if not isinstance(expert, LocatedAdapter):
+            raise RecipeError(f"--base must be given: {label} is no adapter.")
+        names.add(expert.base_model)
+    if len(names) != 1 or not (base := names.pop()):
+        raise RecipeError("The adapters do not name one base: give it with --base.")
+    return base
+
+
+def _plain_bytes(expert: Located) -> int:
+    """Bytes in float32 of an adapter that holds factors of PEFT's only; 0 for any other expert."""
+    if not isinstance(expert, LocatedAdapter) or not expert.has_factors or expert.adapter.extras:
+        return 0
+    return sum(4 * s.numel for s in expert.header.values()) if expert.adapter.layout == "peft" else 0
+
+
+def _is_plain(recipe: Recipe) -> bool:
+    """True if the recipe treats no tensor in a way of its own."""
     plain = Recipe(experts=recipe.experts)
     own = ("rules", "roles", "keep", "pool", "ties", "scope", "space", "post", "postprocess")
-    if any(getattr(recipe, name) != getattr(plain, name) for name in own) or recipe.model.vocabulary is not None:
-        return False
-    return all(has_factors(e.path) and _is_of_peft(e.path) for e in recipe.experts)
-
-
-def _is_of_peft(location: str) -> bool:
-    with open_adapter(location) as adapter:
-        return adapter.layout == "peft" and not adapter.extras
+    return all(getattr(recipe, n) == getattr(plain, n) for n in own) and recipe.model.vocabulary is None
 
 
 def _mark_of(recipe: Recipe) -> str:

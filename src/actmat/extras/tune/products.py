@@ -15,8 +15,7 @@ from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.errors import StatisticsError
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import parse_adapter_config
-from actmat.experts.lora.expert import fitted_expert
-from actmat.experts.peft import PEFT
+from actmat.experts.lora.expert import AdapterExpert
 from actmat.extras.collect.binding import locate_parameters
 from actmat.extras.models.in_memory import MemoryMerge
 from actmat.layout.in_memory import Slice, TensorOnDisk
@@ -93,7 +92,7 @@ def products_of(
     config, problems = parse_adapter_config(merged.plan.adapter_config or {})
     weights = MemoryCheckpoint(merged.tensors, location="the merged adapter")
     parts: dict[str, list[tuple[Slice, LowRank]]] = {}
-    with fitted_expert(Adapter(weights, config, problems), weights.location, base, PEFT) as expert:
+    with AdapterExpert(Adapter(weights, config, problems), base) as expert:
         missing = {n for n in expert.specs if expert.source(n).kind == "formed"}
         for name, found in located.items():
             for place in found.slices:

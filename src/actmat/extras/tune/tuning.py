@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.writing.lock import OutputLock
 from actmat.checkpoints.writing.staging import check_output_path, disk_errors
 from actmat.errors import OutputError, RecipeError, StatisticsError
-from actmat.experts.resolve import needs_base, open_adapter
 from actmat.extras.collect.data import (
     SAMPLES,
     DataOptions,
@@ -24,7 +24,6 @@ from actmat.extras.collect.data import (
     is_contrastive,
     prepare_data,
 )
-from actmat.extras.models.loading import named_base
 from actmat.extras.pages.html import write_html
 from actmat.extras.tune.asking import ask_experts, mark_of
 from actmat.extras.tune.evaluate import Asked, Evaluator, Trial
@@ -32,7 +31,7 @@ from actmat.extras.tune.groups import FIXED, Grouping, groups_of
 from actmat.extras.tune.inputs import Source
 from actmat.extras.tune.live import Directions, LiveModel, Loader, group_numbers
 from actmat.extras.tune.memory import MemoryPlan, model_device, plan_memory, sizes_of
-from actmat.extras.tune.merges import Merges, are_plain_adapters, peak_bytes, recipe_of
+from actmat.extras.tune.merges import Merges, SearchInputs, peak_bytes, recipe_of, search_inputs
 from actmat.extras.tune.pace import Effort, Pace
 from actmat.extras.tune.page import write_tune
 from actmat.extras.tune.report import (
@@ -55,7 +54,6 @@ from actmat.recipe import Recipe
 from actmat.recipe.arguments import Location, make_arguments
 from actmat.recipe.output import Vocabulary
 from actmat.run import run_recipes
-from actmat.run.automatic import named
 from actmat.settings import RunSettings
 
 BATCH = 4
@@ -114,7 +112,7 @@ def tune(
     """
     recipe, settings, run = _arguments(base, experts, {"out": str(out), **fields}, budget)
     chosen = space if isinstance(space, Space) else make_space(space or {})
-    return tune_recipe(recipe, chosen, usual_inputs(recipe, data), settings, run, progress or usual_tune_progress())
+    return tune_recipe(recipe, chosen, data, settings, run, progress or usual_tune_progress())
 
 
 def tune_scale(
@@ -144,15 +142,9 @@ def tune_scale(
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
     recipe, settings, run = _arguments(base, experts, {"out": str(out), **fields}, None)
-    recipe, settings = named(recipe), dataclasses.replace(settings, average=False)
-    return tune_recipe(
-        recipe,
-        scale_space(recipe, scales),
-        usual_inputs(recipe, data),
-        settings,
-        run,
-        progress or usual_tune_progress(),
-    )
+    settings = dataclasses.replace(settings, average=False)
+    space = functools.partial(scale_space, scales=scales)
+    return tune_recipe(recipe, space, data, settings, run, progress or usual_tune_progress())
 
 
 def scale_space(recipe: Recipe, scales: Sequence[float] | None = None) -> Space:
@@ -178,7 +170,7 @@ def _arguments(
     return recipe, TuneSettings(budget=parse_budget(budget), **search), run
 
 
-def usual_inputs(recipe: Recipe, data: Data) -> dict[str, TuneData]:
+def usual_inputs(recipe: Recipe, data: Data, config: Mapping[str, Any]) -> dict[str, TuneData]:
     """Expert -> its data; of a location, as many inputs as are usual.
 
     Folders of images have their classes by name where the base compares images with texts.
@@ -186,7 +178,7 @@ def usual_inputs(recipe: Recipe, data: Data) -> dict[str, TuneData]:
     given: Mapping[str, TuneData] = data if isinstance(data, Mapping) else dict.fromkeys(recipe.labels, data)
     places = {label: str(d) for label, d in given.items() if isinstance(d, str | Path)}
     classes = {label: class_names(place) for label, place in places.items()}
-    named = any(classes.values()) and recipe.base is not None and is_contrastive(recipe.base)
+    named = any(classes.values()) and is_contrastive(config)
     read = {
         label: DataOptions(place, max_samples=_MOST, classes=classes[label] if named else ())
         for label, place in places.items()
@@ -196,8 +188,8 @@ def usual_inputs(recipe: Recipe, data: Data) -> dict[str, TuneData]:
 
 def tune_recipe(
     recipe: Recipe,
-    space: Space,
-    data: Mapping[str, TuneData],
+    space: Space | Callable[[Recipe], Space],
+    data: Data,
     settings: TuneSettings | None = None,
     run: RunSettings | None = None,
     progress: TuneProgress | None = None,
@@ -209,8 +201,8 @@ def tune_recipe(
 
     Args:
         recipe: base, experts, scope, rules, output; its method and scale are one candidate of the final comparison.
-        space: all candidates.
-        data: expert -> its inputs.
+        space: all candidates, or a function that makes them of the recipe with a named method.
+        data: as for `tune`.
         settings: of the search.
         run: of the merges.
         progress: receives callbacks.
@@ -221,12 +213,16 @@ def tune_recipe(
     settings, run, progress = settings or TuneSettings(), run or RunSettings(), progress or TuneProgress()
     began = time.perf_counter()
     out = _checked_out(recipe)
-    sources, fewest = _sources(recipe, data)
-    fitted = space.fitted(to_adapters=are_plain_adapters(recipe), few_inputs=fewest < FEW_INPUTS)
-    device, note = model_device(run.device)
-    settings = dataclasses.replace(settings, device=device)
-    with _work_folder(out, run) as work:
-        searching = _Search(recipe, fitted, settings, run, progress, work)
+    with search_inputs(recipe) as inputs, contextlib.ExitStack() as stack:
+        if not isinstance(space, Space):
+            recipe = inputs.recipe.model_copy(update={"base": recipe.base})
+            space = space(recipe)
+        sources, fewest = _sources(recipe, usual_inputs(recipe, data, inputs.base.config or {}))
+        fitted = space.fitted(to_adapters=bool(inputs.factor_bytes), few_inputs=fewest < FEW_INPUTS)
+        device, note = model_device(run.device)
+        settings = dataclasses.replace(settings, device=device)
+        work = stack.enter_context(_work_folder(out, run))
+        searching = _Search(recipe, inputs, fitted, settings, run, progress, work)
         if note:
             searching.say(note)
         if fewest < FEW_INPUTS and space.fitted(to_adapters=False, few_inputs=False).statistics > fitted.statistics:
@@ -315,20 +311,22 @@ class _Search:
     def __init__(
         self,
         given: Recipe,
+        inputs: SearchInputs,
         space: Space,
         settings: TuneSettings,
         run: RunSettings,
         progress: TuneProgress,
         work: Path,
     ) -> None:
-        own = named(given)
+        own = inputs.recipe
         self.own = MergeChoice(own.method, own.options, space=own.space if own.space != given.space else None)
         # without the note of `auto` why it took a method, and its space, which is of that method
-        self.given = own.model_copy(update={"notes": given.notes, "space": given.space})
+        self.given = own.model_copy(update={"base": given.base, "notes": given.notes, "space": given.space})
         self.space, self.settings = space, settings
         self.run, self.progress, self.work = run, progress, work
         self.notes: list[str] = []
-        self.loader = settings.loader(self.given.base or _base_of_adapters(self.given))
+        self.base, self.loader = inputs.base, settings.loader(own.base)
+        self.factor_bytes = inputs.factor_bytes if self.loader.given is None else 0
 
     def say(self, note: str) -> None:
         """A note now, and in the report."""
@@ -344,12 +342,12 @@ class _Search:
             recipe, data, self.settings, self.loader, self.space.statistics, collected, self.progress
         )
         inner = dataclasses.replace(self.run, overwrite=False, diagnose=False, durable=False, sha256=False)
-        merges = Merges(recipe, self.work / "merges", inner, keeps_factors=self.loader.given is None)
+        merges = Merges(recipe, self.work / "merges", inner, factor_bytes=self.factor_bytes)
         choices = self._merged(merges)
         for note in notes_on_space(self.space, choices):
             self.say(note)
         folder = self.work / "directions" if memory.held == "files" else None
-        live, groups = open_live(merges.whole_plan(choices[0]), self.space.groups, self.loader, folder)
+        live, groups = open_live(merges.whole_plan(choices[0]), self.space.groups, self.loader, self.base, folder)
         evaluator = self._evaluator(live, merges, asked, memory)
         trials = self._trials(choices, asked, groups, evaluator)
         least = self.settings.least_agreement
@@ -383,18 +381,14 @@ class _Search:
 
     def _planned(self, recipe: Recipe, data: Mapping[str, Source]) -> MemoryPlan:
         """The memory plan, checked and told."""
-        with open_checkpoint(self.loader.base) as base:
-            sizes = sizes_of(data, base.config or {}, self.settings.new_tokens)
-            specs = dict(base.specs)
-        merges = Merges(recipe, self.work, self.run, keeps_factors=self.loader.given is None)
-        factors = merges.factor_bytes()
+        merges = Merges(recipe, self.work, self.run, factor_bytes=self.factor_bytes)
         plan = plan_memory(
-            specs,
-            sizes,
+            self.base.specs,
+            sizes_of(data, self.base.config or {}, self.settings.new_tokens),
             self.run,
             dtype=self.settings.dtype,
             merging=peak_bytes(recipe, [MergeChoice("average"), self.own]),
-            merges=[factors * merges.is_factored(c) for c in self.space.merges()],
+            merges=[self.factor_bytes * merges.is_factored(c) for c in self.space.merges()],
             gram="gram" in self.space.statistics,
         )
         plan.check()
@@ -423,7 +417,7 @@ class _Search:
         settings = self.settings
         inputs = {label: a.inputs for label, a in asked.items()}
         mark = mark_of(inputs, settings.score_name, settings.dtype, merges.mark)
-        directions = Directions(live, merges, self.loader, memory.deltas)
+        directions = Directions(live, self.base, merges, self.loader, memory.deltas)
         return Evaluator(live, directions, asked, settings.score, self.work / TRIALS, mark=mark)
 
     def _trials(
@@ -461,37 +455,16 @@ class _Search:
 
 
 def open_live(
-    plan: MergePlan, grouping: Grouping, loader: Loader, folder: Path | None = None
+    plan: MergePlan, grouping: Grouping, loader: Loader, base: Checkpoint, folder: Path | None = None
 ) -> tuple[LiveModel, dict[str, str]]:
     """The live model, and the group of every tensor.
 
     Args:
         plan: of a merge at scale 1; says which tensors the scale reaches.
+        base: the checkpoint that `loader` loads.
         folder: for files of base and deltas; None: these stay in memory.
     """
     groups = groups_of(plan, grouping)
     names = tuple(dict.fromkeys(groups.values()))
     model = loader.load(loader.base).model
-    with open_checkpoint(loader.base) as base:
-        numbers = group_numbers(model, base, groups, names)
-    return LiveModel(model, names, numbers, folder), groups
-
-
-def _base_of_adapters(recipe: Recipe) -> str:
-    """The base that the adapters name.
-
-    Raises:
-        RecipeError: they name none, or several.
-        CheckpointError: it cannot be opened.
-    """
-    found = set()
-    for expert in recipe.experts:
-        if not needs_base(expert.path):
-            raise RecipeError(f"--base must be given: {expert.label} is no adapter.")
-        with open_adapter(expert.path) as adapter:
-            found.add(adapter.config.base_model or "")
-    if len(found) != 1 or not (base := found.pop()):
-        raise RecipeError("The adapters do not name one base: give it with --base.")
-    with named_base(recipe.experts[0].path, base):
-        open_checkpoint(base).close()
-    return base
+    return LiveModel(model, names, group_numbers(model, base, groups, names), folder), groups

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, torch_dtype
-from actmat.checkpoints.resolve import open_checkpoint
 from actmat.diagnostics.model import REPORT_NAME, CheckResult, Diagnosis, read_diagnosis
 from actmat.errors import AlignmentError, CheckpointError, MergeError
+from actmat.experts.locate import LocatedAdapter, locate
 from actmat.experts.lora.adapter import Adapter
-from actmat.experts.resolve import open_adapter
 from actmat.extras.pages.comparison import model
 from actmat.linalg.lowrank import LowRank, frobenius_norm, weighted_sum
 from actmat.report.manifest import expert_hashes, input_location, read_manifest
@@ -193,9 +192,9 @@ def open_output(directory: Path, manifest: Manifest) -> OpenedMerge:
     Raises:
         CheckpointError: its files cannot be read.
     """
-    adapter = open_adapter(directory) if manifest.get("kind") == "adapter" else None
-    checkpoint = open_checkpoint(directory) if adapter is None else adapter.weights
-    return OpenedMerge(directory, manifest, items_of(manifest), checkpoint, adapter)
+    found = locate(directory)
+    adapter = found.adapter if isinstance(found, LocatedAdapter) else None
+    return OpenedMerge(directory, manifest, items_of(manifest), found.stored, adapter)
 
 
 CHUNK = 1 << 20
@@ -377,7 +376,7 @@ def _opened_base(outputs: tuple[OpenedMerge, OpenedMerge], notes: list[str]) -> 
             continue
         location = input_location(output.manifest["base"], output.directory)
         try:
-            opened = open_checkpoint(location)
+            opened = locate(location).model()
         except MergeError as error:
             reasons.append(error.problems[0])
             continue

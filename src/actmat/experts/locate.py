@@ -1,0 +1,297 @@
+"""`locate`: one look at a place that a user named; `Located`: what it is, open, its header and config read.
+
+Whatever asks later (is it an adapter, has it factors, what is its config) asks the `Located`, and looks no more.
+Families of adapters beyond PEFT's are plug-ins of the group `actmat.experts`. Those of `SIGNED` are imported for a
+single file whose tensors have the names of factors; any other is asked about every place that is no adapter of PEFT.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeAlias
+
+from torch import Tensor
+
+from actmat import plugins
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec, versions_of_files
+from actmat.checkpoints.folder import ADAPTER_CONFIG
+from actmat.checkpoints.resolve import find_source, is_composed, open_checkpoint
+from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
+from actmat.errors import CheckpointError, MergeError
+from actmat.experts.base import AdapterHandle, ConvertedHandle, Expert, ExpertHandle, Family
+from actmat.experts.candidate import Candidate, holds_factors
+from actmat.experts.checkpoint import CheckpointExpert
+from actmat.experts.convert import convert
+from actmat.experts.fitted import UnfittedAdapter
+from actmat.experts.lora.adapter import Adapter
+from actmat.experts.lora.fields import StackWord
+from actmat.experts.lora.modules import AdapterLayout
+from actmat.experts.peft import PEFT
+
+Convert: TypeAlias = Callable[[Adapter, AdapterLayout], tuple[Adapter, list[str]]]
+GROUP = "actmat.experts"
+SIGNED = ("lycoris", "lora_file")
+"""Plug-ins for single files of factors, in the order in which they are asked."""
+
+
+class Located(AbstractContextManager["Located"]):
+    """One named input: a full checkpoint or an adapter. Closing it closes what was made of it.
+
+    Attributes:
+        place: what the user called it.
+        kind: `model` or `adapter`.
+        stored: its tensors by their stored names; headers are read, no tensor.
+        has_factors: its deltas are stored as factors, from which an adapter is merged without a base.
+    """
+
+    place: str
+    kind: ClassVar[Literal["model", "adapter"]]
+    stored: Checkpoint
+    has_factors: bool
+
+    @property
+    def needs_base(self) -> bool:
+        """True for changes to a base, which are no model by themselves."""
+        return self.kind == "adapter"
+
+    @property
+    def header(self) -> Mapping[str, TensorSpec]:
+        """Name, shape and dtype of every stored tensor."""
+        return self.stored.specs
+
+    @property
+    @abc.abstractmethod
+    def config(self) -> Mapping[str, Any]:
+        """Fields of `config.json`, or of `adapter_config.json`; none where there is no such file."""
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Identity of every weight file."""
+        return self.stored.identity()
+
+    @abc.abstractmethod
+    def model(self, scheme: str | None = None) -> Checkpoint:
+        """The full checkpoint that it is.
+
+        Args:
+            scheme: of codes, to which its linear layers are rounded and back, as `Recipe.base_as` says.
+
+        Raises:
+            CheckpointError: an adapter, or factors of one, which are no weights of a model; or stored as codes already.
+        """
+
+    @abc.abstractmethod
+    def expert(self, base: Checkpoint | None) -> Expert:
+        """The source of deltas on a base; without one, an adapter for outputs that are adapters.
+
+        >>> import torch
+        >>> from actmat.checkpoints.memory import MemoryCheckpoint
+        >>> base = MemoryCheckpoint({"w": torch.ones(2)})
+        >>> locate({"w": torch.zeros(2)}).expert(base).source("w")
+        Source(name='w', kind='stored', dtype='float32', nbytes=8, rank=0)
+
+        Raises:
+            CheckpointError: it does not fit the base; carries all problems.
+        """
+
+    def close(self) -> None:
+        """Release files. May be called twice."""
+        self.stored.close()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class LocatedModel(Located):
+    """A full checkpoint, or a file that holds no adapter as a whole."""
+
+    kind = "model"
+    has_factors = False
+
+    def __init__(self, place: str, stored: Checkpoint) -> None:
+        self.place, self.stored = place, stored
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Fields of `config.json`."""
+        return self.stored.config or {}
+
+    def model(self, scheme: str | None = None) -> Checkpoint:
+        """The checkpoint."""
+        if (first := next((n for n in self.header if holds_factors([n])), None)) is not None:
+            raise CheckpointError(
+                f"{self.place}: expected a full checkpoint, found factors of an adapter, such as '{first}', which are "
+                "no weights of a model. Fix: a LoRA file by itself is read from a .safetensors file (safetensors."
+                "torch.save_file); merge one that is part of a model into it first (merge_and_unload, fuse_lora)"
+            )
+        if scheme is None:
+            return self.stored
+        rounded: Checkpoint = plugins.needed("actmat.views", "simulated").of(self.stored, scheme)
+        return rounded
+
+    def expert(self, base: Checkpoint | None) -> Expert:
+        """The checkpoint as an expert, in the base's layout."""
+        if base is None:
+            raise CheckpointError(f"{self.place}: expected an adapter, found a full checkpoint, which needs a base")
+        checkpoint = self.model()
+        return convert(checkpoint, base) or CheckpointExpert(checkpoint)
+
+
+class LocatedAdapter(Located):
+    """An adapter of some family.
+
+    Attributes:
+        adapter: its config and modules; problems of its contents are in `Adapter.problems`.
+        family: its family.
+    """
+
+    kind = "adapter"
+
+    def __init__(self, place: str, adapter: Adapter, family: Family) -> None:
+        self.place, self.adapter, self.family = place, adapter, family
+        self.stored = adapter.weights
+        self._why_no_factors = family.why_no_factors(adapter)
+        self.has_factors = not self._why_no_factors
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Fields of `adapter_config.json`."""
+        return self.adapter.config.fields
+
+    @property
+    def base_model(self) -> str:
+        """The base that its config names; empty if it names none."""
+        return self.adapter.config.base_model
+
+    def description(self) -> dict[str, Any]:
+        """Entries of `inspect` that its family has of its own; none for plain LoRA."""
+        return self.family.describe(self.adapter)
+
+    def model(self, scheme: str | None = None) -> Checkpoint:
+        """An error: it is no model."""
+        raise CheckpointError(
+            f"{self.place}: expected a full checkpoint, found a {self.family.name} adapter. Fix: give it where an "
+            "adapter is accepted, or fold it into its base first (PeftModel.merge_and_unload, save_pretrained)."
+        )
+
+    def expert(self, base: Checkpoint | None) -> Expert:
+        """The adapter on its base, or its factors; why it has none is then among its problems."""
+        if base is not None:
+            return self.family.fit(self.adapter, base)
+        adapter = self.adapter
+        return UnfittedAdapter(adapter if self.has_factors else adapter.with_problems((self._why_no_factors,)))
+
+
+def locate(place: str | Path | Mapping[str, Tensor] | Checkpoint, stacks: tuple[StackWord, ...] = ()) -> Located:
+    """Look at what a user named: a folder, file, hub id, URL, stack of layers, `model+adapter`, or tensors by name.
+
+    Args:
+        place: its text, or tensors, or an open checkpoint.
+        stacks: what the user says of stacked experts in an adapter.
+
+    Raises:
+        CheckpointError: nothing there, damaged, or of no format that is read.
+    """
+    text = str(place) if isinstance(place, str | Path) else "<memory>"
+    if not isinstance(place, str | Path) or is_composed(place):
+        found: Located = LocatedModel(text, open_checkpoint(place))
+    else:
+        found = _look(text, Candidate(find_source(place), stacks))
+    if stacks and not (isinstance(found, LocatedAdapter) and found.family is PEFT):
+        found.close()
+        raise CheckpointError(f"{text}: 'stacks' applies to PEFT adapters only: leave it out")
+    return found
+
+
+def _look(place: str, candidate: Candidate) -> Located:
+    try:
+        for family in _families(candidate):
+            if (adapter := family.look(candidate)) is not None:
+                return LocatedAdapter(place, adapter, family)
+        return LocatedModel(place, candidate.checkpoint())
+    except MergeError:
+        candidate.close()
+        raise
+
+
+def _families(candidate: Candidate) -> Iterator[Family]:
+    """The families to ask, in order; a plug-in is imported when its turn comes."""
+    yield PEFT
+    for name in plugins.entries(GROUP):
+        if name not in SIGNED:
+            yield plugins.load(GROUP, name)
+    if candidate.file is not None and holds_factors(candidate.file.specs):
+        signed = [family for name in SIGNED if (family := plugins.load(GROUP, name)) is not None]
+        if not signed:
+            raise CheckpointError(
+                f"{candidate.source.location}: is a file of an adapter without {ADAPTER_CONFIG}, which no installed "
+                f"part of actmat reads.{plugins.hint(GROUP)}"
+            )
+        yield from signed
+
+
+def in_layout(expert: Expert, layout: AdapterLayout) -> Expert:
+    """An adapter that was opened without a base, with modules, names and factors as a layout has them.
+
+    It is open as long as the other. What has no form there is among the problems of its `adapter`.
+    """
+    adapter = expert.adapter
+    assert adapter is not None, "only adapters have layouts"
+    convert: Convert | None = plugins.load("actmat.layouts", "image")
+    if convert is None:
+        found, problems = adapter, [f"no installed part of actmat converts it.{plugins.hint('actmat.layouts')}"]
+    else:
+        found, problems = convert(adapter, layout)
+    if adapter.extras:
+        problems.append(f"'{layout}' has no names for its tensors trained in full ({', '.join(adapter.extras)})")
+    problems = [f"cannot be written as '{layout}': {p}" for p in problems]
+    if problems or adapter.problems:
+        found = adapter.with_problems((*adapter.problems, *problems))
+    found.converted_to = layout
+    return UnfittedAdapter(found)
+
+
+def open_handle(handle: ExpertHandle) -> Expert:
+    """Open the expert that `Expert.handle` described, in any process that has the same storage.
+
+    Raises:
+        CheckpointError: its files are gone or damaged, or remote ones have other versions than the handle says.
+    """
+    if isinstance(handle, CheckpointHandle):
+        return CheckpointExpert(open_checkpoint_handle(handle))
+    if isinstance(handle, ConvertedHandle):
+        other = open_checkpoint_handle(handle.base)
+        return handle.conversion.open(open_checkpoint_handle(handle.checkpoint), other, True)
+    located = locate(handle.location, handle.stacks)
+    if handle.base is None:
+        found = located.expert(None)
+        return _as_it_was(found if handle.layout is None else in_layout(found, handle.layout), handle)
+    base = open_checkpoint_handle(handle.base)
+    try:
+        expert = located.expert(base)
+    except CheckpointError:
+        base.close()
+        raise
+    expert.adopt(base)
+    return _as_it_was(expert, handle)
+
+
+def _as_it_was(expert: Expert, handle: AdapterHandle) -> Expert:
+    """The expert, closed and refused if its remote files are not those of the handle."""
+    now = {name: (size, etag) for name, size, etag in versions_of_files(expert.identity())}
+    problems = [
+        f"{handle.location}: {name} had {size} bytes, version {etag}; found "
+        + ("{} bytes, version {}".format(*now[name]) if name in now else "no such file")
+        for name, size, etag in handle.etags
+        if now.get(name) != (size, etag)
+    ]
+    if problems:
+        expert.close()
+        raise CheckpointError(
+            f"{handle.location}: the adapter changed since it was opened. Likely cause: somebody uploads it. Fix: wait "
+            "until that is done, then run again.",
+            problems,
+        )
+    return expert
