@@ -14,9 +14,9 @@ from tests.tolerances import F32_PRODUCT
 from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from actmat.checkpoints.resolve import open_checkpoint
 from actmat.cli import searching
 from actmat.cli.searching import showing_search
-from actmat.checkpoints.resolve import open_checkpoint
 from actmat.extras.tune.live import Directions, Loader
 from actmat.extras.tune.merges import Merges, search_inputs
 from actmat.extras.tune.space import MergeChoice

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.raw import raw_bytes
-from actmat.checkpoints.side_files import SideFiles, side_files_of
+from actmat.checkpoints.side_files import ModelFiles, SideFiles, side_files_of
 from actmat.errors import CheckpointError, did_you_mean, format_size
 from actmat.foreign import html_table, terminal
 
@@ -237,6 +237,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             f"{self.location}: tensors in memory cannot be opened by another process. Fix: save them (save_pretrained, "
             "safetensors.torch.save_file) and give the folder or file."
         )
+
+    def sources(self) -> tuple[ModelFiles, ...]:
+        """Files of every model that it is made of; none in memory."""
+        return ()
 
     def side_files(self) -> SideFiles:
         """Files of the folder other than the weights, sorted into those that go with an output and the rest."""

@@ -64,7 +64,8 @@ class HubRepository(RemoteFiles):
         folder: str = "",
     ) -> None:
         self._folder = f"{folder}/" if folder else ""
-        self.repo_id, self.home = repo_id, f"{repo_id}/{self._folder}"
+        self.repo_id = self.hub_id = repo_id
+        self.home = f"{repo_id}/{self._folder}"
         self.location = location
         self.commit = commit
         self.files = files

@@ -140,30 +140,6 @@ def find_source(
     return open_repository(hub_id["repo"], hub_id["revision"], cache_dir=cache_dir, streams=streams)
 
 
-def missing_problem(location: str) -> str | None:
-    """Sentence on a path at which nothing is; None for one that exists, hub ids, URLs, and locations made of several.
-
-    >>> missing_problem("org/name"), missing_problem("/")
-    (None, None)
-    """
-    if not location or "\0" in location or is_composed(location) or is_url(location) or hub_id_of(location):
-        return None
-    path = local_path(location)
-    return None if os.path.lexists(path) else _not_found(path, location).headline
-
-
-def hub_id_of(location: str) -> str:
-    """`org/name`, if `find_source` would look for it on the hub; else an empty string.
-
-    >>> hub_id_of("hf://org/name@main"), hub_id_of("org/name"), hub_id_of("s3://org/name")
-    ('org/name', 'org/name', '')
-    """
-    hub_id = HUB_ID.fullmatch(location)
-    if hub_id is None or not (hub_id["scheme"] or not (os.path.exists(location) or _is_in_folder(Path(location)))):
-        return ""
-    return hub_id["repo"]
-
-
 def _is_in_folder(path: Path) -> bool:
     """True for a missing `a/b` whose parent is a folder that exists: a path rather than a hub id."""
     return path.parent != Path() and os.path.isdir(path.parent)

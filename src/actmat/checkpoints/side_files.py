@@ -12,9 +12,10 @@ import fnmatch
 import json
 import mimetypes
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Protocol
 
 from actmat.bounds import read_bytes, read_object
 from actmat.checkpoints.folder import ADAPTER_CONFIG, INDEX_SUFFIX, is_plain_name, nested_member
@@ -54,6 +55,21 @@ MODULES = "modules.json"
 """Names the folders of the modules of a sentence-transformers model, whose weights are their own."""
 PIPELINE = "model_index.json"
 """Names the components of a pipeline of diffusers, each in a folder."""
+
+
+class ModelFiles(Protocol):
+    """Files of one model by name, wherever they are; see `source.Source`."""
+
+    location: str
+    hub_id: str
+    named: str | None
+    names: Sequence[str]
+
+    def fetch(self, name: str) -> Path:
+        """Path of a file, downloaded first where it is not local."""
+
+    def whole(self) -> ModelFiles:
+        """The folder of a named file."""
 
 
 @dataclass(frozen=True, slots=True)

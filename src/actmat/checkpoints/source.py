@@ -28,7 +28,7 @@ from actmat.checkpoints.folder import (
     read_index,
     shown,
 )
-from actmat.checkpoints.side_files import SideFiles, side_files_of
+from actmat.checkpoints.side_files import ModelFiles, SideFiles, side_files_of
 from actmat.errors import CheckpointError
 
 
@@ -39,6 +39,7 @@ class Source(abc.ABC):
         location: what the user called it, for messages.
         names: names of the files at the top level, sorted.
         named: the file, where the user named a file; None for a folder or a repository.
+        hub_id: `org/name` of a repository of the hub, else empty.
         cache_dir: folder of downloads that outlives the process, or None.
         streams: tensors of files that are not local are read by ranges, through `read_range`.
         can_list: `names` has all files of the folder; a web server knows only those that it is asked for.
@@ -47,6 +48,7 @@ class Source(abc.ABC):
     location: str
     names: Sequence[str]
     named: str | None = None
+    hub_id: str = ""
     cache_dir: Path | None = None
     streams: bool = False
     can_list: bool = True
@@ -223,6 +225,10 @@ class StoredCheckpoint(Checkpoint):
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of every weight file."""
         return self.source.identity(self.labels)
+
+    def sources(self) -> tuple[ModelFiles, ...]:
+        """Its source."""
+        return (self.source,)
 
     def side_files(self) -> SideFiles:
         """Files of the source other than the weights."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
-from actmat.checkpoints.side_files import SideFiles
+from actmat.checkpoints.side_files import ModelFiles, SideFiles
 
 
 class CheckpointView(Checkpoint):
@@ -47,6 +47,10 @@ class CheckpointView(Checkpoint):
     def buffer_bytes(self) -> int:
         """Most memory that a thread takes for reading ahead."""
         return self.inner.buffer_bytes
+
+    def sources(self) -> tuple[ModelFiles, ...]:
+        """Those of the stored checkpoint."""
+        return self.inner.sources()
 
     def side_files(self) -> SideFiles:
         """Files beside the weights."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec
-from actmat.checkpoints.side_files import SideFiles
+from actmat.checkpoints.side_files import ModelFiles, SideFiles
 from actmat.errors import CheckpointError, did_you_mean, format_size
 from actmat.experts.candidate import Candidate
 from actmat.experts.lora.adapter import Adapter
@@ -143,6 +143,10 @@ class Expert(abc.ABC):
     def buffer_bytes(self) -> int:
         """See `Checkpoint.buffer_bytes`."""
         return 0
+
+    def sources(self) -> tuple[ModelFiles, ...]:
+        """Files of every model that it is made of, see `Checkpoint.sources`."""
+        return ()
 
     def side_files(self) -> SideFiles:
         """Files of a full model's folder other than the weights; none of an adapter's."""

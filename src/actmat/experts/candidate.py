@@ -1,4 +1,4 @@
-"""What a place holds before it is known to be an adapter: its files, and the one file that may hold factors.
+"""`Candidate`: a place that may hold an adapter, with its files, and the one file that may hold factors.
 
 Such a file is a `.safetensors` file, one in a folder that has no other and no `config.json`, a file of diffusers' name
 `pytorch_lora_weights`, and, elsewhere than on this machine, the only file where its name says `lora`.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, FileIdentity
 from actmat.checkpoints.rows import RowsCheckpoint
-from actmat.checkpoints.side_files import SideFiles
+from actmat.checkpoints.side_files import ModelFiles, SideFiles
 from actmat.experts.base import Conversion, ConvertedHandle, Expert, ExpertHandle, Source
 
 
@@ -66,6 +66,10 @@ class CheckpointExpert(Expert):
     def buffer_bytes(self) -> int:
         """Of the checkpoint."""
         return self.checkpoint.buffer_bytes
+
+    def sources(self) -> tuple[ModelFiles, ...]:
+        """Of the checkpoint."""
+        return self.checkpoint.sources()
 
     def side_files(self) -> SideFiles:
         """Those of the checkpoint."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import FileIdentity, TensorSpec, versions_of_files
 from actmat.checkpoints.hashing import hash_names
+from actmat.checkpoints.side_files import ModelFiles
 from actmat.errors import CheckpointError
 from actmat.experts.base import AdapterHandle, Expert, Source
 from actmat.experts.lora.adapter import Adapter
@@ -40,6 +41,10 @@ class StoredAdapter(Expert):
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of the adapter's weights."""
         return self._stored.weights.identity()
+
+    def sources(self) -> tuple[ModelFiles, ...]:
+        """The adapter's folder or file."""
+        return self._stored.weights.sources()
 
     def read(self, name: str) -> Tensor:
         """A tensor that is stored whole."""

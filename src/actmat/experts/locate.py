@@ -8,6 +8,7 @@ single file whose tensors have the names of factors; any other is asked about ev
 from __future__ import annotations
 
 import abc
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,6 +21,7 @@ from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, 
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.resolve import find_source, is_composed, open_checkpoint
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
+from actmat.checkpoints.source import LocalSource
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.base import AdapterHandle, ConvertedHandle, Expert, ExpertHandle, Family
 from actmat.experts.candidate import Candidate, holds_factors
@@ -70,6 +72,12 @@ class Located(AbstractContextManager["Located"]):
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of every weight file."""
         return self.stored.identity()
+
+    def paths(self) -> list[Path]:
+        """Local folders and files that it is read from, which no output may replace."""
+        if os.path.exists(self.place):
+            return [Path(self.place)]
+        return [Path(s.address) for s in self.stored.sources() if isinstance(s, LocalSource)]
 
     @abc.abstractmethod
     def model(self, scheme: str | None = None) -> Checkpoint:

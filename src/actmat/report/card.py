@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from actmat.engine.inputs import Inputs
 from actmat.foreign import markdown
 from actmat.methods import get_method
 from actmat.planning.model import MergePlan, count_actions
@@ -18,13 +19,13 @@ from actmat.report.licenses import LicensedInput, combine, origins_of
 from actmat.report.words import copied_thing
 
 
-def model_card(plan: MergePlan, warnings: Sequence[str] = ()) -> str:
+def model_card(plan: MergePlan, inputs: Inputs, warnings: Sequence[str] = ()) -> str:
     """Markdown with a YAML head: `base_model`, `license`, `tags: [merge]`, the recipe, what was done.
 
     Cards of the inputs are read, where they have any. `warnings` of the finished merge follow what was done.
     """
     recipe, is_adapter = plan.recipe, plan.output == "adapter"
-    origins = origins_of(plan.inputs)
+    origins = origins_of(inputs)
     license = combine(origins)
     head, title, table, done = _of_adapter(plan) if is_adapter else _of_model(plan, origins)
     head |= license.head

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import yaml
 
 from actmat.bounds import read_bytes
-from actmat.checkpoints.resolve import find_source, hub_id_of
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.folder import ADAPTER_WEIGHTS
+from actmat.checkpoints.side_files import ModelFiles
+from actmat.engine.inputs import Inputs
 from actmat.errors import MergeError
+from actmat.experts.base import Expert
 from actmat.foreign import in_one_line, markdown, terminal
-from actmat.planning.model import InputSummary
 
 MAX_TEXT = 1 << 20
 """Bytes of a card."""
@@ -86,24 +89,26 @@ def read_card(text: str) -> Card:
     return Card(named, tuple(f"the card names a conflict: {n}" for n in notes))
 
 
-def origins_of(inputs: Iterable[InputSummary]) -> list[LicensedInput]:
+def origins_of(inputs: Inputs) -> list[LicensedInput]:
     """Origins of the inputs, and their licenses; cards on the hub are fetched at the commit that was merged."""
+    named: list[tuple[str, Checkpoint | Expert]] = [("base", inputs.base)] if inputs.base is not None else []
+    named += zip(inputs.labels, inputs.experts, strict=True)
     found = []
-    for given in inputs:
-        for place in given.models or (given.location,):
-            hub_id = hub_id_of(place)
-            name = place.partition("@")[0] if hub_id else place
-            pinned = f"{name}@{given.commit}" if hub_id and given.commit and not given.models else place
-            found.append(LicensedInput(given.label + (f" ({name})" if given.models else ""), hub_id, _licenses(pinned)))
+    for label, given in named:
+        sources = {source.hub_id or source.location: source for source in given.sources()}
+        found += [
+            LicensedInput(f"{label} ({name})" if given.models else label, source.hub_id, _licenses(source))
+            for name, source in sources.items()
+        ] or [LicensedInput(label)]
     return found
 
 
-def _licenses(location: str) -> tuple[str, ...]:
+def _licenses(source: ModelFiles) -> tuple[str, ...]:
     """Licenses that the card of an input states; none without a card."""
     with contextlib.suppress(MergeError, OSError):  # an input that was read, whose card cannot be: unknown
-        source = find_source(location)
-        if "README.md" in source.names:
-            return read_card(read_bytes(source.fetch("README.md"), most=MAX_TEXT).decode("utf-8", "replace")).licenses
+        folder = source.whole() if source.named in ADAPTER_WEIGHTS else source
+        if "README.md" in folder.names:
+            return read_card(read_bytes(folder.fetch("README.md"), most=MAX_TEXT).decode("utf-8", "replace")).licenses
     return ()
 
 

@@ -1,4 +1,4 @@
-"""What the inputs of a recipe decide: the method of `auto`, and the kind of output."""
+"""Decisions that depend on the inputs of a recipe: the method of `auto`, and the kind of output."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from actmat.errors import CheckpointError
@@ -16,10 +17,20 @@ from actmat.report.words import plural
 
 @dataclass(frozen=True)
 class Given:
-    """What a recipe names, open: its base, if it has one, and its experts in order."""
+    """Open inputs of a recipe: its base, if it has one, and its experts in order."""
 
     base: Located | None
     experts: tuple[Located, ...]
+
+    def paths(self, labels: Sequence[str]) -> dict[str, Path]:
+        """Name of an input, or of a part of it -> local folder or file that it is read from."""
+        named = [("base", self.base)] if self.base is not None else []
+        named += [(f"expert '{label}'", e) for label, e in zip(labels, self.experts, strict=True)]
+        found: dict[str, Path] = {}
+        for name, located in named:
+            paths = located.paths()
+            found |= {name if len(paths) == 1 else f"{name}: {path}": path for path in paths}
+        return found
 
     @property
     def only_adapters(self) -> bool:
@@ -37,32 +48,28 @@ class Given:
         return self.base.config if self.base is not None else self.experts[0].config
 
 
-@dataclass
-class Looks:
-    """Looks at the inputs of recipes.
+@dataclass(frozen=True)
+class Wanted:
+    """Recipes with their inputs.
 
     Args:
-        stack: closes the inputs.
-        problems: with those that could not be opened.
+        recipes: as they were given.
+        given: inputs of each recipe; fewer where some have problems.
+        problems: with inputs that cannot be opened.
     """
 
-    stack: contextlib.ExitStack
-    problems: list[str] = field(default_factory=list)
-    _found: dict[tuple[str, tuple[StackWord, ...]], Located | None] = field(default_factory=dict)
+    recipes: tuple[Recipe, ...]
+    given: tuple[Given, ...]
+    problems: list[str]
 
-    def given(self, recipe: Recipe) -> Given | None:
-        """The inputs of a recipe; None where one has a problem."""
-        base = self._look(recipe.base) if recipe.base else None
-        experts = [self._look(e.path, e.stacks) for e in recipe.experts]
-        found = tuple(e for e in experts if e is not None)
-        return None if len(found) < len(experts) or (recipe.base and base is None) else Given(base, found)
 
-    def _look(self, place: str, stacks: tuple[StackWord, ...] = ()) -> Located | None:
-        if (place, stacks) not in self._found:
-            self._found[place, stacks] = None
-            with noted(self.problems):
-                self._found[place, stacks] = self.stack.enter_context(locate(place, stacks))
-        return self._found[place, stacks]
+@contextlib.contextmanager
+def locate_recipes(recipes: Sequence[Recipe]) -> Iterator[Wanted]:
+    """The inputs of recipes, each looked at once for all of them; problems are noted."""
+    with contextlib.ExitStack() as stack:
+        looks = _Looks(stack)
+        given = [looks.given(recipe) for recipe in recipes]
+        yield Wanted(tuple(recipes), tuple(g for g in given if g is not None), looks.problems)
 
 
 @contextlib.contextmanager
@@ -72,12 +79,33 @@ def located(recipe: Recipe) -> Iterator[Given]:
     Raises:
         CheckpointError: some cannot be opened; carries all problems.
     """
-    with contextlib.ExitStack() as stack:
-        looks = Looks(stack)
-        given = looks.given(recipe)
-        if given is None:
-            raise input_error(looks.problems)
-        yield given
+    with locate_recipes([recipe]) as wanted:
+        if wanted.problems:
+            raise input_error(wanted.problems)
+        yield wanted.given[0]
+
+
+@dataclass
+class _Looks:
+    """Inputs by place, closed by the stack; and problems with others."""
+
+    stack: contextlib.ExitStack
+    problems: list[str] = field(default_factory=list)
+    found: dict[tuple[str, tuple[StackWord, ...]], Located | None] = field(default_factory=dict)
+
+    def given(self, recipe: Recipe) -> Given | None:
+        """The inputs of a recipe; None where one has a problem."""
+        base = self._look(recipe.base) if recipe.base else None
+        experts = [self._look(e.path, e.stacks) for e in recipe.experts]
+        found = tuple(e for e in experts if e is not None)
+        return None if len(found) < len(experts) or (recipe.base and base is None) else Given(base, found)
+
+    def _look(self, place: str, stacks: tuple[StackWord, ...] = ()) -> Located | None:
+        if (place, stacks) not in self.found:
+            self.found[place, stacks] = None
+            with noted(self.problems):
+                self.found[place, stacks] = self.stack.enter_context(locate(place, stacks))
+        return self.found[place, stacks]
 
 
 @contextlib.contextmanager

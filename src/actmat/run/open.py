@@ -27,7 +27,7 @@ from actmat.recipe import Recipe
 from actmat.recipe.output import Adapter, Extracted
 from actmat.run.automatic import AUTO, check_options
 from actmat.run.decide import check_shared, decide
-from actmat.run.locate import Given, Looks, input_error, noted
+from actmat.run.locate import Given, Wanted, input_error, locate_recipes, noted
 from actmat.run.places import Place, Writes, find_place
 from actmat.settings import RunSettings
 
@@ -69,84 +69,92 @@ def open_inputs(
         MergeError: all inputs that cannot be opened, with all problems of the places.
     """
     began, problems = time.perf_counter(), Problems()
-    with contextlib.ExitStack() as stack:
-        looks = Looks(stack)
-        recipes, given = _decided(recipes, looks, problems)
-        check_shared(recipes)
-        place = find_place(recipes, settings or RunSettings(), writes, problems, here=here)
+    with locate_recipes(recipes) as wanted, contextlib.ExitStack() as stack:
+        decided = _decided(wanted, problems)
+        chosen, given = decided or wanted.recipes, wanted.given[0] if decided else None
+        check_shared(chosen)
+        paths = {} if given is None else given.paths(chosen[0].labels)
+        place = find_place(chosen, settings or RunSettings(), writes, problems, inputs=paths, here=here)
         if given is None:
-            _stop(recipes, looks, problems)
-        base, experts = _opened(recipes[0], given, looks)
-        if looks.problems:
-            _stop(recipes, looks, problems)
+            _stop(wanted, problems)
+        base, experts = _opened(chosen[0], given, stack, wanted.problems)
+        if wanted.problems:
+            _stop(wanted, problems)
         if base is not None:
             known = len(problems.found)
             with problems.noted():
-                base = _untied(recipes, base, experts)
+                base = _untied(chosen, base, experts)
             if len(problems.found) > known:
                 problems.check()
-        inputs = Inputs(recipes[0].labels, base, experts, stack.enter_context(opened_statistics(recipes[0])))
+        inputs = Inputs(chosen[0].labels, base, experts, stack.enter_context(opened_statistics(chosen[0])))
         if place.outs or not here:
             with problems.noted():
-                _check_copied_files(recipes, inputs)
+                _check_copied_files(chosen, inputs)
         config = given.base.config if given.base is not None else None
-        yield Opened(tuple(recipes), inputs, place, problems, began, config)
+        yield Opened(tuple(chosen), inputs, place, problems, began, config)
 
 
-def _decided(recipes: Sequence[Recipe], looks: Looks, problems: Problems) -> tuple[Sequence[Recipe], Given | None]:
-    """The recipes as their inputs decide them, and the inputs; None if one has a problem, or a decision."""
-    for recipe in recipes:
+def _decided(wanted: Wanted, problems: Problems) -> Sequence[Recipe]:
+    """The recipes as their inputs decide them; none where one has a problem."""
+    for recipe in wanted.recipes:
         with problems.noted():
             check_options(recipe)
-    found = [looks.given(recipe) for recipe in recipes]
-    given = [inputs for inputs in found if inputs is not None]
-    if len(given) < len(recipes):
-        return recipes, None
+    if wanted.problems:
+        return ()
     try:
-        return [decide(recipe, inputs) for recipe, inputs in zip(recipes, given, strict=True)], given[0]
+        return [decide(recipe, given) for recipe, given in zip(wanted.recipes, wanted.given, strict=True)]
     except RecipeError as error:
         problems.found.append(error)
-        return recipes, None
+        return ()
 
 
-def _stop(recipes: Sequence[Recipe], looks: Looks, problems: Problems) -> NoReturn:
+def _stop(wanted: Wanted, problems: Problems) -> NoReturn:
     """Raise all problems that were found."""
-    if looks.problems:
-        problems.found.append(input_error(looks.problems))
-        if choices := [p for r in recipes if r.method != AUTO for p in Chooser(r, declared_kinds(r)).problems]:
+    if wanted.problems:
+        problems.found.append(input_error(wanted.problems))
+        named = [r for r in wanted.recipes if r.method != AUTO]
+        if choices := [p for r in named for p in Chooser(r, declared_kinds(r)).problems]:
             problems.found.append(RecipeError("The recipe is not valid.", choices))
     problems.check()
     raise AssertionError("a run stops for a reason")
 
 
-def _opened(recipe: Recipe, given: Given, looks: Looks) -> tuple[Checkpoint | None, list[Expert]]:
-    """The base, and the experts on it; without a base, adapters in the layout of the output."""
+def _opened(
+    recipe: Recipe, given: Given, stack: contextlib.ExitStack, problems: list[str]
+) -> tuple[Checkpoint | None, list[Expert]]:
+    """The base, and the experts on it; without a base, adapters in the layout of the output.
+
+    Args:
+        recipe: with its kind of output.
+        stack: closes the experts.
+        problems: receives those of all inputs.
+    """
     if isinstance(recipe.output, Adapter):
-        return None, _in_one_layout(recipe, _each(looks, [partial(e.expert, None) for e in given.experts]))
+        return None, _in_one_layout(recipe, _each([partial(e.expert, None) for e in given.experts], stack, problems))
     named = given.base or given.experts[0]  # an average is measured from any point
-    bases = _each(looks, [partial(named.model, recipe.model.base_as)])
+    bases = _each([partial(named.model, recipe.model.base_as)], stack, problems)
     if not bases:
         return None, []
     base, full = bases[0], dict[str, Checkpoint]()
     if (vocabulary := recipe.model.vocabulary) is not None:
-        with noted(looks.problems):
+        with noted(problems):
             full = {n: e.model() for n, e in zip(recipe.labels, given.experts, strict=True) if not e.needs_base}
             base, full = align_vocabularies(base, full, vocabulary.policy())
     rows = zip(recipe.labels, given.experts, strict=True)
     aligned: dict[str, Expert] = {n: CheckpointExpert(checkpoint) for n, checkpoint in full.items()}
-    return base, _each(looks, [partial(_expert, aligned.get(n), e, base) for n, e in rows])
+    return base, _each([partial(_expert, aligned.get(n), e, base) for n, e in rows], stack, problems)
 
 
 T = TypeVar("T", bound=Checkpoint | Expert)
 
 
-def _each(looks: Looks, opened: Sequence[Callable[[], T]]) -> list[T]:
-    """Everything that can be opened; problems are noted, one or several for each of the others."""
+def _each(opened: Sequence[Callable[[], T]], stack: contextlib.ExitStack, problems: list[str]) -> list[T]:
+    """Everything that can be opened; the problems of all others."""
     found: list[T] = []
     for open_input in opened:
-        with noted(looks.problems):
+        with noted(problems):
             one = open_input()
-            looks.stack.callback(one.close)
+            stack.callback(one.close)
             found.append(one)
     return found
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from actmat.bounds import is_url
-from actmat.checkpoints.layer_names import stack_parts
 from actmat.checkpoints.remote import check_upload_url
 from actmat.checkpoints.resolve import find_source
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
@@ -48,7 +47,13 @@ class Place:
 
 
 def find_place(
-    recipes: Sequence[Recipe], settings: RunSettings, writes: Writes, problems: Problems, *, here: bool = True
+    recipes: Sequence[Recipe],
+    settings: RunSettings,
+    writes: Writes,
+    problems: Problems,
+    *,
+    inputs: Mapping[str, Path] = MappingProxyType({}),
+    here: bool = True,
 ) -> Place:
     """The places of a run; problems with devices, executor and outputs are noted.
 
@@ -57,6 +62,7 @@ def find_place(
         settings: of the run: its executor counts, else the recipe's, else `threads`.
         writes: whether outputs are written.
         problems: receives problems.
+        inputs: name -> local folder or file that no output may replace.
         here: whether the run takes place on this machine; devices of a plan need not be here.
 
     Raises:
@@ -76,7 +82,7 @@ def find_place(
     pairs = () if settings.overwrite else zip(recipes, outs, strict=True)
     finished = frozenset(out for recipe, out in pairs if has_manifest_of(recipe, out))
     with problems.noted():
-        _check_outputs(recipes, outs, settings.overwrite, finished)
+        _check_outputs(outs, settings.overwrite, finished, inputs)
     return Place(settings, executor, room, outs, finished)
 
 
@@ -129,24 +135,19 @@ def present_output(out: Path | str) -> Iterator[Path]:
 
 
 def _check_outputs(
-    recipes: Sequence[Recipe], outs: Sequence[Path | str], overwrite: bool, finished: frozenset[Path | str]
+    outs: Sequence[Path | str], overwrite: bool, finished: frozenset[Path | str], inputs: Mapping[str, Path]
 ) -> None:
     """Refuse folders that outputs may not be written to.
 
     Raises:
         OutputError: in use, an input, or wanted twice; all problems in one.
     """
-    named = [("base", recipes[0].base)] if recipes[0].base else []
-    named += [(f"expert '{e.label}'", e.path) for e in recipes[0].experts]
-    named += [(f"{n}: {part.location}", part.location) for n, path in named for part in stack_parts(path)]
-    inputs = [(n, Path(path)) for n, path in named]
-    existing = {n: p for n, p in inputs if os.path.exists(p)}
     problems = []
     for out in outs:
         if isinstance(out, str):
             problems += check_upload_url(out)
         else:
-            problems += check_output_path(out, overwrite=overwrite or out in finished, inputs=existing)
+            problems += check_output_path(out, overwrite=overwrite or out in finished, inputs=inputs)
     places = [o.resolve() if isinstance(o, Path) else o.rstrip("/") for o in outs]
     twice = sorted({str(o) for o, place in zip(outs, places, strict=True) if places.count(place) > 1})
     problems += [f"several merges are to be written to {o}" for o in twice]

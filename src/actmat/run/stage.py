@@ -137,7 +137,8 @@ class StagedOutput:
                 copied = copy_sidecars(*sidecars, folder.path, self.plan.recipe.dtype, written)
                 for name, text in own.items():
                     (folder.path / name).write_text(text, encoding="utf-8", newline="\n")
-            (folder.path / "README.md").write_text(model_card(self.plan, warnings), encoding="utf-8", newline="\n")
+            card = model_card(self.plan, inputs, warnings)
+            (folder.path / "README.md").write_text(card, encoding="utf-8", newline="\n")
             manifest = build_manifest(
                 self.plan,
                 self.records,

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
-from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import CheckpointError, StatisticsError
 from actmat.experts.locate import Located, LocatedAdapter, locate
 from actmat.experts.lora.adapter import Adapter
@@ -110,7 +109,7 @@ def _bound(
     with contextlib.ExitStack() as stack:
         if checkpoint is None:
             checkpoint = _named_checkpoint(model)
-        opened = None if checkpoint is None else stack.enter_context(open_checkpoint(checkpoint))
+        opened = None if checkpoint is None else stack.enter_context(locate(checkpoint)).model()
         if adapter is None:
             _check_no_adapter(model)
         yield bind(model, opened, None if adapter is None else _adapter(stack.enter_context(locate(adapter))))

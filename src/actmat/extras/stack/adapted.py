@@ -15,6 +15,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec, torch_dtype
 from actmat.checkpoints.raw import copy_range, raw_bytes
+from actmat.checkpoints.side_files import ModelFiles
 from actmat.checkpoints.view import CheckpointView
 from actmat.errors import CheckpointError
 from actmat.experts.base import AdapterHandle, Expert
@@ -38,6 +39,10 @@ class AdaptedCheckpoint(CheckpointView):
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of the files of both."""
         return (*super().identity(), *self._adapter.identity())
+
+    def sources(self) -> tuple[ModelFiles, ...]:
+        """Files of both."""
+        return (*super().sources(), *self._adapter.sources())
 
     def read(self, name: str) -> Tensor:
         """The whole tensor."""

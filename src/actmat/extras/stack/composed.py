@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
 from actmat.checkpoints.resolve import commit_of
-from actmat.checkpoints.side_files import SideFiles
+from actmat.checkpoints.side_files import ModelFiles, SideFiles
 from actmat.checkpoints.view import DelegatingCheckpoint
 from actmat.experts.base import Expert
 
@@ -55,6 +55,10 @@ class ComposedCheckpoint(DelegatingCheckpoint):
     def origin(self, name: str) -> tuple[Checkpoint, str]:
         """See `origins`."""
         return self.origins[name].checkpoint, self.origins[name].name
+
+    def sources(self) -> tuple[ModelFiles, ...]:
+        """Files of all checkpoints."""
+        return tuple(source for c in self.checkpoints for source in c.sources())
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of the weight files of all checkpoints."""

@@ -156,7 +156,7 @@ class Merges:
 
 @dataclass(frozen=True)
 class SearchInputs:
-    """What the inputs of a search decide.
+    """Inputs of a search, and decisions that depend on them.
 
     Args:
         recipe: with its base, and a named method.

@@ -25,7 +25,7 @@ from actmat.checkpoints.base import (
     torch_dtype,
 )
 from actmat.checkpoints.raw import raw_bytes
-from actmat.checkpoints.side_files import SideFiles
+from actmat.checkpoints.side_files import ModelFiles, SideFiles
 
 OWN_MEAN = ((-1, -1),)
 """Sources of a row that is the mean of the table's other rows."""
@@ -162,6 +162,10 @@ class TokenRowsCheckpoint(Checkpoint):
     def stored_bytes(self, name: str) -> int:
         """Of the checkpoint; those of a table are as many as it has."""
         return self.specs[name].nbytes if name in self._tables else self._own.stored_bytes(name)
+
+    def sources(self) -> tuple[ModelFiles, ...]:
+        """Those of the checkpoint."""
+        return self._own.sources()
 
     def side_files(self) -> SideFiles:
         """Those of the checkpoint."""
