@@ -12,11 +12,11 @@ actmat.api        a function or class that `actmat.<name>` gives
 actmat.codecs     `checkpoints.codecs.base.Codec`
 actmat.commands   a command: a function, or a `typer.Typer`
 actmat.conversions  `experts.base.Conversion`: a checkpoint read in the layout of its base
-actmat.exports    a function `(checkpoint, out, *, options) -> words` that writes another tool's form
+actmat.exports    a function `(located, out, *, options) -> words` that writes another tool's form
 actmat.executors  `engine.executors.base.ExecutorFactory`
 actmat.experts    `experts.base.Family`
 actmat.formats    `checkpoints.source.Format`
-actmat.layouts    `image`: a function `(adapter, layout) -> (adapter, problems)`, see `experts.resolve.in_layout`;
+actmat.layouts    `image`: a function `(adapter, layout) -> (adapter, problems)`, see `experts.locate.in_layout`;
                   `file`: merges into files, see `run.recipes`
 actmat.methods    `methods.MergeMethod`
 actmat.readers    `experts.changes.base.Reader`: a family in PEFT's folders

@@ -207,9 +207,7 @@ def test_methods_and_listed_options_are_variants_with_an_output_each() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "values", [{"base": None, "method": ["ties"]}, {"experts": None}, {"base": None, "to": "model"}]
-)
+@pytest.mark.parametrize("values", [{"experts": None}, {"base": None, "to": "model"}])
 def test_flags_without_a_base_or_experts_are_a_wrong_command_line(values: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(typer.BadParameter, match="or a recipe file"):
         recipes(**{"experts": [str(tmp_path)], **values})

@@ -10,8 +10,6 @@ import pytest
 from tests.helpers.docs_fixture import write_models
 from tests.helpers.merging import actmat
 
-from actmat.checkpoints.resolve import missing_problem
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -55,14 +53,6 @@ def test_checkpoints_without_a_base_are_averaged_by_default(place: Path) -> None
     done = actmat(["merge", "-e", "experts/math", "-e", "experts/code", "--out", "out"])
     assert done.code == 0, done.err
     assert "average" in done.out
-
-
-def test_what_may_be_elsewhere_is_not_missing(place: Path) -> None:
-    assert [missing_problem(p) for p in ("org/name", "hf://org/name", "s3://b/c", "base", "adapters/math")] == [
-        None
-    ] * 5
-    assert missing_problem("/nowhere/at/all") is not None
-    assert missing_problem("adapters/nope") is not None
 
 
 def _without_base(place: Path, base: str) -> list[str]:

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from actmat.errors import RecipeError, did_you_mean
+from actmat.experts.locate import locate
 from actmat.recipe.arguments import Location
 
 Exporter = Callable[..., str]
-"""`(checkpoint, out, *, options)`: writes a form and returns in words what was written."""
+"""`(located, out, *, options)`: writes a form and returns in words what was written."""
 
 
 def export(checkpoint: Location, *, out: Location, to: str = "dcp", **options: str) -> str:
@@ -33,7 +34,8 @@ def export(checkpoint: Location, *, out: Location, to: str = "dcp", **options: s
     if strange := [name for name in options if name not in taken]:
         listed = ", ".join(taken) or "none"
         raise RecipeError(f"The form {to} takes no option {', '.join(strange)}; its options: {listed}.")
-    return form(str(checkpoint), Path(out), **options)
+    with locate(str(checkpoint)) as found:
+        return form(found, Path(out), **options)
 
 
 def _exporter(form: str) -> Exporter:

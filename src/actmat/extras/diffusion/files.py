@@ -21,7 +21,7 @@ from actmat.checkpoints.memory import tensor_specs
 from actmat.checkpoints.writing.staging import sibling
 from actmat.checkpoints.writing.whole import whole_file
 from actmat.errors import CheckpointError, MergeError, OutputError
-from actmat.experts.locate import LocatedAdapter, locate
+from actmat.experts.locate import Located, LocatedAdapter, locate
 from actmat.extras.diffusion.layouts import FileLayout, written
 from actmat.extras.diffusion.lora_files import metadata_of
 from actmat.extras.diffusion.metadata import kept_metadata
@@ -53,7 +53,8 @@ def run_into_files(
     Raises:
         OutputError: a file is there, and not to be replaced, or is none of ours.
     """
-    if not all(_is_file(r) for r in recipes):
+    metadata = [found for r in recipes if (found := _metadata_of_files(r)) is not None]
+    if len(metadata) < len(recipes):
         return None
     outs = [Path(str(r.out)) for r in recipes]
     if settings.diagnose:
@@ -63,21 +64,21 @@ def run_into_files(
     folders = [sibling(out, "folder") for out in outs]
     moved = [r.model_copy(update={"out": str(folder)}) for r, folder in zip(recipes, folders, strict=True)]
     reports = run(moved, dataclasses.replace(settings, overwrite=True), progress)
-    return [_as_file(report, out, settings.overwrite) for report, out in zip(reports, outs, strict=True)]
+    rows = zip(reports, outs, metadata, strict=True)
+    return [_as_file(report, out, found, settings.overwrite) for report, out, found in rows]
 
 
-def _is_file(recipe: Recipe) -> bool:
-    """True for a merge of adapters into a layout of files."""
+def _metadata_of_files(recipe: Recipe) -> list[Mapping[str, str]] | None:
+    """Metadata of the experts of a merge into a layout of files; None for any other merge."""
     if recipe.base or not recipe.out or is_url(recipe.out) or recipe.adapter.layout == "peft":
-        return False
-    layouts = set[str]() if recipe.adapter.layout == "same" else {str(recipe.adapter.layout)}
-    if not layouts:
-        try:
-            with located(recipe) as given:
-                layouts |= {e.adapter.layout if isinstance(e, LocatedAdapter) else "peft" for e in given.experts}
-        except MergeError:  # the merge says what is wrong
-            return False
-    return layouts <= IN_ONE_FILE
+        return None
+    try:
+        with located(recipe) as given:
+            own = {e.adapter.layout if isinstance(e, LocatedAdapter) else "peft" for e in given.experts}
+            layouts = own if recipe.adapter.layout == "same" else {recipe.adapter.layout}
+            return [metadata_of(e.stored) for e in given.experts] if layouts <= IN_ONE_FILE else None
+    except MergeError:  # the merge says what is wrong
+        return None
 
 
 def _problems(recipe: Recipe, out: Path, overwrite: bool) -> list[str]:
@@ -97,19 +98,20 @@ def _problems(recipe: Recipe, out: Path, overwrite: bool) -> list[str]:
 
 def _is_ours(out: Path) -> bool:
     try:
-        return out.is_file() and not out.is_symlink() and KEY in _metadata(str(out))
+        if not out.is_file() or out.is_symlink():
+            return False
+        with locate(out) as found:
+            return KEY in metadata_of(found.stored)
     except MergeError:
         return False
 
 
-def _metadata(location: str) -> Mapping[str, str]:
-    """Metadata of the file of an adapter; none of other formats."""
-    with locate(location) as found:
-        return metadata_of(found.stored)
+def _as_file(report: MergeReport, out: Path, given: Sequence[Mapping[str, str]], overwrite: bool) -> MergeReport:
+    """Write the weights of a finished folder as the file, with metadata, and remove the folder.
 
-
-def _as_file(report: MergeReport, out: Path, overwrite: bool) -> MergeReport:
-    """Write the weights of a finished folder as the file, with metadata, and remove the folder."""
+    Args:
+        given: metadata of the experts.
+    """
     folder, recipe = Path(str(report.out)), report.plan.recipe
     manifest = report.manifest
     (weights,) = folder.glob(f"*{END}")
@@ -120,7 +122,7 @@ def _as_file(report: MergeReport, out: Path, overwrite: bool) -> MergeReport:
         "experts": experts,
     }
     specs = {s.name: s for s in report.plan.specs}
-    metadata = kept_metadata([_metadata(e.path) for e in recipe.experts], specs)
+    metadata = kept_metadata(given, specs)
     with whole_file(out, may_replace=lambda: overwrite and _is_ours(out)) as building:
         _copy(weights, building, {**metadata, KEY: json.dumps(made)})
     shutil.rmtree(folder)
@@ -141,36 +143,34 @@ def _copy(weights: Path, target: Path, metadata: Mapping[str, str]) -> None:
         os.fsync(file.fileno())
 
 
-def convert_file(checkpoint: str, out: Path, layout: FileLayout) -> str:
-    """Write a LoRA as a file in a layout; returns in words what was written.
-
-    Raises:
-        OutputError: the file exists, or cannot be written.
-        CheckpointError: the adapter has no such form.
-    """
+def _convert(given: Located, out: Path, layout: FileLayout) -> str:
     if os.path.lexists(out):
         raise OutputError(f"{out} exists; choose another place, or remove it.")
-    with locate(checkpoint) as found:
-        if not isinstance(found, LocatedAdapter):
-            raise CheckpointError(f"{checkpoint}: expected an adapter, found a full checkpoint")
-        own, tensors, metadata = found.adapter.layout, written(found.adapter, layout), metadata_of(found.stored)
-    metadata = kept_metadata([metadata], tensor_specs(tensors, out.name, location=str(out)))
+    if not isinstance(given, LocatedAdapter):
+        raise CheckpointError(f"{given.place}: expected an adapter, found a full checkpoint")
+    own, tensors = given.adapter.layout, written(given.adapter, layout)
+    metadata = kept_metadata([metadata_of(given.stored)], tensor_specs(tensors, out.name, location=str(out)))
     with whole_file(out) as building:
         save_file(tensors, building, metadata)
     changed = "names and factors" if own != layout else "unchanged factors"
     return f"{len(tensors)} tensors, {changed}, from {own}'s layout"
 
 
-def export_comfy(checkpoint: str, out: Path) -> str:
-    """Write a LoRA as a file for ComfyUI, see `convert_file`."""
-    return convert_file(checkpoint, out, "comfy")
+def export_comfy(given: Located, out: Path) -> str:
+    """Write a LoRA as a file for ComfyUI; returns in words what was written.
+
+    Raises:
+        OutputError: the file exists, or cannot be written.
+        CheckpointError: the adapter has no such form.
+    """
+    return _convert(given, out, "comfy")
 
 
-def export_kohya(checkpoint: str, out: Path) -> str:
-    """Write a LoRA as a file in kohya's names, see `convert_file`."""
-    return convert_file(checkpoint, out, "kohya")
+def export_kohya(given: Located, out: Path) -> str:
+    """Write a LoRA as a file in kohya's names, see `export_comfy`."""
+    return _convert(given, out, "kohya")
 
 
-def export_diffusers(checkpoint: str, out: Path) -> str:
-    """Write a LoRA as a file in diffusers' names, see `convert_file`."""
-    return convert_file(checkpoint, out, "diffusers")
+def export_diffusers(given: Located, out: Path) -> str:
+    """Write a LoRA as a file in diffusers' names, see `export_comfy`."""
+    return _convert(given, out, "diffusers")

@@ -21,7 +21,7 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.writing.whole import whole_file
 from actmat.errors import AlignmentError, CheckpointError, NumericalError, OutputError, RecipeError
-from actmat.experts.locate import LocatedAdapter, locate
+from actmat.experts.locate import Located, LocatedAdapter, locate
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.gguf.file import GgufFile, rows_in_file
 from actmat.extras.gguf.header import StoredTensor
@@ -55,11 +55,11 @@ class _Piece:
     make: Callable[[], numpy.ndarray[Any, Any]]
 
 
-def write_gguf(location: str, out: Path, *, like: str | None = None, type: str = "bf16") -> str:
+def write_gguf(given: Located, out: Path, *, like: str | None = None, type: str = "bf16") -> str:
     """Write a checkpoint, or a LoRA adapter, as one GGUF file; returns the number and types of its tensors in words.
 
     Args:
-        location: of the checkpoint or adapter.
+        given: the checkpoint or adapter.
         out: a file that does not exist.
         like: a GGUF file of the same base.
         type: of matrices: f32, f16, bf16 or q8_0.
@@ -80,13 +80,13 @@ def write_gguf(location: str, out: Path, *, like: str | None = None, type: str =
         raise RecipeError(f"GGUF is written after the pattern of a GGUF file of the base: give --like. {LIKE}.")
     if os.path.lexists(out):
         raise OutputError(f"{out} exists; choose another place, or remove it.")
-    with locate(location) as found, _pattern(like) as pattern:
-        if isinstance(found, LocatedAdapter) and found.has_factors:
-            adapter = found.adapter
+    with _pattern(like) as pattern:
+        if isinstance(given, LocatedAdapter) and given.has_factors:
+            adapter = given.adapter
             if adapter.problems:
-                raise CheckpointError(f"{location} cannot be read as an adapter.", adapter.problems)
+                raise CheckpointError(f"{given.place} cannot be read as an adapter.", adapter.problems)
             return _write(out, pattern, _pieces_of_adapter(adapter, pattern, type), _adapter_keys(adapter))
-        checkpoint = found.model()
+        checkpoint = given.model()
         return _write(out, pattern, _pieces_of_model(checkpoint, pattern, type), {"file_type": FILE_TYPES[type]})
 
 

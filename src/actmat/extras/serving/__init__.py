@@ -14,7 +14,7 @@ from actmat.checkpoints.folder import LORA_FILES
 from actmat.checkpoints.resolve import find_source
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
-from actmat.experts.files import holds_factors, tensor_names
+from actmat.experts.candidate import Candidate, holds_factors
 from actmat.planning.adapter.serving import VLLM_DEFAULT_RANK, VLLM_RANKS
 
 TASKS = {
@@ -52,7 +52,9 @@ def serving_commands(out: str) -> Serving:
         CheckpointError: it is no output of actmat, or of a kind that neither library loads.
     """
     source = find_source(out)
-    if source.named is not None and holds_factors(tensor_names(out)):
+    file = Candidate(source).file if source.named is not None else None
+    if file is not None and holds_factors(file.specs):
+        file.close()
         return _of_lora_file(out, Path(out).name)
     if MANIFEST_NAME not in source.names:
         raise CheckpointError(f"{out} has no {MANIFEST_NAME}: expected a merged model or adapter made by actmat.")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from actmat.checkpoints.resolve import open_checkpoint
+from actmat.experts.locate import Located
 
 
-def export_dcp(checkpoint: str, out: Path, *, under: str = "") -> str:
+def export_dcp(given: Located, out: Path, *, under: str = "") -> str:
     """Write a checkpoint for `torch.distributed.checkpoint.load`; returns the number of its tensors in words.
 
     Raises:
@@ -16,7 +16,8 @@ def export_dcp(checkpoint: str, out: Path, *, under: str = "") -> str:
     """
     from actmat.extras.training.writing import write_dcp
 
-    with open_checkpoint(checkpoint) as opened, warnings.catch_warnings():
+    checkpoint = given.model()
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
-        write_dcp(opened, out, under=under)
-        return f"{len(opened.specs)} tensors as they were"
+        write_dcp(checkpoint, out, under=under)
+    return f"{len(checkpoint.specs)} tensors as they were"
