@@ -175,6 +175,7 @@ def test_all_problems_of_the_experts_are_told(case: Case) -> None:
     adapter = case.folder / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
+    save_file({"a.lora_A.weight": torch.ones(1, 2)}, adapter / "adapter_model.safetensors")
     experts = {"one": case.folder / "one", "lora": adapter}
     given = {"one": case.batches()["one"], "two": case.batches()["two"]}
     with pytest.raises(StatisticsError) as caught:
