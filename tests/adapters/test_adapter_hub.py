@@ -12,7 +12,7 @@ from tests.helpers.adapters import LLAMA, save_adapter, tiny
 from tests.helpers.hub import HubStandIn, hub_stand_in
 from tests.helpers.located import is_adapter, open_adapter
 
-from actmat import api
+import actmat
 from actmat.errors import CheckpointError, MergeError
 from actmat.report import verify
 from actmat.report.manifest import read_manifest
@@ -40,7 +40,7 @@ def publish(hub: HubStandIn, folder: Path, name: str, seed: int, *, branch: str 
 def test_only_card_config_and_one_weight_file_are_fetched_once(hub: HubStandIn, tmp_path: Path) -> None:
     for n in (1, 2):
         publish(hub, tmp_path / f"repo{n}", f"org/a{n}", n)
-    plan = api.plan(None, ["org/a1", "org/a2"])
+    plan = actmat.plan(None, ["org/a1", "org/a2"])
     assert len(plan.items) == 6
     merge(tmp_path, ["org/a1", "org/a2"], method="average")
     fetched = [path.rpartition("/")[2] for method, path, sent in hub.requests if method == "GET" and sent]
@@ -56,7 +56,7 @@ def test_the_record_names_the_commit_and_verify_reads_that_one(hub: HubStandIn, 
     first = publish(hub, tmp_path / "repo", "org/a", 1)
     tiny("llama").save_pretrained(tmp_path / "base")
     hub.add("org/base", tmp_path / "base")
-    api.merge("org/base", ["org/a"], out=tmp_path / "out", method="average", durable=False, threads=1)
+    actmat.merge("org/base", ["org/a"], out=tmp_path / "out", method="average", durable=False, threads=1)
     publish(hub, tmp_path / "later", "org/a", 2)  # the branch moves on
     manifest = read_manifest(tmp_path / "out")
     assert manifest["experts"][0]["commit"] == first
@@ -68,7 +68,7 @@ def test_a_stack_names_the_commits_of_its_parts(hub: HubStandIn, tmp_path: Path)
     tiny("llama").save_pretrained(tmp_path / "one")
     first = hub.add("org/one", tmp_path / "one")
     tiny("llama").save_pretrained(tmp_path / "local")
-    api.merge("org/one[0:2] + local[1:2]", [], out=tmp_path / "out", durable=False, threads=1)
+    actmat.merge("org/one[0:2] + local[1:2]", [], out=tmp_path / "out", durable=False, threads=1)
     model = tiny("llama")
     model.lm_head.weight.data.add_(1.0)
     model.save_pretrained(tmp_path / "later")
@@ -93,7 +93,7 @@ def test_adapters_on_the_hub_merge_into_a_local_model(hub: HubStandIn, tmp_path:
     tiny("llama").save_pretrained(tmp_path / "base")
     for expert in ("org/a", tmp_path / "repo"):
         out = tmp_path / f"from-{Path(expert).name}"
-        api.merge(tmp_path / "base", [expert], out=out, method="average", durable=False, threads=1)
+        actmat.merge(tmp_path / "base", [expert], out=out, method="average", durable=False, threads=1)
     files = [(tmp_path / f"from-{n}" / "model.safetensors").read_bytes() for n in ("a", "repo")]
     assert files[0] == files[1]
 

@@ -13,7 +13,7 @@ from tests.adapters.test_adapter_to_adapter import deltas_of
 from tests.helpers.adapters import save_adapter, tiny
 from torch import Tensor
 
-from actmat import api
+import actmat
 from actmat.errors import MergeError
 
 GPT2: dict[str, Any] = {"r": 2, "fan_in_fan_out": True}
@@ -56,7 +56,7 @@ def delta(folder: Path, family: str, name: str, to: str, experts: list[Any], **f
     """What the merge adds to one tensor."""
     settings: dict[str, Any] = {"compute_dtype": "float64", "durable": False, "threads": 1, "method": "actmat"}
     out = folder / f"out-{to}"
-    api.merge(folder / "base", experts, out=out, to=to, overwrite=True, **settings | fields)
+    actmat.merge(folder / "base", experts, out=out, to=to, overwrite=True, **settings | fields)
     if to == "adapter":
         return deltas_of(out, family)[name]
     base, merged = (load_file(f / "model.safetensors")[name] for f in (folder / "base", out))
@@ -87,7 +87,7 @@ def test_weights_of_the_others_do_not_shrink_it(to: str, case: tuple[Path, str, 
 @pytest.mark.parametrize("to", ["adapter", "model"])
 def test_the_plan_says_so(to: str, case: tuple[Path, str, str]) -> None:
     folder, _, name = case
-    plan = api.plan(folder / "base", [folder / "one", folder / "two"], to=to)
+    plan = actmat.plan(folder / "base", [folder / "one", folder / "two"], to=to)
     item = plan.by_name.get(name) or plan.by_name[name.rpartition(".")[0]]
     assert (item.action == "average") or (item.factors is not None and name.endswith(".bias"))
     assert "over the experts that have it; not in two" in item.reason
@@ -99,7 +99,7 @@ def test_with_a_full_checkpoint_all_experts_count(case: tuple[Path, str, str]) -
     own = deltas_of(folder / "one", family)[name]
     found = delta(folder, family, name, "model", [folder / "one", folder / "full"])
     torch.testing.assert_close(found, own / 2, rtol=1e-10, atol=1e-12)
-    plan = api.plan(folder / "base", [folder / "one", folder / "two", folder / "full"])
+    plan = actmat.plan(folder / "base", [folder / "one", folder / "two", folder / "full"])
     assert "not in" not in plan.by_name[name].reason
     found = delta(folder, family, name, "model", [folder / "one", folder / "two", folder / "full"])
     torch.testing.assert_close(found, own / 3, rtol=1e-10, atol=1e-12)
@@ -121,5 +121,5 @@ def test_a_tensor_of_no_weight_is_refused(tmp_path: Path) -> None:
     save_adapter(tmp_path / "two", family, 2, **two)
     experts = [{"path": str(tmp_path / n), "weight": w} for n, w in (("one", 0.0), ("two", 1.0))]
     with pytest.raises(MergeError, match="trained in full in one only, of total weight 0"):
-        api.plan(experts=experts, method="task_arithmetic")
-    assert api.plan(experts=experts, method="task_arithmetic", keep=["classifier.*"]).kept
+        actmat.plan(experts=experts, method="task_arithmetic")
+    assert actmat.plan(experts=experts, method="task_arithmetic", keep=["classifier.*"]).kept

@@ -17,7 +17,7 @@ from tests.helpers.located import open_adapter
 from tests.tolerances import F64_ORACLE
 from torch import Tensor
 
-from actmat import api
+import actmat
 from actmat.errors import MergeError
 
 STACKS = {"r": 2, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
@@ -47,7 +47,9 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def from_full_models(group: Path, out: Path, experts: list[str], **fields: Any) -> dict[str, Tensor]:
     """Deltas that the same recipe gives in a full model, by transformers' names in memory."""
     family = group.name
-    api.merge(group / "base", [group / e for e in experts], out=out, compute_dtype="float64", durable=False, **fields)
+    actmat.merge(
+        group / "base", [group / e for e in experts], out=out, compute_dtype="float64", durable=False, **fields
+    )
     kind = type(tiny(family))
     merged, base = (kind.from_pretrained(p, dtype=torch.float64).state_dict() for p in (out, group / "base"))
     return {n: merged[n] - base[n] for n in base}
@@ -101,7 +103,7 @@ def test_a_kept_module_has_no_delta_and_is_listed(groups: Path, tmp_path: Path) 
     group = groups / "gpt2"
     rules = [{"match": "*.h.0.attn.c_attn.weight", "keep": "base"}]
     fields: dict[str, Any] = {"keep": ["*c_proj*"], "rules": rules, "method": "average"}
-    plan = api.plan(None, [group / "a1", group / "a2"], **fields)
+    plan = actmat.plan(None, [group / "a1", group / "a2"], **fields)
     assert plan.output == "adapter"
     assert sorted(plan.kept) == sorted(
         ["transformer.h.0.attn.c_attn.weight"]
@@ -144,12 +146,12 @@ def test_what_an_adapter_cannot_honour_is_refused_at_once(groups: Path, tmp_path
 def test_roles_reach_the_modules(groups: Path) -> None:
     group = groups / "gpt2"
     roles = [{"match": "*.c_fc.weight", "role": "vector"}]
-    plan = api.plan(None, [group / "a1", group / "a2"], roles=roles)
+    plan = actmat.plan(None, [group / "a1", group / "a2"], roles=roles)
     actions = {m.name.rpartition(".")[2]: m.action for m in plan.modules}
     assert actions["c_fc"] == "average"
     assert actions["c_attn"] == "merge"
     with pytest.raises(MergeError, match="nowhere"):
-        api.plan(None, [group / "a1", group / "a2"], roles=[{"match": "nowhere", "role": "linear"}])
+        actmat.plan(None, [group / "a1", group / "a2"], roles=[{"match": "nowhere", "role": "linear"}])
 
 
 def test_a_tensor_trained_in_full_by_one_and_adapted_by_another_is_refused(tmp_path: Path) -> None:
@@ -159,7 +161,7 @@ def test_a_tensor_trained_in_full_by_one_and_adapted_by_another_is_refused(tmp_p
         merge(tmp_path, [tmp_path / "a", tmp_path / "b"])
     merge(tmp_path, [tmp_path / "a", tmp_path / "b"], keep=["classifier.*"])
     tiny("vit").save_pretrained(tmp_path / "base")
-    api.merge(tmp_path / "base", [tmp_path / "a", tmp_path / "b"], out=tmp_path / "model", durable=False)
+    actmat.merge(tmp_path / "base", [tmp_path / "a", tmp_path / "b"], out=tmp_path / "model", durable=False)
 
 
 @pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga"])

@@ -13,7 +13,7 @@ from tests.adapters.test_adapter_to_adapter import deltas_of
 from tests.helpers.adapters import save_adapter, tiny
 from torch import Tensor
 
-from actmat import api
+import actmat
 from actmat.planning import regions
 
 GPT2: dict[str, Any] = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
@@ -70,7 +70,7 @@ def merged(group: Path, out: Path, to: str, **fields: Any) -> dict[str, Tensor]:
     fields = {"compute_dtype": "float64", "durable": False, "threads": 1, **fields}
     if to == "adapter":
         fields["rank"] = EVERY_RANK
-    api.merge(group / "base", [group / "a1", group / "a2"], out=out / to, to=to, **fields)
+    actmat.merge(group / "base", [group / "a1", group / "a2"], out=out / to, to=to, **fields)
     if to == "adapter":
         return deltas_of(out / to, group.name)
     base, found = (load_file(f / "model.safetensors") for f in (group / "base", out / to))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.adapters.test_adapter_to_adapter import KINDS, merge
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
 
-from actmat import api
+import actmat
 from actmat.planning.adapter.serving import VLLM_RANKS
 
 LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -83,13 +83,13 @@ def test_a_uniform_adapter_is_served_as_peft_loads_it(fields: dict[str, Any], pa
     for name, weight in after.items():
         delta = found.get(name.removesuffix(".weight"), torch.zeros_like(weight))
         torch.testing.assert_close(weight - before[name], delta, rtol=1e-10, atol=1e-12)
-    plan = api.plan(None, [pair / "one", pair / "two"], **fields)
+    plan = actmat.plan(None, [pair / "one", pair / "two"], **fields)
     assert not any("vLLM" in note for note in plan.notes)
 
 
 def notes(folder: Path, experts: list[Path], **fields: Any) -> str:
     """What the plan says of vLLM; the sources' demands, on what is then written, must agree."""
-    plan = api.plan(None, experts, **fields)
+    plan = actmat.plan(None, experts, **fields)
     assert plan.output == "adapter"
     merge(folder, experts, **fields)
     said = " ".join(n for n in plan.notes if "vLLM" in n)
@@ -117,7 +117,7 @@ def test_the_plan_says_which_rank_to_start_vllm_with(rank: int, said: str, tmp_p
     save_file(factors, tmp_path / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["up_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    notes = " ".join(n for n in api.plan(None, [tmp_path], method="average").notes if "vLLM" in n)
+    notes = " ".join(n for n in actmat.plan(None, [tmp_path], method="average").notes if "vLLM" in n)
     assert said in notes
     assert bool(notes) == bool(said)
     assert bool(refusals(tmp_path, VLLM_RANKS[-1])) == ("cannot serve" in notes)

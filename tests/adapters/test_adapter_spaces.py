@@ -13,7 +13,7 @@ from tests.helpers.adapters import LLAMA, save_adapter, tiny
 from tests.tolerances import F64_ORACLE
 from torch import Tensor
 
-from actmat import api
+import actmat
 from actmat.errors import MergeError
 from actmat.extras.research.matrices import merge_matrices
 
@@ -43,7 +43,7 @@ def both(group: Path) -> list[Path]:
 def in_a_model(group: Path, out: Path, **fields: Any) -> dict[str, Tensor]:
     """Deltas that the same recipe gives in a full model, by transformers' names in memory."""
     family = group.name
-    api.merge(group / "base", both(group), out=out, compute_dtype="float64", durable=False, **fields)
+    actmat.merge(group / "base", both(group), out=out, compute_dtype="float64", durable=False, **fields)
     kind = type(tiny(family))
     merged, base = (kind.from_pretrained(p, dtype=torch.float64).state_dict() for p in (out, group / "base"))
     return {n: merged[n] - base[n] for n in base}
@@ -134,7 +134,7 @@ def test_the_plan_says_what_a_space_does(groups: Path) -> None:
     group = groups / "llama"
 
     def reasons(**fields: Any) -> str:
-        plan = api.plan(None, both(group), **fields)
+        plan = actmat.plan(None, both(group), **fields)
         assert all(i.form == "factored" for i in plan.items)
         return " | ".join({i.reason for i in plan.items})
 
@@ -143,7 +143,7 @@ def test_the_plan_says_what_a_space_does(groups: Path) -> None:
     assert "ties in the core space (another result than in the full space" in reasons(method="ties", space="core")
     assert "ties of A and of B apart" in reasons(method="ties", space="factors")
     assert ", then isotropise" in reasons(method="average", post="isotropise")
-    ranks = {s: {i.pair.exact_rank for i in api.plan(None, both(group), method="ties", space=s).items} for s in
+    ranks = {s: {i.pair.exact_rank for i in actmat.plan(None, both(group), method="ties", space=s).items} for s in
              ("core", "factors")}  # fmt: skip
     assert ranks == {"core": {4, 2}, "factors": {2}}
 
@@ -152,12 +152,12 @@ def test_what_no_space_holds_is_refused_or_told(groups: Path, tmp_path: Path) ->
     group = groups / "llama"
     save_adapter(tmp_path / "other", "llama", 3, r=3, lora_alpha=8, target_modules=["q_proj"])
     with pytest.raises(MergeError, match=r"has ranks 2 .*, 3 .*; take 'space: core'") as error:
-        api.plan(None, [group / "a1", tmp_path / "other"], method="ties", space="factors")
+        actmat.plan(None, [group / "a1", tmp_path / "other"], method="ties", space="factors")
     assert "scalings alpha / r 4 (a1), 2.66667 (other)" in str(error.value)
-    assert api.plan(None, [group / "a1", tmp_path / "other"], method="ties", space="core").output == "adapter"
+    assert actmat.plan(None, [group / "a1", tmp_path / "other"], method="ties", space="core").output == "adapter"
     with pytest.raises(MergeError, match="trim=tensor"):
-        api.plan(None, both(group), method="ties", options={"trim": "global"}, space="core")
+        actmat.plan(None, both(group), method="ties", options={"trim": "global"}, space="core")
     save_adapter(tmp_path / "full", "llama", 4, **{**LLAMA, "modules_to_save": ["up_proj"]})
-    plan = api.plan(group / "base", [group / "a1", tmp_path / "full"], method="ties", space="core")
+    plan = actmat.plan(group / "base", [group / "a1", tmp_path / "full"], method="ties", space="core")
     told = [i.reason for i in plan.items if "in the full space: trained in full in full" in i.reason]
     assert len(told) == 2, "one for each layer"

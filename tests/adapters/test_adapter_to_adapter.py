@@ -14,7 +14,7 @@ from tests.adapters.test_adapter_reading import edit_config, edit_tensors
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
 from torch import Tensor
 
-from actmat import api
+import actmat
 from actmat.errors import MergeError, OutputError
 from actmat.layout import resolve_layout
 from actmat.progress import NoProgress
@@ -44,7 +44,7 @@ RULES: list[tuple[str, dict[str, Any]]] = [
 
 def merge(folder: Path, experts: list[Any], out: str = "out", **fields: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {"method": "actmat", "compute_dtype": "float64", "durable": False, "threads": 1} | fields
-    return dict(api.merge(None, experts, out=folder / out, **settings).manifest)
+    return dict(actmat.merge(None, experts, out=folder / out, **settings).manifest)
 
 
 def deltas_of(folder: Path, family: str) -> dict[str, Tensor]:
@@ -108,12 +108,12 @@ def test_equals_the_dense_rule_on_materialised_deltas(
 
 
 def test_plans_say_what_users_of_a_method_should_know(pair: Path) -> None:
-    assert any(n.startswith("dc_merge: ") for n in api.plan(None, [pair / "one"], method="dc_merge").notes)
-    assert not any(": " in n and n.startswith("tsv") for n in api.plan(None, [pair / "one"], method="tsv").notes)
+    assert any(n.startswith("dc_merge: ") for n in actmat.plan(None, [pair / "one"], method="dc_merge").notes)
+    assert not any(": " in n and n.startswith("tsv") for n in actmat.plan(None, [pair / "one"], method="tsv").notes)
 
 
 def test_missing_modules_are_zero_deltas_and_are_listed(pair: Path) -> None:
-    plan = api.plan(None, [pair / "one", pair / "two"])
+    plan = actmat.plan(None, [pair / "one", pair / "two"])
     assert plan.output == "adapter"
     notes = "\n".join(plan.notes)
     assert "expert 'one' leaves 4 modules alone" in notes
@@ -156,7 +156,7 @@ def test_weights_and_scale(pair: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["ties", "dare"])
 def test_elementwise_rules_run_densely_and_say_so(method: str, pair: Path, tmp_path: Path) -> None:
-    plan = api.plan(None, [pair / "one", pair / "two"], method=method)
+    plan = actmat.plan(None, [pair / "one", pair / "two"], method=method)
     assert plan.output == "adapter"
     assert all("on dense deltas" in m.reason for m in plan.modules)
     manifest = merge(tmp_path, [pair / "one", pair / "two"], method=method, rank=16)
@@ -165,7 +165,7 @@ def test_elementwise_rules_run_densely_and_say_so(method: str, pair: Path, tmp_p
 
 
 def test_an_option_without_a_low_rank_form_runs_densely(pair: Path, tmp_path: Path) -> None:
-    plan = api.plan(None, [pair / "one", pair / "two"], method="actmat", options={"trim": 0.5})
+    plan = actmat.plan(None, [pair / "one", pair / "two"], method="actmat", options={"trim": 0.5})
     assert all("'trim' is not available for low-rank deltas" in m.reason for m in plan.modules)
 
 
@@ -268,7 +268,7 @@ def test_an_interrupted_merge_goes_on(pair: Path, tmp_path: Path) -> None:
     with pytest.raises(Stop):
         merge(tmp_path, experts, progress=Halfway())
     assert not (tmp_path / "out").exists()
-    report = api.merge(
+    report = actmat.merge(
         None, experts, method="actmat", out=tmp_path / "out", compute_dtype="float64", durable=False, threads=1
     )
     assert report.resumed > 0
@@ -288,11 +288,11 @@ def test_lists_of_pairs_are_merged_by_position(tmp_path: Path) -> None:
 
 def test_a_list_of_pairs_is_told_and_goes_with_no_named_adapter(pair: Path, tmp_path: Path) -> None:
     torch.save([torch.randn(8, 2), torch.randn(2, 6)], tmp_path / "list.pt")
-    plan = api.plan(None, [tmp_path / "list.pt"])
+    plan = actmat.plan(None, [tmp_path / "list.pt"])
     assert any("list.pt: lists of (up, down) pairs without names, alpha or config" in n for n in plan.notes)
-    assert not any("pairs" in n for n in api.plan(None, [pair / "one"]).notes)
+    assert not any("pairs" in n for n in actmat.plan(None, [pair / "one"]).notes)
     with pytest.raises(MergeError, match="names no modules"):
-        api.plan(None, [pair / "one", tmp_path / "list.pt"])
+        actmat.plan(None, [pair / "one", tmp_path / "list.pt"])
 
 
 def test_an_adapter_of_full_checkpoints_is_refused(pair: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.adapters.test_adapter_reading import CASES
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
 from torch import Tensor
 
-from actmat import api
+import actmat
 from actmat.errors import MergeError
 from actmat.report import verify
 
@@ -23,7 +23,7 @@ FAMILIES = {k: v for k, v in CASES.items() if v[0] != "vision"}
 
 def merge(folder: Path, base: Path, experts: list[Any], out: str = "out", **fields: Any) -> Any:
     settings: dict[str, Any] = {"compute_dtype": "float64", "durable": False, "threads": 1} | fields
-    return api.merge(base, experts, out=folder / out, **settings)
+    return actmat.merge(base, experts, out=folder / out, **settings)
 
 
 def load(folder: Path, family: str) -> dict[str, Tensor]:
@@ -97,7 +97,7 @@ def test_plan_lists_what_adapters_change(tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path / "base")
     for n in (1, 2):
         save_adapter(tmp_path / f"a{n}", "llama", n, **LLAMA)
-    plan = api.plan(tmp_path / "base", [tmp_path / "a1", tmp_path / "a2"])
+    plan = actmat.plan(tmp_path / "base", [tmp_path / "a1", tmp_path / "a2"])
     assert plan.output == "model"
     changed = [t for t in plan.items if t.action == "merge"]
     assert len(changed) == 6
@@ -115,9 +115,9 @@ def test_where_deltas_cannot_be_walked_the_plan_pays_for_whole_ones(
     for name in ("m", "n"):
         tiny("llama").save_pretrained(tmp_path / name)
     save_adapter(tmp_path / "a", "llama", 1, **LLAMA)
-    full = api.plan(base, [tmp_path / "m", tmp_path / "n"], method="dare", scope="all")
-    mixed = api.plan(base, [tmp_path / "m", tmp_path / "a"], method="dare", scope="all")
-    device = api.plan(base, [tmp_path / "m", tmp_path / "n"], method="dare", scope="all", device="cuda")
+    full = actmat.plan(base, [tmp_path / "m", tmp_path / "n"], method="dare", scope="all")
+    mixed = actmat.plan(base, [tmp_path / "m", tmp_path / "a"], method="dare", scope="all")
+    device = actmat.plan(base, [tmp_path / "m", tmp_path / "n"], method="dare", scope="all", device="cuda")
     assert full.output == "model"
     assert mixed.output == "model"
     adapted = {t.name for t in mixed.items if t.action == "merge"}
@@ -174,7 +174,7 @@ def test_an_adapter_of_the_text_model_fits_the_language_model_of_a_multimodal_on
     }
     save_file(stored, file)
     run: dict[str, Any] = {"method": "linear", "compute_dtype": "float64", "durable": False, "threads": 1}
-    api.merge(tmp_path / "base", [tmp_path / "a"], out=tmp_path / "out", **run)
+    actmat.merge(tmp_path / "base", [tmp_path / "a"], out=tmp_path / "out", **run)
     found = load_file(tmp_path / "out" / "model.safetensors")
     wanted = {n.replace("model.", begins, 1): t for n, t in expected.items()} | vision
     assert found.keys() == wanted.keys()

@@ -17,7 +17,6 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import actmat
-from actmat import api
 from actmat.cli.main import app
 from actmat.errors import MergeError, StatisticsError
 from actmat.experts.lora.fields import IRRELEVANT, OBEYED, REFUSED
@@ -35,7 +34,7 @@ WRAPPER = "base_model.model.model.layers.0.mlp.experts.{}lora_{}.weight"
 def merge(folder: Path, *experts: Any, out: str = "out", base: str | None = "base", **fields: Any) -> Any:
     settings: dict[str, Any] = {"method": "linear", "compute_dtype": "float64", "durable": False, "threads": 1}
     given = [{"path": str(e)} if isinstance(e, Path) else e for e in experts]
-    return api.merge(None if base is None else folder / base, given, out=folder / out, **(settings | fields))
+    return actmat.merge(None if base is None else folder / base, given, out=folder / out, **(settings | fields))
 
 
 def in_memory(folder: Path, family: str) -> Stored:
@@ -181,7 +180,7 @@ def test_a_field_that_is_not_known_is_noted_in_other_adapters(tmp_path: Path) ->
     save_adapter(tmp_path / "adapter", "llama", 1, r=2, target_modules=["q_proj"])
     edit_config(tmp_path / "adapter", sparsity=0.5, later=None)
     for base in (tmp_path / "base", None):
-        plan = api.plan(base, [tmp_path / "adapter"], method="linear")
+        plan = actmat.plan(base, [tmp_path / "adapter"], method="linear")
         assert sum("not known here and are not obeyed: sparsity" in note for note in plan.notes) == 1
 
 
@@ -284,7 +283,7 @@ def test_a_plan_says_that_a_stack_counts_as_one_tensor(tmp_path: Path) -> None:
         save_adapter(folder, "mixtral", n, **options)
 
     def noted(base: Path | None, **fields: Any) -> int:
-        plan = api.plan(base, adapters, **{"method": "ties", **fields})
+        plan = actmat.plan(base, adapters, **{"method": "ties", **fields})
         return sum("here on stacks with all their experts (2, such as" in note for note in plan.notes)
 
     assert noted(None) == 1

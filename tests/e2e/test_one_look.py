@@ -54,7 +54,9 @@ def test_a_merge_opens_every_file_of_its_inputs_once(kind: str, base: bool, mode
     actmat.plan(models / "base", [models / "experts" / "math"])  # imports first
     with opened_files(models) as opened:
         experts = [models / kind / name for name in ("math", "code")]
-        report = actmat.merge(models / "base" if base else None, experts, out=tmp_path / "out", durable=False, threads=1)
+        report = actmat.merge(
+            models / "base" if base else None, experts, out=tmp_path / "out", durable=False, threads=1
+        )
     assert report.plan.recipe.method != automatic.AUTO
     weights, config = ("adapter_model", "adapter_config.json") if kind == "adapters" else ("model", "config.json")
     copied = {f"{kind}/math"} if not base and kind == "experts" else {"base"} if base else set()

@@ -13,7 +13,7 @@ from tests.helpers.merging import EMBEDDING, NORM, Family, actmat
 from tests.tolerances import F64_ORACLE
 from torch import Tensor
 
-from actmat import api
+from actmat.api import merging as api
 from actmat.errors import MergeError
 from actmat.extras.research.matrices import merge_matrices
 from actmat.planning import MergePlan

@@ -13,7 +13,8 @@ import pytest
 from tests.helpers.adapters import save_peft, tiny
 from tests.helpers.located import open_expert
 
-from actmat import api, plugins
+import actmat
+from actmat import plugins
 from actmat.checkpoints.keys import Keys
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import MergeError
@@ -77,10 +78,10 @@ def changed(place: Path, name: str, folder: Path, **fields: Any) -> Path:
 
 @pytest.mark.parametrize("name", [n for n in CONFIGS if n != "pissa"])
 def test_a_field_that_is_not_known_is_noted(name: str, place: Path, tmp_path: Path) -> None:
-    found = api.plan(place / "base", [place / name], method="linear").notes
+    found = actmat.plan(place / "base", [place / name], method="linear").notes
     assert not [note for note in found if "not known here" in note]
     adapter = changed(place, name, tmp_path / "a", sparsity=0.5, later=None)
-    notes = api.plan(place / "base", [adapter], method="linear").notes
+    notes = actmat.plan(place / "base", [adapter], method="linear").notes
     assert sum("not known here and are not obeyed: sparsity" in note for note in notes) == 1
 
 

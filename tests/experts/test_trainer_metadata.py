@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.lora_files import UNET, random_factors, save_diffusers, save_kohya, tiny_unet, weights_of
 
-from actmat import api
+import actmat
 from actmat.errors import MergeError
 from actmat.extras.diffusion.lycoris import TENSORS
 from actmat.extras.diffusion.metadata import ALGORITHMS, SETTINGS
@@ -84,7 +84,7 @@ def test_a_setting_of_a_trainer_that_is_not_known_is_noted(
     make: Callable[[Path], dict[str, torch.Tensor]], metadata: dict[str, str], words: str, place: Path, tmp_path: Path
 ) -> None:
     save_file(make(tmp_path), tmp_path / "lora.safetensors", metadata)
-    notes = api.plan(place / "unet", [tmp_path / "lora.safetensors"], method="average", scope="all").notes
+    notes = actmat.plan(place / "unet", [tmp_path / "lora.safetensors"], method="average", scope="all").notes
     found = [n for n in notes if "known here" in n or "no JSON" in n]
     assert [words in n for n in found] == ([True] if words else [])
 
@@ -93,7 +93,7 @@ def test_a_field_of_diffusers_metadata_that_is_not_known_is_noted(place: Path, t
     fields = {"r": 3, "lora_alpha": 6, "curl": 0.5}
     factors = random_factors(tiny_unet(), UNET, 1)
     folder = save_diffusers(tmp_path / "lora", factors, {}, unet_lora_adapter_metadata=fields)
-    notes = api.plan(place / "unet", [folder], method="average", scope="all").notes
+    notes = actmat.plan(place / "unet", [folder], method="average", scope="all").notes
     assert sum("metadata of unet has fields that are not known here and are not obeyed: curl" in n for n in notes) == 1
 
 
@@ -110,5 +110,5 @@ def test_a_tensor_of_another_algorithm_is_named(role: str, words: str, place: Pa
     stem = f"lora_unet_{UNET[0].replace('.', '_')}"
     save_file(loha(tmp_path) | {f"{stem}.{role}": torch.ones(2, 2)}, tmp_path / "lora.safetensors")
     with pytest.raises(MergeError) as error:
-        api.plan(place / "unet", [tmp_path / "lora.safetensors"], method="average", scope="all")
+        actmat.plan(place / "unet", [tmp_path / "lora.safetensors"], method="average", scope="all")
     assert words in str(error.value)

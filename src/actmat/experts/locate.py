@@ -73,11 +73,11 @@ class Located(AbstractContextManager["Located"]):
         """Identity of every weight file."""
         return self.stored.identity()
 
-    def paths(self) -> list[Path]:
-        """Local folders and files that it is read from, which no output may replace."""
+    def paths(self) -> dict[str, Path]:
+        """Local folders and files that it is read from, which no output may replace, by what the user calls them."""
         if os.path.exists(self.place):
-            return [Path(self.place)]
-        return [Path(s.address) for s in self.stored.sources() if isinstance(s, LocalSource)]
+            return {self.place: Path(self.place)}
+        return {s.location: Path(s.address) for s in self.stored.sources() if isinstance(s, LocalSource)}
 
     @abc.abstractmethod
     def model(self, scheme: str | None = None) -> Checkpoint:

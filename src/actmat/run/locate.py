@@ -29,7 +29,7 @@ class Given:
         found: dict[str, Path] = {}
         for name, located in named:
             paths = located.paths()
-            found |= {name if len(paths) == 1 else f"{name}: {path}": path for path in paths}
+            found |= {name if text == located.place else f"{name}: {text}": path for text, path in paths.items()}
         return found
 
     @property
