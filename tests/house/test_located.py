@@ -45,6 +45,7 @@ ENTRIES: dict[str, str] = {
 OUTPUTS: dict[str, str] = {
     "extras.conformance.executors": "the base of a test",
     "extras.conformance.experts": "the base of a test",
+    "extras.remote.push": "a repository that is written to",
     "extras.remote.source": "the folder of a file, a storage of its own",
     "extras.remote.urls": "a storage of its own",
     "extras.serving": "an output",

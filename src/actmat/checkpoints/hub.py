@@ -118,7 +118,7 @@ class HubRepository(RemoteFiles):
         return HubRepository(self.repo_id, location, self.commit, inside, self.cache_dir, streams=self.streams,
                              folder=self._folder + name) if inside else None  # fmt: skip
 
-    def file(self, name: str) -> HubRepository:
+    def only(self, name: str) -> HubRepository:
         """The same files with `name` as the named one, downloaded when it is first read: for adapters, read often.
 
         A file that one request would read whole is downloaded at once. The location names the commit, so that another

@@ -112,7 +112,7 @@ class Source(abc.ABC):
         )
 
     @abc.abstractmethod
-    def file(self, name: str) -> Source:
+    def only(self, name: str) -> Source:
         """The same files with `name` as the named one, downloaded when it is first read: for adapters, read often."""
 
     @abc.abstractmethod
@@ -188,7 +188,7 @@ class LocalSource(Source):
             return None
         return LocalSource(path, f"{self.location}/{name}")
 
-    def file(self, name: str) -> LocalSource:
+    def only(self, name: str) -> LocalSource:
         """A file of the folder."""
         return LocalSource(self.fetch(name), self.location)
 

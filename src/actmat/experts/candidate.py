@@ -57,7 +57,7 @@ class Candidate:
         if name is None:
             return None
         try:
-            return (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(self.source.file(name))
+            return (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(self.source.only(name))
         except CheckpointError:
             return None  # opening it as a checkpoint gives the error
 

@@ -54,7 +54,7 @@ def look_for_peft(candidate: Candidate) -> Adapter | None:
     if name is None:
         raise CheckpointError(f"{source.location}: has {ADAPTER_CONFIG}, but neither {' nor '.join(ADAPTER_WEIGHTS)}")
     parsed, problems = parse_adapter_config(read_object(folder.fetch(ADAPTER_CONFIG)), candidate.stacks)
-    weights = (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(folder.file(name))
+    weights = (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(folder.only(name))
     return Adapter(weights, parsed, problems)
 
 

@@ -169,7 +169,7 @@ class RemoteSource(RemoteFiles):
             self._pin(file)
         return list(below)
 
-    def file(self, name: str) -> RemoteSource:
+    def only(self, name: str) -> RemoteSource:
         """The same files with `name` as the named one, downloaded when it is first read: for adapters, read often."""
         source = RemoteSource(self.store, self.location, name, streams=False, pinned=self._pinned)
         source._files, source._heads = self._files, self._heads
