@@ -27,9 +27,8 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## this list
 	@awk -F ':.*## +' '/^[a-z]+:.*## /{printf "%-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/demo.stamp  ## install what the demo needs and run it, then the same on a pretrained model if there is a network
+demo: $(VENV)/demo.stamp  ## install what the demo needs and run it
 	$(BIN)/actmat demo
-	$(BIN)/python -m actmat.extras.demo.texts
 
 test: $(VENV)/dev.stamp  ## install everything, check style and types, run all tests
 	$(MAKE) --no-print-directory -j 2 lint examples

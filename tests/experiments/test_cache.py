@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from actmat.errors import OutputError
-from actmat.extras.demo.training import Schedule
 from actmat_experiments.harness.cache import (
     Cache,
     canonical,
@@ -20,6 +19,7 @@ from actmat_experiments.harness.cache import (
     meaning,
 )
 from actmat_experiments.harness.merging import merging_code
+from actmat_experiments.harness.training import Schedule
 
 
 class Maker:
@@ -131,7 +131,7 @@ def test_dataclasses_and_tuples_are_plain_data():
             "warm_up_steps": None,
             "micro_batches": 1,
             "constant": False,
-            "optimiser": "adamw",
+            "optimizer": "adamw",
             "clip": 1.0,
         },
     }

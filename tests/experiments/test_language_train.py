@@ -89,7 +89,7 @@ def test_training_learns_and_piece_size_changes_nothing_but_rounding(tmp_path) -
 
 
 def test_adafactor_moves_every_tensor_by_a_share_of_its_size(tmp_path) -> None:
-    one = replace(SETTINGS, max_updates=1, learning_rate=1e-2, optimiser="adafactor")
+    one = replace(SETTINGS, max_updates=1, learning_rate=1e-2, optimizer="adafactor")
     model, _ = fit(tmp_path, settings=one)
     start = dict(tiny_model().named_parameters())
     moved = {n: float(((p - start[n]).norm() / start[n].norm()).detach()) for n, p in model.named_parameters()}
@@ -102,9 +102,9 @@ class Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize(("dropout", "optimiser"), [(0.0, "adamw"), (0.1, "adamw"), (0.0, "adafactor")])
-def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, dropout: float, optimiser) -> None:
-    chosen_settings = replace(SETTINGS, optimiser=optimiser)
+@pytest.mark.parametrize(("dropout", "optimizer"), [(0.0, "adamw"), (0.1, "adamw"), (0.0, "adafactor")])
+def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, dropout: float, optimizer) -> None:
+    chosen_settings = replace(SETTINGS, optimizer=optimizer)
 
     def model():
         made = tiny_model()

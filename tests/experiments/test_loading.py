@@ -6,7 +6,7 @@ from pathlib import Path
 
 import transformers as hf
 
-from actmat.extras.demo.training import side_by_side
+from actmat_experiments.harness.training import side_by_side
 from actmat_experiments.vision.backbones import PLAIN_SCALE, Backbone
 
 

@@ -15,8 +15,6 @@ from tests.helpers.pretrained import write_llama
 from tests.tolerances import F32_ELEMENTWISE, F64_ORACLE
 
 from actmat.errors import CheckpointError, MergeError, RecipeError
-from actmat.extras.demo.training import Schedule
-from actmat.run import plan_recipe
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.experiment import Made
 from actmat_experiments.harness.merging import merge_candidates, recipes_of
@@ -25,6 +23,7 @@ from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.rows import candidates
 from actmat_experiments.harness.suite import score_file
+from actmat_experiments.harness.training import Schedule
 from actmat_experiments.pretrained import llm
 from actmat_experiments.pretrained.decoder import Coder, load_decoder
 from actmat_experiments.pretrained.generated import Question

@@ -14,12 +14,13 @@ from tests.helpers.pretrained import write_gguf, write_llama
 from tests.tolerances import F64_ORACLE
 
 from actmat.errors import CheckpointError, RecipeError
-from actmat.extras.demo.training import Schedule, generator_for
+from actmat.extras.demo.tasks import generator_for
 from actmat.statistics import open_statistics
 from actmat_experiments.commands.experiment import _request
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.suite import score_file
+from actmat_experiments.harness.training import Schedule
 from actmat_experiments.pretrained import decoder, llm
 from actmat_experiments.pretrained.decoder import Coder, Teaching, greedy, load_decoder, logits_of, right, supervise
 from actmat_experiments.pretrained.generated import TASKS, Question, draw_task

@@ -18,7 +18,7 @@ from tests.helpers.pretrained import write_bert, write_texts, write_vit
 from tests.helpers.vision import write_tasks
 
 from actmat.errors import CheckpointError, RecipeError
-from actmat.extras.demo.training import generator_for
+from actmat.extras.demo.tasks import generator_for
 from actmat.statistics import open_statistics
 from actmat_experiments.harness import experiment as driver
 from actmat_experiments.harness.merging import kinds_needed, rescaled

@@ -8,15 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from actmat.extras.demo.training import (
-    Schedule,
-    descend,
-    generator_for,
-    side_by_side,
-    steps_of,
-    warm_cosine,
-)
-from actmat_experiments.harness.training import Resume
+from actmat.extras.demo.tasks import generator_for
+from actmat.extras.demo.training import warm_cosine
+from actmat_experiments.harness.training import Resume, Schedule, descend, side_by_side
 
 X, Y = torch.randn(24, 3, generator=generator_for(0, "x")), torch.randn(24, 1, generator=generator_for(0, "y"))
 
@@ -31,7 +25,7 @@ def train(net: nn.Linear, schedule: Schedule, *, stop: int | None = None, **more
     per_step = schedule.batch_size // schedule.micro_batches
 
     def losses(first):
-        for step in range(first, steps_of(schedule, len(X))):
+        for step in range(first, schedule.steps(len(X))):
             if step == stop:
                 raise KeyboardInterrupt
             yield terms(step % 3 * schedule.batch_size)
@@ -41,7 +35,7 @@ def train(net: nn.Linear, schedule: Schedule, *, stop: int | None = None, **more
             at = slice(start + piece * per_step, start + (piece + 1) * per_step)
             yield nn.functional.mse_loss(net(X[at]), Y[at]) / schedule.micro_batches
 
-    descend(list(net.parameters()), losses, steps_of(schedule, len(X)), schedule, **more)
+    descend(list(net.parameters()), losses, schedule.steps(len(X)), schedule, **more)
 
 
 def test_a_run_that_goes_on_ends_where_an_uninterrupted_one_does(tmp_path):
@@ -65,9 +59,9 @@ def test_pieces_of_a_batch_give_the_gradient_of_the_batch():
     assert torch.allclose(whole.weight, pieces.weight, atol=1e-6)
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "adafactor"])
-def test_a_run_of_either_optimiser_goes_on(optimiser, tmp_path):
-    schedule = Schedule(4, 8, 0.05, constant=True, optimiser=optimiser, clip=None)
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_a_run_of_either_optimizer_goes_on(optimizer, tmp_path):
+    schedule = Schedule(4, 8, 0.05, constant=True, optimizer=optimizer, clip=None)
     whole, broken = model(), model()
     train(whole, schedule)
     for stop in (7, None):

@@ -8,9 +8,10 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from actmat.extras.demo.heads import Head
-from actmat.extras.demo.training import Schedule, generator_for
+from actmat.extras.demo.model import Head
+from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.training import Schedule
 from actmat_experiments.vision import train as finetuning
 from actmat_experiments.vision.backbones import PLAIN_SCALE, Backbone, load_expert
 from actmat_experiments.vision.images import Examples

@@ -19,7 +19,7 @@ def tiny_demo(out: Path) -> Path:
     """Checkpoints, heads and results of a demo with a tiny model."""
     from actmat.extras.demo.run import run_demo
 
-    run_demo(out, seed=1, methods=METHODS, threads=1, settings=TINY)
+    run_demo(out, seed=1, methods=METHODS, settings=TINY)
     return out
 
 

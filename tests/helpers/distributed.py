@@ -110,7 +110,7 @@ def _rank(rank: int, folder: str, rendezvous: str) -> None:
 
 
 def save_by_two(folder: Path) -> None:
-    """Save `example()` under `model` by two processes, with state of an optimiser."""
+    """Save `example()` under `model` by two processes, with state of an optimizer."""
     import torch.multiprocessing as processes
 
     rendezvous = folder.parent / f".{folder.name}.{os.getpid()}"

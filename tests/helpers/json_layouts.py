@@ -17,7 +17,7 @@ PINNED: dict[str, set[str]] = {
     "merge": {"outputs"},
     "merge outputs": MERGE,
     "merge size": {"merged", "sum", "experts", "warning"},
-    "demo": {"out", "seed", "settings", "tasks", "n_photographs", "rows", "left_out", "versions", "seconds"},
+    "demo": {"out", "seed", "settings", "rows", "left_out"},
     "export": {"out", "checkpoint", "form"},
     "extract": {"out", "was_finished", "relative_error", "layers", "saved", "left_out", "warnings", "notes"},
     "push": {"repo_id", "files", "removed", "nbytes", "private", "is_new", "left_out", "notes", "url"},

@@ -20,7 +20,6 @@ from tests.tolerances import F32_PRODUCT, relative_error
 from actmat.errors import StatisticsError
 from actmat.extras.collect.collect import collect
 from actmat.extras.collect.data import DataOptions, make_batches
-from actmat.extras.demo.texts import load_encoder
 from actmat.extras.models.loading import Loaded, load_model
 from actmat.statistics import open_statistics
 
@@ -287,8 +286,10 @@ def test_texts_are_padded_for_a_tokenizer_that_has_no_token_for_it(
 
 
 def test_an_encoder_that_was_saved_without_its_pooler_is_measured(tmp_path: Path) -> None:
-    """As the demo saves its encoder of texts."""
-    base = load_encoder(write_bert(tmp_path / "bert"))
+    """As the suite text-minilm saves its base."""
+    from transformers import BertModel
+
+    base = BertModel.from_pretrained(write_bert(tmp_path / "bert"), add_pooling_layer=False)
     base.save_pretrained(tmp_path / "base")
     loaded = load_model(str(tmp_path / "base"))
     assert not any("pooler" in name for name in loaded.model.state_dict())

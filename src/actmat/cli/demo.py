@@ -16,8 +16,6 @@ def demo(
     out: Annotated[Path, typer.Option("--out", help="Where checkpoints and results go.")] = Path("demo-output"),
     method: Annotated[list[str] | None, typer.Option("--method", "-m", help="Only these methods.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of data splits and training.")] = 0,
-    threads: Annotated[int | None, typer.Option("--threads", help="Workers of the merges.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier demo there.")] = False,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
@@ -29,6 +27,6 @@ def demo(
     from actmat.extras.demo.run import run_demo
 
     shown = SafeConsole(quiet=True) if quiet or json else console
-    result = run_demo(out, seed=seed, methods=method, threads=threads, overwrite=overwrite, console=shown)
+    result = run_demo(out, seed=seed, methods=method, console=shown)
     if json:
-        print_result("demo", result.to_json())
+        print_result("demo", result)

@@ -64,20 +64,20 @@ def test_positive_matrices_lie_within_a_right_angle_and_obey_the_triangle(seed, 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), n_out=st.integers(1, 5), n_in=st.integers(1, 5))
 def test_both_bounds_hold_for_any_matrices(seed, n_out, n_in):
-    """The triangle inequality needs nothing of S and S~; with `D` along `G` the optimiser's angle is zero."""
+    """The triangle inequality needs nothing of S and S~; with `D` along `G` the optimizer's angle is zero."""
     gradient, second, decoupled, gram = (
         gaussian(n_out, n_in, seed=seed),
         *(gram_of(gaussian(4, n_in, seed=seed + i)) for i in (1, 2, 3)),
     )
     along = drift_angles(-0.01 * gradient, gradient, second, decoupled, gram)
-    assert along.optimiser < F64_IDENTITY
+    assert along.optimizer < F64_IDENTITY
     assert along.estimate <= along.bound + F64_IDENTITY
     other = drift_angles(gaussian(n_out, n_in, seed=seed + 4), gradient, second, decoupled, gram)
     assert other.estimate <= other.full_bound + F64_IDENTITY
-    assert other.full_bound == pytest.approx(other.optimiser + other.cross + other.correlation + other.drift)
+    assert other.full_bound == pytest.approx(other.optimizer + other.cross + other.correlation + other.drift)
 
 
-def test_without_the_optimisers_angle_the_bound_can_fail():
+def test_without_the_optimizers_angle_the_bound_can_fail():
     """So the tests above can fail too: a delta that is not along the gradient breaks Theorem 3.1's own bound."""
     e = torch.eye(2).double()
     gradient, delta = e[:1], e[1:]

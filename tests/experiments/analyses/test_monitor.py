@@ -14,9 +14,9 @@ from torch import nn
 
 from actmat.errors import MergeError, RecipeError
 from actmat.extras.demo.model import EncoderConfig, new_encoder
-from actmat.extras.demo.training import Schedule, descend
 from actmat_experiments.analyses.monitor import DriftMonitor, MonitorCallback
 from actmat_experiments.analyses.theorem1 import new_mlp
+from actmat_experiments.harness.training import Schedule, descend
 
 TINY = EncoderConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
 
@@ -241,7 +241,7 @@ def test_a_callback_of_the_shared_training_loop():
     monitor.detach()
     assert [done for done, _ in seen] == [*monitor.steps[1:], 4] == [1, 2, 3, 4]
     assert all(a.estimate <= a.full_bound + 1e-9 for _, a in seen)
-    assert seen[-1][1].optimiser > 1e-3  # AdamW is not gradient descent
+    assert seen[-1][1].optimizer > 1e-3  # AdamW is not gradient descent
 
 
 def test_float32_sums_are_near():

@@ -43,7 +43,7 @@ def test_the_inequality_holds_on_random_problems(seed, activation, n_samples, n_
             if any(map(math.isnan, terms)):  # a layer of dead units has no gradient
                 continue
             assert found.estimate <= found.bound + ROUNDING
-            assert found.optimiser < 1e-6
+            assert found.optimizer < 1e-6
             assert all(0 <= term <= RIGHT_ANGLE + F64_IDENTITY for term in terms)
         assert math.isnan(first.drift) or first.drift < 1e-7  # the first layer's inputs never change
 
@@ -65,7 +65,7 @@ def test_the_inequality_holds_where_a_sample_has_several_tokens(seed, n_samples,
     assert monitor.labels == ["first.weight", "second.weight"]
     for found in moments[-1].layers.values():
         assert found.estimate <= found.bound + ROUNDING
-        assert found.optimiser < 1e-6
+        assert found.optimizer < 1e-6
 
 
 def test_the_delta_is_the_summed_gradient_and_all_terms_are_those_of_a_plain_account():
@@ -100,7 +100,7 @@ def test_one_sample_and_one_step_have_no_error():
     model, x = new_mlp((4, 3), seed=0), gaussian(1, 4)
     _, moments = descend_watched(model, lambda: model(x).square().sum(), n_steps=1, rate=0.1)
     found = moments[-1].layers["linear.0.weight"]
-    assert max(found.estimate, found.cross, found.correlation, found.drift, found.optimiser) < 1e-7
+    assert max(found.estimate, found.cross, found.correlation, found.drift, found.optimizer) < 1e-7
     assert found.identity > 0.5
 
 

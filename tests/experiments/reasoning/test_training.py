@@ -13,7 +13,7 @@ from tests.tolerances import F32_PRODUCT, F32_SOLVE
 from torch import Tensor
 
 from actmat.engine.resources import one_thread
-from actmat.extras.demo.training import Schedule
+from actmat_experiments.harness.training import Schedule
 from actmat_experiments.reasoning.small.model import (
     Size,
     SmallSettings,

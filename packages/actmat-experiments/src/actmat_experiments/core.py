@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
-from torch import Tensor, nn
-
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.memory import tensor_specs
 from actmat.engine.devices import check_device
 from actmat.engine.resources import one_thread
 from actmat.engine.units import plan_units, planned_seconds
-from actmat.extras.collect.binding import bind
-from actmat.extras.collect.collect import Collected, collect, measured
+from actmat.extras.collect.collect import collect
 from actmat.extras.collect.combine import join_statistics
 from actmat.extras.collect.data import DataOptions, make_batches
-from actmat.extras.collect.measures import Run
 from actmat.extras.collect.outputs import output_energy, output_features
-from actmat.extras.collect.settings import Settings
 from actmat.extras.models.loading import load_model
 from actmat.extras.research.adamerging import AdamState, adam_step, entropy
 from actmat.foreign import in_one_line
@@ -46,7 +39,6 @@ __all__ = [
     "all_methods",
     "check_device",
     "collect",
-    "collect_unbound",
     "entropy",
     "get_method",
     "in_one_line",
@@ -67,8 +59,3 @@ __all__ = [
     "total",
     "unpack",
 ]
-
-
-def collect_unbound(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> Collected:
-    """Gram matrices of a model that no checkpoint holds, under its own names."""
-    return measured(Run(model, bind(model, None), Settings()), batches)

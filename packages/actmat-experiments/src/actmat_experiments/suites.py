@@ -67,8 +67,7 @@ class Suite:
 
     Args:
         needs: data, machine, and the time of a seed where it was measured.
-        module: of its functions `run`, `table`, `study` (where it has a study) and `data` (where it has no scores);
-            imported when one is called.
+        module: of its functions `run`, `table` and `study` (where it has a study); imported when one is called.
         regimes: how experts are trained where a command does not say.
     """
 
@@ -85,10 +84,6 @@ class Suite:
     def table(self, request: TableRequest) -> None:
         """Show the scores of earlier runs."""
         self._module.table(request)
-
-    def data(self, request: TableRequest) -> dict[str, Any] | None:
-        """Results of a suite that judges numbers in a way of its own, as plain data; None: it has scores."""
-        return self._module.data(request) if hasattr(self._module, "data") else None
 
     def study(self, request: RunRequest) -> str:
         """Compare variants of the interference family on subsets of the tasks; the tables, in Markdown.
@@ -167,12 +162,6 @@ SUITES: tuple[Suite, ...] = (
         "two cores, hours a seed; local texts, a wheel by pip",
         "pretrained.instructions.suite",
         ("lora", "full"),
-    ),
-    Suite(
-        "forecast",
-        "which numbers forecast what an expert loses? Tried on small models of digits",
-        "two cores, 10 minutes; no data",
-        "forecast.suite",
     ),
 )
 

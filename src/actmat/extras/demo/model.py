@@ -1,14 +1,17 @@
-"""A small vision transformer in plain PyTorch, stored as an ordinary checkpoint.
+"""A small vision transformer in plain PyTorch, stored as an ordinary checkpoint; and frozen classification heads.
 
-Shapes: `N` images, `H = W` pixels, `P` patches, `L = P + 1` tokens, `D` hidden width, `C` channels of a patch.
+Shapes: `N` images, `H = W` pixels, `L` tokens, `D` hidden width, `C` classes.
 
-It has one packed `in_proj_weight` per attention, biases, norms, a class token and a table of positions; its folder
-holds `config.json` and `model.safetensors`, so that every command takes it.
+The encoder has one packed `in_proj_weight` per attention, biases, norms, a class token and a table of positions; its
+folder holds `config.json` and `model.safetensors`, so that every command takes it. One head per task is fitted on the
+features of the base, by a formula, and shared by base, expert and merged models, so that only the encoders differ; the
+vision experiments of the merging literature build such heads from text.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from actmat.errors import CheckpointError
 
 MODEL_TYPE = "actmat-demo-vit"
 _INITIAL_STD = 0.02
+_BATCH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +58,24 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Images to features; a head, which is no part of the model, gives the features a meaning."""
+    """Images to features; the heads are not part of the model."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.config = config
-        self._side = config.image_size // config.patch_size  # patches along one side of the image
         self.patch_proj = nn.Linear(config.patch_size**2, config.hidden_size)
         self.class_token = nn.Parameter(torch.randn(1, 1, config.hidden_size) * _INITIAL_STD)
-        self.position_embeddings = nn.Embedding(self._side**2 + 1, config.hidden_size)
+        n_patches = (config.image_size // config.patch_size) ** 2
+        self.position_embeddings = nn.Embedding(n_patches + 1, config.hidden_size)
         nn.init.normal_(self.position_embeddings.weight, std=_INITIAL_STD)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size)
 
     def forward(self, images_NHW: Tensor) -> Tensor:
-        """`N H W -> N D`: the class token after the last layer, normalised."""
-        patches_NPC = self._patches(images_NHW)
+        """`N H W -> N D`: the class token after the last layer, normalized."""
+        size = self.config.patch_size
+        squares = images_NHW.unfold(1, size, size).unfold(2, size, size)  # in reading order
+        patches_NPC = squares.reshape(len(images_NHW), -1, size * size)
         class_N1D = self.class_token.expand(len(images_NHW), -1, -1)
         x_NLD = torch.cat([class_N1D, self.patch_proj(patches_NPC)], dim=1) + self.position_embeddings.weight
         for layer in self.layers:
@@ -77,15 +83,9 @@ class Encoder(nn.Module):
         features_ND: Tensor = self.norm(x_NLD[:, 0])
         return features_ND
 
-    def _patches(self, images_NHW: Tensor) -> Tensor:
-        """Cut into squares, in reading order: `N H W -> N P C`."""
-        n, side = self._side, self.config.patch_size
-        squares = images_NHW.reshape(len(images_NHW), n, side, n, side).transpose(2, 3)
-        return squares.reshape(len(images_NHW), n * n, side * side)
-
 
 def new_encoder(config: EncoderConfig, *, seed: int) -> Encoder:
-    """A freshly initialised encoder that depends on the seed only; the global random state stays as it was."""
+    """A freshly initialized encoder that depends on the seed only; the global random state stays as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Encoder(config)
@@ -107,13 +107,59 @@ def load_encoder(directory: Path) -> Encoder:
         CheckpointError: no config there, or one of another kind of model.
     """
     path = directory / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{directory} holds no config.json, so it is no checkpoint of the demo.")
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if config.get("model_type") != MODEL_TYPE:
-        raise CheckpointError(f"{path}: expected model_type '{MODEL_TYPE}', found {config.get('model_type')!r}.")
-    sizes = {name: config[name] for name in EncoderConfig.__dataclass_fields__}
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if (found := config.get("model_type")) != MODEL_TYPE:
+        raise CheckpointError(f"{path}: expected model_type '{MODEL_TYPE}' of a model of the demo, found {found!r}.")
     with torch.device("meta"):
-        encoder = Encoder(EncoderConfig(**sizes))
+        encoder = Encoder(EncoderConfig(**{name: config[name] for name in EncoderConfig.__dataclass_fields__}))
     encoder.load_state_dict(load_file(directory / "model.safetensors"), assign=True)
     return encoder
+
+
+@torch.no_grad()
+def features(encoder: Encoder, images_NHW: Tensor) -> Tensor:
+    """`N H W -> N D`, without gradients, in batches that fit a cache."""
+    return torch.cat([encoder(batch) for batch in torch.split(images_NHW, _BATCH)])
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """`logits = z weight^T + bias`. The tensors need no gradient and are never written to."""
+
+    weight_CD: Tensor
+    bias_C: Tensor
+
+    def __call__(self, features_ND: Tensor) -> Tensor:
+        """`N D -> N C`."""
+        return nn.functional.linear(features_ND, self.weight_CD, self.bias_C)
+
+    def to(self, device: str) -> Head:
+        """The same head elsewhere."""
+        return Head(self.weight_CD.to(device), self.bias_C.to(device))
+
+
+def fit_head(features_ND: Tensor, labels_N: Tensor, n_classes: int, *, ridge: float, scale: float) -> Head:
+    """Ridge regression onto the one-hot labels, in closed form and in float64.
+
+    `W = Y^T Z (Z^T Z + ridge * tr(Z^T Z)/D * I)^{-1}` with centered features `Z` and centered one-hot labels `Y`, and
+    `b = mean(y) - W mean(z)`; both are multiplied by `scale`, because a regression's outputs between 0 and 1 would be
+    far too flat as logits.
+
+    Args:
+        ridge: regularization relative to the mean variance of a feature, above 0.
+    """
+    features_ND = features_ND.double()
+    targets_NC = nn.functional.one_hot(labels_N, n_classes).double()
+    mean_D, mean_C = features_ND.mean(0), targets_NC.mean(0)
+    centered_ND = features_ND - mean_D
+    gram_DD = centered_ND.mT @ centered_ND
+    gram_DD.diagonal().add_(ridge * gram_DD.diagonal().mean())
+    weight_CD = torch.linalg.solve(gram_DD, centered_ND.mT @ (targets_NC - mean_C)).mT
+    bias_C = mean_C - weight_CD @ mean_D
+    return Head((scale * weight_CD).float().contiguous(), (scale * bias_C).float())
+
+
+def save_heads(heads: Mapping[str, Head], path: Path) -> None:
+    """All heads in one file, `<task>.weight` and `<task>.bias`."""
+    tensors = {f"{task}.weight": head.weight_CD for task, head in heads.items()}
+    save_file(tensors | {f"{task}.bias": head.bias_C for task, head in heads.items()}, path)

@@ -3,74 +3,35 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 import os
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from shlex import quote
+from typing import Any
 
+import torch
+from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
+from rich.table import Table
 from torch import Tensor
 
+from actmat.api.merging import merge
 from actmat.engine.resources import one_thread
-from actmat.errors import RecipeError
-from actmat.extras.demo.heads import Head, correct, features, fit_head, majority_correct, save_heads
-from actmat.extras.demo.merging import DemoFolder, choose_methods, claim_folder, merge_experts
-from actmat.extras.demo.model import Encoder, EncoderConfig, load_encoder, save_encoder
-from actmat.extras.demo.results import (
-    DemoResult,
-    Row,
-    accuracy_table,
-    drop_table,
-    next_command,
-    score_rows,
-    seconds_of,
-    versions_of,
-)
-from actmat.extras.demo.tasks import (
-    LOOKS,
-    TASKS,
-    Split,
-    Task,
-    TaskData,
-    load_photographs,
-    moved_views,
-    pose_split,
-    split_photographs,
-)
-from actmat.extras.demo.train import finetune, pretrain
-from actmat.extras.demo.training import Schedule, generator_for, side_by_side, steps_of
+from actmat.errors import OutputError, RecipeError
+from actmat.extras.demo.model import Head, features, load_encoder, save_encoder, save_heads
+from actmat.extras.demo.tasks import TASKS, Split, generator_for
+from actmat.extras.demo.training import DemoSettings, finetune, fit_heads, load_data, train_base
 from actmat.foreign import terminal
+from actmat.methods import all_methods, get_method
+from actmat.progress import NoProgress
 
-
-@dataclass(frozen=True, slots=True)
-class DemoSettings:
-    """Everything but the seed. The defaults were chosen on the validation photographs of seeds 0, 1 and 2.
-
-    The base is trained for a short time only, so that there is something left for the experts to gain; the
-    experts are trained gently (a low learning rate), because several times this rate gives better experts, but
-    merges that are no better than the base, by any rule.
-
-    Args:
-        encoder: sizes of the model.
-        n_validation: photographs kept for choosing settings.
-        n_test: photographs kept for the numbers that are reported.
-        n_views: copies of every training photograph, the first as it is, the others moved by up to a pixel.
-        pretraining: schedule of the base.
-        finetuning: schedule of every expert.
-        ridge: regularisation of the heads, relative to the mean variance of a feature.
-        logit_scale: factor of the heads' regression outputs (about 0 to 1) before the softmax.
-    """
-
-    encoder: EncoderConfig = field(default_factory=EncoderConfig)
-    n_validation: int = 297
-    n_test: int = 600
-    n_views: int = 3
-    pretraining: Schedule = field(default_factory=lambda: Schedule(3, 64, 2e-3, weight_decay=0.05))
-    finetuning: Schedule = field(default_factory=lambda: Schedule(8, 128, 1.5e-4))
-    ridge: float = 0.1
-    logit_scale: float = 10.0
+_Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
 
 def run_demo(
@@ -78,170 +39,128 @@ def run_demo(
     *,
     seed: int = 0,
     methods: Sequence[str] | None = None,
-    threads: int | None = None,
-    overwrite: bool = False,
     console: Console | None = None,
     settings: DemoSettings | None = None,
-) -> DemoResult:
+) -> dict[str, Any]:
     """Train a base and one expert per task, merge the experts with every method, compare on held-out photographs.
 
     Below `out` it leaves `base/`, `experts/<task>/`, `merged/<method>/`, `heads.safetensors` and `results.json`.
 
     Args:
-        out: folder to write.
-        seed: split, training and random rules are drawn from it alone: the same seed gives the same weights.
-        methods: names of merge rules; default: every rule that needs no data.
-        threads: experts trained, and tensors merged, side by side; default: one per core. Changes no number.
-        overwrite: replace an earlier demo in `out`.
+        out: folder to write; new or empty.
+        seed: split, training and random methods are drawn from it alone: the same seed gives the same weights.
+        methods: names of merge methods; default: every method that needs no data.
         console: for tables and progress; default: none.
         settings: sizes and schedules.
+
+    Returns:
+        The content of `results.json`.
 
     Raises:
         OutputError: `out` is in use.
         RecipeError: a method is unknown or cannot run here.
         MergeError: scikit-learn is missing, or a merge failed.
     """
-    settings = settings or DemoSettings()
-    console = console or Console(quiet=True)
-    if threads is not None and threads < 1:
-        raise RecipeError(f"The demo needs at least one thread, got threads={threads}.")
-    threads = threads or min(os.cpu_count() or 1, len(TASKS))
-    chosen, left_out = choose_methods(methods, len(TASKS))
-    split, data = load_data(settings, seed)
-    folder = claim_folder(Path(out), [task.name for task in TASKS], overwrite=overwrite)
-    laps = [time.perf_counter()]
-    with _bars(console) as bars:
+    settings, console = settings or DemoSettings(), console or Console(quiet=True)
+    chosen, left_out = choose_methods(methods)
+    data = load_data(settings, seed)
+    if out.exists() and (out.is_file() or any(out.iterdir())):
+        raise OutputError(f"{out} is in use. Remove it, or choose another folder with --out.")
+    experts = {task: out / "experts" / task for task in data}
+    with Progress(console=console) as bars:
         with one_thread():
-            base = _train_base(split, settings, seed, bars)
-            heads = {task.name: _fit_head_on(base, task, data[task.name], settings) for task in TASKS}
-            save_encoder(base, folder.base)
-            save_heads(heads, folder.heads)
-            laps.append(time.perf_counter())
-            _train_experts(base, heads, data, settings, seed, folder, bars, threads)
-            laps.append(time.perf_counter())
-        experts = {task.name: folder.expert(task.name) for task in TASKS}
-        for name in bars.track(chosen, description="merging, by method"):
-            merge_experts(folder.base, experts, name, folder.merged(name), seed=seed, threads=threads)
-        laps.append(time.perf_counter())
-        with one_thread():
-            rows = _evaluate(folder, chosen, data, heads, bars, threads)
-        laps.append(time.perf_counter())
+            (base,) = _each(partial(train_base, settings), [seed], bars, "training the base")
+            heads = fit_heads(base, data, settings)
+            save_encoder(base, out / "base")
+            save_heads(heads, out / "heads.safetensors")
 
-    result = _result(folder, seed, settings, split, rows, left_out, laps)
-    result.save(folder.results)
-    _show(result, folder, console)
+            def train(task: str) -> None:
+                expert, order = copy.deepcopy(base), generator_for(seed, f"finetuning {task}")
+                finetune(expert, heads[task], data[task].train, settings.finetuning, order)
+                save_encoder(expert, experts[task])
+
+            _each(train, experts, bars, "training the experts")
+        named = [{"path": str(path), "name": task} for task, path in experts.items()]
+        for name in bars.track(chosen, description="merging by every method"):
+            settled: dict[str, Any] = {"method": name, "seed": seed, "to": "model", "durable": False}
+            merge(out / "base", named, out=out / "merged" / name, progress=NoProgress(), **settled)
+        with one_thread():
+            models = [out / "base", *(out / "merged" / name for name in chosen)]
+            base_right, *right = _each(partial(_correct, heads, data), models, bars, "testing the models")
+            expert = {task: _correct(heads, {task: data[task]}, path)[task] for task, path in experts.items()}
+    majority = {n: p.test.labels_N == torch.bincount(p.train.labels_N).argmax() for n, p in data.items()}
+    rows = [
+        row_of("majority", "majority", majority, expert),
+        row_of("base", "base", base_right, expert),
+        row_of("experts", "expert", expert, expert),
+        *(row_of(name, "merged", found, expert) for name, found in zip(chosen, right, strict=True)),
+    ]
+    result = {"out": str(out), "seed": seed, "settings": asdict(settings), "rows": rows, "left_out": left_out}
+    (out / "results.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8", newline="\n")
+    console.print("", accuracy_table(rows, f"Test accuracy in %, {settings.n_test} photographs, seed {seed}"), sep="\n")
+    console.print(_next_step(out, experts, left_out), soft_wrap=True, markup=False, highlight=False)
     return result
 
 
-def _result(
-    folder: DemoFolder,
-    seed: int,
-    settings: DemoSettings,
-    split: Split,
-    rows: list[Row],
-    left_out: Mapping[str, str],
-    laps: Sequence[float],
-) -> DemoResult:
-    """All numbers of a run; `laps`: seconds at the start and after each phase."""
-    return DemoResult(
-        out=folder.root,
-        seed=seed,
-        settings=asdict(settings),
-        tasks=[asdict(task) | {"n_classes": task.n_classes} for task in TASKS],
-        n_photographs={"train": len(split.train), "validation": len(split.validation), "test": len(split.test)},
-        rows=rows,
-        left_out=left_out,
-        versions=versions_of("torch", "scikit-learn", "safetensors"),
-        seconds=seconds_of(laps),
-    )
-
-
-def load_data(settings: DemoSettings, seed: int) -> tuple[Split, dict[str, TaskData]]:
-    """The photographs' split, and the data of every task.
+def choose_methods(wanted: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """Methods to run, by default all that can merge so many experts without data; and the names of the others.
 
     Raises:
-        MergeError: scikit-learn is missing.
+        RecipeError: a wanted method is unknown or cannot run here.
     """
-    split = split_photographs(
-        load_photographs(),
-        n_validation=settings.n_validation,
-        n_test=settings.n_test,
-        generator=generator_for(seed, "split"),
+    found = all_methods() if wanted is None else [get_method(name) for name in dict.fromkeys(wanted)]
+    others = [m.name for m in found if m.needs_statistics or (m.max_experts or len(TASKS)) < len(TASKS)]
+    if wanted is not None and others:
+        raise RecipeError(f"The demo merges {len(TASKS)} experts without data, which these methods cannot.", others)
+    return [m.name for m in found if m.name not in others], others
+
+
+def _correct(heads: Mapping[str, Head], data: Mapping[str, Split], model: Path) -> dict[str, Tensor]:
+    """Task -> which test photographs the checkpoint answers correctly."""
+    encoder, tests = load_encoder(model), {task: parts.test for task, parts in data.items()}
+    return {n: heads[n](features(encoder, t.images_NHW)).argmax(1) == t.labels_N for n, t in tests.items()}
+
+
+def _each(work: Callable[[Any], Any], items: Collection[Any], bars: Progress, title: str) -> list[Any]:
+    """`work` on every item, several side by side, each in a thread that computes with one thread."""
+    workers = min(os.cpu_count() or 1, len(TASKS))
+    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return list(bars.track(pool.map(work, items), total=len(items), description=title))
+
+
+def _next_step(out: Path, experts: Mapping[str, Path], left_out: Sequence[str]) -> str:
+    shell = " ".join(quote(str(path)) for path in experts.values())
+    return (
+        f"Without the methods that need data or fewer experts: {', '.join(left_out) or 'none'}.\n"
+        f"Checkpoints and all numbers are in {terminal(out)}. Go on with them:\n\n"
+        f"actmat merge {quote(str(out / 'base'))} {shell} --out my-merge"
     )
-    return split, {task.name: pose_split(task, split, n_views=settings.n_views, seed=seed) for task in TASKS}
 
 
-def _train_base(split: Split, settings: DemoSettings, seed: int, bars: Progress) -> Encoder:
-    views = moved_views(split.train, settings.n_views, generator_for(seed, "views of the base"))
-    bar = bars.add_task("training the base", total=len(LOOKS) * steps_of(settings.pretraining, len(views)))
-    return pretrain(settings.encoder, views, settings.pretraining, seed=seed, on_step=lambda: bars.advance(bar))
+def row_of(name: str, kind: str, right: Mapping[str, Tensor], expert: Mapping[str, Tensor]) -> dict[str, Any]:
+    """One line of the table, from the correct answers by task, bool `N`: the model's and the experts'.
+
+    `half` is half the 95 % interval of the average, `z s / sqrt(N)` with `s` the standard deviation over photographs of
+    their mean scores: a photograph, not an answer, is what was drawn at random.
+    """
+    tasks = {task: float(right_N.double().mean()) for task, right_N in right.items()}
+    score_N = torch.stack(list(right.values())).double().mean(0)
+    half = _Z_95 * float(score_N.std()) / math.sqrt(len(score_N))
+    of_expert = sum(share / float(expert[task].double().mean()) for task, share in tasks.items()) / len(tasks)
+    average = float(score_N.mean())
+    return {"name": name, "kind": kind, "tasks": tasks, "average": average, "half": half, "of_expert": of_expert}
 
 
-def _fit_head_on(base: Encoder, task: Task, data: TaskData, settings: DemoSettings) -> Head:
-    features_ND = features(base, data.train.images_NHW)
-    return fit_head(features_ND, data.train.labels_N, task.n_classes, ridge=settings.ridge, scale=settings.logit_scale)
-
-
-def _train_experts(
-    base: Encoder,
-    heads: Mapping[str, Head],
-    data: Mapping[str, TaskData],
-    settings: DemoSettings,
-    seed: int,
-    folder: DemoFolder,
-    bars: Progress,
-    threads: int,
-) -> None:
-    """One expert per task, several at the same time, each saved when it is done."""
-    n_steps = sum(steps_of(settings.finetuning, len(d.train)) for d in data.values())
-    bar = bars.add_task(f"training {len(TASKS)} experts", total=n_steps)
-
-    def train(name: str) -> None:
-        order = generator_for(seed, f"finetuning {name}")
-        examples, schedule = data[name].train, settings.finetuning
-        expert = copy.deepcopy(base)
-        finetune(expert, heads[name], examples, schedule, generator=order, on_step=lambda: bars.advance(bar))
-        save_encoder(expert, folder.expert(name))
-
-    side_by_side(train, data, threads)
-
-
-def _evaluate(
-    folder: DemoFolder,
-    methods: Sequence[str],
-    data: Mapping[str, TaskData],
-    heads: Mapping[str, Head],
-    bars: Progress,
-    threads: int,
-) -> list[Row]:
-    """All lines of the table, from the checkpoints as they are on disk."""
-    bar = bars.add_task("testing all models", total=len(methods) + 2)
-
-    def answers(directory: Path) -> dict[str, Tensor]:
-        encoder = load_encoder(directory)
-        right = {name: correct(encoder, heads[name], posed.test) for name, posed in data.items()}
-        bars.advance(bar)
-        return right
-
-    experts = {n: correct(load_encoder(folder.expert(n)), heads[n], posed.test) for n, posed in data.items()}
-    bars.advance(bar)
-    majority = {t.name: majority_correct(data[t.name].train, data[t.name].test, t.n_classes) for t in TASKS}
-    base, *merged = side_by_side(answers, [folder.base, *map(folder.merged, methods)], threads)
-    return score_rows(majority, base, experts, dict(zip(methods, merged, strict=True)))
-
-
-def _bars(console: Console) -> Progress:
-    columns = (TextColumn("{task.description:<20}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console)
-
-
-def _show(result: DemoResult, folder: DemoFolder, console: Console) -> None:
-    console.print()
-    console.print(accuracy_table(result))
-    console.print(drop_table(result))
-    if result.left_out:
-        console.print(f"Left out: {'; '.join(f'{name} ({why})' for name, why in result.left_out.items())}.\n")
-    went_to = f"Checkpoints and all numbers are in {terminal(result.out)}. Go on with them:\n"
-    console.print(went_to, soft_wrap=True, markup=False)
-    command = next_command(folder.base, [folder.expert(name) for name in result.task_names])
-    console.print(command, soft_wrap=True, markup=False, highlight=False)
+def accuracy_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """Test accuracy in %, one line per model, methods in descending order of their average."""
+    caption = (
+        "average: ± half of its 95 % interval; of expert: mean of accuracy / expert's;\nexperts: each on its own task"
+    )
+    table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    for column in ("", *rows[0]["tasks"], "average", "of expert"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for row in sorted(rows, key=lambda row: -row["average"] if row["kind"] == "merged" else -1):
+        shares = (*row["tasks"].values(), row["average"], row["half"], row["of_expert"])
+        *tasks, average, half, of_expert = (f"{100 * share:.1f}" for share in shares)
+        table.add_row(row["name"], *tasks, f"{average} ±{half}", of_expert, end_section=row["kind"] == "expert")
+    return table

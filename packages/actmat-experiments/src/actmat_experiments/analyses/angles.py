@@ -57,7 +57,7 @@ class DriftAngles:
 
     Args:
         estimate: `angle(D^T D, C)`.
-        optimiser: `angle(D^T D, G^T G)`: what makes the delta another direction than the summed gradient. Zero for
+        optimizer: `angle(D^T D, G^T G)`: what makes the delta another direction than the summed gradient. Zero for
             gradient descent with a fixed step, where `D = -eta G`.
         cross: `angle(G^T G, S)`: products of gradients of different tokens and steps.
         correlation: `angle(S, S~)`: the size of a token's gradient depends on its input.
@@ -66,7 +66,7 @@ class DriftAngles:
     """
 
     estimate: float
-    optimiser: float
+    optimizer: float
     cross: float
     correlation: float
     drift: float
@@ -79,8 +79,8 @@ class DriftAngles:
 
     @property
     def full_bound(self) -> float:
-        """The same and the optimiser's angle: holds for any optimiser, and is Theorem 3.1 where that angle is zero."""
-        return self.optimiser + self.bound
+        """The same and the optimizer's angle: holds for any optimizer, and is Theorem 3.1 where that angle is zero."""
+        return self.optimizer + self.bound
 
 
 def drift_angles(
@@ -98,7 +98,7 @@ def drift_angles(
     estimate_II, gradients_II = gram_of(delta_OI), gram_of(gradient_OI)
     return DriftAngles(
         estimate=angle(estimate_II, gram_II),
-        optimiser=angle(estimate_II, gradients_II),
+        optimizer=angle(estimate_II, gradients_II),
         cross=angle(gradients_II, second_II),
         correlation=angle(second_II, decoupled_II),
         drift=angle(decoupled_II, gram_II),

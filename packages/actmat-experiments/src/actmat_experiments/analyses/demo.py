@@ -12,15 +12,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from actmat.errors import CheckpointError, RecipeError, did_you_mean
-from actmat.extras.demo.heads import Head, load_heads
-from actmat.extras.demo.merging import DemoFolder
-from actmat.extras.demo.model import Encoder, EncoderConfig, load_encoder
-from actmat.extras.demo.run import DemoSettings, load_data
-from actmat.extras.demo.tasks import TASKS, Examples, Task, TaskData
-from actmat.extras.demo.training import Schedule, generator_for
+from actmat.extras.demo.model import Encoder, EncoderConfig, Head, load_encoder
+from actmat.extras.demo.tasks import TASKS, Examples, Split, generator_for
+from actmat.extras.demo.training import DemoSchedule, DemoSettings, load_data
 from actmat_experiments.analyses.correlation import CorrelationResult, correlation
 from actmat_experiments.analyses.distribution import DistributionResult, distribution
 from actmat_experiments.analyses.estimates import CosineResult, ScaleResult, cosine, scale
@@ -36,31 +34,43 @@ _BATCH = 100
 class DemoModels:
     """A finished demo: checkpoints in `folder`, heads, and the data of every task made again from the seed."""
 
-    folder: DemoFolder
+    folder: Path
     seed: int
     settings: DemoSettings
     heads: Mapping[str, Head]
-    data: Mapping[str, TaskData]
+    data: Mapping[str, Split]
     merged: tuple[str, ...]
 
-    def base(self) -> Encoder:
-        """The base, to be trained or read."""
-        return load_encoder(self.folder.base)
+    @property
+    def base(self) -> Path:
+        """Checkpoint of the base."""
+        return self.folder / "base"
 
-    def expert(self, task: str) -> Encoder:
-        """The expert of a task."""
-        return load_encoder(self.folder.expert(self.task(task).name))
+    @property
+    def experts(self) -> dict[str, Path]:
+        """Task -> checkpoint of its expert."""
+        return {name: self.folder / "experts" / name for name in self.data}
 
-    def task(self, name: str) -> Task:
-        """A task of the demo.
+    def merge(self, method: str) -> Path:
+        """Checkpoint that the demo merged by a method.
+
+        Raises:
+            RecipeError: there is none.
+        """
+        if method not in self.merged:
+            raise RecipeError(f"The demo has no merge by '{method}'.{did_you_mean(method, self.merged)}")
+        return self.folder / "merged" / method
+
+    def task(self, name: str) -> Split:
+        """Data of a task of the demo.
 
         Raises:
             RecipeError: there is none of that name.
         """
-        found = {t.name: t for t in TASKS}
-        if name not in found:
-            raise RecipeError(f"The demo has no task '{name}'.{did_you_mean(name, found)} It has {', '.join(found)}.")
-        return found[name]
+        if name not in self.data:
+            near = did_you_mean(name, self.data)
+            raise RecipeError(f"The demo has no task '{name}'.{near} It has {', '.join(self.data)}.")
+        return self.data[name]
 
     def loss(self, encoder: Encoder, task: str, examples: Examples) -> Tensor:
         """Cross-entropy behind the task's frozen head, mean over the examples."""
@@ -74,28 +84,22 @@ def load_demo(folder: Path) -> DemoModels:
         CheckpointError: no finished demo is there.
         MergeError: scikit-learn is missing.
     """
-    place = DemoFolder(Path(folder))
-    if not place.results.is_file():
+    results = Path(folder) / "results.json"
+    if not results.is_file():
         raise CheckpointError(
             f"{folder} holds no finished demo (no results.json). Make one: actmat demo --out {folder}"
         )
-    stored = json.loads(place.results.read_text(encoding="utf-8"))
+    stored = json.loads(results.read_text(encoding="utf-8"))
     given = dict(stored["settings"])
-    settings = DemoSettings(
-        **{
-            **given,
-            "encoder": EncoderConfig(**given["encoder"]),
-            "pretraining": Schedule(**given["pretraining"]),
-            "finetuning": Schedule(**given["finetuning"]),
-        }
-    )
-    seed = int(stored["seed"])
+    schedules = {name: DemoSchedule(**given[name]) for name in ("pretraining", "finetuning")}
+    settings = DemoSettings(**given | schedules | {"encoder": EncoderConfig(**given["encoder"])})
+    tensors = load_file(results.with_name("heads.safetensors"))
     return DemoModels(
-        folder=place,
-        seed=seed,
+        folder=Path(folder),
+        seed=int(stored["seed"]),
         settings=settings,
-        heads=load_heads(place.heads),
-        data=load_data(settings, seed)[1],
+        heads={task.name: Head(*(tensors[f"{task.name}.{part}"] for part in ("weight", "bias"))) for task in TASKS},
+        data=load_data(settings, int(stored["seed"])),
         merged=tuple(row["name"] for row in stored["rows"] if row["kind"] == "merged"),
     )
 
@@ -103,7 +107,7 @@ def load_demo(folder: Path) -> DemoModels:
 def batches(examples: Examples, size: int = _BATCH) -> Iterator[Examples]:
     """The examples in their order, the last batch smaller."""
     for index_N in torch.split(torch.arange(len(examples)), size):
-        yield Examples(examples.images_NHW[index_N], examples.labels_N[index_N])
+        yield examples.take(index_N)
 
 
 def input_grams(model: nn.Module, passes: Iterable[Callable[[], object]]) -> dict[str, Tensor]:
@@ -140,7 +144,7 @@ def demo_grams(models: DemoModels, examples: dict[str, Examples] | None = None) 
     chosen = examples or {name: data.test for name, data in models.data.items()}
     found = {}
     for task, given in chosen.items():
-        encoder = models.expert(task)
+        encoder = load_encoder(models.experts[task])
         found[task] = input_grams(encoder, [partial(encoder, b.images_NHW) for b in batches(given)])
     return found
 
@@ -152,7 +156,7 @@ SAMPLE_SIZES = (1, 10, 100)
 def demo_scale(demo: Path) -> ScaleResult:
     """`scale` on the test photographs of every task."""
     models = load_demo(demo)
-    return scale(models.folder.base, {n: models.folder.expert(n) for n in models.data}, demo_grams(models))
+    return scale(models.base, models.experts, demo_grams(models))
 
 
 def demo_cosine(demo: Path, *, sizes: Sequence[int] = SAMPLE_SIZES, n_draws: int = 5) -> CosineResult:
@@ -160,7 +164,7 @@ def demo_cosine(demo: Path, *, sizes: Sequence[int] = SAMPLE_SIZES, n_draws: int
     models = load_demo(demo)
 
     def drawn(task: str, size: int) -> list[dict[str, Tensor]]:
-        train, encoder = models.data[task].train, models.expert(task)
+        train, encoder = models.data[task].train, load_encoder(models.experts[task])
         if size > len(train):
             raise RecipeError(f"There are {len(train)} training images of '{task}', fewer than {size}.")
         generator = generator_for(models.seed, f"cosine {task} {size}")
@@ -170,8 +174,7 @@ def demo_cosine(demo: Path, *, sizes: Sequence[int] = SAMPLE_SIZES, n_draws: int
             found.append(input_grams(encoder, [partial(encoder, train.images_NHW[index_N])]))
         return found
 
-    experts = {n: models.folder.expert(n) for n in models.data}
-    return cosine(models.folder.base, experts, demo_grams(models), drawn=drawn, sizes=sizes)
+    return cosine(models.base, models.experts, demo_grams(models), drawn=drawn, sizes=sizes)
 
 
 def demo_interference(
@@ -186,13 +189,8 @@ def demo_interference(
         RecipeError: the demo has not merged by one of these methods.
     """
     models = load_demo(demo)
-    for name in methods or ():
-        if name not in models.merged:
-            raise RecipeError(f"The demo has no merge by '{name}'.{did_you_mean(name, models.merged)}")
-    chosen = methods or models.merged
-    experts = {n: models.folder.expert(n) for n in models.data}
-    others: dict[str, Source] = {n: models.folder.merged(n) for n in chosen} | dict(merged or {})
-    return interference(models.folder.base, experts, others, demo_grams(models))
+    others: dict[str, Source] = {n: models.merge(n) for n in methods or models.merged} | dict(merged or {})
+    return interference(models.base, models.experts, others, demo_grams(models))
 
 
 def demo_correlation(
@@ -254,13 +252,13 @@ def demo_distribution(
 
 def _photographs(models: DemoModels, task: str, at: str, most: int) -> tuple[Encoder, Callable[[int], Tensor]]:
     """The model, and its loss on the first training photographs."""
-    train = models.data[models.task(task).name].train
+    train = models.task(task).train
     n_own = len(train) // models.settings.n_views
     if most > n_own:
         raise RecipeError(f"There are {n_own} training photographs, fewer than {most}.")
-    encoder = models.base() if at == "base" else models.expert(task)
+    encoder = load_encoder(models.base if at == "base" else models.experts[task])
 
     def loss(n: int) -> Tensor:
-        return models.loss(encoder, task, Examples(train.images_NHW[:n], train.labels_N[:n]))
+        return models.loss(encoder, task, train.take(torch.arange(n)))
 
     return encoder, loss

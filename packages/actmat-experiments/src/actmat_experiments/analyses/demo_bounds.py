@@ -6,7 +6,6 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from actmat.errors import RecipeError, did_you_mean
 from actmat.extras.demo.model import load_encoder
 from actmat_experiments.analyses.demo import DemoModels, demo_grams, load_demo
 from actmat_experiments.analyses.perturbation import PerturbationResult, perturbation
@@ -16,8 +15,7 @@ from actmat_experiments.analyses.transfer import Losses, TransferResult, transfe
 def demo_perturbation(demo: Path) -> PerturbationResult:
     """`perturbation` of the demo's experts, on the test photographs."""
     models = load_demo(demo)
-    experts = {n: models.folder.expert(n) for n in models.data}
-    return perturbation(models.folder.base, experts, demo_grams(models))
+    return perturbation(models.base, models.experts, demo_grams(models))
 
 
 def demo_transfer(demo: Path, *, method: str = "actmat") -> TransferResult:
@@ -27,13 +25,11 @@ def demo_transfer(demo: Path, *, method: str = "actmat") -> TransferResult:
         RecipeError: the demo has not merged by this method.
     """
     models = load_demo(demo)
-    if method not in models.merged:
-        raise RecipeError(f"The demo has no merge by '{method}'.{did_you_mean(method, models.merged)}")
     return transfer(
-        models.base().eval(),
-        _state(models.folder.base),
-        {n: _state(models.folder.expert(n)) for n in models.data},
-        _state(models.folder.merged(method)),
+        load_encoder(models.base).eval(),
+        _state(models.base),
+        {n: _state(path) for n, path in models.experts.items()},
+        _state(models.merge(method)),
         {n: _losses(models, n) for n in models.data},
         title=f"demo, merged by {method}",
     )

@@ -1,6 +1,6 @@
 """Angles of Theorem 3.1 along a run; and `drift`, which measures them along a fine-tuning run (AdamW, minibatches).
 
-The theorem is about gradient descent. For another optimiser `D` is not `-eta G`; the angle between `D^T D` and `G^T G`
+The theorem is about gradient descent. For another optimizer `D` is not `-eta G`; the angle between `D^T D` and `G^T G`
 says how much that matters, and with it the inequality holds again.
 """
 
@@ -106,7 +106,7 @@ class DriftResult(Analysis):
         title = f"{self.title}: after {self.last.step} steps"
         table = new_table(title, caption, "layer", columns)
         for name, a in self.last.layers.items():
-            row = (a.estimate, a.identity, a.optimiser, a.cross, a.correlation, a.drift, a.full_bound)
+            row = (a.estimate, a.identity, a.optimizer, a.cross, a.correlation, a.drift, a.full_bound)
             table.add_row(escape(short_names([name])[name]), *(f" {degrees(x)}" for x in row))
         return [table]
 
@@ -120,7 +120,7 @@ class DriftResult(Analysis):
         series = (
             ("angle(DᵀD, C)", "estimate", "-", 2.0),
             ("angle(identity, C)", "identity", ":", 1.4),
-            ("optimiser", "optimiser", "-", 1.0),
+            ("optimizer", "optimizer", "-", 1.0),
             ("e_cross", "cross", "-", 1.0),
             ("e_corr", "correlation", "-", 1.0),
             ("e_drift", "drift", "-", 1.0),
@@ -130,7 +130,7 @@ class DriftResult(Analysis):
         for axes, name in zip(panels, names, strict=True):
             for index, (label, field, style, weight) in enumerate(series):
                 values = [math.degrees(getattr(m.layers[name], field)) for m in self.moments]
-                thin = field in ("optimiser", "cross", "correlation", "drift")
+                thin = field in ("optimizer", "cross", "correlation", "drift")
                 marker = MARKERS[index] if thin else None
                 axes.plot(steps, values, style, color=colours[index], linewidth=weight, marker=marker, markersize=3,
                           label=label)  # fmt: skip
@@ -139,7 +139,7 @@ class DriftResult(Analysis):
         panels[0].minorticks_off()
         panels[0].set_ylim(0, 140)
         panels[0].set_yticks((0, 30, 60, 90, 120))
-        finish_panels(figure, panels, list(short_names(names).values()), "optimiser steps", "degrees")
+        finish_panels(figure, panels, list(short_names(names).values()), "optimizer steps", "degrees")
         return figure
 
 
@@ -170,17 +170,19 @@ def drift(
         CheckpointError: no demo there.
         RecipeError: an unknown task or layer.
     """
-    from actmat.extras.demo.train import finetune
-    from actmat.extras.demo.training import generator_for, steps_of
+    from actmat.extras.demo.model import load_encoder
+    from actmat.extras.demo.tasks import generator_for
+    from actmat.extras.demo.training import task_losses
     from actmat_experiments.core import one_thread
+    from actmat_experiments.harness.training import Schedule, descend
 
     models = load_demo(demo)
-    examples = models.data[models.task(task).name].train
+    examples = models.task(task).train
     schedule = models.settings.finetuning
-    n_steps = steps_of(schedule, len(examples))
+    n_steps = schedule.steps(len(examples))
     wanted = set(moments_until(n_steps, n_moments))
     moments: list[Moment] = []
-    expert = models.base()
+    expert, order = load_encoder(models.base), generator_for(models.seed, f"finetuning {task}")
     monitor = DriftMonitor(layers=layers).attach(expert)
     loss = partial(models.loss, expert, task)
 
@@ -194,16 +196,11 @@ def drift(
         stack.enter_context(one_thread())
         _read_inputs(monitor, loss, examples)
         on_moment(0, monitor)
-        finetune(
-            expert,
-            models.heads[task],
-            examples,
-            schedule,
-            generator=generator_for(models.seed, f"finetuning {task}"),
-            on_step=on_step,
-            callbacks=[MonitorCallback(monitor, measure)],
-        )
-    settings = {"task": task, "seed": models.seed, "optimiser": "AdamW", **asdict(schedule)}
+        losses = task_losses(expert, models.heads[task], examples, schedule, order)
+        watching = MonitorCallback(monitor, measure)
+        parameters = list(expert.parameters())
+        descend(parameters, lambda _: losses, n_steps, Schedule(**asdict(schedule)), on_step, [watching])
+    settings = {"task": task, "seed": models.seed, "optimizer": "AdamW", **asdict(schedule)}
     settings |= {"n_examples": len(examples), "n_steps": n_steps}
     return DriftAlongRun(f"demo expert '{task}', AdamW", settings, moments, monitor.not_read)
 

@@ -5,7 +5,7 @@
         loss = ...
         with monitor.step(k):
             loss.backward()
-        optimiser.step()
+        optimizer.step()
     with monitor.inputs():
         model(data)
     angles = monitor.angles()
@@ -124,7 +124,7 @@ class DriftMonitor:
 
     @contextlib.contextmanager
     def step(self, number: int, *, mask: Tensor | None = None) -> Iterator[None]:
-        """Around the backward passes of one optimiser step; several add up to one gradient.
+        """Around the backward passes of one optimizer step; several add up to one gradient.
 
         Args:
             mask: bool `(samples, tokens)`, False where a token is padding; its input then counts nowhere.

@@ -126,7 +126,7 @@ def finetune(
         raise RecipeError(f"A run has steps and a rate above zero; got {how.steps} and {how.rate:g}.")
     monitor = DriftMonitor(layers=how.layers).attach(subject.model)
     parameters = [p for p in subject.model.parameters() if p.requires_grad]
-    optimiser = torch.optim.AdamW(parameters, lr=how.rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=how.rate, weight_decay=0.0)
     wanted, moments = set(moments_until(how.steps, how.n_moments)), []
     subject.model.train()
     try:
@@ -134,10 +134,10 @@ def finetune(
         on_moment(0, monitor)
         for step, batch in zip(range(how.steps), _in_turn(subject.batches), strict=False):
             value = subject.loss(batch)
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             with monitor.step(step, mask=batch.get("attention_mask")):
                 torch.autograd.backward(value)
-            optimiser.step()
+            optimizer.step()
             on_step()
             if step + 1 in wanted:
                 loss = _measure(subject, monitor)
@@ -146,7 +146,7 @@ def finetune(
     finally:
         monitor.detach()
         subject.model.eval()
-    settings: dict[str, Any] = {"model": subject.location, "optimiser": "AdamW", "rate": how.rate}
+    settings: dict[str, Any] = {"model": subject.location, "optimizer": "AdamW", "rate": how.rate}
     settings |= {"n_steps": how.steps, "n_samples": subject.n_samples, "batches": len(subject.batches)}
     return DriftAlongRun(f"{subject.location}, AdamW", settings, moments, monitor.not_read)
 

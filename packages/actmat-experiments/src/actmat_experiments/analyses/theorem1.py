@@ -1,6 +1,6 @@
 """`theorem1`: Theorem 3.1 where it is exact, full-batch gradient descent; and the small network of both theorems.
 
-There `D = -eta G`, the angle of the optimiser is zero, and `angle(D^T D, C) <= e_cross + e_corr + e_drift` is an
+There `D = -eta G`, the angle of the optimizer is zero, and `angle(D^T D, C) <= e_cross + e_corr + e_drift` is an
 inequality between numbers that are all computed. docs/analyses/theorem1.md has the derivation, also for layers that
 see several tokens of a sample. The network is a multilayer perceptron whose Lipschitz constants are known:
 
@@ -96,8 +96,7 @@ def theorem1(
         NumericalError: the descent diverged, or the inequality does not hold (which would be an error of this package).
         MergeError: scikit-learn is missing.
     """
-    from actmat.extras.demo.tasks import load_photographs
-    from actmat.extras.demo.training import generator_for
+    from actmat.extras.demo.tasks import generator_for, load_photographs
 
     photographs = load_photographs()
     order_N = torch.randperm(len(photographs), generator=generator_for(seed, "theorem1"))[:n_images]
@@ -106,7 +105,7 @@ def theorem1(
     images_NHW = chosen.images_NHW.double()
 
     def loss() -> Tensor:
-        return nn.functional.cross_entropy(logits_of(images_NHW), chosen.digits_N)
+        return nn.functional.cross_entropy(logits_of(images_NHW), chosen.labels_N)
 
     monitor, moments = descend_watched(model, loss, n_steps=n_steps, rate=rate, on_step=on_step)
     settings = {
@@ -116,7 +115,7 @@ def theorem1(
         "n_images": len(chosen),
         "width": width,
         "seed": seed,
-        "optimiser": "full-batch gradient descent",
+        "optimizer": "full-batch gradient descent",
     }
     title = f"{network}, full-batch gradient descent"
     result = Theorem1Result(title, settings, moments, monitor.not_read)

@@ -404,12 +404,11 @@ def theorem2(
         NumericalError: an inequality does not hold.
         MergeError: scikit-learn is missing.
     """
-    from actmat.extras.demo.tasks import TASKS, load_photographs, pose_split, split_photographs
-    from actmat.extras.demo.training import generator_for
+    from actmat.extras.demo.tasks import TASKS, generator_for, pose_split, split_photographs
 
     if not 2 <= n_tasks <= len(TASKS):
         raise RecipeError(f"theorem2 merges 2 to {len(TASKS)} tasks; got {n_tasks}.")
-    split = split_photographs(load_photographs(), n_validation=1, n_test=600, generator=generator_for(seed, "split"))
+    split = split_photographs(1, 600, generator_for(seed, "split"))
     tasks = TASKS[:n_tasks]
     data = {t.name: pose_split(t, split, n_views=1, seed=seed) for t in tasks}
     generator = generator_for(seed, "theorem2")
@@ -445,14 +444,14 @@ def _train(
     on_step: Callable[[], object],
 ) -> MLP:
     """AdamW on batches of the tasks (examples and head) in turn, in place."""
-    optimiser = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.0)
     for step in range(n_steps):
         examples, head_CF = tasks[step % len(tasks)]
-        index_N = torch.randint(len(examples), (_BATCH,), generator=generator)
-        loss = _losses(head_CF, examples.labels_N[index_N])(model(examples.images_NHW[index_N].double())).mean()
-        optimiser.zero_grad()
+        batch = examples.take(torch.randint(len(examples), (_BATCH,), generator=generator))
+        loss = _losses(head_CF, batch.labels_N)(model(batch.images_NHW.double())).mean()
+        optimizer.zero_grad()
         torch.autograd.backward(loss)
-        optimiser.step()
+        optimizer.step()
         on_step()
     return model
 

@@ -74,7 +74,7 @@ class TrajectoryResult(Analysis):
                   markersize=4, label="median over layers")  # fmt: skip
         axes.set_ylim(0, 90)
         axes.set_yticks((0, 15, 30, 45, 60, 75, 90))
-        axes.set_xlabel("optimiser steps")
+        axes.set_xlabel("optimizer steps")
         axes.set_ylabel("degrees; 90 is the largest possible")
         figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
         return figure

@@ -155,10 +155,8 @@ def table(
         from actmat.cli.screen import print_result
         from actmat_experiments.harness.report import stored_scores
 
-        data = found.data(request)
-        if data is None:
-            data = {"scores": [asdict(score) for score in stored_scores(request)]}
-        print_result("experiment", {"suite": suite, **data})
+        scores = [asdict(score) for score in stored_scores(request)]
+        print_result("experiment", {"suite": suite, "scores": scores})
     if figures is not None or not json:
         found.table(request)
 

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actmat.extras.demo.training import side_by_side
 from actmat_experiments.harness.cache import Cache, code_digest, file_digest, library_versions
 from actmat_experiments.harness.merging import (
     KINDS,
@@ -30,6 +29,7 @@ from actmat_experiments.harness.merging import (
 from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
 from actmat_experiments.harness.results import Part, Regime, ScaleKind, Score, append_scores
 from actmat_experiments.harness.study import Answers, Subject
+from actmat_experiments.harness.training import side_by_side
 
 _VERSION, _STATISTICS_VERSION = 3, 2
 _VERSIONS = ("actmat", "torch", "transformers", "peft")

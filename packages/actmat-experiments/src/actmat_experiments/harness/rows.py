@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from actmat.errors import RecipeError, did_you_mean
-from actmat.extras.demo.merging import choose_methods
 from actmat_experiments import paper
-from actmat_experiments.core import all_methods, get_method
+from actmat_experiments.core import MergeMethod, all_methods, get_method
 from actmat_experiments.harness.merging import Candidate
 from actmat_experiments.harness.results import REGIMES
 
@@ -62,6 +61,38 @@ STRENGTHS = tuple(
 def more_rows(regime: str) -> tuple[Candidate, ...]:
     """Rows of a regime beside those that are compared unless a request names some: steps, strengths, spaces."""
     return (*POSTPROCESSED, *STRENGTHS, *(SPACES if regime == "lora" else ()))
+
+
+def choose_methods(
+    wanted: Sequence[str] | None, n_experts: int, statistics: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """Names of the rules to run, and the reasons why others are left out.
+
+    Args:
+        wanted: names in the order of the table, or None for every rule that can run.
+        statistics: kinds of statistics that are there.
+
+    Raises:
+        RecipeError: a wanted rule is unknown or cannot run here.
+    """
+    chosen = all_methods() if wanted is None else list(map(get_method, wanted))
+    reasons = {m.name: _why_not(m, n_experts, statistics) for m in chosen}
+    left_out = {name: reason for name, reason in reasons.items() if reason}
+    if wanted is not None and left_out:
+        raise RecipeError(
+            "Not all these methods can run here: all experts are merged at once, with the statistics that are there.",
+            [f"'{name}' {reason}" for name, reason in left_out.items()],
+        )
+    return [name for name in dict.fromkeys(reasons if wanted is None else wanted) if name not in left_out], left_out
+
+
+def _why_not(method: MergeMethod, n_experts: int, statistics: Sequence[str]) -> str | None:
+    """Reason why the rule cannot merge that many experts with these kinds of statistics; None if it can."""
+    if missing := [kind for kind in method.needs_statistics if kind not in statistics]:
+        return f"needs statistics measured on data: {', '.join(missing)}"
+    if method.max_experts is not None and n_experts > method.max_experts:
+        return f"merges at most {method.max_experts} expert(s), not {n_experts}"
+    return None
 
 
 def candidates(

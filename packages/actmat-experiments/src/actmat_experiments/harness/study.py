@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 
-from actmat.extras.demo.results import Z_95
-from actmat.extras.demo.training import generator_for
+from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.harness.merging import Candidate
 from actmat_experiments.harness.results import Regime
-from actmat_experiments.harness.table import markdown
+from actmat_experiments.harness.table import Z_95, markdown
 
 
 def _variant(name: str, scale: float = 1.0, fields: Mapping[str, Any] | None = None, **options: Any) -> Candidate:

@@ -9,8 +9,37 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from actmat.extras.demo.results import Z_95, Interval, wilson_interval
 from actmat_experiments.harness.results import REFERENCES, ScaleKind, Score
+
+Z_95 = 1.959963984540054
+"""97.5 % quantile of the normal distribution."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A share between 0 and 1 and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def half(self) -> float:
+        """Half its width."""
+        return (self.high - self.low) / 2
+
+
+def wilson_interval(n_right: float, n: int) -> Interval:
+    """95 % interval of a share: `(p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)`.
+
+    Unlike the textbook's `p +- z sqrt(p(1-p)/n)` it stays within 0..1 and holds near the ends.
+    E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 1927.
+    """
+    share, z2 = n_right / n, Z_95**2
+    center = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z_95 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    return Interval(share, max(0.0, center - half), min(1.0, center + half))
+
 
 Figure = Mapping[tuple[str, ScaleKind], float]
 """(row, kind of scale) -> the paper's average, in percent."""

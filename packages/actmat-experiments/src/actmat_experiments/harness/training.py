@@ -1,14 +1,136 @@
-"""States of long training runs, so that an interrupted run goes on where it stopped; and the best state of a run."""
+"""The loop that trains every base and expert: schedules, states of interrupted runs, the best state of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from actmat.extras.demo.training import warm_cosine
+
+OnStep = Callable[[], object]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Callback(Protocol):
+    """Watches a training run, for analyses. Called from the training thread; gradients are those of the batch."""
+
+    def before_step(self, step: int, loss: Tensor) -> None:
+        """After `loss.backward()` and clipping, before the optimizer's step."""
+
+    def after_step(self, step: int) -> None:
+        """After the optimizer's step."""
+
+
+class Resumed(Protocol):
+    """The state of a training run that is kept from time to time."""
+
+    def load(self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
+        """Put the state back; the number of steps that it holds, 0 without one."""
+
+    def keep(
+        self, step: int, n_steps: int, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Write the state if it is time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One training run: linear warm-up, then half a cosine down to zero, or the same rate throughout.
+
+    Args:
+        epochs: passes over the training examples.
+        batch_size: examples per step; the last, smaller batch of an epoch is left out.
+        learning_rate: its peak.
+        weight_decay: decoupled, per unit of learning rate.
+        warm_up_steps: length of the warm-up; a tenth of the steps unless given.
+        micro_batches: pieces in which a batch goes through the model, if it does not fit as a whole.
+        constant: no warm-up and no decay.
+        optimizer: AdamW, or Adafactor, whose steps are relative to the size of each tensor.
+        clip: longest gradient; None: as it is.
+    """
+
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    weight_decay: float = 0.0
+    warm_up_steps: int | None = None
+    micro_batches: int = 1
+    constant: bool = False
+    optimizer: Literal["adamw", "adafactor"] = "adamw"
+    clip: float | None = 1.0
+
+    def steps(self, n_examples: int) -> int:
+        """Optimizer steps of a run."""
+        return self.epochs * (n_examples // self.batch_size)
+
+    def rate(self, step: int, n_steps: int) -> float:
+        """Learning rate of a step."""
+        share = 1.0 if self.constant else warm_cosine(step, n_steps, self.warm_up_steps)
+        return self.learning_rate * share
+
+    def optimizer_of(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer, without a state."""
+        if self.optimizer == "adafactor":
+            return torch.optim.Adafactor(parameters, lr=self.learning_rate, weight_decay=self.weight_decay)
+        return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=self.weight_decay, fused=True)
+
+
+def descend(
+    parameters: Sequence[nn.Parameter],
+    losses: Callable[[int], Iterator[Tensor | Iterable[Tensor]]],
+    n_steps: int,
+    schedule: Schedule,
+    on_step: OnStep = lambda: None,
+    callbacks: Sequence[Callback] = (),
+    resume: Resumed | None = None,
+) -> None:
+    """Minimize a stream of losses, each computed when it is asked for, at the weights of that moment.
+
+    Args:
+        losses: the stream from a given step on, one per step: a loss, or the terms that add up to it, for batches that
+            do not fit the memory; each term is computed, and its gradient taken, before the next one. The run ends with
+            the stream, if that ends first.
+        on_step: called after every step, for progress.
+    """
+    optimizer = schedule.optimizer_of(parameters)
+    first = resume.load(parameters, optimizer) if resume else 0
+    for _ in range(first):
+        on_step()
+    for step, terms in zip(range(first, n_steps), losses(first), strict=False):
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.rate(step, n_steps)
+        total = torch.zeros(())
+        for term in (terms,) if isinstance(terms, Tensor) else terms:
+            torch.autograd.backward(term)
+            total = total + term.detach().cpu()
+        if schedule.clip is not None:
+            nn.utils.clip_grad_norm_(parameters, schedule.clip)
+        for callback in callbacks:
+            callback.before_step(step, total)
+        optimizer.step()
+        for callback in callbacks:
+            callback.after_step(step)
+        on_step()
+        if resume:
+            resume.keep(step + 1, n_steps, parameters, optimizer)
+
+
+def side_by_side(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> list[Result]:
+    """`work` on every item, each in a thread that computes with one thread; the first error is raised."""
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,27 +145,27 @@ class Resume:
     path: Path
     every: int = 500
 
-    def load(self, parameters: Sequence[nn.Parameter], optimiser: torch.optim.Optimizer) -> int:
+    def load(self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
         """Put the state back; the number of steps that it holds, 0 without one."""
         if not self.path.is_file():
             return 0
         state = torch.load(self.path, map_location="cpu", weights_only=True)
         _put(state["weights"], parameters)
-        optimiser.load_state_dict(state["optimiser"])
+        optimizer.load_state_dict(state["optimizer"])
         return int(state["step"])
 
     def keep(
-        self, step: int, n_steps: int, parameters: Sequence[nn.Parameter], optimiser: torch.optim.Optimizer
+        self, step: int, n_steps: int, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> None:
         """Write the state if it is time."""
         if step % self.every == 0 and step != n_steps:
-            self.write(step, parameters, optimiser)
+            self.write(step, parameters, optimizer)
 
     def write(
-        self, step: int, parameters: Sequence[nn.Parameter], optimiser: torch.optim.Optimizer, **more: Any
+        self, step: int, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, **more: Any
     ) -> None:
         """Replace the state."""
-        _write({"step": step, "weights": _values(parameters), "optimiser": optimiser.state_dict(), **more}, self.path)
+        _write({"step": step, "weights": _values(parameters), "optimizer": optimizer.state_dict(), **more}, self.path)
 
 
 @dataclass(slots=True)
@@ -87,9 +209,9 @@ class Selection:
     on_update: Callable[[Progress], object] = lambda progress: None
     progress: Progress = field(default_factory=Progress)
 
-    def load(self, parameters: Sequence[nn.Parameter], optimiser: torch.optim.Optimizer) -> int:
+    def load(self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
         """See `Resume`."""
-        found = Resume(self.folder / "last.pt").load(parameters, optimiser)
+        found = Resume(self.folder / "last.pt").load(parameters, optimizer)
         if found:
             self.progress = Progress(**torch.load(self.folder / "last.pt", weights_only=True)["progress"])
         return found
@@ -110,14 +232,14 @@ class Selection:
         self.on_update(progress)
 
     def keep(
-        self, step: int, n_steps: int, parameters: Sequence[nn.Parameter], optimiser: torch.optim.Optimizer
+        self, step: int, n_steps: int, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> None:
         """See `Resume`. The best weights first: `last.pt` may only speak of a best one that is there."""
         if not self._is_time():
             return
         if self.progress.stale == 0:
             _write({"weights": _values(parameters)}, self.folder / "best.pt")
-        Resume(self.folder / "last.pt").write(step, parameters, optimiser, progress=asdict(self.progress))
+        Resume(self.folder / "last.pt").write(step, parameters, optimizer, progress=asdict(self.progress))
 
     @property
     def ended(self) -> bool:

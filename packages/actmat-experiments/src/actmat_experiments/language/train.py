@@ -20,11 +20,11 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from actmat.extras.demo.training import Schedule, descend, generator_for
+from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.harness.cache import library_versions
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import Part, Regime
-from actmat_experiments.harness.training import Progress, Selection
+from actmat_experiments.harness.training import Progress, Schedule, Selection, descend
 from actmat_experiments.language.exams import IGNORED, Encoded, Exam, batches_by_length, chosen, training_tensors
 from actmat_experiments.language.models import add_lora, load_model, load_tokenizer, save_expert
 from actmat_experiments.language.questions import Asking
@@ -36,7 +36,7 @@ class FineTuning:
 
     Args:
         learning_rate: constant.
-        optimiser: "adamw", without weight decay, or "adafactor", whose steps are relative to the size of each tensor,
+        optimizer: "adamw", without weight decay, or "adafactor", whose steps are relative to the size of each tensor,
             as T5 was trained; not for LoRA, whose second factor begins at zero.
         batch_size: items per update.
         piece_tokens: prompt tokens that are computed at once, after padding; gradients are summed over pieces.
@@ -49,7 +49,7 @@ class FineTuning:
     """
 
     learning_rate: float = 1e-4
-    optimiser: Literal["adamw", "adafactor"] = "adamw"
+    optimizer: Literal["adamw", "adafactor"] = "adamw"
     batch_size: int = 1024
     piece_tokens: int = 8192
     max_updates: int = 75_000
@@ -67,7 +67,7 @@ class FineTuning:
             self.batch_size,
             self.learning_rate,
             constant=True,
-            optimiser=self.optimiser,
+            optimizer=self.optimizer,
             clip=self.clip,
         )
 

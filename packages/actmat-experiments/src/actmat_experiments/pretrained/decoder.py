@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from actmat.errors import CheckpointError
-from actmat.extras.demo.training import OnStep, Schedule, descend, generator_for, steps_of
+from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.harness.progress import LOADING, quiet
 from actmat_experiments.harness.results import Regime
-from actmat_experiments.harness.training import Resume
+from actmat_experiments.harness.training import OnStep, Resume, Schedule, descend
 from actmat_experiments.pretrained.generated import Question
 from actmat_experiments.pretrained.orders import order_of
 from actmat_experiments.vision.train import with_adapter
@@ -201,8 +201,6 @@ def supervise(base: Path, coded: Sequence[Coded], how: Teaching, out: Path, on_s
 
     state = out / "state.pt"
     parameters = [p for p in model.parameters() if p.requires_grad]
-    descend(
-        parameters, losses, steps_of(schedule, len(coded)), schedule, on_step, resume=Resume(state, every=_SAVE_EVERY)
-    )
+    descend(parameters, losses, schedule.steps(len(coded)), schedule, on_step, resume=Resume(state, every=_SAVE_EVERY))
     model.to("cpu").save_pretrained(out)
     state.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from actmat.extras.demo.training import Schedule, generator_for, steps_of
+from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.core import collect
 from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
@@ -26,6 +26,7 @@ from actmat_experiments.harness.merging import KINDS as ALL_KINDS
 from actmat_experiments.harness.progress import Stage, Watch, one_thread_on, quiet_libraries
 from actmat_experiments.harness.report import show
 from actmat_experiments.harness.settings import changed
+from actmat_experiments.harness.training import Schedule
 from actmat_experiments.pretrained.answers import divergence
 from actmat_experiments.pretrained.decoder import (
     Coded,
@@ -75,7 +76,7 @@ class Rewards:
     """Settings of reinforcement learning, see `reasoning.small.train`.
 
     Args:
-        steps: optimiser steps.
+        steps: optimizer steps.
         prompts, group: prompts per step, answers per prompt.
         rate, lora_rate: of full fine-tuning and of LoRA.
         temperature: of the answers that are rewarded.
@@ -215,7 +216,7 @@ class PretrainedLlm(Experiment):
 
     def _train(self, task: Generated, out: Path) -> None:
         sft = task.learning == "sft"
-        total = steps_of(self.schedule, len(task.train)) if sft else self.rewards.steps
+        total = self.schedule.steps(len(task.train)) if sft else self.rewards.steps
         title = f"expert {task.name}: {self.regime}, seed {self.seed}"
         with self.watch.stage(title, total=total) as stage, one_thread_on(self.device):
             if sft:

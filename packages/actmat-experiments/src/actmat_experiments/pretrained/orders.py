@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from actmat.extras.demo.training import Schedule, generator_for
+from actmat.extras.demo.tasks import generator_for
+from actmat_experiments.harness.training import Schedule
 
 
 def order_of(n: int, schedule: Schedule, seed: int, name: str, first: int = 0) -> Iterator[list[int]]:

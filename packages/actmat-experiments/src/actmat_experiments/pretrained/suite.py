@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actmat.errors import RecipeError, did_you_mean
-from actmat.extras.demo.training import Schedule
 from actmat_experiments.harness.cache import digest
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.merging import KINDS, Candidate, needs_statistics
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.rows import more_rows
 from actmat_experiments.harness.suite import Experiments, run_experiments, score_file
+from actmat_experiments.harness.training import Schedule
 from actmat_experiments.pretrained.gram import gram_file, store_gram
 from actmat_experiments.pretrained.staged import REGMEAN_PP, HasInputs, staged_inputs
 from actmat_experiments.suites import RunRequest

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.extras.demo.heads import Head, fit_head
-from actmat.extras.demo.training import Schedule, generator_for, side_by_side, steps_of
+from actmat.extras.demo.model import Head, fit_head
+from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
 from actmat_experiments.harness.hub import model_folder
@@ -26,6 +26,7 @@ from actmat_experiments.harness.merging import KINDS
 from actmat_experiments.harness.progress import Stage, Watch, one_thread_on, quiet_libraries
 from actmat_experiments.harness.report import show
 from actmat_experiments.harness.settings import changed
+from actmat_experiments.harness.training import Schedule, side_by_side
 from actmat_experiments.pretrained.answers import counted
 from actmat_experiments.pretrained.scales import in_place
 from actmat_experiments.pretrained.suite import (
@@ -70,7 +71,7 @@ class TextSettings:
         mixed: one experiment with adapters of all these ranks: a task after the other gets the next.
         alpha: of LoRA; 0: the rank.
         batch_size: of all runs.
-        ridge, logit_scale: of the heads, see `actmat.extras.demo.heads`.
+        ridge, logit_scale: of the heads, see `actmat.extras.demo.model`.
         samples: training examples per task that statistics are measured on.
         scales: that tuning tries.
     """
@@ -125,7 +126,7 @@ class PretrainedText(Experiment):
         wanted = self.tasks[share[0] :: share[1]]
         left = [t for t in wanted if not self.cache.holds("expert", self._expert_key(t))]
         if left:
-            total = sum(steps_of(self.schedule, len(t.train)) for t in left)
+            total = sum(self.schedule.steps(len(t.train)) for t in left)
             title = f"experts: {self.regime}, seed {self.seed}"
             with self.watch.stage(title, total=total) as stage, one_thread_on(self.device):
                 side_by_side(lambda task: self._expert(task, stage), left, self.testers or 1)

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmat.extras.demo.heads import Head
-from actmat.extras.demo.training import OnStep, Schedule, descend, generator_for, steps_of
+from actmat.extras.demo.model import Head
+from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.harness.progress import LOADING
 from actmat_experiments.harness.results import Regime
+from actmat_experiments.harness.training import OnStep, Schedule, descend
 from actmat_experiments.pretrained.orders import order_of
 from actmat_experiments.pretrained.text_tasks import Example
 from actmat_experiments.vision.train import with_adapter
@@ -149,5 +150,5 @@ def finetune(
             labels_N = torch.tensor([e.label for e in some], device=how.device)
             yield nn.functional.cross_entropy(logits_NC.float(), labels_N)
 
-    descend(parameters, losses, steps_of(schedule, len(examples)), schedule, on_step)
+    descend(parameters, losses, schedule.steps(len(examples)), schedule, on_step)
     model.to("cpu").save_pretrained(out)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from actmat.errors import CheckpointError
-from actmat.extras.demo.training import generator_for
+from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.harness.cache import digest
 from actmat_experiments.harness.results import majority_share
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.extras.demo.heads import fit_head
+from actmat.extras.demo.model import fit_head
 from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.experiment import Counts
 from actmat_experiments.harness.hub import model_folder
@@ -59,7 +59,7 @@ class VitSettings:
         epochs, rate: full fine-tuning; the same for all tasks.
         lora_epochs, lora_rate, ranks: LoRA on all linear layers, an experiment per rank.
         batch_size: of all runs.
-        ridge, logit_scale: of the heads, see `actmat.extras.demo.heads`.
+        ridge, logit_scale: of the heads, see `actmat.extras.demo.model`.
         samples: training images per task that statistics are measured on.
         scales: that tuning tries.
     """

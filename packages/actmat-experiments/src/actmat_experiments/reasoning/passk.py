@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 
 from rich.table import Table
 
-from actmat.extras.demo.results import Z_95, Interval, wilson_interval
 from actmat_experiments.harness.results import Score
-from actmat_experiments.harness.table import markdown, new_table
+from actmat_experiments.harness.table import Z_95, Interval, markdown, new_table, wilson_interval
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from actmat.extras.demo.heads import Head
+from actmat.extras.demo.model import Head
 from actmat_experiments.harness.progress import LOADING
 from actmat_experiments.vision.images import Examples, PixelScale
 

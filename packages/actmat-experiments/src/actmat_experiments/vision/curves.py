@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.extras.demo.training import generator_for
+from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.analyses import angles
 from actmat_experiments.analyses.estimates import CosineResult
 from actmat_experiments.core import open_statistics

@@ -10,14 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from actmat.extras.demo.heads import Head
-from actmat.extras.demo.training import Schedule, generator_for, side_by_side, steps_of
+from actmat.extras.demo.model import Head
+from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
 from actmat_experiments.harness.measuring import measure_classifier
 from actmat_experiments.harness.merging import KINDS, rescaled
 from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
 from actmat_experiments.harness.results import Regime
+from actmat_experiments.harness.training import Schedule, side_by_side
 from actmat_experiments.suites import RunRequest
 from actmat_experiments.vision.backbones import (
     Backbone,
@@ -73,7 +74,7 @@ class Vision(Experiment):
         keys = {task.name: self._expert_key(task) for task in wanted}
         left = [t for t in wanted if not self.cache.holds("expert", keys[t.name])]
         if left:
-            total = sum(steps_of(self.schedules[self.regime][t.name], len(t.train)) for t in left)
+            total = sum(self.schedules[self.regime][t.name].steps(len(t.train)) for t in left)
             with self.watch.stage(f"experts: {self.regime}, seed {self.seed}", total=total) as stage:
                 stage.log(f"to train: {', '.join(t.name for t in left)}")
                 with one_thread_on(self.device):
@@ -154,7 +155,7 @@ class Vision(Experiment):
         def train(out: Path) -> None:
             stage.say(task.name)
             finetune(self.backbone, self.base.path, self._head(task.name), task.train, how, out, stage.advance)
-            stage.log(f"{task.name}: {steps_of(schedule, len(task.train))} steps")
+            stage.log(f"{task.name}: {schedule.steps(len(task.train))} steps")
 
         return self.cache.get("expert", self._expert_key(task), train, resumable=True)
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from actmat.errors import CheckpointError, OutputError, format_size
-from actmat.extras.demo.training import generator_for
+from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.harness.cache import Cache, digest, file_digest, library_versions
 from actmat_experiments.harness.hub import check_malformed, load_splits
 from actmat_experiments.harness.progress import Stage, Watch

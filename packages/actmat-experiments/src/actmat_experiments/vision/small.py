@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from actmat.errors import RecipeError
-from actmat.extras.demo.heads import fit_head
-from actmat.extras.demo.training import Schedule, steps_of
+from actmat.extras.demo.model import fit_head
 from actmat_experiments.harness.cache import Cache, digest, library_versions
 from actmat_experiments.harness.progress import Watch, one_thread_on, quiet_libraries
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import study_experiments
+from actmat_experiments.harness.training import Schedule
 from actmat_experiments.suites import RunRequest, TableRequest
 from actmat_experiments.vision.backbones import PLAIN_SCALE, Backbone, features, save_head
 from actmat_experiments.vision.curves import run_vision
@@ -39,7 +39,7 @@ class SmallSettings:
         epochs, rate, lora_epochs, lora_rate: fine-tuning; the same for all tasks.
         batch_size: of all runs.
         rank: of LoRA.
-        ridge, logit_scale: of the heads, see `actmat.extras.demo.heads`.
+        ridge, logit_scale: of the heads, see `actmat.extras.demo.model`.
         samples: training images per task that statistics are measured on.
         subsets: subsets of experts per size, for the figure of accuracy against their number; 0 for none.
     """
@@ -163,7 +163,7 @@ def _base(
 
     def make(out: Path) -> None:
         with (
-            watch.stage(f"base: seed {seed}", total=steps_of(schedule, len(source.train))) as stage,
+            watch.stage(f"base: seed {seed}", total=schedule.steps(len(source.train))) as stage,
             one_thread_on(device),
         ):
             pretrain(

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from actmat.errors import RecipeError, did_you_mean
-from actmat.extras.demo.training import Schedule
 from actmat_experiments.harness.cache import Cache, digest
 from actmat_experiments.harness.progress import Watch, quiet_libraries
 from actmat_experiments.harness.results import REGIMES, Part, Regime
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import study_experiments
+from actmat_experiments.harness.training import Schedule
 from actmat_experiments.suites import RunRequest, TableRequest
 from actmat_experiments.vision.backbones import CLIP_SCALE, Backbone, Precision
 from actmat_experiments.vision.clip import ClipTask, clip_base, clip_head, clip_tasks, public_expert

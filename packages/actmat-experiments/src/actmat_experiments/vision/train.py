@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actmat.extras.demo.heads import Head
-from actmat.extras.demo.training import Callback, OnStep, Schedule, descend, generator_for, steps_of
+from actmat.extras.demo.model import Head
+from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.harness.results import Regime
-from actmat_experiments.harness.training import Resume
+from actmat_experiments.harness.training import Callback, OnStep, Resume, Schedule, descend
 from actmat_experiments.vision.backbones import Backbone, ClipHead, Precision, autocast
 from actmat_experiments.vision.images import Examples, ImageTask
 
@@ -87,7 +87,7 @@ def finetune(
     made = callbacks(model)
     state = out / "state.pt"
     resume = None if made else Resume(state, how.save_every)
-    descend(parameters, losses, steps_of(schedule, len(examples)), schedule, on_step, made, resume)
+    descend(parameters, losses, schedule.steps(len(examples)), schedule, on_step, made, resume)
     model.to("cpu").save_pretrained(out)
     state.unlink(missing_ok=True)
 
@@ -174,7 +174,7 @@ def pretrain(
 
     state = out.parent / "state.pt"
     parameters = [*model.parameters(), *head.parameters()]
-    descend(parameters, losses, steps_of(schedule, len(task.train)), schedule, on_step, (), Resume(state))
+    descend(parameters, losses, schedule.steps(len(task.train)), schedule, on_step, (), Resume(state))
     model.to("cpu").save_pretrained(out)
     state.unlink(missing_ok=True)
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.extras.demo.training import Schedule, descend, generator_for
+from actmat.extras.demo.tasks import generator_for
+from actmat_experiments.harness.training import Schedule, descend
 from actmat_experiments.language.exams import Encoded
 from actmat_experiments.language.train import summed_loss
 
@@ -201,7 +202,7 @@ def pretrain(
             found[kind].append(loss.item())
             yield loss
 
-    schedule = Schedule(settings.updates, settings.batch_size, settings.learning_rate, optimiser="adafactor")
+    schedule = Schedule(settings.updates, settings.batch_size, settings.learning_rate, optimizer="adafactor")
     descend(list(model.parameters()), losses, settings.updates, schedule, on_step)
     return found
 

@@ -33,7 +33,7 @@ from actmat_experiments.suites import RunRequest, TableRequest
 _VERSION = 3
 _FULL = FineTuning(
     learning_rate=1e-2,
-    optimiser="adafactor",
+    optimizer="adafactor",
     batch_size=32,
     piece_tokens=2048,
     max_updates=600,
@@ -43,7 +43,7 @@ _FULL = FineTuning(
     max_length=48,
     clip=1.0,
 )
-_LORA = replace(_FULL, learning_rate=3e-3, optimiser="adamw")
+_LORA = replace(_FULL, learning_rate=3e-3, optimizer="adamw")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

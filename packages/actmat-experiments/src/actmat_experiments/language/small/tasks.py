@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from actmat.errors import CheckpointError
-from actmat.extras.demo.training import generator_for
+from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.language.questions import Item, TextTask
 
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from actmat.extras.demo.training import Schedule
 from actmat_experiments.harness.progress import quiet
+from actmat_experiments.harness.training import Schedule
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789+= "
 SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -103,7 +103,7 @@ class Learning:
     """Settings of reinforcement learning.
 
     Args:
-        steps: optimiser steps.
+        steps: optimizer steps.
         prompts: prompts per step.
         group: answers per prompt, which are compared with one another.
         rate: constant but for a short warm-up.
@@ -128,7 +128,7 @@ class SmallSettings:
         hidden, intermediate, layers, heads: of the decoder; about 0.8 million parameters by default.
         reliability: share of right answers in the text that the base reads.
         base_steps, base_batch, base_rate: pretraining; lines per step are of all tasks in equal parts.
-        steps: optimiser steps of reinforcement learning.
+        steps: optimizer steps of reinforcement learning.
         prompts: prompts per step.
         group: answers per prompt, which are compared with one another.
         rate: learning rate of reinforcement learning, constant but for a short warm-up.

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat.extras.demo.training import OnStep, Schedule, descend
 from actmat_experiments.harness.progress import quiet
+from actmat_experiments.harness.training import OnStep, Schedule, descend
 from actmat_experiments.reasoning.small.model import Learning, Size, new_model, new_tokenizer
 from actmat_experiments.reasoning.small.puzzles import Puzzle, unreliable
 
