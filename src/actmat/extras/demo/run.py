@@ -153,9 +153,7 @@ def row_of(name: str, kind: str, right: Mapping[str, Tensor], expert: Mapping[st
 
 def accuracy_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     """Test accuracy in %, one line per model, methods in descending order of their average."""
-    caption = (
-        "average: ± half of its 95 % interval; of expert: mean of accuracy / expert's;\nexperts: each on its own task"
-    )
+    caption = "± half of the 95 % interval; of expert: mean of accuracy / expert's"
     table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     for column in ("", *rows[0]["tasks"], "average", "of expert"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
