@@ -82,10 +82,10 @@ def subsets(request: RunRequest, rows: Sequence[str] | None = None) -> Iterator[
         some, _ = candidates(rows or SUBSET_ROWS[experiment.regime], experiment.regime, n)
         found = experiment.merges(some, only=experiment.names[:n], tune=False)
         for row, result in found.items():
-            for task, counts in result["test"].items():
+            for task, counts in result["test"][str(result["default"])].items():
                 answers = {"task": task, "correct": counts["correct"], "total": counts["total"]}
                 about = {**_about(experiment), "method": row, "experts": n}
-                yield {**about, **answers, "merge": result["hashes"]["default"]}
+                yield {**about, **answers, "merge": result["merge"]}
 
 
 def append_new(path: Path, rows: Iterator[Mapping[str, Any]]) -> None:

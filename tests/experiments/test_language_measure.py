@@ -12,8 +12,10 @@ from tests.tolerances import F32_PRODUCT, relative_error
 
 from actmat.engine.resources import one_thread
 from actmat.statistics import open_statistics
+from actmat_experiments.harness.measuring import measure_expert
 from actmat_experiments.harness.merging import Candidate, needs_statistics
-from actmat_experiments.language.models import load_model, measure
+from actmat_experiments.language.exams import training_tensors
+from actmat_experiments.language.models import load_t5
 
 LAYERS = (
     "encoder.block.0.layer.0.SelfAttention.q",
@@ -32,13 +34,14 @@ def measured(tmp_path_factory) -> tuple[Path, Path]:
     tiny_model(1).save_pretrained(root / "expert")
     written_tokenizer(root / "expert")
     with one_thread():
-        measure(root / "expert", root / "expert", ITEMS[:4], root / "statistics", source="t", seed=0)
+        where = {"expert": root / "expert", "base": root / "expert", "device": "cpu", "out": root / "statistics"}
+        measure_expert(load_t5, [training_tensors(ITEMS[:4], 0)], **where, fisher=True)
     return root / "expert", root / "statistics"
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_grams_are_those_of_items_run_one_by_one(measured: tuple[Path, Path], layer: str) -> None:
-    model = load_model(measured[0])
+    model = load_t5(measured[0])
     total = None
     for item in ITEMS[:4]:  # alone, an item has no padding
         ids, labels = torch.tensor([item.prompt]), torch.tensor([item.target])

@@ -8,16 +8,7 @@ import pytest
 from tests.helpers.language import HUB_ROWS
 
 from actmat.errors import CheckpointError
-from actmat_experiments.language.questions import (
-    FORMS,
-    OWN,
-    PAPER,
-    Row,
-    Template,
-    read_rows,
-    render,
-    to_items,
-)
+from actmat_experiments.language.questions import FORMS, TEMPLATES, Row, read_rows, to_items
 from actmat_experiments.language.sources import load_rows_file
 
 DATA = Path(__file__).parent / "data"
@@ -38,8 +29,6 @@ CSV_STORY = {
     "AnswerRightEnding": "2",
 }
 
-
-TEMPLATES = {task: (PAPER[task], *OWN[task]) for task in FORMS}
 PAPERS = {
     "qasc": (
         "Frozen water is ice, and heat melts frozen water. Given these facts, what melts among the following options:\n"
@@ -85,31 +74,6 @@ def test_every_task_has_rows_and_templates() -> None:
     assert list(FORMS) == list(TEMPLATES) == list(HUB_ROWS)
 
 
-@pytest.mark.parametrize(("task", "template"), [(t, x) for t, some in TEMPLATES.items() for x in some])
-def test_a_row_of_the_hub_is_asked_by_every_template(task: str, template: Template) -> None:
-    ((row,), _) = read_rows(task, [HUB_ROWS[task]], task)
-    item = render(template, row)
-    assert item.target == TARGETS[task]
-    assert len(item.choices) >= 2
-    assert all(choice.strip() for choice in item.choices)
-    assert len(set(item.choices)) == len(item.choices)
-    for text in row.fields.values():  # what a template mentions is there, whole but for its first letter and last stop
-        inner = text[1:].strip(".?!")
-        assert inner in item.prompt or not {n for n, t in row.fields.items() if t == text} & template.fields
-    assert all(option in item.prompt for option in row.options) or not {"choices", "options"} & template.fields
-    assert "{" not in item.prompt
-
-
-@pytest.mark.parametrize("task", TEMPLATES)
-def test_templates_mention_known_fields_and_have_names_of_their_own(task: str) -> None:
-    ((row,), _) = read_rows(task, [HUB_ROWS[task]], task)
-    templates = TEMPLATES[task]
-    assert len({t.name for t in templates}) == len({t.prompt for t in templates}) == len(templates)
-    for template in templates:
-        assert template.fields <= {*row.fields, "options", "choices"}
-        assert bool(template.answers) is not bool(row.options)
-
-
 @pytest.mark.parametrize(
     ("file", "first"),
     [
@@ -120,7 +84,7 @@ def test_templates_mention_known_fields_and_have_names_of_their_own(task: str) -
 )
 def test_real_rows_are_read(file: str, first: str) -> None:
     task = file.split(".")[0]
-    items = to_items(task, read_rows(task, load_rows_file(DATA / file), file)[0], "own")
+    items = to_items(task, read_rows(task, load_rows_file(DATA / file), file)[0])
     assert len(items) == 3
     assert items[0].target == first
     assert {len(item.choices) for item in items} == {8 if task == "qasc" else 2}
@@ -138,17 +102,10 @@ def test_both_csv_files_of_story_cloze_and_the_hub_say_the_same() -> None:
     assert read[0] == read[1] == read[2]
 
 
-def test_templates_go_round_in_training_and_stand_still_in_tests() -> None:
-    rows, _ = read_rows("paws", [HUB_ROWS["paws"]] * 4, "paws")
-    assert len({item.prompt for item in to_items("paws", rows, "cycled", train=True)}) == 3
-    for asking in ("paper", "own", "cycled"):
-        assert len({item.prompt for item in to_items("paws", rows, asking)}) == 1
-
-
 @pytest.mark.parametrize("task", PAPERS)
 def test_the_papers_templates_ask_as_its_code_does(task: str) -> None:
-    rows, _ = read_rows(task, [HUB_ROWS[task]], task)
-    assert to_items(task, rows, "paper")[0].prompt == PAPERS[task]
+    (item,) = to_items(task, read_rows(task, [HUB_ROWS[task]], task)[0])
+    assert (item.prompt, item.target) == (PAPERS[task], TARGETS[task])
 
 
 def test_malformed_rows_are_left_out_and_counted_one_in_a_hundred_at_most() -> None:
@@ -162,7 +119,7 @@ def test_malformed_rows_are_left_out_and_counted_one_in_a_hundred_at_most() -> N
 
 def test_braces_in_a_row_are_text() -> None:
     row = {**HUB_ROWS["paws"], "sentence1": "a {sentence2} b", "sentence2": "{0.__class__}"}
-    (item,) = to_items("paws", read_rows("paws", [row], "x")[0], "own")
+    (item,) = to_items("paws", read_rows("paws", [row], "x")[0])
     assert "a {sentence2} b" in item.prompt
     assert "{0.__class__}" in item.prompt
 

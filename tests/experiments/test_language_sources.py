@@ -43,7 +43,6 @@ def test_tasks_of_the_hub_have_disjoint_parts() -> None:
         assert all(f" {source.train} " in i.prompt for i in task.train)
         assert len(task.validation) == (N_VALIDATION if source.validation is None else 40)
         assert len(task.test) == (40 - N_VALIDATION if source.validation is None else 40)
-        assert task.metric == "accuracy"
         assert task.majority == (len(task.test), len(task.test))
 
 

@@ -14,16 +14,14 @@ from tests.helpers.language import tiny_model, write_rows, write_small_data, wri
 
 from actmat.engine.resources import one_thread
 from actmat.errors import RecipeError
-from actmat_experiments.harness.merging import Candidate
 from actmat_experiments.harness.report import balanced
 from actmat_experiments.harness.results import Score, read_scores
 from actmat_experiments.harness.settings import changed, names_of
 from actmat_experiments.harness.suite import score_file
-from actmat_experiments.language.exams import counts, examine, make_exams
-from actmat_experiments.language.models import load_model, load_tokenizer
+from actmat_experiments.language.exams import counts
+from actmat_experiments.language.models import load_t5
 from actmat_experiments.language.small.suite import SmallSettings
-from actmat_experiments.language.small.tasks import load_small
-from actmat_experiments.language.train import PaperSettings
+from actmat_experiments.language.train import LanguageSettings
 from actmat_experiments.suites import RunRequest, TableRequest, get_suite
 
 TINY_TRAINING = {
@@ -106,14 +104,14 @@ def test_every_model_has_a_score_on_every_task(small: Path) -> None:
 
 def test_stages_are_kept_and_merged_models_are_not(small: Path) -> None:
     cache = small / "cache"
-    assert len(list((cache / "experts").glob("*/key.json"))) == 4
-    assert len(list((cache / "experts").glob("*/adapter_config.json"))) == 2
+    assert len(list((cache / "expert").glob("*/key.json"))) == 4
+    assert len(list((cache / "expert").glob("*/adapter_config.json"))) == 2
     assert not list(cache.glob("**/*.pt"))
     assert list((cache / "merge").glob("*/scores.json"))
-    assert not list((cache / "merge").glob("*/default"))
+    assert not list((cache / "merge").glob("*/model"))
     base = next((cache / "base").glob("*/key.json")).parent
-    assert load_model(base).config.d_model == 16
-    assert json.loads(next(cache.glob("experts/*/training.json")).read_text())["update"] == 4
+    assert load_t5(base).config.d_model == 16
+    assert json.loads(next(cache.glob("expert/*/training.json")).read_text())["update"] == 4
     assert {p.name for p in (cache / "logs").iterdir()} >= {"base.log", "experts.log", "merges.log"}
 
 
@@ -144,49 +142,14 @@ def test_training_on_a_cpu_takes_one_thread_whatever_the_machine_has(tmp_path: P
         torch.set_num_threads(before)
 
 
-@pytest.mark.slow
-def test_the_study_merges_subsets_and_tests_them_at_the_scale_of_each_variant(small: Path, monkeypatch) -> None:
-    family = (Candidate("actmat", "actmat"), Candidate("far", "actmat", scale=30.0))
-    neighbours = (Candidate("average", "average"), Candidate("regmean", "regmean"))
-    rows = (*family, *neighbours)
-    monkeypatch.setattr("actmat_experiments.harness.suite.VARIANTS", family)
-    monkeypatch.setattr("actmat_experiments.harness.suite.NEIGHBOURS", neighbours)
-    names = ["agnews", "subj", "trec", "mr"]
-    request = small_request(small, tasks=names, methods=None, settings=SMALL | {"splits": "1"})
-    text = get_suite("language-small").study(request)
-    stored = json.loads((small / "cache" / "study" / "language-small.json").read_text())
-    assert (small / "cache" / "study" / "language-small.md").read_text() == text
-    assert text.count("| `average` |") == 2
-    assert {(p["regime"], p["variant"]) for p in stored["points"]} == {
-        (r, v.name) for r in ("full", "lora") for v in rows
-    }
-    assert all(set(p["tasks"]) <= set(names) and len(p["tasks"]) == 2 for p in stored["points"])
-    # one point again, by hand, from the models that the cache holds
-    point = next(p for p in stored["points"] if (p["regime"], p["variant"]) == ("full", "average"))
-    cache, own = small / "cache", 0.0
-    folders = [p.parent for p in (cache / "experts").glob("*/key.json") if '"regime": "full"' in p.read_text()]
-    experts = {json.loads((f / "key.json").read_text())["task"]["task"]: f for f in folders}
-    data = load_small(small / "data", seed=0, n_validation=6, n_test=10)
-    exams = make_exams(load_tokenizer(experts["subj"]), data.tasks, max_length=48)
-    merged = load_model(experts[point["tasks"][0]])
-    states = [load_model(experts[t]).state_dict() for t in point["tasks"]]
-    merged.load_state_dict({n: (states[0][n] + states[1][n]) / 2 for n in states[0]})
-    for task in point["tasks"]:
-        expert = examine(load_model(experts[task]), exams[task].test)["correct"]
-        own += examine(merged, exams[task].test)["correct"] / expert / 2
-    assert point["test"] == pytest.approx(own)
-    monkeypatch.setattr("actmat_experiments.harness.experiment.merge_candidates", None)
-    assert get_suite("language-small").study(request) == text, "a second run merges nothing"
-
-
 def test_embeddings_norms_and_biases_are_averaged_and_the_rule_acts_on_the_rest(small: Path) -> None:
     place = small / "kept"
     request = replace(
         small_request(small), cache=place, regimes=("full",), methods=["actmat"], settings=SMALL | {"keep": "true"}
     )
     get_suite("language-small").run(request)
-    merged = load_model(next((place / "merge").glob("*/default"))).state_dict()
-    experts = [load_model(p.parent).state_dict() for p in (place / "experts").glob("*/key.json")]
+    merged = load_t5(next((place / "merge").glob("*/model"))).state_dict()
+    experts = [load_t5(p.parent).state_dict() for p in (place / "expert").glob("*/key.json")]
     linear = {
         n for n in merged if n.endswith(("q.weight", "k.weight", "v.weight", "o.weight", "wi.weight", "wo.weight"))
     }
@@ -257,8 +220,8 @@ def seven_request(root: Path) -> RunRequest:
 def test_every_process_but_the_first_trains_its_share_alone(seven, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("actmat_experiments.harness.suite.placed", lambda device: ((1, 2), device))
     get_suite("language").run(replace(seven_request(seven[0]), cache=tmp_path))
-    (key,) = (json.loads(p.read_text()) for p in (tmp_path / "experts").glob("*/key.json"))
-    assert key["task"]["task"] == "wikiqa"
+    (key,) = (json.loads(p.read_text()) for p in (tmp_path / "expert").glob("*/key.json"))
+    assert key["task"] == "wikiqa"
     assert not (tmp_path / "scores").exists()
 
 
@@ -287,13 +250,13 @@ def test_the_papers_figures_stand_beside_its_models(seven, tmp_path: Path) -> No
 
 
 def test_default_settings_are_the_protocol() -> None:
-    settings = PaperSettings()
+    settings = LanguageSettings()
     for training in (settings.experts.full, settings.experts.lora):
         assert (training.learning_rate, training.batch_size, training.max_updates) == (1e-4, 1024, 75_000)
         assert (training.validate_every, training.patience, training.max_length) == (100, 5, 128)
         assert training.precision == "bf16"
         assert training.clip is None
-    assert settings.asking == "paper"
+    assert settings.shuffled
     assert (settings.samples, settings.measured) == (320, "train")
     assert (settings.experts.rank, settings.experts.alpha) == (16, 16)
 

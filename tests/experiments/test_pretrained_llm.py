@@ -14,15 +14,22 @@ from tests.helpers.pretrained import write_gguf, write_llama
 from tests.tolerances import F64_ORACLE
 
 from actmat.errors import CheckpointError, RecipeError
-from actmat.extras.demo.tasks import generator_for
 from actmat.statistics import open_statistics
 from actmat_experiments.commands.experiment import _request
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.suite import score_file
-from actmat_experiments.harness.training import Schedule
+from actmat_experiments.harness.training import Schedule, Training
 from actmat_experiments.pretrained import decoder, llm
-from actmat_experiments.pretrained.decoder import Coder, Teaching, greedy, load_decoder, logits_of, right, supervise
+from actmat_experiments.pretrained.decoder import (
+    Coder,
+    greedy,
+    load_decoder,
+    logits_of,
+    right,
+    supervise,
+    trainable_decoder,
+)
 from actmat_experiments.pretrained.generated import TASKS, Question, draw_task
 from actmat_experiments.pretrained.gram import gram_rows
 from actmat_experiments.reasoning.small.train import reinforce
@@ -148,10 +155,9 @@ def test_logits_are_those_of_each_question_without_padding(base):
     torch.testing.assert_close(together, torch.cat(apart))
 
 
-def test_an_interrupted_training_ends_in_the_same_expert(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(decoder, "_SAVE_EVERY", 1)
+def test_an_interrupted_training_ends_in_the_same_expert(base, tmp_path):
     coded = Coder(base)(draw_task("add", train=8, validation=0, test=0).train)
-    how = Teaching("add", 0, Schedule(2, 4, 1e-2), "full")
+    how = Training("add", 0, Schedule(2, 4, 1e-2), save_every=1)
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
     supervise(base, coded, how, tmp_path / "whole")
@@ -171,7 +177,8 @@ def test_an_interrupted_training_ends_in_the_same_expert(base, tmp_path, monkeyp
 
 
 def test_lora_starts_at_the_base_and_its_seed_decides_its_factors(base):
-    one, same, other = (decoder.trainable(base, "lora", 2, generator_for(s, "x")) for s in (0, 0, 1))
+    how = [Training("x", seed, Schedule(1, 1, 1.0), "lora", rank=2) for seed in (0, 0, 1)]
+    one, same, other = (trainable_decoder(base, each) for each in how)
     tokens = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
         assert torch.equal(one(tokens).logits, load_decoder(base)(tokens).logits)

@@ -21,13 +21,13 @@ from actmat.errors import CheckpointError, RecipeError
 from actmat.extras.demo.tasks import generator_for
 from actmat.statistics import open_statistics
 from actmat_experiments.harness import experiment as driver
-from actmat_experiments.harness.merging import kinds_needed, rescaled
+from actmat_experiments.harness.merging import kinds_needed
+from actmat_experiments.harness.models import in_place
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.pretrained import text, vision
 from actmat_experiments.pretrained.gram import gram_file, gram_rows
-from actmat_experiments.pretrained.scales import in_place
 from actmat_experiments.pretrained.staged import staged_inputs
 from actmat_experiments.pretrained.text_tasks import TASKS, load_texts
 from actmat_experiments.suites import RunRequest, get_suite
@@ -113,17 +113,17 @@ def test_the_hash_is_that_of_the_merged_weights(finished, monkeypatch):
         for row in rows:
             (file,) = outs[row.name].glob("*.safetensors")
             header = f"{file.name}\0{file.stat().st_size}\0".encode()
-            seen[row.name, row.scale] = hashlib.sha256(header + file.read_bytes()).hexdigest()
+            seen[row.name] = hashlib.sha256(header + file.read_bytes()).hexdigest()
         return acted
 
     monkeypatch.setattr(driver, "merge_candidates", watched)
     module = {"text-minilm": text, "vision-vits14": vision}[finished.suite]
     made = next(iter(module.experiments(finished, Watch())))
     row = driver.Candidate("again", "actmat")
-    assert made.merges([row], tune=False)["again"]["hashes"] == {"default": seen["again", 1.0]}
+    assert made.merges([row], tune=False)["again"]["merge"] == seen["again"]
     scores = read_scores(score_file(finished.cache, finished.suite))
     stored = {s.detail["merge"] for s in scores if (s.regime, s.method, s.scale) == ("full", "actmat", "default")}
-    assert stored == {seen["again", 1.0]}
+    assert stored == {seen["again"]}
 
 
 def test_a_second_run_computes_nothing(finished, monkeypatch):
@@ -160,7 +160,7 @@ def test_statistics_of_regmean_pp_come_through_merged_blocks(finished, monkeypat
     assert {(s.regime, s.method) for s in scores} == {(r, "regmean++") for r in finished.regimes}
     for made in {"text-minilm": text, "vision-vits14": vision}[finished.suite].experiments(finished, Watch()):
         task = finished.tasks[0]
-        own, staged = made.statistics(kinds=("gram",))[task], staged_inputs(made, made)
+        own, staged = made.statistics(kinds=("gram",))[task], staged_inputs(made)
         model = made.load(staged.experts[task].path).state_dict()
         assert all(t.equal(model[n]) for n, t in made.load(made.experts()[task].path).state_dict().items())
         with open_statistics(own.path) as plain, open_statistics(staged.statistics[task].path) as found:
@@ -248,17 +248,19 @@ def test_any_scale_is_that_of_the_merged_tensors(requests, tmp_path):
     merged = {n: t + 0.1 * torch.randn(t.shape, generator=generator_for(0, n)) for n, t in base.items()}
     shutil.copytree(made.base.path, tmp_path / "merged")
     save_file(merged, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
-    at = made.at_scales(tmp_path / "merged", names)
+    at = in_place(made.read, made.base.path, tmp_path / "merged", names)
     pixels = torch.randn(2, 3, 16, 16, generator=generator_for(0, "pixels"))
     for scale in (2.0, 1.0, 0.5):
-        expected = made.backbone.from_tensors(made.base.path, rescaled(base, merged, names, scale))
+        at_scale = {n: base[n] + scale * (t - base[n]) if n in names else t for n, t in merged.items()}
+        save_file(at_scale, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+        expected = made.read(tmp_path / "merged")
         with torch.inference_mode():
             ours, theirs = (made.backbone.features(m, pixels) for m in (at(scale), expected))
         torch.testing.assert_close(ours, theirs)
     twins = {**base, names[1]: base[names[1].replace("1", "0", 1)].clone()}
     save_file(twins, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="is the value of 2 parameters of the model, not of one"):
-        in_place(made.backbone.load, tmp_path / "merged", tmp_path / "merged", names)
+        in_place(made.read, tmp_path / "merged", tmp_path / "merged", names)
 
 
 def test_full_fine_tuning_of_texts_leaves_the_embeddings(requests):

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 
 from actmat.extras.demo.model import Head
 from actmat.extras.demo.tasks import generator_for
+from actmat_experiments.harness.models import with_adapter
 from actmat_experiments.harness.progress import Watch
-from actmat_experiments.harness.training import Schedule
-from actmat_experiments.vision import train as finetuning
-from actmat_experiments.vision.backbones import PLAIN_SCALE, Backbone, load_expert
+from actmat_experiments.harness.training import Schedule, Training, order_of
+from actmat_experiments.vision.backbones import PLAIN_SCALE, Backbone
 from actmat_experiments.vision.images import Examples
-from actmat_experiments.vision.train import Training, augmented, batches, finetune
+from actmat_experiments.vision.train import augmented, finetune
 
 VIT = Backbone("vit", 16, PLAIN_SCALE)
 
@@ -43,14 +43,14 @@ def head() -> Head:
 
 def test_batches_go_on_where_they_stopped():
     schedule = Schedule(3, 6, 0.1)
-    whole = list(batches(examples(), schedule, seed=0, name="a"))
+    whole = list(order_of(20, schedule, seed=0, name="a"))
     assert len(whole) == 9
     for first in (1, 3, 5, 8):
-        rest = list(batches(examples(), schedule, seed=0, name="a", first=first))
+        rest = list(order_of(20, schedule, seed=0, name="a", first=first))
         assert [r.tolist() for r in rest] == [w.tolist() for w in whole[first:]]
     epoch = torch.cat(whole[:3])
     assert len(set(epoch.tolist())) == 18, "no example twice in an epoch"
-    assert [w.tolist() for w in whole] != [w.tolist() for w in batches(examples(), schedule, seed=1, name="a")]
+    assert [w.tolist() for w in whole] != [w.tolist() for w in order_of(20, schedule, seed=1, name="a")]
 
 
 def test_an_interrupted_expert_goes_on_to_the_same_weights(base, tmp_path):
@@ -97,18 +97,9 @@ def test_only_the_factors_of_an_adapter_are_trained_and_the_base_is_not(base, tm
     images = PLAIN_SCALE(torch.from_numpy(examples(3).pixels_NSSC))
     with torch.no_grad():
         expert, start = (
-            VIT.features(m, images) for m in (load_expert(VIT.load, base, tmp_path / "adapter"), VIT.load(base))
+            VIT.features(m, images) for m in (with_adapter(VIT.load, base, tmp_path / "adapter"), VIT.load(base))
         )
     assert not torch.allclose(expert, start, atol=1e-4)
-
-
-def test_factors_start_as_peft_draws_them_from_a_seed_of_their_own(base):
-    drawn = [finetuning.with_adapter(VIT.load(base), 2, generator_for(s, "factors")).state_dict() for s in (0, 0, 1)]
-    a = [n for n in drawn[0] if ".lora_A." in n]
-    assert all(torch.equal(drawn[0][n], drawn[1][n]) for n in a)
-    assert not any(torch.equal(drawn[0][n], drawn[2][n]) for n in a)
-    assert all(t.abs().sum() == 0 for n, t in drawn[0].items() if ".lora_B." in n)
-    assert all(drawn[0][n].abs().max() <= drawn[0][n].shape[1] ** -0.5 for n in a), "uniform in +-1/sqrt(I)"
 
 
 def test_augmentation_moves_and_mirrors_and_depends_on_the_generator():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from PIL import Image
@@ -13,17 +11,15 @@ from tests.helpers.vision import TINY, write_tasks
 from tests.tolerances import F32_ELEMENTWISE, relative_error
 
 from actmat.errors import RecipeError
-from actmat.statistics import open_statistics
 from actmat_experiments.harness import experiment as driver
-from actmat_experiments.harness.merging import Candidate, best_scale, merge_candidates, rescaled
+from actmat_experiments.harness.merging import Candidate, best_scale, merge_candidates
+from actmat_experiments.harness.models import in_place, read_tensors
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.rows import candidates
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.suites import RunRequest, TableRequest
 from actmat_experiments.vision import experiment, small
-from actmat_experiments.vision.backbones import read_tensors
-from actmat_experiments.vision.curves import ESTIMATES, curve_file, read_estimates, subsets_of
 
 pytestmark = pytest.mark.slow  # the other small suites run the same driver in every run of the tests
 TASKS = ("one", "two", "three", "four")
@@ -36,7 +32,7 @@ def request_of(tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
 
     def made(**changes):
-        settings = TINY | {"subsets": "1"} | changes.pop("settings", {})
+        settings = TINY | changes.pop("settings", {})
         fields = {"data": data, "tasks": TASKS, "methods": METHODS, "regimes": ("full", "lora"), "threads": 2}
         return RunRequest("vision-small", cache, settings=settings, **fields | changes)
 
@@ -85,8 +81,8 @@ def test_a_second_run_computes_nothing(finished, monkeypatch):
     def forbidden(*args, **more):
         raise AssertionError("this was done already")
 
-    for name in ("finetune", "right_answers", "measure_classifier"):
-        monkeypatch.setattr(experiment, name, forbidden)
+    for module, name in ((experiment, "finetune"), (experiment, "features"), (driver, "measure_expert")):
+        monkeypatch.setattr(module, name, forbidden)
     monkeypatch.setattr(driver, "merge_candidates", forbidden)
     monkeypatch.setattr(small, "pretrain", forbidden)
     small.run(finished)
@@ -97,7 +93,7 @@ def test_a_changed_option_trains_anew(finished, request_of, monkeypatch):
     trained = []
     real = experiment.finetune
     monkeypatch.setattr(experiment, "finetune", lambda *a, **k: (trained.append(a[4].name), real(*a, **k)))
-    small.run(request_of(settings={"rate": "1e-3", "subsets": "0"}, regimes=("full",), methods=("average",)))
+    small.run(request_of(settings={"rate": "1e-3"}, regimes=("full",), methods=("average",)))
     assert sorted(trained) == sorted(TASKS)
     settings = {s.settings for s in read_scores(score_file(finished.cache, "vision-small"))}
     assert len(settings) == 2
@@ -122,8 +118,8 @@ def test_a_scale_is_chosen_on_what_the_engine_would_write(finished, request_of, 
         rows = [row, Candidate("half", "actmat", scale=0.5), Candidate("average", "average")]
         outs = {r.name: tmp_path / regime / r.name for r in rows}
         acted = merge_candidates(base, experts, rows, outs)
-        found = rescaled(read_tensors(base), read_tensors(outs["actmat"]), acted["actmat"], 0.5)
-        expected = read_tensors(outs["half"])
+        found = in_place(vision.read, base, outs["actmat"], acted["actmat"])(0.5).state_dict()
+        expected = vision.read(outs["half"]).state_dict()
         assert len(acted["actmat"]) >= 6
         assert all(relative_error(found[n], expected[n]) < F32_ELEMENTWISE for n in expected)
         alone = merge_candidates(base, experts, [row], {"actmat": tmp_path / regime / "alone"})
@@ -140,7 +136,7 @@ def test_the_tuned_scale_is_the_best_on_validation_not_on_test(finished, request
         for s, by_task in found["validation"].items()
     }
     best = max(means.values())
-    assert found["scale"] == min((s for s, m in means.items() if m == best), key=lambda s: abs(s - 1))
+    assert found["tuned"] == min((s for s, m in means.items() if m == best), key=lambda s: abs(s - 1))
     assert all(counts["total"] == 6 for counts in found["validation"]["1.0"].values()), "a tenth of 60"
     with pytest.raises(ValueError, match="has one already"):
         vision.merges([Candidate("x", "average", scale=0.5)])
@@ -174,55 +170,9 @@ def test_the_table_shows_all_rows_and_the_figures_are_drawn(finished, tmp_path):
     assert max(map(len, text.splitlines()[:40])) <= 80
     assert all(word in text for word in ("majority", "regmean", "knots_tsv", "full fine-tuning", "LoRA", "±"))
     drawn = sorted(p.name for p in tmp_path.iterdir())
-    assert "vision-small-methods.png" in drawn
-    assert {f"vision-small-{r}-{w}.png" for r in ("lora",) for w in ("experts", "samples", "estimates")} <= set(drawn)
+    assert drawn == ["vision-small-methods.png"]
     with Image.open(tmp_path / "vision-small-methods.png") as picture:
         assert 600 < picture.size[0] < 1500, "six methods, each once"
-
-
-def test_curves_hold_every_size_and_what_regmean_was_given(finished):
-    points = [json.loads(line) for line in curve_file(finished.cache, "vision-small").read_text().splitlines()]
-    sizes = {len(p["shares"]) for p in points if p["curve"] == "subsets"}
-    assert sizes == {2, 3, 4}
-    assert {p["samples"] for p in points if p["curve"] == "samples"} == {1, 4, 16}
-    assert {p["method"] for p in points if p["curve"] == "subsets"} >= {"average", "actmat", "base", "experts"}
-
-
-@pytest.mark.parametrize("regime", ["full", "lora"])
-def test_estimates_are_compared_with_the_inputs_of_every_expert(finished, regime):
-    vision = prepared(finished, regime)
-    found = read_estimates(finished.cache, "vision-small", "", regime)
-    assert found is not None
-    assert {tuple(by_estimate) for by_estimate in found.cosines.values()} == {ESTIMATES}
-    assert len(found.cosines) == 6, "every linear map of the one layer"
-    task = TASKS[0]
-    name = "encoder.layer.0.attention.attention.query.weight"
-    with open_statistics(vision.statistics()[task].path) as statistics:
-        gram = statistics.gram(statistics.find(name), dtype=torch.float64)
-    expert = vision.experts()[task].path
-    if regime == "full":
-        delta = read_tensors(expert)[name].double() - read_tensors(vision.base.path)[name].double()
-    else:
-        factors = load_file(expert / "adapter_model.safetensors")
-        a, b = (factors[f"base_model.model.layers.0.attention.q_proj.lora_{x}.weight"].double() for x in "AB")
-        config = json.loads((expert / "adapter_config.json").read_text())
-        delta = config["lora_alpha"] / config["r"] * b @ a
-    guess = delta.T @ delta
-    expected = float((guess * gram).sum() / (guess.norm() * gram.norm()))
-    row = found.cosines[name]
-    assert row["D^T D"][f"{task}, seed0"] == pytest.approx(expected, abs=1e-6)
-    assert row["identity"][f"{task}, seed0"] == pytest.approx(float(gram.trace() / gram.norm() / len(gram) ** 0.5))
-    values, vectors = torch.linalg.eigh(guess)
-    root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
-    expected = float((root * gram).sum() / (root.norm() * gram.norm()))
-    assert row["(D^T D)^1/2"][f"{task}, seed0"] == pytest.approx(expected, abs=1e-5)
-
-
-def test_subsets_are_drawn_without_repetition():
-    assert subsets_of("abcd", 4, 3, 0) == [tuple("abcd")]
-    drawn = subsets_of("abcd", 2, 4, 0)
-    assert len(set(drawn)) == 4
-    assert drawn == subsets_of("abcd", 2, 4, 0) != subsets_of("abcd", 2, 4, 1)
 
 
 def test_without_data_or_with_a_model_it_says_what_to_give(request_of):

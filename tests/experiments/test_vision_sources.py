@@ -11,15 +11,13 @@ import pytest
 import torch
 from PIL import Image
 from tests.helpers.vision import arrays, write_tasks
-from transformers import ViTConfig, ViTModel
 
 from actmat.errors import CheckpointError, OutputError, RecipeError
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.progress import Watch
-from actmat_experiments.vision.backbones import CLIP_SCALE, PLAIN_SCALE, Backbone, features
+from actmat_experiments.vision.backbones import CLIP_SCALE
 from actmat_experiments.vision.clip import class_words, clip_tasks
 from actmat_experiments.vision.images import (
-    Examples,
     HubSet,
     Limits,
     local_task,
@@ -160,7 +158,6 @@ def test_splits_are_disjoint_and_do_not_depend_on_anything_else():
 def test_pixels_are_kept_on_disk_and_come_back(data, tmp_path):
     cache, raw = Cache(tmp_path / "cache"), local_task(data, "first")
     task = prepare_task(cache, raw, 32, Watch(), Limits(train=10, validation=3, test=5))
-    assert task.metric == "accuracy"
     assert [len(p) for p in (task.train, task.validation, task.test)] == [10, 3, 5]
     fit, held = split_indices(60, "first")
     expected = arrays(0, 2, 60, grey=False)
@@ -249,7 +246,7 @@ def test_images_that_do_not_fit_the_disk_are_refused_before_one_is_written(data,
     raw, cache = local_task(data, "first"), Cache(tmp_path / "cache")
     needed = 3 * 32**2 * (len(raw.train.labels) + len(raw.test.labels))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
-    with pytest.raises(OutputError, match=r"'first' at 32 pixels take .* images=streamed"):
+    with pytest.raises(OutputError, match=r"'first' at 32 pixels take .* fewer images"):
         prepare_task(cache, raw, 32, Watch())
     assert not list((tmp_path / "cache").rglob("*.npy"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
@@ -278,42 +275,3 @@ def test_images_that_cannot_be_read_are_left_out_one_in_a_hundred_at_most(tmp_pa
     broken.update(fit[:5])
     with pytest.raises(CheckpointError, match="only, train: 6 of 216 rows cannot be used"):
         prepare_task(Cache(tmp_path / "other"), raw, 32, Watch())
-    streamed = prepare_task(Cache(tmp_path / "third"), raw, 32, Watch(), stream=2)
-    with pytest.raises(CheckpointError, match="images=stored"):
-        streamed.train.pixels_NSSC[:8]
-
-
-def test_streamed_images_are_the_stored_ones(tmp_path):
-    raw = local_task(write_tasks(tmp_path / "data", ("a", "b")), "b")
-    cache = Cache(tmp_path / "cache")
-    stored, streamed = (prepare_task(cache, raw, 48, Watch(), Limits(9, 3, 8), stream=s) for s in (None, 2))
-    for part in ("train", "validation", "test"):
-        one, other = getattr(stored, part), getattr(streamed, part)
-        assert torch.equal(one.labels_N, other.labels_N)
-        assert all(torch.equal(a, b) for a, b in zip(one.batches(4), other.batches(4), strict=True))
-        index = torch.tensor([2, 0])
-        for a, b in zip(one.batch(index, CLIP_SCALE, "cpu"), other.batch(index, CLIP_SCALE, "cpu"), strict=True):
-            assert torch.equal(a, b)
-    assert len(list((cache.root / "pixels").glob("*"))) == 2, "one folder and its lock"
-
-
-def test_images_are_read_once_for_all_models(tmp_path):
-    task = prepare_task(Cache(tmp_path), local_task(write_tasks(tmp_path / "data", ("a",)), "a"), 32, Watch())
-    read = []
-
-    class Counting:
-        def __getitem__(self, index):
-            read.append(index)
-            return task.test.pixels_NSSC[index]
-
-    backbone = Backbone("vit", 32, PLAIN_SCALE)
-    config = ViTConfig(image_size=32, patch_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
-    config.num_attention_heads = 2
-    models = [ViTModel(config, add_pooling_layer=False).eval() for _ in range(3)]
-    examples = Examples(Counting(), task.test.labels_N)
-    together = features(backbone, models, examples)
-    assert len(read) == 1
-    assert all(torch.equal(a, features(backbone, [m], examples)[0]) for a, m in zip(together, models, strict=True))
-    half = features(backbone, models, examples, precision="bfloat16")
-    assert half[0].dtype == torch.float32
-    assert 0 < (half[0] - together[0]).abs().max() < 0.1

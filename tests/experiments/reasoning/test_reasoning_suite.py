@@ -96,7 +96,7 @@ def test_a_second_run_draws_nothing(models: Path, cache: Path, monkeypatch: pyte
 def test_answers_belong_to_the_bytes_of_a_model(models: Path, cache: Path) -> None:
     given = request(models, cache)
     asked = [(b, b.load(DATA)) for b in get_benchmarks(TASKS)]
-    exam = Exam(Cache(cache), Watch(), suite._settings(given), asked, 0, "cpu", models / "base")
+    exam = Exam(Cache(cache), Watch(), suite._settings(given), asked, 0, "cpu")
     identities = {name: model_folder(str(models / name))[1] for name in ("math", "code")}
     assert exam.answered({"checkpoint": identities["math"]})
     assert not exam.answered({"checkpoint": identities["math"] + "changed"})

@@ -83,8 +83,9 @@ def test_what_is_done_is_not_made_again(cache: Path, monkeypatch: pytest.MonkeyP
     def again(*_: object, **__: object) -> None:
         raise AssertionError("made again")
 
-    for name in ("pretrain", "reinforce", "right_answers", "measure"):
+    for name in ("pretrain", "reinforce", "right_answers"):
         monkeypatch.setattr(experiment, name, again)
+    monkeypatch.setattr(driver, "measure_expert", again)
     monkeypatch.setattr(driver, "merge_candidates", again)
     before = read_scores(cache / "scores" / "reasoning-small.jsonl")
     suite.run(request(cache))

@@ -13,11 +13,11 @@ from tests.tolerances import F32_PRODUCT, F32_SOLVE
 from torch import Tensor
 
 from actmat.engine.resources import one_thread
+from actmat_experiments.harness.models import load_model
 from actmat_experiments.harness.training import Schedule
 from actmat_experiments.reasoning.small.model import (
     Size,
     SmallSettings,
-    load_model,
     new_model,
     new_tokenizer,
     save_model,
@@ -155,7 +155,7 @@ def test_padding_changes_no_greedy_answer() -> None:
 def test_a_checkpoint_comes_back_as_it_was_stored(dtype: torch.dtype, tmp_path: Path) -> None:
     model = new_model(SIZE, seed=0)
     save_model(model, tmp_path, dtype)
-    loaded = load_model(tmp_path).state_dict()
+    loaded = load_model("AutoModelForCausalLM", tmp_path).state_dict()
     for name, tensor in model.state_dict().items():
         assert loaded[name].dtype == torch.float32
         assert torch.equal(loaded[name], tensor.to(dtype).float()), name

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,11 +42,6 @@ def scores(tmp_path: Path, suite: str) -> list[Score]:
     return read_scores(tmp_path / "cache" / "scores" / f"{suite}.jsonl")
 
 
-def flat(shown: str) -> str:
-    """Without the terminal's line breaks."""
-    return " ".join(shown.split())
-
-
 def settings(**values: object) -> list[str]:
     return [part for name, value in values.items() for part in ("--set", f"{name.replace('__', '.')}={value}")]
 
@@ -65,36 +59,15 @@ def test_the_record_names_its_sources() -> None:
 
 
 @pytest.mark.slow
-def test_the_quickest_run_of_vision(paper: PaperHub, tmp_path: Path) -> None:
-    """Public experts of ViT-B/32, whose base has no safetensors."""
-    publish_vision(paper, ["ViT-B/32"], experts="ViT-B/32")
-    shown = experiment(
-        *(paper.hub, tmp_path, "run", "vision", "--models", "ViT-B/32", "--tasks", "mnist,svhn"),
-        *("--methods", METHODS, *settings(experts="public", samples=8, measured="validation")),
-    )
-    assert "actmat" in shown
-    assert {s.method for s in scores(tmp_path, "vision")} == {"majority", "base", "experts", *METHODS.split(",")}
-    sent = fetched(paper.hub)
-    repo = "openai/clip-vit-base-patch32"
-    assert f"/{repo}/resolve/{RECORD['models'][repo]['commit']}/pytorch_model.bin" in sent
-    assert not [p for p in sent if p.endswith((".msgpack", ".h5"))]
-    assert not [p for p in sent if "extra-" in p], "SVHN's 531,131 further images stay there"
-    assert [p for p in sent if "cropped_digits/train-" in p]
-
-
-@pytest.mark.slow
 def test_the_documented_run_of_public_experts(paper: PaperHub, tmp_path: Path) -> None:
     """All eight tasks and all rows, by the command of the page; the second time from the cache, without the hub."""
     publish_vision(paper, ["ViT-B/32"], experts="ViT-B/32")
     command = ("run", "vision", "--models", "ViT-B/32", *settings(experts="public"))
     shown = experiment(paper.hub, tmp_path, *command)
-    merges = re.search(r"planned for ViT-B/32, full, seed 0: (\d+) merges, about \d+ s of one core", flat(shown))
-    assert merges is not None
     found = scores(tmp_path, "vision")
     assert len({s.task for s in found}) == 8
     rows = {s.method for s in found} - {"majority", "base", "experts"}
     assert {"average", "actmat", "tsv", "regmean", "fisher"} <= rows
-    assert len(rows) > int(merges[1]), "and those that need statistics"
     assert "83.3" in shown, "the paper's figure for TSV on ViT-B/32"
     base = {s.task: s.share for s in found if s.method == "base"}
     assert set(base) == {task.name for task in clip_tasks()}
@@ -105,39 +78,9 @@ def test_the_documented_run_of_public_experts(paper: PaperHub, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_quickest_run_of_language(paper: PaperHub, tmp_path: Path) -> None:
-    """Two tasks, from T5 on the hub to the table."""
-    publish_language(paper, tmp_path / "data")
-    tiny = settings(experts__full__max_updates=1, experts__full__validate_every=1, experts__full__batch_size=4)
-    shown = experiment(
-        *(paper.hub, tmp_path, "run", "language", "--tasks", "wikiqa,wsc", "--methods", "average,actmat"),
-        *(*tiny, *settings(samples=2)),
-    )
-    found = scores(tmp_path, "language")
-    assert {(s.regime, s.task) for s in found} == {("full", "wikiqa"), ("full", "wsc")}
-    assert {"average", "actmat", "experts"} <= {s.method for s in found}
-    assert "76.0" in shown, "the paper's figure for ACTMat"
-
-
-@pytest.mark.slow
-def test_the_quickest_run_of_reasoning(paper: PaperHub, tmp_path: Path) -> None:
-    """One benchmark of each sort, from OLMo 3 on the hub to the table."""
-    publish_reasoning(paper)
-    tiny = settings(samples=1, max_tokens=2, engine__longest=4096)
-    shown = experiment(
-        *(paper.hub, tmp_path, "run", "reasoning", "--tasks", "humaneval,ifeval", "--methods", "average,actmat"),
-        *tiny,
-    )
-    found = scores(tmp_path, "reasoning")
-    assert {s.task.partition("@")[0] for s in found} == {"humaneval", "ifeval", "ifeval-strict"}
-    assert {"average", "actmat", "experts"} <= {s.method for s in found}
-    assert "HumanEval" in shown
-
-
-@pytest.mark.slow
 def test_vision_from_download_to_table(paper: PaperHub, tmp_path: Path) -> None:
     publish_vision(paper, ["ViT-B/32", "ViT-B/16", "ViT-L/14"])
-    tiny = settings(epochs=1, batch_size=8, warm_up_steps=1, samples=8, images="streamed", loaders=2)
+    tiny = settings(epochs=1, batch_size=8, warm_up_steps=1, samples=8)
     shown = experiment(paper.hub, tmp_path, "run", "vision", "--lora", "--methods", METHODS, *tiny)
     found = scores(tmp_path, "vision")
     assert {s.model for s in found} == {"ViT-B/32", "ViT-B/16", "ViT-L/14"}
@@ -145,7 +88,8 @@ def test_vision_from_download_to_table(paper: PaperHub, tmp_path: Path) -> None:
     assert len({s.task for s in found}) == 8
     assert "89.5" in shown, "the paper's figure for ACTMat on ViT-B/16"
     sent = fetched(paper.hub)
-    assert not [p for p in sent if "extra-" in p or "motion_blur" in p]
+    assert not [p for p in sent if "extra-" in p or "motion_blur" in p], "splits that are not used stay there"
+    assert not [p for p in sent if p.endswith((".msgpack", ".h5"))]
     large = [p for p in sent if "clip-vit-large-patch14" in p]
     assert any(p.endswith("model.safetensors") for p in large)
     assert not any(p.endswith(".bin") for p in large)
@@ -173,7 +117,7 @@ def test_language_from_download_to_table(paper: PaperHub, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_reasoning_from_download_to_table(paper: PaperHub, tmp_path: Path) -> None:
     publish_reasoning(paper)
-    tiny = settings(samples=2, max_tokens=4, measured=4, engine__longest=4096, statistics_memory=1e-6)
+    tiny = settings(samples=2, max_tokens=4, measured=4, engine__longest=4096)
     shown = experiment(paper.hub, tmp_path, "run", "reasoning", "--methods", METHODS, *tiny)
     found = scores(tmp_path, "reasoning")
     assert {s.method for s in found} == {
@@ -182,6 +126,5 @@ def test_reasoning_from_download_to_table(paper: PaperHub, tmp_path: Path) -> No
     }
     assert {s.task.partition("@")[0] for s in found} >= {"humaneval", "humaneval_plus", "aime24", "aime25", "ifeval"}
     assert "45.9" in shown
-    assert re.search(r"\b([2-9]|\d\d) passes over 4 prompts", shown)
     key = next(json.loads(p.read_text()) for p in (tmp_path / "cache" / "reasoning-answers").glob("*/key.json"))
     assert key["tokenizer"] is None or len(key["tokenizer"]) == 64

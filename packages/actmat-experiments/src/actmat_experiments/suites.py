@@ -67,7 +67,7 @@ class Suite:
 
     Args:
         needs: data, machine, and the time of a seed where it was measured.
-        module: of its functions `run`, `table` and `study` (where it has a study); imported when one is called.
+        module: of its functions `run` and, if the tables are not the usual ones, `table`; imported when one is called.
         regimes: how experts are trained where a command does not say.
     """
 
@@ -83,17 +83,9 @@ class Suite:
 
     def table(self, request: TableRequest) -> None:
         """Show the scores of earlier runs."""
-        self._module.table(request)
+        from actmat_experiments.harness.report import show
 
-    def study(self, request: RunRequest) -> str:
-        """Compare variants of the interference family on subsets of the tasks; the tables, in Markdown.
-
-        Raises:
-            RecipeError: the suite has no study.
-        """
-        if not hasattr(self._module, "study"):
-            raise RecipeError(f"The suite '{self.name}' has no study.")
-        return str(self._module.study(request))
+        getattr(self._module, "table", show)(request)
 
     @property
     def _module(self) -> Any:

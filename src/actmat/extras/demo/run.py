@@ -82,7 +82,7 @@ def run_demo(
             _each(train, experts, bars, "training the experts")
         named = [{"path": str(path), "name": task} for task, path in experts.items()]
         for name in bars.track(chosen, description="merging by every method"):
-            settled: dict[str, Any] = {"method": name, "seed": seed, "to": "model", "durable": False}
+            settled: dict[str, Any] = {"method": name, "seed": seed, "output": "model", "durable": False}
             merge(out / "base", named, out=out / "merged" / name, progress=NoProgress(), **settled)
         with one_thread():
             models = [out / "base", *(out / "merged" / name for name in chosen)]

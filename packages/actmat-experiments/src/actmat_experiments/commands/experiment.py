@@ -101,39 +101,6 @@ def run(
 
 
 @experiment.command()
-def study(
-    suite: SuiteName,
-    models: Models = None,
-    tasks: Tasks = None,
-    full: Full = None,
-    lora: Lora = None,
-    seeds: Seeds = "0",
-    data: Data = None,
-    cache: CacheFolder = _CACHE,
-    device: Device = "cpu",
-    threads: Threads = None,
-    setting: Settings = None,
-    json: flags.Json = False,
-    quiet: flags.Quiet = False,
-) -> None:
-    """Variants of the interference family on subsets of the experts: chosen on half of the tasks, reported on the rest.
-
-    Trains what is not in the cache yet; writes study/SUITE.json and .md below it, and prints the tables.
-    """
-    request = _request({**locals(), "methods": None})
-    from actmat_experiments.suites import get_suite
-
-    text = get_suite(suite).study(request)
-    if json:
-        from actmat.cli.screen import print_result
-        from actmat_experiments.harness.study import read_study
-
-        print_result("experiment", {"suite": suite, "study": read_study(suite, cache)})
-    elif not quiet:
-        typer.echo(text)
-
-
-@experiment.command()
 def table(
     suite: SuiteName,
     cache: CacheFolder = _CACHE,

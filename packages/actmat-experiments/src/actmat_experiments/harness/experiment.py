@@ -11,11 +11,14 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.harness.cache import Cache, code_digest, file_digest, library_versions
+from actmat_experiments.harness.measuring import Batch, drawn_likelihood, measure_expert
 from actmat_experiments.harness.merging import (
     KINDS,
     SCALES,
@@ -26,23 +29,22 @@ from actmat_experiments.harness.merging import (
     merging_code,
     needs_statistics,
 )
+from actmat_experiments.harness.models import in_place, is_adapter, with_adapter
 from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
 from actmat_experiments.harness.results import Part, Regime, ScaleKind, Score, append_scores
-from actmat_experiments.harness.study import Answers, Subject
 from actmat_experiments.harness.training import side_by_side
 
-_VERSION, _STATISTICS_VERSION = 3, 2
+_VERSION, _EXPERT_VERSION, _STATISTICS_VERSION = 4, 2, 3
 _VERSIONS = ("actmat", "torch", "transformers", "peft")
 """Libraries whose versions are noted with every score of a merge."""
-
-_KINDS: tuple[tuple[ScaleKind, str, str], ...] = (("default", "test", "default"), ("tuned", "tuned", "scale"))
-"""Kind of scale, and under what names a result of `merges` has the answers and the scale."""
 
 Counts = Mapping[str, Any]
 """Results of a model on one task: `correct`, `total`, and further values of a suite, as plain data."""
 
 Share = tuple[int, int]
 """Number of a process and how many there are."""
+
+Answer = TypeVar("Answer")
 
 
 class Made(NamedTuple):
@@ -72,16 +74,16 @@ class Experiment(abc.ABC):
         suite, model, regime, seed: for the scores.
         digest: of everything else that decides the numbers; `Score.settings`.
         base: checkpoint that the experts start from.
+        tasks: in the order of the tables; each has a `name` and, if it is classified, a `majority`.
         threads: workers of the merges.
-        testers: models tested at the same time, one thread each, on a CPU; None: one after the other, with all threads.
+        testers: models trained or tested at the same time, one thread each, on a CPU; None: one after the other, with
+            all threads.
         together: models merged in one reading of the inputs, which lie on the disk until they are tested.
         keep: leave merged models in the cache.
         scales: factors of the merged delta that tuning tries; empty: nothing is tuned.
+        every_scale: whether all scales see test data, or only the default and the chosen one.
         samples: examples per task that statistics are measured on.
         measured: the part of the tasks that they are of.
-        at_once: models on an accelerator that are tested in one pass over the data.
-        one_merge: test every scale from the merge at scale 1: `W_0 + scale D*` is computed in memory.
-        every_scale: with `one_merge`, whether all scales see test data, or only the default and the chosen one.
     """
 
     suite: str
@@ -91,6 +93,7 @@ class Experiment(abc.ABC):
     base: Made
     cache: Cache
     watch: Watch
+    tasks: Sequence[Any]
     model: str = ""
     device: str = "cpu"
     threads: int | None = None
@@ -98,62 +101,48 @@ class Experiment(abc.ABC):
     together: int = 16
     keep: bool = False
     scales: Sequence[float] = SCALES
+    every_scale: bool = True
     samples: int = 320
     measured: Part = "train"
-    at_once: int = 1
-    one_merge: bool = False
-    every_scale: bool = True
+    known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     # What a suite supplies
 
-    @property
     @abc.abstractmethod
-    def names(self) -> tuple[str, ...]:
-        """The tasks, in the order of the tables."""
+    def training(self, task: Any) -> Mapping[str, Any]:
+        """All but base, task, regime, seed, device and libraries that determines an expert, as plain data."""
 
     @abc.abstractmethod
-    def experts(self, share: Share = (0, 1)) -> dict[str, Made]:
-        """Task -> its expert, trained now unless it is in the cache; of the i-th of n processes, every n-th."""
+    def steps(self, task: Any) -> int:
+        """Steps of the training of an expert, for the bar."""
 
     @abc.abstractmethod
-    def measure(
-        self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None], kinds: Sequence[str] = KINDS
-    ) -> None:
-        """Write the statistics of an expert on `n` examples of its task, of the part `measured`, to the folder `out`.
+    def train(self, task: Any, out: Path, stage: Stage) -> None:
+        """Train an expert into a folder, which holds what an interrupted run left."""
 
-        Args:
-            advance: called after every batch with the number of its examples.
-            kinds: of statistics. The Fisher takes a backward pass per example, most of the time of a measurement.
-        """
+    @abc.abstractmethod
+    def inputs(self, task: str, n: int) -> Iterator[Batch]:
+        """Batches of the first `n` examples that statistics are measured on, on the device."""
 
     @abc.abstractmethod
     def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
         """All that decides what a model answers to these parts of these tasks, as plain data."""
 
     @abc.abstractmethod
-    def load(self, folder: Path) -> Any:
-        """The model of a checkpoint, or of the base with an adapter, ready to be tested."""
-
-    @abc.abstractmethod
-    def at_scales(self, folder: Path, acted: Sequence[str]) -> Callable[[float], Any]:
-        """From a scale to the merged model at it, see `rescaled`; a model may be used up by the next call.
-
-        Args:
-            folder: the merged model at scale 1.
-            acted: names of the tensors that the scale acts on.
-        """
+    def read(self, folder: Path) -> Any:
+        """The model of a checkpoint, ready to be tested."""
 
     @abc.abstractmethod
     def test(self, model: Any, task: str, part: str) -> Counts:
         """Test the model on a part ("validation", "test") of a task."""
 
-    def test_all(self, models: Sequence[Any], task: str, part: str) -> list[Counts]:
-        """Test several models, if possible in one pass over the data."""
-        return [self.test(model, task, part) for model in models]
+    def logits(self, task: str) -> Callable[[Any, Batch], Any] | None:
+        """Of a classifier, for the Fisher; None: a model that computes its own loss."""
+        return None
 
     def majority(self) -> dict[str, Counts]:
         """Counts of the most frequent answer on every task; empty: no such row."""
-        return {}
+        return {t.name: dict(zip(("correct", "total"), t.majority, strict=True)) for t in self.tasks}
 
     def lines(
         self, method: str, kind: ScaleKind, found: Mapping[str, Counts], detail: Mapping[str, Any] | None = None
@@ -170,6 +159,51 @@ class Experiment(abc.ABC):
         ]
 
     # What follows from it
+
+    @property
+    def start(self) -> Made:
+        """The checkpoint that experts are trained from."""
+        return self.base
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tasks."""
+        return tuple(task.name for task in self.tasks)
+
+    def task(self, name: str) -> Any:
+        """The task of a name."""
+        return next(task for task in self.tasks if task.name == name)
+
+    def load(self, folder: Path) -> Any:
+        """The model of a checkpoint, or of the base with an adapter merged into it."""
+        if not is_adapter(folder):
+            return self.read(folder)
+        return with_adapter(self.read, self.base.path, folder).merge_and_unload().eval()
+
+    def experts(self, share: Share = (0, 1)) -> dict[str, Made]:
+        """Task -> its expert, trained now unless it is in the cache; of the i-th of n processes, every n-th."""
+        wanted = self.tasks[share[0] :: share[1]]
+        keys = {task.name: self._expert_key(task) for task in wanted}
+        if left := [task for task in wanted if not self.cache.holds("expert", keys[task.name])]:
+            title, total = f"experts: {self.regime}, seed {self.seed}", sum(map(self.steps, left))
+            with self.watch.stage(title, total=total) as stage, one_thread_on(self.device):
+
+                def make(task: Any) -> None:
+                    stage.say(task.name)
+                    train = partial(self.train, task, stage=stage)
+                    self.cache.get("expert", keys[task.name], train, resumable=True)
+                    stage.log(f"{task.name} is trained")
+
+                side_by_side(make, left, self.testers or 1)
+        places = {name: self.cache.path("expert", key) for name, key in keys.items()}
+        return {name: Made(place, place.name) for name, place in places.items()}
+
+    def of_expert(self, task: str, answer: Callable[[Any], Answer]) -> Answer:
+        """What the expert of a task answers; computed once."""
+        if task not in self.known:
+            self.known[task] = answer(self.load(self.experts()[task].path))
+        found: Answer = self.known[task]
+        return found
 
     def compare(self, rows: Sequence[Candidate], path: Path, inputs: MergeInputs | None = None) -> list[Score]:
         """All scores, added to a file as they become known: references first, then some merged models at a time.
@@ -196,38 +230,57 @@ class Experiment(abc.ABC):
     def row_scores(self, row: Candidate, found: Mapping[str, Any]) -> list[Score]:
         """Scores of a result of `merges`, at the default scale and the tuned one, with what was merged how."""
         how = {"rule": row.method, "options": dict(row.options), **row.fields, "split": "test"}
-        how |= {"versions": library_versions(*_VERSIONS)}
+        how |= {"versions": library_versions(*_VERSIONS), "merge": found["merge"], "merged_at": found["default"]}
         lines: list[Score] = []
-        for kind, answers, scale in _KINDS:
-            if answers in found:
-                about = how | {"scale": found[scale], "merge": found["hashes"][kind]}
-                if self.one_merge:
-                    about["merged_at"] = found["default"]
-                seen = found["validation"].get(str(found[scale]), {})
-                lines += [_noted(line, seen) for line in self.lines(row.name, kind, found[answers], about)]
-        return [_with_scales(line, found) for line in lines] if self.one_merge else lines
+        kinds: tuple[ScaleKind, ...] = ("default", "tuned") if "tuned" in found else ("default",)
+        for kind in kinds:
+            scale = found[kind]
+            lines += self.lines(row.name, kind, found["test"][str(scale)], how | {"scale": scale})
+        return [_with_scales(line, found) for line in lines]
 
-    def statistics(self, samples: int | None = None, kinds: Sequence[str] = KINDS) -> dict[str, Made]:
-        """Task -> statistics of its expert, measured now unless they are in the cache."""
-        n, found = samples or self.samples, {}
+    def statistics(self, kinds: Sequence[str] = KINDS) -> dict[str, Made]:
+        """Task -> statistics of its expert, measured now unless they are in the cache.
+
+        Args:
+            kinds: of statistics. The Fisher takes a backward pass per example, most of the time of a measurement.
+        """
+        found = {}
         for task, expert in self.experts().items():
             key = {
                 "version": _STATISTICS_VERSION,
                 "expert": expert.digest,
                 **self._key([task], [self.measured]),
-                "samples": n,
+                "samples": self.samples,
                 "seed": self.seed,
                 "code": code_digest("statistics"),
-                **({} if set(kinds) == set(KINDS) else {"kinds": sorted(kinds)}),
+                "kinds": sorted(kinds),
             }
-
-            def make(folder: Path, task: str = task, expert: Made = expert) -> None:
-                with self.watch.stage(f"statistics: {task} ({self.regime})", total=n) as stage, self._alone():
-                    self.measure(task, expert.path, n, folder / "statistics", stage.advance, kinds)
-
-            place = self.cache.get("statistics", key, make)
+            place = self.cache.get("statistics", key, partial(self._measure, task, expert.path, kinds))
             found[task] = Made(place / "statistics", place.name)
         return found
+
+    def _measure(self, task: str, expert: Path, kinds: Sequence[str], folder: Path) -> None:
+        logits, labels = self.logits(task), generator_for(self.seed, f"labels {task}")
+        title = f"statistics: {task} ({self.regime})"
+        with self.watch.stage(title, total=self.samples) as stage, self._alone():
+
+            def batches() -> Iterator[Batch]:
+                for batch in self.inputs(task, self.samples):
+                    yield batch
+                    stage.advance(len(next(iter(batch.values()))))
+
+            measure_expert(
+                self.read,
+                batches(),
+                expert=expert,
+                base=self.base.path,
+                device=self.device,
+                fisher="fisher" in kinds,
+                loss=None if logits is None else drawn_likelihood(logits, labels),
+                out=folder / "statistics",
+                seed=self.seed,
+                source=task,
+            )
 
     def tested(self, made: Made, tasks: Sequence[str], part: str, label: str) -> dict[str, Counts]:
         """Counts of a model that is no merge, on a part of some tasks."""
@@ -235,8 +288,7 @@ class Experiment(abc.ABC):
 
         def make(folder: Path) -> None:
             with self.watch.stage(f"test: {label} ({self.regime})", total=len(tasks)) as stage, self._alone():
-                (found,) = self._answers([self.load(made.path)], tasks, part, stage)
-            _write(folder, found)
+                _write(folder, self._answers(self.load(made.path), tasks, part, stage))
 
         found: dict[str, Counts] = _read(self.cache.get("answers", key, make))
         return found
@@ -248,36 +300,21 @@ class Experiment(abc.ABC):
             found |= self.tested(made, [task], part, task)
         return found
 
-    def subject(self, rows: Sequence[Candidate]) -> Subject:
-        """These experts as the subject of a study: subsets of them merged by all rows, each at its own scale."""
-
-        def merged(subset: tuple[str, ...]) -> dict[str, Answers]:
-            found = self.merges(rows, only=subset, tune=False)
-            return {
-                row: {"validation": _pairs(next(iter(r["validation"].values()))), "test": _pairs(r["test"])}
-                for row, r in found.items()
-            }
-
-        own = {part: _pairs(self.own_answers(part)) for part in ("validation", "test")}
-        return Subject(self.regime, self.seed, self.names, own, merged)
-
     def merges(
         self,
         rows: Sequence[Candidate],
         *,
         only: Sequence[str] | None = None,
         tune: bool = True,
-        samples: int | None = None,
         inputs: MergeInputs | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """Row -> what its merge answers: `test` at the scale `default`, `validation` by scale; and, if `tune`, the best
-        scale on validation, `scale`, with `tuned` on test.
+        """Row -> what its merge answers, `test` and `validation` by scale; the scales `default` and, if `tune`,
+        `tuned`, which is best on validation; and the hash of its weights, `merge`.
 
         Args:
             rows: what to merge, at scale 1 if it is to be tuned.
             only: tasks whose experts are merged, and which are tested; default: all.
-            tune: whether a scale is chosen on validation, too.
-            samples: training examples of the statistics, where a row needs them.
+            tune: whether a scale is chosen on validation.
             inputs: other experts and statistics than the experiment's own.
         """
         if tune and any(row.scale != 1 for row in rows):
@@ -287,32 +324,30 @@ class Experiment(abc.ABC):
         experts = {name: made for name, made in given.items() if name in chosen}
         statistics: dict[str, Made] = {}
         if needs_statistics(rows):
-            measured = inputs.statistics if inputs else self.statistics(samples, kinds_needed(rows))
+            measured = inputs.statistics if inputs else self.statistics(kinds_needed(rows))
             statistics = {name: made for name, made in measured.items() if name in chosen}
+        scales = [1.0] + [scale for scale in self.scales if scale != 1] if tune else []
         key = {
             "version": _VERSION,
             **self._key(chosen, ["validation", "test"]),
             "experts": [[name, made.digest] for name, made in experts.items()],
             "seed": self.seed,
-            "scales": self.scales if tune else None,
-            **({"one_merge": self.every_scale or "chosen"} if self.one_merge else {}),
+            "scales": [scales, self.every_scale],
             "merging": merging_code(),
         }
         hashed = {name: made.digest for name, made in statistics.items()}
-        keys = {
-            row.name: {**key, "row": asdict(row), "statistics": hashed if needs_statistics([row]) else None}
-            for row in rows
-        }
         by_name = {row.name: row for row in rows}
 
         def make(folders: Mapping[str, Path]) -> None:
             some = [by_name[name] for name in folders]
             with self.watch.stage(f"merges: {self.regime}, {len(chosen)} experts", total=len(folders)) as stage:
-                self._merge_and_test(some, folders, experts, statistics, tune, stage)
+                self._merge_and_test(some, folders, experts, statistics, scales, stage)
 
         done: dict[str, Path] = {}
         for group in self._groups(rows):
-            done |= self.cache.get_many("merge", {row.name: keys[row.name] for row in group}, make)
+            needed = {row.name: hashed if needs_statistics([row]) else None for row in group}
+            keys = {row.name: {**key, "row": asdict(row), "statistics": needed[row.name]} for row in group}
+            done |= self.cache.get_many("merge", keys, make)
         return {name: _read(folder) for name, folder in done.items()}
 
     def _merge_and_test(
@@ -321,127 +356,62 @@ class Experiment(abc.ABC):
         folders: Mapping[str, Path],
         experts: Mapping[str, Made],
         statistics: Mapping[str, Made],
-        tune: bool,
+        scales: Sequence[float],
         stage: Stage,
     ) -> None:
-        """One reading of the inputs for all rows, one more for the scales that were chosen."""
-        tasks = list(experts)
+        """One reading of the inputs for all rows; every scale is tested from the merge."""
+        stage.say("merging")
+        models = {row.name: folders[row.name] / "model" for row in rows}
+        acted = merge_candidates(
+            self.base.path,
+            {name: made.path for name, made in experts.items()},
+            rows,
+            models,
+            seed=self.seed,
+            threads=self.threads,
+            device=self.device if self.device.startswith("cuda") else "cpu",
+            statistics={name: made.path for name, made in statistics.items()},
+        )
 
-        def merge(some: Sequence[Candidate], kind: str) -> dict[str, tuple[str, ...]]:
-            stage.say("merging")
-            return merge_candidates(
-                self.base.path,
-                {name: made.path for name, made in experts.items()},
-                some,
-                {row.name: folders[row.name] / kind for row in some},
-                seed=self.seed,
-                threads=self.threads,
-                device=self.device if self.device.startswith("cuda") else "cpu",
-                statistics={name: made.path for name, made in statistics.items()},
-            )
-
-        acted = merge(rows, "default")
-        hashes = {row.name: {"default": _weights_digest(folders[row.name] / "default")} for row in rows}
-
-        def score(some: Sequence[Candidate]) -> list[dict[str, Any]]:
-            return self._scored(some, folders, acted if tune else None, tasks, stage)
+        def score(row: Candidate) -> None:
+            stage.say(row.name)
+            model_at = in_place(self.read, self.base.path, models[row.name], acted[row.name])
+            found = self._scored(row.scale, scales, model_at, list(experts))
+            stage.advance()
+            share = mean_share(found["test"][str(row.scale)])
+            stage.log(f"{row.name}: {100 * share:.1f} % {found.get('tuned', '')}")
+            _write(folders[row.name], found | {"merge": file_digest(models[row.name].glob("*.safetensors"))})
+            if not self.keep:
+                shutil.rmtree(models[row.name])
 
         with self._alone():
-            if self.testers:
-                parts = side_by_side(score, [[row] for row in rows], self.testers)
-            else:
-                parts = [score(rows[start : start + self.at_once]) for start in range(0, len(rows), self.at_once)]
-        scored = [one for part in parts for one in part]
-        found = {row.name: result for row, result in zip(rows, scored, strict=True)}
-        if tune and self.one_merge:
-            for name in found:
-                hashes[name]["tuned"] = hashes[name]["default"]
-        elif tune:
-            moved = [row.at(found[row.name]["scale"]) for row in rows if found[row.name]["scale"] != row.scale]
-            if moved:
-                merge(moved, "tuned")
-            for name, result in found.items():
-                result["tuned"] = result["test"]
-                hashes[name]["tuned"] = hashes[name]["default"]
-            with self._alone():
-                for row in moved:
-                    hashes[row.name]["tuned"] = _weights_digest(folders[row.name] / "tuned")
-                    model = self.load(folders[row.name] / "tuned")
-                    (found[row.name]["tuned"],) = self._answers([model], tasks, "test")
-        for name, result in found.items():
-            _write(folders[name], result | {"hashes": hashes[name]})
-            for kind in () if self.keep else ("default", "tuned"):
-                shutil.rmtree(folders[name] / kind, ignore_errors=True)
+            side_by_side(score, rows, self.testers or 1)
 
     def _scored(
-        self,
-        rows: Sequence[Candidate],
-        folders: Mapping[str, Path],
-        acted: Mapping[str, Sequence[str]] | None,
-        tasks: Sequence[str],
-        stage: Stage,
-    ) -> list[dict[str, Any]]:
-        """Results of merged models that are tested together; their scales are chosen if `acted` is given."""
-        stage.say(", ".join(row.name for row in rows))
-        if self.one_merge and acted is not None:
-            return [
-                self._at_all_scales(row, folders[row.name] / "default", acted[row.name], tasks, stage) for row in rows
-            ]
-        models = [self.load(folders[row.name] / "default") for row in rows]
-        tests = self._answers(models, tasks, "test")
-        found: list[dict[str, Any]] = [{"default": r.scale, "test": t} for r, t in zip(rows, tests, strict=True)]
-        if acted is None:
-            for row, one, counts in zip(rows, found, self._answers(models, tasks, "validation"), strict=True):
-                one["validation"] = {str(row.scale): counts}
-        models.clear()
-        for row, one in zip(rows, found, strict=True):
-            if acted is not None:
-                one |= self._tuned(folders[row.name] / "default", acted[row.name], tasks)
-            stage.advance()
-            stage.log(f"{row.name}: {100 * mean_share(one['test']):.1f} % {one.get('scale', '')}")
-        return found
-
-    def _tuned(self, folder: Path, acted: Sequence[str], tasks: Sequence[str]) -> dict[str, Any]:
-        """The scale of the highest mean validation share, and the answers at all scales."""
-        model_at = self.at_scales(folder, acted)
-        by_scale: dict[str, dict[str, Counts]] = {}
-
-        def validate(scale: float) -> float:
-            (by_scale[str(scale)],) = self._answers([model_at(scale)], tasks, "validation")
-            return mean_share(by_scale[str(scale)])
-
-        return {"scale": best_scale(validate, self.scales)[0], "validation": by_scale}
-
-    def _at_all_scales(
-        self, row: Candidate, folder: Path, acted: Sequence[str], tasks: Sequence[str], stage: Stage
+        self, default: float, scales: Sequence[float], model_at: Callable[[float], Any], tasks: Sequence[str]
     ) -> dict[str, Any]:
-        """The result of a row, every scale tested from one merge."""
-        model_at, tested, validated = self.at_scales(folder, acted), dict[str, Any](), dict[str, Any]()
+        """Answers of a merged model at the scale that it was merged at and, if there are some, at other scales."""
+        tested, validated = dict[str, Any](), dict[str, Any]()
+
+        def answers(scale: float, part: str) -> dict[str, Counts]:
+            return self._answers(model_at(1.0 if scale == default else scale), tasks, part)
 
         def validate(scale: float) -> float:
-            model, name = model_at(scale), str(float(scale))
-            if self.every_scale or scale == row.scale:
-                (tested[name],) = self._answers([model], tasks, "test")
-            (validated[name],) = self._answers([model], tasks, "validation")
-            return mean_share(validated[name])
+            validated[str(scale)] = answers(scale, "validation")
+            if self.every_scale or scale == default:
+                tested[str(scale)] = answers(scale, "test")
+            return mean_share(validated[str(scale)])
 
-        chosen = best_scale(validate, tuple(dict.fromkeys((row.scale, *self.scales))))[0]
-        if str(float(chosen)) not in tested:
-            (tested[str(float(chosen))],) = self._answers([model_at(chosen)], tasks, "test")
-        default, tuned = (tested[str(float(scale))] for scale in (row.scale, chosen))
-        stage.advance()
-        stage.log(f"{row.name}: {100 * mean_share(default):.1f} % {chosen}")
-        found = {"default": row.scale, "test": default, "scale": chosen, "tuned": tuned}
-        return found | {"validation": validated, "tested": tested}
+        chosen = best_scale(validate, scales or [default])[0]
+        if str(chosen) not in tested:
+            tested[str(chosen)] = answers(chosen, "test")
+        found = {"default": default, "test": tested, "validation": validated}
+        return found | {"tuned": chosen} if scales else found
 
-    def _answers(
-        self, models: Sequence[Any], tasks: Sequence[str], part: str, stage: Stage | None = None
-    ) -> list[dict[str, Counts]]:
-        """Per model, its counts by task."""
-        found: list[dict[str, Counts]] = [{} for _ in models]
+    def _answers(self, model: Any, tasks: Sequence[str], part: str, stage: Stage | None = None) -> dict[str, Counts]:
+        found = {}
         for task in tasks:
-            for one, counts in zip(found, self.test_all(models, task, part), strict=True):
-                one[task] = counts
+            found[task] = self.test(model, task, part)
             if stage is not None:
                 stage.advance()
         return found
@@ -460,36 +430,35 @@ class Experiment(abc.ABC):
             "libraries": library_versions("torch", "transformers", "peft"),
         }
 
-
-def _noted(line: Score, validation: Mapping[str, Counts]) -> Score:
-    """The line with the model's answers to the task's validation data, where they are known."""
-    if line.task not in validation:
-        return line
-    return replace(line, detail={**line.detail, "validation": dict(validation[line.task])})
+    def _expert_key(self, task: Any) -> dict[str, Any]:
+        return {
+            "version": _EXPERT_VERSION,
+            "base": self.start.digest,
+            "task": task.name,
+            "regime": self.regime,
+            "training": dict(self.training(task)),
+            "seed": self.seed,
+            "device": self.device.split(":")[0],
+            "libraries": library_versions("torch", "transformers", "peft"),
+        }
 
 
 def _with_scales(line: Score, found: Mapping[str, Any]) -> Score:
-    """The line at the default scale with what was right at all scales, where all were tested, and the divergence."""
-    if line.scale != "default" or "tested" not in found or len(found["tested"]) < len(found["validation"]):
-        return line
-    scales = {
-        scale: {
-            "test": counts[line.task]["correct"],
-            "validation": found["validation"][scale][line.task]["correct"],
-            "divergence": found["validation"][scale][line.task].get("divergence"),
+    """The line with the model's answers to the task's validation data; at the default scale, if all were tested, with
+    what was right at all scales, and the divergence.
+    """
+    by_scale, detail = found["validation"], dict(line.detail)
+    detail["validation"] = by_scale[str(detail["scale"])][line.task]
+    if line.scale == "default" and len(by_scale) > 1 and found["test"].keys() >= by_scale.keys():
+        detail["scales"] = {
+            scale: {
+                "test": found["test"][scale][line.task]["correct"],
+                "validation": counts[line.task]["correct"],
+                "divergence": counts[line.task].get("divergence"),
+            }
+            for scale, counts in by_scale.items()
         }
-        for scale, counts in found["tested"].items()
-    }
-    return replace(line, detail={**line.detail, "scales": scales})
-
-
-def _weights_digest(folder: Path) -> str:
-    """SHA-256 of a model's weight files."""
-    return file_digest(folder.glob("*.safetensors"))
-
-
-def _pairs(found: Mapping[str, Counts]) -> dict[str, list[float]]:
-    return {task: [counts["correct"], counts["total"]] for task, counts in found.items()}
+    return replace(line, detail=detail)
 
 
 def _write(folder: Path, value: Any) -> None:

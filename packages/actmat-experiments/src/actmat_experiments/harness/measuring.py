@@ -1,4 +1,4 @@
-"""Statistics of a classifier for the methods that need data: Gram matrices, and the Fisher of drawn labels."""
+"""Statistics of an expert for the methods that need data: Gram matrices, and the Fisher."""
 
 from __future__ import annotations
 
@@ -10,58 +10,48 @@ import torch
 from torch import Tensor
 
 from actmat_experiments.core import collect
+from actmat_experiments.harness.models import is_adapter, with_adapter
 
 Batch = Mapping[str, Tensor]
 
 
-def to_measure(load: Callable[[Path], Any], expert: Path, base: Path) -> tuple[Any, Path, Path | None]:
-    """The model of an expert, an adapter beside its base's weights; its checkpoint; and the adapter, if it is one."""
-    if not (expert / "adapter_config.json").is_file():
-        return load(expert), expert, None
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(load(base), str(expert)), base, expert
-
-
-def measure_classifier(
+def measure_expert(
     load: Callable[[Path], Any],
-    logits: Callable[[Any, Batch], Tensor],
     batches: Iterable[Batch],
     *,
     expert: Path,
     base: Path,
-    generator: torch.Generator,
-    device: torch.device | str,
-    fisher: bool = True,
+    device: str,
     **collecting: Any,
 ) -> None:
-    """Measure an expert, a full model or an adapter of the base.
-
-    The labels of the Fisher are drawn from the expert's own predictions, `y ~ p(y | x)`, so that it is the Fisher
-    `E[(d log p(y | x))^2]` and not the gradient of the training loss.
+    """Measure a full model, or an adapter beside the base's weights.
 
     Args:
         load: reads a model from its folder.
-        logits: of a running model on a batch, `N C` for `N` inputs and `C` classes.
         batches: inputs, on the device.
         expert, base: their folders.
-        generator: draws the labels.
         device: where the model runs.
-        fisher: measure the Fisher as well, one backward pass per input.
-        collecting: `out`, `seed` and `source` of `collect`.
+        collecting: further arguments of `collect`.
     """
-    model, checkpoint, adapter = to_measure(load, expert, base)
+    adapter = expert if is_adapter(expert) else None
+    model = with_adapter(load, base, adapter) if adapter else load(expert)
+    collect(model.to(device), batches, checkpoint=base if adapter else expert, adapter=adapter, **collecting)
+
+
+def drawn_likelihood(
+    logits: Callable[[Any, Batch], Tensor], generator: torch.Generator
+) -> Callable[[Any, Batch], Tensor]:
+    """Log-likelihood of labels that are drawn from the expert's own predictions, `y ~ p(y | x)`.
+
+    With it the Fisher is `E[(d log p(y | x))^2]` and not the gradient of the training loss.
+
+    Args:
+        logits: of a running model on a batch, `N C` for `N` inputs and `C` classes.
+    """
 
     def log_likelihood(running: Any, batch: Batch) -> Tensor:
         logp_NC = logits(running, batch).float().log_softmax(-1)
-        drawn_N1 = torch.multinomial(logp_NC.detach().exp().cpu(), 1, generator=generator).to(device)
+        drawn_N1 = torch.multinomial(logp_NC.detach().exp().cpu(), 1, generator=generator).to(logp_NC.device)
         return logp_NC.gather(1, drawn_N1).sum()
 
-    collect(
-        *(model.to(device), batches),
-        checkpoint=checkpoint,
-        adapter=adapter,
-        fisher=fisher,
-        loss=log_likelihood,
-        **collecting,
-    )
+    return log_likelihood

@@ -7,15 +7,12 @@ tuned one is chosen on the validation parts of the tasks, never on what is repor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from actmat_experiments.core import Recipe, RunSettings, get_method, make_recipe
 from actmat_experiments.harness.cache import code_digest
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 KINDS = ("gram", "fisher")
 """Statistics that the suites measure on experts."""
@@ -41,10 +38,6 @@ class Candidate:
     options: Mapping[str, Any] = field(default_factory=dict)
     scale: float = 1.0
     fields: Mapping[str, Any] = field(default_factory=dict)
-
-    def at(self, scale: float) -> Candidate:
-        """The same rule at another scale."""
-        return replace(self, scale=scale)
 
 
 def merge_candidates(
@@ -130,17 +123,6 @@ def merging_code() -> str:
     """Hash of the code that decides the bytes of a merge, for the key of what is made from one."""
     core = ("linalg", "methods", "checkpoints", "experts", "layout", "recipe", "planning", "engine")
     return code_digest(*core, "extras/research")
-
-
-def rescaled(
-    base: Mapping[str, Tensor], merged: Mapping[str, Tensor], names: Sequence[str], scale: float
-) -> dict[str, Tensor]:
-    """The merged model at another scale: `W_0 + scale (W* - W_0)` in the tensors on which the rule acted.
-
-    Only for choosing a scale without merging once per value; what is reported is merged by the engine.
-    """
-    acted = set(names)
-    return {n: t if n not in acted else base[n] + scale * (t - base[n]) for n, t in merged.items()}
 
 
 def best_scale(score: Callable[[float], float], scales: Sequence[float] = SCALES) -> tuple[float, dict[float, float]]:

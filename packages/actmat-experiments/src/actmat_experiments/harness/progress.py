@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -76,6 +74,7 @@ class Watch:
         )
 
     def __enter__(self) -> Watch:
+        quiet_libraries()
         self._progress.start()
         return self
 
@@ -141,28 +140,3 @@ def placed(device: str) -> tuple[tuple[int, int] | None, str]:
 
     state = PartialState(cpu=device == "cpu")
     return (state.process_index, state.num_processes), str(state.device)
-
-
-LOADING = threading.RLock()
-"""Held around every load, and every model made, in code that several threads run.
-
-`from_pretrained` swaps functions of its library for the time of a load (`PreTrainedModel.tie_weights` among them) and
-puts back what it found. Of two loads in two threads the second finds, and in the end leaves, what the first had put
-there: from then on no model of the process has its weights tied.
-"""
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bars of libraries inside the block: the suite has its own."""
-    from transformers.utils import logging
-
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if shown:
-            logging.enable_progress_bar()

@@ -1,4 +1,4 @@
-"""Run the experiments of a suite, and study variants on them."""
+"""Run the experiments of a suite."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from pathlib import Path
 
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.merging import KINDS, Candidate
-from actmat_experiments.harness.planned import planned
 from actmat_experiments.harness.progress import Watch, placed
 from actmat_experiments.harness.results import Score
 from actmat_experiments.harness.rows import candidates
-from actmat_experiments.harness.study import NEIGHBOURS, VARIANTS, run_study
 from actmat_experiments.suites import RunRequest
 
 Experiments = Callable[[RunRequest, Watch], Iterator[Experiment]]
@@ -56,25 +54,8 @@ def run_experiments(
                 if share[0]:
                     continue
             chosen = rows[experiment.regime][0]
-            watch.note(
-                [f"{experiment.model} {experiment.regime}, seed {experiment.seed}: {planned(experiment, chosen)}"]
-            )
             scores += experiment.compare(chosen, score_file(request.cache, request.suite))
             more(experiment, chosen)
         left_out = {name: why for _, some in rows.values() for name, why in some.items()}
         watch.note(f"left out: {name} ({why})" for name, why in left_out.items())
     return scores
-
-
-def study_experiments(request: RunRequest, experiments: Experiments, splits: int = 2) -> str:
-    """Variants of the interference family on subsets of the experts, over all seeds and regimes; see `study_run`.
-
-    Args:
-        splits: random cuts of the tasks into halves.
-
-    Returns:
-        The tables, in Markdown.
-    """
-    with Watch(request.console, request.cache / "logs") as watch:
-        subjects = (experiment.subject((*VARIANTS, *NEIGHBOURS)) for experiment in experiments(request, watch))
-        return run_study(request.suite, request.cache, subjects, splits, [row.name for row in VARIANTS])

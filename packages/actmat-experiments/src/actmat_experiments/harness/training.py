@@ -11,8 +11,12 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from actmat.extras.demo.tasks import generator_for
 from actmat.extras.demo.training import warm_cosine
+from actmat_experiments.harness.models import add_adapter
+from actmat_experiments.harness.results import Regime
 
+Precision = Literal["float32", "bfloat16", "float16"]
 OnStep = Callable[[], object]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -124,7 +128,11 @@ def descend(
 
 
 def side_by_side(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> list[Result]:
-    """`work` on every item, each in a thread that computes with one thread; the first error is raised."""
+    """`work` on every item, each in a thread that computes with one thread, or one by one in the caller's; the first
+    error is raised.
+    """
+    if threads == 1:
+        return [work(item) for item in items]
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         futures = [pool.submit(work, item) for item in items]
         try:
@@ -253,6 +261,86 @@ class Selection:
 
     def _is_time(self) -> bool:
         return self.progress.update % self.every == 0 or self.progress.update == self.last
+
+
+def order_of(n: int, schedule: Schedule, seed: int, name: str, first: int = 0) -> Iterator[Tensor]:
+    """Positions of each step's examples among `n`, from step `first` on; every epoch has an order of its own.
+
+    >>> [positions.tolist() for positions in order_of(4, Schedule(1, 2, 1e-3), seed=0, name="task")]
+    [[3, 1], [0, 2]]
+    """
+    per_epoch = n // schedule.batch_size
+    for step in range(first, schedule.epochs * per_epoch):
+        epoch, place = divmod(step, per_epoch)
+        order = torch.randperm(n, generator=generator_for(seed, f"order {name} {epoch}"))
+        yield order[place * schedule.batch_size : (place + 1) * schedule.batch_size]
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Training of an expert.
+
+    Args:
+        name: of the task; with the seed it decides the order of examples and the start of the factors.
+        regime: all weights that a suite trains, or LoRA on all linear layers without dropout.
+        alpha: of LoRA; 0: the rank.
+        precision: of the forward pass (autocast); weights and moments stay float32.
+        save_every: steps between two states.
+    """
+
+    name: str
+    seed: int
+    schedule: Schedule
+    regime: Regime = "full"
+    rank: int = 16
+    alpha: int = 0
+    device: str = "cpu"
+    precision: Precision = "float32"
+    save_every: int = 500
+
+
+def trainable(model: Any, how: Training, trained: Callable[[str], bool] = lambda name: True) -> Any:
+    """The model where it will be trained: with LoRA factors, or with some of its weights set to be trained.
+
+    Args:
+        trained: whether full fine-tuning trains the parameter of a name.
+    """
+    if how.regime == "lora":
+        model = add_adapter(model, how.rank, generator_for(how.seed, f"factors {how.name}"), how.alpha)
+    else:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained(name))
+    return model.to(how.device)
+
+
+def train_by(
+    model: Any,
+    loss: Callable[[Tensor], Tensor | Iterable[Tensor]],
+    n: int,
+    how: Training,
+    out: Path,
+    on_step: OnStep = lambda: None,
+    callbacks: Sequence[Callback] = (),
+) -> None:
+    """Train the weights of a model that need a gradient, and write it as transformers or PEFT do.
+
+    A run that was interrupted goes on from its last state, `state.pt` in `out`; with callbacks it begins again, since
+    they have to see all of it.
+
+    Args:
+        loss: of the examples at some positions, or the terms that add up to it.
+        n: number of examples.
+        callbacks: analyses of the run.
+    """
+    parameters, state = [p for p in model.parameters() if p.requires_grad], out / "state.pt"
+    resume = None if callbacks else Resume(state, how.save_every)
+
+    def losses(first: int) -> Iterator[Tensor | Iterable[Tensor]]:
+        return map(loss, order_of(n, how.schedule, how.seed, how.name, first))
+
+    descend(parameters, losses, how.schedule.steps(n), how.schedule, on_step, callbacks, resume)
+    model.to("cpu").save_pretrained(out)
+    state.unlink(missing_ok=True)
 
 
 def _values(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -77,10 +77,14 @@ def padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
 
 
 def training_tensors(items: Sequence[Encoded], pad: int) -> dict[str, Tensor]:
-    """`input_ids`, `attention_mask` (`B S`) and `labels` (`B L`, `IGNORED` behind the end)."""
-    ids_BS = padded([item.prompt for item in items], pad)
-    mask_BS = padded([[1] * len(item.prompt) for item in items], 0)
-    return {"input_ids": ids_BS, "attention_mask": mask_BS, "labels": padded([i.target for i in items], IGNORED)}
+    """`input_ids`, `attention_mask` (`B S`), `labels` (`B L`, `IGNORED` behind the end), `decoder_attention_mask`."""
+    labels_BL = padded([item.target for item in items], IGNORED)
+    return {
+        "input_ids": padded([item.prompt for item in items], pad),
+        "attention_mask": padded([[1] * len(item.prompt) for item in items], 0),
+        "labels": labels_BL,
+        "decoder_attention_mask": (labels_BL != IGNORED).long(),
+    }
 
 
 def choice_tensors(items: Sequence[Encoded]) -> Tensor:
@@ -200,19 +204,23 @@ class Exam:
         """The task's."""
         return self.task.name
 
+    @property
+    def majority(self) -> tuple[int, int]:
+        """The task's."""
+        return self.task.majority
+
     def key(self, *parts: str) -> dict[str, Any]:
         """Key of a result on these parts."""
         return {**self.task.key(*parts), "max_length": self.max_length}
 
 
-def make_exams(tokenizer: Any, tasks: Sequence[TextTask], *, max_length: int) -> dict[str, Exam]:
-    """Name -> the task in token ids."""
-    found = {}
-    for task in tasks:
-        parts = (encode(tokenizer, part, max_length=max_length) for part in (task.train, task.validation, task.test))
-        train, validation, test = parts
-        found[task.name] = Exam(task, train, validation, test, max_length)
-    return found
+def make_exams(tokenizer: Any, tasks: Sequence[TextTask], *, max_length: int) -> list[Exam]:
+    """The tasks in token ids."""
+
+    def coded(items: Sequence[Item]) -> list[Encoded]:
+        return encode(tokenizer, items, max_length=max_length)
+
+    return [Exam(t, coded(t.train), coded(t.validation), coded(t.test), max_length) for t in tasks]
 
 
 def examine(model: Any, items: Sequence[Encoded], on_items: Callable[[int], object] = lambda n: None) -> Counts:

@@ -1,60 +1,34 @@
-"""T5 on disk and in memory: bases, full experts, LoRA experts, merged models; and statistics measured on experts."""
+"""T5 on disk and in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from actmat.errors import CheckpointError
-from actmat_experiments.harness.progress import quiet_libraries
-from actmat_experiments.language.exams import IGNORED, Encoded, training_tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
+from actmat_experiments.harness.models import is_adapter, load_model
 
 
-def load_model(base: str | Path, expert: Path | None = None, *, device: str = "cpu") -> Any:
-    """The base, a full checkpoint, or the base with an adapter, in float32 and in eval mode.
-
-    Args:
-        base: folder or hub id.
-        expert: folder of a model or of an adapter of the base.
+def load_t5(folder: Path) -> Any:
+    """An encoder-decoder in float32 and in evaluation mode.
 
     Raises:
-        CheckpointError: there is no encoder-decoder model.
+        CheckpointError: there is none.
     """
-    import torch
-    from transformers import AutoModelForSeq2SeqLM
-
-    quiet_libraries()
-    place = base if expert is None or is_adapter_folder(expert) else expert
     try:
-        model = AutoModelForSeq2SeqLM.from_pretrained(str(place), dtype=torch.float32)
+        return load_model("AutoModelForSeq2SeqLM", folder)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{place} is no encoder-decoder model that transformers can load: {error}. Give a folder or a hub id of "
+            f"{folder} is no encoder-decoder model that transformers can load: {error}. Give a folder or a hub id of "
             "a T5 (v1.0: t5-base, t5-large)."
         ) from error
-    if expert is not None and is_adapter_folder(expert):
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, str(expert)).merge_and_unload()
-    return model.to(device).eval()
 
 
-def load_tokenizer(base: str | Path) -> Any:
+def load_tokenizer(base: Path) -> Any:
     """The base's tokenizer."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(base))
-
-
-def is_adapter_folder(folder: Path) -> bool:
-    """True if PEFT has written it."""
-    return (folder / "adapter_config.json").is_file()
 
 
 def add_lora(model: Any, *, rank: int, alpha: float, base: str) -> Any:
@@ -78,46 +52,5 @@ def add_lora(model: Any, *, rank: int, alpha: float, base: str) -> Any:
 def save_expert(model: Any, tokenizer: Any, folder: Path) -> None:
     """As transformers or PEFT save it, with the tokenizer beside a full model."""
     model.save_pretrained(folder)
-    if not is_adapter_folder(folder):
+    if not is_adapter(folder):
         tokenizer.save_pretrained(folder)
-
-
-_BATCH = 32
-
-
-def measure(
-    base: Path,
-    expert: Path,
-    items: Sequence[Encoded],
-    out: Path,
-    *,
-    device: str = "cpu",
-    advance: Callable[[int], object] = lambda n: None,
-    **collecting: Any,
-) -> None:
-    """Write the statistics of an expert on items of its task to the folder `out`; `collecting`: see `collect`."""
-    from actmat_experiments.core import collect
-
-    adapter = expert if is_adapter_folder(expert) else None
-    model = load_model(base if adapter else expert)
-    if adapter:
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, str(adapter)).eval()
-    pad = model.config.pad_token_id
-
-    def batches() -> Iterator[dict[str, Tensor]]:
-        for start in range(0, len(items), _BATCH):
-            tensors = training_tensors(items[start : start + _BATCH], pad)
-            tensors["decoder_attention_mask"] = (tensors["labels"] != IGNORED).long()
-            yield {name: tensor.to(device) for name, tensor in tensors.items()}
-            advance(len(tensors["labels"]))
-
-    collect(
-        model.to(device),
-        batches(),
-        checkpoint=base if adapter else expert,
-        adapter=adapter,
-        out=out,
-        **{"fisher": True, **collecting},
-    )

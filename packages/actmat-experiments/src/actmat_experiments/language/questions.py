@@ -5,7 +5,7 @@ is an error that names what was expected and what was found; empty or equal answ
 out and counted, one in a hundred at most. A wrong column name must not become an empty text: with two empty choices
 every model is right on half of the items, and nobody notices.
 
-Prompts are in `templates.json`: those of the paper, and three of this project for every task.
+Prompts are in `templates.json`, those of the paper's code.
 """
 
 from __future__ import annotations
@@ -16,15 +16,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any
 
 from actmat.errors import CheckpointError, did_you_mean
 from actmat_experiments.harness.hub import kept_rows
 from actmat_experiments.harness.results import majority_share
-
-Asking = Literal["paper", "own", "cycled"]
-"""Wording of items: by the paper's template, by the first of this project's, or, in training, by all of these in
-turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +54,6 @@ class TextTask:
     train: Sequence[Item] = field(repr=False)
     validation: Sequence[Item] = field(repr=False)
     test: Sequence[Item] = field(repr=False)
-    metric: str = "accuracy"
     malformed: Sequence[str] = ()
 
     @property
@@ -79,39 +74,12 @@ def fingerprint(items: Sequence[Item]) -> str:
     return found.hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class Template:
-    """One way to ask, in Jinja.
-
-    Args:
-        name: unique within the task.
-        prompt: text with the fields of a row, `choices` (the answers) and `options` (the same as a list of lines).
-        answers: choices that are the same for all rows, in the order of the labels; empty: the row's own.
-    """
-
-    name: str
-    prompt: str
-    answers: tuple[str, ...] = ()
-
-    @property
-    def fields(self) -> frozenset[str]:
-        """Fields that the prompt mentions."""
-        from jinja2 import meta
-
-        return frozenset(meta.find_undeclared_variables(_environment().parse(self.prompt)))
-
-
 @functools.cache
 def _environment() -> Any:
     from jinja2 import StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment
 
     return SandboxedEnvironment(undefined=StrictUndefined)
-
-
-@functools.cache
-def _compiled(prompt: str) -> Any:
-    return _environment().from_string(prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +99,7 @@ class Form:
         fields: field of the task -> its column, or columns whose texts are joined.
         label: column of the right answer.
         values: what stands there for each answer, in their order, or the column that lists it.
-        options: columns of the answers, or the column that holds all, as a list or by `values`; empty: the template's.
+        options: columns of the answers, or the column that holds all, as a list or by `values`; empty: no and yes.
     """
 
     name: str
@@ -234,19 +202,11 @@ FORMS: dict[str, tuple[Form, ...]] = {
 """Task -> the forms of its rows; the first one that fits is taken."""
 
 
-def _templates() -> tuple[dict[str, Template], dict[str, tuple[Template, ...]]]:
-    data = json.loads(files("actmat_experiments.language").joinpath("templates.json").read_text(encoding="utf-8"))
-    fixed: dict[str, tuple[str, ...]] = {t: () if forms[0].options else ("No", "Yes") for t, forms in FORMS.items()}
-
-    def made(task: str, some: Sequence[str]) -> Template:
-        return Template(some[0], some[1], fixed[task])
-
-    own = {task: tuple(made(task, some) for some in data["own"][task]) for task in FORMS}
-    return {task: made(task, data["paper"][task]) for task in FORMS}, own
-
-
-PAPER, OWN = _templates()
-"""Task -> the template of the paper's code; task -> those of this project."""
+TEMPLATES: dict[str, str] = json.loads(
+    files("actmat_experiments.language").joinpath("templates.json").read_text(encoding="utf-8")
+)
+"""Task -> the prompt of the paper's code, in Jinja, with the fields of a row, `choices` (the answers) and `options` (a
+list of them, a line each)."""
 
 
 def read_rows(task: str, rows: Iterable[Mapping[str, Any]], where: str) -> tuple[list[Row], list[str]]:
@@ -283,15 +243,11 @@ def _no_form(task: str, row: Mapping[str, Any]) -> str:
     return f"has the columns {', '.join(map(str, row))}; expected {' or '.join(wanted)}"
 
 
-def render(template: Template, row: Row) -> Item:
-    """The row, asked in this way."""
-    choices = template.answers or row.options
-    options = "\n".join(f"- {option}" for option in row.options)
-    text = _compiled(template.prompt).render(**row.fields, choices=choices, options=options)
-    return Item(text.strip(), choices, row.label)
-
-
-def to_items(task: str, rows: Sequence[Row], asking: Asking, *, train: bool = False) -> list[Item]:
-    """Rows as questions; "cycled" goes through all of this project's templates where items are trained on."""
-    templates = (PAPER[task],) if asking == "paper" else OWN[task] if train and asking == "cycled" else OWN[task][:1]
-    return [render(templates[n % len(templates)], row) for n, row in enumerate(rows)]
+def to_items(task: str, rows: Sequence[Row]) -> list[Item]:
+    """Rows as questions; of a task whose rows have no answers of their own these are no and yes."""
+    template, found = _environment().from_string(TEMPLATES[task]), []
+    for row in rows:
+        choices, options = row.options or ("No", "Yes"), "\n".join(f"- {option}" for option in row.options)
+        text = template.render(**row.fields, choices=choices, options=options)
+        found.append(Item(text.strip(), choices, row.label))
+    return found

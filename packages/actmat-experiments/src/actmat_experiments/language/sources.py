@@ -22,7 +22,7 @@ from typing import Any
 
 from actmat.errors import CheckpointError, MergeError
 from actmat_experiments.harness.hub import load_splits
-from actmat_experiments.language.questions import Asking, Row, TextTask, read_rows, to_items
+from actmat_experiments.language.questions import Row, TextTask, read_rows, to_items
 
 N_VALIDATION, _SHUFFLE = 32, 42
 """Rows of the test split that are chosen on, and the seed of the paper's code that picks them."""
@@ -78,14 +78,11 @@ _ALIASES = {"train": ("train",), "validation": ("validation", "dev", "val"), "te
 _ENDINGS = ("jsonl", "csv")
 
 
-def load_tasks(
-    names: Sequence[str], folder: Path | None, *, asking: Asking = "paper", fetch: Fetch | None = None
-) -> list[TextTask]:
+def load_tasks(names: Sequence[str], folder: Path | None, *, fetch: Fetch | None = None) -> list[TextTask]:
     """The tasks, each from files `<task>.<split>.jsonl` (or `.csv`) if the folder has any of it, else from the hub.
 
     Args:
         names: keys of `SOURCES`.
-        asking: the templates.
         fetch: reads a source from the hub; default: the library `datasets`.
 
     Raises:
@@ -94,7 +91,7 @@ def load_tasks(
     found, problems = [], []
     for name in names:
         try:
-            found.append(_task(SOURCES[name], folder, asking, fetch or from_hub))
+            found.append(_task(SOURCES[name], folder, fetch or from_hub))
         except MergeError as error:
             problems += [f"{error.headline} {p}" if p != error.headline else p for p in error.problems]
     if problems:
@@ -102,7 +99,7 @@ def load_tasks(
     return found
 
 
-def _task(source: Source, folder: Path | None, asking: Asking, fetch: Fetch) -> TextTask:
+def _task(source: Source, folder: Path | None, fetch: Fetch) -> TextTask:
     raw: Mapping[str, Iterable[Mapping[str, Any]]] | None = _local(source, folder) if folder is not None else None
     if raw is None:
         if source.by_hand:
@@ -120,9 +117,9 @@ def _task(source: Source, folder: Path | None, asking: Asking, fetch: Fetch) -> 
     )
     return TextTask(
         source.task,
-        train=to_items(source.task, rows[source.train], asking, train=True),
-        validation=to_items(source.task, validation, asking),
-        test=to_items(source.task, test, asking),
+        train=to_items(source.task, rows[source.train]),
+        validation=to_items(source.task, validation),
+        test=to_items(source.task, test),
         malformed=[line for _, malformed in read for line in malformed],
     )
 

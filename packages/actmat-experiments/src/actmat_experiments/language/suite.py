@@ -5,45 +5,41 @@ Experts answer questions with several choices and are tested by rank classificat
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from actmat.errors import RecipeError, did_you_mean
 from actmat_experiments.harness.cache import Cache, digest
-from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
+from actmat_experiments.harness.experiment import Counts, Experiment, Made
 from actmat_experiments.harness.hub import model_folder
-from actmat_experiments.harness.merging import KINDS, rescaled
-from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.measuring import Batch
+from actmat_experiments.harness.progress import Stage, Watch
 from actmat_experiments.harness.report import show
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import run_experiments
-from actmat_experiments.language.exams import Exam, examine, make_exams
-from actmat_experiments.language.models import load_model, load_tokenizer, measure
+from actmat_experiments.language.exams import Exam, examine, make_exams, training_tensors
+from actmat_experiments.language.models import load_t5, load_tokenizer
 from actmat_experiments.language.questions import FORMS, TextTask
 from actmat_experiments.language.sources import load_tasks
-from actmat_experiments.language.train import LanguageSettings, PaperSettings, expert_key, train_expert
+from actmat_experiments.language.train import LanguageSettings, train_expert
 from actmat_experiments.suites import RunRequest, TableRequest
 
+_BATCH = 32
 _SHUFFLE = 4
 """Seed of the paper's code for the order of the items, of which statistics see the first ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Language(Experiment):
-    """One family of T5 experts.
-
-    Args:
-        exams: task -> its items in token ids.
-    """
+    """One family of T5 experts; its tasks are in token ids."""
 
     settings: LanguageSettings
-    exams: Mapping[str, Exam]
+    tasks: Sequence[Exam]
 
     @classmethod
     def of(
@@ -60,8 +56,7 @@ class Language(Experiment):
     ) -> Self:
         """The experiment of a request; `model` is the name of the base in tables, where a suite has several."""
         exams = make_exams(load_tokenizer(base.path), tasks, max_length=settings.experts.of(regime).max_length)
-        tests = [exam.key("test") for exam in exams.values()]
-        also = {"base": base.digest} if model else None
+        tests, also = [exam.key("test") for exam in exams], {"base": base.digest} if model else None
         return cls(
             suite=request.suite,
             model=model,
@@ -78,84 +73,57 @@ class Language(Experiment):
             samples=settings.samples,
             measured=settings.measured,
             settings=settings,
-            exams=exams,
+            tasks=exams,
         )
 
-    @property
-    def names(self) -> tuple[str, ...]:
+    def training(self, task: Exam) -> Mapping[str, Any]:
         """See `Experiment`."""
-        return tuple(self.exams)
+        experts, lora = self.settings.experts, self.regime == "lora"
+        return {
+            "data": task.key("train", "validation"),
+            "training": experts.of(self.regime),
+            "lora": {"rank": experts.rank, "alpha": experts.alpha} if lora else None,
+        }
 
-    def experts(self, share: Share = (0, 1)) -> dict[str, Made]:
+    def steps(self, task: Exam) -> int:
+        """See `Experiment`: at most."""
+        return self.settings.experts.of(self.regime).max_updates
+
+    def train(self, task: Exam, out: Path, stage: Stage) -> None:
         """See `Experiment`. An interrupted one goes on from its last validation."""
-        experts, found = self.settings.experts, {}
-        for name in self.names[share[0] :: share[1]]:
-            exam = self.exams[name]
-            key = expert_key(self.base.digest, exam, self.regime, experts, self.seed, self.device)
+        where: dict[str, Any] = {"seed": self.seed, "device": self.device, "folder": out, "stage": stage}
+        train_expert(self.base.path, task, self.regime, self.settings.experts, **where)
 
-            def make(folder: Path, exam: Exam = exam) -> None:
-                train_expert(
-                    *(self.base.path, exam, self.regime, experts),
-                    seed=self.seed,
-                    device=self.device,
-                    folder=folder,
-                    watch=self.watch,
-                )
-
-            place = self.cache.get("experts", key, make, resumable=True)
-            found[name] = Made(place, place.name)
-        return found
-
-    def measure(
-        self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None], kinds: Sequence[str] = KINDS
-    ) -> None:
-        """See `Experiment`."""
-        exam = self.exams[task]
-        items = list(getattr(exam, self.measured))
-        if isinstance(self.settings, PaperSettings):
+    def inputs(self, task: str, n: int) -> Iterator[Batch]:
+        """See `Experiment`: items with their right answers."""
+        items = list(getattr(self.task(task), self.measured))
+        if self.settings.shuffled:
             random.Random(_SHUFFLE).shuffle(items)
-        measure(
-            *(self.base.path, expert, items[:n], out),
-            source=task,
-            seed=self.seed,
-            device=self.device,
-            advance=advance,
-            fisher="fisher" in kinds,
-        )
+        for start in range(0, n, _BATCH):
+            if some := items[start : min(n, start + _BATCH)]:
+                yield {name: tensor.to(self.device) for name, tensor in training_tensors(some, self._pad).items()}
 
     def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
         """See `Experiment`."""
-        return [self.exams[name].key(*parts) for name in tasks]
+        return [self.task(name).key(*parts) for name in tasks]
 
-    def load(self, folder: Path) -> Any:
+    def read(self, folder: Path) -> Any:
         """See `Experiment`."""
-        return load_model(self.base.path, folder, device=self.device)
-
-    def at_scales(self, folder: Path, acted: Sequence[str]) -> Callable[[float], Any]:
-        """See `Experiment`."""
-        model = self.load(folder)
-        end = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        start = load_model(self.base.path, device=self.device).state_dict()
-
-        def at(scale: float) -> Any:
-            with torch.no_grad():
-                model.load_state_dict(rescaled(start, end, acted, scale))
-            return model
-
-        return at
+        return load_t5(folder).to(self.device)
 
     def test(self, model: Any, task: str, part: str) -> Counts:
         """See `Experiment`."""
-        return examine(model, getattr(self.exams[task], part))
+        return examine(model, getattr(self.task(task), part))
 
     def majority(self) -> dict[str, Counts]:
         """See `Experiment`."""
-        found: dict[str, Counts] = {}
-        for name, exam in self.exams.items():
-            correct, total = exam.task.majority
-            balanced = 1 / len({item.label for item in exam.test})
-            found[name] = {"correct": correct, "total": total, "balanced": balanced}
-        return found
+        balanced = {exam.name: 1 / len({item.label for item in exam.test}) for exam in self.tasks}
+        return {name: {**counts, "balanced": balanced[name]} for name, counts in super().majority().items()}
+
+    @property
+    def _pad(self) -> int:
+        pad: int = json.loads((self.base.path / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
+        return pad
 
 
 MODELS = {
@@ -172,26 +140,21 @@ def run(request: RunRequest) -> None:
     Raises:
         MergeError: a task, a model, a method or a setting is unknown, or data are missing.
     """
-    settings = changed(PaperSettings(), request.settings)
+    settings = changed(LanguageSettings(), request.settings)
     names = list(request.tasks or FORMS)
     unknown = [f"'{n}' is no task.{did_you_mean(n, FORMS)}" for n in names if n not in FORMS]
     if unknown:
         raise RecipeError(f"The tasks are {', '.join(FORMS)}.", unknown)
 
     def experiments(request: RunRequest, watch: Watch) -> Iterator[Language]:
-        tasks = load_tasks(names, request.data, asking=settings.asking)
+        tasks = load_tasks(names, request.data)
         watch.note(f"left out: {line}" for task in tasks for line in task.malformed)
         for model in request.models or ("T5-base",):
             base = prepare_base(MODELS.get(model, model), Cache(request.cache), watch)
             for seed in request.seeds:
                 for regime in request.regimes:
-                    yield Language.of(
-                        *(request, settings, base, tasks),
-                        regime=regime,
-                        seed=seed,
-                        watch=watch,
-                        model=model,
-                    )
+                    how: dict[str, Any] = {"regime": regime, "seed": seed, "watch": watch, "model": model}
+                    yield Language.of(request, settings, base, tasks, **how)
 
     run_experiments(request, experiments, len(names))
 
@@ -206,7 +169,7 @@ def prepare_base(source: str, cache: Cache, watch: Watch) -> Made:
 
     def make(place: Path) -> None:
         with watch.stage(f"base: {source}"):
-            model, tokenizer = load_model(folder), load_tokenizer(folder)
+            model, tokenizer = load_t5(folder), load_tokenizer(folder)
             model.save_pretrained(place)
             tokenizer.save_pretrained(place)
 

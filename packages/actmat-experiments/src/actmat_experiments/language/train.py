@@ -21,13 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from actmat.extras.demo.tasks import generator_for
-from actmat_experiments.harness.cache import library_versions
-from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.progress import Stage
 from actmat_experiments.harness.results import Part, Regime
 from actmat_experiments.harness.training import Progress, Schedule, Selection, descend
 from actmat_experiments.language.exams import IGNORED, Encoded, Exam, batches_by_length, chosen, training_tensors
-from actmat_experiments.language.models import add_lora, load_model, load_tokenizer, save_expert
-from actmat_experiments.language.questions import Asking
+from actmat_experiments.language.models import add_lora, load_t5, load_tokenizer, save_expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +101,7 @@ class LanguageSettings:
         measured: the part that they are of: "train", as in the paper's code, or "validation", as in its text.
         together: models merged in one reading of the inputs; all of them are on the disk at the same time.
         keep: merged models stay in the cache after their test.
+        shuffled: statistics are of items in the order of the paper's code, not of the first ones of the files.
     """
 
     experts: ExpertSettings = field(default_factory=ExpertSettings)
@@ -110,22 +109,11 @@ class LanguageSettings:
     measured: Part = "train"
     together: int = 4
     keep: bool = False
+    shuffled: bool = True
 
     def decisive(self) -> Self:
         """The same with all that changes no score at one value: how a run is made is no part of what it is."""
         return replace(self, together=1, keep=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PaperSettings(LanguageSettings):
-    """Settings of the suite `language`.
-
-    Args:
-        asking: by which templates: "paper", the one of its code; "own", the first of this project's; "cycled", all of
-            this project's in turn where items are trained on.
-    """
-
-    asking: Asking = "paper"
 
 
 def batch_at(n_items: int, update: int, batch_size: int, seed: int, purpose: str) -> list[int]:
@@ -200,27 +188,6 @@ def finetune(
     return selection.progress
 
 
-_VERSION = 1
-
-
-def expert_key(
-    base: str, exam: Exam, regime: Regime, settings: ExpertSettings, seed: int, device: str
-) -> dict[str, Any]:
-    """All that determines an expert; `base` is the digest of the base."""
-    lora = {"rank": settings.rank, "alpha": settings.alpha} if regime == "lora" else None
-    return {
-        "version": _VERSION,
-        "base": base,
-        "task": exam.key("train", "validation"),
-        "regime": regime,
-        "training": settings.of(regime),
-        "lora": lora,
-        "seed": seed,
-        "device": device.split(":")[0],
-        "libraries": library_versions("torch", "transformers", "peft"),
-    }
-
-
 def train_expert(
     base: Path,
     exam: Exam,
@@ -230,36 +197,27 @@ def train_expert(
     seed: int,
     device: str,
     folder: Path,
-    watch: Watch,
+    stage: Stage,
 ) -> None:
     """Train the expert of a task and write it, from the last validation on if it was interrupted.
 
     Beside the weights stands `training.json`: updates, best validation accuracy and when it was reached.
     """
     training = settings.of(regime)
-    model = load_model(base)
+    model = load_t5(base)
     if regime == "lora":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = add_lora(model, rank=settings.rank, alpha=settings.alpha, base=str(base))
-    with watch.stage(f"experts: {exam.name} ({regime})", total=training.max_updates) as stage:
 
-        def advance(progress: Progress) -> None:
-            stage.advance()
-            stage.say(f"best {100 * max(progress.best, 0):.1f} % at {progress.best_update}")
-            if progress.update % training.validate_every == 0:
-                stage.log(f"{exam.name} {regime} seed {seed} {progress}")
+    def advance(progress: Progress) -> None:
+        stage.advance()
+        stage.say(f"{exam.name}: best {100 * max(progress.best, 0):.1f} % at {progress.best_update}")
+        if progress.update % training.validate_every == 0:
+            stage.log(f"{exam.name} {regime} seed {seed} {progress}")
 
-        progress = finetune(
-            model.to(device),
-            exam.train,
-            exam.validation,
-            training,
-            seed=seed,
-            purpose=f"expert {exam.name}",
-            folder=folder,
-            on_update=advance,
-        )
+    about: dict[str, Any] = {"seed": seed, "purpose": f"expert {exam.name}", "folder": folder, "on_update": advance}
+    progress = finetune(model.to(device), exam.train, exam.validation, training, **about)
     for state in ("last.pt", "best.pt"):
         (folder / state).unlink(missing_ok=True)
     save_expert(model.cpu(), load_tokenizer(base), folder)

@@ -8,7 +8,7 @@ Shapes: `N` questions, `L` tokens, `T` tokens of all answers, `V` vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,16 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from actmat.errors import CheckpointError
-from actmat.extras.demo.tasks import generator_for
-from actmat_experiments.harness.progress import LOADING, quiet
-from actmat_experiments.harness.results import Regime
-from actmat_experiments.harness.training import OnStep, Resume, Schedule, descend
+from actmat_experiments.harness.models import LOADING, load_model
+from actmat_experiments.harness.training import OnStep, Training, train_by, trainable
 from actmat_experiments.pretrained.generated import Question
-from actmat_experiments.pretrained.orders import order_of
-from actmat_experiments.vision.train import with_adapter
 
 _TESTED = 64
-_SAVE_EVERY = 20
 _FROZEN = ("embed", "lm_head")
 """Parts of the names of weights that full fine-tuning leaves as they are: embeddings, which are the head as well."""
 
@@ -130,10 +125,7 @@ def greedy(model: Any, coder: Coder, questions: Sequence[Question], longest: int
 
 def load_decoder(folder: Path) -> Any:
     """A checkpoint in float32, in evaluation mode."""
-    from transformers import AutoModelForCausalLM
-
-    with LOADING, quiet():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return load_model("AutoModelForCausalLM", folder)
 
 
 def write_base(folder: Path, out: Path) -> None:
@@ -147,7 +139,7 @@ def write_base(folder: Path, out: Path) -> None:
         raise CheckpointError(f"{folder} has {len(files)} GGUF files, not one.")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with LOADING, quiet(), torch.random.fork_rng(devices=[]):
+    with LOADING, torch.random.fork_rng(devices=[]):
         read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=files[0].name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=files[0].name)
         config = read.config
@@ -159,48 +151,17 @@ def write_base(folder: Path, out: Path) -> None:
         tokenizer.save_pretrained(out)
 
 
-@dataclass(frozen=True, slots=True)
-class Teaching:
-    """Supervised training of an expert.
-
-    Args:
-        name: of the task; with the seed it decides the order of questions and the start of the factors.
-        regime: all weights but the embeddings, or LoRA with `alpha = rank` and no dropout.
-    """
-
-    name: str
-    seed: int
-    schedule: Schedule
-    regime: Regime = "lora"
-    rank: int = 16
-    device: str = "cpu"
-
-
-def trainable(base: Path, regime: Regime, rank: int, generator: torch.Generator) -> Any:
+def trainable_decoder(base: Path, how: Training) -> Any:
     """The base with LoRA factors, or with all weights but the embeddings set to be trained."""
-    model = load_decoder(base)
-    if regime == "lora":
-        return with_adapter(model, rank, generator)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(part in name for part in _FROZEN))
-    return model
+    return trainable(load_decoder(base), how, lambda name: not any(part in name for part in _FROZEN))
 
 
-def supervise(base: Path, coded: Sequence[Coded], how: Teaching, out: Path, on_step: OnStep = lambda: None) -> None:
-    """Train an expert on right answers and write it: a checkpoint like the base's, or a PEFT adapter.
+def supervise(base: Path, coded: Sequence[Coded], how: Training, out: Path, on_step: OnStep = lambda: None) -> None:
+    """Train an expert on right answers and write it: a checkpoint like the base's, or a PEFT adapter."""
+    model = trainable_decoder(base, how)
 
-    A run that was interrupted goes on from its last state, `state.pt` in `out`.
-    """
-    schedule = how.schedule
-    model = trainable(base, how.regime, how.rank, generator_for(how.seed, f"factors {how.name}")).to(how.device)
+    def loss(index: Tensor) -> Tensor:
+        batch = collated([coded[i] for i in index.tolist()], how.device)
+        return nn.functional.cross_entropy(answer_logits(model, batch), batch.target_T)
 
-    def losses(first: int) -> Iterator[Tensor]:
-        for index in order_of(len(coded), schedule, how.seed, how.name, first):
-            batch = collated([coded[i] for i in index], how.device)
-            yield nn.functional.cross_entropy(answer_logits(model, batch), batch.target_T)
-
-    state = out / "state.pt"
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    descend(parameters, losses, schedule.steps(len(coded)), schedule, on_step, resume=Resume(state, every=_SAVE_EVERY))
-    model.to("cpu").save_pretrained(out)
-    state.unlink(missing_ok=True)
+    train_by(model, loss, len(coded), how, out, on_step)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from actmat.errors import CheckpointError
-from actmat_experiments.harness.progress import LOADING
+from actmat_experiments.harness.models import LOADING
 
 _MATMUL = "/MatMul"
 _EMBEDDINGS = "embeddings.position_embeddings"

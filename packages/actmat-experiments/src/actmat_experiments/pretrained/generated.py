@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from actmat.errors import RecipeError
 from actmat_experiments.harness.cache import digest
+from actmat_experiments.harness.results import majority_share
 
 END_OF_TURN = "<|im_end|>"
 _MONTHS = (
@@ -49,6 +50,11 @@ class Question(NamedTuple):
     answer: str
     options: tuple[str, ...] = ()
 
+    @property
+    def label(self) -> int:
+        """Place of the right answer among the options."""
+        return self.options.index(self.answer)
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -80,6 +86,11 @@ class Generated:
     validation: Sequence[Question]
     test: Sequence[Question]
     content: Mapping[str, str]
+
+    @property
+    def majority(self) -> tuple[int, int]:
+        """Right and all answers on the test part of a model that always gives the most frequent place."""
+        return majority_share([q.label for q in self.train], [q.label for q in self.test])
 
 
 def turn(text: str) -> str:

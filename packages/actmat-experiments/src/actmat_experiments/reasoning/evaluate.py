@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from actmat_experiments.harness.cache import Cache, digest, file_digest, library
 from actmat_experiments.harness.progress import Stage, Watch
 from actmat_experiments.reasoning.benchmarks import Benchmark, Format, Problem
 from actmat_experiments.reasoning.generate import Engine, Job, Questions, answer_all, read_answers, release
-from actmat_experiments.reasoning.memory import host_memory, planned_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ class ReasoningSettings:
         template: expert whose tokenizer and chat template the base and merged models use, as in the paper; none: the
             base's own.
         engine: the back end, see `generate.Engine`.
-        batch_size: answers drawn together by "hf"; none: planned from the device's memory.
+        batch_size: answers drawn together by "hf"; what fits depends on the device and on the longest answer.
         samples: answers per problem where the paper samples; none: as in the paper.
         temperature: where the paper samples; none: as in the paper.
         max_tokens: longest answer; none: as in the paper.
@@ -41,8 +39,6 @@ class ReasoningSettings:
             paper, but not with --data; or a folder with `math.jsonl`, `code.jsonl`, `instructions.jsonl`, each line
             {"prompt": ...}; none: those rules are left out.
         measured, measured_tokens: prompts per expert that are looked at, and tokens of each.
-        statistics_memory: GiB of sums on the host at a time; where all take more, the prompts are passed over several
-            times.
         keep_merged: leave merged models in the cache; otherwise each is removed when it has answered.
         programs: that run at the same time when code is judged.
     """
@@ -54,7 +50,7 @@ class ReasoningSettings:
     format: Format = "olmes"
     template: Literal["math", "code", "instructions"] | None = "math"
     engine: Engine = field(default_factory=Engine)
-    batch_size: int | None = None
+    batch_size: int = 8
     samples: int | None = None
     temperature: float | None = None
     max_tokens: int | None = None
@@ -62,7 +58,6 @@ class ReasoningSettings:
     prompts: str | None = "hub"
     measured: int = 320
     measured_tokens: int = 256
-    statistics_memory: float = 16.0
     keep_merged: bool = False
     programs: int = 4
 
@@ -84,7 +79,6 @@ class Exam:
     """The benchmarks with their problems, and how they are put to a model.
 
     Args:
-        base: folder of the base, of whose shape all models are.
         tokenizer: folder of the tokenizer of base and merged models; None: their own.
         unsolvable: benchmark -> problems whose published solution fails their own test; for the table.
     """
@@ -95,7 +89,6 @@ class Exam:
     benchmarks: Sequence[tuple[Benchmark, Sequence[Mapping[str, Any]]]]
     seed: int
     device: str
-    base: Path
     tokenizer: Path | None = None
     unsolvable: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
@@ -111,14 +104,6 @@ class Exam:
         ks = tuple(dict.fromkeys(min(k, sampling.n) for k in benchmark.ks))
         return replace(benchmark, sampling=sampling, ks=ks)
 
-    def batch_size(self, benchmark: Benchmark) -> int:
-        """Answers of "hf" that are drawn together."""
-        engine, sampling = self.settings.engine, self.asked(benchmark).sampling
-        if self.settings.batch_size is not None or engine.backend != "hf":
-            return self.settings.batch_size or 1
-        tokens = min(sampling.max_tokens + _PROMPT_TOKENS, engine.longest or sys.maxsize)
-        return planned_batch(self.base, tokens, engine.dtype, _memory(self.device))
-
     def key(self, benchmark: Benchmark, problems: Sequence[Mapping[str, Any]], model: Any) -> dict[str, Any]:
         """All that determines the answers of a model to a benchmark; how vLLM is divided over GPUs is no part of it."""
         engine = self.settings.engine
@@ -130,7 +115,7 @@ class Exam:
             "tokenizer": file_digest(_tokenizer_files(self.tokenizer)) if self.tokenizer else None,
             "sampling": asdict(self.asked(benchmark).sampling),
             "engine": [engine.backend, engine.dtype, engine.longest],
-            "batch_size": self.batch_size(benchmark),
+            "batch_size": self.settings.batch_size,
             "device": self.device.partition(":")[0],
             "seed": self.seed,
             "libraries": library_versions("lm_eval", "transformers", "torch", *(["vllm"] if vllm else [])),
@@ -189,7 +174,7 @@ class Exam:
         def make(folder: Path) -> None:
             prompts = [benchmark.prompt_in(self.settings.format, p) for p in problems]
             asked = self.asked(benchmark).sampling
-            questions = Questions(prompts, asked, folder / "answers.jsonl", self.batch_size(benchmark))
+            questions = Questions(prompts, asked, folder / "answers.jsonl", self.settings.batch_size)
             tokenizer = str(self.tokenizer) if self.tokenizer else None
             work(Job(str(location), tokenizer, self.settings.engine, self.device, self.seed, (questions,)))
 
@@ -226,18 +211,6 @@ class Exam:
 
 def _tokenizer_files(folder: Path) -> list[Path]:
     return [p for p in folder.iterdir() if p.is_file() and ("token" in p.name or "template" in p.name)]
-
-
-_PROMPT_TOKENS = 1024
-"""Longest prompt that memory is planned for."""
-
-
-def _memory(device: str) -> int:
-    """Bytes of the device's memory, whoever uses them."""
-    import torch
-
-    kind = torch.device(device)
-    return int(torch.cuda.get_device_properties(kind).total_memory) if kind.type == "cuda" else host_memory()
 
 
 def unsolvable(

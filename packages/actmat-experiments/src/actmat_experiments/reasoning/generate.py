@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +21,7 @@ import torch
 from torch import Tensor
 
 from actmat.errors import MergeError
-from actmat_experiments.harness.progress import quiet
 from actmat_experiments.reasoning.benchmarks import Prompt, Sampling
-from actmat_experiments.reasoning.memory import passes_of
 
 _PROBLEMS_AT_ONCE = 16
 
@@ -133,8 +130,7 @@ def _load(job: Job) -> Any:
     engine = job.engine
     settings = {"pretrained": job.model, "tokenizer": job.tokenizer} | engine.arguments(job.device, job.seed)
     try:
-        with quiet():
-            return get_model(engine.backend)(**settings)
+        return get_model(engine.backend)(**settings)
     except ImportError as error:  # one that is installed may miss a library of the device
         raise MergeError(f"The back end '{engine.backend}' cannot be loaded: {error}. Choose backend=hf.") from error
 
@@ -245,66 +241,32 @@ def in_template(folder: Path, prompts: Sequence[str]) -> list[str]:
     return [str(text) for text in tokenizer.apply_chat_template(chats, tokenize=False)]
 
 
-@dataclass(frozen=True, slots=True)
-class Measuring:
-    """Settings of a measurement of statistics.
-
-    Args:
-        batch_size: prompts of a batch.
-        longest: tokens of a prompt that are looked at.
-        dtype: of the model; products are in float32.
-        most: bytes of sums on the host at a time; None: all.
-    """
-
-    batch_size: int = 32
-    longest: int = 1024
-    device: str = "cpu"
-    dtype: str = "float32"
-    most: int | None = None
+_MEASURED = 32
+"""Prompts of a batch."""
 
 
-def measure(
-    checkpoint: str,
-    prompts: Sequence[str],
-    out: Path,
-    how: Measuring = Measuring(),
-    say: Callable[[str], object] = lambda text: None,
-) -> None:
+def measure(checkpoint: Path, prompts: Sequence[str], out: Path, *, longest: int, device: str, dtype: str) -> None:
     """Run an expert on prompts and write the second moments of all its layers' inputs to the folder `out`.
 
-    Products are computed where the model is; sums are float64 and on the host. Where they would take more than
-    `how.most` bytes the data are passed over several times, each time for some of the layers.
+    Products are computed where the model is, in float32; sums are float64 and on the host: 22 GB of a model of 7B.
 
     Args:
-        checkpoint: directory or hub id of the expert.
-        out: folder to write, as `actmat merge` reads it.
-        say: is told the plan before it is begun.
+        longest: tokens of a prompt that are looked at.
+        dtype: of the model.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from actmat_experiments.core import collect, join_statistics
+    from actmat_experiments.core import collect
 
-    with quiet():
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, how.dtype)).to(how.device)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).to(device)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
 
     def batches() -> Iterator[dict[str, Tensor]]:
-        for start in range(0, len(prompts), how.batch_size):
-            some = list(prompts[start : start + how.batch_size])
-            found = tokenizer(some, padding=True, truncation=True, max_length=how.longest, return_tensors="pt")
-            yield {"input_ids": found.input_ids.to(how.device), "attention_mask": found.attention_mask.to(how.device)}
+        for start in range(0, len(prompts), _MEASURED):
+            some = list(prompts[start : start + _MEASURED])
+            found = tokenizer(some, padding=True, truncation=True, max_length=longest, return_tensors="pt")
+            yield {"input_ids": found.input_ids.to(device), "attention_mask": found.attention_mask.to(device)}
 
-    shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if p.ndim == 2}
-    passes = passes_of(shapes, how.most) if how.most else [frozenset(shapes)]
-    say(f"{len(passes)} pass{'es' * (len(passes) > 1)} over {len(prompts)} prompts, sums on the host")
-    if len(passes) == 1:
-        collect(model, batches(), checkpoint=checkpoint, out=out, sums_on="cpu")
-        return
-    parts = [out.with_name(f"{out.name}-{number}") for number in range(len(passes))]
-    for part, names in zip(parts, passes, strict=True):
-        collect(model, batches(), checkpoint=checkpoint, out=part, sums_on="cpu", only=names)
-    join_statistics(parts, out)
-    for part in parts:
-        shutil.rmtree(part)
+    collect(model, batches(), checkpoint=checkpoint, out=out, sums_on="cpu")

@@ -27,8 +27,7 @@ from actmat_experiments.harness.table import Line, average_table, markdown_table
 from actmat_experiments.paper import REASONING, paper_figures
 from actmat_experiments.reasoning.benchmarks import BENCHMARKS, get_benchmarks
 from actmat_experiments.reasoning.evaluate import Counts, Exam, ReasoningSettings, unsolvable
-from actmat_experiments.reasoning.generate import Measuring, in_template, measure
-from actmat_experiments.reasoning.memory import GIB
+from actmat_experiments.reasoning.generate import in_template, measure
 from actmat_experiments.reasoning.passk import Columns, at, at_k_markdown, at_k_table, scores_at_k
 from actmat_experiments.suites import RunRequest, TableRequest
 
@@ -77,7 +76,7 @@ def run(request: RunRequest) -> list[Score]:
         failing = {b.name: unsolvable(b, problems, cache, watch, request.threads) for b, problems in code}
         watch.note(_doubts(failing))
         for seed in request.seeds:
-            exam = Exam(cache, watch, settings, asked, seed, request.device, places["base"][0], tokenizer, failing)
+            exam = Exam(cache, watch, settings, asked, seed, request.device, tokenizer, failing)
             for found in _seed(exam, places, rows, prompts, request):
                 append_scores(score_file(request.cache, NAME), found)
                 scores += found
@@ -244,15 +243,9 @@ def _statistics(exam: Exam, places: Places, prompts: Mapping[str, Sequence[str]]
         key |= {"tokens": s.measured_tokens}
 
         def make(out: Path, folder: Path = folder, skill: str = skill, texts: Sequence[str] = texts) -> None:
-            most = int(s.statistics_memory * GIB)
-            how = Measuring(longest=s.measured_tokens, device=exam.device, dtype=s.engine.dtype, most=most)
-            with exam.watch.stage(f"statistics: {skill}") as stage:
-
-                def say(plan: str) -> None:
-                    stage.log(plan)
-                    exam.watch.note([f"statistics: {skill}: {plan}"])
-
-                measure(str(folder), texts, out / "statistics", how, say)
+            how: dict[str, Any] = {"longest": s.measured_tokens, "device": exam.device, "dtype": s.engine.dtype}
+            with exam.watch.stage(f"statistics: {skill}"):
+                measure(folder, texts, out / "statistics", **how)
 
         found[skill] = exam.cache.get("reasoning-statistics", key, make) / "statistics"
     return found

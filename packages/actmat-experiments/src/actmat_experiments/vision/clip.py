@@ -22,15 +22,12 @@ from torch import Tensor
 
 from actmat.errors import CheckpointError, RecipeError, did_you_mean
 from actmat_experiments.harness.cache import Cache, library_versions
+from actmat_experiments.harness.heads import ClipHead, save_head
 from actmat_experiments.harness.hub import model_folder
-from actmat_experiments.vision.backbones import ClipHead, save_head
 from actmat_experiments.vision.images import HubSet, ImageTask
-from actmat_experiments.vision.open_clip import clip_model, from_package, is_open_clip, read_open_clip
 
 _VERSION = 1
 _TEXT_BATCH = 64
-_TOKENIZER = ("openai/clip-vit-base-patch32", "3d74acf9a28c67741b2f4f2ea7635f0aaf6f0268")
-"""Repository and revision of the tokenizer of models that bring none: all of open_clip's plain models share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,42 +86,13 @@ def class_words(name: str) -> str:
     return re.sub(r"_+" if " " in bare else r"[_/]+", " ", bare).strip()
 
 
-def clip_source(cache: Cache, location: str) -> tuple[Path, str]:
-    """`model_folder`, with models of open_clip turned into folders of transformers first; see `open_clip`."""
-    packaged = location.startswith("open_clip:")
-    folder, identity = (Path(), location) if packaged else model_folder(location)
-    if not packaged and not is_open_clip(folder):
-        return folder, identity
-    packages = ("transformers", "open_clip_torch") if packaged else ("transformers",)
-    key = {"version": _VERSION, "source": identity, "libraries": library_versions(*packages)}
-
-    def make(out: Path) -> None:
-        from transformers import AutoTokenizer
-
-        sizes, tensors = from_package(location) if packaged else read_open_clip(folder)
-        model = clip_model(sizes, tensors)
-        model.save_pretrained(out)
-        own = not packaged and (folder / "tokenizer_config.json").is_file()
-        words, revision = (str(folder), "main") if own else _TOKENIZER
-        tokenizer = AutoTokenizer.from_pretrained(words, revision=revision)
-        if len(tokenizer) != (n_tokens := model.config.text_config.vocab_size):
-            raise CheckpointError(
-                f"'{location}' has {n_tokens} tokens, the tokenizer '{words}' {len(tokenizer)}. "
-                "Put the model's own tokenizer (tokenizer.json, tokenizer_config.json) into its folder."
-            )
-        tokenizer.save_pretrained(out)
-
-    made = cache.get("open-clip", key, make)
-    return made, made.name
-
-
 def clip_base(cache: Cache, location: str) -> Path:
     """The image encoder of a CLIP checkpoint, as a checkpoint of its own, with the projection and text parts beside it.
 
     Returns:
         The stage's folder: `encoder/`, `text/` (the whole model, for the heads), `projection.safetensors`.
     """
-    folder, identity = clip_source(cache, location)
+    folder, identity = model_folder(location)
     key = {"version": _VERSION, "source": identity, "libraries": library_versions("transformers")}
 
     def make(out: Path) -> None:
@@ -145,7 +113,7 @@ def public_expert(cache: Cache, location: str) -> Path:
     Raises:
         CheckpointError: it lacks weights of an image encoder of CLIP, which transformers would draw at random.
     """
-    folder, identity = clip_source(cache, location)
+    folder, identity = model_folder(location)
     key = {"version": _VERSION, "source": identity, "libraries": library_versions("transformers")}
 
     def make(out: Path) -> None:
@@ -164,8 +132,8 @@ def public_expert(cache: Cache, location: str) -> Path:
 
 
 def clip_head(cache: Cache, location: str, base: Path, task: ImageTask, known: ClipTask, device: str = "cpu") -> Path:
-    """The frozen zero-shot head of a task: per class the mean over templates of the normalised text features,
-    normalised again, times `exp(logit_scale)`.
+    """The frozen zero-shot head of a task: per class the mean over templates of the normalized text features,
+    normalized again, times `exp(logit_scale)`.
 
     Args:
         location: of the CLIP model, for its text encoder and tokenizer.
@@ -181,19 +149,19 @@ def clip_head(cache: Cache, location: str, base: Path, task: ImageTask, known: C
     def make(out: Path) -> None:
         from transformers import AutoTokenizer, CLIPModel
 
-        folder, _ = clip_source(cache, location)
+        folder, _ = model_folder(location)
         model, tokenizer = CLIPModel.from_pretrained(folder).eval().to(device), AutoTokenizer.from_pretrained(folder)
         stored = load_file(base / "projection.safetensors")
         rows = [text_feature([t.format(word) for t in known.templates], model, tokenizer, device) for word in words]
         text_CP = torch.nn.functional.normalize(torch.stack(rows), dim=-1) * stored["scale"]
-        save_head(ClipHead(stored["projection"], text_CP), out / "head.safetensors")
+        save_head(ClipHead(stored["projection"], text_CP), out)
 
     return cache.get("clip-head", key, make)
 
 
 @torch.inference_mode()
 def text_feature(prompts_K: Sequence[str], model: Any, tokenizer: Any, device: str) -> Tensor:
-    """Mean of the normalised features of the prompts: `K -> P`.
+    """Mean of the normalized features of the prompts: `K -> P`.
 
     Raises:
         CheckpointError: a prompt has more tokens than the model reads.

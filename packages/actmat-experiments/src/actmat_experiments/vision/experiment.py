@@ -1,4 +1,4 @@
-"""The experiments of both vision suites: experts on images, behind heads that are frozen."""
+"""The experiments on images: experts behind heads that are frozen."""
 
 from __future__ import annotations
 
@@ -11,33 +11,21 @@ from typing import Any
 from torch import Tensor
 
 from actmat.extras.demo.model import Head
-from actmat.extras.demo.tasks import generator_for
-from actmat_experiments.harness.cache import Cache, library_versions
+from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
-from actmat_experiments.harness.measuring import measure_classifier
-from actmat_experiments.harness.merging import KINDS, rescaled
-from actmat_experiments.harness.progress import Stage, Watch, one_thread_on
+from actmat_experiments.harness.heads import ClipHead, counted, load_head
+from actmat_experiments.harness.measuring import Batch
+from actmat_experiments.harness.progress import Stage, Watch
 from actmat_experiments.harness.results import Regime
-from actmat_experiments.harness.training import Schedule, side_by_side
+from actmat_experiments.harness.training import Precision, Schedule, Training
 from actmat_experiments.suites import RunRequest
-from actmat_experiments.vision.backbones import (
-    Backbone,
-    ClipHead,
-    Precision,
-    load_expert,
-    load_head,
-    read_tensors,
-    right_answers,
-)
+from actmat_experiments.vision.backbones import Backbone, features
 from actmat_experiments.vision.images import ImageTask
-from actmat_experiments.vision.train import Training, finetune
+from actmat_experiments.vision.train import finetune
 
-_EXPERT_VERSION = 1
 _BATCH = 32
 _MOST_BYTES, _MOST_ROWS = 8e9, 16
 """Merged models that lie on the disk at the same time, and that an interruption loses at most."""
-_MOST_TESTED = 6e9
-"""Bytes of models that lie on the accelerator at the same time, to be tested on the same images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +38,7 @@ class Vision(Experiment):
         precision: of the forward passes in training.
         test_precision: of the forward passes in tests.
         public: task -> folder of a ready-made expert, in place of full fine-tuning.
+        diverging: compare answers to validation images with the expert's, too.
     """
 
     backbone: Backbone
@@ -60,120 +49,69 @@ class Vision(Experiment):
     precision: Precision = "float32"
     test_precision: Precision = "float32"
     public: Mapping[str, Path] = field(default_factory=dict)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """See `Experiment`."""
-        return tuple(task.name for task in self.tasks)
+    diverging: bool = False
 
     def experts(self, share: Share = (0, 1)) -> dict[str, Made]:
         """See `Experiment`."""
-        wanted = self.tasks[share[0] :: share[1]]
         if self.regime == "full" and self.public:
-            return {task.name: Made(self.public[task.name], self.public[task.name].name) for task in wanted}
-        keys = {task.name: self._expert_key(task) for task in wanted}
-        left = [t for t in wanted if not self.cache.holds("expert", keys[t.name])]
-        if left:
-            total = sum(self.schedules[self.regime][t.name].steps(len(t.train)) for t in left)
-            with self.watch.stage(f"experts: {self.regime}, seed {self.seed}", total=total) as stage:
-                stage.log(f"to train: {', '.join(t.name for t in left)}")
-                with one_thread_on(self.device):
-                    side_by_side(lambda task: self._expert(task, stage), left, self.testers or 1)
-        places = {name: self.cache.path("expert", key) for name, key in keys.items()}
-        return {name: Made(place, place.name) for name, place in places.items()}
+            wanted = self.names[share[0] :: share[1]]
+            return {name: Made(self.public[name], self.public[name].name) for name in wanted}
+        return super().experts(share)
+
+    def training(self, task: ImageTask) -> Mapping[str, Any]:
+        """See `Experiment`."""
+        return {
+            "head": self.heads[task.name].name,
+            "data": task.content["train"],
+            "rank": self.rank if self.regime == "lora" else None,
+            "schedule": self.schedules[self.regime][task.name],
+            "precision": self.precision,
+        }
+
+    def steps(self, task: ImageTask) -> int:
+        """See `Experiment`."""
+        return self.schedules[self.regime][task.name].steps(len(task.train))
+
+    def train(self, task: ImageTask, out: Path, stage: Stage) -> None:
+        """See `Experiment`."""
+        schedule = self.schedules[self.regime][task.name]
+        how = Training(
+            *(task.name, self.seed, schedule, self.regime, self.rank), device=self.device, precision=self.precision
+        )
+        finetune(self.backbone, self.base.path, self.head(task.name), task.train, how, out, stage.advance)
 
     def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
         """See `Experiment`."""
         chosen = [t for t in self.tasks if t.name in tasks]
         return [self.test_precision, [[self.heads[t.name].name, *(t.content[p] for p in parts)] for t in chosen]]
 
-    def load(self, folder: Path) -> Any:
+    def read(self, folder: Path) -> Any:
         """See `Experiment`."""
-        return load_expert(self.backbone.load, self.base.path, folder)
-
-    def at_scales(self, folder: Path, acted: Sequence[str]) -> Callable[[float], Any]:
-        """See `Experiment`."""
-        start, end = read_tensors(self.base.path), read_tensors(folder)
-        return lambda scale: self.backbone.from_tensors(self.base.path, rescaled(start, end, acted, scale))
+        return self.backbone.load(folder)
 
     def test(self, model: Any, task: str, part: str) -> Counts:
-        """See `Experiment`."""
-        return self.test_all([model], task, part)[0]
+        """See `Experiment`; on validation images also the divergence from the task's expert, see `counted`."""
+        examples, head = getattr(self.task(task), part), self.head(task)
 
-    def test_all(self, models: Sequence[Any], task: str, part: str) -> list[Counts]:
-        """See `Experiment`; the images are read once for all models."""
-        examples = getattr(self._task(task), part)
-        return [*right_answers(self.backbone, models, self._head(task), examples, self.device, self.test_precision)]
+        def answers(model: Any) -> Tensor:
+            return head(features(self.backbone, model, examples, self.device, self.test_precision))
 
-    def majority(self) -> dict[str, Counts]:
-        """See `Experiment`."""
-        return {t.name: dict(zip(("correct", "total"), t.majority, strict=True)) for t in self.tasks}
+        own_NC = self.of_expert(task, answers) if self.diverging and part == "validation" else None
+        return counted(answers(model), examples.labels_N, own_NC)
 
-    def inputs(self, task: str, n: int) -> Iterator[dict[str, Tensor]]:
-        """Batches of the first `n` images that statistics are measured on."""
-        for pixels_BSSC in getattr(self._task(task), self.measured).head(n).batches(_BATCH):
+    def inputs(self, task: str, n: int) -> Iterator[Batch]:
+        """See `Experiment`. As in the paper, few images suffice."""
+        for pixels_BSSC in getattr(self.task(task), self.measured).head(n).batches(_BATCH):
             yield {"pixel_values": self.backbone.scale(pixels_BSSC.to(self.device))}
 
-    def measure(
-        self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None], kinds: Sequence[str] = KINDS
-    ) -> None:
-        """See `Experiment`.
+    def logits(self, task: str) -> Callable[[Any, Batch], Tensor]:
+        """See `Experiment`."""
+        head = self.head(task).to(self.device)
+        return lambda running, batch: head(self.backbone.features(running, batch["pixel_values"]))
 
-        As in the paper, few images suffice.
-        """
-        head = self._head(task).to(self.device)
-
-        def batches() -> Iterator[dict[str, Tensor]]:
-            for batch in self.inputs(task, n):
-                yield batch
-                advance(len(batch["pixel_values"]))
-
-        measure_classifier(
-            self.backbone.load,
-            lambda running, batch: head(self.backbone.features(running, batch["pixel_values"])),
-            batches(),
-            expert=expert,
-            base=self.base.path,
-            generator=generator_for(self.seed, f"labels {task}"),
-            device=self.device,
-            out=out,
-            seed=self.seed,
-            source=task,
-            fisher="fisher" in kinds,
-        )
-
-    def _task(self, name: str) -> ImageTask:
-        return next(task for task in self.tasks if task.name == name)
-
-    def _head(self, task: str) -> Head | ClipHead:
-        return load_head(self.heads[task] / "head.safetensors")
-
-    def _expert(self, task: ImageTask, stage: Stage) -> Path:
-        schedule = self.schedules[self.regime][task.name]
-        how = Training(task.name, self.seed, schedule, self.regime, self.rank, self.device, self.precision)
-
-        def train(out: Path) -> None:
-            stage.say(task.name)
-            finetune(self.backbone, self.base.path, self._head(task.name), task.train, how, out, stage.advance)
-            stage.log(f"{task.name}: {schedule.steps(len(task.train))} steps")
-
-        return self.cache.get("expert", self._expert_key(task), train, resumable=True)
-
-    def _expert_key(self, task: ImageTask) -> dict[str, Any]:
-        return {
-            "version": _EXPERT_VERSION,
-            "base": self.base.digest,
-            "head": self.heads[task.name].name,
-            "data": task.content["train"],
-            "task": task.name,
-            "regime": self.regime,
-            "rank": self.rank if self.regime == "lora" else None,
-            "schedule": self.schedules[self.regime][task.name],
-            "precision": self.precision,
-            "device": self.device.split(":")[0],
-            "seed": self.seed,
-            "libraries": library_versions("torch", "transformers", "peft"),
-        }
+    def head(self, task: str) -> Head | ClipHead:
+        """The frozen head of a task."""
+        return load_head(self.heads[task])
 
 
 def common(request: RunRequest, base: Path, cache: Cache, watch: Watch) -> dict[str, Any]:
@@ -188,6 +126,5 @@ def common(request: RunRequest, base: Path, cache: Cache, watch: Watch) -> dict[
         "device": request.device,
         "threads": threads,
         "testers": threads if request.device == "cpu" else None,
-        "at_once": max(1, min(_MOST_ROWS, int(_MOST_TESTED // size))),
-        "together": max(1, min(_MOST_ROWS, int(_MOST_BYTES // (2 * size)))),
+        "together": max(1, min(_MOST_ROWS, int(_MOST_BYTES // size))),
     }

@@ -1,5 +1,4 @@
-"""Image tasks: where they come from, and how they are split and resized: once, kept on disk and mapped into memory, or
-every time they are read, from the compressed images of their source.
+"""Image tasks: where they come from, and how they are split and resized, kept on disk and mapped into memory.
 
     <data>/<task>.npz              x_train, y_train, x_test, y_test, class_names; uint8, `N H W` or `N H W 3`
     <data>/<task>/train/<class>/*  and test/<class>/*: image files
@@ -19,17 +18,16 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from actmat.errors import CheckpointError, OutputError, format_size
 from actmat.extras.demo.tasks import generator_for
-from actmat_experiments.harness.cache import Cache, digest, file_digest, library_versions
+from actmat_experiments.harness.cache import Cache, file_digest, library_versions
 from actmat_experiments.harness.hub import check_malformed, load_splits
 from actmat_experiments.harness.progress import Stage, Watch
 from actmat_experiments.harness.results import majority_share
@@ -228,45 +226,11 @@ class PixelScale:
         return ((pixels_NSSC.float() / 255 - mean_C) / std_C).permute(0, 3, 1, 2).contiguous()
 
 
-class Pixels(Protocol):
-    """uint8 `N S S 3` of the images at some positions."""
-
-    def __getitem__(self, index: Any) -> NDArray[np.uint8]: ...
-
-
-class Streamed:
-    """Images that are opened and resized whenever they are read, in threads.
-
-    Args:
-        order: positions in the source.
-        threads: that resize side by side.
-    """
-
-    def __init__(self, source: RawPart, order: Sequence[int], size: int, threads: int) -> None:
-        self._source, self._order = source, order
-        self._resize, self._pool = _resizer(size), ThreadPoolExecutor(threads)
-
-    def __getitem__(self, index: Any) -> NDArray[np.uint8]:
-        import numpy as np
-
-        places = np.atleast_1d(np.asarray(self._order)[index])
-        return np.stack(list(self._pool.map(self._one, places.tolist())))
-
-    def _one(self, i: int) -> NDArray[np.uint8]:
-        try:
-            resized: NDArray[np.uint8] = self._resize([self._source.image(i)])[0]
-            return resized
-        except OSError as error:
-            raise CheckpointError(
-                f"Image {i} of the source cannot be read: {error}. With --set images=stored it is left out and counted."
-            ) from error
-
-
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Pixels, mapped from disk or streamed, and the right answers."""
+    """Pixels, uint8 and mapped from disk, and the right answers."""
 
-    pixels_NSSC: Pixels
+    pixels_NSSC: NDArray[np.uint8]
     labels_N: Tensor
 
     def __len__(self) -> int:
@@ -286,25 +250,14 @@ class Examples:
         return scale(pixels_BSSC.to(device)), self.labels_N[sorted_B].to(device)
 
     def batches(self, size: int) -> Iterator[Tensor]:
-        """uint8 `B S S 3` in order; the next one is read while one is used."""
-        starts = range(0, len(self), size)
-        with ThreadPoolExecutor(1) as pool:
-            read = [pool.submit(self._bytes, slice(start, start + size)) for start in starts[:_AHEAD]]
-            for number in range(len(starts)):
-                if number + _AHEAD < len(starts):
-                    start = starts[number + _AHEAD]
-                    read.append(pool.submit(self._bytes, slice(start, start + size)))
-                yield read[number].result()
-                read[number] = Future()  # its batch is not needed any more
+        """uint8 `B S S 3` in order."""
+        for start in range(0, len(self), size):
+            yield self._bytes(slice(start, start + size))
 
     def _bytes(self, index: Any) -> Tensor:
         import numpy as np
 
         return torch.from_numpy(np.array(self.pixels_NSSC[index]))
-
-
-_AHEAD = 3
-"""Batches that are read before they are needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +275,6 @@ class ImageTask:
     validation: Examples
     test: Examples
     content: Mapping[str, str]
-    metric: str = "accuracy"
     malformed: Sequence[str] = ()
 
     @property
@@ -338,14 +290,8 @@ def split_indices(n: int, name: str) -> tuple[list[int], list[int]]:
     return order[held:], order[:held]
 
 
-def prepare_task(
-    cache: Cache, raw: RawTask, size: int, watch: Watch, limits: Limits | None = None, stream: int | None = None
-) -> ImageTask:
-    """The task at `size` pixels: shorter side resized (bicubic), centre cropped, by the image processor of CLIP.
-
-    Args:
-        stream: threads that resize images whenever they are read; None: all are resized now and kept.
-    """
+def prepare_task(cache: Cache, raw: RawTask, size: int, watch: Watch, limits: Limits | None = None) -> ImageTask:
+    """The task at `size` pixels: shorter side resized (bicubic), center cropped, by the image processor of CLIP."""
     limits = limits or Limits()
     key = {
         "version": _VERSION,
@@ -356,25 +302,7 @@ def prepare_task(
         "limits": limits,
         "libraries": library_versions("pillow", "transformers"),
     }
-    if stream is None:
-        return load_task(cache.get("pixels", key, lambda out: _write(raw, size, limits, watch, out)))
-    parts = {
-        part: Examples(Streamed(source, index, size, stream), torch.tensor([source.labels[i] for i in index]))
-        for part, (source, index) in _parts(raw, limits).items()
-    }
-    content = {part: digest([key, part]) for part in parts}
-    return _task_of(raw.name, raw.class_names, parts, content)
-
-
-def _task_of(
-    name: str,
-    classes: Sequence[str],
-    parts: Mapping[str, Examples],
-    content: Mapping[str, str],
-    malformed: Sequence[str] = (),
-) -> ImageTask:
-    train, validation, test = (parts[part] for part in ("train", "validation", "test"))
-    return ImageTask(name, tuple(classes), train, validation, test, content, malformed=malformed)
+    return load_task(cache.get("pixels", key, lambda out: _write(raw, size, limits, watch, out)))
 
 
 def _parts(raw: RawTask, limits: Limits) -> dict[str, tuple[RawPart, list[int]]]:
@@ -417,7 +345,7 @@ def _write(raw: RawTask, size: int, limits: Limits, watch: Watch, out: Path) -> 
     if needed > free:  # a page of a mapped file that finds no block on the disk would end the process without a word
         raise OutputError(
             f"The images of '{raw.name}' at {size} pixels take {format_size(needed)}; the disk of the cache {out} has "
-            f"{format_size(free)}. Choose another --cache, or fewer images; the suite vision has --set images=streamed."
+            f"{format_size(free)}. Choose another --cache, or fewer images."
         )
     content, malformed = {}, list[str]()
     with watch.stage(f"images: {raw.name}", total=sum(len(index) for _, index in parts.values())) as stage:
@@ -472,4 +400,6 @@ def load_task(folder: Path) -> ImageTask:
         return Examples(pixels, torch.from_numpy(labels))
 
     parts = {name: part(name) for name in ("train", "validation", "test")}
-    return _task_of(meta["name"], meta["classes"], parts, meta["content"], meta["malformed"])
+    return ImageTask(
+        meta["name"], tuple(meta["classes"]), **parts, content=meta["content"], malformed=meta["malformed"]
+    )

@@ -4,21 +4,23 @@ least seven other tasks are merged. Local data, see `sources`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.extras.demo.model import fit_head
 from actmat_experiments.harness.cache import Cache, digest, library_versions
-from actmat_experiments.harness.progress import Watch, one_thread_on, quiet_libraries
+from actmat_experiments.harness.heads import fitted_head
+from actmat_experiments.harness.progress import Watch, one_thread_on
 from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.settings import changed
-from actmat_experiments.harness.suite import study_experiments
+from actmat_experiments.harness.suite import run_experiments
 from actmat_experiments.harness.training import Schedule
 from actmat_experiments.suites import RunRequest, TableRequest
-from actmat_experiments.vision.backbones import PLAIN_SCALE, Backbone, features, save_head
-from actmat_experiments.vision.curves import run_vision
+from actmat_experiments.vision.backbones import PLAIN_SCALE, Backbone, features
 from actmat_experiments.vision.experiment import Vision, common
 from actmat_experiments.vision.images import ImageTask, Limits, local_task, prepare_task
 from actmat_experiments.vision.train import VitSizes, pretrain
@@ -41,7 +43,6 @@ class SmallSettings:
         rank: of LoRA.
         ridge, logit_scale: of the heads, see `actmat.extras.demo.model`.
         samples: training images per task that statistics are measured on.
-        subsets: subsets of experts per size, for the figure of accuracy against their number; 0 for none.
     """
 
     train: int = 2000
@@ -63,18 +64,11 @@ class SmallSettings:
     ridge: float = 0.1
     logit_scale: float = 10.0
     samples: int = 320
-    subsets: int = 0
 
     @property
     def sizes(self) -> VitSizes:
         """Of the encoder."""
-        return VitSizes(
-            self.hidden_size,
-            self.intermediate_size,
-            self.num_hidden_layers,
-            self.num_attention_heads,
-            self.patch_size,
-        )
+        return VitSizes(**{f.name: getattr(self, f.name) for f in fields(VitSizes)})
 
 
 def run(request: RunRequest) -> None:
@@ -84,13 +78,7 @@ def run(request: RunRequest) -> None:
         RecipeError: no data folder was given, or a setting cannot be.
         CheckpointError: the folder lacks a task.
     """
-    subsets = changed(SmallSettings(), request.settings).subsets
-    run_vision(request, experiments, len(request.tasks or TASKS), subsets)
-
-
-def study(request: RunRequest) -> str:
-    """See `suites.Suite`."""
-    return study_experiments(request, experiments)
+    run_experiments(request, experiments, len(request.tasks or TASKS))
 
 
 def table(request: TableRequest) -> None:
@@ -110,9 +98,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:
             "The suite vision-small takes its images from a folder: give --data DIR with cifar100.npz and one "
             ".npz file, or folder of images, per task."
         )
-    quiet_libraries()
     cache = Cache(request.cache)
-    cache.root.mkdir(parents=True, exist_ok=True)
     backbone = Backbone("vit", 32, PLAIN_SCALE)
     limits = Limits(settings.train, settings.validation, settings.test)
     names = request.tasks or TASKS
@@ -130,7 +116,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:
                 **common(request, base, cache, watch),
                 regime=regime,
                 seed=seed,
-                digest=_settings_digest(settings, tasks, source),
+                digest=digest([settings, source.content, [[t.name, t.content] for t in tasks]]),
                 backbone=backbone,
                 tasks=tasks,
                 heads=heads,
@@ -166,41 +152,16 @@ def _base(
             watch.stage(f"base: seed {seed}", total=schedule.steps(len(source.train))) as stage,
             one_thread_on(device),
         ):
-            pretrain(
-                *(backbone, settings.sizes, source, schedule, out / "encoder"),
-                seed=seed,
-                device=device,
-                on_step=stage.advance,
-            )
+            how: dict[str, Any] = {"seed": seed, "device": device, "on_step": stage.advance}
+            pretrain(backbone, settings.sizes, source, schedule, out / "encoder", **how)
 
     return cache.get("base", key, make, resumable=True) / "encoder"
 
 
 def _head(cache: Cache, backbone: Backbone, settings: SmallSettings, base: Path, task: ImageTask, device: str) -> Path:
-    key = {
-        "version": _VERSION,
-        "base": base.parent.name,
-        "data": task.content["train"],
-        "ridge": settings.ridge,
-        "scale": settings.logit_scale,
-    }
+    key = {"base": base.parent.name, "data": task.content["train"]}
 
-    def make(out: Path) -> None:
-        with one_thread_on(device):
-            (features_ND,) = features(backbone, [backbone.load(base)], task.train, device)
-            head = fit_head(
-                features_ND,
-                task.train.labels_N,
-                len(task.class_names),
-                ridge=settings.ridge,
-                scale=settings.logit_scale,
-            )
-        save_head(head, out / "head.safetensors")
+    def found() -> Tensor:
+        return features(backbone, backbone.load(base), task.train, device)
 
-    return cache.get("head", key, make)
-
-
-def _settings_digest(settings: SmallSettings, tasks: Sequence[ImageTask], source: ImageTask) -> str:
-    """Stands for all but seed, regime and row; the number of subsets changes no score."""
-    plain = {name: value for name, value in asdict(settings).items() if name != "subsets"}
-    return digest([plain, source.content, [[t.name, t.content] for t in tasks]])
+    return fitted_head(cache, key, found, task.train.labels_N, len(task.class_names), settings, device)

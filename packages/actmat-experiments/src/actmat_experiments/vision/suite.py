@@ -8,15 +8,14 @@ from typing import Literal
 
 from actmat.errors import RecipeError, did_you_mean
 from actmat_experiments.harness.cache import Cache, digest
-from actmat_experiments.harness.progress import Watch, quiet_libraries
+from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import REGIMES, Part, Regime
 from actmat_experiments.harness.settings import changed
-from actmat_experiments.harness.suite import study_experiments
-from actmat_experiments.harness.training import Schedule
+from actmat_experiments.harness.suite import run_experiments
+from actmat_experiments.harness.training import Precision, Schedule
 from actmat_experiments.suites import RunRequest, TableRequest
-from actmat_experiments.vision.backbones import CLIP_SCALE, Backbone, Precision
+from actmat_experiments.vision.backbones import CLIP_SCALE, Backbone
 from actmat_experiments.vision.clip import ClipTask, clip_base, clip_head, clip_tasks, public_expert
-from actmat_experiments.vision.curves import run_vision
 from actmat_experiments.vision.experiment import Vision, common
 from actmat_experiments.vision.images import ImageTask, Limits, RawTask, local_task, open_hub, prepare_task
 
@@ -40,14 +39,10 @@ class ClipSettings:
         epochs: one number for all tasks; default: each task's own, about 2,000 steps.
         rank: of LoRA.
         precision, test_precision: of the forward passes in training and in tests.
-        images: "stored": resized once and kept on disk, 150 kB an image (48 GB for all tasks); "streamed": resized
-            whenever they are read, by `loaders` threads, from the compressed images of the data set.
-        loaders: threads that resize streamed images.
         train, validation, test: largest number of examples per task.
         samples: images per task that statistics are measured on.
         measured: the part that they are of: "train", as in the paper's code, or "validation", as in its text.
-        subsets: subsets of experts per size, for the figure of accuracy against their number; 0 for none.
-        size: pixels a side.
+        size: pixels a side; an image takes 150 kB on the disk (48 GB for all tasks).
     """
 
     experts: Literal["train", "public"] = "train"
@@ -62,14 +57,11 @@ class ClipSettings:
     rank: int = 16
     precision: Precision = "bfloat16"
     test_precision: Precision = "bfloat16"
-    images: Literal["stored", "streamed"] = "stored"
-    loaders: int = 8
     train: int | None = None
     validation: int | None = None
     test: int | None = None
     samples: int = 320
     measured: Part = "train"
-    subsets: int = 0
     size: int = 224
 
 
@@ -80,19 +72,7 @@ def run(request: RunRequest) -> None:
         RecipeError: a model, task or setting is not known.
         CheckpointError: data or a model cannot be had.
     """
-    subsets = changed(ClipSettings(), request.settings).subsets
-    run_vision(request, experiments, len(clip_tasks(request.tasks)), subsets)
-
-
-def study(request: RunRequest) -> str:
-    """See `suites.Suite`; one model.
-
-    Raises:
-        RecipeError: not exactly one model was asked for.
-    """
-    if request.models is None or len(request.models) != 1 or request.models[0] not in MODELS:
-        raise RecipeError(f"The study takes one model at a time: --models with one of {', '.join(MODELS)}.")
-    return study_experiments(request, experiments)
+    run_experiments(request, experiments, len(clip_tasks(request.tasks)))
 
 
 def table(request: TableRequest) -> None:
@@ -111,13 +91,10 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:
         raise RecipeError("These models are not known.", problems)
     if settings.experts == "public" and "lora" in request.regimes:
         raise RecipeError("There are public experts of full fine-tuning alone: leave out --lora, or experts=public.")
-    quiet_libraries()
     cache = Cache(request.cache)
-    cache.root.mkdir(parents=True, exist_ok=True)
     known = clip_tasks(request.tasks)
     limits = Limits(settings.train, settings.validation, settings.test)
-    stream = settings.loaders if settings.images == "streamed" else None
-    tasks = [prepare_task(cache, _raw(request, task), settings.size, watch, limits, stream) for task in known]
+    tasks = [prepare_task(cache, _raw(request, task), settings.size, watch, limits) for task in known]
     watch.note(f"left out: {line}" for task in tasks for line in task.malformed)
     for name in names:
         location = settings.base or MODELS[name]
@@ -172,6 +149,6 @@ def _schedules(settings: ClipSettings, known: Sequence[ClipTask], regime: Regime
 
 def _settings_digest(settings: ClipSettings, base: str, tasks: Sequence[ImageTask]) -> str:
     """Stands for all but seed, regime and row; what changes no score is left out."""
-    idle = ("subsets", "base", "train", "validation", "test", "images", "loaders")
+    idle = ("base", "train", "validation", "test")
     plain = {n: v for n, v in asdict(settings).items() if n not in idle}
     return digest([plain, base, [[t.name, t.content] for t in tasks]])

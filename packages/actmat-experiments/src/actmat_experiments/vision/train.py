@@ -1,13 +1,12 @@
 """Training behind a head: the base of the small suite from scratch, and experts, fully or by LoRA on all linear layers.
 
-Shapes: `N` images, `S` pixels a side, `D` features.
+Shapes: `N` images, `S` pixels a side.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +15,22 @@ from torch import Tensor, nn
 
 from actmat.extras.demo.model import Head
 from actmat.extras.demo.tasks import generator_for
-from actmat_experiments.harness.results import Regime
-from actmat_experiments.harness.training import Callback, OnStep, Resume, Schedule, descend
-from actmat_experiments.vision.backbones import Backbone, ClipHead, Precision, autocast
+from actmat_experiments.harness.heads import ClipHead
+from actmat_experiments.harness.training import (
+    Callback,
+    OnStep,
+    Resume,
+    Schedule,
+    Training,
+    descend,
+    order_of,
+    train_by,
+    trainable,
+)
+from actmat_experiments.vision.backbones import Backbone, autocast
 from actmat_experiments.vision.images import Examples, ImageTask
 
-CallbacksOf = Callable[[Any], Sequence[Callback]]
-"""Makes the callbacks of a run from its model."""
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """Training of an expert.
-
-    Args:
-        name: of the task; with the seed it decides the order of examples and the start of the factors.
-        regime: all weights, or LoRA with `alpha = rank` and no dropout.
-        precision: of the forward pass (autocast); weights and moments stay float32.
-        save_every: steps between two states.
-    """
-
-    name: str
-    seed: int
-    schedule: Schedule
-    regime: Regime = "full"
-    rank: int = 16
-    device: str = "cpu"
-    precision: Precision = "float32"
-    save_every: int = 500
+_SHIFT = 4
 
 
 def finetune(
@@ -54,71 +41,24 @@ def finetune(
     how: Training,
     out: Path,
     on_step: OnStep = lambda: None,
-    callbacks: CallbacksOf = lambda model: (),
+    callbacks: Callable[[Any], Sequence[Callback]] = lambda model: (),
 ) -> None:
-    """Train an expert and write it: a checkpoint like the base's, or a PEFT adapter.
-
-    A run that was interrupted goes on from its last state, `state.pt` in `out`; with callbacks it begins
-    again, since they have to see all of it.
+    """Train an expert and write it: a checkpoint like the base's, or a PEFT adapter; see `train_by`.
 
     Args:
         head: frozen; takes no part in the merge.
         callbacks: analyses of the run, made from the model that is trained.
     """
-    schedule = how.schedule
-    model = backbone.load(base)
-    if how.regime == "lora":
-        model = with_adapter(model, how.rank, generator_for(how.seed, f"factors {how.name}"))
-    model = model.to(how.device).train()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    frozen_head = head.to(how.device)
+    model, frozen_head = trainable(backbone.load(base), how).train(), head.to(how.device)
 
     def terms(index: Tensor) -> Iterator[Tensor]:
-        for piece in torch.tensor_split(index, schedule.micro_batches):
+        for piece in torch.tensor_split(index, how.schedule.micro_batches):
             images_N3SS, labels_N = examples.batch(piece, backbone.scale, how.device)
             with autocast(how.device, how.precision):
                 logits_NC = frozen_head(backbone.features(model, images_N3SS))
             yield nn.functional.cross_entropy(logits_NC.float(), labels_N) * (len(piece) / len(index))
 
-    def losses(first: int) -> Iterator[Iterator[Tensor]]:
-        for index in batches(examples, schedule, seed=how.seed, name=how.name, first=first):
-            yield terms(index)
-
-    made = callbacks(model)
-    state = out / "state.pt"
-    resume = None if made else Resume(state, how.save_every)
-    descend(parameters, losses, schedule.steps(len(examples)), schedule, on_step, made, resume)
-    model.to("cpu").save_pretrained(out)
-    state.unlink(missing_ok=True)
-
-
-def batches(examples: Examples, schedule: Schedule, *, seed: int, name: str, first: int = 0) -> Iterator[Tensor]:
-    """Positions of each step's examples, from step `first` on; every epoch has an order of its own."""
-    per_epoch = len(examples) // schedule.batch_size
-    for epoch in range(first // max(1, per_epoch), schedule.epochs):
-        order = torch.randperm(len(examples), generator=generator_for(seed, f"order {name} {epoch}"))
-        start = first - epoch * per_epoch if epoch == first // per_epoch else 0
-        for batch in range(start, per_epoch):
-            yield order[batch * schedule.batch_size : (batch + 1) * schedule.batch_size]
-
-
-def with_adapter(model: Any, rank: int, generator: torch.Generator, alpha: int = 0) -> Any:
-    """The model with LoRA factors on all linear layers; `A` as PEFT draws it, from this generator, `B` zero.
-
-    Args:
-        alpha: 0: the rank.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=rank, lora_alpha=alpha or rank, lora_dropout=0.0, target_modules="all-linear")
-    adapted = get_peft_model(model, config)
-    for parameter_name, parameter in adapted.named_parameters():
-        if ".lora_A." in parameter_name:
-            nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
-    return adapted
-
-
-_SHIFT = 4
+    train_by(model, terms, len(examples), how, out, on_step, callbacks(model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +91,7 @@ def pretrain(
     """
     from transformers import ViTConfig, ViTModel
 
-    config = ViTConfig(
-        image_size=backbone.size,
-        patch_size=sizes.patch_size,
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_hidden_layers=sizes.num_hidden_layers,
-        num_attention_heads=sizes.num_attention_heads,
-    )
+    config = ViTConfig(image_size=backbone.size, **asdict(sizes))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = ViTModel(config, add_pooling_layer=False).to(device)
@@ -166,7 +99,7 @@ def pretrain(
     model.train()
 
     def losses(first: int) -> Iterator[Tensor]:
-        for step, index in enumerate(batches(task.train, schedule, seed=seed, name=task.name, first=first), first):
+        for step, index in enumerate(order_of(len(task.train), schedule, seed, task.name, first), first):
             images_N3SS, labels_N = task.train.batch(index, backbone.scale, "cpu")
             images_N3SS = augmented(images_N3SS, generator_for(seed, f"augmentation {step}")).to(device)
             logits_NC = head(backbone.features(model, images_N3SS))

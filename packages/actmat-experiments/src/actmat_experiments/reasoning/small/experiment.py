@@ -8,7 +8,7 @@ size; a change below half an ulp is mostly rounded away.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat_experiments.harness.cache import Cache, digest, library_versions
+from actmat_experiments.harness.cache import Cache, library_versions
 from actmat_experiments.harness.experiment import Counts, Experiment, Made, Share
-from actmat_experiments.harness.merging import KINDS, rescaled
-from actmat_experiments.harness.progress import Watch
+from actmat_experiments.harness.measuring import Batch
+from actmat_experiments.harness.models import load_model, read_tensors
+from actmat_experiments.harness.progress import Stage, Watch
 from actmat_experiments.harness.results import ScaleKind, Score
-from actmat_experiments.reasoning.generate import measure
 from actmat_experiments.reasoning.passk import scores_at_k
-from actmat_experiments.reasoning.small.model import SmallSettings, load_model, save_model
+from actmat_experiments.reasoning.small.model import SmallSettings, new_tokenizer, save_model
 from actmat_experiments.reasoning.small.puzzles import PUZZLES, Parts, Puzzle, split
 from actmat_experiments.reasoning.small.train import Run, pretrain, reinforce, right_answers
 
@@ -85,7 +85,7 @@ def survival(base: Mapping[str, Tensor], expert: Mapping[str, Tensor], dtype: to
 
 
 STORAGES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_VERSION = 1
+_BATCH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,55 +93,49 @@ class Small(Experiment):
     """One seed of the suite, stored in one dtype, which is the `model` of its scores.
 
     Args:
-        puzzles: the tasks, one expert each.
+        source: the base as it was trained, in float32.
+        tasks: the puzzles, one expert each.
     """
 
     settings: SmallSettings
-    puzzles: Sequence[Puzzle] = PUZZLES
+    source: Made
+    tasks: Sequence[Puzzle] = PUZZLES
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def start(self) -> Made:
         """See `Experiment`."""
-        return tuple(p.name for p in self.puzzles)
+        return self.source
 
     @property
     def parts(self) -> dict[str, Parts]:
         """Task -> its prompts."""
         return {p.name: split(p, self.settings.validation, self.settings.test, self.seed) for p in PUZZLES}
 
-    def trained(self, puzzle: Puzzle) -> Made:
-        """The expert on one task, in float32."""
-        s = self.settings
-        key = {
-            "base": digest(_base_key(s, self.seed)),
-            "task": puzzle.name,
-            "learning": {n: getattr(s, n) for n in ("steps", "prompts", "group", "rate", "temperature")},
-            "libraries": library_versions("trl", "accelerate"),
-        }
+    def training(self, task: Puzzle) -> Mapping[str, Any]:
+        """See `Experiment`."""
+        return {"learning": self.settings.learning, "libraries": library_versions("trl", "accelerate")}
 
-        def make(folder: Path) -> None:
-            base, prompts = load_model(trained_base(self.cache, self.watch, s, self.seed).path), self.parts[puzzle.name]
-            with self.watch.stage(f"expert {puzzle.name}: seed {self.seed}", s.steps) as stage:
-                watching = {"on_step": stage.advance, "on_log": stage.log}
-                expert = reinforce(base, puzzle.right, prompts.train, s.learning, Run(self.seed, folder), **watching)
-                save_model(expert, folder)
+    def steps(self, task: Puzzle) -> int:
+        """See `Experiment`."""
+        return self.settings.steps
 
-        place = self.cache.get("reasoning-small-expert", key, make)
-        return Made(place, place.name)
+    def train(self, task: Puzzle, out: Path, stage: Stage) -> None:
+        """See `Experiment`."""
+        watching = {"on_step": stage.advance, "on_log": stage.log}
+        prompts, run = self.parts[task.name].train, Run(self.seed, out)
+        save_model(
+            reinforce(self.read(self.source.path), task.right, prompts, self.settings.learning, run, **watching), out
+        )
 
     def experts(self, share: Share = (0, 1)) -> dict[str, Made]:
-        """See `Experiment`."""
-        wanted = self.puzzles[share[0] :: share[1]]
-        return {p.name: stored(self.cache, self.trained(p), self.model) for p in wanted}
+        """See `Experiment`: as they were trained, then stored."""
+        return {name: stored(self.cache, made, self.model) for name, made in super().experts(share).items()}
 
-    def measure(
-        self, task: str, expert: Path, n: int, out: Path, advance: Callable[[float], None], kinds: Sequence[str] = KINDS
-    ) -> None:
-        """See `Experiment`: second moments of the inputs of the expert's layers, the only kind that there is."""
-        assert "gram" in kinds
-        prompts = self.parts[task].train[:n]
-        measure(str(expert), prompts, out)
-        advance(len(prompts))
+    def inputs(self, task: str, n: int) -> Iterator[Batch]:
+        """See `Experiment`."""
+        tokenizer, prompts = new_tokenizer(), self.parts[task].train[:n]
+        for start in range(0, len(prompts), _BATCH):
+            yield dict(tokenizer(list(prompts[start : start + _BATCH]), padding=True, return_tensors="pt"))
 
     def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
         """See `Experiment`."""
@@ -149,28 +143,15 @@ class Small(Experiment):
         sizes = [s.validation, s.test, s.validation_samples, s.samples, s.temperature]
         return {"tasks": list(tasks), "parts": list(parts), "sizes": sizes, "seed": self.seed}
 
-    def load(self, folder: Path) -> Any:
+    def read(self, folder: Path) -> Any:
         """See `Experiment`."""
-        return load_model(folder)
-
-    def at_scales(self, folder: Path, acted: Sequence[str]) -> Callable[[float], Any]:
-        """See `Experiment`."""
-        model = load_model(self.base.path)
-        before = {n: t.clone() for n, t in model.state_dict().items()}
-        after = load_model(folder).state_dict()
-
-        def at(scale: float) -> Any:
-            model.load_state_dict(rescaled(before, after, acted, scale))
-            return model
-
-        return at
+        return load_model("AutoModelForCausalLM", folder)
 
     def test(self, model: Any, task: str, part: str) -> Counts:
         """See `Experiment`; `right` is the number of right answers per prompt."""
-        s, puzzle = self.settings, next(p for p in self.puzzles if p.name == task)
-        prompts = getattr(self.parts[task], part)
+        s, prompts = self.settings, getattr(self.parts[task], part)
         n = s.samples if part == "test" else s.validation_samples
-        right_NS = right_answers(model, puzzle, prompts, n, temperature=s.temperature, seed=self.seed)
+        right_NS = right_answers(model, self.task(task), prompts, n, temperature=s.temperature, seed=self.seed)
         return {"correct": int(right_NS.sum()) / n, "total": len(prompts), "right": right_NS.sum(1).tolist()}
 
     def lines(
@@ -188,23 +169,22 @@ class Small(Experiment):
     def references(self) -> list[Score]:
         """Scores of the base, of every expert on all tasks with what bfloat16 keeps of it, and on its own task."""
         lines = self.lines("base", "default", self.tested(self.base, self.names, "test", "base"))
-        own = {}
-        for puzzle in self.puzzles:
-            label = f"expert {puzzle.name}"
-            found = self.tested(self.experts()[puzzle.name], self.names, "test", label)
-            own[puzzle.name] = found[puzzle.name]
-            lines += self.lines(label, "default", found, {"survival": self.survival(puzzle)})
+        own, trained = {}, super().experts()
+        for name, expert in self.experts().items():
+            found = self.tested(expert, self.names, "test", f"expert {name}")
+            own[name] = found[name]
+            kept = {"survival": self.survival(trained[name])}
+            lines += self.lines(f"expert {name}", "default", found, kept)
         return lines + self.lines("experts", "default", own)
 
-    def survival(self, puzzle: Puzzle) -> dict[str, float]:
+    def survival(self, trained: Made) -> dict[str, float]:
         """Shares of an expert's change that bfloat16 keeps."""
-        base, expert = trained_base(self.cache, self.watch, self.settings, self.seed), self.trained(puzzle)
 
         def make(folder: Path) -> None:
-            found = asdict(survival(load_model(base.path).state_dict(), load_model(expert.path).state_dict()))
+            found = asdict(survival(read_tensors(self.source.path), read_tensors(trained.path)))
             (folder / "survival.json").write_text(json.dumps(found), encoding="utf-8")
 
-        folder = self.cache.get("reasoning-small-survival", {"expert": expert.digest}, make)
+        folder = self.cache.get("reasoning-small-survival", {"expert": trained.digest}, make)
         found: dict[str, float] = json.loads((folder / "survival.json").read_text(encoding="utf-8"))
         return found
 
@@ -219,7 +199,9 @@ def trained_base(cache: Cache, watch: Watch, settings: SmallSettings, seed: int)
             model = pretrain(s.size, texts, s.reliability, s.pretraining, seed=seed, on_step=stage.advance)
             save_model(model, folder)
 
-    place = cache.get("reasoning-small-base", _base_key(settings, seed), make)
+    chosen = {n: getattr(settings, n) for n in ("size", "reliability", "pretraining", "validation", "test")}
+    libraries = library_versions("torch", "transformers", "tokenizers")
+    place = cache.get("reasoning-small-base", {"seed": seed, **chosen, "libraries": libraries}, make)
     return Made(place, place.name)
 
 
@@ -229,13 +211,7 @@ def stored(cache: Cache, source: Made, storage: str) -> Made:
         return source
 
     def make(folder: Path) -> None:
-        save_model(load_model(source.path), folder, STORAGES[storage])
+        save_model(load_model("AutoModelForCausalLM", source.path), folder, STORAGES[storage])
 
     place = cache.get("reasoning-small-stored", {"of": source.digest, "storage": storage}, make)
     return Made(place, place.name)
-
-
-def _base_key(settings: SmallSettings, seed: int) -> dict[str, Any]:
-    chosen = {n: getattr(settings, n) for n in ("size", "reliability", "pretraining", "validation", "test")}
-    libraries = library_versions("torch", "transformers", "tokenizers")
-    return {"version": _VERSION, "seed": seed, **chosen, "libraries": libraries}

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 
-from actmat_experiments.harness.progress import quiet
 from actmat_experiments.harness.training import Schedule
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789+= "
@@ -74,28 +73,9 @@ def new_model(size: Size, *, seed: int) -> Any:
 
 def save_model(model: Any, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """A checkpoint with its tokenizer; `dtype` is that of the storage, the model itself is left as it is."""
-    with quiet():
-        if dtype == torch.float32:
-            model.save_pretrained(folder)
-        else:
-            stored = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
-            model.config.save_pretrained(folder)
-            _save_tensors(stored, folder)
-        new_tokenizer().save_pretrained(folder)
-
-
-def _save_tensors(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
-
-
-def load_model(folder: Path) -> Any:
-    """A checkpoint in float32, whatever it was stored in, ready to generate."""
-    from transformers import AutoModelForCausalLM
-
-    with quiet():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    stored = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    model.save_pretrained(folder, state_dict=stored)
+    new_tokenizer().save_pretrained(folder)
 
 
 @dataclass(frozen=True, slots=True)

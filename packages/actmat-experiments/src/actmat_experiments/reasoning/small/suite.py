@@ -48,13 +48,15 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[Small]:
     names, libraries = [p.name for p in puzzles], library_versions("actmat", "torch", "trl")
     for seed in request.seeds:
         for storage in s.storages:
+            source = trained_base(cache, watch, s, seed)
             yield Small(
                 suite=NAME,
                 model=storage,
                 regime="full",
                 seed=seed,
                 digest=digest({"settings": what, "tasks": names, "libraries": libraries}),
-                base=stored(cache, trained_base(cache, watch, s, seed), storage),
+                base=stored(cache, source, storage),
+                source=source,
                 cache=cache,
                 watch=watch,
                 device=request.device,
@@ -62,7 +64,7 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[Small]:
                 scales=s.scales if storage == "float32" else (),
                 samples=s.measured,
                 settings=s,
-                puzzles=puzzles,
+                tasks=puzzles,
             )
 
 

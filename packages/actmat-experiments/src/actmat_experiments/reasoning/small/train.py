@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actmat_experiments.harness.progress import quiet
 from actmat_experiments.harness.training import OnStep, Schedule, descend
 from actmat_experiments.reasoning.small.model import Learning, Size, new_model, new_tokenizer
 from actmat_experiments.reasoning.small.puzzles import Puzzle, unreliable
@@ -177,7 +176,7 @@ def reinforce(
     """
     from transformers.trainer_callback import PrinterCallback
 
-    with torch.random.fork_rng(devices=[]), quiet(), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of the library about its own settings
         trainer = new_trainer(model, right, prompts, settings, run, **watching)
         trainer.remove_callback(PrinterCallback)
