@@ -51,10 +51,6 @@ DEVIATING: Mapping[tuple[str, Regime, str], float] = {("ViT-B/32", "lora", "base
 """(model, regime, row) -> printed average that is not the mean of the records: zero-shot of ViT-B/32 is 48.2 in Table 4
 and in the records, 52.0 in Table 5. No fine-tuning takes part in it, so the two cannot both hold."""
 
-FOREIGN = ("task_arithmetic", "ties_paper", "tact")
-"""Rows of the records that the paper's tables do not print: lambda = 0.4 (what it prints as 0.4 is lambda = 1), TIES,
-and TACT, a later method of the same authors."""
-
 
 def paper_models() -> tuple[str, ...]:
     """Models of the paper's tables, as the suites call them."""

@@ -27,7 +27,7 @@ from actmat_experiments.suites import TableRequest
 _PAPER_ROWS = (
     "What the paper prints as data-free task arithmetic with 0.4 is lambda = 1, the row task_arithmetic_1. Its "
     "figures stand by the rows of the authors' rules: iso_c_paper, tsv_paper. Not in its tables, but in the authors' "
-    "run records: task_arithmetic (0.4), ties_paper, tact, regmean_packed (its ablation).",
+    "run records: task_arithmetic (0.4), ties_paper, regmean_packed (its ablation).",
 )
 
 NOTES: dict[str, tuple[str, ...]] = {
