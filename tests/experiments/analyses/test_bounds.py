@@ -185,19 +185,18 @@ def test_stages_cover_every_parameter_once_in_the_order_of_execution():
 
 def test_the_inputs_of_a_replaced_layer_are_the_experts(demo, transferred):
     """The local error of a linear map is its change of weights times the expert's inputs."""
+    from actmat.extras.demo.model import load_encoder
     from actmat_experiments.analyses.demo import load_demo
 
     models = load_demo(demo)
-    folder, name = models.folder, "layers.0.up_proj"
+    name = "layers.0.up_proj"
     task = next(iter(models.data))
-    expert, x = models.expert(task).eval(), models.data[task].test.images_NHW
+    expert, x = load_encoder(models.experts[task]), models.data[task].test.images_NHW
     seen = []
     dict(expert.named_modules())[name].register_forward_hook(lambda m, given, y: seen.append(given[0].detach()))
     with torch.no_grad():
         expert(x)
-    from actmat.extras.demo.model import load_encoder
-
-    merged = dict(load_encoder(folder.merged("actmat")).named_parameters())
+    merged = dict(load_encoder(models.merge("actmat")).named_parameters())
     own = dict(expert.named_parameters())
     shift = {p: (merged[f"{name}.{p}"] - own[f"{name}.{p}"]).detach() for p in ("weight", "bias")}
     change = seen[0] @ shift["weight"].mT + shift["bias"]

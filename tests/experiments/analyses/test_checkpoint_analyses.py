@@ -20,7 +20,6 @@ from actmat.statistics import open_statistics
 from actmat_experiments.analyses import correlation, cosine, drift, interference, scale
 from actmat_experiments.analyses.correlation import token_records
 from actmat_experiments.analyses.demo import (
-    DemoModels,
     demo_correlation,
     demo_cosine,
     demo_grams,
@@ -159,7 +158,7 @@ def test_input_grams_are_those_of_the_statistics_layer(demo, tmp_path):
     """Two independent ways to read along agree, and statistics files serve the analyses."""
     models = load_demo(demo)
     images = models.data["digit"].test.images_NHW[:50]
-    encoder = models.expert("digit")
+    encoder = load_encoder(models.experts["digit"])
     found = input_grams(encoder, [lambda: encoder(images[:20]), lambda: encoder(images[20:])])
     place = collect(encoder, [(images,)], checkpoint=demo / "experts" / "digit", compute_dtype="float64").save(
         tmp_path / "statistics"
@@ -203,7 +202,8 @@ def test_a_demo_can_be_opened_again(demo):
 def test_the_watched_run_ends_at_the_demos_own_expert(demo, monkeypatch):
     """The monitored training is the demo's training, bit by bit."""
     kept = []
-    monkeypatch.setattr(DemoModels, "base", lambda self: kept.append(load_encoder(self.folder.base)) or kept[0])
+    opened = lambda folder: kept.append(load_encoder(folder)) or kept[0]  # noqa: E731
+    monkeypatch.setattr("actmat.extras.demo.model.load_encoder", opened)
     result = drift(demo, task="parity", n_moments=2)
     expert = load_encoder(demo / "experts" / "parity").state_dict()
     assert all(torch.equal(expert[n], t) for n, t in kept[0].state_dict().items())
@@ -244,7 +244,7 @@ def test_correlation_of_a_demo(demo):
 def test_token_records_keep_samples_together_also_where_attention_turns_them(demo):
     """The value map of torch's attention sees tokens first; sample by sample its inputs are the norm's outputs."""
     models = load_demo(demo)
-    encoder, examples = models.base().double(), models.data["digit"].train
+    encoder, examples = load_encoder(models.base).double(), models.data["digit"].train
     images = examples.images_NHW[:6].double()
     record = token_records(encoder, lambda: encoder(images).square().sum(), 6)
     seen = []

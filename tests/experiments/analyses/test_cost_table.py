@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks import t5_large
 from rich.console import Console
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import F64_ORACLE, relative_error
@@ -153,35 +152,3 @@ def test_the_table_fits_and_is_in_the_result():
     result = cost([(8, 8)], n_experts=2, methods=["average"], repeats=1)
     assert result.tables()[0].title == "Operations by rule"
     assert [r["method"] for r in result.to_json()["rules"]] == [r.method for r in RULES]
-
-
-def test_t5_large_has_the_matrices_of_its_blocks():
-    """24 encoder blocks with q, k, v, o, wi, wo and 24 decoder blocks with an attention more: 738 million weights."""
-    shapes = t5_large.shapes()
-    assert sum(s.count for s in shapes) == 24 * 6 + 24 * 10
-    norms, positions = (24 * 2 + 24 * 3 + 2) * 1024, 2 * 32 * 16
-    assert sum(s.count * s.size[0] * s.size[1] for s in shapes) + 32128 * 1024 + norms + positions == 737_668_096
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_the_benchmark_measures_every_rule(whole, tmp_path, monkeypatch, capsys):
-    written = {}
-    monkeypatch.setattr(t5_large, "write_result", lambda name, rows, **more: written.update(rows=rows, **more))
-    small = ["--blocks", "1", "--width", "16", "--inner", "24", "--words", "30", "--experts", "3"]
-    monkeypatch.setattr("sys.argv", ["t5_large", *small, *(["--whole"] if whole else [])])
-    t5_large.main()
-    assert [r["method"] for r in written["rows"]] == list(t5_large.METHODS)
-    assert written["extrapolated"] is not whole
-    assert ("extrapolated" in capsys.readouterr().out) is not whole
-    for row in written["rows"]:
-        parts = (12 * row["square_s"], 2 * row["up_s"], 2 * row["down_s"], row["other_s"])
-        assert row["whole_s"] == pytest.approx(sum(parts))
-        assert row["whole_minutes"] == row["whole_s"] / 60
-    assert written["rows"][0]["in_averages"] == 1.0
-
-
-def test_the_cut_off_bites_on_the_deltas_of_the_benchmark():
-    from actmat.methods.actmat import ACTMAT
-
-    layer = t5_large.Layer((64, 512), 7, "cpu", seed=0)
-    assert ACTMAT.merge(layer.deltas).stats["rank"] < 64 * 7
