@@ -85,16 +85,7 @@ def run_demo(
             settled: dict[str, Any] = {"method": name, "seed": seed, "output": "model", "durable": False}
             merge(out / "base", named, out=out / "merged" / name, progress=NoProgress(), **settled)
         with one_thread():
-            models = [out / "base", *(out / "merged" / name for name in chosen)]
-            base_right, *right = _each(partial(_correct, heads, data), models, bars, "testing the models")
-            expert = {task: _correct(heads, {task: data[task]}, path)[task] for task, path in experts.items()}
-    majority = {n: p.test.labels_N == torch.bincount(p.train.labels_N).argmax() for n, p in data.items()}
-    rows = [
-        row_of("majority", "majority", majority, expert),
-        row_of("base", "base", base_right, expert),
-        row_of("experts", "expert", expert, expert),
-        *(row_of(name, "merged", found, expert) for name, found in zip(chosen, right, strict=True)),
-    ]
+            rows = _rows(heads, data, experts, [out / "base", *(out / "merged" / name for name in chosen)], bars)
     result = {"out": str(out), "seed": seed, "settings": asdict(settings), "rows": rows, "left_out": left_out}
     (out / "results.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8", newline="\n")
     console.print("", accuracy_table(rows, f"Test accuracy in %, {settings.n_test} photographs, seed {seed}"), sep="\n")
@@ -113,6 +104,25 @@ def choose_methods(wanted: Sequence[str] | None) -> tuple[list[str], list[str]]:
     if wanted is not None and others:
         raise RecipeError(f"The demo merges {len(TASKS)} experts without data, which these methods cannot.", others)
     return [m.name for m in found if m.name not in others], others
+
+
+def _rows(
+    heads: Mapping[str, Head],
+    data: Mapping[str, Split],
+    experts: Mapping[str, Path],
+    models: Sequence[Path],
+    bars: Progress,
+) -> list[dict[str, Any]]:
+    """Lines of the table: the majority, the base, every task by its own expert, then the merged models."""
+    base, *merged = _each(partial(_correct, heads, data), models, bars, "testing the models")
+    expert = {task: _correct(heads, {task: data[task]}, path)[task] for task, path in experts.items()}
+    majority = {n: p.test.labels_N == torch.bincount(p.train.labels_N).argmax() for n, p in data.items()}
+    return [
+        row_of("majority", "majority", majority, expert),
+        row_of("base", "base", base, expert),
+        row_of("experts", "expert", expert, expert),
+        *(row_of(path.name, "merged", found, expert) for path, found in zip(models[1:], merged, strict=True)),
+    ]
 
 
 def _correct(heads: Mapping[str, Head], data: Mapping[str, Split], model: Path) -> dict[str, Tensor]:

@@ -199,7 +199,7 @@ class Experiment(abc.ABC):
         return {name: Made(place, place.name) for name, place in places.items()}
 
     def of_expert(self, task: str, answer: Callable[[Any], Answer]) -> Answer:
-        """What the expert of a task answers; computed once."""
+        """Answers of the expert of a task; computed once."""
         if task not in self.known:
             self.known[task] = answer(self.load(self.experts()[task].path))
         found: Answer = self.known[task]
