@@ -21,7 +21,6 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from actmat.api.merging import merge
 from actmat.engine.resources import one_thread
 from actmat.errors import OutputError, RecipeError
 from actmat.extras.demo.model import Head, features, load_encoder, save_encoder, save_heads
@@ -29,7 +28,9 @@ from actmat.extras.demo.tasks import TASKS, Split, generator_for
 from actmat.extras.demo.training import DemoSettings, finetune, fit_heads, load_data, train_base
 from actmat.foreign import terminal
 from actmat.methods import all_methods, get_method
-from actmat.progress import NoProgress
+from actmat.recipe import make_recipe
+from actmat.run import run_recipes
+from actmat.settings import RunSettings
 
 _Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
@@ -82,8 +83,9 @@ def run_demo(
             _each(train, experts, bars, "training the experts")
         named = [{"path": str(path), "name": task} for task, path in experts.items()]
         for name in bars.track(chosen, description="merging by every method"):
-            settled: dict[str, Any] = {"method": name, "seed": seed, "output": "model", "durable": False}
-            merge(out / "base", named, out=out / "merged" / name, progress=NoProgress(), **settled)
+            fields = {"base": str(out / "base"), "experts": named, "out": str(out / "merged" / name)}
+            recipe = make_recipe({**fields, "method": name, "seed": seed, "output": "model"})
+            run_recipes([recipe], RunSettings(durable=False))
         with one_thread():
             rows = _rows(heads, data, experts, [out / "base", *(out / "merged" / name for name in chosen)], bars)
     result = {"out": str(out), "seed": seed, "settings": asdict(settings), "rows": rows, "left_out": left_out}
