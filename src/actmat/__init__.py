@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from actmat.api.pushing import PushReport as PushReport
     from actmat.api.pushing import push as push
     from actmat.api.reading import read_recipe as read_recipe
+    from actmat.api.verifying import verify as verify
     from actmat.checkpoints.resolve import open_checkpoint as open_checkpoint
     from actmat.diagnostics.model import Diagnosis as Diagnosis
     from actmat.errors import AlignmentError as AlignmentError
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from actmat.extras.research.matrices import merge_matrices as merge_matrices
     from actmat.extras.tune.tuning import tune as tune
     from actmat.extras.tune.tuning import tune_scale as tune_scale
-    from actmat.report.verify import verify as verify
     from actmat.run import MergeReport as MergeReport
 
 _NAMES = {
@@ -51,6 +51,7 @@ _NAMES = {
     "actmat.api.merging": ("merge", "plan"),
     "actmat.api.pushing": ("PushReport", "push"),
     "actmat.api.reading": ("read_recipe",),
+    "actmat.api.verifying": ("verify",),
     "actmat.checkpoints.resolve": ("open_checkpoint",),
     "actmat.diagnostics.model": ("Diagnosis",),
     "actmat.errors": (
@@ -68,7 +69,6 @@ _NAMES = {
     "actmat.extras.models.in_memory": ("MemoryMerge", "merge_in_memory"),
     "actmat.extras.research.matrices": ("merge_matrices",),
     "actmat.extras.tune.tuning": ("tune", "tune_scale"),
-    "actmat.report.verify": ("verify",),
     "actmat.run": ("MergeReport",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -6,32 +6,24 @@
 The parts of this distribution in `actmat.extras` come in like those of any other. A plug-in is imported when it is
 needed first.
 
-Groups and the objects that they name:
+Seven registries, and the objects that they hold:
 
-actmat.api        a function or class that `actmat.<name>` gives
 actmat.codecs     `checkpoints.codecs.base.Codec`
-actmat.commands   a command: a function, or a `typer.Typer`
-actmat.conversions  `experts.base.Conversion`: a checkpoint read in the layout of its base
-actmat.exports    a function `(located, out, *, options) -> words` that writes another tool's form
+actmat.commands   a command of another distribution: a function, or a `typer.Typer`
 actmat.executors  `engine.executors.base.ExecutorFactory`
-actmat.experts    `experts.base.Family`
-actmat.formats    `checkpoints.source.Format`
-actmat.layouts    `image`: a function `(adapter, layout) -> (adapter, problems)`, see `experts.locate.in_layout`;
-                  `file`: merges into files, see `run.recipes`
+actmat.experts    `experts.base.Family`; `reader.NAME`: `experts.changes.base.Reader`, a family in PEFT's folders;
+                  `conversion.NAME`: `experts.base.Conversion`, a checkpoint read in the layout of its base;
+                  `layout.NAME`: `experts.locate.ConvertLayout`, an adapter with the names of another tool
+actmat.formats    `checkpoints.source.Format`; `view.NAME`: `checkpoints.resolve.View`, a checkpoint made of others
 actmat.methods    `methods.MergeMethod`
-actmat.readers    `experts.changes.base.Reader`: a family in PEFT's folders
-actmat.recipes    `recipe.load.Importer`: a reader of another tool's configurations
-actmat.statistics a function that `actmat.statistics.<name>` gives
 actmat.stores     `checkpoints.remote.Storage`, named by the scheme of its URLs
-actmat.views      `checkpoints.resolve.View`: a checkpoint made of others; `stack`: opens layers of several
-actmat.flags      the function that a flag of a core command calls, such as `--serve`, see `cli.flags.behind`
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from actmat.errors import MergeError
 
@@ -39,6 +31,17 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 EXTRAS = "actmat.extras"
+
+Group: TypeAlias = Literal[
+    "actmat.codecs",
+    "actmat.commands",
+    "actmat.executors",
+    "actmat.experts",
+    "actmat.formats",
+    "actmat.methods",
+    "actmat.stores",
+]
+T = TypeVar("T")
 
 
 _removed: dict[str, dict[str, str]] = {}
@@ -51,7 +54,7 @@ def is_extra(entry: EntryPoint) -> bool:
 
 
 @functools.cache
-def entries(group: str) -> Mapping[str, EntryPoint]:
+def entries(group: Group) -> Mapping[str, EntryPoint]:
     """Name -> entry point of the plug-ins of a group; those of this distribution first, then by name.
 
     An extra whose folder was removed is left out. Of two plug-ins with one name, the first counts.
@@ -76,12 +79,7 @@ def entries(group: str) -> Mapping[str, EntryPoint]:
 
 
 @functools.cache
-def load(group: str, name: str) -> Any:
-    """The plug-in of that name; None if there is none.
-
-    Raises:
-        MergeError: it cannot be imported; names the distribution.
-    """
+def _loaded(group: Group, name: str) -> object:
     entry = entries(group).get(name)
     if entry is None:
         return None
@@ -96,35 +94,64 @@ def load(group: str, name: str) -> Any:
         ) from error
 
 
-def needed(group: str, name: str) -> Any:
+def load(group: Group, name: str, kind: type[T]) -> T | None:
+    """The plug-in of that name; None if there is none.
+
+    Args:
+        group: the registry.
+        name: of the entry point.
+        kind: class or runtime protocol of the object.
+
+    Raises:
+        MergeError: it cannot be imported, or is of another kind; names the distribution.
+    """
+    found = _loaded(group, name)
+    if found is None or isinstance(found, kind):
+        return found
+    entry = entries(group)[name]
+    made_by = entry.dist.name if entry.dist is not None else "an installed distribution"
+    raise MergeError(
+        f"The plug-in '{name}' of {made_by} ({group}: {entry.value}): expected a {kind.__name__}, found a "
+        f"{type(found).__name__}. Likely cause: it was made for another version of actmat. Fix: pip install -U "
+        f"{made_by}, or uninstall it."
+    )
+
+
+def needed(group: Group, name: str, kind: type[T]) -> T:
     """The plug-in of that name.
 
     Raises:
-        MergeError: there is none.
+        MergeError: there is none, or see `load`.
     """
-    found = load(group, name)
+    found = load(group, name, kind)
     if found is None:
         raise MergeError(f"Expected the plug-in '{name}' of the group {group}, found none.{hint(group, name)}")
     return found
 
 
-def load_all(group: str) -> dict[str, Any]:
-    """All plug-ins of a group by name, in the order of `entries`."""
-    return {name: load(group, name) for name in entries(group)}
+def load_all(group: Group, kind: type[T], prefix: str = "") -> dict[str, T]:
+    """The plug-ins `PREFIX.NAME` of a group by name, or those without a prefix, in the order of `entries`."""
+    return {name: needed(group, name, kind) for name in names(group, prefix)}
 
 
-def removed(group: str) -> Mapping[str, str]:
+def names(group: Group, prefix: str = "") -> list[str]:
+    """Names of the plug-ins `PREFIX.NAME` of a group, or of those without a prefix."""
+    return [name for name in entries(group) if name.rpartition(".")[0] == prefix]
+
+
+def removed(group: Group) -> Mapping[str, str]:
     """Name -> package of an extra that is declared and was removed."""
     entries(group)
     return _removed.get(group, {})
 
 
-def hint(group: str, name: str | None = None) -> str:
-    """Sentences for an error that a plug-in, of this name or any, might have avoided; empty if no extra was removed.
+def hint(group: Group, name: str | None = None, prefix: str | None = None) -> str:
+    """Sentences for an error that a plug-in might have avoided: of this name, with this prefix, or any.
 
-    Begins with a space.
+    Begins with a space; empty if no extra was removed.
     """
-    folders = sorted({folder for n, folder in removed(group).items() if name in (None, n)})
+    gone = {n: folder for n, folder in removed(group).items() if prefix is None or n.rpartition(".")[0] == prefix}
+    folders = sorted({folder for n, folder in gone.items() if name in (None, n)})
     if not folders:
         return ""
     return (

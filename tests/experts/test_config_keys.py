@@ -53,7 +53,7 @@ def test_every_field_of_a_family_is_in_one_list(name: str) -> None:
 
 
 def test_every_family_that_is_read_has_lists() -> None:
-    readers: dict[str, Reader] = plugins.load_all("actmat.readers")
+    readers = plugins.load_all("actmat.experts", Reader, "reader")
     assert {r.name for r in readers.values()} == {r.name for n in CONFIGS if (r := reader_of(CONFIGS[n].to_dict()))}
 
 

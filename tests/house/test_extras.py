@@ -134,8 +134,7 @@ toytensors = actmat_toy:TOYTENSORS
 toy = actmat_toy:CODEC
 [actmat.experts]
 toy = actmat_toy:FAMILY
-[actmat.readers]
-toy = actmat_toy:READER
+reader.toy = actmat_toy:READER
 [actmat.methods]
 toy_first = actmat_toy:FIRST
 [actmat.executors]

@@ -107,10 +107,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: halves\nVersion: 1.2\n")
     (about / "entry_points.txt").write_text("[actmat.methods]\nhalved = halves:FIRST\nlost = halves_lost:RULE\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    for cached in (plugins.entries, plugins.load):
+    for cached in (plugins.entries, plugins._loaded):
         cached.cache_clear()
     yield about
-    for cached in (plugins.entries, plugins.load):
+    for cached in (plugins.entries, plugins._loaded):
         cached.cache_clear()
     sys.modules.pop("halves", None)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from actmat.api.diagnosing import draw_page
 from actmat.planning import MergePlan
-from actmat.progress import Progress, usual_progress
+from actmat.progress import NoProgress, Progress, usual_progress
 from actmat.recipe import Recipe
 from actmat.recipe.arguments import Location, make_arguments
 from actmat.run import MergeReport, plan_recipe, run_recipes
@@ -54,7 +54,12 @@ def merge(
 def merge_recipes(
     recipes: Sequence[Recipe], settings: RunSettings, progress: Progress | None = None
 ) -> list[MergeReport]:
-    """`run_recipes` with the page of every measured merge."""
+    """`run_recipes` with the page of every measured merge; LoRA in one file become one file, if `out` is named so."""
+    if recipes and all(str(r.out).endswith(".safetensors") for r in recipes):
+        from actmat.extras.diffusion.files import run_into_files
+
+        if (made := run_into_files(recipes, settings, progress or NoProgress(), run_recipes)) is not None:
+            return made
     return run_recipes(recipes, settings, progress, draw=draw_page)
 
 

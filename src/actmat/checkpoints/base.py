@@ -122,7 +122,7 @@ class CheckpointHandle:
     streams: bool = False  # remote tensors are read by ranges
     etags: tuple[tuple[str, int, str], ...] = ()  # name, size and version of remote files, which must be the same
     parts: tuple[tuple[CheckpointHandle, str, int, int], ...] = ()  # of a stack: handle, location, first layer, end
-    view: Any = None  # plain data from which the plug-in `format` of the group `actmat.views` opens it
+    view: Any = None  # plain data from which the plug-in `view.FORMAT` opens it
     heads: tuple[tuple[str, str], ...] = ()  # output heads that are untied, and the token table of each
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from actmat import plugins
 from actmat.checkpoints.base import FileIdentity
@@ -21,7 +22,7 @@ from actmat.checkpoints.source import Source
 from actmat.checkpoints.writing.staging import Staging
 from actmat.errors import CheckpointError
 
-GROUP = "actmat.stores"
+GROUP: Final = "actmat.stores"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def storage_of(url: str) -> Storage:
         CheckpointError: there is none.
     """
     scheme = url.partition("://")[0].lower()
-    found: Storage | None = plugins.load(GROUP, scheme) or plugins.load(GROUP, "other")
+    found = plugins.load(GROUP, scheme, Storage) or plugins.load(GROUP, "other", Storage)
     if found is None:
         raise CheckpointError(f"{url}: no installed part of actmat serves this URL.{plugins.hint(GROUP)}")
     return found

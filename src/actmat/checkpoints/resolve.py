@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -28,11 +28,28 @@ from actmat.checkpoints.untied import UntiedCheckpoint
 from actmat.errors import CheckpointError, did_you_mean
 
 
+@runtime_checkable
 class View(Protocol):
-    """Checkpoints made of others, a plug-in of the group `actmat.views`, named by the format in their handles."""
+    """Checkpoints made of others: `view.NAME` of the group `actmat.formats`, by the format NAME of their handles."""
 
     def open(self, view: Any, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
         """The checkpoint of `CheckpointHandle.view`, which may have gone through JSON."""
+
+
+@runtime_checkable
+class AdaptedView(View, Protocol):
+    """Models with an adapter merged into them."""
+
+    def merged(self, location: str, model: Checkpoint, adapter: str) -> Checkpoint:
+        """The model, which is closed with it, with the adapter at a location."""
+
+
+@runtime_checkable
+class OpenStack(Protocol):
+    """Layers of several checkpoints as one."""
+
+    def __call__(self, location: str, parts: Sequence[StackPart], open_part: Callable[[str], Checkpoint]) -> Checkpoint:
+        """Open every part by `open_part`, once each."""
 
 
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -81,10 +98,8 @@ def open_checkpoint(
         return _open_stack(str(location), parts, lambda place: open_checkpoint(place, cache_dir=cache_dir))
     pair = adapted_parts(str(location))
     assert pair is not None, "composed"
-    adapted: Checkpoint = plugins.needed("actmat.views", "adapted").merged(
-        str(location), open_checkpoint(pair[0], cache_dir=cache_dir), pair[1]
-    )
-    return adapted
+    view = plugins.needed("actmat.formats", "view.adapted", AdaptedView)
+    return view.merged(str(location), open_checkpoint(pair[0], cache_dir=cache_dir), pair[1])
 
 
 def is_composed(location: str | Path) -> bool:
@@ -106,7 +121,7 @@ def open_handle(handle: CheckpointHandle) -> Checkpoint:
         layers = [StackPart(location, start, stop) for _, location, start, stop in handle.parts]
         return _open_stack(handle.location, layers, lambda location: open_handle(handles[location]))
     if handle.view is not None:
-        view: View = plugins.needed("actmat.views", handle.format)
+        view = plugins.needed("actmat.formats", f"view.{handle.format}", View)
         return view.open(handle.view, open_handle)
     source = find_source(handle.address, cache_dir=handle.cache_dir or None, handle=handle)
     source.location = handle.location
@@ -114,8 +129,7 @@ def open_handle(handle: CheckpointHandle) -> Checkpoint:
 
 
 def _open_stack(location: str, parts: Sequence[StackPart], open_part: Callable[[str], Checkpoint]) -> Checkpoint:
-    opened: Checkpoint = plugins.needed("actmat.views", "stack")(location, parts, open_part)
-    return opened
+    return plugins.needed("actmat.formats", "view.stack", OpenStack)(location, parts, open_part)
 
 
 def find_source(

@@ -32,8 +32,8 @@ def verify(
     adds the adapter to the base again, compares every tensor with the merged
     model, and says how much of the delta was lost in rounding.
     """
+    from actmat.api.verifying import verify as check
     from actmat.cli.screen import console, escape, print_result
-    from actmat.report.verify import verify as check
 
     result = check(out, inputs=inputs, against=against or ())
     if json:

@@ -218,7 +218,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Full checkpoints read in the layout of their base, a plug-in of the group `actmat.conversions`.
+    """Full checkpoints read in the layout of their base, a plug-in of the group `actmat.experts`, `conversion.NAME`.
 
     Args:
         applies: `applies(checkpoint, base)` is true for two layouts of one model.

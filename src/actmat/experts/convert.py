@@ -20,8 +20,7 @@ def convert(checkpoint: Checkpoint, base: Checkpoint, *, owns_base: bool = False
         return RESTACKED.open(checkpoint, base, owns_base)
     if _shares_names(base.specs, checkpoint.specs):
         return None
-    found: dict[str, Conversion] = plugins.load_all("actmat.conversions")
-    for conversion in found.values():
+    for conversion in plugins.load_all("actmat.experts", Conversion, "conversion").values():
         if conversion.applies(checkpoint, base):
             return conversion.open(checkpoint, base, owns_base)
     return None

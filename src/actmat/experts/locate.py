@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -33,10 +33,25 @@ from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.experts.peft import PEFT
 
-Convert: TypeAlias = Callable[[Adapter, AdapterLayout], tuple[Adapter, list[str]]]
-GROUP = "actmat.experts"
+GROUP: Final = "actmat.experts"
 SIGNED = ("lycoris", "lora_file")
 """Plug-ins for single files of factors, in the order in which they are asked."""
+
+
+@runtime_checkable
+class ConvertLayout(Protocol):
+    """Gives an adapter the modules, names and factors of a layout, and says what has no form there."""
+
+    def __call__(self, adapter: Adapter, layout: AdapterLayout) -> tuple[Adapter, list[str]]:
+        """The adapter in the layout, and problems."""
+
+
+@runtime_checkable
+class SimulatedView(Protocol):
+    """Checkpoints of floats as they are when they are loaded as codes."""
+
+    def of(self, base: Checkpoint, scheme: str) -> Checkpoint:
+        """The base with its linear layers rounded by a scheme."""
 
 
 class Located(AbstractContextManager["Located"]):
@@ -136,8 +151,7 @@ class LocatedModel(Located):
             )
         if scheme is None:
             return self.stored
-        rounded: Checkpoint = plugins.needed("actmat.views", "simulated").of(self.stored, scheme)
-        return rounded
+        return plugins.needed("actmat.formats", "view.simulated", SimulatedView).of(self.stored, scheme)
 
     def expert(self, base: Checkpoint | None) -> Expert:
         """The checkpoint as an expert, in the base's layout."""
@@ -227,11 +241,11 @@ def _look(place: str, candidate: Candidate) -> Located:
 def _families(candidate: Candidate) -> Iterator[Family]:
     """The families to ask, in order; a plug-in is imported when its turn comes."""
     yield PEFT
-    for name in plugins.entries(GROUP):
+    for name in plugins.names(GROUP):
         if name not in SIGNED:
-            yield plugins.load(GROUP, name)
+            yield plugins.needed(GROUP, name, Family)
     if candidate.file is not None and holds_factors(candidate.file.specs):
-        signed = [family for name in SIGNED if (family := plugins.load(GROUP, name)) is not None]
+        signed = [family for name in SIGNED if (family := plugins.load(GROUP, name, Family)) is not None]
         if not signed:
             raise CheckpointError(
                 f"{candidate.source.location}: is a file of an adapter without {ADAPTER_CONFIG}, which no installed "
@@ -247,9 +261,9 @@ def in_layout(expert: Expert, layout: AdapterLayout) -> Expert:
     """
     adapter = expert.adapter
     assert adapter is not None, "only adapters have layouts"
-    convert: Convert | None = plugins.load("actmat.layouts", "image")
+    convert = plugins.load(GROUP, "layout.image", ConvertLayout)
     if convert is None:
-        found, problems = adapter, [f"no installed part of actmat converts it.{plugins.hint('actmat.layouts')}"]
+        found, problems = adapter, [f"no installed part of actmat converts it.{plugins.hint(GROUP, prefix='layout')}"]
     else:
         found, problems = convert(adapter, layout)
     if adapter.extras:

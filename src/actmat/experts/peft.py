@@ -21,14 +21,14 @@ from actmat.experts.untied import keeps_ties
 
 
 def reader_of(fields: Mapping[str, Any]) -> Reader | None:
-    """The first plug-in of `actmat.readers` that claims this config; None for plain LoRA, and for what is not read.
+    """The first reader that claims this config; None for plain LoRA, and for what is not read.
 
     >>> reader_of({"peft_type": "LORA", "use_dora": True}).name
     'DoRA'
     """
     if not parse_adapter_config(fields)[1]:
         return None
-    readers: dict[str, Reader] = plugins.load_all("actmat.readers")
+    readers = plugins.load_all("actmat.experts", Reader, "reader")
     return next((reader for reader in readers.values() if reader.claims(fields)), None)
 
 

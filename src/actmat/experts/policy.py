@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from actmat import plugins
 
@@ -31,10 +31,20 @@ class VocabularyPolicy:
     pad_to_multiple_of: int | None = None
 
 
+@runtime_checkable
+class VocabularyView(Protocol):
+    """Checkpoints with the rows of another vocabulary."""
+
+    def align(
+        self, base: Checkpoint, experts: Mapping[str, Checkpoint], policy: VocabularyPolicy, *, owned: bool
+    ) -> tuple[Checkpoint, dict[str, Checkpoint]]:
+        """See `align_vocabularies`."""
+
+
 def align_vocabularies(
     base: Checkpoint, experts: Mapping[str, Checkpoint], policy: VocabularyPolicy, *, owned: bool = False
 ) -> tuple[Checkpoint, dict[str, Checkpoint]]:
-    """The base and the experts with the rows of one vocabulary, by the plug-in `vocabulary` of `actmat.views`.
+    """The base and the experts with the rows of one vocabulary, by the plug-in `view.vocabulary`.
 
     Args:
         base, experts: open full checkpoints, each with a `tokenizer.json`.
@@ -44,7 +54,5 @@ def align_vocabularies(
     Raises:
         CheckpointError: the vocabularies cannot be put in one order; all problems.
     """
-    aligned: tuple[Checkpoint, dict[str, Checkpoint]] = plugins.needed("actmat.views", "vocabulary").align(
-        base, experts, policy, owned=owned
-    )
-    return aligned
+    view = plugins.needed("actmat.formats", "view.vocabulary", VocabularyView)
+    return view.align(base, experts, policy, owned=owned)

@@ -14,12 +14,13 @@ import importlib.util
 import os
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Final
 
 from actmat.errors import RecipeError, did_you_mean
 from actmat.methods.contract import MergeMethod
 from actmat.plugins import entries, is_extra, load
 
-GROUP = "actmat.methods"
+GROUP: Final = "actmat.methods"
 
 
 def is_user_method(name: str) -> bool:
@@ -35,7 +36,7 @@ def load_installed_method(name: str) -> MergeMethod | None:
         MergeError: it cannot be imported.
         RecipeError: it is no `MergeMethod` of this name.
     """
-    found = load(GROUP, name)
+    found = load(GROUP, name, object)
     if found is not None and (not isinstance(found, MergeMethod) or found.name != name):
         origin = f"method '{name}' of {_distribution(entries(GROUP)[name])}"
         raise RecipeError(f"{origin}: expected a MergeMethod called '{name}', got {found!r}")

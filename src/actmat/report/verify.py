@@ -29,7 +29,6 @@ from actmat.experts.locate import Located, locate
 from actmat.experts.policy import align_vocabularies
 from actmat.foreign import html_table
 from actmat.layout.ties import tied_heads
-from actmat.plugins import hint, load
 from actmat.recipe.output import Vocabulary
 from actmat.report.manifest import expert_hashes, input_location, manifest_content, read_manifest
 from actmat.report.words import plural
@@ -227,7 +226,8 @@ def verify(
     out: str | Path,
     *,
     inputs: bool = True,
-    against: str | Path | Sequence[str | Path] = (),
+    against: Sequence[str | Path] = (),
+    compare: Callable[[Located, ManifestInputs, Sequence[Located]], Comparison] | None = None,
     progress: Progress = lambda name, nbytes: None,
 ) -> Verification:
     """Hash every tensor and file of the output, and its inputs, again and compare with the manifest.
@@ -237,6 +237,7 @@ def verify(
         inputs: also check base and experts, where they can still be found.
         against: adapters (or checkpoints), one per expert of the merge and in their order: every tensor is compared
             with `W_0 + sum_t c_t D_t`, computed again in float64.
+        compare: does that.
         progress: called with a tensor's name and size after it was hashed.
 
     Raises:
@@ -264,8 +265,9 @@ def verify(
             checked = _check_inputs(read_from, directory, problems, progress)
         else:
             unchecked.append(f"inputs {', '.join(read_from.places)}: not asked for")
-        given = [against] if isinstance(against, str | Path) else list(against)
-        added = _compared(merged, read_from, [stack.enter_context(locate(e)) for e in given]) if given else None
+        added = None
+        if against and compare is not None:
+            added = compare(merged, read_from, [stack.enter_context(locate(e)) for e in against])
     problems += added.problems if added is not None else ()
     return Verification(len(expected), tuple(checked), tuple(problems), tuple(unchecked), len(files), added)
 
@@ -287,14 +289,6 @@ def _check_inputs(inputs: ManifestInputs, directory: Path, problems: list[str], 
         problems += differences
         checked += [] if differences else [f"statistics of {row['expert']}"]
     return checked
-
-
-def _compared(merged: Located, inputs: ManifestInputs, experts: Sequence[Located]) -> Comparison:
-    check = load("actmat.flags", "against")
-    if check is None:
-        raise CheckpointError(f"{merged.place} cannot be compared with its experts.{hint('actmat.flags', 'against')}")
-    found: Comparison = check(merged, inputs, experts)
-    return found
 
 
 def _edits(manifest: Mapping[str, Any]) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from actmat import plugins
 from actmat.diagnostics.build import build_diagnosis
 from actmat.diagnostics.model import Diagnosis
 from actmat.diagnostics.observer import check_mutes
@@ -45,11 +44,6 @@ def run_recipes(
             the same call, which a note of the error says, unless the error would recur.
     """
     settings, progress = settings or RunSettings(), progress or NoProgress()
-    if recipes and all(str(r.out).endswith(".safetensors") for r in recipes):  # maybe one file in place of a folder
-        into_files = plugins.load("actmat.layouts", "file")
-        made = None if into_files is None else into_files(recipes, settings, progress, run_recipes)
-        if made is not None:
-            return list(made)
     if settings.diagnose:
         check_mutes(recipes)
     with open_inputs(recipes, settings, "outputs") as opened:

@@ -38,7 +38,7 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     if settings and not method:
         return checkpoint
     headers = Headers(checkpoint.location, checkpoint.specs, method, settings, float_dtype(config), checkpoint.read)
-    codecs: dict[str, Codec] = plugins.load_all("actmat.codecs")
+    codecs = plugins.load_all("actmat.codecs", Codec)
     found = [codec.claims(headers) for codec in codecs.values()]
     keys = next((codec.keys[method] for codec in codecs.values() if method in codec.keys), None)
     listed = keys.sort(settings) if keys is not None else Sorted({}, [])

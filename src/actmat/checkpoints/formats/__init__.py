@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import PurePath
+from typing import Final
 
 from actmat import plugins
 from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_SUFFIX, foreign_format
@@ -20,7 +21,7 @@ from actmat.errors import CheckpointError
 
 __all__ = ["all_formats", "find_format", "format_named"]
 
-GROUP = "actmat.formats"
+GROUP: Final = "actmat.formats"
 
 STEP = re.compile(r"(checkpoint|step|iter|global_step)[-_]?\d+")
 """Folders of the checkpoints of a training run."""
@@ -41,17 +42,17 @@ def _candidates(source: Source) -> Iterator[Format]:
     """Formats to ask, in order; a plug-in is imported when its turn comes."""
     for name, patterns in SIGNS.items():
         if any(fnmatch(n, pattern) for pattern in patterns for n in source.names):
-            found = CORE.get(name) or plugins.load(GROUP, name)
+            found = CORE.get(name) or plugins.load(GROUP, name, Format)
             if found is not None:
                 yield found
-    for name in plugins.entries(GROUP):
+    for name in plugins.names(GROUP):
         if name not in SIGNS:
-            yield plugins.load(GROUP, name)
+            yield plugins.needed(GROUP, name, Format)
 
 
 def all_formats() -> tuple[Format, ...]:
     """Every installed format."""
-    return (*CORE.values(), *plugins.load_all(GROUP).values())
+    return (*CORE.values(), *plugins.load_all(GROUP, Format).values())
 
 
 def find_format(source: Source) -> Format:

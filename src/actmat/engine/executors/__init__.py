@@ -6,7 +6,7 @@ Those of other distributions, and of `actmat.extras`, are entry points of the gr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from actmat import plugins
 from actmat.engine.executors.base import ExecutorFactory
@@ -21,7 +21,7 @@ THREADS = "threads"
 EXECUTORS: Mapping[str, ExecutorFactory] = {THREADS: ThreadExecutor}
 """The executors of the core, by the names under which a run asks for them."""
 
-GROUP = "actmat.executors"
+GROUP: Final = "actmat.executors"
 
 INSTALLED_BY = {"ray": "pip install 'actmat[ray]'"}
 """Command that installs an executor which is not of the core."""
@@ -61,4 +61,4 @@ def computes_here(text: str) -> bool:
 
 def _named(name: str) -> Any:
     """The class of an executor; None if there is none of that name."""
-    return EXECUTORS[name] if name in EXECUTORS else plugins.load(GROUP, name)
+    return EXECUTORS[name] if name in EXECUTORS else plugins.load(GROUP, name, type)

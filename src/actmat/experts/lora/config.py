@@ -155,7 +155,7 @@ def _targets(fields: Mapping[str, Any], problems: list[str]) -> frozenset[str] |
 def _refusals(fields: Mapping[str, Any]) -> list[str]:
     """One sentence for each setting under which the delta is not `scaling * B A`."""
     problems: list[str] = []
-    removed = plugins.hint("actmat.readers")
+    removed = plugins.hint("actmat.experts", prefix="reader")
     kind = fields.get("peft_type")
     if kind != "LORA":
         why = REFUSED_TYPES.get(str(kind), "only LoRA adapters have factors that are merged here")
@@ -176,7 +176,7 @@ def _refusals(fields: Mapping[str, Any]) -> list[str]:
 
 def field_refusals(keys: Keys, fields: Mapping[str, Any]) -> list[str]:
     """One sentence for each field that is set and that these lists refuse."""
-    removed = plugins.hint("actmat.readers")
+    removed = plugins.hint("actmat.experts", prefix="reader")
     return [
         f"{name} is set: {why}.{removed} Fold the adapter into its base (PeftModel.merge_and_unload) and merge full "
         "models, where PEFT can do that"

@@ -1,0 +1,36 @@
+"""Check a merged model and its inputs against the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from actmat.report.verify import Progress, Verification
+from actmat.report.verify import verify as verify_output
+
+
+def verify(
+    out: str | Path,
+    *,
+    inputs: bool = True,
+    against: str | Path | Sequence[str | Path] = (),
+    progress: Progress = lambda name, nbytes: None,
+) -> Verification:
+    """Hash every tensor and file of the output, and its inputs, again and compare with the manifest.
+
+    Args:
+        out: directory of a merged model, or its URL.
+        inputs: also check base and experts, where they can still be found.
+        against: adapters (or checkpoints), one per expert of the merge and in their order: every tensor is compared
+            with `W_0 + sum_t c_t D_t`, computed again in float64.
+        progress: called with a tensor's name and size after it was hashed.
+
+    Raises:
+        CheckpointError: no manifest, a damaged one, the output is not a readable checkpoint, or no sum of deltas.
+    """
+    given = [against] if isinstance(against, str | Path) else list(against)
+    if not given:
+        return verify_output(out, inputs=inputs, progress=progress)
+    from actmat.extras.bake.added import check_added
+
+    return verify_output(out, inputs=inputs, against=given, compare=check_added, progress=progress)
