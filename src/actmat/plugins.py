@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 EXTRAS = "actmat.extras"
 
-Group: TypeAlias = Literal[
+Registry: TypeAlias = Literal[
     "actmat.codecs",
     "actmat.commands",
     "actmat.executors",
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 _removed: dict[str, dict[str, str]] = {}
-"""Group -> `removed`; filled by `entries`."""
+"""Registry -> `removed`; filled by `entries`."""
 
 
 def is_extra(entry: EntryPoint) -> bool:
@@ -54,7 +54,7 @@ def is_extra(entry: EntryPoint) -> bool:
 
 
 @functools.cache
-def entries(group: Group) -> Mapping[str, EntryPoint]:
+def entries(group: Registry) -> Mapping[str, EntryPoint]:
     """Name -> entry point of the plug-ins of a group; those of this distribution first, then by name.
 
     An extra whose folder was removed is left out. Of two plug-ins with one name, the first counts.
@@ -79,7 +79,7 @@ def entries(group: Group) -> Mapping[str, EntryPoint]:
 
 
 @functools.cache
-def _loaded(group: Group, name: str) -> object:
+def _loaded(group: Registry, name: str) -> object:
     entry = entries(group).get(name)
     if entry is None:
         return None
@@ -94,7 +94,7 @@ def _loaded(group: Group, name: str) -> object:
         ) from error
 
 
-def load(group: Group, name: str, kind: type[T]) -> T | None:
+def load(group: Registry, name: str, kind: type[T]) -> T | None:
     """The plug-in of that name; None if there is none.
 
     Args:
@@ -117,7 +117,7 @@ def load(group: Group, name: str, kind: type[T]) -> T | None:
     )
 
 
-def needed(group: Group, name: str, kind: type[T]) -> T:
+def needed(group: Registry, name: str, kind: type[T]) -> T:
     """The plug-in of that name.
 
     Raises:
@@ -129,23 +129,23 @@ def needed(group: Group, name: str, kind: type[T]) -> T:
     return found
 
 
-def load_all(group: Group, kind: type[T], prefix: str = "") -> dict[str, T]:
+def load_all(group: Registry, kind: type[T], prefix: str = "") -> dict[str, T]:
     """The plug-ins `PREFIX.NAME` of a group by name, or those without a prefix, in the order of `entries`."""
     return {name: needed(group, name, kind) for name in names(group, prefix)}
 
 
-def names(group: Group, prefix: str = "") -> list[str]:
+def names(group: Registry, prefix: str = "") -> list[str]:
     """Names of the plug-ins `PREFIX.NAME` of a group, or of those without a prefix."""
     return [name for name in entries(group) if name.rpartition(".")[0] == prefix]
 
 
-def removed(group: Group) -> Mapping[str, str]:
+def removed(group: Registry) -> Mapping[str, str]:
     """Name -> package of an extra that is declared and was removed."""
     entries(group)
     return _removed.get(group, {})
 
 
-def hint(group: Group, name: str | None = None, prefix: str | None = None) -> str:
+def hint(group: Registry, name: str | None = None, prefix: str | None = None) -> str:
     """Sentences for an error that a plug-in might have avoided: of this name, with this prefix, or any.
 
     Begins with a space; empty if no extra was removed.

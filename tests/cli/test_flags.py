@@ -16,7 +16,7 @@ from tests.helpers.merging import NORM, Family, actmat
 from typer.testing import CliRunner
 
 from actmat.cli.diagnose import MEASURING, OF_OUTPUT, diagnose
-from actmat.cli.flags import Fields, RecipeFlags, with_flags
+from actmat.cli.flags import FlagFields, RecipeFlags, with_flags
 from actmat.cli.merge import merge
 from actmat.cli.plan import plan
 from actmat.errors import RecipeError
@@ -111,9 +111,9 @@ def test_a_dataclass_is_its_flags_with_its_defaults() -> None:
 
 
 def test_a_command_takes_some_of_the_fields() -> None:
-    def only(*, kitchen: Annotated[Kitchen, Fields(only=("heat", "fan"))]) -> None: ...
-    def without(*, kitchen: Annotated[Kitchen, Fields(without=("heat",))]) -> None: ...
-    def unknown(*, kitchen: Annotated[Kitchen, Fields(without=("heet",))]) -> None: ...
+    def only(*, kitchen: Annotated[Kitchen, FlagFields(only=("heat", "fan"))]) -> None: ...
+    def without(*, kitchen: Annotated[Kitchen, FlagFields(without=("heat",))]) -> None: ...
+    def unknown(*, kitchen: Annotated[Kitchen, FlagFields(without=("heet",))]) -> None: ...
 
     assert taken(only) == ["heat", "fan"]
     assert taken(without) == ["pan", "fan", "timer"]

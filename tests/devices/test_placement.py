@@ -14,7 +14,7 @@ from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat
 
 import actmat as library
 from actmat.engine.units import plan_units
-from actmat.experts.base import Source
+from actmat.experts.base import DeltaSource
 from actmat.extras.conformance.samples import Samples
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
@@ -29,7 +29,7 @@ LINEAR = TensorLayout(Role.LINEAR, "")
 def placed(method: str, shape: tuple[int, ...], room: DeviceRoom, form: Any = "dense", **settings: Any) -> Placed:
     declared = get_method(method)
     call = CallShape(declared, declared.resolve_options({}), 3, 2, "float32", **settings)
-    source = Source("w", "stored", "bfloat16", 2 * math.prod(shape), rank=4 * (form == "factored"))
+    source = DeltaSource("w", "stored", "bfloat16", 2 * math.prod(shape), rank=4 * (form == "factored"))
     item = Item("w", shape, LINEAR, "merge", "", (), MethodCall(method, call.options), form=form, sources=(source,) * 3)
     return place(item, call, room)
 

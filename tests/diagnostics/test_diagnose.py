@@ -26,7 +26,7 @@ from actmat.diagnostics.measure import measure_dense
 from actmat.diagnostics.model import Diagnosis, read_diagnosis
 from actmat.diagnostics.observer import Observers
 from actmat.errors import RecipeError
-from actmat.experts.base import Source
+from actmat.experts.base import DeltaSource
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods.actmat import ACTMAT
 from actmat.planning import regions as regions_module
@@ -340,7 +340,7 @@ def test_measuring_stays_within_the_estimate(shape: tuple[int, int], reused: boo
         (TensorSpec("w", shape, "float32", ""),),
         MethodCall("actmat", {}),
         base_dtype="float32",
-        sources=(Source("w", "stored", "float32", 4 * merged.value.numel()),) * experts,
+        sources=(DeltaSource("w", "stored", "float32", 4 * merged.value.numel()),) * experts,
     )
     there = 4 * experts * merged.value.numel()  # the deltas
     assert peak <= Observers(seed=0).memory(item, 4) - there

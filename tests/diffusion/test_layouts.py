@@ -11,7 +11,7 @@ from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT
 from torch import Tensor
 
 from actmat.errors import CheckpointError
-from actmat.extras.diffusion.architectures import ARCHITECTURES, Architecture
+from actmat.extras.diffusion.architectures import ARCHITECTURES, ImageArchitecture
 from actmat.extras.diffusion.layouts import written
 
 OF = {a.name: a for a in ARCHITECTURES}
@@ -50,7 +50,7 @@ NAMES: dict[str, list[str]] = {
 """Original names of some modules of every kind."""
 
 
-def rows_of(architecture: Architecture, name: str, width: int) -> int:
+def rows_of(architecture: ImageArchitecture, name: str, width: int) -> int:
     """Rows of a module, as many as its parts have, or three times its columns; shift and scale have two."""
     parts = architecture.originals[name]
     two = parts.is_swapped and not name.startswith("joint_blocks.2.")

@@ -15,7 +15,7 @@ from actmat.errors import CheckpointError, RecipeError
 from actmat.extras.models.loading import load_model
 from actmat.report.outputs import recipe_of_output
 from actmat.run import automatic
-from actmat.run.automatic import ON_ADAPTERS, TABLE, Choice, named
+from actmat.run.automatic import ON_ADAPTERS, TABLE, AutoChoice, named
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_adapters_of_a_decoder(models: Path, with_base: bool) -> None:
 
 
 def test_a_choice_may_name_a_space_for_adapters_with_factors(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calibrated = Choice("tsv", above=3, sets=3, gain=2.0, worst=1.0, space="pico")
+    calibrated = AutoChoice("tsv", above=3, sets=3, gain=2.0, worst=1.0, space="pico")
     monkeypatch.setattr(automatic, "TABLE", {**TABLE, ("adapters", "decoder"): calibrated})
     plan = actmat.plan(models / "base", pair(models, "adapters"))
     assert (plan.recipe.method, plan.recipe.space) == ("tsv", "pico")

@@ -11,10 +11,10 @@ import torch
 from actmat.checkpoints.base import TensorSpec
 from actmat.diagnostics.observer import Observers
 from actmat.engine.devices import check_device
-from actmat.engine.memory import Budget, Room, Scratch, available_memory
+from actmat.engine.memory import MemoryBudget, Room, Scratch, available_memory
 from actmat.engine.resources import share_resources
 from actmat.errors import RecipeError
-from actmat.experts.base import Source
+from actmat.experts.base import DeltaSource
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.planning import MergePlan
@@ -79,12 +79,12 @@ def test_room_without_a_limit_keeps_nothing_and_unopened_gives_plain_tensors() -
 class Holder:
     """A thread that holds some of a budget until told to let go."""
 
-    def __init__(self, budget: Budget, nbytes: int) -> None:
+    def __init__(self, budget: MemoryBudget, nbytes: int) -> None:
         self.inside, self.release = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, args=(budget, nbytes), daemon=True)
         self._thread.start()
 
-    def _run(self, budget: Budget, nbytes: int) -> None:
+    def _run(self, budget: MemoryBudget, nbytes: int) -> None:
         with budget.hold(nbytes):
             self.inside.set()
             self.release.wait(10)
@@ -95,7 +95,7 @@ class Holder:
 
 
 def test_the_budget_admits_what_fits_and_blocks_the_rest() -> None:
-    budget = Budget(100)
+    budget = MemoryBudget(100)
     first, second = Holder(budget, 60), Holder(budget, 40)
     assert first.inside.wait(5)
     assert second.inside.wait(5)
@@ -109,7 +109,7 @@ def test_the_budget_admits_what_fits_and_blocks_the_rest() -> None:
 
 
 def test_an_item_above_the_budget_runs_alone() -> None:
-    budget = Budget(100)
+    budget = MemoryBudget(100)
     small = Holder(budget, 1)
     assert small.inside.wait(5)
     giant = Holder(budget, 1000)
@@ -124,7 +124,7 @@ def test_an_item_above_the_budget_runs_alone() -> None:
 
 
 def test_a_failure_gives_the_memory_back() -> None:
-    budget = Budget(100)
+    budget = MemoryBudget(100)
     with pytest.raises(ZeroDivisionError), budget.hold(100):
         _ = 1 / 0
     with budget.hold(100):
@@ -183,6 +183,6 @@ def test_measuring_pays_for_deltas_that_are_held_only_for_it(method: str, held: 
     layout = TensorLayout(Role.EMBEDDING, "")
     call = MethodCall(method, get_method(method).resolve_options({}))
     outputs = (TensorSpec("w", (50, 20), "bfloat16", ""),)
-    sources = (Source("w", "stored", "bfloat16", 2000),) * 2
+    sources = (DeltaSource("w", "stored", "bfloat16", 2000),) * 2
     item = Item("w", (50, 20), layout, "merge", "", outputs, call, base_dtype="bfloat16", sources=sources)
     assert Observers(seed=0).memory(item, 4) == held * 4 * 1000

@@ -24,9 +24,9 @@ from actmat.errors import MergeError, OutputError, RecipeError
 from actmat.extras.ray.batches import (
     BATCH_SECONDS,
     BATCH_UNITS,
-    Batch,
     Node,
     Offer,
+    UnitBatch,
     make_batches,
     plan_offers,
     unit_seconds,
@@ -126,16 +126,16 @@ def test_scarce_memory_is_shared_below_one_large_worker() -> None:
     assert offers[0].memory == 11 * GB
     assert len(offers) == 1 + 4
     assert sum(o.memory for o in offers) <= 20 * GB
-    assert offers[0].takes(Batch((units[0],)))
-    assert not offers[1].takes(Batch((units[0],)))
-    assert offers[1].takes(Batch((units[1],)))
+    assert offers[0].takes(UnitBatch((units[0],)))
+    assert not offers[1].takes(UnitBatch((units[0],)))
+    assert offers[1].takes(UnitBatch((units[1],)))
 
 
 def test_the_largest_workers_are_kept_where_their_number_is_limited() -> None:
     nodes = [Node(2, 0, 4 * GB), Node(2, 0, 100 * GB)]
     units = [unit(peak=5 * GB), unit()]
     (offer,) = plan_offers(nodes, units, GB, most=1)
-    assert offer.takes(Batch((units[0],)))
+    assert offer.takes(UnitBatch((units[0],)))
 
 
 def test_a_unit_that_no_node_takes_is_named() -> None:
@@ -149,8 +149,8 @@ def test_workers_with_an_accelerator_for_the_units_that_need_one() -> None:
     units = [unit("matrix", device=True), unit("vector")]
     offers = plan_offers(nodes, units, GB)
     assert [o.device for o in offers] == [True] * 2 + [False] * 6
-    assert not offers[-1].takes(Batch((units[0],)))
-    assert offers[0].takes(Batch((units[1],)))
+    assert not offers[-1].takes(UnitBatch((units[0],)))
+    assert offers[0].takes(UnitBatch((units[1],)))
     assert [o.device for o in plan_offers(nodes, units[:1], GB)] == [True] * 2
     assert not any(o.device for o in plan_offers(nodes, units[1:], GB)), "idle accelerators are reserved"
 

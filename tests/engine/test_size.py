@@ -18,7 +18,7 @@ from actmat.checkpoints.resolve import open_checkpoint
 from actmat.diagnostics.checks.merged import size_warning, truncation_warning
 from actmat.engine.size import RUN, RUNS, InputSample, Sample, sample_runs
 from actmat.engine.task import Record
-from actmat.experts.base import Source
+from actmat.experts.base import DeltaSource
 
 LARGE = RUNS * RUN * 3 + 17
 
@@ -74,7 +74,7 @@ def test_sums_have_the_bits_of_a_loop_over_the_experts(
     deltas[1] = experts[1].double()
     deltas[3][0] = 0.0
     item = SimpleNamespace(numel=numel, base_dtype="bfloat16")
-    sources = [Source(str(t), "formed" if t == 1 else "stored", "bfloat16", 0, 1) for t in range(4)]
+    sources = [DeltaSource(str(t), "formed" if t == 1 else "stored", "bfloat16", 0, 1) for t in range(4)]
     sample = InputSample(item, sources, [Formed(x) for x in experts])  # type: ignore[arg-type]
     starts = range(0, numel, chunk)
     steps = [(t, start) for t in order for start in starts] if by_expert else [(t, s) for s in starts for t in order]

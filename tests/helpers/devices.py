@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.resources import Resources
-from actmat.extras.conformance.executors import _opened, _Run
+from actmat.extras.conformance.executors import _ExecutorRun, _opened
 from actmat.extras.conformance.samples import Samples
 
 __all__ = ["executor_of", "large", "opened", "plain"]
@@ -39,16 +39,16 @@ def large(folder: Path, rows: int = 760, columns: int = 740, layers: int = 2) ->
     return Samples(folder, save("base", base), tuple(save(f"e{t}", e) for t, e in enumerate(experts)))
 
 
-def executor_of(run: _Run, device: str = "cpu:0", *, threads: int = 1, memory: int = 1 << 33) -> ThreadExecutor:
+def executor_of(run: _ExecutorRun, device: str = "cpu:0", *, threads: int = 1, memory: int = 1 << 33) -> ThreadExecutor:
     return ThreadExecutor(run.inputs, run.writers, Resources(threads, memory, device))
 
 
 @contextlib.contextmanager
-def opened(samples: Samples, name: str, *variants: dict[str, Any]) -> Iterator[_Run]:
+def opened(samples: Samples, name: str, *variants: dict[str, Any]) -> Iterator[_ExecutorRun]:
     with _opened(samples, variants, name, None, "cpu:0") as run:
         yield run
 
 
-def plain(run: _Run) -> Any:
+def plain(run: _ExecutorRun) -> Any:
     records = {key: dataclasses.replace(record, seconds=0.0) for key, record in run.records.items()}
     return run.files(), records, run.findings.problems()

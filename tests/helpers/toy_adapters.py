@@ -15,7 +15,7 @@ from actmat.checkpoints.base import Checkpoint, FileIdentity
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.errors import CheckpointError
-from actmat.experts.base import AdapterHandle, Expert, Family, Source
+from actmat.experts.base import AdapterFamily, AdapterHandle, DeltaSource, Expert
 from actmat.experts.candidate import Candidate
 from actmat.experts.lora.adapter import Adapter
 from actmat.linalg.lowrank import LowRank
@@ -40,11 +40,11 @@ class ToyExpert(Expert):
         if self.specs[self._target].shape != tuple(self._factors.shape):
             raise CheckpointError(f"{self.location}: does not fit '{self._target}' of {base.location}")
 
-    def source(self, name: str) -> Source:
+    def source(self, name: str) -> DeltaSource:
         dtype = self._spec(name).dtype
         if name == self._target:
-            return Source(name, "formed", dtype, self.nbytes, rank=1)
-        return Source(name, "zero", dtype, 0)
+            return DeltaSource(name, "formed", dtype, self.nbytes, rank=1)
+        return DeltaSource(name, "zero", dtype, 0)
 
     def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         if self.source(name).kind == "zero":
@@ -86,7 +86,7 @@ def look(candidate: Candidate) -> Adapter | None:
     return Adapter.of_tensors(MemoryCheckpoint(tensors, location=candidate.source.location))
 
 
-TOY = Family("toy", look, ToyExpert)
+TOY = AdapterFamily("toy", look, ToyExpert)
 
 
 def save_toy(folder: Path, tensor: str, up_O: Tensor, down_I: Tensor) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from actmat.engine.observer import Merged
+from actmat.engine.observer import ObservedMerge
 from actmat.planning.model import Item
 
 
@@ -72,7 +72,7 @@ class Trouble:
 class Silent:
     """Measures nothing."""
 
-    def region(self, merged: Merged) -> None:
+    def region(self, merged: ObservedMerge) -> None:
         """Do nothing."""
 
     def finish(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from tests.helpers.spectra import random_deltas, shared_rows
 from tests.tolerances import F32_SOLVE, F64_IDENTITY, F64_ORACLE, relative_error
 
 from actmat.errors import RecipeError
-from actmat.linalg.interference.rule import Filter, Rule
+from actmat.linalg.interference.rule import Filter, InterferenceRule
 from actmat.linalg.lowrank import LowRank
 from actmat.methods.actmat import ACTMAT
 
@@ -136,7 +136,7 @@ def test_weight_form_is_refused_where_it_has_no_meaning():
         with pytest.raises(RecipeError, match="form='weight' takes"):
             merge([pair.dense()], base=pair.dense(), form="weight", **wrong)
     with pytest.raises(ValueError, match="'hard' or 'adaptive'"):
-        Rule(spectral=Filter("tikhonov"), null="minus_base")
+        InterferenceRule(spectral=Filter("tikhonov"), null="minus_base")
 
 
 def test_filtered_out_directions_keep_the_base():

@@ -16,7 +16,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.errors import MergeError, RecipeError
 from actmat.layout.types import Role, TensorLayout
 from actmat.planning import MergePlan
-from actmat.planning.calls import NOWHERE, Place, places_of, resolved
+from actmat.planning.calls import NOWHERE, TensorPlace, places_of, resolved
 from actmat.planning.choose import Chooser, Decision
 from actmat.recipe import load_recipe, make_recipe, recipe_yaml
 from actmat.recipe.values import Entry, Gradient, leaves, read_value, shown_value
@@ -43,22 +43,22 @@ def call_of(name: str, experts: list[Any] | None = None, **fields: Any) -> Any:
 def test_gradients_are_interpolated_linearly(values: tuple[float, ...], count: int) -> None:
     grid = np.linspace(0, len(values) - 1, count)
     wanted = np.interp(grid, np.arange(len(values)), values)
-    found = [resolved(values, "x", Place(k, count)) for k in range(count)]
+    found = [resolved(values, "x", TensorPlace(k, count)) for k in range(count)]
     np.testing.assert_allclose(found, wanted, atol=1e-12)
-    assert resolved(Gradient(gradient=values), "x", Place(count - 1, count)) == values[-1]
+    assert resolved(Gradient(gradient=values), "x", TensorPlace(count - 1, count)) == values[-1]
 
 
 def test_ends_of_gradients() -> None:
-    assert resolved((1.0, 2.0, 3.0), "x", Place(0, 1)) == 3.0, "one layer has the last value"
+    assert resolved((1.0, 2.0, 3.0), "x", TensorPlace(0, 1)) == 3.0, "one layer has the last value"
     assert resolved((1.0, 2.0, 3.0), "x", NOWHERE) == 1.0, "tensors outside of layers have the first"
-    assert [resolved((True, False), "x", Place(k, 3)) for k in range(3)] == [True, True, False]
-    assert resolved((0.5,), "x", Place(2, 3)) == 0.5
+    assert [resolved((True, False), "x", TensorPlace(k, 3)) for k in range(3)] == [True, True, False]
+    assert resolved((0.5,), "x", TensorPlace(2, 3)) == 0.5
 
 
 def test_places_count_each_stack_apart() -> None:
     places = places_of(["encoder.layers.0.w", "encoder.layers.5.w", "decoder.layers.1.experts.7.w", "norm"])
-    assert places["encoder.layers.5.w"] == Place(5, 6)
-    assert places["decoder.layers.1.experts.7.w"] == Place(1, 2)
+    assert places["encoder.layers.5.w"] == TensorPlace(5, 6)
+    assert places["decoder.layers.1.experts.7.w"] == TensorPlace(1, 2)
     assert "norm" not in places
 
 
@@ -266,9 +266,9 @@ def test_aliases_on_the_command_line(tmp_path: Path) -> None:
 
 
 def test_a_search_wants_plain_numbers(tmp_path: Path) -> None:
-    from actmat.extras.tune.space import Space
+    from actmat.extras.tune.space import SearchSpace
     from actmat.extras.tune.tuning import tune_recipe
 
     recipe = make_recipe({"base": "b", "experts": ["e"], "scale": [0, 1], "out": str(tmp_path / "out")})
     with pytest.raises(MergeError, match="plain numbers"):
-        tune_recipe(recipe, Space.model_validate({"methods": [{"method": "ties"}]}), {})
+        tune_recipe(recipe, SearchSpace.model_validate({"methods": [{"method": "ties"}]}), {})

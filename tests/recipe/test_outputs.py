@@ -11,7 +11,7 @@ from tests.helpers.merging import Family
 
 from actmat.errors import MergeError, RecipeError
 from actmat.recipe import Recipe, load_recipe, make_recipe, recipe_yaml
-from actmat.recipe.output import Adapter, Extracted, Model, Output, Vocabulary, with_output
+from actmat.recipe.output import AdapterOutput, AnyOutput, ExtractedOutput, ModelOutput, Vocabulary, with_output
 from actmat.run.decide import decide
 from actmat.run.locate import located
 
@@ -28,31 +28,31 @@ def flagged(fields: dict[str, Any]) -> Recipe:
 @pytest.mark.parametrize(
     ("fields", "output"),
     [
-        (BASE, Model()),
+        (BASE, ModelOutput()),
         (BARE, None),
-        (BASE | {"to": "model", "quantise": "same"}, Model(quantise="same")),
-        (BASE | {"vocabulary": "union", "files_from": "base"}, Model(vocabulary=Vocabulary())),
-        (BARE | {"files_from": "code"}, Model(files_from="code")),
-        (BARE | {"rank": 8}, Adapter(rank=8)),
-        (BARE | {"to": "kohya", "ranks": "pattern"}, Adapter(layout="kohya", ranks="pattern")),
-        (BARE | {"to": "peft", "any_base": True}, Adapter(layout="peft", any_base=True)),
-        (BASE | {"to": "adapter", "rank": 8}, Adapter(rank=8)),
-        (BASE | {"to": "peft", "energy": 0.9, "others": "leave"}, Extracted(energy=0.9, others="leave")),
-        (BASE | {"to": None, "rank": None}, Model()),
-        (BASE | {"output": "extracted", "rank": 8}, Extracted(rank=8)),
-        (BASE | {"output": "peft"}, Adapter(layout="peft")),
-        (BASE | {"output": {"kind": "adapter", "rank": 4}, "rank": 8}, Adapter(rank=8)),
-        (BASE | {"output": Adapter(rank=4), "to": "diffusers"}, Adapter(rank=4, layout="diffusers")),
-        (BASE | {"output": Extracted(rank=4)}, Extracted(rank=4)),
+        (BASE | {"to": "model", "quantise": "same"}, ModelOutput(quantise="same")),
+        (BASE | {"vocabulary": "union", "files_from": "base"}, ModelOutput(vocabulary=Vocabulary())),
+        (BARE | {"files_from": "code"}, ModelOutput(files_from="code")),
+        (BARE | {"rank": 8}, AdapterOutput(rank=8)),
+        (BARE | {"to": "kohya", "ranks": "pattern"}, AdapterOutput(layout="kohya", ranks="pattern")),
+        (BARE | {"to": "peft", "any_base": True}, AdapterOutput(layout="peft", any_base=True)),
+        (BASE | {"to": "adapter", "rank": 8}, AdapterOutput(rank=8)),
+        (BASE | {"to": "peft", "energy": 0.9, "others": "leave"}, ExtractedOutput(energy=0.9, others="leave")),
+        (BASE | {"to": None, "rank": None}, ModelOutput()),
+        (BASE | {"output": "extracted", "rank": 8}, ExtractedOutput(rank=8)),
+        (BASE | {"output": "peft"}, AdapterOutput(layout="peft")),
+        (BASE | {"output": {"kind": "adapter", "rank": 4}, "rank": 8}, AdapterOutput(rank=8)),
+        (BASE | {"output": AdapterOutput(rank=4), "to": "diffusers"}, AdapterOutput(rank=4, layout="diffusers")),
+        (BASE | {"output": ExtractedOutput(rank=4)}, ExtractedOutput(rank=4)),
     ],
 )
-def test_what_flags_and_a_recipe_write(fields: dict[str, Any], output: Output | None) -> None:
+def test_what_flags_and_a_recipe_write(fields: dict[str, Any], output: AnyOutput | None) -> None:
     """Flags, those beside a file's, a text, a mapping; data and YAML give the same recipe again."""
     recipe = flagged(fields)
     assert recipe.output == output
     for data in (recipe.model_dump(), recipe.model_dump(mode="json", exclude_defaults=True), dict(recipe)):
         assert make_recipe(data) == recipe
-    assert ("output" in recipe_yaml(recipe)) == (output not in (None, Model()))
+    assert ("output" in recipe_yaml(recipe)) == (output not in (None, ModelOutput()))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_an_error_has_the_line_of_the_field(tmp_path: Path) -> None:
     file.write_text("base: b\nexperts: [e]\noutput:\n  kind: adapter\n  rank: -1\n")
     with pytest.raises(RecipeError, match=f"{file}:5: output.rank: Input should be greater than 0"):
         load_recipe(file)
-    assert load_recipe(file, {"rank": 8}).output == Adapter(rank=8)
+    assert load_recipe(file, {"rank": 8}).output == AdapterOutput(rank=8)
 
 
 def test_the_experts_decide_once(tmp_path: Path) -> None:
@@ -110,12 +110,12 @@ def test_the_experts_decide_once(tmp_path: Path) -> None:
         with located(recipe) as given:
             return decide(recipe, given)
 
-    assert kind({"experts": lora}).output == Adapter()
-    assert kind({"base": base, "experts": lora}).output == Model()
-    assert kind({"base": base, "experts": lora, "to": "adapter", "rank": 2}).output == Adapter(rank=2)
-    assert kind({"base": base, "experts": full, "to": "peft", "rank": 2}).output == Extracted(rank=2)
+    assert kind({"experts": lora}).output == AdapterOutput()
+    assert kind({"base": base, "experts": lora}).output == ModelOutput()
+    assert kind({"base": base, "experts": lora, "to": "adapter", "rank": 2}).output == AdapterOutput(rank=2)
+    assert kind({"base": base, "experts": full, "to": "peft", "rank": 2}).output == ExtractedOutput(rank=2)
     averaged = kind({"experts": full, "method": "average"})
-    assert (averaged.base, averaged.output) == (full[0], Model())
+    assert (averaged.base, averaged.output) == (full[0], ModelOutput())
     for fields, words in (
         ({"experts": full}, "--base must be given"),
         ({"experts": lora, "to": "model"}, "A full model is merged into a base"),

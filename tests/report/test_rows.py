@@ -13,7 +13,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import hash_names
 from actmat.engine.task import Record
 from actmat.errors import OutputError
-from actmat.experts.base import Source
+from actmat.experts.base import DeltaSource
 from actmat.layout.types import Role, TensorLayout
 from actmat.planning import MergePlan
 from actmat.planning.model import InputSummary, Item
@@ -44,7 +44,7 @@ def plan_of(names: list[str], in_experts: list[dict[str, str]]) -> MergePlan:
     summary = InputSummary("e", "e", (), 1, 1)
     items = tuple(
         Item(n, (2,), layout, "merge", "why", (TensorSpec(n, (2,), "float32", ""),), base_dtype="float32",
-             sources=tuple(Source(e[n], "stored", "float32", 8) if n in e else None for e in in_experts))
+             sources=tuple(DeltaSource(e[n], "stored", "float32", 8) if n in e else None for e in in_experts))
         for n in names
     )  # fmt: skip
     recipe = make_recipe({"base": "b", "experts": [f"e{t}" for t in range(len(in_experts))]})

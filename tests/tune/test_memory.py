@@ -18,7 +18,7 @@ from actmat.errors import RecipeError
 from actmat.extras.collect.data import DataOptions
 from actmat.extras.models.loading import Loaded, load_model
 from actmat.extras.tune import memory
-from actmat.extras.tune.live import LiveModel, StoredTensors, state_of
+from actmat.extras.tune.live import LiveModel, LiveTensors, state_of
 from actmat.extras.tune.memory import MemoryPlan, Sizes, model_device, plan_memory, sizes_of
 from actmat.extras.tune.report import TuneReport
 from actmat.extras.tune.settings import TuneProgress
@@ -198,9 +198,9 @@ def test_stored_tensors_of_all_shapes(tmp_path: Path) -> None:
         "scalar": torch.tensor(2.5),
         "turned": torch.arange(6.0).view(2, 3).t(),
     }
-    stored = StoredTensors.store(tmp_path / "x", tensors)
+    stored = LiveTensors.store(tmp_path / "x", tensors)
     assert len(stored) == 3
     assert all(torch.equal(stored[name], t) and stored[name].dtype == t.dtype for name, t in tensors.items())
     assert stored.get("none") is None
     (tmp_path / "x.json").unlink()
-    assert not StoredTensors.is_complete(tmp_path / "x")
+    assert not LiveTensors.is_complete(tmp_path / "x")

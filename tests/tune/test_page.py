@@ -12,13 +12,13 @@ from tests.helpers.pages import Page
 from actmat.extras.tune.evaluate import Trial
 from actmat.extras.tune.page import render_tune
 from actmat.extras.tune.report import Rival, TuneReport
-from actmat.extras.tune.space import Candidate, MergeChoice
+from actmat.extras.tune.space import MergeChoice, TuneCandidate
 from actmat.recipe import Recipe
 
 
 def trial(method: str, scale: float, mean: float, share: float = 1.0) -> Trial:
     losses = {"math": mean - 0.1, "code": mean + 0.1}
-    return Trial(Candidate(MergeChoice(method, {}), scale), share, losses, dict.fromkeys(losses, 0.5))
+    return Trial(TuneCandidate(MergeChoice(method, {}), scale), share, losses, dict.fromkeys(losses, 0.5))
 
 
 def report(*others: Rival, worst: float = 0.9) -> TuneReport:

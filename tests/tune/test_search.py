@@ -13,18 +13,18 @@ from actmat.errors import RecipeError
 from actmat.extras.tune.evaluate import AnswerComparison, Evaluator, Trial
 from actmat.extras.tune.pace import FINALS, Effort, Pace
 from actmat.extras.tune.report import RESAMPLES, compare_finally, notes_on_space
-from actmat.extras.tune.search import Budget, Varied, choose, pareto_front, parse_budget, search, shares_of
+from actmat.extras.tune.search import SearchBudget, Varied, choose, pareto_front, parse_budget, search, shares_of
 from actmat.extras.tune.settings import TuneProgress
-from actmat.extras.tune.space import ADAPTER_METHODS, Candidate, MergeChoice, load_space, make_space
+from actmat.extras.tune.space import ADAPTER_METHODS, MergeChoice, TuneCandidate, load_space, make_space
 
 
 class Bowl:
     """An evaluator whose losses are known: least at `ties` x 0.8, with factor 1.4 in group 'mlp'."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Candidate, float]] = []
+        self.asked: list[tuple[TuneCandidate, float]] = []
 
-    def trial(self, candidate: Candidate, share: float) -> Trial:
+    def trial(self, candidate: TuneCandidate, share: float) -> Trial:
         self.asked.append((candidate, share))
         loss = (candidate.scale - 0.8) ** 2 + (0 if candidate.merge.method == "ties" else 1)
         loss += (candidate.groups.get("mlp", 1.0) - 1.4) ** 2
@@ -32,10 +32,10 @@ class Bowl:
         return Trial(candidate, share, {"a": loss, "b": 2 * loss}, {"a": 1 - loss / 9, "b": 1 - loss / 5})
 
 
-def run(bowl: Bowl, budget: Budget | None = None, **around: Any) -> list[Trial]:
+def run(bowl: Bowl, budget: SearchBudget | None = None, **around: Any) -> list[Trial]:
     space = make_space({"methods": ["average", "ties"], "scales": [0.5, 1.0, 2.0]})
     fields: dict[str, Any] = {"predictions": 64} | around
-    return search(space, space.merges(), cast(Evaluator, bowl), budget or Budget(), Varied(**fields))
+    return search(space, space.merges(), cast(Evaluator, bowl), budget or SearchBudget(), Varied(**fields))
 
 
 def test_rounds_use_more_inputs_for_fewer_candidates_and_then_refine_the_scale() -> None:
@@ -70,13 +70,13 @@ def test_weights_are_searched_for_a_method_that_takes_some(grouped: bool) -> Non
     bowl = Bowl()
     space = make_space({"methods": ["average", "knots"], "scales": [0.5, 1.0]})
 
-    def loss(candidate: Candidate, share: float) -> Trial:
+    def loss(candidate: TuneCandidate, share: float) -> Trial:
         found = Bowl.trial(bowl, candidate, share)
         better = 1.0 if candidate.merge.method == "knots" else 0.0
         return Trial(candidate, share, {k: v - better for k, v in found.losses.items()}, found.agreement)
 
     around = Varied(64, ["mlp"] if grouped else [], weighted=2)
-    trials = search(space, space.merges(), cast(Evaluator, SimpleNamespace(trial=loss)), Budget(), around)
+    trials = search(space, space.merges(), cast(Evaluator, SimpleNamespace(trial=loss)), SearchBudget(), around)
     assert choose(trials)[0].candidate.merge.method == "knots"
     weighted = [t.candidate for t in trials if t.candidate.merge.weights is not None]
     assert {c.merge.method for c in weighted} == {"average"}
@@ -84,7 +84,7 @@ def test_weights_are_searched_for_a_method_that_takes_some(grouped: bool) -> Non
     assert any(t.candidate.groups for t in trials) == grouped
     space = make_space({"methods": ["knots"], "scales": [0.5, 1.0]})
     trials = search(
-        space, space.merges(), cast(Evaluator, SimpleNamespace(trial=loss)), Budget(), Varied(64, weighted=2)
+        space, space.merges(), cast(Evaluator, SimpleNamespace(trial=loss)), SearchBudget(), Varied(64, weighted=2)
     )
     assert not any(t.candidate.merge.weights for t in trials)
 
@@ -107,14 +107,14 @@ def test_the_search_is_the_same_every_time() -> None:
 
 def test_a_budget_bounds_the_evaluations_and_one_too_small_still_gives_the_best_so_far() -> None:
     bowl = Bowl()
-    run(bowl, Budget(evaluations=12))
+    run(bowl, SearchBudget(evaluations=12))
     assert len(bowl.asked) == 12
     few = Bowl()
-    found = run(few, Budget(evaluations=3))
+    found = run(few, SearchBudget(evaluations=3))
     assert len(few.asked) == 4, "one more, on all inputs"
     best = min(found[:3], key=lambda t: t.mean)
     assert (found[3].candidate, found[3].share) == (best.candidate, 1.0)
-    (only,) = run(Bowl(), Budget(seconds=0.0))
+    (only,) = run(Bowl(), SearchBudget(seconds=0.0))
     assert (only.candidate.scale, only.share) == (1.0, 1.0)
 
 
@@ -127,7 +127,7 @@ def test_budgets_that_mean_nothing(text: str) -> None:
 def test_a_method_is_climbed_towards_smaller_losses_until_they_grow() -> None:
     bowl = Bowl()
     space = make_space({"methods": ["ties"]})
-    search(space, space.merges(), cast(Evaluator, bowl), Budget(), Varied(8))
+    search(space, space.merges(), cast(Evaluator, bowl), SearchBudget(), Varied(8))
     assert [c.scale for c, _ in bowl.asked[:3]] == [1.0, 0.7, 0.5], "least at 0.8: 0.5 is worse, and none is larger"
     assert len(bowl.asked) == 4
     scales = np.array([0.5, 0.7, 1.0])
@@ -153,7 +153,7 @@ def test_the_time_that_is_left_falls_to_that_of_the_comparison(monkeypatch: pyte
     assert effort.trials == 6 + 4 + 4 + 2
     for n in range(effort.trials):
         clock[0] += 2 * 0.25
-        pace.add(Trial(Candidate(MergeChoice("average"), 1.0 + n), 0.25, {"a": 1.0}, {"a": 1.0}))
+        pace.add(Trial(TuneCandidate(MergeChoice("average"), 1.0 + n), 0.25, {"a": 1.0}, {"a": 1.0}))
     assert told == sorted(told, reverse=True)
     assert Effort(2, 3, Varied(64), limit=5).trials == 5
 
@@ -174,7 +174,7 @@ def test_the_usual_methods_suit_the_experts_and_their_inputs() -> None:
 
 
 def trial(scale: float, a: float, b: float, agree: float = 1.0) -> Trial:
-    return Trial(Candidate(MergeChoice("average"), scale), 1.0, {"a": a, "b": b}, {"a": agree, "b": 1.0})
+    return Trial(TuneCandidate(MergeChoice("average"), scale), 1.0, {"a": a, "b": b}, {"a": agree, "b": 1.0})
 
 
 def test_the_front_holds_what_nothing_beats_in_mean_and_worst() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from actmat.report.verify import Progress, Verification
+from actmat.report.verify import HashProgress, Verification
 from actmat.report.verify import verify as verify_output
 
 
@@ -14,7 +14,7 @@ def verify(
     *,
     inputs: bool = True,
     against: str | Path | Sequence[str | Path] = (),
-    progress: Progress = lambda name, nbytes: None,
+    progress: HashProgress = lambda name, nbytes: None,
 ) -> Verification:
     """Hash every tensor and file of the output, and its inputs, again and compare with the manifest.
 

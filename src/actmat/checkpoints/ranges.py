@@ -35,7 +35,7 @@ MOST_THREADS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class CachedBlock:
     """Bytes `start:stop` of a file; `goes_on`: the next block is of the same tensor."""
 
     start: int
@@ -43,7 +43,7 @@ class Block:
     goes_on: bool = False
 
 
-def plan_blocks(specs: Iterable[TensorSpec]) -> list[Block]:
+def plan_blocks(specs: Iterable[TensorSpec]) -> list[CachedBlock]:
     """Blocks that cover the tensors of one file, in order.
 
     >>> from actmat.checkpoints.base import TensorSpec
@@ -52,7 +52,7 @@ def plan_blocks(specs: Iterable[TensorSpec]) -> list[Block]:
     >>> [(b.stop - b.start, b.goes_on) for b in plan_blocks([big, bias])]
     [(8388608, True), (4194304, False), (40, False)]
     """
-    blocks: list[Block] = []
+    blocks: list[CachedBlock] = []
     start = stop = 0  # of the small tensors since the last block
     for spec in sorted((s for s in specs if s.nbytes), key=lambda s: s.offset):
         end = spec.offset + spec.nbytes
@@ -60,15 +60,15 @@ def plan_blocks(specs: Iterable[TensorSpec]) -> list[Block]:
             stop = end
             continue
         if stop > start:
-            blocks.append(Block(start, stop))
+            blocks.append(CachedBlock(start, stop))
         if spec.nbytes <= SMALL_BYTES:
             start, stop = spec.offset, end
             continue
         edges = [*range(spec.offset, end, BLOCK_BYTES), end]
-        blocks += [Block(a, b, b < end) for a, b in itertools.pairwise(edges)]
+        blocks += [CachedBlock(a, b, b < end) for a, b in itertools.pairwise(edges)]
         start = stop = end
     if stop > start:
-        blocks.append(Block(start, stop))
+        blocks.append(CachedBlock(start, stop))
     return blocks
 
 
@@ -81,8 +81,8 @@ class _Held:
 
 
 @dataclass(slots=True)
-class _File:
-    blocks: list[Block]
+class _RangeFile:
+    blocks: list[CachedBlock]
     starts: list[int] = field(default_factory=list)
 
 
@@ -91,7 +91,7 @@ class RangeReader:
 
     def __init__(self, fetch: Callable[[str, int, int], bytes]) -> None:
         self._fetch = fetch
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, _RangeFile] = {}
         self._lock = threading.Lock()
         self._held: OrderedDict[tuple[str, int], _Held] = OrderedDict()  # least recently used first
         self._threads: set[int] = set()
@@ -101,7 +101,7 @@ class RangeReader:
     def add(self, label: str, specs: Iterable[TensorSpec]) -> None:
         """Make a file readable, at the bytes of its tensors."""
         blocks = plan_blocks(specs)
-        self._files[label] = _File(blocks, [b.start for b in blocks])
+        self._files[label] = _RangeFile(blocks, [b.start for b in blocks])
 
     def read_into(self, label: str, offset: int, out: memoryview, *, tensor: str = "") -> None:
         """Fill `out` with bytes of tensors of the file from `offset` on. `tensor` is named in errors."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actmat.cli import flags
-from actmat.cli.flags import DataFlags, Fields, RecipeFlags, statistics_of
+from actmat.cli.flags import DataFlags, FlagFields, RecipeFlags, statistics_of
 from actmat.cli.listing import BAD_INPUTS, command
 from actmat.settings import RunSettings
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from actmat.diagnostics.model import Diagnosis
 
 OF_OUTPUT = ("dtype", "quantise", "rank", "out")
-"""Fields of a recipe that only matter to what is written."""
+"""FlagFields of a recipe that only matter to what is written."""
 MEASURING = ("device", "device_memory", "max_memory", "threads", "executor")
 """Settings of a run that writes nothing."""
 
@@ -37,9 +37,9 @@ def diagnose(
             help="A recipe file, the directory of a merged model, or a report of one.",
         ),
     ] = None,
-    given: Annotated[RecipeFlags, Fields(without=OF_OUTPUT)],
-    run: Annotated[RunSettings, Fields(only=MEASURING)],
-    strict: flags.Strict = False,
+    given: Annotated[RecipeFlags, FlagFields(without=OF_OUTPUT)],
+    run: Annotated[RunSettings, FlagFields(only=MEASURING)],
+    strict: flags.StrictOption = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Write the report: to FILE.html, to FILE.json, or both into a directory."),

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from actmat.cli import flags
-from actmat.cli.flags import Fields, RecipeFlags
+from actmat.cli.flags import FlagFields, RecipeFlags
 from actmat.cli.listing import command
 from actmat.cli.streams import optional_stdout
 from actmat.settings import RunSettings
@@ -33,9 +33,9 @@ def extract(
     *,
     base: Annotated[str, typer.Option("--base", "-b", help="Checkpoint that the model was fine-tuned from.")],
     model: Annotated[str, typer.Option("--model", help="Fine-tuned checkpoint, or an adapter of any family.")],
-    given: Annotated[RecipeFlags, Fields(only=("out", "rank", "dtype"))],
+    given: Annotated[RecipeFlags, FlagFields(only=("out", "rank", "dtype"))],
     how: ExtractFlags,
-    run: Annotated[RunSettings, Fields(without=("device", "device_memory"))],
+    run: Annotated[RunSettings, FlagFields(without=("device", "device_memory"))],
     plan: Annotated[bool, typer.Option("--plan", help="Show the plan; write nothing.")] = False,
     json: flags.Json = False,
     quiet: flags.Quiet = False,

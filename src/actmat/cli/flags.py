@@ -52,7 +52,7 @@ FIRST = (
 )
 """Names of the parameters that `--help` of such a command describes; of the others it lists the flags."""
 
-RecipeFile = Annotated[
+RecipeArgument = Annotated[
     Path | None, typer.Argument(metavar="[RECIPE.yaml]", help="A recipe file; flags replace its fields.")
 ]
 _SETTINGS = ("durable", "sha256")
@@ -65,7 +65,9 @@ Set = Annotated[
         help="Any other field of a recipe, such as seed=3 or scope=all; see docs/formats/recipe.md. Repeatable.",
     ),
 ]
-Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 if a check of severity 'issue' found something.")]
+StrictOption = Annotated[
+    bool, typer.Option("--strict", help="Exit with 1 if a check of severity 'issue' found something.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Full = Annotated[bool, typer.Option("--full", help="With --json: also lists with one row per tensor.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors, and output for scripts.")]
@@ -98,7 +100,7 @@ def _data_option(flag: str, text: str, **more: Any) -> Any:
 ModelClass = Annotated[
     str | None, _data_option("--model-class", "Transformers class that loads the model (default: the config's).")
 ]
-Split = Annotated[str, _data_option("--split", "Split of a data set on the hub or of a folder.")]
+SplitOption = Annotated[str, _data_option("--split", "SplitOption of a data set on the hub or of a folder.")]
 Subset = Annotated[str | None, _data_option("--subset", "Configuration of a data set on the hub.")]
 TextColumn = Annotated[str | None, _data_option("--text-column", "Column of texts (default: detected).")]
 ImageColumn = Annotated[str | None, _data_option("--image-column", "Column of images (default: detected).")]
@@ -123,7 +125,7 @@ class DataFlags:
         ),
     ] = None
     samples: Annotated[int, _data_option("--samples", "Maximum number of samples per expert.", min=1)] = 64
-    split: Split = "train"
+    split: SplitOption = "train"
     subset: Subset = None
     text_column: TextColumn = None
     image_column: ImageColumn = None
@@ -152,7 +154,7 @@ class RecipeFlags:
         return {name: value for name, value in self.values.items() if name in self and name != "set"}
 
     def _set(self) -> dict[str, Any]:
-        """Fields and settings of `--set`.
+        """FlagFields and settings of `--set`.
 
         Raises:
             RecipeError: a name is unknown, or has a flag of its own.
@@ -266,7 +268,7 @@ def _with_own(recipe: Recipe, given: Mapping[str, str] | Sequence[str], field: s
 
 
 @dataclass(frozen=True)
-class Fields:
+class FlagFields:
     """Annotation of a group of flags: the command takes `only` these fields, or all `without` these."""
 
     only: tuple[str, ...] = ()
@@ -274,7 +276,7 @@ class Fields:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _FlagGroup:
     """Flags that together make one argument of a command."""
 
     parameters: list[inspect.Parameter]
@@ -285,7 +287,8 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """`command` with a flag for each field, in place of parameters that are `RecipeFlags` or a dataclass.
 
     A field of the recipe is a flag if it is annotated with a `Flag`; a field of a dataclass if it is annotated with a
-    `Flag` or with a `typer.Option`. `Annotated[..., Fields(...)]` selects some of them. Typer reads the new signature.
+    `Flag` or with a `typer.Option`. `Annotated[..., FlagFields(...)]` selects some of them. Typer reads the new
+    signature.
     """
     declared = inspect.signature(command, eval_str=True).parameters.values()
     groups = {p.name: group for p in declared if (group := _group(p.annotation)) is not None}
@@ -324,23 +327,23 @@ def _in_panels(parameters: Sequence[inspect.Parameter]) -> list[inspect.Paramete
     return sorted(parameters, key=lambda p: (ranks | arguments).get(p.name, len(panels) + 1))
 
 
-def _group(annotation: Any) -> _Group | None:
+def _group(annotation: Any) -> _FlagGroup | None:
     kind: Any
     kind, *marks = typing.get_args(annotation) if typing.get_origin(annotation) is Annotated else (annotation,)
     if kind is RecipeFlags:
         from actmat.recipe import Recipe
 
-        group = _Group(list(_of_model(Recipe)), RecipeFlags)
+        group = _FlagGroup(list(_of_model(Recipe)), RecipeFlags)
     elif dataclasses.is_dataclass(kind):
         make: Any = kind
-        group = _Group(list(_of_dataclass(kind)), lambda given: make(**given))
+        group = _FlagGroup(list(_of_dataclass(kind)), lambda given: make(**given))
     else:
         return None
-    for fields in (m for m in marks if isinstance(m, Fields)):
+    for fields in (m for m in marks if isinstance(m, FlagFields)):
         unknown = {*fields.only, *fields.without} - {p.name for p in group.parameters}
         assert not unknown, f"{kind.__name__} has no flags for {unknown}"
         kept = [p for p in group.parameters if p.name not in fields.without]
-        group = _Group([p for p in kept if not fields.only or p.name in fields.only], group.make)
+        group = _FlagGroup([p for p in kept if not fields.only or p.name in fields.only], group.make)
     return group
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actmat.cli import flags
-from actmat.cli.flags import Fields, RecipeFlags
+from actmat.cli.flags import FlagFields, RecipeFlags
 from actmat.cli.listing import BAD_INPUTS, command
 from actmat.cli.streams import optional_stdout
 from actmat.settings import RunSettings
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 OF_AVERAGE = ("out", "dtype", "compute_dtype", "max_shard_size", "allow_nonfinite", "ties")
-"""Fields of a recipe that an average of checkpoints takes as flags."""
+"""FlagFields of a recipe that an average of checkpoints takes as flags."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class MergeFlags:
             help="Choose the scale with unlabelled inputs of the experts: NAME=DATA, once per expert.",
         ),
     ] = None
-    strict: flags.Strict = False
+    strict: flags.StrictOption = False
 
     def refuse_contradictions(self, recipes: Sequence[Recipe], given: RecipeFlags, run: RunSettings) -> None:
         """Raise `typer.BadParameter` for flags that do not go together."""
@@ -77,7 +77,7 @@ def merge(
     given: RecipeFlags,
     run: RunSettings,
     how: MergeFlags,
-    shown: Annotated[flags.OutputFlags, Fields(without=("full",))],
+    shown: Annotated[flags.OutputFlags, FlagFields(without=("full",))],
 ) -> None:
     """Merge fine-tuned checkpoints of one base into one model.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actmat.cli import flags
-from actmat.cli.flags import Fields, RecipeFlags
+from actmat.cli.flags import FlagFields, RecipeFlags
 from actmat.cli.listing import command
 from actmat.settings import RunSettings
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 @command("merge", "the merge can be done")
 def plan(
     *,
-    recipe: flags.RecipeFile = None,
-    given: Annotated[RecipeFlags, Fields(without=("out",))],
-    run: Annotated[RunSettings, Fields(only=("device", "device_memory"))],
+    recipe: flags.RecipeArgument = None,
+    given: Annotated[RecipeFlags, FlagFields(without=("out",))],
+    run: Annotated[RunSettings, FlagFields(only=("device", "device_memory"))],
     as_recipe: Annotated[
         bool, typer.Option("--as-recipe", help="Print the recipe as YAML; converts mergekit configurations, too.")
     ] = False,

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from actmat.cli import flags
-from actmat.cli.flags import Fields, with_flags
+from actmat.cli.flags import FlagFields, with_flags
 from actmat.cli.listing import command
 
 if TYPE_CHECKING:
     from actmat.extras.collect.data import DataOptions
-    from actmat.statistics.header import Header
+    from actmat.statistics.header import StatisticsHeader
 
 statistics = typer.Typer(
     add_completion=False,
@@ -42,10 +42,10 @@ class Loading:
 
 
 @dataclass(frozen=True)
-class Reading:
+class DataReading:
     """Flags for reading the data."""
 
-    split: flags.Split = "train"
+    split: flags.SplitOption = "train"
     subset: flags.Subset = None
     text_column: flags.TextColumn = None
     image_column: flags.ImageColumn = None
@@ -111,10 +111,10 @@ def collect(
     out: Out,
     *,
     loading: Loading,
-    reading: Reading,
+    reading: DataReading,
     measuring: Measuring,
     overwrite: Overwrite = False,
-    shown: Annotated[flags.OutputFlags, Fields(without=("full",))],
+    shown: Annotated[flags.OutputFlags, FlagFields(without=("full",))],
 ) -> None:
     """Run a model on data and store sums over the inputs of its layers, without padding.
 
@@ -163,7 +163,7 @@ def collect(
 
 
 @dataclass(frozen=True)
-class Staging:
+class StageFlags:
     """Flags of the stages."""
 
     blocks: Annotated[
@@ -191,10 +191,10 @@ def staged(
     ],
     out: Out,
     *,
-    loading: Annotated[Loading, Fields(without=("base",))],
-    staging: Staging,
-    reading: Annotated[Reading, Fields(without=("label_column",))],
-    shown: Annotated[flags.OutputFlags, Fields(without=("full",))],
+    loading: Annotated[Loading, FlagFields(without=("base",))],
+    staging: StageFlags,
+    reading: Annotated[DataReading, FlagFields(without=("label_column",))],
+    shown: Annotated[flags.OutputFlags, FlagFields(without=("full",))],
 ) -> None:
     """Measure all experts block by block, each on the output of the merged blocks before it (RegMean++).
 
@@ -264,7 +264,7 @@ def show(
         _show({path: opened.header}, json=json, quiet=quiet, every=True)
 
 
-def _show(headers: Mapping[Path, Header], *, json: bool, quiet: bool, every: bool = False) -> None:
+def _show(headers: Mapping[Path, StatisticsHeader], *, json: bool, quiet: bool, every: bool = False) -> None:
     """Print what was measured, as JSON if that was asked for."""
     if json:
         from actmat.cli.screen import print_result
@@ -274,7 +274,7 @@ def _show(headers: Mapping[Path, Header], *, json: bool, quiet: bool, every: boo
         _print(path, header, every=every)
 
 
-def _data(path: Path, header: Header) -> dict[str, Any]:
+def _data(path: Path, header: StatisticsHeader) -> dict[str, Any]:
     """One file of statistics, without a row per tensor."""
     from actmat.statistics.header import amount, is_of_images, patches
     from actmat.statistics.kinds import KINDS
@@ -293,7 +293,7 @@ def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
         raise typer.BadParameter(f"{flag} is one of {', '.join(known)}; got '{value}'")
 
 
-def _print(out: Path, header: Header, *, every: bool = False) -> None:
+def _print(out: Path, header: StatisticsHeader, *, every: bool = False) -> None:
     from actmat.cli.screen import console, escape
     from actmat.statistics.header import amount
     from actmat.statistics.kinds import KINDS

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from actmat.cli import flags
-from actmat.cli.flags import Fields, RecipeFlags
+from actmat.cli.flags import FlagFields, RecipeFlags
 from actmat.cli.listing import command
 from actmat.settings import RunSettings
 
@@ -88,9 +88,9 @@ class QuestionFlags:
 @command("choose", "answered", imports_torch=True)
 def try_(
     *,
-    recipe: flags.RecipeFile = None,
-    given: Annotated[RecipeFlags, Fields(without=("out", "quantise"))],
-    run: Annotated[RunSettings, Fields(only=("device", "device_memory", "max_memory", "threads"))],
+    recipe: flags.RecipeArgument = None,
+    given: Annotated[RecipeFlags, FlagFields(without=("out", "quantise"))],
+    run: Annotated[RunSettings, FlagFields(only=("device", "device_memory", "max_memory", "threads"))],
     question: QuestionFlags,
     json: flags.Json = False,
     quiet: flags.Quiet = False,

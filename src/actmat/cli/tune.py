@@ -11,14 +11,14 @@ import typer
 
 from actmat.cli import flags
 from actmat.cli.data import data_options, pairs_of
-from actmat.cli.flags import DataFlags, Fields, RecipeFlags, split_name
+from actmat.cli.flags import DataFlags, FlagFields, RecipeFlags, split_name
 from actmat.cli.listing import command
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
     from actmat.extras.collect.data import DataOptions
     from actmat.extras.tune.evaluate import Score
-    from actmat.extras.tune.space import Space
+    from actmat.extras.tune.space import SearchSpace
     from actmat.recipe import Recipe
 
 
@@ -67,7 +67,7 @@ class SearchFlags:
     model_dtype: Annotated[str, _option("--model-dtype", "Dtype of the models while they run.")] = "float32"
     keep_work: Annotated[bool, _option("--keep-work", "Keep the merges that were tried.")] = False
 
-    def chosen_space(self) -> Space:
+    def chosen_space(self) -> SearchSpace:
         """The space of the file, or of the flags.
 
         Raises:
@@ -89,7 +89,7 @@ class SearchFlags:
         Raises:
             RecipeError: lm-eval is missing, or has no such task.
         """
-        from actmat.extras.tune.evaluate import Named
+        from actmat.extras.tune.evaluate import ScoreName
         from actmat.extras.tune.harness import PREFIX, LmEval
 
         if self.score.startswith(PREFIX):
@@ -98,9 +98,9 @@ class SearchFlags:
             return LmEval(tasks, files, limit=self.limit, batch_size=batch_size)
         if self.limit is not None:
             raise typer.BadParameter("--limit goes with --score lm-eval:TASK,TASK; inputs are limited by --samples")
-        if self.score not in get_args(Named):
+        if self.score not in get_args(ScoreName):
             raise typer.BadParameter(
-                f"--score is one of {', '.join(get_args(Named))}, or lm-eval:TASK,TASK; got '{self.score}'"
+                f"--score is one of {', '.join(get_args(ScoreName))}, or lm-eval:TASK,TASK; got '{self.score}'"
             )
         return cast("Score", self.score)
 
@@ -144,10 +144,10 @@ def _named_classes(given: Sequence[str], names: Sequence[str]) -> dict[str, tupl
 @command("choose", "found and merged", imports_torch=True)
 def tune(
     *,
-    recipe: flags.RecipeFile = None,
-    given: Annotated[RecipeFlags, Fields(without=("method", "options", "scale", "space", "quantise"))],
-    run: Annotated[RunSettings, Fields(without=("diagnose",))],
-    data: Annotated[DataFlags, Fields(without=("samples", "dtype"))],
+    recipe: flags.RecipeArgument = None,
+    given: Annotated[RecipeFlags, FlagFields(without=("method", "options", "scale", "space", "quantise"))],
+    run: Annotated[RunSettings, FlagFields(without=("diagnose",))],
+    data: Annotated[DataFlags, FlagFields(without=("samples", "dtype"))],
     search: SearchFlags,
     json: flags.Json = False,
     full: Annotated[bool, typer.Option("--full", help="With --json: every trial.")] = False,

@@ -21,7 +21,7 @@ from actmat.diagnostics.measure import against_base, measure_dense, measure_lowr
 from actmat.diagnostics.model import MatrixRow
 from actmat.diagnostics.sample import take_sample
 from actmat.engine.calls import generator_for
-from actmat.engine.observer import Merged
+from actmat.engine.observer import ObservedMerge
 from actmat.linalg.interference.moments import Reduced
 from actmat.linalg.interference.solver import State
 from actmat.linalg.lowrank import LowRank
@@ -90,7 +90,7 @@ class ItemObserver:
         self._squares = [0.0] * len(item.sources)
         self._base_square = self._merged_square = 0.0
 
-    def region(self, merged: Merged) -> None:
+    def region(self, merged: ObservedMerge) -> None:
         """Measure complete matrices; buffer partial ones."""
         if not self._sample and merged.factors is None:
             self._sample = take_sample(self._item, merged)
@@ -127,7 +127,7 @@ class ItemObserver:
         measure = MatrixRow(self.name, label, depth, self.role, (shape[0], shape[1]), factored, **fields)
         self._measures.append(dataclasses.asdict(measure))
 
-    def _measure_module(self, merged: Merged, value: LowRank) -> None:
+    def _measure_module(self, merged: ObservedMerge, value: LowRank) -> None:
         """Measure one map of a module, or each of a stack."""
         assert merged.factors is not None
         label, stacked = merged.region.label, len(value.shape) > 2
@@ -141,13 +141,13 @@ class ItemObserver:
             )
             self._add(mine if stacked else label, value.shape[-2:], True, numbers)
 
-    def _add_norms(self, seen: Merged, value: Tensor) -> None:
+    def _add_norms(self, seen: ObservedMerge, value: Tensor) -> None:
         for t, delta in enumerate(seen.deltas):
             self._squares[t] += _square(delta)
         self._base_square += _square(_base(seen).to(value.dtype))
         self._merged_square += _square(value)
 
-    def _gather(self, seen: Merged, value: Tensor) -> None:
+    def _gather(self, seen: ObservedMerge, value: Tensor) -> None:
         """Match the region with the matrices that it covers, wholly or partly."""
         flat = [*(d.reshape(-1) for d in seen.deltas), value, _base(seen)]
         start = seen.region.start
@@ -167,7 +167,7 @@ class ItemObserver:
                 self._next += 1
             start = stop
 
-    def _measure_dense(self, region: Region, flat: Sequence[Tensor], seen: Merged) -> None:
+    def _measure_dense(self, region: Region, flat: Sequence[Tensor], seen: ObservedMerge) -> None:
         *deltas, merged, base = ([*region.layout.to_matrices(x.view(region.shape))] for x in flat)
         for k, merged_OI in enumerate(merged):
             if merged_OI.ndim != 2:
@@ -185,7 +185,7 @@ class ItemObserver:
             beside = against_base(numbers["norms"], merged_OI.numel(), _norm(base[k]), self._eps())
             self._add(label, merged_OI.shape, False, numbers | beside)
 
-    def _measure_factors(self, seen: Merged, value: Tensor, factors: Sequence[Sequence[LowRank]]) -> None:
+    def _measure_factors(self, seen: ObservedMerge, value: Tensor, factors: Sequence[Sequence[LowRank]]) -> None:
         region = seen.region
         merged = region.layout.to_matrices(value.view(region.shape))
         base = region.layout.to_matrices(_base(seen).view(region.shape))
@@ -202,7 +202,7 @@ class ItemObserver:
         return [max(mine, torch.finfo(torch_dtype(d)).eps) for d in self._item.expert_dtypes]
 
 
-def _base(merged: Merged) -> Tensor:
+def _base(merged: ObservedMerge) -> Tensor:
     assert merged.base is not None, "a stored tensor has a base"
     return merged.base
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
-from actmat.engine.observer import Merged
+from actmat.engine.observer import ObservedMerge
 from actmat.planning.model import Item
 
 ENTRIES = 4096
@@ -22,7 +22,7 @@ GROUP = 64
 """Entries that share a scale in common 4-bit formats, or half of them: few values within a group tell of one."""
 
 
-def take_sample(item: Item, merged: Merged) -> dict[str, Any]:
+def take_sample(item: Item, merged: ObservedMerge) -> dict[str, Any]:
     """Counts in the first entries of a part; per expert where there is a list.
 
     entries      how many were looked at

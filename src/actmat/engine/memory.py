@@ -114,7 +114,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class Budget:
+class MemoryBudget:
     """Admits work as long as its estimated memory fits; an item larger than the budget runs alone."""
 
     def __init__(self, total: int) -> None:

@@ -18,7 +18,7 @@ from actmat.planning.regions import Region
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class ObservedMerge:
     """One region of an item, after its method; nothing of it may be kept or changed.
 
     Args:
@@ -43,7 +43,7 @@ class Merged:
 class Observer(Protocol):
     """Measures the regions of one item, in order."""
 
-    def region(self, merged: Merged) -> None:
+    def region(self, merged: ObservedMerge) -> None:
         """One region is merged."""
 
     def finish(self) -> dict[str, Any]:

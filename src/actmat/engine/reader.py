@@ -20,7 +20,7 @@ from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
 from actmat.engine.memory import Scratch
 from actmat.engine.size import InputSample
-from actmat.experts.base import Expert, Source
+from actmat.experts.base import DeltaSource, Expert
 from actmat.experts.lora.adapter import Adapter
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.lowrank import LowRank
@@ -372,7 +372,7 @@ def _adapter(expert: Expert) -> Adapter:
     return expert.adapter
 
 
-def _logical(expert: Expert, source: Source, region: Region) -> list[LowRank]:
+def _logical(expert: Expert, source: DeltaSource, region: Region) -> list[LowRank]:
     columns = math.prod(region.shape[1:])
     rows = region.numel // columns
     if source.kind == "formed":

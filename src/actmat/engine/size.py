@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
-from actmat.experts.base import Expert, Source
+from actmat.experts.base import DeltaSource, Expert
 from actmat.planning.item import Item
 
 RUNS = 16
@@ -128,7 +128,7 @@ class InputSample:
         squares: squared norms of the experts' sampled deltas.
     """
 
-    def __init__(self, item: Item, sources: Sequence[Source], experts: Sequence[Expert]) -> None:
+    def __init__(self, item: Item, sources: Sequence[DeltaSource], experts: Sequence[Expert]) -> None:
         self._sources, self._experts = sources, experts
         self._dtypes = [torch_dtype(item.base_dtype), *(torch_dtype(s.dtype) for s in sources)]
         self._base = Sample(item.numel)

@@ -32,7 +32,7 @@ the expert does not change the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DeltaSource:
     """The form in which an expert gives the delta of one tensor of the base; no data."""
 
     name: str  # as the expert calls it
@@ -60,7 +60,7 @@ class Expert(abc.ABC):
     heads: Mapping[str, str] = MappingProxyType({})
 
     @abc.abstractmethod
-    def source(self, name: str) -> Source:
+    def source(self, name: str) -> DeltaSource:
         """Form, dtype and cost of the delta of the tensor `name`.
 
         Raises:
@@ -183,12 +183,12 @@ class Expert(abc.ABC):
         return spec
 
     def _refuse(self, name: str, wanted: str) -> NoReturn:
-        """Raise the error of a caller that did not look at `Source.kind`."""
+        """Raise the error of a caller that did not look at `DeltaSource.kind`."""
         raise ValueError(f"{self.location}: '{name}' is {self.source(name).kind} and cannot be {wanted}")
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class AdapterFamily:
     """One kind of adapters: one of the core, or a plug-in of the group `actmat.experts`.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint, FileIdentity
 from actmat.checkpoints.rows import RowsCheckpoint
 from actmat.checkpoints.side_files import ModelFiles, SideFiles
-from actmat.experts.base import Conversion, ConvertedHandle, Expert, ExpertHandle, Source
+from actmat.experts.base import Conversion, ConvertedHandle, DeltaSource, Expert, ExpertHandle
 
 
 class CheckpointExpert(Expert):
@@ -27,11 +27,11 @@ class CheckpointExpert(Expert):
         self.n_tensors = len(checkpoint.specs)
         self.nbytes = sum(spec.nbytes for spec in checkpoint.specs.values())
 
-    def source(self, name: str) -> Source:
+    def source(self, name: str) -> DeltaSource:
         """A stored source."""
         spec = self._spec(name)
         nbytes = self.checkpoint.stored_bytes(name) if self.scheme(name) else spec.nbytes
-        return Source(name, "stored", spec.dtype, nbytes)
+        return DeltaSource(name, "stored", spec.dtype, nbytes)
 
     def scheme(self, name: str) -> str:
         """Of the checkpoint."""

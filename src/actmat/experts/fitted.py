@@ -12,7 +12,7 @@ from actmat.checkpoints.base import FileIdentity, TensorSpec, versions_of_files
 from actmat.checkpoints.hashing import hash_names
 from actmat.checkpoints.side_files import ModelFiles
 from actmat.errors import CheckpointError
-from actmat.experts.base import AdapterHandle, Expert, Source
+from actmat.experts.base import AdapterHandle, DeltaSource, Expert
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.untied import TiedParts
 
@@ -75,10 +75,10 @@ class UnfittedAdapter(StoredAdapter):
         super().__init__(adapter)
         self.adapter, self.notes = adapter, adapter.notes
 
-    def source(self, name: str) -> Source:
+    def source(self, name: str) -> DeltaSource:
         """A stored source."""
         spec = self._spec(name)
-        return Source(name, "stored", spec.dtype, spec.nbytes)
+        return DeltaSource(name, "stored", spec.dtype, spec.nbytes)
 
 
 class FittedAdapter(StoredAdapter):

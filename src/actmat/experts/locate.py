@@ -23,7 +23,7 @@ from actmat.checkpoints.resolve import find_source, is_composed, open_checkpoint
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.checkpoints.source import LocalSource
 from actmat.errors import CheckpointError, MergeError
-from actmat.experts.base import AdapterHandle, ConvertedHandle, Expert, ExpertHandle, Family
+from actmat.experts.base import AdapterFamily, AdapterHandle, ConvertedHandle, Expert, ExpertHandle
 from actmat.experts.candidate import Candidate, holds_factors
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.convert import convert
@@ -171,7 +171,7 @@ class LocatedAdapter(Located):
 
     kind = "adapter"
 
-    def __init__(self, place: str, adapter: Adapter, family: Family) -> None:
+    def __init__(self, place: str, adapter: Adapter, family: AdapterFamily) -> None:
         self.place, self.adapter, self.family = place, adapter, family
         self.stored = adapter.weights
         self._why_no_factors = family.why_no_factors(adapter)
@@ -238,14 +238,14 @@ def _look(place: str, candidate: Candidate) -> Located:
         raise
 
 
-def _families(candidate: Candidate) -> Iterator[Family]:
+def _families(candidate: Candidate) -> Iterator[AdapterFamily]:
     """The families to ask, in order; a plug-in is imported when its turn comes."""
     yield PEFT
     for name in plugins.names(GROUP):
         if name not in SIGNED:
-            yield plugins.needed(GROUP, name, Family)
+            yield plugins.needed(GROUP, name, AdapterFamily)
     if candidate.file is not None and holds_factors(candidate.file.specs):
-        signed = [family for name in SIGNED if (family := plugins.load(GROUP, name, Family)) is not None]
+        signed = [family for name in SIGNED if (family := plugins.load(GROUP, name, AdapterFamily)) is not None]
         if not signed:
             raise CheckpointError(
                 f"{candidate.source.location}: is a file of an adapter without {ADAPTER_CONFIG}, which no installed "

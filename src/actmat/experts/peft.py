@@ -10,7 +10,7 @@ from actmat import plugins
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.keys import unknown_note
-from actmat.experts.base import Expert, Family
+from actmat.experts.base import AdapterFamily, Expert
 from actmat.experts.changes.base import Content, Reader
 from actmat.experts.changes.expert import FormedExpert
 from actmat.experts.lora.adapter import Adapter
@@ -102,4 +102,4 @@ def _role(name: str) -> str:
     return next(part for part in reversed(name.split(".")) if part != "weight")
 
 
-PEFT = Family("PEFT", look_for_peft, _fit, _no_factors, _described)
+PEFT = AdapterFamily("PEFT", look_for_peft, _fit, _no_factors, _described)

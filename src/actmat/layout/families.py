@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.layout.packing import first_int
-from actmat.layout.types import Orientation
-
-Config = Mapping[str, Any]
+from actmat.layout.types import Config, Orientation
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """Exceptions of one family."""
 
     # layer name -> scheme of `packing.SCHEMES`, or "whole: " and the reason why the tensor stays one matrix
@@ -32,11 +30,11 @@ class Family:
     gate_up: str = "halves"  # scheme of `gate_up_proj`
 
 
-NO_EXCEPTIONS = Family()
-_CONV1D = Family(transposed=frozenset({"c_attn", "c_proj", "c_fc", "q_attn"}))
-_STATE_SPACE = Family(packed={"in_proj": "mamba_halves", "x_proj": "mamba_parameters"})
-_STATE_SPACE_2 = Family(packed={"in_proj": "mamba2"})
-_GATED_DELTA = Family(
+NO_EXCEPTIONS = ModelFamily()
+_CONV1D = ModelFamily(transposed=frozenset({"c_attn", "c_proj", "c_fc", "q_attn"}))
+_STATE_SPACE = ModelFamily(packed={"in_proj": "mamba_halves", "x_proj": "mamba_parameters"})
+_STATE_SPACE_2 = ModelFamily(packed={"in_proj": "mamba2"})
+_GATED_DELTA = ModelFamily(
     packed={
         "in_proj_qkv": "linear_attention",
         "in_proj_qkvz": "linear_attention_qkvz",
@@ -45,40 +43,40 @@ _GATED_DELTA = Family(
     }
 )
 
-_GROUPS: Mapping[str, Family] = {
+_GROUPS: Mapping[str, ModelFamily] = {
     "gpt2 gpt-sw3 openai-gpt imagegpt decision_transformer clvp_decoder": _CONV1D,
-    "jais": Family(transposed=frozenset({"c_attn", "c_proj", "c_fc", "c_fc2"})),
-    "gpt_bigcode": Family(packed={"c_attn": "bigcode"}),
-    "gpt_neox gpt_neox_japanese bloom persimmon fuyu": Family(packed={"query_key_value": "per_head"}),
-    "falcon": Family(packed={"query_key_value": "falcon"}),
-    "RefinedWeb": Family(packed={"query_key_value": "per_kv_group"}),
-    "RefinedWebModel": Family(packed={"query_key_value": "falcon"}),
-    "ctrl": Family(tables=frozenset({"w"})),
-    "chatglm": Family(packed={"query_key_value": "grouped_query"}),
-    "codegen": Family(packed={"qkv_proj": "codegen"}),
-    "minimax": Family(packed={"qkv_proj": "per_head"}),
-    "deberta": Family(packed={"in_proj": "per_head"}),
-    "phi3 phi4_multimodal": Family(packed={"qkv_proj": "grouped_query"}),
-    "phi4_multimodal_audio": Family(gate_up="halves_up_first"),
-    "dbrx": Family(packed={"Wqkv": "grouped_query"}),
-    "mpt modernbert": Family(packed={"Wqkv": "thirds"}),
-    "internlm2": Family(packed={"wqkv": "per_kv_group"}),
+    "jais": ModelFamily(transposed=frozenset({"c_attn", "c_proj", "c_fc", "c_fc2"})),
+    "gpt_bigcode": ModelFamily(packed={"c_attn": "bigcode"}),
+    "gpt_neox gpt_neox_japanese bloom persimmon fuyu": ModelFamily(packed={"query_key_value": "per_head"}),
+    "falcon": ModelFamily(packed={"query_key_value": "falcon"}),
+    "RefinedWeb": ModelFamily(packed={"query_key_value": "per_kv_group"}),
+    "RefinedWebModel": ModelFamily(packed={"query_key_value": "falcon"}),
+    "ctrl": ModelFamily(tables=frozenset({"w"})),
+    "chatglm": ModelFamily(packed={"query_key_value": "grouped_query"}),
+    "codegen": ModelFamily(packed={"qkv_proj": "codegen"}),
+    "minimax": ModelFamily(packed={"qkv_proj": "per_head"}),
+    "deberta": ModelFamily(packed={"in_proj": "per_head"}),
+    "phi3 phi4_multimodal": ModelFamily(packed={"qkv_proj": "grouped_query"}),
+    "phi4_multimodal_audio": ModelFamily(gate_up="halves_up_first"),
+    "dbrx": ModelFamily(packed={"Wqkv": "grouped_query"}),
+    "mpt modernbert": ModelFamily(packed={"Wqkv": "thirds"}),
+    "internlm2": ModelFamily(packed={"wqkv": "per_kv_group"}),
     "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next": _GATED_DELTA,
     "mamba falcon_mamba jamba": _STATE_SPACE,
-    "zamba": Family(packed={"in_proj": "alternating_gate"}),
+    "zamba": ModelFamily(packed={"in_proj": "alternating_gate"}),
     "mamba2 falcon_h1 bamba zamba2 nemotron_h granitemoehybrid": _STATE_SPACE_2,
-    "jetmoe": Family(packed={"kv_proj": "key_and_value"}),
+    "jetmoe": ModelFamily(packed={"kv_proj": "key_and_value"}),
     # the code cuts the value heads into halves, and joins those again as the channels of one value per pair of heads
-    "diffllama": Family(packed={"v_proj": "whole: both halves are channels of the same values"}),
-    "hiera": Family(packed={"qkv": "thirds"}),
-    "lfm2 lfm2_moe lfm3 lfm3_text": Family(packed={"in_proj": "short_convolution"}),
+    "diffllama": ModelFamily(packed={"v_proj": "whole: both halves are channels of the same values"}),
+    "hiera": ModelFamily(packed={"qkv": "thirds"}),
+    "lfm2 lfm2_moe lfm3 lfm3_text": ModelFamily(packed={"in_proj": "short_convolution"}),
     # gate and up are columns 0, 2, 4, ... and 1, 3, 5, ... of an E x H x 2F tensor
-    "gpt_oss": Family(experts="IO", gate_up="alternating"),
+    "gpt_oss": ModelFamily(experts="IO", gate_up="alternating"),
     # the same alternation, on disk only (w13_weight)
-    "inkling_mm_model inkling_text inkling2 inkling2_text": Family(gate_up="alternating"),
-    "llama4 llama4_text aria aria_text qwen3_vl_moe qwen3_vl_moe_text": Family(experts="IO"),
+    "inkling_mm_model inkling_text inkling2 inkling2_text": ModelFamily(gate_up="alternating"),
+    "llama4 llama4_text aria aria_text qwen3_vl_moe qwen3_vl_moe_text": ModelFamily(experts="IO"),
     # the router is transposed on disk, the experts are separate linear layers
-    "ernie4_5_vl_moe ernie4_5_vl_moe_text": Family(transposed=frozenset({"gate", "weight_1"})),
+    "ernie4_5_vl_moe ernie4_5_vl_moe_text": ModelFamily(transposed=frozenset({"gate", "weight_1"})),
 }
 FAMILIES = {model_type: family for names, family in _GROUPS.items() for model_type in names.split()}
 """`model_type` -> its exceptions."""
@@ -144,7 +142,7 @@ class Tower:
     """One tower of a model."""
 
     config: Config  # its config, completed by the entries of the enclosing config
-    family: Family = NO_EXCEPTIONS  # the exceptions of its family (none for a family without an entry)
+    family: ModelFamily = NO_EXCEPTIONS  # the exceptions of its family (none for a family without an entry)
     listed: bool = False  # True if `FAMILIES` has an entry, so that `family` is complete
 
     @property

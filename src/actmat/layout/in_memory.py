@@ -43,7 +43,7 @@ def begun_otherwise(name: str, pairs: Sequence[tuple[str, str]]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TensorSlice:
     """A tensor on disk, and its part of the tensor in memory: expert `index` of a stack, rows `start:stop`."""
 
     name: str
@@ -65,7 +65,7 @@ class TensorOnDisk:
     """
 
     shape: tuple[int, ...]
-    slices: tuple[Slice, ...]
+    slices: tuple[TensorSlice, ...]
     rows: tuple[Block, ...] = ()
 
 
@@ -112,7 +112,7 @@ def names_in_memory(base: Checkpoint) -> tuple[dict[str, str], str]:
 
 
 def _whole(spec: TensorSpec) -> TensorOnDisk:
-    return TensorOnDisk(spec.shape, (Slice(spec.name),))
+    return TensorOnDisk(spec.shape, (TensorSlice(spec.name),))
 
 
 def _by_prefix(specs: Mapping[str, TensorSpec], names: list[str], tried: int = 8) -> dict[str, TensorOnDisk]:
@@ -215,7 +215,7 @@ def _packed(
     if steps == [("Concatenate", 0)] and len(members) == len(sources):
         ordered = [next(specs[n] for n, q in members if q == p) for p in sources]
         ends = list(accumulate((s.shape[0] for s in ordered), initial=0))
-        slices = tuple(Slice(s.name, None, *e) for s, e in zip(ordered, pairwise(ends), strict=True))
+        slices = tuple(TensorSlice(s.name, None, *e) for s, e in zip(ordered, pairwise(ends), strict=True))
         return {renamed: TensorOnDisk((ends[-1], *ordered[0].shape[1:]), slices)}
     alternates = steps[:1] == [("Interleave", 0)]
     if len(members) != 1 or steps[-1:] not in ([("Chunk", 0)], [("Split", 0)]) or len(steps) != 1 + alternates:
@@ -231,7 +231,8 @@ def _packed(
     if alternates:
         rows = [Block(n, k, k + 1, groups=sizes[0]) for k, n in enumerate(names)]
     return {
-        b.name: TensorOnDisk((s, *spec.shape[1:]), (Slice(spec.name),), (b,)) for b, s in zip(rows, sizes, strict=True)
+        b.name: TensorOnDisk((s, *spec.shape[1:]), (TensorSlice(spec.name),), (b,))
+        for b, s in zip(rows, sizes, strict=True)
     }
 
 
@@ -245,6 +246,6 @@ def _stacked(
         assert pattern is not None
         match = re.search(re.escape(pattern.strip("^$")).replace(r"\*", r"(\d+)").replace(r"\\.", r"\."), name)
         index = int(match[1]) if match else int(re.findall(r"experts\.(\d+)\.", name)[-1])
-        slices.append(Slice(name, index, start[pattern], start[pattern] + rows[pattern]))
+        slices.append(TensorSlice(name, index, start[pattern], start[pattern] + rows[pattern]))
     experts = 1 + max(s.index or 0 for s in slices)
     return TensorOnDisk((experts, sum(rows.values()), specs[members[0][0]].shape[1]), tuple(slices))

@@ -12,11 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
-from actmat.layout.types import Block
-
-Config = Mapping[str, Any]
+from actmat.layout.types import Block, Config
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,12 @@ from actmat.errors import RecipeError
 from actmat.layout.classify import classify, owner_of
 from actmat.layout.components import component_configs
 from actmat.layout.families import FAMILIES, PLAIN, Towers, recognise, text_config_of
-from actmat.layout.fused import FEED_FORWARD, PARTNERS, RECURRENT
+from actmat.layout.fused import FEED_FORWARD, PARTNERS, RECURRENT, Shape
 from actmat.layout.patterns import compile_pattern
 from actmat.layout.ties import find_ties, is_output_head, is_token_table, is_vocabulary, ties_embeddings
 from actmat.layout.types import Block, LayoutMap, Orientation, Role, RoleOverride, TensorLayout
 
 _INDEX = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")  # of a layer or an expert; the digits of fc1 and w2 are names
-
-Shape = tuple[int, ...]
 
 
 def resolve_layout(

@@ -10,13 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
-from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.layout.families import TIED_BY_DEFAULT, recognise, text_config_of
 from actmat.layout.packing import first_int
-
-Config = Mapping[str, Any]
 
 _OUTPUT_HEADS = """
 lm_head.weight embed_out.weight cls.predictions.decoder.weight predictions.decoder.weight lm_head.decoder.weight

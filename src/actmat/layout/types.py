@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+Config = Mapping[str, Any]
+"""Fields of a `config.json`."""
 
 
 class Role(StrEnum):

@@ -21,14 +21,14 @@ from typing import Literal
 from actmat.linalg.gram import gram_panels
 from actmat.linalg.krylov import planned_basis
 
-Kind = Literal["product", "cholesky", "eigh", "svd", "entry"]
+OperationKind = Literal["product", "cholesky", "eigh", "svd", "entry"]
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
     """A number of operations of one class."""
 
-    kind: Kind
+    kind: OperationKind
     flops: int
 
 

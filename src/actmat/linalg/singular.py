@@ -120,15 +120,15 @@ def orthogonalised_sum(
     return left.factor_MN * s_J.unsqueeze(-2), right.factor_MN.mT, left.retries + right.retries
 
 
-Mean = Literal["all", "rank", "rms"]
-"""Mean of the singular values in an isotropic matrix, see `isotropic`."""
+SpectrumMean = Literal["all", "rank", "rms"]
+"""SpectrumMean of the singular values in an isotropic matrix, see `isotropic`."""
 
 
 def isotropic(
     total_OI: Tensor,
     directions: int,
     *,
-    mean: Mean = "all",
+    mean: SpectrumMean = "all",
     complete: bool = False,
     rtol: float = RANK_RTOL,
     accuracy: torch.dtype | None = None,

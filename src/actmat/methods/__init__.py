@@ -13,7 +13,7 @@ from actmat.methods.cart import CART
 from actmat.methods.contract import Bounds, MergeMethod, Option
 from actmat.methods.dare import DARE
 from actmat.methods.dc_merge import DC_MERGE
-from actmat.methods.facets import Access, Cost, LowRankForm, Merged, MergedLowRank, Stages, Survey
+from actmat.methods.facets import Access, LowRankForm, Merged, MergedLowRank, MethodCost, Stages, Survey
 from actmat.methods.linear import LINEAR
 from actmat.methods.regmean import REGMEAN
 from actmat.methods.slerp import SLERP
@@ -26,11 +26,11 @@ __all__ = [
     "METHODS",
     "Access",
     "Bounds",
-    "Cost",
     "LowRankForm",
     "MergeMethod",
     "Merged",
     "MergedLowRank",
+    "MethodCost",
     "Option",
     "Stages",
     "Survey",

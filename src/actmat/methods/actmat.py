@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from actmat.errors import RecipeError
-from actmat.linalg.interference.rule import Estimator, Filter, FilterKind, Normalizer, Rule, Solver
+from actmat.linalg.interference.rule import Estimator, Filter, FilterKind, InterferenceRule, Normalizer, Solver
 from actmat.methods._shared.interference import SHARED_LAWS, FillOption, member
 from actmat.methods.contract import Bounds
 
@@ -23,7 +23,7 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     centre: bool = False,
     power: Annotated[float, Bounds(0, 2, open_low=True)] = 1.0,
     form: Literal["delta", "weight"] = "delta",
-) -> Rule:
+) -> InterferenceRule:
     """Least interference between experts, with each delta's own Gram matrix in place of its input statistics.
 
         D* = (sum_t w_t D_t K_t) (sum_t w_t K_t)^+,   K_t = D_t^T D_t
@@ -73,7 +73,7 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
             f"actmat: form='weight' takes null='zero' and filter='hard' or 'adaptive'; got null='{null}' and "
             f"filter='{filter}'. It sets cut directions to zero, which leaves nothing to fill. Take form='delta'."
         )
-    return Rule(
+    return InterferenceRule(
         estimator=Estimator(trim=trim, centre=centre, power=power, normalize=normalise),
         spectral=Filter(filter, rtol=rtol, ridge=ridge, time=time),
         null=null if form == "delta" else "minus_base",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from actmat.linalg.interference.rule import Filter, Rule
+from actmat.linalg.interference.rule import Filter, InterferenceRule
 from actmat.methods._shared.interference import FillOption, SolverOption, preset
 from actmat.methods.contract import Bounds
 from actmat.methods.facets import SUM_LAWS
@@ -12,7 +12,9 @@ from actmat.methods.facets import SUM_LAWS
 Positive = Annotated[float, Bounds(0, open_low=True)]
 
 
-def actmat_ridge(*, ridge: Positive = 0.1, null: FillOption = "zero", solver: SolverOption = "auto") -> Rule:
+def actmat_ridge(
+    *, ridge: Positive = 0.1, null: FillOption = "zero", solver: SolverOption = "auto"
+) -> InterferenceRule:
     """ACTMat with weak directions faded out by a ridge relative to the mean eigenvalue.
 
         D* = N + (B - N S) (S + ridge tr(S)/I)^-1
@@ -28,7 +30,7 @@ def actmat_ridge(*, ridge: Positive = 0.1, null: FillOption = "zero", solver: So
     Source:
         The Tikhonov filter (1963) of `actmat`.
     """
-    return Rule(spectral=Filter("tikhonov", ridge=ridge), null=null, solver=solver)
+    return InterferenceRule(spectral=Filter("tikhonov", ridge=ridge), null=null, solver=solver)
 
 
 ACTMAT_RIDGE = preset(actmat_ridge, SUM_LAWS)

@@ -17,16 +17,16 @@ from actmat.linalg import operations as ops
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.svd import RANK_RTOL, Way, part_stats, svd_workspace, thin_svd
-from actmat.methods._shared.per_matrix import Shape, in_cores
+from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.facets import MEAN_LAWS, Cost, Merged
+from actmat.methods.facets import MEAN_LAWS, Merged, MethodCost
 
 Rounding = Literal["down", "up"]
 
 
 def merge(
     deltas: Sequence[Tensor],
-    shape: Shape = None,
+    shape: KnownShape = None,
     *,
     rank: Fraction = 0.08,
     scaling: Annotated[float, Bounds(low=0)] = 1.0,
@@ -96,5 +96,5 @@ CART = MergeMethod(
     "matrix",
     laws=MEAN_LAWS,
     lowrank=in_cores(merge),
-    cost=Cost(workspace=_workspace, operations=_operations),
+    cost=MethodCost(workspace=_workspace, operations=_operations),
 )

@@ -2,7 +2,7 @@
 
 The planner, the engine, the command line, the tables of the documentation and the conformance tests read the
 declaration. A method that is a formula needs a name, its function and `acts_on`; the other facets say which faster
-forms it has (`LowRankForm`, `Stages`, `combine`), how it reads (`Access`) and its cost (`Cost`).
+forms it has (`LowRankForm`, `Stages`, `combine`), how it reads (`Access`) and its cost (`MethodCost`).
 
 A merge function has the form
 
@@ -40,10 +40,10 @@ from actmat.methods.facets import (
     Access,
     ActsOn,
     Combination,
-    Cost,
     Law,
     LowRankForm,
     Merged,
+    MethodCost,
     Stages,
     Survey,
     holds,
@@ -183,7 +183,7 @@ class MergeMethod:
     takes: tuple[str, ...] = ()
     lowrank: LowRankForm | None = None
     access: Access = field(default_factory=Access)
-    cost: Cost = field(default_factory=Cost)
+    cost: MethodCost = field(default_factory=MethodCost)
     needs_statistics: tuple[str, ...] = ()
     max_experts: int | None = None
     stages: Stages | None = None
@@ -296,7 +296,7 @@ class MergeMethod:
         return resolved_options(f"method '{self.name}'", self.options, given)
 
 
-_FACETS: Mapping[str, Any] = {"name": str, "access": Access, "cost": Cost, "laws": frozenset} | {
+_FACETS: Mapping[str, Any] = {"name": str, "access": Access, "cost": MethodCost, "laws": frozenset} | {
     "lowrank": LowRankForm | None,
     "stages": Stages | None,
     "survey": Survey | None,

@@ -14,7 +14,7 @@ from actmat.linalg.masks.election import elect, masked_sum
 from actmat.linalg.masks.mask import Drop, l1_factors
 from actmat.methods._shared.per_expert import per_expert, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
-from actmat.methods.facets import Access, Cost, Merged
+from actmat.methods.facets import Access, Merged, MethodCost
 
 
 def merge(
@@ -83,5 +83,5 @@ DARE = MergeMethod(
     "tensor",
     laws=frozenset({"homogeneous", "odd", "zeros"}),
     access=Access(streams=lambda options: options["rescale"] != "l1"),  # which reads the deltas before it adds them
-    cost=Cost(workspace=workspace_of_election),
+    cost=MethodCost(workspace=workspace_of_election),
 )

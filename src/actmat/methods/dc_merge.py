@@ -18,16 +18,16 @@ from actmat.linalg import operations as ops
 from actmat.linalg.singular import join, slots_per_expert
 from actmat.linalg.singular import polar_factor as polar
 from actmat.linalg.svd import RANK_RTOL, accuracy_of, svd_workspace, thin_svd
-from actmat.methods._shared.per_matrix import OneMatrix, Shape, each_matrix, in_cores
+from actmat.methods._shared.per_matrix import KnownShape, OneMatrix, each_matrix, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
-from actmat.methods.facets import LINEAR_LAWS, Cost, Merged
+from actmat.methods.facets import LINEAR_LAWS, Merged, MethodCost
 
 Smoothing = Literal["none", "mean", "linear"]
 
 
 def merge(
     deltas: Sequence[Tensor],
-    shape: Shape = None,
+    shape: KnownShape = None,
     *,
     density: Fraction = 1e-3,
     k: Annotated[int | None, Bounds(low=0)] = None,
@@ -163,7 +163,7 @@ DC_MERGE = MergeMethod(
     "matrix",
     laws=LINEAR_LAWS,
     lowrank=in_cores(merge),
-    cost=Cost(workspace=_workspace, operations=_operations),
+    cost=MethodCost(workspace=_workspace, operations=_operations),
     plan_note=(
         "one expert alone is not returned unchanged: 'density' of min(O, I)^2 entries is fewer than its singular "
         "values in small layers ('entries_kept' in the records)"

@@ -170,7 +170,7 @@ def passes(count: Callable[[int], int] = lambda n_experts: n_experts) -> Operati
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class MethodCost:
     """Memory and operations of a call.
 
     Args:

@@ -19,12 +19,12 @@ from torch import Tensor
 from actmat.errors import RecipeError, did_you_mean
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.lowrank import LowRank, orthogonal_core
-from actmat.linalg.singular import Mean, Polar, isotropic
+from actmat.linalg.singular import Polar, SpectrumMean, isotropic
 from actmat.linalg.svd import ThinSVD, thin_svd
 from actmat.methods.contract import Description, Fraction, Option, declared_options, described, resolved_options
 from actmat.methods.facets import Merged, MergedLowRank
 
-Stats = dict[str, float | int | str]
+StepStats = dict[str, float | int | str]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def boost_lowrank(merged: LowRank, deltas: Sequence[LowRank], *, beta: float = 0
     return MergedLowRank(value.to(merged.b_OR.dtype), stats)
 
 
-def _raised(svd: ThinSVD, beta: float) -> tuple[Tensor, Stats]:
+def _raised(svd: ThinSVD, beta: float) -> tuple[Tensor, StepStats]:
     """Singular values with the small ones raised, zeros left at zero, and the record."""
     s_K = svd.s_K
     if not s_K.shape[-1] or not bool(s_K.any()):
@@ -128,7 +128,7 @@ def _raised(svd: ThinSVD, beta: float) -> tuple[Tensor, Stats]:
     return raised_K, {"boosted": boosted, "boosted_to": float(level.max()), **retry_stats(svd.retries)}
 
 
-def isotropise(merged: Tensor, deltas: Sequence[Tensor], *, mean: Mean = "all") -> Merged:
+def isotropise(merged: Tensor, deltas: Sequence[Tensor], *, mean: SpectrumMean = "all") -> Merged:
     """Replace all singular values of the merged delta by their mean.
 
         D = U diag(s) V^T;   D* = mean(s) U V^T
@@ -154,7 +154,7 @@ def isotropise(merged: Tensor, deltas: Sequence[Tensor], *, mean: Mean = "all") 
     return Merged(value.to(merged.dtype), _isotropise_stats(polar))
 
 
-def isotropise_lowrank(merged: LowRank, deltas: Sequence[LowRank], *, mean: Mean = "all") -> MergedLowRank:
+def isotropise_lowrank(merged: LowRank, deltas: Sequence[LowRank], *, mean: SpectrumMean = "all") -> MergedLowRank:
     """The same on factors; the mean is over `min(O, I)` of the full shape. Exact, in float64."""
     core_PQ, left_OP, right_IQ = orthogonal_core(merged)
     value_PQ, polar = isotropic(core_PQ, min(merged.shape[-2:]), mean=mean)
@@ -162,7 +162,7 @@ def isotropise_lowrank(merged: LowRank, deltas: Sequence[LowRank], *, mean: Mean
     return MergedLowRank(value.to(merged.b_OR.dtype), _isotropise_stats(polar))
 
 
-def _isotropise_stats(polar: Polar) -> Stats:
+def _isotropise_stats(polar: Polar) -> StepStats:
     return {"isotropic_rank": int(polar.rank.max()), **retry_stats(polar.retries)}
 
 
@@ -199,7 +199,7 @@ def _to_mean(norms: Sequence[Tensor]) -> Tensor:
     return torch.where(norm > 0, mean / norm.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
 
 
-def _gain_stats(gain: Tensor) -> Stats:
+def _gain_stats(gain: Tensor) -> StepStats:
     return {"gain_min": float(gain.min()), "gain_max": float(gain.max())}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from actmat.linalg.interference.rule import Fill, Filter, Rule
+from actmat.linalg.interference.rule import Fill, Filter, InterferenceRule
 from actmat.methods._shared.interference import SHARED_LAWS, member
 from actmat.methods.contract import Bounds, Fraction
 
@@ -15,7 +15,7 @@ def rule(
     off_diagonal: Fraction = 1.0,
     normalise: Literal["none", "trace"] = "none",
     form: Literal["delta", "weight"] = "delta",
-) -> Rule:
+) -> InterferenceRule:
     """Least squares on every layer's outputs, from the Gram matrices of its inputs.
 
         D* = (sum_t w_t D_t G_t) (sum_t w_t G_t)^+,   G_t = E[z z^T]
@@ -42,7 +42,9 @@ def rule(
         X. Jin et al., "Dataless Knowledge Fusion by Merging Weights of Language Models", ICLR 2023, arXiv:2212.09849.
     """
     fill: Fill = "minus_base" if form == "weight" else "zero"
-    return Rule(spectral=Filter(rtol=rtol), null=fill, off_diagonal=off_diagonal, per_trace=normalise == "trace")
+    return InterferenceRule(
+        spectral=Filter(rtol=rtol), null=fill, off_diagonal=off_diagonal, per_trace=normalise == "trace"
+    )
 
 
 REGMEAN = member(

@@ -17,7 +17,7 @@ from actmat.linalg.masks.mask import Trim, l1_factors, top_trims_each
 from actmat.linalg.masks.threshold import Cut, StreamedCut
 from actmat.methods._shared.per_expert import per_expert, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
-from actmat.methods.facets import Access, Cost, Merged, Survey
+from actmat.methods.facets import Access, Merged, MethodCost, Survey
 
 Variant = Literal["original", "mergekit", "actmat"]
 ZERO_SIGN: dict[Variant, ZeroSign] = {"original": "majority", "mergekit": "positive", "actmat": "zero"}
@@ -193,6 +193,6 @@ TIES = MergeMethod(
         streams=lambda options: options["trim"] == "tensor" and options["rescale"] == "none",
         walks_again=True,
     ),
-    cost=Cost(workspace=workspace_of_election),
+    cost=MethodCost(workspace=workspace_of_election),
     survey=SURVEY,
 )

@@ -26,7 +26,7 @@ from actmat.planning.statistics import ExpertStatistics
 from actmat.planning.storage import files_left_out, left_out_note
 from actmat.planning.tensors import plan_tensors
 from actmat.recipe import Recipe
-from actmat.recipe.output import Extracted
+from actmat.recipe.output import ExtractedOutput
 from actmat.version import __version__
 
 
@@ -53,7 +53,7 @@ def build_plan(
         AlignmentError: the inputs do not fit together or the recipe does not fit them; carries all problems.
     """
     statistics = statistics or ExpertStatistics.none(recipe.labels)
-    is_extracted = base is not None and isinstance(recipe.output, Extracted)
+    is_extracted = base is not None and isinstance(recipe.output, ExtractedOutput)
     if base is None:
         draft = plan_modules(recipe, _adapters(experts), base_config, statistics)
     elif is_extracted:

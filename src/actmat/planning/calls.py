@@ -17,14 +17,14 @@ from actmat.recipe.values import Entry, Gradient, Value, is_varying, leaves
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Place of a tensor in depth: layer number `layer` of `count`; None outside of all layers."""
+class TensorPlace:
+    """TensorPlace of a tensor in depth: layer number `layer` of `count`; None outside of all layers."""
 
     layer: int | None = None
     count: int = 0
 
 
-NOWHERE = Place()
+NOWHERE = TensorPlace()
 
 
 def depth_of(name: str) -> int | None:
@@ -33,19 +33,19 @@ def depth_of(name: str) -> int | None:
     return found[1] if found else None
 
 
-def places_of(names: Iterable[str]) -> dict[str, Place]:
+def places_of(names: Iterable[str]) -> dict[str, TensorPlace]:
     """Places of all tensors that are in layers.
 
     Names that agree before the layer's number form one stack (an encoder and a decoder count apart).
 
     >>> places_of(["h.0.w", "h.3.w", "head"])
-    {'h.0.w': Place(layer=0, count=4), 'h.3.w': Place(layer=3, count=4)}
+    {'h.0.w': TensorPlace(layer=0, count=4), 'h.3.w': TensorPlace(layer=3, count=4)}
     """
     layers = {n: found[:2] for n in names if (found := split_layer(n)) is not None}
     deepest: dict[str, int] = {}
     for stack, layer in layers.values():
         deepest[stack] = max(deepest.get(stack, 0), layer)
-    return {n: Place(layer, deepest[stack] + 1) for n, (stack, layer) in layers.items()}
+    return {n: TensorPlace(layer, deepest[stack] + 1) for n, (stack, layer) in layers.items()}
 
 
 def depth_factors(names: list[str], first: float, last: float) -> dict[str, float]:
@@ -61,13 +61,13 @@ def depth_factors(names: list[str], first: float, last: float) -> dict[str, floa
     }
 
 
-def resolved(value: Value, name: str, place: Place) -> Any:
+def resolved(value: Value, name: str, place: TensorPlace) -> Any:
     """The scalar that a value of a recipe is for the tensor `name`.
 
     Gradients are read at `t = layer / (count - 1)`, 1 where there is one layer; tensors outside of all layers have
     the first value.
 
-    >>> resolved((0.0, 1.0), "h.1.w", Place(1, 5))
+    >>> resolved((0.0, 1.0), "h.1.w", TensorPlace(1, 5))
     0.25
 
     Raises:
@@ -86,7 +86,7 @@ def resolved(value: Value, name: str, place: Place) -> Any:
     raise LookupError(name)
 
 
-def interpolated(values: Sequence[Any], place: Place) -> Any:
+def interpolated(values: Sequence[Any], place: TensorPlace) -> Any:
     """Value of a gradient at a place: piecewise linear; of booleans and texts, the one at or before it."""
     if place.layer is None or len(values) == 1:
         return values[0]
@@ -99,8 +99,8 @@ def interpolated(values: Sequence[Any], place: Place) -> Any:
     return (1 - part) * values[low] + part * values[min(low + 1, len(values) - 1)]
 
 
-def _within(entry: Entry, name: str, place: Place) -> Place | None:
-    """Place of the tensor in the layers that an entry is for; None if it is for others."""
+def _within(entry: Entry, name: str, place: TensorPlace) -> TensorPlace | None:
+    """TensorPlace of the tensor in the layers that an entry is for; None if it is for others."""
     if entry.layers is None:
         return place
     if isinstance(entry.layers, str):
@@ -109,7 +109,7 @@ def _within(entry: Entry, name: str, place: Place) -> Place | None:
     start, stop = entry.layers
     if place.layer is None or not start <= place.layer < stop:
         return None
-    return Place(place.layer - start, stop - start)
+    return TensorPlace(place.layer - start, stop - start)
 
 
 def patterns_in(values: Mapping[str, Value]) -> list[tuple[str, str]]:
@@ -152,7 +152,7 @@ class WeightsTemplate:
         """True if weights differ from tensor to tensor."""
         return any(isinstance(v, tuple) for v in self.values)
 
-    def at(self, name: str, place: Place, *, plain: bool = False) -> tuple[float, ...] | None:
+    def at(self, name: str, place: TensorPlace, *, plain: bool = False) -> tuple[float, ...] | None:
         """Weights for the tensor `name`; `plain`: not normalised.
 
         Raises:
@@ -206,7 +206,7 @@ class CallTemplate:
         own = any(isinstance(v, tuple) for mine in self.own for v in mine.values())
         return bool(self._varying) or own or isinstance(self.scale, tuple) or weights
 
-    def at(self, name: str, place: Place) -> tuple[MethodCall, str]:
+    def at(self, name: str, place: TensorPlace) -> tuple[MethodCall, str]:
         """The call for the tensor `name`, and words for what is its own in it.
 
         Raises:
@@ -214,7 +214,7 @@ class CallTemplate:
         """
         return self._at(name, place) if self.varies else (self._fixed, "")
 
-    def _at(self, name: str, place: Place) -> tuple[MethodCall, str]:
+    def _at(self, name: str, place: TensorPlace) -> tuple[MethodCall, str]:
         options = {n: self._option(n, name, place) for n in (*self._varying, *self._own_names)}
         scale = self._one(self.scale, "'scale'", name, place)
         weights = self._weights(name, place)
@@ -288,7 +288,7 @@ class CallTemplate:
     def _varies(self, name: str, value: Value) -> bool:
         return is_varying(value) or _is_gradient(self.method, name, value)
 
-    def _option(self, option: str, name: str, place: Place) -> Any:
+    def _option(self, option: str, name: str, place: TensorPlace) -> Any:
         if option not in self._own_names:
             value = self.options[option]
             return self._one(tuple(value) if isinstance(value, list) else value, f"option '{option}'", name, place)
@@ -300,13 +300,13 @@ class CallTemplate:
             out.append(self._one(value, f"option '{option}' of expert {k + 1}", name, place))
         return out
 
-    def _one(self, value: Value, where: str, name: str, place: Place) -> Any:
+    def _one(self, value: Value, where: str, name: str, place: TensorPlace) -> Any:
         try:
             return resolved(value, name, place)
         except LookupError:
             raise LookupError(where) from None
 
-    def _weights(self, name: str, place: Place) -> tuple[float, ...] | None:
+    def _weights(self, name: str, place: TensorPlace) -> tuple[float, ...] | None:
         return self.weights.at(name, place) if self.weights is not None else None
 
     def _make(self, options: Mapping[str, Any], scale: Any, weights: tuple[float, ...] | None) -> MethodCall:

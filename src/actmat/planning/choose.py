@@ -15,7 +15,15 @@ from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import MergeMethod, get_method
 from actmat.methods.spaces import space_problems
-from actmat.planning.calls import NOWHERE, CallTemplate, Place, WeightsTemplate, depth_factors, depth_of, places_of
+from actmat.planning.calls import (
+    NOWHERE,
+    CallTemplate,
+    TensorPlace,
+    WeightsTemplate,
+    depth_factors,
+    depth_of,
+    places_of,
+)
 from actmat.planning.item import Action, MethodCall
 from actmat.planning.post import has_spectrum, post_calls
 from actmat.recipe import Recipe
@@ -113,7 +121,7 @@ class Chooser:
         return None
 
     @functools.cached_property
-    def places(self) -> Mapping[str, Place]:
+    def places(self) -> Mapping[str, TensorPlace]:
         """Places of the tensors in depth."""
         return places_of(self.names)
 

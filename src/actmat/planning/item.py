@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.experts.base import Source
+from actmat.experts.base import DeltaSource
 from actmat.experts.lora.modules import ModuleKind
 from actmat.layout.types import Block, TensorLayout
 from actmat.methods.post import PostStep, Step, get_step
@@ -169,7 +169,7 @@ class MethodCall(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class Cost(Plain):
+class ItemCost(Plain):
     """Estimated cost of one item, for one worker.
 
     Args:
@@ -223,12 +223,12 @@ class Item(Plain):
     obeys_scale: bool = False
     form: Form = "dense"
     base_dtype: str = ""
-    sources: tuple[Source | None, ...] = ()
+    sources: tuple[DeltaSource | None, ...] = ()
     twins: tuple[tuple[str, ...], ...] = ()
     tied_to: str | None = None
     pool: str = ""
     factors: FactorPlan | None = None
-    cost: Cost = Cost()
+    cost: ItemCost = ItemCost()
     encoding: str = ""
     extraction: Extraction | None = None
 

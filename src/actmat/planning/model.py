@@ -17,10 +17,10 @@ from actmat.checkpoints.writing.shards import Shard, plan_shards
 from actmat.errors import RecipeError, format_size
 from actmat.foreign import html_table, terminal
 from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES, nominal_seconds
-from actmat.planning.item import Cost, Item, MethodCall, Plain
+from actmat.planning.item import Item, ItemCost, MethodCall, Plain
 from actmat.recipe import Recipe
 
-__all__ = ["Cost", "Draft", "InputSummary", "Item", "MergePlan", "MethodCall", "count_actions"]
+__all__ = ["Draft", "InputSummary", "Item", "ItemCost", "MergePlan", "MethodCall", "count_actions"]
 
 
 FORMAT = 1

@@ -15,7 +15,7 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.codecs.base import quantisation_config
 from actmat.checkpoints.codecs.checkpoint import coding_of
 from actmat.errors import CheckpointError
-from actmat.experts.base import Expert, Source
+from actmat.experts.base import DeltaSource, Expert
 from actmat.layout.components import component_configs, parts_of, single_file_of
 from actmat.recipe import Recipe
 
@@ -97,7 +97,7 @@ def left_out_note(left_out: Mapping[str, str]) -> list[str]:
 
 
 def scheme_words(
-    name: str, base: Checkpoint, sources: Sequence[Source | None], experts: Sequence[Expert], labels: Sequence[str]
+    name: str, base: Checkpoint, sources: Sequence[DeltaSource | None], experts: Sequence[Expert], labels: Sequence[str]
 ) -> str:
     """Sentence part about the inputs that store a tensor as codes; empty where none does.
 

@@ -13,7 +13,7 @@ from actmat.checkpoints.codecs.encode import encoding_bytes
 from actmat.checkpoints.quantisation import quantisation_problems
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import AlignmentError, MergeError
-from actmat.experts.base import Expert, Source
+from actmat.experts.base import DeltaSource, Expert
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import get_method
@@ -21,7 +21,7 @@ from actmat.planning.adapter.modules import adapter_problems
 from actmat.planning.align import Alignment, align, resolve_roles
 from actmat.planning.choose import Chooser, Decision, depth_factors
 from actmat.planning.cost import CallShape, item_operations
-from actmat.planning.item import Cost, Form, Item, MethodCall
+from actmat.planning.item import Form, Item, ItemCost, MethodCall
 from actmat.planning.model import Draft
 from actmat.planning.placement import HOST, DeviceRoom, Placed, place
 from actmat.planning.pools import assign_pools
@@ -55,7 +55,7 @@ def plan_tensors(
     stem, stems = stems_of(base)
     alignment = align(base, experts, recipe.labels, layouts, frozenset(kept))
     decided: dict[str, Decision] = {}
-    given: dict[str, list[Source | None]] = {}
+    given: dict[str, list[DeltaSource | None]] = {}
     only_adapters = all(e.needs_base for e in experts)
     for name in alignment.canonical:
         spec, sources = base.specs[name], alignment.sources[name]
@@ -136,7 +136,7 @@ def _decide(spec: TensorSpec, layout: TensorLayout, chooser: Chooser, kept: Mapp
 
 
 def _of_touched(
-    name: str, decision: Decision, sources: Sequence[Source | None], chooser: Chooser, *, only_adapters: bool
+    name: str, decision: Decision, sources: Sequence[DeltaSource | None], chooser: Chooser, *, only_adapters: bool
 ) -> Decision:
     """A copy where there is no expert or none changes the tensor; among adapters, an average over those that train it.
 
@@ -169,7 +169,7 @@ class _TensorPlanner:
         self._counted: dict[Any, int] = {}
 
     def items(
-        self, alignment: Alignment, decided: Mapping[str, Decision], given: Mapping[str, Sequence[Source | None]]
+        self, alignment: Alignment, decided: Mapping[str, Decision], given: Mapping[str, Sequence[DeltaSource | None]]
     ) -> tuple[Item, ...]:
         """One item per tensor, each followed by those tied to it."""
         depth: dict[str, float] = {}
@@ -202,7 +202,7 @@ class _TensorPlanner:
         self,
         names: tuple[str, ...],
         decision: Decision,
-        sources: tuple[Source, ...],
+        sources: tuple[DeltaSource, ...],
         twins: tuple[tuple[str, ...], ...],
     ) -> Item:
         """Item of a tensor and of those tied to it."""
@@ -233,7 +233,7 @@ class _TensorPlanner:
             encoding="" if coding is None else coding.scheme,
         )
         placed = self.place(item)
-        cost = Cost(
+        cost = ItemCost(
             read_bytes=self.base.stored_bytes(spec.name) + sum(s.nbytes for s in sources),
             write_bytes=sum(o.nbytes for o in outputs),
             flops=self.flops(item),
@@ -257,7 +257,7 @@ class _TensorPlanner:
             tied_to=name,
         )
 
-    def _is_factored(self, call: MethodCall, sources: Sequence[Source]) -> bool:
+    def _is_factored(self, call: MethodCall, sources: Sequence[DeltaSource]) -> bool:
         """True if a matrix method can work on factors: no expert stores the whole tensor."""
         if call.space != "full":
             return True

@@ -26,7 +26,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-Options = Annotated[
+OptionValues = Annotated[
     dict[str, Annotated[Any, AfterValidator(_finite), AfterValidator(read_option)]], BeforeValidator(numbers)
 ]
 OwnOptions = Annotated[

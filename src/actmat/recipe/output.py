@@ -66,7 +66,7 @@ class Vocabulary(Strict):
         return VocabularyPolicy(self.source, rows, self.pad_to_multiple_of)
 
 
-class Model(Strict):
+class ModelOutput(Strict):
     """A full model, merged into the base."""
 
     kind: Literal["model"] = "model"
@@ -109,7 +109,7 @@ class _Ranked(Strict):
     )
 
 
-class Adapter(_Ranked):
+class AdapterOutput(_Ranked):
     """An adapter that is merged from adapters."""
 
     kind: Literal["adapter"] = "adapter"
@@ -119,7 +119,7 @@ class Adapter(_Ranked):
     any_base: bool = Field(default=False, description="merge adapters that name different bases")
 
 
-class Extracted(_Ranked):
+class ExtractedOutput(_Ranked):
     """An adapter for PEFT that is extracted from what is merged into the base."""
 
     kind: Literal["extracted"] = "extracted"
@@ -135,7 +135,7 @@ class Extracted(_Ranked):
     )
 
     @model_validator(mode="after")
-    def _one_measure(self) -> Extracted:
+    def _one_measure(self) -> ExtractedOutput:
         if self.rank is not None and self.energy is not None:
             raise ValueError(
                 "found a rank and an energy, expected one of both: a rank (--rank 64), or a share of each delta's "
@@ -144,10 +144,10 @@ class Extracted(_Ranked):
         return self
 
 
-Output: TypeAlias = Annotated[Model | Adapter | Extracted, Field(discriminator="kind")]
+AnyOutput: TypeAlias = Annotated[ModelOutput | AdapterOutput | ExtractedOutput, Field(discriminator="kind")]
 """The kind of output, resolved against the experts when the inputs are opened (`run.open.resolved`)."""
 
-KINDS: Mapping[str, type[Strict]] = {"model": Model, "adapter": Adapter, "extracted": Extracted}
+KINDS: Mapping[str, type[Strict]] = {"model": ModelOutput, "adapter": AdapterOutput, "extracted": ExtractedOutput}
 
 TO: Mapping[str, Mapping[str, str]] = {
     "peft": {"kind": "adapter", "layout": "peft"},
@@ -181,7 +181,7 @@ def with_output(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
     own = {name: given[name] for name in OF_OUTPUTS if given.get(name) is not None}
     found = {**fields, **{name: value for name, value in given.items() if name not in (*OF_OUTPUTS, "to")}}
     output = from_text(found.get("output"))
-    if isinstance(output, Model | Adapter | Extracted):
+    if isinstance(output, ModelOutput | AdapterOutput | ExtractedOutput):
         output = {"kind": output.kind, **output.model_dump(exclude_defaults=True)}
     if not (own or given.get("to")) or not (output is None or isinstance(output, Mapping)):
         return found  # the schema says what it expects

@@ -23,8 +23,8 @@ from actmat.checkpoints.layer_names import stack_parts
 from actmat.errors import RecipeError, did_you_mean
 from actmat.flag import Flag
 from actmat.recipe.aliases import with_real_method
-from actmat.recipe.experts import ExpertRef, Options
-from actmat.recipe.output import KINDS, Adapter, Extracted, Model, Output, Vocabulary, from_text
+from actmat.recipe.experts import ExpertRef, OptionValues
+from actmat.recipe.output import KINDS, AdapterOutput, AnyOutput, ExtractedOutput, ModelOutput, Vocabulary, from_text
 from actmat.recipe.values import (
     FLOAT32_MAX,
     Factor,
@@ -63,7 +63,7 @@ class Rule(Strict):
 
     match: Patterns = Field(description="patterns on tensor names: globs (* crosses dots, {a,b}), or re:REGEX")
     method: str | None = Field(default=None, description="merge method of these tensors; default: the recipe's")
-    options: Options = Field(default_factory=dict, description="options of that method")
+    options: OptionValues = Field(default_factory=dict, description="options of that method")
     scale: WeightOrNone = Field(default=None, description="factor of the merged delta; default: the recipe's")
     keep: Literal[False] | Literal["base"] = Field(default=False, description="'base': copy the base's tensor")
     optional: bool = Field(
@@ -127,7 +127,7 @@ class PostRef(Strict):
     """One step of post-processing: its name and options; as text, `isotropise` or `isotropise:mean=rank`."""
 
     name: str = Field(description="name of the step, see docs/post")
-    options: Options = Field(default_factory=dict, description="options of that step")
+    options: OptionValues = Field(default_factory=dict, description="options of that step")
 
     @model_validator(mode="before")
     @classmethod
@@ -175,7 +175,7 @@ class Recipe(Strict):
         ),
     ] = Field(default="auto", description="merge method, see `actmat methods`; auto: the best in measurements")
     options: Annotated[
-        Options,
+        OptionValues,
         Flag(("--option", "-o"), "Option of the method, name=value; merge and plan try each value of name=a,b."),
     ] = Field(default_factory=dict, description="options of the merge method")
     normalize: bool = Field(
@@ -242,7 +242,7 @@ class Recipe(Strict):
     max_shard_size: str = Field(
         default="5GB", description="largest size of a weight file, such as 500MB (powers of ten)"
     )
-    output: Annotated[Output | None, BeforeValidator(from_text), Flag(("--to",), type=str)] = Field(
+    output: Annotated[AnyOutput | None, BeforeValidator(from_text), Flag(("--to",), type=str)] = Field(
         default=None,
         description="kind of output: model, adapter (in the experts' layout), peft, kohya, diffusers or comfy; "
         "default: adapter if all experts are adapters and no base is given",
@@ -274,7 +274,7 @@ class Recipe(Strict):
         data: dict[str, Any] = plain(self)
         if "output" in data and self.output is not None:
             data["output"] = {"kind": self.output.kind, **data["output"]}
-        if self.base and self.output == Model():
+        if self.base and self.output == ModelOutput():
             data.pop("output", None)
         return data
 
@@ -312,19 +312,19 @@ class Recipe(Strict):
         return self
 
     @property
-    def model(self) -> Model:
+    def model(self) -> ModelOutput:
         """Settings of a full model; the defaults where another kind of output is written."""
-        return self.output if isinstance(self.output, Model) else Model()
+        return self.output if isinstance(self.output, ModelOutput) else ModelOutput()
 
     @property
-    def adapter(self) -> Adapter:
+    def adapter(self) -> AdapterOutput:
         """Settings of a merged adapter; the defaults where another kind of output is written."""
-        return self.output if isinstance(self.output, Adapter) else Adapter()
+        return self.output if isinstance(self.output, AdapterOutput) else AdapterOutput()
 
     @property
-    def extracted(self) -> Extracted:
+    def extracted(self) -> ExtractedOutput:
         """Settings of an extracted adapter; the defaults where another kind of output is written."""
-        return self.output if isinstance(self.output, Extracted) else Extracted()
+        return self.output if isinstance(self.output, ExtractedOutput) else ExtractedOutput()
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -37,23 +37,23 @@ _FileName = Annotated[str, Field(max_length=LONGEST_PATH), AfterValidator(_plain
 _Location = Annotated[str, AfterValidator(_location)]
 
 
-class _Strict(BaseModel):
+class _StrictRow(BaseModel):
     """Numbers, texts and lists are taken as they are, never converted."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class _File(_Strict):
+class _FileRow(_StrictRow):
     size: _Size
     hash: _Hash
 
 
-class _InputFile(_Strict):
+class _InputFile(_StrictRow):
     path: str  # below the location, as the user gave that
     size: _Size
 
 
-class _Input(_Strict):
+class _InputRow(_StrictRow):
     name: str
     location: _Location
     files: list[_InputFile] = []
@@ -63,14 +63,14 @@ class _Input(_Strict):
     ignored_tensors: list[str] = []
 
 
-class _Expert(_Strict):
+class _Expert(_StrictRow):
     """An expert in the recipe."""
 
     path: str
     weight: Any = 1.0  # or a value that differs from tensor to tensor, see `recipe.values`
 
 
-class _Recipe(_Strict):
+class _Recipe(_StrictRow):
     """Fields that readers use before the recipe is checked against its own schema."""
 
     base: str | None = None
@@ -79,14 +79,14 @@ class _Recipe(_Strict):
     options: dict[str, Any] = {}
 
 
-class _Output(_Strict):
+class _Output(_StrictRow):
     content: _Hash
     files: dict[_FileName, _Size]
-    side_files: dict[_FileName, _File]
+    side_files: dict[_FileName, _FileRow]
     sha256: dict[_FileName, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = {}
 
 
-class _Item(_Strict):
+class _Item(_StrictRow):
     """A tensor of a model, or a module of an adapter."""
 
     name: str
@@ -102,32 +102,32 @@ class _ModelTensor(_Item):
     input_hashes: dict[str, _Hash]
 
 
-class _AdapterTensor(_Strict):
+class _AdapterTensor(_StrictRow):
     name: str
     shape: list[_Size]
     dtype: str
     hash: _Hash
 
 
-class _Statistics(_Strict):
+class _Statistics(_StrictRow):
     expert: str
     location: _Location
     from_here: _Location | None = None
     content: _Hash
 
 
-class _Timing(_Strict):
-    reports: dict[_FileName, _File] = {}
+class _Timing(_StrictRow):
+    reports: dict[_FileName, _FileRow] = {}
 
 
-class _Manifest(_Strict):
+class _Manifest(_StrictRow):
     """Fields that manifests of models and of adapters have in common."""
 
     content: _Hash
     recipe: _Recipe
     versions: dict[str, str]
     hash: str
-    experts: list[_Input]  # none where a stack of layers was copied
+    experts: list[_InputRow]  # none where a stack of layers was copied
     statistics: list[_Statistics] = []
     output: _Output
     notes: list[str] = []
@@ -136,7 +136,7 @@ class _Manifest(_Strict):
 
 class _Model(_Manifest):
     kind: Literal["model"] = "model"
-    base: _Input
+    base: _InputRow
     device: str = "cpu"
     family: str | None = None
     tensors: list[_ModelTensor]
@@ -144,7 +144,7 @@ class _Model(_Manifest):
 
 class _Adapter(_Manifest):
     kind: Literal["adapter"]
-    base: _Input | None
+    base: _InputRow | None
     modules: list[_Item]
     tensors: list[_AdapterTensor]
 

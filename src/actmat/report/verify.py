@@ -118,7 +118,7 @@ class _Remote(OutputFiles):
         return total.hexdigest()
 
 
-class _Hub(OutputFiles):
+class _HubNames(OutputFiles):
     """A commit of the hub; weights are compared by the hash that the hub states."""
 
     def __init__(self, source: HubRepository) -> None:
@@ -156,7 +156,7 @@ def open_output(out: str | Path) -> OutputFiles:
 
         source = find_source(str(out))
         assert isinstance(source, HubRepository)
-        return _Hub(source)
+        return _HubNames(source)
     return _Remote(storage_of(str(out)).open_source(str(out), pinned={})) if is_url(out) else _Folder(Path(out))
 
 
@@ -165,7 +165,7 @@ _CHUNK = 1 << 22
 VERSIONING = frozenset({".git", ".gitattributes", ".gitignore", ".cache", ".huggingface"})
 """Files and folders at the top of the output that git and clients of hubs add and change."""
 
-Progress = Callable[[str, int], None]
+HashProgress = Callable[[str, int], None]
 
 
 SHOWN = 25
@@ -228,7 +228,7 @@ def verify(
     inputs: bool = True,
     against: Sequence[str | Path] = (),
     compare: Callable[[Located, ManifestInputs, Sequence[Located]], Comparison] | None = None,
-    progress: Progress = lambda name, nbytes: None,
+    progress: HashProgress = lambda name, nbytes: None,
 ) -> Verification:
     """Hash every tensor and file of the output, and its inputs, again and compare with the manifest.
 
@@ -272,7 +272,7 @@ def verify(
     return Verification(len(expected), tuple(checked), tuple(problems), tuple(unchecked), len(files), added)
 
 
-def _check_inputs(inputs: ManifestInputs, directory: Path, problems: list[str], progress: Progress) -> list[str]:
+def _check_inputs(inputs: ManifestInputs, directory: Path, problems: list[str], progress: HashProgress) -> list[str]:
     """Compare all inputs with what was read of them; the names of those that could be checked."""
     checked = []
     for label, place in inputs.places.items():
@@ -437,7 +437,7 @@ def _form_problems(specs: Mapping[str, TensorSpec], manifest: Mapping[str, Any])
     return problems
 
 
-def _statistics_problems(row: Mapping[str, Any], location: str, progress: Progress) -> Iterator[str]:
+def _statistics_problems(row: Mapping[str, Any], location: str, progress: HashProgress) -> Iterator[str]:
     """Differences of an expert's statistics from those that were read: their header, and the bytes that it hashes."""
     what = f"statistics of expert '{row['expert']}' ({location})"
     try:
@@ -462,7 +462,7 @@ class _Stored(Protocol):
 
 
 def _compare(
-    checkpoint: _Stored, expected: Mapping[str, str], what: str, progress: Progress, *, partial: bool = False
+    checkpoint: _Stored, expected: Mapping[str, str], what: str, progress: HashProgress, *, partial: bool = False
 ) -> list[str]:
     problems = [f"{what} lacks tensor '{n}'" for n in expected if n not in checkpoint.specs]
     if not partial:

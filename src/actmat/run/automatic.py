@@ -18,9 +18,9 @@ from actmat.recipe.values import leaves
 from actmat.run.locate import Given, located
 
 AUTO = "auto"
-Form = Literal["full", "adapters", "changes", "mixed"]
+ModelForm = Literal["full", "adapters", "changes", "mixed"]
 """All experts are checkpoints; all are adapters with factors; all are adapters, and some have none; some of each."""
-Kind = Literal["encoder", "decoder", "any"]
+ModelKind = Literal["encoder", "decoder", "any"]
 """`any`: encoder-decoders, and what no config tells; of those nothing was measured."""
 
 DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -28,7 +28,7 @@ DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 @dataclass(frozen=True)
-class Choice:
+class AutoChoice:
     """The method for experts of one form and kind, and what was measured of it.
 
     Args:
@@ -57,23 +57,23 @@ class Choice:
         return f"{self.gain:+.1f} points over the average in {self.sets} measured sets, {self.worst:+.1f} at worst"
 
 
-TABLE: Mapping[tuple[Form, Kind], Choice] = {
-    ("full", "encoder"): Choice("actmat_ridge", above=6, sets=6, gain=5.8, worst=1.1),
-    ("full", "decoder"): Choice("actmat_ridge", above=6, sets=6, gain=37.1, worst=13.7),
-    ("full", "any"): Choice("actmat_ridge", above=12, sets=12, gain=21.5, worst=1.1),
-    ("adapters", "encoder"): Choice("dc_merge", above=11, sets=12, gain=1.2, worst=0.0, space="pico"),
-    ("adapters", "decoder"): Choice("dc_merge", above=6, sets=6, gain=5.9, worst=0.4, space="pico"),
-    ("adapters", "any"): Choice("dc_merge", above=17, sets=18, gain=2.8, worst=0.0, space="pico"),
-    ("changes", "encoder"): Choice("cart", above=11, sets=12, gain=0.9, worst=-0.1),
-    ("changes", "decoder"): Choice("average", above=0, sets=6, gain=0.0, worst=0.0),
-    ("changes", "any"): Choice("average", above=0, sets=18, gain=0.0, worst=0.0),
-    ("mixed", "any"): Choice("average", above=0, sets=30, gain=0.0, worst=0.0),
+TABLE: Mapping[tuple[ModelForm, ModelKind], AutoChoice] = {
+    ("full", "encoder"): AutoChoice("actmat_ridge", above=6, sets=6, gain=5.8, worst=1.1),
+    ("full", "decoder"): AutoChoice("actmat_ridge", above=6, sets=6, gain=37.1, worst=13.7),
+    ("full", "any"): AutoChoice("actmat_ridge", above=12, sets=12, gain=21.5, worst=1.1),
+    ("adapters", "encoder"): AutoChoice("dc_merge", above=11, sets=12, gain=1.2, worst=0.0, space="pico"),
+    ("adapters", "decoder"): AutoChoice("dc_merge", above=6, sets=6, gain=5.9, worst=0.4, space="pico"),
+    ("adapters", "any"): AutoChoice("dc_merge", above=17, sets=18, gain=2.8, worst=0.0, space="pico"),
+    ("changes", "encoder"): AutoChoice("cart", above=11, sets=12, gain=0.9, worst=-0.1),
+    ("changes", "decoder"): AutoChoice("average", above=0, sets=6, gain=0.0, worst=0.0),
+    ("changes", "any"): AutoChoice("average", above=0, sets=18, gain=0.0, worst=0.0),
+    ("mixed", "any"): AutoChoice("average", above=0, sets=30, gain=0.0, worst=0.0),
 }
 
 
-ON_ADAPTERS: Mapping[Kind, Choice] = {
-    "encoder": Choice("actmat", above=0, sets=12, gain=-12.4, worst=-24.6),
-    "decoder": Choice("actmat", above=3, sets=6, gain=5.6, worst=-16.3),
+ON_ADAPTERS: Mapping[ModelKind, AutoChoice] = {
+    "encoder": AutoChoice("actmat", above=0, sets=12, gain=-12.4, worst=-24.6),
+    "decoder": AutoChoice("actmat", above=3, sets=6, gain=5.6, worst=-16.3),
 }
 """The paper's method on adapters, which a merge by it is told."""
 
@@ -137,14 +137,14 @@ def _chosen(recipe: Recipe, given: Given) -> tuple[str, Space, dict[str, Any], s
     return choice.method, choice.space if space == "full" else space, {}, reason
 
 
-def _form(recipe: Recipe, given: Given) -> Form:
+def _form(recipe: Recipe, given: Given) -> ModelForm:
     """The form of the experts; adapters for which the recipe names a space are not merged as they are."""
     if not given.only_adapters:
         return "mixed" if any(e.needs_base for e in given.experts) else "full"
     return "adapters" if given.have_factors and recipe.space == "full" and not recipe.pool else "changes"
 
 
-def _kind(config: Mapping[str, Any]) -> Kind:
+def _kind(config: Mapping[str, Any]) -> ModelKind:
     """The kind of model that the config of a model or of an adapter describes.
 
     >>> _kind({"architectures": ["LlamaForCausalLM"]}), _kind({"architectures": ["BertModel"]}), _kind({})

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from actmat.errors import RecipeError
 from actmat.methods import METHODS, get_method
 from actmat.recipe import Recipe
-from actmat.recipe.output import Adapter, Extracted, Model
+from actmat.recipe.output import AdapterOutput, ExtractedOutput, ModelOutput
 from actmat.recipe.schema import Postprocess
 from actmat.recipe.values import leaves
 from actmat.run.automatic import AUTO, with_method
@@ -26,16 +26,16 @@ def decide(recipe: Recipe, given: Given) -> Recipe:
     """
     recipe = with_method(recipe, given)
     full = [label for label, e in zip(recipe.labels, given.experts, strict=True) if not e.needs_base]
-    if isinstance(recipe.output, Adapter):
+    if isinstance(recipe.output, AdapterOutput):
         return _adapter(recipe, recipe.output, given, full)
     if recipe.base:
         return recipe
-    if isinstance(recipe.output, Extracted):
+    if isinstance(recipe.output, ExtractedOutput):
         raise RecipeError("--energy extracts an adapter from what is merged into a base: give --base.")
     if full:
         return _on_first(recipe, full)
     if recipe.output is None:
-        return recipe.model_copy(update={"output": Adapter()})
+        return recipe.model_copy(update={"output": AdapterOutput()})
     wanted = ", ".join(sorted(f"'{n}'" for n in recipe.model.model_fields_set - {"kind"}))
     raise RecipeError(
         f"A full model{f', as {wanted} asks for,' * bool(wanted)} is merged into a base: give --base, or write an "
@@ -43,11 +43,11 @@ def decide(recipe: Recipe, given: Given) -> Recipe:
     )
 
 
-def _adapter(recipe: Recipe, output: Adapter, given: Given, full: Sequence[str]) -> Recipe:
+def _adapter(recipe: Recipe, output: AdapterOutput, given: Given, full: Sequence[str]) -> Recipe:
     """The recipe of an adapter: merged from factors, or extracted from what is merged into the base."""
     extracts = recipe.base and output.layout in PEFT and (output.rank is not None or not full)
     if extracts and not given.have_factors:
-        return recipe.model_copy(update={"output": Extracted(rank=output.rank, ranks=output.ranks)})
+        return recipe.model_copy(update={"output": ExtractedOutput(rank=output.rank, ranks=output.ranks)})
     if full:
         to = "adapter" if output.layout == "same" else output.layout
         raise RecipeError(
@@ -79,7 +79,7 @@ def _on_first(recipe: Recipe, full: Sequence[str]) -> Recipe:
         f"no base is given, and {recipe.method} needs none: deltas are measured from expert '{first.label}', which "
         "does not change the result; its config and tokenizer files, and what is not merged, go into the output"
     )
-    changes = {"base": first.path, "output": recipe.output or Model(), "notes": (*recipe.notes, note)}
+    changes = {"base": first.path, "output": recipe.output or ModelOutput(), "notes": (*recipe.notes, note)}
     return recipe.model_copy(update=changes)
 
 

@@ -24,11 +24,11 @@ from actmat.planning.adapter.layouts import needs_one_spelling, output_layout
 from actmat.planning.choose import Chooser
 from actmat.planning.statistics import declared_kinds, opened_statistics
 from actmat.recipe import Recipe
-from actmat.recipe.output import Adapter, Extracted
+from actmat.recipe.output import AdapterOutput, ExtractedOutput
 from actmat.run.automatic import AUTO, check_options
 from actmat.run.decide import check_shared, decide
 from actmat.run.locate import Given, Wanted, input_error, locate_recipes, noted
-from actmat.run.places import Place, Writes, find_place
+from actmat.run.places import OutputPlace, Writes, find_place
 from actmat.settings import RunSettings
 
 
@@ -47,7 +47,7 @@ class Opened:
 
     recipes: tuple[Recipe, ...]
     inputs: Inputs
-    place: Place
+    place: OutputPlace
     problems: Problems
     began: float
     base_config: Mapping[str, Any] | None
@@ -129,7 +129,7 @@ def _opened(
         stack: closes the experts.
         problems: receives those of all inputs.
     """
-    if isinstance(recipe.output, Adapter):
+    if isinstance(recipe.output, AdapterOutput):
         return None, _in_one_layout(recipe, _each([partial(e.expert, None) for e in given.experts], stack, problems))
     named = given.base or given.experts[0]  # an average is measured from any point
     bases = _each([partial(named.model, recipe.model.base_as)], stack, problems)
@@ -173,7 +173,7 @@ def _untied(recipes: Sequence[Recipe], base: Checkpoint, experts: Sequence[Exper
     untied = untied_base(base, experts, recipe.labels, ties=all(r.ties for r in recipes))
     if isinstance(untied, UntiedCheckpoint):
         problem = f"{base.location}: {untied.notes[-1]}, which "
-        if isinstance(recipe.output, Extracted):
+        if isinstance(recipe.output, ExtractedOutput):
             raise CheckpointError(f"{problem}an adapter of the tied base cannot hold. {FIX}.")
         if recipe.model.quantise is not None:
             raise CheckpointError(f"{problem}--quantise same cannot write. Fix: leave it out.")
@@ -196,7 +196,7 @@ def _check_copied_files(recipes: Sequence[Recipe], inputs: Inputs) -> None:
     Raises:
         CheckpointError: a file is a link out of its folder, or no regular file.
     """
-    if inputs.base is None or inputs.base.directory is None or isinstance(recipes[0].output, Extracted):
+    if inputs.base is None or inputs.base.directory is None or isinstance(recipes[0].output, ExtractedOutput):
         return
     for wanted in {recipe.model.files_of for recipe in recipes}:
         chosen: Checkpoint | None = inputs.base

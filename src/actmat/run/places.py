@@ -28,7 +28,7 @@ Writes = Literal["nothing", "outputs"]
 
 
 @dataclass(frozen=True)
-class Place:
+class OutputPlace:
     """Places of a run.
 
     Args:
@@ -54,7 +54,7 @@ def find_place(
     *,
     inputs: Mapping[str, Path] = MappingProxyType({}),
     here: bool = True,
-) -> Place:
+) -> OutputPlace:
     """The places of a run; problems with devices, executor and outputs are noted.
 
     Args:
@@ -77,13 +77,13 @@ def find_place(
             check_device(settings.device)
         room = device_room(settings.device, settings.device_memory)
     if writes == "nothing":
-        return Place(settings, executor, room)
+        return OutputPlace(settings, executor, room)
     outs = tuple(_out_path(r) for r in recipes)
     pairs = () if settings.overwrite else zip(recipes, outs, strict=True)
     finished = frozenset(out for recipe, out in pairs if has_manifest_of(recipe, out))
     with problems.noted():
         _check_outputs(outs, settings.overwrite, finished, inputs)
-    return Place(settings, executor, room, outs, finished)
+    return OutputPlace(settings, executor, room, outs, finished)
 
 
 def _out_path(recipe: Recipe) -> Path | str:

@@ -12,7 +12,7 @@ from actmat.engine.resources import Resources, share_resources
 from actmat.planning import MergePlan, build_plan
 from actmat.planning.placement import DeviceRoom
 from actmat.run.open import Opened
-from actmat.run.places import Place
+from actmat.run.places import OutputPlace
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Prepared:
 
     plans: tuple[MergePlan, ...]
     inputs: Inputs
-    place: Place
+    place: OutputPlace
     resources: Resources
     observers: Observers | None
     began: float

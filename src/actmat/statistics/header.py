@@ -29,11 +29,11 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
-class _Strict(BaseModel):
+class _StrictHeader(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class GramOf(_Strict):
+class GramOf(_StrictHeader):
     """The Gram matrix of a stored tensor, or of a part of it: expert `expert` of a stack, output features `rows`."""
 
     gram: str
@@ -41,7 +41,7 @@ class GramOf(_Strict):
     rows: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
 
 
-class GramInfo(_Strict):
+class GramInfo(_StrictHeader):
     """One Gram matrix: width, number of rows summed, the stack whose tokens a mean is taken over, content hash."""
 
     width: Annotated[int, Field(gt=0, le=MAX_WIDTH)]
@@ -51,7 +51,7 @@ class GramInfo(_Strict):
     hash: Hash
 
 
-class SumInfo(_Strict):
+class SumInfo(_StrictHeader):
     """Sums of one kind: divisor of a mean, stored tensor -> hash, and settings that must agree to add files up."""
 
     count: Count
@@ -59,14 +59,14 @@ class SumInfo(_Strict):
     details: dict[str, str] = {}
 
 
-class AdapterInfo(_Strict):
+class AdapterInfo(_StrictHeader):
     """The adapter that was on the model."""
 
     location: str
     content: Hash
 
 
-class ModelInfo(_Strict):
+class ModelInfo(_StrictHeader):
     """The checkpoint that was measured: content hash of every stored tensor, and of all of them together."""
 
     location: str
@@ -76,7 +76,7 @@ class ModelInfo(_Strict):
     adapter: AdapterInfo | None = None
 
 
-class DataInfo(_Strict):
+class DataInfo(_StrictHeader):
     """One set of batches: its source, and the hash of the model's inputs."""
 
     source: str
@@ -86,7 +86,7 @@ class DataInfo(_Strict):
     details: dict[str, str] = {}
 
 
-class Header(_Strict):
+class StatisticsHeader(_StrictHeader):
     """Metadata of a statistics file."""
 
     format: Literal[1] = 1
@@ -119,7 +119,7 @@ class Header(_Strict):
         return {f"{prefix}.{name}": h for prefix, table in tables.items() for name, h in table.items()}
 
 
-def parse_header(metadata: Mapping[str, str], location: str) -> Header:
+def parse_header(metadata: Mapping[str, str], location: str) -> StatisticsHeader:
     """Parse the metadata of a statistics file; all problems are raised together."""
     text = metadata.get(METADATA_KEY)
     if text is None:
@@ -129,7 +129,7 @@ def parse_header(metadata: Mapping[str, str], location: str) -> Header:
         )
     check_values(text.encode(), location, error=StatisticsError)
     try:
-        return Header.model_validate_json(text)
+        return StatisticsHeader.model_validate_json(text)
     except ValidationError as error:
         problems = [f"{location}: {'.'.join(map(str, e['loc']))}: {e['msg']}"[:300] for e in error.errors()[:50]]
         raise StatisticsError(f"{location}: its metadata are not valid.", problems) from None
@@ -150,14 +150,14 @@ def adapter_content(adapter: Adapter) -> str:
     return hash_names([*adapter.hashes.items(), *scales.items()])
 
 
-def header_hash(header: Header) -> str:
+def header_hash(header: StatisticsHeader) -> str:
     """Content hash of a whole file: of its header as JSON, which has the hashes of all tensors."""
     total = ContentHash()
     total.update(header.model_dump_json(exclude_defaults=True).encode())
     return total.hexdigest()
 
 
-def describe(header: Header) -> dict[str, Any]:
+def describe(header: StatisticsHeader) -> dict[str, Any]:
     """Summary of a file for plans and manifests: its hash, those of model and adapter, data, samples, tokens."""
     return {
         "content": header_hash(header),
@@ -169,18 +169,18 @@ def describe(header: Header) -> dict[str, Any]:
     }
 
 
-def is_of_images(header: Header) -> bool:
+def is_of_images(header: StatisticsHeader) -> bool:
     """True if all data are images, which have no tokens."""
     return all(d.details.get("inputs") == "images" for d in header.data)
 
 
-def patches(header: Header) -> int | None:
+def patches(header: StatisticsHeader) -> int | None:
     """Rows of images, class tokens included, that most layers read; None if no layer's inputs were measured."""
     rows = Counter(info.rows for info in header.grams.values()).most_common(1)
     return rows[0][0] if rows else None
 
 
-def amount(header: Header) -> str:
+def amount(header: StatisticsHeader) -> str:
     """Amount of data in words: samples and tokens; of images, images and patches."""
 
     def counted(n: int, word: str) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import StatisticsError, did_you_mean
-from actmat.statistics.header import GramInfo, GramOf, Header, SumInfo
+from actmat.statistics.header import GramInfo, GramOf, StatisticsHeader, SumInfo
 
 Mean = Literal["token", "sample", "sum"]
 """Divisor of a Gram matrix: the tokens seen, the samples, or 1."""
@@ -31,7 +31,7 @@ class File(Protocol):
     """An open statistics file."""
 
     location: str
-    header: Header
+    header: StatisticsHeader
 
 
 class Kind(ABC):
@@ -40,18 +40,18 @@ class Kind(ABC):
     name: str  # its name, as in a method's `needs_statistics`; stored tensors are called `name.KEY`
 
     @abstractmethod
-    def add_up(self, headers: Sequence[Header], hashes: Mapping[str, str]) -> dict[str, Any]:
+    def add_up(self, headers: Sequence[StatisticsHeader], hashes: Mapping[str, str]) -> dict[str, Any]:
         """Fields of the header of added files, given the hashes of the added tensors."""
 
     @abstractmethod
-    def read(self, header: Header, key: str, stored: Tensor, mean: Mean) -> Tensor:
+    def read(self, header: StatisticsHeader, key: str, stored: Tensor, mean: Mean) -> Tensor:
         """The statistic that the stored tensor `name.KEY` holds, which may be overwritten."""
 
     @abstractmethod
-    def summary(self, header: Header) -> str:
+    def summary(self, header: StatisticsHeader) -> str:
         """A phrase on the content of a file, empty if it has none of this kind."""
 
-    def problems(self, header: Header, specs: Mapping[str, TensorSpec]) -> Iterable[str]:
+    def problems(self, header: StatisticsHeader, specs: Mapping[str, TensorSpec]) -> Iterable[str]:
         """Disagreements between the header and the stored tensors."""
         return ()
 
@@ -67,7 +67,7 @@ class SumKind(Kind):
         self.name = name
         self._noun = noun or name
 
-    def info(self, header: Header) -> SumInfo | None:
+    def info(self, header: StatisticsHeader) -> SumInfo | None:
         """The header's record of this kind; None if the file has none."""
         return header.others.get(self.name)
 
@@ -75,7 +75,7 @@ class SumKind(Kind):
         """The header's fields for a record."""
         return {"others": {self.name: info}}
 
-    def add_up(self, headers: Sequence[Header], hashes: Mapping[str, str]) -> dict[str, Any]:
+    def add_up(self, headers: Sequence[StatisticsHeader], hashes: Mapping[str, str]) -> dict[str, Any]:
         """Counts add; the tensors of all files are listed."""
         infos = [i for h in headers if (i := self.info(h)) is not None]
         if not infos:
@@ -84,13 +84,13 @@ class SumKind(Kind):
         count = sum(i.count for i in infos)
         return self.fields(SumInfo(count=count, tensors=tensors, details=infos[0].details))
 
-    def read(self, header: Header, key: str, stored: Tensor, mean: Mean) -> Tensor:
+    def read(self, header: StatisticsHeader, key: str, stored: Tensor, mean: Mean) -> Tensor:
         """The mean over the count."""
         info = self.info(header)
         assert info is not None, "the tensor is listed"
         return stored.div_(max(info.count, 1))
 
-    def summary(self, header: Header) -> str:
+    def summary(self, header: StatisticsHeader) -> str:
         """For example: `the Fisher of 15 tensors (drawn labels)`."""
         info = self.info(header)
         if info is None or not info.tensors:
@@ -109,7 +109,7 @@ class SumKind(Kind):
 class _Fisher(SumKind):
     """The Fisher has fields of its own in the header."""
 
-    def info(self, header: Header) -> SumInfo | None:
+    def info(self, header: StatisticsHeader) -> SumInfo | None:
         if not header.fisher:
             return None
         return SumInfo(count=header.fisher_samples, tensors=header.fisher, details={"labels": header.fisher_labels})
@@ -150,7 +150,7 @@ class _Gram(Kind):
 
     name = "gram"
 
-    def add_up(self, headers: Sequence[Header], hashes: Mapping[str, str]) -> dict[str, Any]:
+    def add_up(self, headers: Sequence[StatisticsHeader], hashes: Mapping[str, str]) -> dict[str, Any]:
         grams: dict[str, GramInfo] = {}
         for key in {k: None for h in headers for k in h.grams}:
             found = [h.grams[key] for h in headers if key in h.grams]
@@ -170,17 +170,17 @@ class _Gram(Kind):
             "counts": counts,
         }
 
-    def read(self, header: Header, key: str, stored: Tensor, mean: Mean) -> Tensor:
+    def read(self, header: StatisticsHeader, key: str, stored: Tensor, mean: Mean) -> Tensor:
         info = header.grams[key]
         # an expert of a mixture: the mean is over all tokens that came to its router
         tokens = info.rows if info.stack is None else header.stacks[info.stack]
         divisor = {"token": tokens, "sample": header.samples, "sum": 1}[mean]
         return unpack(stored.div_(max(divisor, 1)), info.width)
 
-    def summary(self, header: Header) -> str:
+    def summary(self, header: StatisticsHeader) -> str:
         return f"{len(header.grams)} Gram matrices for {len(header.places)} tensors" if header.grams else ""
 
-    def problems(self, header: Header, specs: Mapping[str, TensorSpec]) -> Iterator[str]:
+    def problems(self, header: StatisticsHeader, specs: Mapping[str, TensorSpec]) -> Iterator[str]:
         for key, info in header.grams.items():
             spec, shape = specs.get(f"gram.{key}"), packed_shape(info.width, info.groups)
             if spec is not None and (spec.shape != shape or spec.dtype not in ("float32", "float64")):
@@ -202,7 +202,7 @@ class _Gram(Kind):
                 yield f"'{name}' shares its Gram with other layers in {other.location} than elsewhere"
 
 
-def _by_part(header: Header, name: str) -> dict[Part, str]:
+def _by_part(header: StatisticsHeader, name: str) -> dict[Part, str]:
     """Part of a stored tensor -> key of its Gram."""
     return {(p.expert, tuple(p.rows) if p.rows else None): p.gram for p in header.places.get(name, [])}
 

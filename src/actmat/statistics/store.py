@@ -20,7 +20,7 @@ from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.header import read_header
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import CheckpointError, StatisticsError
-from actmat.statistics.header import FILE_NAME, Header, content_hash, parse_header
+from actmat.statistics.header import FILE_NAME, StatisticsHeader, content_hash, parse_header
 from actmat.statistics.kinds import KINDS, Mean, get_kind
 
 __all__ = ["Mean", "Statistics", "open_statistics"]
@@ -118,7 +118,7 @@ def open_statistics(location: str | Path) -> Statistics:
     return Statistics(str(location), file)
 
 
-def _disagreements(header: Header, specs: Mapping[str, TensorSpec]) -> Iterator[str]:
+def _disagreements(header: StatisticsHeader, specs: Mapping[str, TensorSpec]) -> Iterator[str]:
     """Differences between the header and the stored tensors."""
     listed = header.tensor_hashes()
     yield from (f"tensor '{n}' is listed, but not stored" for n in listed if n not in specs)

@@ -8,7 +8,7 @@ from tests.helpers.interference import EPS32
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.linalg.interference.rule import Estimator, Filter, Rule
+from actmat.linalg.interference.rule import Estimator, Filter, InterferenceRule
 from actmat.linalg.interference.solver import finish, prepare, solve_lowrank, solve_lowrank_with_grams
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import Merged, get_method
@@ -27,17 +27,19 @@ def dense(deltas, rule, **given):
 
 
 RULES = {
-    "hard": Rule(),
-    "cut": Rule(spectral=Filter(rtol=0.05)),
-    "tikhonov": Rule(spectral=Filter("tikhonov"), null="sum"),
-    "exponential": Rule(Estimator(normalize="norm"), Filter("exponential", time=3.0), null="mean"),
-    "absolute": Rule(Estimator(normalize="norm"), Filter("exponential", time=3.0, time_is_absolute=True), null="sum"),
-    "adaptive": Rule(Estimator(normalize="norm"), Filter("adaptive"), null="sum"),
-    "centred": Rule(Estimator(centre=True), null="sum"),
-    "centred and powered": Rule(Estimator(centre=True, power=0.5)),
-    "powered": Rule(Estimator(power=0.5), Filter("tikhonov")),
-    "stacked": Rule(Estimator(centre=True), solver="stacked"),
-    "dual": Rule(solver="dual"),
+    "hard": InterferenceRule(),
+    "cut": InterferenceRule(spectral=Filter(rtol=0.05)),
+    "tikhonov": InterferenceRule(spectral=Filter("tikhonov"), null="sum"),
+    "exponential": InterferenceRule(Estimator(normalize="norm"), Filter("exponential", time=3.0), null="mean"),
+    "absolute": InterferenceRule(
+        Estimator(normalize="norm"), Filter("exponential", time=3.0, time_is_absolute=True), null="sum"
+    ),
+    "adaptive": InterferenceRule(Estimator(normalize="norm"), Filter("adaptive"), null="sum"),
+    "centred": InterferenceRule(Estimator(centre=True), null="sum"),
+    "centred and powered": InterferenceRule(Estimator(centre=True, power=0.5)),
+    "powered": InterferenceRule(Estimator(power=0.5), Filter("tikhonov")),
+    "stacked": InterferenceRule(Estimator(centre=True), solver="stacked"),
+    "dual": InterferenceRule(solver="dual"),
 }
 
 
@@ -58,26 +60,26 @@ def test_low_rank_equals_dense(name, shape):
 
 
 def test_cutoff_uses_the_inputs_of_the_layer_not_of_the_basis():
-    _, stats = solve_lowrank(adapters([2, 2], 10, 300), Rule())
+    _, stats = solve_lowrank(adapters([2, 2], 10, 300), InterferenceRule())
     assert stats["rtol"] == 300 * EPS32
 
 
 def test_float32_factors_come_back_in_float32_at_float32_accuracy():
     deltas = adapters([2, 3], 20, 30, dtype=torch.float32)
-    value, _ = solve_lowrank(deltas, Rule())
+    value, _ = solve_lowrank(deltas, InterferenceRule())
     assert value.b_OR.dtype == value.a_RI.dtype == torch.float32
-    exact, _ = solve_lowrank([d.to(torch.float64) for d in deltas], Rule())
+    exact, _ = solve_lowrank([d.to(torch.float64) for d in deltas], InterferenceRule())
     assert relative_error(value.dense(), exact.dense()) < 1e-6
 
 
 def test_independent_row_spaces_leave_no_interference():
     """Each expert is met on its own rows, `(D* - D_t) D_t^T = 0`, so that weights and normaliser do not matter."""
     deltas = adapters([2, 3, 4], 20, 30)
-    value, stats = solve_lowrank(deltas, Rule())
+    value, stats = solve_lowrank(deltas, InterferenceRule())
     assert stats["rank"] == 9
     for delta in deltas:
         assert relative_error(value.dense() @ delta.dense().T, delta.dense() @ delta.dense().T) < 1e-12
-    weighted, _ = solve_lowrank(deltas, Rule(Estimator(normalize="norm")), weights=[1.0, 5.0, 0.2])
+    weighted, _ = solve_lowrank(deltas, InterferenceRule(Estimator(normalize="norm")), weights=[1.0, 5.0, 0.2])
     assert relative_error(weighted.dense(), value.dense()) < 1e-12
 
 
@@ -91,8 +93,8 @@ def test_given_grams_with_low_rank_deltas(shape):
     deltas = adapters([2, 3], *shape)
     halves = random_deltas(2, 5, 12, seed=7)
     grams = [h.T @ h for h in halves]  # rank 5 + 5 of 12: S is singular
-    value, stats = solve_lowrank_with_grams(deltas, grams, Rule())
-    expected = dense(deltas, Rule(), grams=grams)
+    value, stats = solve_lowrank_with_grams(deltas, grams, InterferenceRule())
+    expected = dense(deltas, InterferenceRule(), grams=grams)
     assert relative_error(value.dense(), expected.value) < 1e-10
     assert value.rank <= 5
     assert stats["rank"] == expected.stats["rank"] == 10

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from actmat.linalg import krylov
 from actmat.linalg.interference import moments, spectral_solve
-from actmat.linalg.interference.rule import FLOAT32_EPS, Filter, Rule
+from actmat.linalg.interference.rule import FLOAT32_EPS, Filter, InterferenceRule
 from actmat.linalg.interference.solver import finish, prepare
 
 ROWS, WIDTH, EXPERTS = 300, 560, 2
@@ -41,7 +41,7 @@ def naive(deltas: list[Tensor], rtol: float = WIDTH * FLOAT32_EPS) -> Tensor:
 @pytest.mark.parametrize("power", [1.5, 3.0])
 def test_float64_answer_is_the_naive_formula(power: float) -> None:
     deltas = experts(power)
-    value, stats = finish(prepare(deltas, Rule()), Rule())
+    value, stats = finish(prepare(deltas, InterferenceRule()), InterferenceRule())
     assert stats["solver"] == "primal/lanczos"
     assert 0 < int(stats["rank"]) <= int(stats["basis"]) < WIDTH / 2
     assert relative_error(value, naive(deltas)) < F64_ORACLE
@@ -52,15 +52,15 @@ def test_float32_answer_is_as_near_to_float64_as_that_of_the_whole_spectrum(scal
     """Deltas of 1e-42 are denormal numbers of float32: their rounding is a flat spectrum above the cut-off."""
     deltas = [(d * scale).float() for d in experts(1.5)]
     exact = naive([d.double() / scale for d in deltas])
-    part, stats = finish(prepare(deltas, Rule()), Rule())
-    full, full_stats = finish(prepare(deltas, Rule(solver="eigh")), Rule(solver="eigh"))
+    part, stats = finish(prepare(deltas, InterferenceRule()), InterferenceRule())
+    full, full_stats = finish(prepare(deltas, InterferenceRule(solver="eigh")), InterferenceRule(solver="eigh"))
     assert (stats["solver"], full_stats["solver"]) == (f"primal/{solver}", "primal/eigh")
     assert stats["rank"] == full_stats["rank"]
     assert relative_error(part.double() / scale, exact) <= 1.01 * relative_error(full.double() / scale, exact)
 
 
 def test_the_dual_form_takes_a_part_too() -> None:
-    rule = Rule(solver="auto", spectral=Filter(rtol=DUAL_RTOL))
+    rule = InterferenceRule(solver="auto", spectral=Filter(rtol=DUAL_RTOL))
     deltas = [d[:200] for d in experts(1.5)]
     value, stats = finish(prepare(deltas, rule), rule)
     assert stats["solver"] == "dual/lanczos"
@@ -73,7 +73,7 @@ def test_filters_that_cut_and_fills_agree_with_the_whole_spectrum(kind: str, nul
     deltas, base = experts(1.5), torch.ones(ROWS, WIDTH, dtype=torch.float64)
     answers = []
     for solver in ("auto", "eigh"):
-        rule = Rule(spectral=Filter(kind), null=null, solver=solver)
+        rule = InterferenceRule(spectral=Filter(kind), null=null, solver=solver)
         answers.append(finish(prepare(deltas, rule), rule, base=base))
     assert [stats["solver"] for _, stats in answers] == ["primal/lanczos", "primal/eigh"]
     assert answers[0][1]["rank"] == answers[1][1]["rank"]
@@ -82,7 +82,7 @@ def test_filters_that_cut_and_fills_agree_with_the_whole_spectrum(kind: str, nul
 
 def test_a_refusal_is_on_the_record_and_costs_no_accuracy() -> None:
     deltas = experts(1.0)
-    value, stats = finish(prepare(deltas, Rule()), Rule())
+    value, stats = finish(prepare(deltas, InterferenceRule()), InterferenceRule())
     assert stats["solver"] == "primal/eigh"
     assert stats["no_lanczos"] == "would need a basis of more than 280 vectors"
     assert relative_error(value, naive(deltas)) < F64_ORACLE
@@ -94,7 +94,7 @@ def test_a_proof_that_fails_late_spares_the_look(monkeypatch: pytest.MonkeyPatch
     values[-1] = 0.0
     deltas = [with_spectrum(WIDTH, WIDTH, values, seed=1)]
     monkeypatch.setattr(krylov, "_Basis", None)
-    stats = finish(prepare(deltas, Rule()), Rule())[1]
+    stats = finish(prepare(deltas, InterferenceRule()), InterferenceRule())[1]
     assert stats["solver"] == "primal/eigh"
     assert stats["rank"] == WIDTH - 1
     reason, least = str(stats["no_lanczos"]), WIDTH // spectral_solve.LEADING_PART
@@ -103,20 +103,24 @@ def test_a_proof_that_fails_late_spares_the_look(monkeypatch: pytest.MonkeyPatch
 
 def test_small_matrices_and_other_filters_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     deltas = experts(1.5)
-    for rule in (Rule(spectral=Filter("exponential")), Rule(solver="eigh")):
+    for rule in (InterferenceRule(spectral=Filter("exponential")), InterferenceRule(solver="eigh")):
         assert finish(prepare(deltas, rule), rule)[1].keys().isdisjoint({"no_lanczos", "basis"})
     monkeypatch.setattr(moments, "SMALLEST", WIDTH + 1)
-    stats = finish(prepare(deltas, Rule()), Rule())[1]
+    stats = finish(prepare(deltas, InterferenceRule()), InterferenceRule())[1]
     assert stats["solver"] == "primal/eigh"
     assert "no_lanczos" not in stats
 
 
 def test_rules_that_share_sums_share_the_part_if_it_is_enough() -> None:
     deltas = experts(1.5)
-    low, high = (Rule(spectral=Filter(rtol=rtol)) for rtol in (1e-4, 1e-2))
+    low, high = (InterferenceRule(spectral=Filter(rtol=rtol)) for rtol in (1e-4, 1e-2))
     state = prepare(deltas, low)
     ranks = []
-    for rule, solver in ((low, "lanczos"), (high, "lanczos"), (Rule(spectral=Filter("exponential")), "eigh")):
+    for rule, solver in (
+        (low, "lanczos"),
+        (high, "lanczos"),
+        (InterferenceRule(spectral=Filter("exponential")), "eigh"),
+    ):
         value, stats = finish(state, rule)
         alone, _ = finish(prepare(deltas, rule), rule)
         assert stats["solver"] == f"primal/{solver}"

@@ -9,26 +9,26 @@ from tests.tolerances import F32_SOLVE, relative_error
 from torch import Tensor
 
 from actmat.errors import NumericalError
-from actmat.linalg.interference.rule import Estimator, Filter, Rule
+from actmat.linalg.interference.rule import Estimator, Filter, InterferenceRule
 from actmat.linalg.interference.solver import finish, prepare
 from actmat.linalg.lowrank import LowRank
 from actmat.linalg.scaling import exponent_of, scaled
 from actmat.methods import get_method
 
 RULES = {
-    "hard": Rule(),
-    "ridge": Rule(spectral=Filter("tikhonov"), null="mean"),
-    "flow": Rule(spectral=Filter("exponential"), null="sum"),
-    "power": Rule(Estimator(power=0.5)),
-    "normalised": Rule(Estimator(normalize="norm"), null="sum"),
-    "normalised power": Rule(Estimator(power=0.5, normalize="norm")),
-    "centred": Rule(Estimator(centre=True)),
-    "stacked": Rule(solver="stacked"),
-    "dual": Rule(solver="dual"),
+    "hard": InterferenceRule(),
+    "ridge": InterferenceRule(spectral=Filter("tikhonov"), null="mean"),
+    "flow": InterferenceRule(spectral=Filter("exponential"), null="sum"),
+    "power": InterferenceRule(Estimator(power=0.5)),
+    "normalised": InterferenceRule(Estimator(normalize="norm"), null="sum"),
+    "normalised power": InterferenceRule(Estimator(power=0.5, normalize="norm")),
+    "centred": InterferenceRule(Estimator(centre=True)),
+    "stacked": InterferenceRule(solver="stacked"),
+    "dual": InterferenceRule(solver="dual"),
 }
 
 
-def merged(deltas: list[Tensor], rule: Rule) -> tuple[Tensor, dict[str, float | int | str | bool]]:
+def merged(deltas: list[Tensor], rule: InterferenceRule) -> tuple[Tensor, dict[str, float | int | str | bool]]:
     return finish(prepare(deltas, rule), rule)
 
 
@@ -39,7 +39,9 @@ def near(found: object, expected: object) -> bool:
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("exponent", [-100, -50, 40, 60])
 @pytest.mark.parametrize("shape", [(3, 9, 6), (2, 3, 12)], ids=["tall", "few rows"])
-def test_value_and_record_are_those_of_float64(rule: Rule, exponent: int, shape: tuple[int, int, int]) -> None:
+def test_value_and_record_are_those_of_float64(
+    rule: InterferenceRule, exponent: int, shape: tuple[int, int, int]
+) -> None:
     """Records are in the units of the deltas."""
     deltas = [scaled(d.float(), exponent) for d in random_deltas(*shape)]
     value, stats = merged(deltas, rule)
@@ -51,7 +53,7 @@ def test_value_and_record_are_those_of_float64(rule: Rule, exponent: int, shape:
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("exponents", [(-50, 0, -60), (0, -50, 50), (-100, -98, -102)])
-def test_experts_and_batch_items_of_different_sizes(rule: Rule, exponents: tuple[int, ...]) -> None:
+def test_experts_and_batch_items_of_different_sizes(rule: InterferenceRule, exponents: tuple[int, ...]) -> None:
     """Sums are rescaled when a larger expert comes; each item of a batch has a size of its own."""
     items = [random_deltas(3, 9, 6, seed=s) for s in (1, 2)]
     first = [scaled(d.float(), e) for d, e in zip(items[0], exponents, strict=True)]

@@ -13,7 +13,7 @@ from tests.tolerances import relative_error
 
 from actmat.errors import NumericalError, StatisticsError
 from actmat.linalg.interference import solver as interference
-from actmat.linalg.interference.rule import Estimator, Filter, Rule
+from actmat.linalg.interference.rule import Estimator, Filter, InterferenceRule
 from actmat.linalg.interference.solver import finish, prepare
 from actmat.methods import Merged
 
@@ -48,7 +48,7 @@ def test_every_form_equals_the_naive_formula(shape, solver, name, null):
         response=None if response is None else lambda values: response(values, trace / shape[2]),
         fill=fill,
     )
-    found = solve(deltas, Rule(spectral=spectral, null=null, solver=solver), weights=weights)
+    found = solve(deltas, InterferenceRule(spectral=spectral, null=null, solver=solver), weights=weights)
     assert relative_error(found.value, expected) < 1e-11
 
 
@@ -59,7 +59,7 @@ def test_estimators_in_every_form(estimator, solver, shape):
     deltas = random_deltas(*shape)
     factors = [estimator.factor(d)[0] for d in deltas]
     grams = [f.T @ f * estimator.weight(float(d.norm() ** 2)) for f, d in zip(factors, deltas, strict=True)]
-    found = solve(deltas, Rule(estimator, solver=solver))
+    found = solve(deltas, InterferenceRule(estimator, solver=solver))
     assert relative_error(found.value, naive(deltas, grams)) < 1e-11
 
 
@@ -71,7 +71,7 @@ def test_cutoff_means_the_same_in_every_form_and_dtype(solver, dtype):
     relative_eigenvalues = torch.logspace(0, -8, 24, dtype=torch.float64)
     rank = int((relative_eigenvalues > 24 * EPS32).sum())
     assert 0 < rank < 24
-    stats = solve(deltas, Rule(solver=solver)).stats
+    stats = solve(deltas, InterferenceRule(solver=solver)).stats
     assert stats["rank"] == rank
     assert stats["rtol"] == 24 * EPS32
     assert stats["cutoff"] == pytest.approx(4 * 24 * EPS32, rel=1e-3)
@@ -79,17 +79,17 @@ def test_cutoff_means_the_same_in_every_form_and_dtype(solver, dtype):
 
 def test_given_cutoff_moves_the_rank():
     deltas = shared_rows(4, 24, 1e-4)
-    ranks = [solve(deltas, Rule(spectral=Filter(rtol=r))).stats["rank"] for r in (0.0, 1e-6, 1e-3, 0.9)]
+    ranks = [solve(deltas, InterferenceRule(spectral=Filter(rtol=r))).stats["rank"] for r in (0.0, 1e-6, 1e-3, 0.9)]
     assert ranks == [24, 18, 9, 1]
 
 
 def test_the_certified_solve_is_taken_only_where_the_cutoff_does_nothing():
     flat, steep = shared_rows(3, 16, 0.1), shared_rows(3, 16, 1e-4)
     for deltas, solver in ((flat, "primal/cholesky"), (steep, "primal/eigh")):
-        rule = Rule()
+        rule = InterferenceRule()
         found = solve(deltas, rule)
         assert found.stats["solver"] == solver
-        assert relative_error(found.value, solve(deltas, Rule(solver="eigh")).value) < 1e-9
+        assert relative_error(found.value, solve(deltas, InterferenceRule(solver="eigh")).value) < 1e-9
 
 
 def test_accuracy_of_the_forms_on_a_steep_spectrum():
@@ -97,9 +97,9 @@ def test_accuracy_of_the_forms_on_a_steep_spectrum():
     errors: dict[str, list[float]] = {"eigh": [], "stacked": []}
     for seed in range(10):
         deltas = [d.float() for d in shared_rows(3, 16, 5e-3, seed)]
-        expected = solve([d.double() for d in deltas], Rule(spectral=Filter(rtol=0.0))).value
+        expected = solve([d.double() for d in deltas], InterferenceRule(spectral=Filter(rtol=0.0))).value
         for solver, found in errors.items():
-            found.append(relative_error(solve(deltas, Rule(solver=solver)).value, expected))
+            found.append(relative_error(solve(deltas, InterferenceRule(solver=solver)).value, expected))
     assert max(errors["eigh"]) < EPS32 / 5e-3**2
     assert sum(errors["stacked"]) < sum(errors["eigh"]) / 3
 
@@ -110,14 +110,14 @@ def test_sides_of_panels(shape, monkeypatch):
     monkeypatch.setattr("actmat.linalg.interference.spectral_solve.PANEL_ROWS", 256)
     deltas = random_deltas(2, *shape)
     expected = naive(deltas, self_grams(deltas), fill=sum(deltas))
-    found = solve(deltas, Rule(null="sum", solver="eigh"))
+    found = solve(deltas, InterferenceRule(null="sum", solver="eigh"))
     assert relative_error(found.value, expected) < 1e-10
 
 
 @pytest.mark.parametrize("null", ["zero", "sum"])
 @pytest.mark.parametrize("shape", [(6, 8), (3, 40), (20, 8)])
 def test_batches_are_independent_problems(shape, null):
-    rule = Rule(Estimator(normalize="norm"), null=null)
+    rule = InterferenceRule(Estimator(normalize="norm"), null=null)
     deltas = random_deltas(3, 2, 2, *shape)
     deltas[1][0, 1] = 0.0
     found = solve(deltas, rule)
@@ -130,7 +130,7 @@ def test_stacking_blocks_of_one_input_pools_their_second_moment():
     """q, k and v: K_t is the sum of the three blocks' Grams, and each block is solved with it."""
     blocks = [random_deltas(3, rows, 10, seed=rows) for rows in (8, 4, 5)]
     pooled = [sum(b[t].T @ b[t] for b in blocks) for t in range(3)]
-    found = solve([torch.cat(parts) for parts in zip(*blocks, strict=True)], Rule()).value.split([8, 4, 5])
+    found = solve([torch.cat(parts) for parts in zip(*blocks, strict=True)], InterferenceRule()).value.split([8, 4, 5])
     for block, merged in zip(blocks, found, strict=True):
         assert relative_error(merged, naive(block, pooled)) < 1e-12
 
@@ -139,8 +139,8 @@ def test_stacking_blocks_of_one_input_pools_their_second_moment():
 def test_one_pass_and_no_mutation(solver):
     deltas = [d.mT for d in random_deltas(3, 9, 5)]  # not contiguous
     before = [d.clone() for d in deltas]
-    once = solve(OnePass(deltas), Rule(solver=solver, null="sum")).value
-    assert torch.equal(once, solve(deltas, Rule(solver=solver, null="sum")).value)
+    once = solve(OnePass(deltas), InterferenceRule(solver=solver, null="sum")).value
+    assert torch.equal(once, solve(deltas, InterferenceRule(solver=solver, null="sum")).value)
     assert all(torch.equal(a, b) for a, b in zip(deltas, before, strict=True))
 
 
@@ -150,11 +150,11 @@ def test_finish_leaves_the_state_for_the_next_variant_and_decomposes_once(monkey
     monkeypatch.setattr(torch.linalg, "eigh", lambda m: (calls.append(1), real(m))[1])
     deltas = shared_rows(3, 12, 1e-5)
     variants = [
-        Rule(null="sum"),
-        Rule(null="mean", spectral=Filter(rtol=1e-3)),
-        Rule(null="sum", spectral=Filter("adaptive")),
-        Rule(null="sum", spectral=Filter("exponential", time=2.0)),
-        Rule(null="sum", spectral=Filter("tikhonov")),
+        InterferenceRule(null="sum"),
+        InterferenceRule(null="mean", spectral=Filter(rtol=1e-3)),
+        InterferenceRule(null="sum", spectral=Filter("adaptive")),
+        InterferenceRule(null="sum", spectral=Filter("exponential", time=2.0)),
+        InterferenceRule(null="sum", spectral=Filter("tikhonov")),
     ]
     assert len({v.moments_key() for v in variants}) == 1
     state = prepare(deltas, variants[0])
@@ -175,7 +175,7 @@ def test_retries_are_recorded(monkeypatch):
         return real(matrix)
 
     monkeypatch.setattr(torch.linalg, "eigh", once)
-    stats = solve([d.float() for d in shared_rows(2, 8, 1e-5)], Rule()).stats
+    stats = solve([d.float() for d in shared_rows(2, 8, 1e-5)], InterferenceRule()).stats
     assert calls == [torch.float64, torch.float64]  # the solver decomposes in float64 from the start
     assert stats["retries"] == "jitter"
 
@@ -184,7 +184,7 @@ def test_retries_are_recorded(monkeypatch):
 @pytest.mark.parametrize("name", ["hard", "tikhonov", "exponential", "adaptive"])
 @pytest.mark.parametrize("null", ["zero", "sum"])
 def test_zero_deltas_give_exact_zeros(solver, name, null):
-    rule = Rule(Estimator(normalize="norm"), Filter(name), null, solver)
+    rule = InterferenceRule(Estimator(normalize="norm"), Filter(name), null, solver)
     found = solve([torch.zeros(3, 8)] * 2, rule)
     assert torch.equal(found.value, torch.zeros(3, 8))
     assert found.stats["norm"] == 0
@@ -193,27 +193,27 @@ def test_zero_deltas_give_exact_zeros(solver, name, null):
 def test_scale_of_all_estimates_changes_nothing():
     deltas = random_deltas(3, 6, 9)
     for spectral in (Filter(), Filter("tikhonov"), Filter("exponential"), Filter("adaptive")):
-        rule = Rule(spectral=spectral, null="mean")
+        rule = InterferenceRule(spectral=spectral, null="mean")
         scaled = solve(deltas, rule, weights=[7.0, 7.0, 7.0]).value
         assert relative_error(scaled, solve(deltas, rule).value) < 1e-12
 
 
 def test_weight_zero_leaves_an_expert_out():
     deltas = random_deltas(3, 6, 5)
-    kept = solve(deltas[:2], Rule(null="mean")).value
-    assert relative_error(solve(deltas, Rule(null="mean"), weights=[1, 1, 0]).value, kept) < 1e-12
+    kept = solve(deltas[:2], InterferenceRule(null="mean")).value
+    assert relative_error(solve(deltas, InterferenceRule(null="mean"), weights=[1, 1, 0]).value, kept) < 1e-12
 
 
 def test_tiny_ridge_on_a_singular_matrix_is_still_that_ridge():
     """In float32 the ridge is below the rounding of S: float64 or the spectrum takes over, the formula stays."""
     deltas = [d.float() for d in random_deltas(1, 3, 8)]
-    found = solve(deltas, Rule(spectral=Filter("tikhonov", ridge=1e-12)))
+    found = solve(deltas, InterferenceRule(spectral=Filter("tikhonov", ridge=1e-12)))
     assert relative_error(found.value, deltas[0]) < 1e-3
 
 
 def test_record_of_a_tensor():
     deltas = random_deltas(2, 6, 5)
-    stats = solve(deltas, Rule(solver="eigh")).stats
+    stats = solve(deltas, InterferenceRule(solver="eigh")).stats
     values = torch.linalg.eigvalsh(sum(self_grams(deltas)))
     assert stats["rank"] == 5
     assert stats["cutoff"] == pytest.approx(5 * EPS32 * float(values[-1]))
@@ -223,7 +223,7 @@ def test_record_of_a_tensor():
 
 def test_record_of_a_batch_gives_the_extremes():
     steep, flat = shared_rows(2, 8, 1e-5), shared_rows(2, 8, 0.5)
-    stats = solve([torch.stack(pair) for pair in zip(steep, flat, strict=True)], Rule()).stats
+    stats = solve([torch.stack(pair) for pair in zip(steep, flat, strict=True)], InterferenceRule()).stats
     assert stats["rank"] < stats["rank_max"] == 8
     assert stats["solver"] == "primal/cholesky | primal/eigh"
 
@@ -235,54 +235,54 @@ class TestGivenGrams:
     def test_shrunk_off_diagonals(self):
         deltas, grams = random_deltas(3, 4, 6), self.grams(3, 6)
         shrunk = [0.8 * g + 0.2 * torch.diag(g.diagonal()) for g in grams]
-        found = solve(deltas, Rule(off_diagonal=0.8), grams=grams)
+        found = solve(deltas, InterferenceRule(off_diagonal=0.8), grams=grams)
         assert relative_error(found.value, naive(deltas, shrunk)) < 1e-11
 
     def test_per_trace(self):
         deltas, grams = random_deltas(3, 4, 6), self.grams(3, 6)
-        found = solve(deltas, Rule(per_trace=True), grams=grams)
+        found = solve(deltas, InterferenceRule(per_trace=True), grams=grams)
         assert relative_error(found.value, naive(deltas, [g / g.trace() for g in grams])) < 1e-11
 
     def test_one_gram_serves_a_batch_or_one_each(self):
         deltas, grams = random_deltas(2, 3, 4, 6), self.grams(2, 6)
-        shared = solve(deltas, Rule(), grams=grams).value
-        each = solve(deltas, Rule(), grams=[g.expand(3, 6, 6) for g in grams]).value
+        shared = solve(deltas, InterferenceRule(), grams=grams).value
+        each = solve(deltas, InterferenceRule(), grams=[g.expand(3, 6, 6) for g in grams]).value
         assert torch.equal(shared, each)
 
     @pytest.mark.parametrize("shape", [(5, 5), (6,), (2, 6, 6)])
     def test_wrong_shapes_are_refused(self, shape):
         with pytest.raises(StatisticsError, match=r"\(6, 6\)"):
-            prepare(random_deltas(1, 4, 6), Rule(), grams=[torch.ones(shape)])
+            prepare(random_deltas(1, 4, 6), InterferenceRule(), grams=[torch.ones(shape)])
 
     def test_wrong_number_is_refused(self):
         with pytest.raises(StatisticsError, match="one Gram matrix per expert"):
-            prepare(random_deltas(2, 4, 6), Rule(), grams=self.grams(1, 6))
+            prepare(random_deltas(2, 4, 6), InterferenceRule(), grams=self.grams(1, 6))
 
 
 class TestRefusals:
     @pytest.mark.parametrize("weights", [[1.0], [1.0, -1.0], [1.0, float("nan")]])
     def test_weights(self, weights):
         with pytest.raises(ValueError, match="weight"):
-            prepare(random_deltas(2, 3, 3), Rule(), weights=weights)
+            prepare(random_deltas(2, 3, 3), InterferenceRule(), weights=weights)
 
     def test_no_experts(self):
         with pytest.raises(ValueError, match="at least one expert"):
-            prepare([], Rule())
+            prepare([], InterferenceRule())
 
     def test_mean_of_weightless_experts(self):
         with pytest.raises(ValueError, match="sum of the weights"):
-            solve(random_deltas(2, 3, 3), Rule(null="mean"), weights=[0.0, 0.0])
+            solve(random_deltas(2, 3, 3), InterferenceRule(null="mean"), weights=[0.0, 0.0])
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
     def test_values_that_are_not_finite(self, bad):
         deltas = random_deltas(2, 3, 3)
         deltas[1][0, 0] = bad
         with pytest.raises(NumericalError, match="expert 1"):
-            prepare(deltas, Rule())
+            prepare(deltas, InterferenceRule())
 
     def test_overflow_is_an_error(self):
         with pytest.raises(NumericalError):
-            solve([torch.tensor([[3e38, 3e38]]), torch.tensor([[3e38, -3e38]])], Rule())
+            solve([torch.tensor([[3e38, 3e38]]), torch.tensor([[3e38, -3e38]])], InterferenceRule())
 
 
 def test_state_can_be_prepared_for_a_compressed_basis():
@@ -290,8 +290,8 @@ def test_state_can_be_prepared_for_a_compressed_basis():
     wide = random_deltas(2, 3, 40)
     basis = torch.linalg.qr(torch.cat(wide).T).Q
     small = [d @ basis for d in wide]
-    rule = Rule(spectral=Filter("tikhonov"), null="sum")
+    rule = InterferenceRule(spectral=Filter("tikhonov"), null="sum")
     state = interference.prepare(small, rule, width=40)
     assert relative_error(finish(state, rule)[0] @ basis.T, solve(wide, rule).value) < 1e-12
-    hard = finish(interference.prepare(small, Rule(), width=40), Rule())[1]
+    hard = finish(interference.prepare(small, InterferenceRule(), width=40), InterferenceRule())[1]
     assert hard["rtol"] == 40 * EPS32

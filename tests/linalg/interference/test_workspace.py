@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from actmat.linalg import krylov
 from actmat.linalg.interference import moments
 from actmat.linalg.interference.cost import workspace
-from actmat.linalg.interference.rule import Estimator, Filter, Rule
+from actmat.linalg.interference.rule import Estimator, Filter, InterferenceRule
 from actmat.linalg.interference.solver import finish, prepare
 
 
@@ -43,18 +43,18 @@ class Peak(TorchDispatchMode):
 
 
 CASES = {
-    "eigh": (Rule(solver="eigh"), (3, 96, 64)),
-    "eigh, wide": (Rule(solver="eigh"), (3, 48, 200)),
-    "hard": (Rule(), (3, 64, 64)),
-    "hard, tall": (Rule(), (3, 400, 64)),
-    "ridge": (Rule(spectral=Filter("tikhonov")), (3, 64, 64)),
-    "filled": (Rule(null="sum"), (3, 128, 64)),
-    "dual": (Rule(), (2, 16, 128)),
-    "stacked": (Rule(solver="stacked"), (2, 64, 64)),
-    "trimmed": (Rule(Estimator(trim=0.5)), (2, 256, 64)),
-    "very tall": (Rule(), (2, 3000, 16)),
-    "normalised": (Rule(Estimator(normalize="norm")), (2, 3000, 16)),
-    "normalised, dual": (Rule(Estimator(normalize="norm")), (2, 16, 128)),
+    "eigh": (InterferenceRule(solver="eigh"), (3, 96, 64)),
+    "eigh, wide": (InterferenceRule(solver="eigh"), (3, 48, 200)),
+    "hard": (InterferenceRule(), (3, 64, 64)),
+    "hard, tall": (InterferenceRule(), (3, 400, 64)),
+    "ridge": (InterferenceRule(spectral=Filter("tikhonov")), (3, 64, 64)),
+    "filled": (InterferenceRule(null="sum"), (3, 128, 64)),
+    "dual": (InterferenceRule(), (2, 16, 128)),
+    "stacked": (InterferenceRule(solver="stacked"), (2, 64, 64)),
+    "trimmed": (InterferenceRule(Estimator(trim=0.5)), (2, 256, 64)),
+    "very tall": (InterferenceRule(), (2, 3000, 16)),
+    "normalised": (InterferenceRule(Estimator(normalize="norm")), (2, 3000, 16)),
+    "normalised, dual": (InterferenceRule(Estimator(normalize="norm")), (2, 16, 128)),
 }
 
 
@@ -76,7 +76,7 @@ def test_a_part_of_the_spectrum_takes_no_more_than_the_whole(monkeypatch):
     monkeypatch.setattr(krylov, "BLOCK", 8)
     monkeypatch.setattr(moments, "SMALLEST", 64)
     values = torch.arange(1, 301, dtype=torch.float64).pow(-1.5)
-    deltas, rule = [with_spectrum(300, 560, values, seed=t).float() for t in range(2)], Rule()
+    deltas, rule = [with_spectrum(300, 560, values, seed=t).float() for t in range(2)], InterferenceRule()
     with Peak() as seen:
         _, stats = finish(prepare(deltas, rule), rule, consume=True)
     assert stats["solver"] == "primal/lanczos"
@@ -87,7 +87,7 @@ def test_a_part_of_the_spectrum_takes_no_more_than_the_whole(monkeypatch):
 @pytest.mark.parametrize("name", [*CASES, "hard, very tall"])
 def test_deltas_far_from_one_take_two_copies_of_a_delta_more(name, sizes):
     """They are brought near 1, which headers do not show; if counted, all other plans would be far too high."""
-    rule, (n_experts, *shape) = (CASES | {"hard, very tall": (Rule(), (3, 20000, 16))})[name]
+    rule, (n_experts, *shape) = (CASES | {"hard, very tall": (InterferenceRule(), (3, 20000, 16))})[name]
     deltas = [sizes[t % len(sizes)] * d.float() for t, d in enumerate(random_deltas(n_experts, *shape))]
     with Peak() as seen:
         state = prepare(deltas, rule)
@@ -97,10 +97,10 @@ def test_deltas_far_from_one_take_two_copies_of_a_delta_more(name, sizes):
 
 
 def test_peak_does_not_grow_with_the_number_of_experts():
-    assert workspace((64, 64), 3, Rule()) == workspace((64, 64), 30, Rule())
+    assert workspace((64, 64), 3, InterferenceRule()) == workspace((64, 64), 30, InterferenceRule())
     peaks = []
     for count in (2, 8):
-        deltas, rule = OnePass([d.float() for d in random_deltas(count, 64, 64)]), Rule(solver="eigh")
+        deltas, rule = OnePass([d.float() for d in random_deltas(count, 64, 64)]), InterferenceRule(solver="eigh")
         with Peak() as seen:
             finish(prepare(deltas, rule), rule, consume=True)
         peaks.append(seen.peak)
@@ -109,7 +109,7 @@ def test_peak_does_not_grow_with_the_number_of_experts():
 
 def test_batches_are_solved_one_at_a_time():
     """Beside what must be kept of every item (B and S), one item's solve, not eight."""
-    rule = Rule(solver="eigh")
+    rule = InterferenceRule(solver="eigh")
     one, eight = workspace((32, 32), 2, rule), workspace((8, 32, 32), 2, rule)
     assert eight - one == 7 * 2 * 32 * 32
     deltas = [torch.stack([d.float()] * 8) for d in shared_rows(2, 32, 1e-5)]
@@ -120,11 +120,15 @@ def test_batches_are_solved_one_at_a_time():
 
 def test_given_grams_take_the_primal_form_whatever_the_shape():
     wide = (4, 128)
-    assert workspace(wide, 2, Rule(), has_grams=True) >= 4 * 128 * 128
-    assert workspace(wide, 2, Rule()) < 128 * 128
+    assert workspace(wide, 2, InterferenceRule(), has_grams=True) >= 4 * 128 * 128
+    assert workspace(wide, 2, InterferenceRule()) < 128 * 128
 
 
-@pytest.mark.parametrize("rule", [Rule(), Rule(solver="dual"), Rule(null="sum")], ids=["primal", "dual", "filled"])
+@pytest.mark.parametrize(
+    "rule",
+    [InterferenceRule(), InterferenceRule(solver="dual"), InterferenceRule(null="sum")],
+    ids=["primal", "dual", "filled"],
+)
 def test_a_spent_problem_frees_its_gram_matrix_and_the_answer_stays(rule):
     deltas = [d.float() for d in random_deltas(2, 48, 64)]
     kept = finish(prepare(deltas, rule), rule)
@@ -162,6 +166,6 @@ def test_nothing_of_a_delta_is_alive_when_the_sums_are_finished(monkeypatch):
             return reduced(self)
 
         monkeypatch.setattr(kind, "reduced", watched)
-    prepare(read, Rule())
-    prepare(read, Rule(solver="eigh"))
+    prepare(read, InterferenceRule())
+    prepare(read, InterferenceRule(solver="eigh"))
     assert seen == [[None] * 2, [None] * 4]

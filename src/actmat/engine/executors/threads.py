@@ -19,7 +19,7 @@ from typing import Any
 
 from actmat.engine.devices import open_devices
 from actmat.engine.inputs import Inputs
-from actmat.engine.memory import Budget
+from actmat.engine.memory import MemoryBudget
 from actmat.engine.observer import SinkSource
 from actmat.engine.resources import Resources, one_thread
 from actmat.engine.session import Session, SessionSpec, UnitResult
@@ -79,7 +79,7 @@ class ThreadExecutor:
         here = [u for u in units if not (u.device_bytes and devices)]
         moved = [u for u in units if u.device_bytes and devices]
         spec = dataclasses.replace(spec, room=room_for(here, self._resources))
-        run = _Run(Budget(self._resources.memory), lambda: self._session(spec))
+        run = _Run(MemoryBudget(self._resources.memory), lambda: self._session(spec))
         with one_thread(), self._pools() as (on_host, on_device):
             running = {on_host.submit(run.merge, here, n, workers) for n in range(len(here))}
             running |= {on_device.submit(run.merge, moved, n, devices) for n in range(len(moved))}
@@ -127,7 +127,7 @@ class _Run:
         session: of the thread that asks.
     """
 
-    def __init__(self, budget: Budget, session: Callable[[], Session]) -> None:
+    def __init__(self, budget: MemoryBudget, session: Callable[[], Session]) -> None:
         self.budget = budget
         self._session = session
         self.stopped, self._failed = threading.Event(), threading.Event()

@@ -17,11 +17,11 @@ from actmat.engine.kernels import combine, copy, dense, extracted, factored, poo
 from actmat.engine.task import Record, Task
 from actmat.planning.item import Kernel
 
-__all__ = ["KERNELS", "Run"]
+__all__ = ["KERNELS", "KernelRun"]
 
-Run = Callable[[Sequence[Task], Any], list[Record]]
+KernelRun = Callable[[Sequence[Task], Any], list[Record]]
 
-KERNELS: Mapping[Kernel, Run] = {
+KERNELS: Mapping[Kernel, KernelRun] = {
     "copy": copy.run,
     "dense": dense.run,
     "combine": combine.run,

@@ -15,7 +15,7 @@ from actmat.engine.calls import apply_method, narrowed
 from actmat.engine.deltas import Deltas
 from actmat.engine.kernels.factored import merged_by_factors
 from actmat.engine.kernels.regions import BaseEntries, by_regions, context_of
-from actmat.engine.observer import Merged
+from actmat.engine.observer import ObservedMerge
 from actmat.engine.reader import TensorReader
 from actmat.engine.task import Record, Task
 from actmat.planning.regions import Region
@@ -71,7 +71,7 @@ def _merge_group(
         if task.observer is not None:
             assert isinstance(base_raw, Tensor), "an observer is given everything whole"
             stages = context.first_stages(task)
-            task.observer.region(Merged(region, deltas, factors, base_raw, value, stages, task.stats))
+            task.observer.region(ObservedMerge(region, deltas, factors, base_raw, value, stages, task.stats))
         moved = deltas.changed if isinstance(deltas, Deltas) else bool(changed)
         moved = moved or task.method.moves_base(task.call.options)
         task.output.take(region, base_raw, value if moved else None, reader)

@@ -30,7 +30,7 @@ from actmat.engine.calls import (
     stacked,
 )
 from actmat.engine.kernels.regions import BaseEntries, adapter_record, by_regions
-from actmat.engine.observer import Merged
+from actmat.engine.observer import ObservedMerge
 from actmat.engine.reader import AdapterReader, TensorReader
 from actmat.engine.task import Record, Task, join_stats
 from actmat.layout.types import Role, TensorLayout
@@ -58,7 +58,7 @@ def _merge_tensor(tasks: Sequence[Task], region: Region, base_raw: BaseEntries, 
         factors, value = merged_by_factors(task, region, reader)
         if task.observer is not None:
             assert isinstance(base_raw, Tensor), "an observer is given everything whole"
-            task.observer.region(Merged(region, (), factors, base_raw, value, {}, task.stats))
+            task.observer.region(ObservedMerge(region, (), factors, base_raw, value, {}, task.stats))
         task.output.take(region, base_raw, value, reader)
     return True
 
@@ -112,7 +112,7 @@ def _logical(item: Item) -> Region:
 
 
 def _merge_blocks(task: Task, deltas: Sequence[LowRank], context: CallContext) -> list[LowRank]:
-    """Merged delta of every block, finished."""
+    """ObservedMerge delta of every block, finished."""
     region, by_matrix = _logical(task.item), task.item.form == "factored" or task.method.acts_on == "matrix"
     whole = None if by_matrix else _merge_stored(task, deltas, context)
     values = []
@@ -127,7 +127,7 @@ def _merge_blocks(task: Task, deltas: Sequence[LowRank], context: CallContext) -
 
 
 def _merge_block(task: Task, region: Region, k: int, deltas: Sequence[LowRank], context: CallContext) -> LowRank:
-    """Merged delta of one block; random methods and spaces take a stack by matrix, as in a model."""
+    """ObservedMerge delta of one block; random methods and spaces take a stack by matrix, as in a model."""
     if deltas[0].b_OR.ndim == 3 and (task.method.is_random or task.call.space != "full"):
         found = []
         for e in range(deltas[0].b_OR.shape[0]):
@@ -167,7 +167,7 @@ def _observe(task: Task, label: str, deltas: Sequence[LowRank], value: LowRank) 
     if task.observer is not None:
         shape = tuple(value.shape)
         region = Region(0, math.prod(shape), shape, TensorLayout(Role.LINEAR, ""), label)
-        task.observer.region(Merged(region, (), [deltas], None, value, {}, task.stats))
+        task.observer.region(ObservedMerge(region, (), [deltas], None, value, {}, task.stats))
 
 
 def _packed(item: Item, regions: Sequence[LowRank]) -> LowRank:

@@ -16,7 +16,7 @@ from torch import Tensor
 from actmat.engine.calls import apply_method
 from actmat.engine.deltas import Deltas, stacked
 from actmat.engine.kernels.regions import context_of, record_of
-from actmat.engine.observer import Merged
+from actmat.engine.observer import ObservedMerge
 from actmat.engine.reader import PoolReader
 from actmat.engine.task import Record, Task
 from actmat.planning.pools import pooled
@@ -56,7 +56,7 @@ def run(tasks: Sequence[Task], reader: PoolReader) -> list[Record]:
             value = merged[here].reshape(-1)
             task.stats = {"pool": task.item.pool, **first.stats}
             if task.observer is not None:
-                task.observer.region(Merged(region, [d[here] for d in deltas], None, raw, value, {}, {}))
+                task.observer.region(ObservedMerge(region, [d[here] for d in deltas], None, raw, value, {}, {}))
             task.output.take(region, raw, value if own.changed else None, member)
     for own in members:
         own.release()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
-from actmat.experts.base import Source
+from actmat.experts.base import DeltaSource
 from actmat.experts.changes.base import Change, Content
 from actmat.experts.fitted import FittedAdapter
 from actmat.experts.lora.adapter import Adapter
@@ -73,15 +73,15 @@ class FormedExpert(FittedAdapter):
         self._places, full, problems = _fit(content, parts.base, layouts)
         self._take(parts, full, hidden_names(layouts, parts.base, {*self._places, *full}), problems)
 
-    def source(self, name: str) -> Source:
+    def source(self, name: str) -> DeltaSource:
         """Stored if it was trained in full, formed if a change is of it, else zero."""
         dtype, stored = self._spec(name).dtype, self._stored.weights.specs
         if name in self._full:
-            return Source(name, "stored", dtype, stored[self._full[name]].nbytes)
+            return DeltaSource(name, "stored", dtype, stored[self._full[name]].nbytes)
         place = self._places.get(name)
         if place is None:
-            return Source(name, "zero", dtype, 0)
-        return Source(name, "formed", dtype, sum(stored[n].nbytes for n in place.change.stored), place.change.rank)
+            return DeltaSource(name, "zero", dtype, 0)
+        return DeltaSource(name, "formed", dtype, sum(stored[n].nbytes for n in place.change.stored), place.change.rank)
 
     def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Entries `start:stop` of the flattened delta of `name`; only the rows around them are formed, where possible.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
-from actmat.experts.base import Source
+from actmat.experts.base import DeltaSource
 from actmat.experts.fitted import FittedAdapter
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.apart import packed_product, put_rows
@@ -57,16 +57,16 @@ class AdapterExpert(FittedAdapter):
         ]
         self.notes = (*adapter.notes, *left_out, *fit.notes, *parts.notes)
 
-    def source(self, name: str) -> Source:
+    def source(self, name: str) -> DeltaSource:
         """Stored if it was trained in full, formed if a module changes it, else zero."""
         dtype, stored = self._spec(name).dtype, self.adapter.weights.specs
         if name in self._full:
-            return Source(name, "stored", dtype, stored[self._full[name]].nbytes)
+            return DeltaSource(name, "stored", dtype, stored[self._full[name]].nbytes)
         nbytes = sum(stored[n].nbytes for n in self._parts_of(name))
         pieces = self._pieces.get(name)
         if pieces is None:
-            return Source(name, "zero", dtype, nbytes)
-        return Source(name, "formed", dtype, nbytes, sum(0 if p.bias else p.module.rank for p in pieces))
+            return DeltaSource(name, "zero", dtype, nbytes)
+        return DeltaSource(name, "formed", dtype, nbytes, sum(0 if p.bias else p.module.rank for p in pieces))
 
     def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Entries `start:stop` of the flattened delta of `name`; only the rows around them are formed."""

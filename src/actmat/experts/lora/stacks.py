@@ -37,10 +37,12 @@ WRITERS: Mapping[StackWord, str] = {"e_i_o": "0.18.1", "e_o_i": "0.19.1"}
 HOW_TO_SAY = "say it with --set stacks={}, or 'stacks' of the expert in a recipe"
 _RELEASE = re.compile(r"(\d+)\.(\d+)\.(\d+)(\.?(?:dev|rc|a|b).*)?(?:[+@].*)?")
 
-Shape = Sequence[int]
+FactorShape = Sequence[int]
 
 
-def fitting_names(config: AdapterConfig, owner: str, rows: Sequence[int], shapes: Sequence[Shape]) -> list[list[str]]:
+def fitting_names(
+    config: AdapterConfig, owner: str, rows: Sequence[int], shapes: Sequence[FactorShape]
+) -> list[list[str]]:
     """For each wrapper of one module, the parameters that it may be of; empty where the config names none.
 
     All wrappers of a module share its number of experts, `rows / rank`, and a gated pair has shapes that tell.
@@ -60,7 +62,7 @@ def fitting_names(config: AdapterConfig, owner: str, rows: Sequence[int], shapes
     return [sorted({p[k] for p in found} or names) for k in range(len(rows))]
 
 
-def _agree(names: Sequence[str], rows: Sequence[int], shapes: Sequence[Shape], ranks: Mapping[str, int]) -> bool:
+def _agree(names: Sequence[str], rows: Sequence[int], shapes: Sequence[FactorShape], ranks: Mapping[str, int]) -> bool:
     """True if the wrappers can be those of these parameters, in this order."""
     if any(r % ranks[n] for n, r in zip(names, rows, strict=True)):
         return False
@@ -107,7 +109,7 @@ def _written_order(fields: Mapping[str, Any], parameter: str) -> Any:
 
 
 def ways_to_fit(
-    shapes: Sequence[Shape], parameters: Sequence[Sequence[str]], stored: Mapping[str, Shape]
+    shapes: Sequence[FactorShape], parameters: Sequence[Sequence[str]], stored: Mapping[str, FactorShape]
 ) -> dict[StackWord, list[tuple[str, ...]]]:
     """Axes -> the assignments of stored parameters to wrappers that their shapes allow; axes without any are left out.
 

@@ -138,7 +138,7 @@ def check_added(merged: Located, inputs: ManifestInputs, against: Sequence[Locat
     base = inputs.located("base").model(inputs.output.get("base_as"))
     with contextlib.ExitStack() as stack:
         experts = [stack.enter_context(located.expert(base)) for located in against]
-        comparison = _Comparison(base, experts, merged.stored, make_recipe(manifest["recipe"]))
+        comparison = _SumComparison(base, experts, merged.stored, make_recipe(manifest["recipe"]))
         rows = {row["name"]: row for row in manifest["tensors"]}
         for row in rows.values():
             comparison.compare(row["name"], rows[row.get("tied_to") or row["name"]], len(labels))
@@ -186,7 +186,7 @@ def _shares(row: Mapping[str, Any], n_experts: int) -> list[float] | None:
     return [scale * w / total for w in weights]
 
 
-class _Comparison:
+class _SumComparison:
     """Compares tensor by tensor; see `Added`."""
 
     def __init__(self, base: Checkpoint, experts: Sequence[Expert], out: Checkpoint, recipe: Recipe) -> None:

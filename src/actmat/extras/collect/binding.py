@@ -18,7 +18,7 @@ from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.hashing import hash_names
 from actmat.errors import StatisticsError
 from actmat.experts.lora.adapter import Adapter
-from actmat.layout.in_memory import Slice, TensorOnDisk, find_on_disk, names_on_disk
+from actmat.layout.in_memory import TensorOnDisk, TensorSlice, find_on_disk, names_on_disk
 from actmat.statistics.header import AdapterInfo, ModelInfo, adapter_content, content_hash
 
 _WRAPPED = re.compile(r"\.(base_layer|modules_to_save\.[^.]+)(?=\.|$)")
@@ -56,7 +56,7 @@ def bind(model: nn.Module, checkpoint: Checkpoint | None, adapter: Adapter | Non
     parameters: dict[str, Tensor] = {_clean_name(n): p for n, p in own}  # tied ones once
     if checkpoint is None:
         hashes = {n: content_hash(p) for n, p in parameters.items()}
-        located = {n: TensorOnDisk(tuple(p.shape), (Slice(n),)) for n, p in parameters.items()}
+        located = {n: TensorOnDisk(tuple(p.shape), (TensorSlice(n),)) for n, p in parameters.items()}
         location = type(model).__name__
     else:
         located, why = locate_parameters(model, parameters, checkpoint)

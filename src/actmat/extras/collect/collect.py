@@ -20,7 +20,7 @@ from actmat.extras.collect.binding import Binding, bind, transformers_model
 from actmat.extras.collect.measures import MEASURES, Measure, Run, StoredTensors
 from actmat.extras.collect.settings import Settings
 from actmat.extras.collect.writing import check_output, write_statistics
-from actmat.statistics.header import DataInfo, Header
+from actmat.statistics.header import DataInfo, StatisticsHeader
 from actmat.statistics.kinds import added_fields, get_kind
 from actmat.version import __version__
 
@@ -29,7 +29,7 @@ from actmat.version import __version__
 class Collected:
     """Statistics in memory."""
 
-    header: Header
+    header: StatisticsHeader
     tensors: Mapping[str, Callable[[], Tensor]]  # stored tensor -> function that computes its values
     specs: list[TensorSpec]  # the stored tensors
 
@@ -162,7 +162,7 @@ def _observable(model: nn.Module) -> Iterator[None]:
 
 
 def _result(run: Run, seen: DataSeen, measures: Sequence[Measure]) -> Collected:
-    """Header and tensors of everything that was measured."""
+    """StatisticsHeader and tensors of everything that was measured."""
     if not seen.samples:
         raise StatisticsError("There were no batches to measure the model on.")
     data = DataInfo(
@@ -174,7 +174,7 @@ def _result(run: Run, seen: DataSeen, measures: Sequence[Measure]) -> Collected:
     )
     out = StoredTensors(run.settings.dtype)
     fields = added_fields([measure.store(out) for measure in measures])
-    header = Header(
+    header = StatisticsHeader(
         model=run.binding.info,
         data=[data],
         samples=data.samples,

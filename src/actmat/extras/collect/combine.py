@@ -13,14 +13,14 @@ from torch import Tensor
 from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.errors import StatisticsError
 from actmat.extras.collect.writing import write_statistics
-from actmat.statistics.header import Header, content_hash
+from actmat.statistics.header import StatisticsHeader, content_hash
 from actmat.statistics.kinds import KINDS, added_fields, get_kind
 from actmat.statistics.store import Statistics, open_statistics
 
 
 def merge_statistics(
     inputs: Sequence[str | Path], out: str | Path, *, dtype: str | None = None, overwrite: bool = False
-) -> Header:
+) -> StatisticsHeader:
     """Write the statistics of all batches together, and return their header.
 
     The inputs are of the same model (and the same adapter state), of different data. The stored sums have the `dtype`
@@ -45,7 +45,7 @@ def merge_statistics(
     return header
 
 
-def join_statistics(inputs: Sequence[str | Path], out: str | Path) -> Header:
+def join_statistics(inputs: Sequence[str | Path], out: str | Path) -> StatisticsHeader:
     """Write the statistics of different layers of one model, measured on the same data, as one file.
 
     Raises:
@@ -129,7 +129,7 @@ def _specs(opened: Sequence[Statistics], dtype: str) -> dict[str, TensorSpec]:
     return out
 
 
-def _header(headers: Sequence[Header], hashes: Mapping[str, str]) -> Header:
+def _header(headers: Sequence[StatisticsHeader], hashes: Mapping[str, str]) -> StatisticsHeader:
     common: dict[str, Any] = {name: sum(getattr(h, name) for h in headers) for name in ("samples", "tokens")}
     common["data"] = [d for h in headers for d in h.data]
     return headers[0].model_copy(update=common | added_fields(k.add_up(headers, hashes) for k in KINDS.values()))

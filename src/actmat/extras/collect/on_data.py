@@ -94,12 +94,12 @@ def agreement(  # noqa: PLR0913 - keyword arguments of a public function
         under = str(base or recipe.base or "") or None
         return load_model(location, adapters_base=under, model_class=model_class, dtype=dtype, device=device)
 
-    comparison = _Comparison(place, load(str(place)).model, load, logits, mask, progress)
+    comparison = _AnswerComparison(place, load(str(place)).model, load, logits, mask, progress)
     return tuple(comparison.row(label, experts[label], chosen[label]) for label in experts)
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class _AnswerComparison:
     """A merged model in memory, to be compared with its experts one after another.
 
     Args:

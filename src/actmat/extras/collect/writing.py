@@ -16,7 +16,7 @@ from actmat.checkpoints.writing.shards import plan_shards
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import OutputError
-from actmat.statistics.header import FILE_NAME, METADATA_KEY, Header
+from actmat.statistics.header import FILE_NAME, METADATA_KEY, StatisticsHeader
 
 
 def check_output(out: Path, *, overwrite: bool) -> None:
@@ -33,7 +33,12 @@ def check_output(out: Path, *, overwrite: bool) -> None:
 
 
 def write_statistics(
-    out: Path, header: Header, specs: list[TensorSpec], read: Callable[[str], Tensor], *, overwrite: bool = False
+    out: Path,
+    header: StatisticsHeader,
+    specs: list[TensorSpec],
+    read: Callable[[str], Tensor],
+    *,
+    overwrite: bool = False,
 ) -> None:
     """Write a statistics file into the folder `out`; it appears whole or not at all, in place of an earlier one.
 

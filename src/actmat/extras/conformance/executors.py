@@ -35,7 +35,7 @@ from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.engine.executors.base import Executor, survey_in
 from actmat.engine.findings import Findings
 from actmat.engine.inputs import Inputs
-from actmat.engine.observer import Merged, ObserverFactory, SinkSource
+from actmat.engine.observer import ObservedMerge, ObserverFactory, SinkSource
 from actmat.engine.resources import Resources, one_thread
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.survey import SurveyKey
@@ -52,8 +52,8 @@ from actmat.planning.placement import DeviceRoom
 from actmat.planning.statistics import opened_statistics
 from actmat.recipe import make_recipe
 
-Fields = Mapping[str, Any]
-"""Fields of a recipe other than its inputs."""
+RecordFields = Mapping[str, Any]
+"""RecordFields of a recipe other than its inputs."""
 
 
 class ExecutorConformance(abc.ABC):
@@ -73,7 +73,7 @@ class ExecutorConformance(abc.ABC):
 
     def test_full_checkpoints_and_variants(self, tmp_path: Path) -> None:
         """Several methods over one reading, deterministic and random ones; tied tensors are written too."""
-        variants: list[Fields] = [
+        variants: list[RecordFields] = [
             {"method": "actmat"},
             {"method": "average", "scale": 0.5, "scope": "all"},
             {"method": "dare", "seed": 3, "options": {"density": 0.5}},
@@ -85,7 +85,7 @@ class ExecutorConformance(abc.ABC):
 
     def test_surveys_of_the_whole_model(self, tmp_path: Path) -> None:
         """Thresholds over all items, whichever worker saw which."""
-        variants: list[Fields] = [
+        variants: list[RecordFields] = [
             {"method": "ties", "options": {"trim": "global"}},
             {"method": "ties", "options": {"trim": "global", "variant": "mergekit", "density": 0.4}},
             {"method": "knots", "options": {"trim": "global"}},
@@ -105,12 +105,12 @@ class ExecutorConformance(abc.ABC):
 
     def test_adapters_into_a_model(self, tmp_path: Path) -> None:
         """LoRA adapters that are added to their base."""
-        variants: list[Fields] = [{"method": "actmat"}, {"method": "ties", "options": {"trim": "global"}}]
+        variants: list[RecordFields] = [{"method": "actmat"}, {"method": "ties", "options": {"trim": "global"}}]
         self._assert_same(Samples.adapters(tmp_path), [{**v, "output": "model"} for v in variants])
 
     def test_adapters_into_an_adapter(self, tmp_path: Path) -> None:
         """LoRA adapters that stay one, with and without a survey, and in the core space."""
-        variants: list[Fields] = [
+        variants: list[RecordFields] = [
             {"method": "actmat"},
             {"method": "knots", "options": {"trim": "global"}},
             {"method": "ties", "space": "core", "post": "isotropise"},
@@ -186,8 +186,8 @@ class ExecutorConformance(abc.ABC):
                 assert len(alive) <= 1, f"{len(alive)} of {len(yielded)} results are kept"
 
     def _assert_same(
-        self, samples: Samples, variants: Sequence[Fields], observers: ObserverFactory | None = None
-    ) -> _Run:
+        self, samples: Samples, variants: Sequence[RecordFields], observers: ObserverFactory | None = None
+    ) -> _ExecutorRun:
         """Assert that the executor gives what one session gives, and that nothing was found; what it did."""
         expected, found = self._both(samples, variants, observers)
         assert not found.findings.fatal, found.findings.problems()
@@ -196,8 +196,8 @@ class ExecutorConformance(abc.ABC):
         return found
 
     def _both(
-        self, samples: Samples, variants: Sequence[Fields], observers: ObserverFactory | None = None
-    ) -> tuple[_Run, _Run]:
+        self, samples: Samples, variants: Sequence[RecordFields], observers: ObserverFactory | None = None
+    ) -> tuple[_ExecutorRun, _ExecutorRun]:
         with _opened(samples, variants, "expected", observers, self.device) as expected:
             expected.merge_here()
         with self._opened(samples, variants, "out", observers) as (found, executor):
@@ -208,14 +208,14 @@ class ExecutorConformance(abc.ABC):
 
     @contextlib.contextmanager
     def _opened(
-        self, samples: Samples, variants: Sequence[Fields], name: str, observers: ObserverFactory | None = None
-    ) -> Iterator[tuple[_Run, Executor]]:
+        self, samples: Samples, variants: Sequence[RecordFields], name: str, observers: ObserverFactory | None = None
+    ) -> Iterator[tuple[_ExecutorRun, Executor]]:
         with _opened(samples, variants, name, observers, self.device) as run:
             yield run, self.make(run.inputs, run.writers, Resources(self.workers, 1 << 30, self.device))
 
 
 @dataclass
-class _Run:
+class _ExecutorRun:
     """A run as its driver sees it.
 
     Args:
@@ -264,8 +264,8 @@ class _Run:
 
 @contextlib.contextmanager
 def _opened(
-    samples: Samples, variants: Sequence[Fields], name: str, observers: ObserverFactory | None, device: str
-) -> Iterator[_Run]:
+    samples: Samples, variants: Sequence[RecordFields], name: str, observers: ObserverFactory | None, device: str
+) -> Iterator[_ExecutorRun]:
     """A run of variants into folders below `name`, its inputs and outputs opened, planned for devices."""
     recipes = [make_recipe({**samples.recipe(), **fields}) for fields in variants]
     with contextlib.ExitStack() as stack:
@@ -282,7 +282,7 @@ def _opened(
         handle = None if base is None else base.handle()
         spec = SessionSpec(plans, handle, tuple(e.handle() for e in experts), tuple(folders), observers)
         units = plan_units(plans, [()] * len(plans), observers)
-        yield _Run(
+        yield _ExecutorRun(
             spec,
             units,
             Inputs(recipes[0].labels, base, experts, statistics),
@@ -293,7 +293,7 @@ def _opened(
         )
 
 
-def _assert_equal(expected: _Run, found: _Run) -> None:
+def _assert_equal(expected: _ExecutorRun, found: _ExecutorRun) -> None:
     """Assert that two runs wrote the same bytes and gave the same records."""
     assert found.records.keys() == expected.records.keys(), "records of other items"
     for key, record in expected.records.items():
@@ -337,7 +337,7 @@ class _NormsOfItem:
     def __init__(self) -> None:
         self._norms: list[list[float]] = []
 
-    def region(self, merged: Merged) -> None:
+    def region(self, merged: ObservedMerge) -> None:
         """Measure one region."""
         self._norms.append([_norm(x) for x in (*merged.deltas, merged.value)])
 

@@ -32,7 +32,7 @@ from actmat.checkpoints.base import Checkpoint, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import CheckpointError
-from actmat.experts.base import Expert, ExpertHandle, Source, SourceKind
+from actmat.experts.base import DeltaSource, Expert, ExpertHandle, SourceKind
 from actmat.experts.locate import locate, open_handle
 
 
@@ -163,7 +163,7 @@ class ExpertConformance(abc.ABC):
         """A name that is not in `specs` is a `CheckpointError`, whatever is asked for."""
         with self.opened(tmp_path / "seed1") as (_, expert, _):
             near = next(iter(expert.specs))
-            unknown = Source(f"{near}x", "zero", "float32", 0)
+            unknown = DeltaSource(f"{near}x", "zero", "float32", 0)
             calls = {"source": lambda: expert.source(unknown.name), **dict(_all_calls(expert, unknown))}
             for what, call in calls.items():
                 message = _refusal(CheckpointError, f"{what} of a name that does not exist", call)
@@ -272,7 +272,7 @@ def _other_process() -> concurrent.futures.ProcessPoolExecutor:
     return pool
 
 
-def _all_calls(expert: Expert, source: Source) -> list[tuple[str, Callable[[], object]]]:
+def _all_calls(expert: Expert, source: DeltaSource) -> list[tuple[str, Callable[[], object]]]:
     """Every request for the data of a tensor."""
     name = source.name
     return [
@@ -284,7 +284,7 @@ def _all_calls(expert: Expert, source: Source) -> list[tuple[str, Callable[[], o
     ]
 
 
-def _not_given(expert: Expert, source: Source) -> list[tuple[str, Callable[[], object]]]:
+def _not_given(expert: Expert, source: DeltaSource) -> list[tuple[str, Callable[[], object]]]:
     """The requests that a source of this kind does not serve."""
     given = {"stored": ("read", "read_into"), "zero": ("delta", "content", "factors"), "formed": ("delta", "content")}
     served = (*given[source.kind], *(["factors"] if source.rank else []))

@@ -19,7 +19,7 @@ from torch import Tensor
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import hash_names
 from actmat.extras.collect.writing import write_statistics
-from actmat.statistics.header import DataInfo, GramInfo, GramOf, Header, ModelInfo, content_hash
+from actmat.statistics.header import DataInfo, GramInfo, GramOf, ModelInfo, StatisticsHeader, content_hash
 
 WIDTH, INNER, VOCABULARY, LAYERS, RANK = 6, 10, 12, 2, 2
 CONFIG = {
@@ -153,7 +153,7 @@ def _measure(checkpoint: Path, out: Path, seed: int) -> Path:
         f"{name}.weight": GramInfo(width=width, rows=count, hash=content_hash(packed[f"{name}.weight"]))
         for name, (_, width) in LINEAR.items()
     }
-    header = Header(
+    header = StatisticsHeader(
         model=ModelInfo(location=str(checkpoint), content=hash_names(hashes.items()), tensors=hashes),
         data=[DataInfo(source="random", fingerprint=content_hash(samples_NI), samples=count, tokens=count)],
         samples=count,

@@ -47,7 +47,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class DigitTask:
     """One task; `name` is its column in the table and the name of its expert's folder.
 
     Args:
@@ -61,12 +61,12 @@ class Task:
 
 
 TASKS = (
-    Task("digit", "plain", "digit", 10),
-    Task("parity", "negative", "parity", 2),
-    Task("large", "chequered", "large", 2),
-    Task("jumbled", "jumbled", "digit", 10),
-    Task("turned", "rows", "turned", 4),
-    Task("mod3", "columns", "mod3", 3),
+    DigitTask("digit", "plain", "digit", 10),
+    DigitTask("parity", "negative", "parity", 2),
+    DigitTask("large", "chequered", "large", 2),
+    DigitTask("jumbled", "jumbled", "digit", 10),
+    DigitTask("turned", "rows", "turned", 4),
+    DigitTask("mod3", "columns", "mod3", 3),
 )
 
 
@@ -157,7 +157,7 @@ def pose(photographs: Examples, look: str, question: str, generator: torch.Gener
     return Examples(LOOKS[look](images_NHW), labels[question])
 
 
-def pose_split(task: Task, split: Split, *, n_views: int, seed: int) -> Split:
+def pose_split(task: DigitTask, split: Split, *, n_views: int, seed: int) -> Split:
     """The task on all three parts; training photographs come in `n_views` views, the others as they are."""
     train = moved_views(split.train, n_views, generator_for(seed, f"views {task.name}"))
     parts = (("train", train), ("validation", split.validation), ("test", split.test))

@@ -32,7 +32,7 @@ class Parts:
     is_swapped: bool = False
 
 
-Named = Iterator[tuple[str, Parts]]
+NamedShapes = Iterator[tuple[str, Parts]]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ COMFY_MODEL = "diffusion_model."
 
 
 @dataclass(frozen=True)
-class Architecture:
+class ImageArchitecture:
     """One kind of model.
 
     Args:
@@ -65,7 +65,7 @@ class Architecture:
 
     name: str
     component: str
-    listed: Callable[[], Named]
+    listed: Callable[[], NamedShapes]
     texts: tuple[Text, ...]
     words: tuple[str, ...]
     widths: frozenset[int] = frozenset()
@@ -110,7 +110,7 @@ def text_names(*, is_t5: bool) -> Iterator[str]:
     yield "text_projection"
 
 
-def _alike(names: Mapping[str, str], before: str = "", there: str = "") -> Named:
+def _alike(names: Mapping[str, str], before: str = "", there: str = "") -> NamedShapes:
     """Modules that both have: original name -> diffusers' name, below two prefixes."""
     return ((before + name, Parts((there + path,))) for name, path in names.items())
 
@@ -126,7 +126,7 @@ _ATTENTION = {n: n for n in ("proj_in", "proj_out")} | {
 }  # fmt: skip
 
 
-def _unet(blocks: int, first_with_attention: int) -> Named:
+def _unet(blocks: int, first_with_attention: int) -> NamedShapes:
     """UNet with two layers per block; `first_with_attention` among those that go up."""
     yield from _alike({
         "time_embed.0": "time_embedding.linear_1", "time_embed.2": "time_embedding.linear_2",
@@ -148,18 +148,18 @@ def _unet(blocks: int, first_with_attention: int) -> Named:
     yield from _alike(_ATTENTION, "middle_block.1.", "mid_block.attentions.0.")
 
 
-def _sd() -> Named:
+def _sd() -> NamedShapes:
     return _unet(4, 1)
 
 
-def _sdxl() -> Named:
+def _sdxl() -> NamedShapes:
     return _unet(3, 0)
 
 
 _EMBEDDERS = ("timestep_embedder", "text_embedder", "guidance_embedder")
 
 
-def _flux() -> Named:
+def _flux() -> NamedShapes:
     for name, path in zip(("time_in", "vector_in", "guidance_in"), _EMBEDDERS, strict=True):
         for i, layer in enumerate(("in_layer", "out_layer"), 1):
             yield f"{name}.{layer}", Parts((f"time_text_embed.{path}.linear_{i}",))
@@ -183,7 +183,7 @@ def _flux() -> Named:
         yield f"{name}.modulation.lin", Parts((f"{path}.norm.linear",))
 
 
-def _sd3() -> Named:
+def _sd3() -> NamedShapes:
     for name, path in zip(("t_embedder", "y_embedder"), _EMBEDDERS, strict=False):
         for i, layer in enumerate((0, 2), 1):
             yield f"{name}.mlp.{layer}", Parts((f"time_text_embed.{path}.linear_{i}",))
@@ -206,7 +206,7 @@ def _sd3() -> Named:
             yield f"{name}.{side}.adaLN_modulation.1", modulation
 
 
-def _wan() -> Named:
+def _wan() -> NamedShapes:
     yield from _alike({
         "patch_embedding": "patch_embedding", "head.head": "proj_out",
         "time_projection.1": "condition_embedder.time_proj",
@@ -224,7 +224,7 @@ def _wan() -> Named:
         yield from _alike({"ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2"}, f"blocks.{n}.", f"blocks.{n}.")
 
 
-def _qwen_image() -> Named:
+def _qwen_image() -> NamedShapes:
     names = ["img_in", "txt_in", "proj_out", "norm_out.linear"]
     names += [f"time_text_embed.timestep_embedder.linear_{i}" for i in (1, 2)]
     names += [
@@ -242,25 +242,25 @@ def _qwen_image() -> Named:
 _TE1 = Text("text_encoder", "lora_te1_", CLIP_L)
 _TE2 = Text("text_encoder_2", "lora_te2_", CLIP_G)
 ARCHITECTURES = (
-    Architecture(
+    ImageArchitecture(
         "Stable Diffusion 1", "unet", _sd, (Text("text_encoder", "lora_te_", CLIP_L),),
         ("sd_v1", "stable-diffusion-v1"), frozenset({768}), kohya_is_diffusers=True,
     ),
-    Architecture(
+    ImageArchitecture(
         "Stable Diffusion 2", "unet", _sd, (Text("text_encoder", "lora_te_", CLIP_H),),
         ("sd_v2", "stable-diffusion-v2"), frozenset({1024}), kohya_is_diffusers=True,
     ),
-    Architecture(
+    ImageArchitecture(
         "Stable Diffusion XL", "unet", _sdxl, (_TE1, _TE2), ("sdxl", "stable-diffusion-xl"), frozenset({2048}),
     ),
-    Architecture(
+    ImageArchitecture(
         "Flux", "transformer", _flux, (_TE1, Text("text_encoder_2", "lora_te3_", T5, is_t5=True)),
         ("flux1", "flux-1", "flux.1", "chroma"), frozenset({3072}),
     ),
-    Architecture(
+    ImageArchitecture(
         "Stable Diffusion 3", "transformer", _sd3, (_TE1, _TE2, Text("text_encoder_3", "lora_te3_", T5, is_t5=True)),
         ("sd3", "stable-diffusion-3"), frozenset({1536, 2432}),
     ),
-    Architecture("Wan", "transformer", _wan, (), ("wan",)),
-    Architecture("Qwen-Image", "transformer", _qwen_image, (), ("qwen",), frozenset({3072})),
+    ImageArchitecture("Wan", "transformer", _wan, (), ("wan",)),
+    ImageArchitecture("Qwen-Image", "transformer", _qwen_image, (), ("qwen",), frozenset({3072})),
 )  # fmt: skip

@@ -36,11 +36,11 @@ from actmat.version import __version__
 END = ".safetensors"
 KEY = "actmat"
 """Key of the metadata that say what a file was made of, as JSON."""
-Run = Callable[[Sequence[Recipe], RunSettings, Progress], list[MergeReport]]
+RunRecipes = Callable[[Sequence[Recipe], RunSettings, Progress], list[MergeReport]]
 
 
 def run_into_files(
-    recipes: Sequence[Recipe], settings: RunSettings, progress: Progress, run: Run
+    recipes: Sequence[Recipe], settings: RunSettings, progress: Progress, run: RunRecipes
 ) -> list[MergeReport] | None:
     """Merge LoRA into files, each whole or not at all; None where an output is no such file.
 

@@ -35,7 +35,7 @@ from actmat.checkpoints.view import CheckpointView
 from actmat.errors import CheckpointError
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing
-from actmat.extras.diffusion.architectures import ARCHITECTURES, COMFY_MODEL, Architecture, Parts, Text, text_names
+from actmat.extras.diffusion.architectures import ARCHITECTURES, COMFY_MODEL, ImageArchitecture, Parts, Text, text_names
 from actmat.extras.diffusion.lora_files import adapter_of
 from actmat.extras.diffusion.names import KOHYA_PREFIXES, component_of
 
@@ -46,7 +46,7 @@ HINTS = ("modelspec.architecture", "ss_base_model_version")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BlockPiece:
     """Rows of a stored module's delta, as rows of another module's.
 
     Args:
@@ -75,7 +75,7 @@ class BlockFactors(CheckpointView):
         modules: name -> its rows, and its pieces, whose scalings are those of the first.
     """
 
-    def __init__(self, inner: Checkpoint, modules: Mapping[str, tuple[int, Sequence[Piece]]]) -> None:
+    def __init__(self, inner: Checkpoint, modules: Mapping[str, tuple[int, Sequence[BlockPiece]]]) -> None:
         super().__init__(inner)
         self.aliases = MappingProxyType({})
         self._modules = modules
@@ -114,14 +114,14 @@ class BlockFactors(CheckpointView):
     def prefetch(self, names: Iterable[str]) -> None:
         """Nothing: factors are small."""
 
-    def _part(self, piece: Piece, stored: str) -> Tensor:
+    def _part(self, piece: BlockPiece, stored: str) -> Tensor:
         found = self.inner.read(stored)
         if stored == piece.module.a:
             return found if piece.columns is None else found[list(piece.columns)]
         found = found[piece.rows.start : piece.rows.stop]
         return found if piece.columns is None else found[:, list(piece.columns)]
 
-    def _is_shared(self, pieces: Sequence[Piece]) -> bool:
+    def _is_shared(self, pieces: Sequence[BlockPiece]) -> bool:
         """True if all pieces have the same A."""
         first = self._part(pieces[0], pieces[0].module.a)
         return all(
@@ -170,7 +170,7 @@ def in_layout(
         metadata = getattr(adapter.weights, "metadata", dict)()
     architecture, problem = find_architecture(adapter, metadata)
     if architecture is not None:
-        return _Conversion(adapter, architecture, layout).result()
+        return _LayoutConversion(adapter, architecture, layout).result()
     if adapter.layout == layout or problem:
         return adapter, [] if adapter.layout == layout else [problem]
     modules, problems = _renamed(adapter, layout)
@@ -248,7 +248,7 @@ def _scaled(b: Tensor, scaling: float) -> Tensor:
     return rounded if torch.equal(rounded.double(), exact) else exact.to(torch.promote_types(b.dtype, torch.float32))
 
 
-def find_architecture(adapter: Adapter, metadata: Mapping[str, str]) -> tuple[Architecture | None, str]:
+def find_architecture(adapter: Adapter, metadata: Mapping[str, str]) -> tuple[ImageArchitecture | None, str]:
     """The architecture that an adapter is for, by names, widths and the metadata of its file; or a problem.
 
     None without a problem: names of none that is known here.
@@ -297,7 +297,7 @@ def _looks_like_xl(adapter: Adapter) -> bool:
     )
 
 
-def _original(architecture: Architecture, layout: AdapterLayout, module: AdapterModule) -> tuple[str, int] | None:
+def _original(architecture: ImageArchitecture, layout: AdapterLayout, module: AdapterModule) -> tuple[str, int] | None:
     """Original name of a module of the denoiser, and its position among the parts, -1 for all; None if unknown."""
     name = module.inside
     if layout in ("kohya", "comfy"):
@@ -308,7 +308,7 @@ def _original(architecture: Architecture, layout: AdapterLayout, module: Adapter
     return architecture.paths.get(name)
 
 
-def _text(architecture: Architecture, layout: AdapterLayout, module: AdapterModule) -> tuple[Text, str] | None:
+def _text(architecture: ImageArchitecture, layout: AdapterLayout, module: AdapterModule) -> tuple[Text, str] | None:
     """The text encoder that a module is of, and its name there with dots; None if unknown."""
     part = module.part or "text_encoder"  # of PEFT's folders, which hold one
     for text in architecture.texts:
@@ -319,12 +319,12 @@ def _text(architecture: Architecture, layout: AdapterLayout, module: AdapterModu
     return None
 
 
-class _Conversion:
+class _LayoutConversion:
     """Pieces of every module of an adapter in another layout, and problems."""
 
-    def __init__(self, adapter: Adapter, architecture: Architecture, layout: AdapterLayout) -> None:
+    def __init__(self, adapter: Adapter, architecture: ImageArchitecture, layout: AdapterLayout) -> None:
         self._adapter, self._of, self._layout = adapter, architecture, layout
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[BlockPiece]] = {}
         self._rows: dict[str, int] = {}
         self._places: dict[str, tuple[str, str]] = {}
         self.problems: list[str] = []
@@ -377,10 +377,10 @@ class _Conversion:
             )
             return
         swaps = parts.is_swapped and rows == 2 * columns
-        pieces = [Piece(module, range(rows), 0)]
+        pieces = [BlockPiece(module, range(rows), 0)]
         if self._is_original:
             start = sum(heights[:position]) if position > 0 else 0
-            pieces = [Piece(module, range(rows), start)]
+            pieces = [BlockPiece(module, range(rows), start)]
             if swaps and position >= 0:
                 pieces = _swapped(module)
             self._put(*self._original_name(original), sum(heights), pieces)
@@ -406,13 +406,15 @@ class _Conversion:
             columns = tuple(own.nonzero().flatten().tolist()) if has_any else tuple(range(module.rank))
             if columns:
                 kept = None if len(columns) == module.rank else columns
-                self._put(*self._diffusers_name(path), height, [Piece(module, range(start, start + height), 0, kept)])
+                self._put(
+                    *self._diffusers_name(path), height, [BlockPiece(module, range(start, start + height), 0, kept)]
+                )
 
     def _add_text(self, module: AdapterModule) -> None:
         found = _text(self._of, self._adapter.layout, module)
         assert found is not None, "the architecture has all names"
         text, path = found
-        rows = [Piece(module, range(module.shape[0]), 0)]
+        rows = [BlockPiece(module, range(module.shape[0]), 0)]
         if self._layout == "kohya":
             flat = path.replace(".", "_")
             self._put(text.kohya + flat, KOHYA_PREFIXES[text.kohya], flat, module.shape[0], rows)
@@ -436,7 +438,7 @@ class _Conversion:
             return path, "", path
         return f"{self._of.component}.{path}", self._of.component, path
 
-    def _put(self, name: str, part: str, path: str, rows: int, pieces: Sequence[Piece]) -> None:
+    def _put(self, name: str, part: str, path: str, rows: int, pieces: Sequence[BlockPiece]) -> None:
         known = self._pieces.setdefault(name, [])
         taken = {r for p in known for r in (p.first,)}
         if any(p.first in taken for p in pieces):
@@ -446,7 +448,7 @@ class _Conversion:
         self._rows[name], self._places[name] = rows, (part, path)
 
 
-def _swapped(module: AdapterModule) -> list[Piece]:
+def _swapped(module: AdapterModule) -> list[BlockPiece]:
     """The rows of a module, the second half first."""
     half = module.shape[0] // 2
-    return [Piece(module, range(half, 2 * half), 0), Piece(module, range(half), half)]
+    return [BlockPiece(module, range(half, 2 * half), 0), BlockPiece(module, range(half), half)]

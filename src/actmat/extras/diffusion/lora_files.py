@@ -20,7 +20,7 @@ from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.folder import shown
 from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint
 from actmat.checkpoints.keys import unknown_note
-from actmat.experts.base import Family
+from actmat.experts.base import AdapterFamily
 from actmat.experts.candidate import Candidate, holds_factors
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
@@ -36,7 +36,7 @@ METADATA_KEY = "lora_adapter_metadata"
 
 
 @dataclass
-class _Group:
+class _ModuleGroup:
     """The tensors of one module: side -> stored name."""
 
     first: FactorName
@@ -45,7 +45,7 @@ class _Group:
 
 def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple[Listing, AdapterConfig]:
     """The modules of a file, all problems, and a config that stands for the one it lacks; reads only scales."""
-    groups: dict[str, _Group] = {}
+    groups: dict[str, _ModuleGroup] = {}
     problems: list[str] = []
     others: dict[str, list[str]] = {}
     for name, spec in weights.specs.items():
@@ -55,7 +55,7 @@ def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple
         elif not spec.is_floating or spec.dtype.startswith("float8"):
             problems.append(quantised_problem(spec))
         else:
-            group = groups.setdefault(parsed.module, _Group(parsed))
+            group = groups.setdefault(parsed.module, _ModuleGroup(parsed))
             if parsed.side in group.names:
                 problems.append(f"module '{parsed.module}' has two tensors for {parsed.side}: '{name}' and "
                                 f"'{group.names[parsed.side]}'")  # fmt: skip
@@ -128,7 +128,9 @@ def _configs(metadata: Mapping[str, str], problems: list[str], notes: list[str])
 class _Scales:
     """Scale of every module, with the problems met on the way."""
 
-    def __init__(self, weights: Checkpoint, groups: Mapping[str, _Group], configs: Mapping[str, AdapterConfig]) -> None:
+    def __init__(
+        self, weights: Checkpoint, groups: Mapping[str, _ModuleGroup], configs: Mapping[str, AdapterConfig]
+    ) -> None:
         self._weights, self._configs = weights, configs
         self.problems: list[str] = []
         having = [m for m, g in groups.items() if "alpha" in g.names]
@@ -142,7 +144,7 @@ class _Scales:
         if having and configs:
             self.problems.append(f"the file has tensors 'alpha' and configs in '{METADATA_KEY}', which may disagree")
 
-    def of(self, group: _Group, rank: int) -> float | str:
+    def of(self, group: _ModuleGroup, rank: int) -> float | str:
         """Factor of `B A`, or a problem."""
         stored = group.names.get("alpha")
         if stored is None:
@@ -162,7 +164,7 @@ class _Scales:
         return alpha / rank
 
 
-def _pair(module: str, group: _Group, specs: Mapping[str, TensorSpec], scales: _Scales) -> AdapterModule | str:
+def _pair(module: str, group: _ModuleGroup, specs: Mapping[str, TensorSpec], scales: _Scales) -> AdapterModule | str:
     """The module, or its problem in one sentence."""
     missing = [side for side in "AB" if side not in group.names]
     if missing:
@@ -207,4 +209,4 @@ def _look(candidate: Candidate) -> Adapter | None:
     return adapter_of(file, metadata_of(file)) if file is not None and holds_factors(file.specs) else None
 
 
-LORA_FILE = Family("LoRA file", _look, AdapterExpert, lambda adapter: "")
+LORA_FILE = AdapterFamily("LoRA file", _look, AdapterExpert, lambda adapter: "")

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.keys import Keys
-from actmat.experts.base import Expert, Family
+from actmat.experts.base import AdapterFamily, Expert
 from actmat.experts.candidate import Candidate
 from actmat.experts.changes.base import Change, Content
 from actmat.experts.changes.expert import FormedExpert
@@ -80,7 +80,7 @@ class LycorisModule:
 
     @property
     def words(self) -> str:
-        """Family for people."""
+        """AdapterFamily for people."""
         return f"{self.family} with DoRA's magnitudes" if "dora_scale" in self.group.names else self.family
 
 
@@ -295,4 +295,4 @@ def _described(adapter: Adapter) -> dict[str, Any]:
     return {"adapter": f"file of {families}", "needs_base": _NEEDS_BASE, "modules": rows, "problems": problems}
 
 
-LYCORIS = Family("LyCORIS file", _look, _fit, _no_factors, _described)
+LYCORIS = AdapterFamily("LyCORIS file", _look, _fit, _no_factors, _described)

@@ -17,7 +17,7 @@ from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
-from actmat.extras.gguf.header import GgufHeader, StoredTensor, read_gguf_header
+from actmat.extras.gguf.header import GgufEntry, GgufHeader, read_gguf_header
 from actmat.extras.gguf.names import UNUSED, added, config_of, names_of, rotated_heads, undescribed
 from actmat.extras.gguf.splits import joined, parts_of
 
@@ -91,7 +91,7 @@ class GgufFile(StoredCheckpoint):
         self._reader.close()
 
 
-def _type_of(tensor: StoredTensor) -> tuple[str, int, int]:
+def _type_of(tensor: GgufEntry) -> tuple[str, int, int]:
     """Name of a tensor's type, entries per block and bytes per block; an empty name for one that is not read."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -173,7 +173,7 @@ def _order(rows: Tensor, count: int, heads: int) -> Tensor:
     return head * 2 * pairs + inside % pairs * 2 + inside // pairs
 
 
-def rows_in_file(header: GgufHeader, tensor: StoredTensor) -> Tensor | None:
+def rows_in_file(header: GgufHeader, tensor: GgufEntry) -> Tensor | None:
     """Rows in transformers of each row of a tensor of the file; None where they are in the same order."""
     heads = rotated_heads(header, tensor.name)
     count = tensor.shape[-2] if len(tensor.shape) > 1 else tensor.shape[0]

@@ -37,7 +37,7 @@ class SkippedList:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class GgufEntry:
     """One tensor: name, shape (slowest axis first), number of its type, offset in the file."""
 
     name: str
@@ -51,7 +51,7 @@ class GgufHeader:
     """Metadata by key, and tensors in the order of the header."""
 
     metadata: Mapping[str, Any]
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[GgufEntry, ...]
 
 
 class _Damaged(Exception):
@@ -138,16 +138,16 @@ def _header(cursor: _Cursor) -> GgufHeader:
     names = {t.name for t in found}
     if len(names) < len(found):
         raise _Damaged("a tensor twice")
-    return GgufHeader(metadata, tuple(StoredTensor(t.name, t.shape, t.type, start + t.offset) for t in found))
+    return GgufHeader(metadata, tuple(GgufEntry(t.name, t.shape, t.type, start + t.offset) for t in found))
 
 
-def _tensor(cursor: _Cursor) -> StoredTensor:
+def _tensor(cursor: _Cursor) -> GgufEntry:
     name = cursor.text()
     axes = cursor.number("I")
     if axes > MOST_AXES:
         raise _Damaged(f"{axes} axes of tensor {name[:120]!r}")
     shape = tuple(cursor.length(1 << 40, f"an axis of tensor {name[:120]!r},") for _ in range(axes))
-    return StoredTensor(name, shape[::-1], cursor.number("I"), cursor.number("Q"))
+    return GgufEntry(name, shape[::-1], cursor.number("I"), cursor.number("Q"))
 
 
 def _value(cursor: _Cursor, kind: int) -> Any:

@@ -24,7 +24,7 @@ from actmat.errors import AlignmentError, CheckpointError, NumericalError, Outpu
 from actmat.experts.locate import Located, LocatedAdapter, locate
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.gguf.file import GgufFile, rows_in_file
-from actmat.extras.gguf.header import StoredTensor
+from actmat.extras.gguf.header import GgufEntry
 from actmat.extras.gguf.names import UNUSED, added, architecture_of, names_of
 from actmat.linalg.scaling import FLOAT32_MAX
 
@@ -190,7 +190,7 @@ def _adapter_keys(adapter: Adapter) -> dict[str, Any]:
     return {"adapter": _alpha(adapter)}
 
 
-def _values(checkpoint: Checkpoint, name: str, pattern: GgufFile, tensor: StoredTensor) -> Callable[[], Tensor]:
+def _values(checkpoint: Checkpoint, name: str, pattern: GgufFile, tensor: GgufEntry) -> Callable[[], Tensor]:
     """The tensor as the file has it: rows in llama.cpp's order, and with what it adds."""
 
     def make() -> Tensor:
@@ -210,7 +210,7 @@ def _factor(adapter: Adapter, name: str, factor: float, order: Tensor | None) ->
     return make
 
 
-def _copied(pattern: GgufFile, tensor: StoredTensor) -> Callable[[], Any]:
+def _copied(pattern: GgufFile, tensor: GgufEntry) -> Callable[[], Any]:
     return lambda: pattern.read(tensor.name).to(torch.float32).numpy()
 
 

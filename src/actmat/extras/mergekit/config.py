@@ -19,7 +19,7 @@ FORMS = ("models", "slices", "modules")
 
 
 @dataclass
-class Findings:
+class ConfigFindings:
     """Problems and notes of one conversion.
 
     Args:
@@ -55,7 +55,7 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Source:
+class SliceSource:
     """One model of a slice; `layers` is None where all layers are meant, `path` is its place in the file."""
 
     model: str
@@ -65,10 +65,10 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Slice:
+class ConfigSlice:
     """Models that are merged layer by layer into consecutive layers of the output."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[SliceSource, ...]
     parameters: Mapping[str, Any]
     base: str | None
     path: str
@@ -81,7 +81,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Config:
+class MergekitConfig:
     """A configuration whose structure is right.
 
     Args:
@@ -94,7 +94,7 @@ class Config:
 
     method: str
     base: str | None
-    slices: tuple[Slice, ...]
+    slices: tuple[ConfigSlice, ...]
     parameters: tuple[Mapping[str, Any], Mapping[str, Any]]
     rest: Mapping[str, Any]
 
@@ -104,7 +104,7 @@ class Config:
         return any(s.layers is not None for one in self.slices for s in one.sources)
 
 
-def read_config(data: Mapping[str, Any], found: Findings) -> Config | None:
+def read_config(data: Mapping[str, Any], found: ConfigFindings) -> MergekitConfig | None:
     """The structure of a configuration; None where it has none, with the reason among the problems."""
     found.ignored("", data, (*TOP, *IGNORED))
     for key in IGNORED:
@@ -137,20 +137,20 @@ def read_config(data: Mapping[str, Any], found: Findings) -> Config | None:
     else:
         slices = _slices(whole["slices"], f"{prefix}slices", found)
     levels = (_parameters(data, "", found), module_parameters)
-    return Config(str(data["merge_method"]), base, tuple(s for s in slices if s), levels, data)
+    return MergekitConfig(str(data["merge_method"]), base, tuple(s for s in slices if s), levels, data)
 
 
-def _slice_of_models(listed: Any, base: str | None, path: str, found: Findings) -> Slice | None:
+def _slice_of_models(listed: Any, base: str | None, path: str, found: ConfigFindings) -> ConfigSlice | None:
     """All layers of all models; a base model that is not listed is appended, as mergekit does."""
     sources = [_source(m, f"{path}.{i}", MODEL, found) for i, m in enumerate(list_at(listed, path, found))]
     known = [s for s in sources if s is not None]
     if base is not None and base not in [s.model for s in known]:
-        known.append(Source(base, None, {}, "base_model"))
-    return _checked(Slice(tuple(known), {}, None, path), found)
+        known.append(SliceSource(base, None, {}, "base_model"))
+    return _checked(ConfigSlice(tuple(known), {}, None, path), found)
 
 
-def _slices(listed: Any, path: str, found: Findings) -> list[Slice | None]:
-    out: list[Slice | None] = []
+def _slices(listed: Any, path: str, found: ConfigFindings) -> list[ConfigSlice | None]:
+    out: list[ConfigSlice | None] = []
     for i, one in enumerate(list_at(listed, path, found)):
         at = f"{path}.{i}"
         if not isinstance(one, Mapping):
@@ -161,11 +161,11 @@ def _slices(listed: Any, path: str, found: Findings) -> list[Slice | None]:
         sources = [_source(s, f"{at}.sources.{k}", SOURCE, found) for k, s in enumerate(listed_sources)]
         base = model_at(one["base_model"], f"{at}.base_model", found) if one.get("base_model") is not None else None
         known = tuple(s for s in sources if s is not None)
-        out.append(_checked(Slice(known, _parameters(one, at, found), base, at), found))
+        out.append(_checked(ConfigSlice(known, _parameters(one, at, found), base, at), found))
     return out
 
 
-def _checked(one: Slice, found: Findings) -> Slice | None:
+def _checked(one: ConfigSlice, found: ConfigFindings) -> ConfigSlice | None:
     models = [s.model for s in one.sources]
     if twice := sorted({m for m in models if models.count(m) > 1}):
         found.problem(one.path, f"{', '.join(twice)} is listed twice; a model appears once in a slice")
@@ -176,7 +176,7 @@ def _checked(one: Slice, found: Findings) -> Slice | None:
     return one if one.sources else None
 
 
-def _source(data: Any, path: str, known: Sequence[str], found: Findings) -> Source | None:
+def _source(data: Any, path: str, known: Sequence[str], found: ConfigFindings) -> SliceSource | None:
     if not isinstance(data, Mapping) or "model" not in data:
         found.problem(path, "expected a mapping with 'model'")
         return None
@@ -186,10 +186,10 @@ def _source(data: Any, path: str, known: Sequence[str], found: Findings) -> Sour
         layers = _range(data.get("layer_range"), path, found)
         if layers is None:
             return None
-    return Source(model_at(data["model"], f"{path}.model", found), layers, _parameters(data, path, found), path)
+    return SliceSource(model_at(data["model"], f"{path}.model", found), layers, _parameters(data, path, found), path)
 
 
-def _range(value: Any, path: str, found: Findings) -> tuple[int, int] | None:
+def _range(value: Any, path: str, found: ConfigFindings) -> tuple[int, int] | None:
     pair = value if isinstance(value, list | tuple) else []
     whole = [v for v in pair if isinstance(v, int) and not isinstance(v, bool)]
     if len(pair) != 2 or len(whole) != 2 or not 0 <= whole[0] < whole[1]:
@@ -198,7 +198,7 @@ def _range(value: Any, path: str, found: Findings) -> tuple[int, int] | None:
     return whole[0], whole[1]
 
 
-def model_at(value: Any, path: str, found: Findings) -> str:
+def model_at(value: Any, path: str, found: ConfigFindings) -> str:
     """Location of a model, `MODEL+ADAPTER`; mergekit also takes mappings with `path` and `revision`."""
     if isinstance(value, Mapping) and value.get("model") is not None:
         named = [_path(value["model"]), *([_path(value["lora"])] if value.get("lora") is not None else [])]
@@ -217,7 +217,7 @@ def _path(value: Any) -> Any:
     return value
 
 
-def _parameters(data: Mapping[str, Any], path: str, found: Findings) -> Mapping[str, Any]:
+def _parameters(data: Mapping[str, Any], path: str, found: ConfigFindings) -> Mapping[str, Any]:
     value = data.get("parameters") or {}
     if not isinstance(value, Mapping):
         found.problem(f"{path}.parameters" if path else "parameters", "expected a mapping of names to values")
@@ -225,7 +225,7 @@ def _parameters(data: Mapping[str, Any], path: str, found: Findings) -> Mapping[
     return value
 
 
-def list_at(value: Any, path: str, found: Findings) -> list[Any]:
+def list_at(value: Any, path: str, found: ConfigFindings) -> list[Any]:
     """A list with one entry at least; an empty one, and a problem, for anything else."""
     if isinstance(value, list) and value:
         return value

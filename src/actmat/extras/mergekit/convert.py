@@ -8,8 +8,17 @@ from pathlib import PurePath
 from typing import Any
 
 from actmat.errors import RecipeError, did_you_mean
-from actmat.extras.mergekit.config import TOKEN, TOKEN_SOURCE, TOKENIZER, Config, Findings, Slice, Source, read_config
-from actmat.extras.mergekit.methods import METHODS, Arrangement, Choice, Method
+from actmat.extras.mergekit.config import (
+    TOKEN,
+    TOKEN_SOURCE,
+    TOKENIZER,
+    ConfigFindings,
+    ConfigSlice,
+    MergekitConfig,
+    SliceSource,
+    read_config,
+)
+from actmat.extras.mergekit.methods import METHODS, Arrangement, Method, MethodMapping
 from actmat.extras.mergekit.mixtures.config import is_mixture, read_mixture
 from actmat.extras.mergekit.parameters import MOST_SWITCHES, Parameters, Switched, joined
 from actmat.recipe.experts import RESERVED
@@ -41,7 +50,7 @@ def convert(data: Mapping[str, Any], where: Mapping[str, str] | None = None) -> 
     Raises:
         RecipeError: fields without a counterpart, or that mergekit refuses as well; all of them.
     """
-    found = Findings(where or {})
+    found = ConfigFindings(where or {})
     fields: dict[str, Any] = {}
     if is_mixture(data):
         fields = _mixture(data, found)
@@ -49,7 +58,7 @@ def convert(data: Mapping[str, Any], where: Mapping[str, str] | None = None) -> 
         method = _method(str(data["merge_method"]), found)
         config = read_config(data, found)
         if config is not None and config.slices and method is not None and not found.problems:
-            fields = _Conversion(config, method, found).fields()
+            fields = _RecipeConversion(config, method, found).fields()
     if found.problems:
         n = len(found.problems)
         raise RecipeError(
@@ -59,7 +68,7 @@ def convert(data: Mapping[str, Any], where: Mapping[str, str] | None = None) -> 
     return fields
 
 
-def _mixture(data: Mapping[str, Any], found: Findings) -> dict[str, Any]:
+def _mixture(data: Mapping[str, Any], found: ConfigFindings) -> dict[str, Any]:
     """The recipe of a mixture: the file itself is the base, which is written as it is."""
     read_mixture(data, found)
     file = found.where.get("", "").rpartition(":")[0]
@@ -69,7 +78,7 @@ def _mixture(data: Mapping[str, Any], found: Findings) -> dict[str, Any]:
     return {"base": f"./{PurePath(file).name}", "scope": "all", "notes": notes}
 
 
-def _method(name: str, found: Findings) -> Method | None:
+def _method(name: str, found: ConfigFindings) -> Method | None:
     if name in METHODS:
         return METHODS[name]
     found.problem(
@@ -79,12 +88,12 @@ def _method(name: str, found: Findings) -> Method | None:
 
 
 @dataclass
-class _Conversion:
+class _RecipeConversion:
     """One conversion."""
 
-    config: Config
+    config: MergekitConfig
     method: Method
-    found: Findings
+    found: ConfigFindings
 
     def fields(self) -> dict[str, Any]:
         """Fields of the recipe, in the order in which people write them."""
@@ -113,7 +122,7 @@ class _Conversion:
             del out["experts"], out["method"]
         return out | self._dtypes() | self._files(out.get("experts", [])) | {"notes": self._notes()}
 
-    def _options(self, choice: Choice) -> dict[str, Any]:
+    def _options(self, choice: MethodMapping) -> dict[str, Any]:
         """Options, and rules for tensors that differ in one of them."""
         varied = {n: v for n, v in choice.options.items() if isinstance(v, Switched)}
         if len(varied) > MOST_SWITCHES:
@@ -134,7 +143,7 @@ class _Conversion:
         """mergekit's name of the method."""
         return self.config.method
 
-    def _arranged(self, one: Slice) -> tuple[Source, list[Source]]:
+    def _arranged(self, one: ConfigSlice) -> tuple[SliceSource, list[SliceSource]]:
         """Base and experts of a slice."""
         sources = list(one.sources)
         count = self.method.models
@@ -157,7 +166,7 @@ class _Conversion:
         plain = [s for s in sources if "+" not in s.model]
         return of_base or (plain or sources)[0], sources
 
-    def _location(self, sources: Sequence[Source]) -> str:
+    def _location(self, sources: Sequence[SliceSource]) -> str:
         """A model, or a stack of layers of models."""
         if not self.config.is_stacked:
             return sources[0].model
@@ -172,7 +181,7 @@ class _Conversion:
         return " + ".join(f"{m}[{a}:{b}]" for m, a, b in parts)
 
     def _experts(
-        self, rows: Sequence[Sequence[Source | None]], bases: Sequence[Source], choice: Choice
+        self, rows: Sequence[Sequence[SliceSource | None]], bases: Sequence[SliceSource], choice: MethodMapping
     ) -> list[dict[str, Any]]:
         """The experts with their weights and options; none where the base is only copied."""
         if self.name == "passthrough" and not choice.weights:
@@ -289,7 +298,7 @@ class _Conversion:
         return [f"converted from a mergekit configuration ({self.name})", *self.found.notes]
 
 
-def _adapter(source: Source, base: Source) -> str | None:
+def _adapter(source: SliceSource, base: SliceSource) -> str | None:
     """Location of the adapter where an expert is the base with an adapter: its factors are read, no whole matrices."""
     model, plus, adapter = source.model.partition("+")
     return adapter if plus and model == base.model else None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actmat.extras.mergekit.config import Source
+from actmat.extras.mergekit.config import SliceSource
 from actmat.extras.mergekit.parameters import REQUIRED, Parameters, joined
 
 
@@ -19,7 +19,7 @@ class Arrangement:
         parameters: values of the configuration.
     """
 
-    sources: Sequence[Sequence[Source | None]]
+    sources: Sequence[Sequence[SliceSource | None]]
     parameters: Parameters
 
     def own(self, name: str, default: Any, absent: Any) -> list[Any]:
@@ -32,7 +32,7 @@ class Arrangement:
 
 
 @dataclass
-class Choice:
+class MethodMapping:
     """Fields of a recipe that a method stands for.
 
     Args:
@@ -62,7 +62,7 @@ class Method:
         weighted: whether an expert can be left out of some layers by a weight of 0.
     """
 
-    convert: Callable[[Arrangement], Choice]
+    convert: Callable[[Arrangement], MethodMapping]
     reads: tuple[str, ...]
     needs_base: bool = True
     takes_base: bool = False
@@ -70,28 +70,28 @@ class Method:
     weighted: bool = True
 
 
-def _linear(of: Arrangement) -> Choice:
-    return Choice("linear", {"normalize": of.parameters.switch("normalize", True, (False, True))}, of.weights())
+def _linear(of: Arrangement) -> MethodMapping:
+    return MethodMapping("linear", {"normalize": of.parameters.switch("normalize", True, (False, True))}, of.weights())
 
 
-def _slerp(of: Arrangement) -> Choice:
-    return Choice("slerp", {"t": of.parameters.shared("t", REQUIRED)})
+def _slerp(of: Arrangement) -> MethodMapping:
+    return MethodMapping("slerp", {"t": of.parameters.shared("t", REQUIRED)})
 
 
-def _task_arithmetic(of: Arrangement) -> Choice:
+def _task_arithmetic(of: Arrangement) -> MethodMapping:
     scaling = of.parameters.shared("lambda", 1.0)
-    return Choice(
+    return MethodMapping(
         "task_arithmetic", {"scaling": scaling}, of.weights(), normalize=of.parameters.flag("normalize", False)
     )
 
 
-def _ties(of: Arrangement) -> Choice:
+def _ties(of: Arrangement) -> MethodMapping:
     options = {"reduce": _reduce(of, True), "variant": "mergekit", **_rescale_if_on(of)}
-    return Choice("ties", options, of.weights(), _density(of), of.parameters.shared("lambda", 1.0))
+    return MethodMapping("ties", options, of.weights(), _density(of), of.parameters.shared("lambda", 1.0))
 
 
-def _dare(rule: str) -> Callable[[Arrangement], Choice]:
-    def convert(of: Arrangement) -> Choice:
+def _dare(rule: str) -> Callable[[Arrangement], MethodMapping]:
+    def convert(of: Arrangement) -> MethodMapping:
         options: dict[str, Any] = {"rule": rule, "rescale": _rescale(of)}
         normalize = False
         if rule == "ties":
@@ -99,13 +99,13 @@ def _dare(rule: str) -> Callable[[Arrangement], Choice]:
         else:
             normalize = of.parameters.flag("normalize", False)
         scale = of.parameters.shared("lambda", 1.0)
-        return Choice("dare", options, of.weights(), _density(of), scale, normalize)
+        return MethodMapping("dare", options, of.weights(), _density(of), scale, normalize)
 
     return convert
 
 
-def _della(*, elects: bool) -> Callable[[Arrangement], Choice]:
-    def convert(of: Arrangement) -> Choice:
+def _della(*, elects: bool) -> Callable[[Arrangement], MethodMapping]:
+    def convert(of: Arrangement) -> MethodMapping:
         options: dict[str, Any] = {"rescale": _rescale(of), "sign_election": elects}
         normalize = False
         if elects:
@@ -113,13 +113,13 @@ def _della(*, elects: bool) -> Callable[[Arrangement], Choice]:
         else:
             normalize = of.parameters.flag("normalize", False)
         own = _density(of) | {"epsilon": of.own("epsilon", 0.15, 0.15)}
-        return Choice("della", options, of.weights(), own, of.parameters.shared("lambda", 1.0), normalize)
+        return MethodMapping("della", options, of.weights(), own, of.parameters.shared("lambda", 1.0), normalize)
 
     return convert
 
 
-def _breadcrumbs(*, elects: bool) -> Callable[[Arrangement], Choice]:
-    def convert(of: Arrangement) -> Choice:
+def _breadcrumbs(*, elects: bool) -> Callable[[Arrangement], MethodMapping]:
+    def convert(of: Arrangement) -> MethodMapping:
         options: dict[str, Any] = {"scaling": of.parameters.shared("lambda", 1.0), "sign_election": elects}
         normalize = False
         if elects:
@@ -128,58 +128,58 @@ def _breadcrumbs(*, elects: bool) -> Callable[[Arrangement], Choice]:
             normalize = of.parameters.flag("normalize", False)
         options |= _rescale_if_on(of)
         own = _density(of) | {"gamma": of.own("gamma", 0.01, 0.0)}
-        return Choice("breadcrumbs", options, of.weights(), own, normalize=normalize)
+        return MethodMapping("breadcrumbs", options, of.weights(), own, normalize=normalize)
 
     return convert
 
 
-def _model_stock(of: Arrangement) -> Choice:
-    return Choice("model_stock", {"filter_wise": of.parameters.switch("filter_wise", False, (False, True))})
+def _model_stock(of: Arrangement) -> MethodMapping:
+    return MethodMapping("model_stock", {"filter_wise": of.parameters.switch("filter_wise", False, (False, True))})
 
 
-def _sce(of: Arrangement) -> Choice:
-    return Choice("sce", {"select_topk": of.parameters.shared("select_topk", 1.0)})
+def _sce(of: Arrangement) -> MethodMapping:
+    return MethodMapping("sce", {"select_topk": of.parameters.shared("select_topk", 1.0)})
 
 
-def _karcher(of: Arrangement) -> Choice:
+def _karcher(of: Arrangement) -> MethodMapping:
     options = {"max_iter": of.parameters.plain("max_iter", 10), "tol": of.parameters.plain("tol", 1e-5)}
     uneven = any(None in of_slices for of_slices in of.sources)
     present = [[None if s is None else 1.0 for s in of_slices] for of_slices in of.sources]
     weights = [_presence(of, flags) for flags in present] if uneven else []
-    return Choice("karcher", options, weights)
+    return MethodMapping("karcher", options, weights)
 
 
-def _nearswap(of: Arrangement) -> Choice:
-    return Choice("nearswap", {"t": of.parameters.shared("t", REQUIRED)})
+def _nearswap(of: Arrangement) -> MethodMapping:
+    return MethodMapping("nearswap", {"t": of.parameters.shared("t", REQUIRED)})
 
 
-def _ram(of: Arrangement) -> Choice:
-    return Choice("ram", {"epsilon": of.parameters.shared("epsilon", 1e-5)})
+def _ram(of: Arrangement) -> MethodMapping:
+    return MethodMapping("ram", {"epsilon": of.parameters.shared("epsilon", 1e-5)})
 
 
-def _ramplus(of: Arrangement) -> Choice:
+def _ramplus(of: Arrangement) -> MethodMapping:
     """RAM+ whose ratios are those of each tensor."""
     found = _ram(of)
     found.options |= {"amplify": of.parameters.shared("r", 0.1), "most": of.parameters.shared("alpha", 0.2)}
     return found
 
 
-def _passthrough(of: Arrangement) -> Choice:
+def _passthrough(of: Arrangement) -> MethodMapping:
     """A copy, or the one model's weights times `scale`."""
     scales = of.own("scale", 1.0, 1.0)
-    return Choice("linear", {"normalize": False}, scales if scales != [1.0] else [])
+    return MethodMapping("linear", {"normalize": False}, scales if scales != [1.0] else [])
 
 
-def _nuslerp(of: Arrangement) -> Choice:
+def _nuslerp(of: Arrangement) -> MethodMapping:
     """Of deltas where there is a base, else of the weights; as a whole, by rows or by columns."""
     flat = of.parameters.switch("nuslerp_flatten", True, ("", "tensor"))
     other = of.parameters.switch("nuslerp_row_wise", False, ("rows", "columns"))
     both = joined([flat, other], lambda whole, along: whole or along)
     along = both if len({v for _, v in both.patterns} | {both.default}) > 1 else both.default
-    return Choice("nuslerp", {"of": _of(of), "along": along}, of.weights())
+    return MethodMapping("nuslerp", {"of": _of(of), "along": along}, of.weights())
 
 
-def _multislerp(of: Arrangement) -> Choice:
+def _multislerp(of: Arrangement) -> MethodMapping:
     """The direction of the weighted mean of the unit vectors, times the mean norm: no step of the Karcher mean."""
     weights, normalized = of.weights(), of.parameters.flag("normalize_weights", True)
     scale = 1.0
@@ -189,15 +189,15 @@ def _multislerp(of: Arrangement) -> Choice:
             of.parameters.found.problem("parameters", what)
         else:
             scale = sum(weights)
-    return Choice("karcher", {"max_iter": 0, "of": _of(of)}, weights, scale=scale)
+    return MethodMapping("karcher", {"max_iter": 0, "of": _of(of)}, weights, scale=scale)
 
 
-def _arcee_fusion(of: Arrangement) -> Choice:
+def _arcee_fusion(of: Arrangement) -> MethodMapping:
     of.parameters.found.note(
         "all importances decide the threshold of arcee_fusion; mergekit draws a million of them, with replacement, in "
         "larger tensors"
     )
-    return Choice("arcee_fusion")
+    return MethodMapping("arcee_fusion")
 
 
 def _of(arrangement: Arrangement) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actmat.extras.mergekit.config import Config, Findings, Source
+from actmat.extras.mergekit.config import ConfigFindings, MergekitConfig, SliceSource
 from actmat.recipe.values import numbers
 
 REQUIRED = object()
@@ -23,7 +23,7 @@ _SPECIAL = re.compile(r"([*?\[\]{}\\])")
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ParameterPart:
     """Entries for one slice: filter (None: all tensors) and value, with the first layer here and in the source."""
 
     entries: tuple[tuple[str | None, Any], ...]
@@ -94,15 +94,15 @@ class Parameters:
         found: receives problems.
     """
 
-    config: Config
-    found: Findings
+    config: MergekitConfig
+    found: ConfigFindings
 
     def shared(self, name: str, default: Any) -> Any:
         """Value of a parameter of the whole merge; filters match the output's names."""
         parts, start = [], 0
         for one in self.config.slices:
             entries = self._levels(name, (one.parameters, *self._common), default, one.path)
-            parts.append(_Part(entries, start, start + one.n_layers))
+            parts.append(_ParameterPart(entries, start, start + one.n_layers))
             start += one.n_layers
         return self._joined(parts)
 
@@ -133,7 +133,7 @@ class Parameters:
             self.found.problem("parameters", f"'{name}' differs from tensor to tensor, which has no counterpart")
         return value
 
-    def own(self, name: str, sources: Sequence[Source | None], default: Any, absent: Any) -> Any:
+    def own(self, name: str, sources: Sequence[SliceSource | None], default: Any, absent: Any) -> Any:
         """Value of an expert's parameter; filters match names of the expert's own tensors.
 
         Args:
@@ -150,14 +150,14 @@ class Parameters:
                 levels = (source.parameters, one.parameters, *self._common)
                 entries = self._levels(name, levels, default, source.path)
                 offset = source.layers[0] - start if source.layers is not None else 0
-            parts.append(_Part(entries, start, start + one.n_layers, offset))
+            parts.append(_ParameterPart(entries, start, start + one.n_layers, offset))
             start += one.n_layers
         last = parts[-1]
         if self._drops_after(sources):
-            last = _Part(((None, absent),), last.start, last.stop)
+            last = _ParameterPart(((None, absent),), last.start, last.stop)
         return self._joined(parts, last)
 
-    def _drops_after(self, sources: Sequence[Source | None]) -> bool:
+    def _drops_after(self, sources: Sequence[SliceSource | None]) -> bool:
         """True for an expert that mergekit leaves out of norm and head.
 
         There it takes only as many sources of the last slice as the first slice has.
@@ -220,7 +220,7 @@ class Parameters:
             return 0.0
         return read if len(read) > 1 else read[0]
 
-    def _joined(self, parts: Sequence[_Part], last: _Part | None = None) -> Any:
+    def _joined(self, parts: Sequence[_ParameterPart], last: _ParameterPart | None = None) -> Any:
         """One value for all slices."""
         last = last or parts[-1]
         alike = len({str(p.entries) for p in (*parts, last)}) == 1
@@ -239,7 +239,7 @@ def _of_all(entries: Sequence[tuple[str | None, Any]]) -> list[tuple[str | None,
     return [(text, value) for text, value in entries if not _LAYER.search(text or "")]
 
 
-def _of_layers(part: _Part, text: str | None, value: Any) -> list[dict[str, Any]]:
+def _of_layers(part: _ParameterPart, text: str | None, value: Any) -> list[dict[str, Any]]:
     """Entries for the layers of a slice; a filter that names layers of the source names those of the output."""
     found = _LAYER.search(text or "")
     if not part.offset or text is None or found is None:

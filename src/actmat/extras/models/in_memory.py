@@ -20,7 +20,7 @@ from actmat.planning import MergePlan
 from actmat.progress import NoProgress, Progress, usual_progress
 from actmat.recipe import Recipe
 from actmat.recipe.arguments import Location, make_arguments
-from actmat.recipe.output import Extracted
+from actmat.recipe.output import ExtractedOutput
 from actmat.run.driver import execute
 from actmat.run.open import open_inputs
 from actmat.run.prepare import prepare
@@ -28,7 +28,7 @@ from actmat.run.stage import StagedOutput
 from actmat.settings import RunSettings
 
 
-class _Sink:
+class _TensorSink:
     """Fills one tensor."""
 
     digest = ""
@@ -49,11 +49,11 @@ class _MemoryWriter:
         self._specs = {s.name: s for s in specs}
         self.tensors: dict[str, Tensor] = {}
 
-    def sink(self, name: str, aliases: Sequence[str] = ()) -> _Sink:
+    def sink(self, name: str, aliases: Sequence[str] = ()) -> _TensorSink:
         """The sink of tensor `name`; `aliases` are the same tensor."""
         tensor = self._specs[name].empty()
         self.tensors |= dict.fromkeys((name, *aliases), tensor)
-        return _Sink(tensor)
+        return _TensorSink(tensor)
 
 
 @dataclass(frozen=True, repr=False)
@@ -149,7 +149,7 @@ def run_in_memory(recipe: Recipe, settings: RunSettings | None = None, progress:
     if recipe.model.quantise is not None:
         raise RecipeError("Codes are written into a folder: leave out 'quantise' for a merge in memory, or give --out.")
     with open_inputs([recipe], settings) as opened:
-        if isinstance(opened.recipes[0].output, Extracted):
+        if isinstance(opened.recipes[0].output, ExtractedOutput):
             raise RecipeError("An adapter of full models is extracted into a folder (actmat merge ... --out OUT); in "
                               "memory, merge into a model (--to model).")  # fmt: skip
         prepared = prepare(opened, measured=False)

@@ -25,7 +25,7 @@ BATCHES_PER_WORKER = 8
 
 
 @dataclass(frozen=True)
-class Batch:
+class UnitBatch:
     """Units that one worker merges one after another: all on an accelerator, or none."""
 
     units: tuple[Unit, ...]
@@ -64,7 +64,7 @@ class Offer:
     process: int
     device: bool = False
 
-    def takes(self, batch: Batch) -> bool:
+    def takes(self, batch: UnitBatch) -> bool:
         """True if the worker can merge the batch."""
         return self.process + batch.memory <= self.memory and (self.device or not batch.device)
 
@@ -74,7 +74,7 @@ def unit_seconds(unit: Unit) -> float:
     return UNIT_SECONDS + planned_seconds(unit)
 
 
-def make_batches(units: Sequence[Unit], workers: int, *, in_order: bool = False) -> list[Batch]:
+def make_batches(units: Sequence[Unit], workers: int, *, in_order: bool = False) -> list[UnitBatch]:
     """All units in batches, the longest first; a unit longer than a batch should be is alone.
 
     Args:
@@ -93,7 +93,7 @@ def make_batches(units: Sequence[Unit], workers: int, *, in_order: bool = False)
             batches.append(held)
         held.append(unit)
         latest[unit.device_bytes > 0] = held, seconds
-    return [Batch(tuple(held)) for held in batches]
+    return [UnitBatch(tuple(held)) for held in batches]
 
 
 def plan_offers(nodes: Sequence[Node], units: Sequence[Unit], process: int, most: int | None = None) -> list[Offer]:
@@ -119,7 +119,7 @@ def plan_offers(nodes: Sequence[Node], units: Sequence[Unit], process: int, most
     offers = [offer for node in nodes for offer in _of_node(node, units, process)]
     for wanted in device:
         worst = max((u for u in units if (u.device_bytes > 0) == wanted), key=lambda unit: unit.host_bytes)
-        if not any(offer.takes(Batch((worst,))) for offer in offers):
+        if not any(offer.takes(UnitBatch((worst,))) for offer in offers):
             largest = max((n.memory for n in nodes if n.cpus and (n.gpus or not wanted)), default=0)
             raise MergeError(
                 f"No node of the Ray cluster can merge '{worst.name}': its worker needs one core"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.errors import MergeError, format_size
-from actmat.extras.ray.batches import Batch, Offer
+from actmat.extras.ray.batches import Offer, UnitBatch
 from actmat.extras.ray.cluster import node_name
 from actmat.extras.ray.worker import Answer, Opening, Worker
 
@@ -21,7 +21,7 @@ START_SECONDS = 600.0
 """Wait for a first worker: a cluster that grows on demand needs minutes."""
 CONTROL = "control"
 
-Send = Callable[[Any, Batch], Any]
+Send = Callable[[Any, UnitBatch], Any]
 """`send(handle, batch)` calls an actor and returns the reference to its answer."""
 
 
@@ -40,7 +40,7 @@ class _Hired:
     handle: Any
     offer: Offer
     pending: Any = None
-    batch: Batch | None = None
+    batch: UnitBatch | None = None
     where: str = ""
 
 
@@ -54,7 +54,7 @@ class Dispatcher:
 
     def __init__(self, offers: Sequence[Offer], *, pin: str = "") -> None:
         self._pin = pin
-        self._queue: list[Batch] = []
+        self._queue: list[UnitBatch] = []
         self._lost: Counter[str] = Counter()
         self._failed_starts = 0
         self._notes: list[str] = []
@@ -89,7 +89,7 @@ class Dispatcher:
         for worker in self._workers:
             worker.handle.use.remote(surveys)
 
-    def run(self, batches: Sequence[Batch], send: Send) -> Generator[Answer, None, None]:
+    def run(self, batches: Sequence[UnitBatch], send: Send) -> Generator[Answer, None, None]:
         """Answers of all batches, as they come; a batch may be computed twice, but is answered once.
 
         After an error and when the generator is closed, workers begin no further unit, and those that run are waited
@@ -158,7 +158,7 @@ class Dispatcher:
             if worker.batch is not None:
                 worker.pending = send(worker.handle, worker.batch)
 
-    def _take(self, offer: Offer) -> Batch | None:
+    def _take(self, offer: Offer) -> UnitBatch | None:
         """The next batch that a worker can do, out of the queue; accelerators do their own batches first."""
         for wanted in (True, False) if offer.device else (False,):
             for k, batch in enumerate(self._queue):
@@ -236,7 +236,7 @@ class Dispatcher:
                     f"{format_size(worker.offer.memory)}. Fix: nodes with more memory, or fewer cores per node ('ray "
                     "start --num-cpus'); the same command goes on where it stopped."
                 ) from error
-        self._queue[:0] = [Batch((u,)) for u in units]
+        self._queue[:0] = [UnitBatch((u,)) for u in units]
         if worker.where:
             again = f"; {len(units)} tensor(s) are merged again" if units else ""
             self._notes.append(f"A worker on node {worker.where} was lost ({reason}){again}.")

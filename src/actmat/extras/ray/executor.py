@@ -19,7 +19,7 @@ from actmat.engine.session import SessionSpec, UnitResult
 from actmat.engine.survey import SurveyKey, run_surveys
 from actmat.engine.units import Member, Unit, plan_units
 from actmat.extras.ray import cluster
-from actmat.extras.ray.batches import Batch, Node, Offer, make_batches, plan_offers
+from actmat.extras.ray.batches import Node, Offer, UnitBatch, make_batches, plan_offers
 from actmat.extras.ray.dispatch import Dispatcher
 from actmat.extras.ray.shared import prepared_storage
 from actmat.extras.ray.worker import Answer, Opening
@@ -89,7 +89,7 @@ class RayExecutor:
                 workers.use(ray.put(spec.surveys))
             failed = False
 
-            def send(handle: Any, batch: Batch) -> Any:
+            def send(handle: Any, batch: UnitBatch) -> Any:
                 return handle.merge.remote(batch.units, inspect_only=failed)
 
             with contextlib.closing(workers.run(self._batches(units), send)) as answers:
@@ -106,14 +106,14 @@ class RayExecutor:
         workers = self._opened(spec, plan_units(spec.plans, [()] * len(spec.plans), spec.observers))
         state = ray.put(fork())
 
-        def send(handle: Any, batch: Batch) -> Any:
+        def send(handle: Any, batch: UnitBatch) -> Any:
             return handle.observe.remote(batch.units, state)
 
         with contextlib.closing(workers.run(self._batches(units), send)) as answers:
             for answer in answers:
                 yield from answer.results
 
-    def _batches(self, units: Sequence[Unit]) -> list[Batch]:
+    def _batches(self, units: Sequence[Unit]) -> list[UnitBatch]:
         assert self._workers is not None
         return make_batches(units, len(self._workers), in_order=self._resources.in_order)
 

@@ -12,7 +12,7 @@ from actmat.extras.remote.push import check_place, create, hub_name, look_up, pl
 from actmat.extras.remote.upload import RemoteStaging
 
 
-class _Hub(Storage):
+class _HubStorage(Storage):
     def upload_problems(self, url: str) -> list[str]:
         try:
             hub_name(url)
@@ -49,4 +49,4 @@ class HubStaging(RemoteStaging):
         send(push, "Merge with actmat")
 
 
-HUB = _Hub()
+HUB = _HubStorage()

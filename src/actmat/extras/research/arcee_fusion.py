@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import Bounds, MergeMethod
-from actmat.methods.facets import Cost, Merged, passes
+from actmat.methods.facets import Merged, MethodCost, passes
 
 _FLOOR = 1e-8
 """Added to probabilities."""
@@ -52,7 +52,7 @@ ARCEE_FUSION = MergeMethod(
     merge,
     "tensor",
     laws=frozenset({"zeros"}),
-    cost=Cost(
+    cost=MethodCost(
         operations=passes(lambda n_experts: 1), workspace=lambda shape, n_experts, options: 16 * math.prod(shape)
     ),
     max_experts=1,

@@ -18,7 +18,7 @@ from actmat.linalg.masks.election import elect, masked_sum
 from actmat.linalg.masks.mask import Trim, l1_factors, top_trims_each
 from actmat.methods._shared.per_expert import per_expert, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
-from actmat.methods.facets import Access, Cost, Merged
+from actmat.methods.facets import Access, Merged, MethodCost
 
 
 def merge(
@@ -100,5 +100,5 @@ BREADCRUMBS = MergeMethod(
     "tensor",
     laws=frozenset({"permutation", "homogeneous", "odd", "zero_expert", "zeros"}),
     access=Access(streams=lambda options: options["rescale"] == "none", walks_again=True),
-    cost=Cost(workspace=workspace_of_election),
+    cost=MethodCost(workspace=workspace_of_election),
 )

@@ -16,7 +16,7 @@ from actmat.linalg import operations as ops
 from actmat.linalg.lapack import Retries, economy_svd, eigh, retry_stats
 from actmat.linalg.scaling import exponent_of, largest_entry, scaled
 from actmat.methods.contract import Bounds, MergeMethod
-from actmat.methods.facets import Cost, Merged
+from actmat.methods.facets import Merged, MethodCost
 
 _POSITIVE = 1e-5
 """Eigenvalues below this share of the largest magnitude are rounding (float32): their eigenvectors are arbitrary."""
@@ -120,6 +120,6 @@ CAT = MergeMethod(
     merge,
     "matrix",
     laws=frozenset({"single", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
-    cost=Cost(workspace=_workspace, operations=_operations),
+    cost=MethodCost(workspace=_workspace, operations=_operations),
     needs_statistics=("gram",),
 )

@@ -19,7 +19,7 @@ from actmat.linalg.masks.mask import Keep, random_int32
 from actmat.linalg.operations import Operation, entries
 from actmat.methods._shared.per_expert import per_expert
 from actmat.methods.contract import Bounds, Fractions, MergeMethod, Weights
-from actmat.methods.facets import Access, Cost, Merged
+from actmat.methods.facets import Access, Merged, MethodCost
 
 
 def merge(
@@ -138,7 +138,7 @@ DELLA = MergeMethod(
     "tensor",
     laws=frozenset({"homogeneous", "odd", "zeros"}),
     access=Access(one_pass=True),
-    cost=Cost(
+    cost=MethodCost(
         workspace=lambda shape, n_experts, options: (
             (n_experts + 1) * math.prod(shape) + election_workspace(math.prod(shape), n_experts)
         ),

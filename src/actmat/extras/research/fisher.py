@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from actmat.methods.contract import Bounds, MergeMethod, Weights
-from actmat.methods.facets import Access, Cost, Merged
+from actmat.methods.facets import Access, Merged, MethodCost
 
 _NOWHERE = 1e-30
 """Added to every Fisher entry, far below any real one: entries without Fisher information get the mean."""
@@ -78,6 +78,6 @@ FISHER = MergeMethod(
     "tensor",
     laws=frozenset({"single", "identical", "homogeneous", "odd", "zeros"}),
     access=Access(one_pass=True),
-    cost=Cost(workspace=lambda shape, n_experts, options: 5 * math.prod(shape)),
+    cost=MethodCost(workspace=lambda shape, n_experts, options: 5 * math.prod(shape)),
     needs_statistics=("fisher",),
 )

@@ -14,13 +14,13 @@ from torch import Tensor
 from actmat.linalg import operations as ops
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import retry_stats
-from actmat.linalg.singular import Mean, isotropic
+from actmat.linalg.singular import SpectrumMean, isotropic
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
-from actmat.methods._shared.per_matrix import Shape, in_cores
+from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Fraction, MergeMethod, Weights
-from actmat.methods.facets import SUM_LAWS, Access, Cost, Merged
+from actmat.methods.facets import SUM_LAWS, Access, Merged, MethodCost
 
-Null = Literal["zero", "fill"]
+NullFill = Literal["zero", "fill"]
 
 _FULL_RANK = (
     'iso_c: null="fill" gives a matrix of full rank, which has no low-rank form; merge the dense deltas, or leave null '
@@ -30,11 +30,11 @@ _FULL_RANK = (
 
 def merge(
     deltas: Sequence[Tensor],
-    shape: Shape = None,
+    shape: KnownShape = None,
     *,
     weights: Weights = None,
-    mean: Mean = "all",
-    null: Null = "zero",
+    mean: SpectrumMean = "all",
+    null: NullFill = "zero",
     rtol: Fraction = RANK_RTOL,
 ) -> Merged:
     """Sum of the deltas, all its singular values replaced by their mean.
@@ -88,5 +88,5 @@ ISO_C = MergeMethod(
     laws=SUM_LAWS,
     lowrank=in_cores(merge, refused=("null", "fill", _FULL_RANK)),
     access=Access(one_pass=True),
-    cost=Cost(workspace=_workspace, operations=_operations),
+    cost=MethodCost(workspace=_workspace, operations=_operations),
 )

@@ -18,14 +18,14 @@ from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.singular import join, orthogonalised_sum
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, part_stats, svd_workspace, thin_svd
-from actmat.methods._shared.per_matrix import Shape, in_cores
+from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Fraction, MergeMethod, Weights
-from actmat.methods.facets import LINEAR_LAWS, Cost, Merged
+from actmat.methods.facets import LINEAR_LAWS, Merged, MethodCost
 
 
 def merge(
     deltas: Sequence[Tensor],
-    shape: Shape = None,
+    shape: KnownShape = None,
     *,
     weights: Weights = None,
     common_fraction: Fraction = 0.8,
@@ -114,5 +114,5 @@ ISO_CTS = MergeMethod(
     "matrix",
     laws=LINEAR_LAWS,
     lowrank=in_cores(merge),
-    cost=Cost(workspace=_workspace, operations=_operations),
+    cost=MethodCost(workspace=_workspace, operations=_operations),
 )

@@ -21,14 +21,22 @@ from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.masks.election import elect, election_workspace, masked_sum
 from actmat.linalg.masks.mask import Trim
 from actmat.linalg.masks.threshold import StreamedCut, kth_magnitudes, selection_workspace
-from actmat.linalg.singular import JointBasis, Mean, isotropic, join, joint_basis, orthogonalised_sum, slots_per_expert
+from actmat.linalg.singular import (
+    JointBasis,
+    SpectrumMean,
+    isotropic,
+    join,
+    joint_basis,
+    orthogonalised_sum,
+    slots_per_expert,
+)
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
 from actmat.methods.contract import Bounds, Fraction, MergeMethod
 from actmat.methods.dare import drops
-from actmat.methods.facets import Cost, LowRankForm, Merged, MergedLowRank
+from actmat.methods.facets import LowRankForm, Merged, MergedLowRank, MethodCost
 from actmat.methods.ties import SURVEY, TrimSurvey, kept_entries
 
-Rule = Literal["ties", "task_arithmetic", "dare", "tsv", "iso_c"]
+KnotsRule = Literal["ties", "task_arithmetic", "dare", "tsv", "iso_c"]
 Order = Literal["official", "actmat"]
 ELEMENTWISE = ("ties", "dare")
 OFFICIAL_ATOL = 1e-5
@@ -39,13 +47,13 @@ def merge(  # noqa: PLR0913 - options of a method are parameters of its function
     *,
     survey: Sequence[float] | None = None,
     generator: torch.Generator | None = None,
-    rule: Rule = "ties",
+    rule: KnotsRule = "ties",
     order: Order = "official",
     density: Annotated[float | None, Bounds(low=0, high=1)] = None,
     trim: Literal["global", "tensor"] = "global",
     atol: Annotated[float | None, Bounds(low=0)] = None,
     rtol: Fraction = RANK_RTOL,
-    mean: Mean = "all",
+    mean: SpectrumMean = "all",
 ) -> Merged:
     """Merge coordinates of the experts in one joint singular basis (KnOTS), by TIES or another rule.
 
@@ -98,13 +106,13 @@ def merge_lowrank(  # noqa: PLR0913 - as above
     *,
     survey: Sequence[float] | None = None,
     generator: torch.Generator | None = None,
-    rule: Rule = "ties",
+    rule: KnotsRule = "ties",
     order: Order = "official",
     density: Annotated[float | None, Bounds(low=0, high=1)] = None,
     trim: Literal["global", "tensor"] = "global",
     atol: Annotated[float | None, Bounds(low=0)] = None,
     rtol: Fraction = RANK_RTOL,
-    mean: Mean = "all",
+    mean: SpectrumMean = "all",
 ) -> MergedLowRank:
     """The same merge from the cores `M_t = P^T D_t Q` of the common bases, exact, in float64.
 
@@ -151,7 +159,7 @@ def _outer(basis: JointBasis, order: Order) -> Tensor:
 def _by_entry(
     parts_RI: Sequence[Tensor],
     on_R: Tensor,
-    rule: Rule,
+    rule: KnotsRule,
     density: float | None,
     trim: str,
     survey: Sequence[float] | None,
@@ -173,7 +181,7 @@ def _by_entry(
     return elect(parts_RI, masks, scales=ones, counts=ones, zero_sign="zero")
 
 
-def _density(rule: Rule, density: float | None) -> float:
+def _density(rule: KnotsRule, density: float | None) -> float:
     if density is not None:
         return density
     return 0.2 if rule == "ties" else 0.1
@@ -184,7 +192,7 @@ def _kept(density: float, total: int) -> int:
 
 
 def _by_spectrum(
-    parts_RI: Sequence[Tensor], rule: Rule, mean: Mean, directions: int, accuracy: torch.dtype
+    parts_RI: Sequence[Tensor], rule: KnotsRule, mean: SpectrumMean, directions: int, accuracy: torch.dtype
 ) -> tuple[Tensor, Retries, tuple[Way, ...]]:
     """Inner methods on whole coordinates; `directions` is `min(O, I)` of the layer, not of the coordinates."""
     if rule == "tsv":
@@ -270,7 +278,7 @@ KNOTS = MergeMethod(
     "matrix",
     laws=frozenset({"permutation", "odd", "left_orthogonal", "zero_expert", "zeros"}),
     lowrank=LowRankForm(merge_lowrank, keeps_row_space=False),  # `ties` and `dare` select single coordinates
-    cost=Cost(workspace=_workspace, operations=_operations),
+    cost=MethodCost(workspace=_workspace, operations=_operations),
     survey=replace(
         SURVEY,
         applies=_is_surveyed,

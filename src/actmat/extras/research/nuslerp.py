@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import MergeMethod, Weights
-from actmat.methods.facets import Access, Cost, Merged, passes
+from actmat.methods.facets import Access, Merged, MethodCost, passes
 
 SMALLEST_SUM = 1e-6
 """Sum of the weights below which the middle is taken."""
@@ -91,7 +91,7 @@ NUSLERP = MergeMethod(
     "tensor",
     laws=frozenset({"homogeneous", "odd", "identical", "left_orthogonal", "right_orthogonal", "permutation", "zeros"}),
     access=Access(base=_of_weights),
-    cost=Cost(
+    cost=MethodCost(
         operations=passes(lambda n_experts: 1), workspace=lambda shape, n_experts, options: 18 * math.prod(shape)
     ),
     max_experts=2,

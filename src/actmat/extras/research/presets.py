@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from actmat.linalg.interference.descent import Adam
-from actmat.linalg.interference.rule import Estimator, Filter, Null, Rule
+from actmat.linalg.interference.rule import Estimator, Filter, InterferenceRule, Null
 from actmat.methods import regmean
 from actmat.methods._shared.interference import FillOption, RelativeCutoff, SolverOption, preset
+from actmat.methods.actmat_ridge import Positive
 from actmat.methods.contract import Bounds
 from actmat.methods.facets import SUM_LAWS, Law
 
-Positive = Annotated[float, Bounds(0, open_low=True)]
 PER_NORM = Estimator(normalize="norm")
 FROM_SUM: frozenset[Law] = SUM_LAWS | {"single", "orthogonal_rows_sum"}
 
@@ -23,7 +23,7 @@ def wudi(
     null: Null = "sum",
     steps: Annotated[int, Bounds(0)] = 300,
     lr: Positive = 1e-5,
-) -> Rule | Adam:
+) -> InterferenceRule | Adam:
     """Least interference in each expert's own row space, every expert counted equally.
 
         D* = argmin_D sum_t w_t ||(D - D_t) D_t^T||_F^2 / ||D_t||_F^2
@@ -45,7 +45,7 @@ def wudi(
         R. Cheng et al., "Whoever Started the Interference Should End It: Guiding Data-Free Model Merging via Task
         Vectors", ICML 2025, arXiv:2503.08099.
     """
-    return Adam(steps, lr) if optimiser == "adam" else Rule(PER_NORM, Filter(rtol=rtol), null)
+    return Adam(steps, lr) if optimiser == "adam" else InterferenceRule(PER_NORM, Filter(rtol=rtol), null)
 
 
 def swudi(
@@ -55,7 +55,7 @@ def swudi(
     ridge: Positive = 0.1,
     null: FillOption = "sum",
     solver: SolverOption = "auto",
-) -> Rule:
+) -> InterferenceRule:
     """WUDI solved softly: gradient flow from the sum of the deltas, stopped at a finite time.
 
         D* = N (I - V f V^T) + B V (f / l) V^T,   f = 1 - exp(-l t),
@@ -73,10 +73,10 @@ def swudi(
     Source:
         WalkerWorldPeace/MLLMerging, public code of SWUDI.
     """
-    return Rule(PER_NORM, Filter(filter, ridge=ridge, time=time, time_is_absolute=True), null, solver)
+    return InterferenceRule(PER_NORM, Filter(filter, ridge=ridge, time=time, time_is_absolute=True), null, solver)
 
 
-def aswudi(*, rtol: RelativeCutoff = None, null: FillOption = "sum", solver: SolverOption = "auto") -> Rule:
+def aswudi(*, rtol: RelativeCutoff = None, null: FillOption = "sum", solver: SolverOption = "auto") -> InterferenceRule:
     """WUDI solved in as many leading directions as the spectrum's participation number says.
 
         D* = N (I - P) + B S^+ P,   rank P = ceil((sum sqrt(l))^2 / sum l),
@@ -90,10 +90,10 @@ def aswudi(*, rtol: RelativeCutoff = None, null: FillOption = "sum", solver: Sol
     Source:
         WalkerWorldPeace/MLLMerging, public code of ASWUDI.
     """
-    return Rule(PER_NORM, Filter("adaptive", rtol=rtol), null, solver)
+    return InterferenceRule(PER_NORM, Filter("adaptive", rtol=rtol), null, solver)
 
 
-def lot(*, rtol: Annotated[float | None, Bounds(0, 1)] = None) -> Rule:
+def lot(*, rtol: Annotated[float | None, Bounds(0, 1)] = None) -> InterferenceRule:
     """Least drift of each layer's features on the experts' data.
 
         D* = (sum_t w_t D_t X_t^T X_t) (sum_t w_t X_t^T X_t)^+

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from actmat.methods.contract import Bounds, MergeMethod
-from actmat.methods.facets import Cost, Merged
+from actmat.methods.facets import Merged, MethodCost
 
 
 def merge(
@@ -55,5 +55,5 @@ RAM = MergeMethod(
     merge,
     "tensor",
     laws=frozenset({"permutation", "odd", "zero_expert", "zeros"}),
-    cost=Cost(workspace=lambda shape, n_experts, options: 7 * math.prod(shape)),
+    cost=MethodCost(workspace=lambda shape, n_experts, options: 7 * math.prod(shape)),
 )

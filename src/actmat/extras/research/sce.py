@@ -18,7 +18,7 @@ from actmat.linalg.masks.election import elect, election_workspace
 from actmat.linalg.masks.mask import Keep, Mask, Trim, top_trims
 from actmat.linalg.scaling import exponent_of, largest_entry, scaled
 from actmat.methods.contract import Fraction, MergeMethod
-from actmat.methods.facets import Cost, Merged
+from actmat.methods.facets import Merged, MethodCost
 
 
 def merge(deltas: Sequence[Tensor], *, select_topk: Fraction = 1.0) -> Merged:
@@ -96,7 +96,7 @@ SCE = MergeMethod(
     merge,
     "tensor",
     laws=frozenset({"permutation", "single", "identical", "homogeneous", "zero_expert", "zeros"}),
-    cost=Cost(
+    cost=MethodCost(
         workspace=lambda shape, n_experts, options: (
             # deltas that are brought near 1 are copied
             (1 + n_experts + (options["select_topk"] < 1)) * math.prod(shape)

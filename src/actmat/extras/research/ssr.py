@@ -20,7 +20,7 @@ from actmat.linalg.singular import joint_basis
 from actmat.linalg.svd import RANK_RTOL, svd_workspace
 from actmat.methods._shared.per_matrix import in_cores
 from actmat.methods.contract import Bounds, MergeMethod
-from actmat.methods.facets import Cost, Merged
+from actmat.methods.facets import Merged, MethodCost
 
 
 def merge(
@@ -95,6 +95,6 @@ SSR = MergeMethod(
     "matrix",
     laws=frozenset({"permutation", "homogeneous", "odd", "left_orthogonal", "zeros"}),
     lowrank=in_cores(merge, site_of=_in_rows),
-    cost=Cost(workspace=_workspace, operations=_operations),
+    cost=MethodCost(workspace=_workspace, operations=_operations),
     needs_statistics=("gram",),
 )

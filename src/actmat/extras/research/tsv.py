@@ -17,9 +17,9 @@ from actmat.linalg import operations as ops
 from actmat.linalg.lapack import retry_stats
 from actmat.linalg.singular import join, orthogonalised_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, orthogonal_svd, part_stats, svd_workspace, thin_svd
-from actmat.methods._shared.per_matrix import Shape, in_cores
+from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod, Weights
-from actmat.methods.facets import Access, Cost, Merged
+from actmat.methods.facets import Access, Merged, MethodCost
 
 _NEEDS_NULL_SPACE = (
     "tsv: rank_aware=False asks for null-space vectors of the full matrices, which low-rank factors do not have; merge "
@@ -29,7 +29,7 @@ _NEEDS_NULL_SPACE = (
 
 def merge(
     deltas: Sequence[Tensor],
-    shape: Shape = None,
+    shape: KnownShape = None,
     *,
     weights: Weights = None,
     k: Annotated[int | None, Bounds(low=0)] = None,
@@ -116,5 +116,5 @@ TSV = MergeMethod(
     laws=frozenset({"permutation", "single", "homogeneous", "odd", "left_orthogonal", "right_orthogonal", "zeros"}),
     lowrank=in_cores(merge, refused=("rank_aware", False, _NEEDS_NULL_SPACE)),
     access=Access(one_pass=True),
-    cost=Cost(workspace=_workspace, operations=_operations),
+    cost=MethodCost(workspace=_workspace, operations=_operations),
 )

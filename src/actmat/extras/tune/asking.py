@@ -15,7 +15,7 @@ from actmat.extras.collect.collect import collect
 from actmat.extras.collect.data import DataOptions
 from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.evaluate import Asked, default_predict, keep_answers
-from actmat.extras.tune.inputs import COLUMNS, ExpertInputs, Source, cut_at, predictions_of, prepare_inputs
+from actmat.extras.tune.inputs import COLUMNS, ExpertInputs, InputSource, cut_at, predictions_of, prepare_inputs
 from actmat.extras.tune.live import Loader, folded
 from actmat.extras.tune.search import shares_of
 from actmat.extras.tune.settings import TuneProgress, TuneSettings
@@ -24,7 +24,7 @@ from actmat.recipe import ExpertRef, Recipe
 
 def ask_experts(
     recipe: Recipe,
-    data: Mapping[str, Source],
+    data: Mapping[str, InputSource],
     settings: TuneSettings,
     loader: Loader,
     kinds: frozenset[str],
@@ -85,7 +85,7 @@ def takes_columns(model: Any) -> bool:
     return COLUMNS in inspect.signature(inner.forward).parameters
 
 
-def _collect(loaded: Loaded, inputs: ExpertInputs, source: Source, kinds: frozenset[str], out: Path) -> None:
+def _collect(loaded: Loaded, inputs: ExpertInputs, source: InputSource, kinds: frozenset[str], out: Path) -> None:
     """Statistics of an expert on the inputs that are set apart for them."""
     about: dict[str, Any] = {"source": "batches"}
     if isinstance(source, DataOptions):

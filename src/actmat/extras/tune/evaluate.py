@@ -24,7 +24,7 @@ from actmat.errors import RecipeError, StatisticsError
 from actmat.extras.collect.batches import call_model
 from actmat.extras.tune.inputs import ExpertInputs, InputBatch
 from actmat.extras.tune.live import Directions, LiveModel
-from actmat.extras.tune.space import Candidate
+from actmat.extras.tune.space import TuneCandidate
 
 Predict = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 """`predict(model, batch)`: logits `* C` of a model for the keyword arguments of a batch."""
@@ -194,7 +194,7 @@ def _counted(logits: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
     return logits[batch.counted], sample[batch.counted]
 
 
-Named = Literal["divergence", "disagreement", "accuracy", "perplexity"]
+ScoreName = Literal["divergence", "disagreement", "accuracy", "perplexity"]
 
 
 @runtime_checkable
@@ -207,7 +207,7 @@ class TaskScore(Protocol):
         """Task -> loss, of which smaller is better, on a share of the task's questions."""
 
 
-Score = Named | Callable[[nn.Module, str, Sequence[InputBatch]], float] | TaskScore
+Score = ScoreName | Callable[[nn.Module, str, Sequence[InputBatch]], float] | TaskScore
 """A score by name; or `score(model, expert, batches)`, of which larger is better; or one on tasks of its own."""
 
 
@@ -234,7 +234,7 @@ class Trial:
         agreement: per expert, share of predictions whose most probable class is the expert's.
     """
 
-    candidate: Candidate
+    candidate: TuneCandidate
     share: float
     losses: Mapping[str, float]
     agreement: Mapping[str, float]
@@ -266,7 +266,7 @@ class Trial:
         }
 
 
-def loss_of(found: AnswerComparison, score: Named, sample: Sequence[int] | None = None) -> float:
+def loss_of(found: AnswerComparison, score: ScoreName, sample: Sequence[int] | None = None) -> float:
     """Loss of a candidate for one expert, over all samples or those given (which may repeat).
 
     Raises:
@@ -313,7 +313,7 @@ class Evaluator:
         self._done = _read_journal(journal)
         self._compared: dict[tuple[str, str], tuple[int, AnswerComparison]] = {}
 
-    def trial(self, candidate: Candidate, share: float) -> Trial:
+    def trial(self, candidate: TuneCandidate, share: float) -> Trial:
         """Losses of a candidate on the first `share` of the inputs."""
         key = f"{self._mark} {share:g} {candidate.key}"
         if (entry := self._done.get(key)) is None:
@@ -342,11 +342,11 @@ class Evaluator:
             losses = {t: _finite(v, t) for t, v in self._score.losses(self._live.model, share).items()}
         return losses, agreement
 
-    def write(self, candidate: Candidate) -> None:
+    def write(self, candidate: TuneCandidate) -> None:
         """Make the live model the candidate."""
         self._live.write(self._directions.of(candidate.merge), candidate.factor)
 
-    def final(self, candidate: Candidate | None) -> dict[str, AnswerComparison]:
+    def final(self, candidate: TuneCandidate | None) -> dict[str, AnswerComparison]:
         """Comparison with every expert on the inputs that were kept for the end; None: of the base."""
         if candidate is None:
             self._live.restore()

@@ -31,7 +31,7 @@ COLUMNS = "logits_to_keep"
 SIMILAR = 0.75
 """Least share of the longest sample's tokens that another of its batch has."""
 
-Source = DataOptions | Sequence[Mapping[str, Tensor]]
+InputSource = DataOptions | Sequence[Mapping[str, Tensor]]
 """A data set, or batches of keyword arguments of the model that are ready; `labels` among them are taken out."""
 
 
@@ -120,7 +120,7 @@ class ExpertInputs:
 def prepare_inputs(
     label: str,
     loaded: Loaded,
-    source: Source,
+    source: InputSource,
     *,
     new_tokens: int = 32,
     labels: bool = False,
@@ -143,7 +143,7 @@ def prepare_inputs(
     Raises:
         StatisticsError: too few inputs for a sample in each part, or data that cannot be used.
     """
-    search, final, measured = _Part(), _Part(), _Part()
+    search, final, measured = _InputPart(), _InputPart(), _InputPart()
     given, shared, name = _batches(loaded, source, note, labels=labels)
     for batch in given:
         whole = replace(_completed(loaded, batch, new_tokens), shared=shared)
@@ -193,7 +193,7 @@ def _of_similar_lengths(lengths: Sequence[int], samples: Iterable[int]) -> list[
     return groups
 
 
-class _Part:
+class _InputPart:
     """Batches of samples that are taken out of given ones."""
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class _Part:
 
 
 def _batches(
-    loaded: Loaded, source: Source, note: Callable[[str], object], *, labels: bool
+    loaded: Loaded, source: InputSource, note: Callable[[str], object], *, labels: bool
 ) -> tuple[Iterable[Mapping[str, Tensor]], Mapping[str, Tensor], str]:
     """Batches, keyword arguments that all of them share, and the name of the data for messages."""
     if not isinstance(source, DataOptions):

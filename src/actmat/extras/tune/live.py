@@ -30,7 +30,7 @@ from actmat.extras.models.in_memory import MemoryMerge
 from actmat.extras.models.loading import Loaded, load_model
 from actmat.extras.tune.groups import FIXED
 from actmat.extras.tune.merges import Merges
-from actmat.extras.tune.products import Products, locate_state, products_of
+from actmat.extras.tune.products import LiveProducts, locate_state, products_of
 from actmat.extras.tune.space import MergeChoice
 from actmat.layout.in_memory import TensorOnDisk
 
@@ -40,12 +40,12 @@ ALIGNMENT = 64
 """Bytes: where a tensor may begin in the file."""
 
 
-class StoredTensors(Mapping[str, Tensor]):
+class LiveTensors(Mapping[str, Tensor]):
     """The float tensors of a model in one file that `store` wrote; each is mapped into memory when it is asked for.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     stored = StoredTensors.store(Path(folder) / "a", {"w": torch.tensor([1.0, 2.0])})
+    ...     stored = LiveTensors.store(Path(folder) / "a", {"w": torch.tensor([1.0, 2.0])})
     ...     stored["w"].clone(), list(stored)
     (tensor([1., 2.]), ['w'])
     """
@@ -55,7 +55,7 @@ class StoredTensors(Mapping[str, Tensor]):
         self._index: dict[str, tuple[int, list[int], str]] = json.loads(_index_of(path).read_text(encoding="utf-8"))
 
     @classmethod
-    def store(cls, path: Path, tensors: Mapping[str, Tensor]) -> StoredTensors:
+    def store(cls, path: Path, tensors: Mapping[str, Tensor]) -> LiveTensors:
         """Write tensors one after the other; the index, which makes the file complete, comes last."""
         index: dict[str, tuple[int, list[int], str]] = {}
         with disk_errors(path):
@@ -112,9 +112,9 @@ class Direction:
     @property
     def nbytes(self) -> int:
         """Bytes of memory; none for deltas in a file."""
-        if isinstance(self.deltas, StoredTensors):
+        if isinstance(self.deltas, LiveTensors):
             return 0
-        if isinstance(self.deltas, Products):
+        if isinstance(self.deltas, LiveProducts):
             return self.deltas.nbytes
         return sum(d.numel() * d.element_size() for d in self.deltas.values())
 
@@ -143,7 +143,7 @@ class LiveModel:
         if folder is None:
             self._base = {name: t.detach().clone() for name, t in self._state.items()}
         else:
-            self._base = StoredTensors.store(folder / "base", self._state)
+            self._base = LiveTensors.store(folder / "base", self._state)
 
     @property
     def model(self) -> nn.Module:
@@ -164,13 +164,13 @@ class LiveModel:
         if self._folder is None:
             return Direction(self._known(dict(self._deltas(state_of(load()), in_place=False))))
         path = self._folder / name
-        if not StoredTensors.is_complete(path):
+        if not LiveTensors.is_complete(path):
             self._state, self._model = {}, None  # freed before the other one is loaded, which takes its place
             self._model = load()
             self._state = state_of(self._model)
             self._changed = set(self._state)
-            StoredTensors.store(path, self._known(dict(self._deltas(self._state, in_place=True))))
-        return Direction(StoredTensors(path))
+            LiveTensors.store(path, self._known(dict(self._deltas(self._state, in_place=True))))
+        return Direction(LiveTensors(path))
 
     def products(self, merged: MemoryMerge, base: Checkpoint) -> Direction:
         """`D*` of a merged adapter at scale 1, as factors.
@@ -216,7 +216,7 @@ class LiveModel:
             return
         number = self._numbers[name]
         factor = float(table[int(number)]) if number.numel() == 1 else None
-        if factor is None or not isinstance(deltas, Products) or not deltas.add_to(name, base, factor, tensor):
+        if factor is None or not isinstance(deltas, LiveProducts) or not deltas.add_to(name, base, factor, tensor):
             tensor.copy_(base)
             _add(tensor, deltas[name].to(tensor.device), number, table)
 

@@ -18,7 +18,7 @@ from actmat.engine.memory import available_memory
 from actmat.errors import RecipeError, format_size
 from actmat.extras.collect.data import DataOptions
 from actmat.extras.tune.evaluate import TOP
-from actmat.extras.tune.inputs import Source
+from actmat.extras.tune.inputs import InputSource
 from actmat.settings import RunSettings
 
 USABLE = 0.9
@@ -48,7 +48,7 @@ class Sizes:
     classes: int
 
 
-def sizes_of(data: Mapping[str, Source], config: Mapping[str, Any], new_tokens: int) -> Sizes:
+def sizes_of(data: Mapping[str, InputSource], config: Mapping[str, Any], new_tokens: int) -> Sizes:
     """Sizes of the predictions, at most, from the data's options and the base's config.
 
     A causal model predicts at every token of a text, of which those of the continuation are kept; a masked one at every
@@ -76,7 +76,7 @@ def sizes_of(data: Mapping[str, Source], config: Mapping[str, Any], new_tokens: 
     return Sizes(len(data), predictions, batch, int(classes or TOP))
 
 
-def _counts(source: Source) -> tuple[int, int, int]:
+def _counts(source: InputSource) -> tuple[int, int, int]:
     """Samples, samples of a batch, tokens of a sample."""
     if isinstance(source, DataOptions):
         return source.max_samples or SAMPLES, source.batch_size, source.max_length

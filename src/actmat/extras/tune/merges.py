@@ -21,7 +21,7 @@ from actmat.extras.tune.space import MergeChoice
 from actmat.methods import get_method
 from actmat.planning.model import MergePlan
 from actmat.recipe import ExpertRef, Recipe
-from actmat.recipe.output import Adapter
+from actmat.recipe.output import AdapterOutput
 from actmat.run import plan_recipe, run_recipes
 from actmat.run.automatic import check_options, with_method
 from actmat.run.locate import Given, located
@@ -120,7 +120,7 @@ class Merges:
 
     def _hold(self, choice: MergeChoice) -> None:
         """Merge factors in memory."""
-        into = {"base": "", "output": Adapter(), "dtype": "float32"}
+        into = {"base": "", "output": AdapterOutput(), "dtype": "float32"}
         here = replace(self._settings, executor="threads")  # factors are small
         try:
             merged = run_in_memory(recipe_of(self.recipe, choice).model_copy(update=into), here)

@@ -18,14 +18,14 @@ from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.expert import AdapterExpert
 from actmat.extras.collect.binding import locate_parameters
 from actmat.extras.models.in_memory import MemoryMerge
-from actmat.layout.in_memory import Slice, TensorOnDisk
+from actmat.layout.in_memory import TensorOnDisk, TensorSlice
 from actmat.linalg.lowrank import LowRank
 
-Parts = Sequence[tuple[Slice, LowRank]]
+ModelParts = Sequence[tuple[TensorSlice, LowRank]]
 """Deltas of the stored tensors that make up a parameter, and their places in it."""
 
 
-class Products(Mapping[str, Tensor]):
+class LiveProducts(Mapping[str, Tensor]):
     """Deltas by parameter, in float32; each is formed on its device when it is asked for.
 
     Args:
@@ -33,7 +33,7 @@ class Products(Mapping[str, Tensor]):
         shapes: of the parameters.
     """
 
-    def __init__(self, parts: Mapping[str, Parts], shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(self, parts: Mapping[str, ModelParts], shapes: Mapping[str, torch.Size]) -> None:
         self._parts, self._shapes = parts, shapes
         factors = [f for own in parts.values() for _, value in own for f in (value.b_OR, value.a_RI)]
         self.nbytes = sum(f.nbytes for f in factors)
@@ -78,7 +78,7 @@ def locate_state(model: nn.Module, state: Mapping[str, Tensor], base: Checkpoint
 
 def products_of(
     merged: MemoryMerge, base: Checkpoint, located: Mapping[str, TensorOnDisk], state: Mapping[str, Tensor]
-) -> Products:
+) -> LiveProducts:
     """The deltas of a merged adapter by parameter of a model.
 
     Args:
@@ -91,7 +91,7 @@ def products_of(
     """
     config, problems = parse_adapter_config(merged.plan.adapter_config or {})
     weights = MemoryCheckpoint(merged.tensors, location="the merged adapter")
-    parts: dict[str, list[tuple[Slice, LowRank]]] = {}
+    parts: dict[str, list[tuple[TensorSlice, LowRank]]] = {}
     with AdapterExpert(Adapter(weights, config, problems), base) as expert:
         missing = {n for n in expert.specs if expert.source(n).kind == "formed"}
         for name, found in located.items():
@@ -112,4 +112,4 @@ def products_of(
             f"The adapters change '{min(missing)}' of the base, and the model that was loaded has no parameter for it. "
             "Choose the class that the base was saved from (--model-class)."
         )
-    return Products(parts, {name: state[name].shape for name in parts})
+    return LiveProducts(parts, {name: state[name].shape for name in parts})

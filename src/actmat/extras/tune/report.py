@@ -12,10 +12,10 @@ from typing import Any, get_args
 
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.diagnostics.model import write_whole
-from actmat.extras.tune.evaluate import AnswerComparison, Named, Trial, loss_of
+from actmat.extras.tune.evaluate import AnswerComparison, ScoreName, Trial, loss_of
 from actmat.extras.tune.groups import group_rules
 from actmat.extras.tune.memory import MemoryPlan
-from actmat.extras.tune.space import Candidate, MergeChoice, Space
+from actmat.extras.tune.space import MergeChoice, SearchSpace, TuneCandidate
 from actmat.foreign import html_table, terminal
 from actmat.methods import get_method
 from actmat.recipe import ExpertRef, Recipe
@@ -99,7 +99,7 @@ class TuneReport:
     @property
     def compared(self) -> str:
         """The loss of the final comparison: the score, or the divergence if the score is not of the inputs."""
-        return self.score if self.score in get_args(Named) else "divergence"
+        return self.score if self.score in get_args(ScoreName) else "divergence"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the contents of `tune.json`."""
@@ -173,7 +173,7 @@ def _drawn(rng: random.Random, found: AnswerComparison, score: Any) -> list[int]
 
 
 def final_recipe(
-    made: Recipe, given: Recipe, chosen: Candidate, groups: Mapping[str, str], work: Path, collected: Path
+    made: Recipe, given: Recipe, chosen: TuneCandidate, groups: Mapping[str, str], work: Path, collected: Path
 ) -> Recipe:
     """The recipe that makes the chosen merge; needs data only if its method needs statistics.
 
@@ -239,7 +239,7 @@ def notes_on_choice(finals: Sequence[Rival], *, allowed: bool, least_agreement: 
         )
 
 
-def notes_on_space(space: Space, choices: Sequence[MergeChoice]) -> Iterator[str]:
+def notes_on_space(space: SearchSpace, choices: Sequence[MergeChoice]) -> Iterator[str]:
     """Methods for which the experts' weights are not searched, although that was asked for."""
     if not space.weights:
         return

@@ -14,7 +14,7 @@ from typing import Any
 
 from actmat.errors import RecipeError
 from actmat.extras.tune.evaluate import Evaluator, Trial
-from actmat.extras.tune.space import Candidate, MergeChoice, Space
+from actmat.extras.tune.space import MergeChoice, SearchSpace, TuneCandidate
 from actmat.methods import get_method
 
 SHARES = (0.125, 0.25, 0.5, 1.0)
@@ -37,7 +37,7 @@ STEPS = 12
 
 
 @dataclass
-class Budget:
+class SearchBudget:
     """Evaluations and seconds that a search may take; None: no limit."""
 
     evaluations: int | None = None
@@ -56,7 +56,7 @@ class Budget:
         return 0 if self.is_spent else most if self.evaluations is None else min(most, self.evaluations - self.used)
 
 
-def parse_budget(text: str | int | None) -> Budget:
+def parse_budget(text: str | int | None) -> SearchBudget:
     """`15m`, `2h`, `90s`: time; a number: evaluations.
 
     >>> parse_budget("15m").seconds, parse_budget(200).evaluations
@@ -66,13 +66,13 @@ def parse_budget(text: str | int | None) -> Budget:
         RecipeError: anything else.
     """
     if text is None:
-        return Budget()
+        return SearchBudget()
     written = str(text).strip()
     unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(written[-1:])
     number = written[:-1] if unit else written
     if not number.isdecimal() or int(number) < 1:
         raise RecipeError(f"The budget is a number of evaluations (200) or a time (90s, 15m, 2h); found '{written}'.")
-    return Budget(seconds=int(number) * unit) if unit else Budget(evaluations=int(number))
+    return SearchBudget(seconds=int(number) * unit) if unit else SearchBudget(evaluations=int(number))
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ def kept(candidates: int) -> int:
 
 
 def search(
-    space: Space,
+    space: SearchSpace,
     merges: Sequence[MergeChoice],
     evaluator: Evaluator,
-    budget: Budget,
+    budget: SearchBudget,
     varied: Varied,
     report: Callable[[Trial], None] = lambda trial: None,
 ) -> list[Trial]:
@@ -122,7 +122,7 @@ def search(
     """
     trials: list[Trial] = []
 
-    def run(candidate: Candidate, share: float = 1.0) -> Trial:
+    def run(candidate: TuneCandidate, share: float = 1.0) -> Trial:
         found = evaluator.trial(candidate, share)
         budget.used += 1
         trials.append(found)
@@ -138,31 +138,33 @@ def search(
         ranked.sort(key=lambda c: merges.index(c.merge))  # a merge is loaded once in a round
         found = [run(c, share) for c in ranked if not budget.is_spent]
     if not _whole(trials):
-        run(_farthest(trials, Candidate(merges[0], min(space.scales, key=lambda s: abs(s - 1)))))
+        run(_farthest(trials, TuneCandidate(merges[0], min(space.scales, key=lambda s: abs(s - 1)))))
     for trial in [] if budget.is_spent else _best_of_each(trials)[:REFINED]:
         scale = _refined(trial.candidate, screened)
         if scale is not None and not budget.is_spent:
-            run(Candidate(trial.candidate.merge, scale))
+            run(TuneCandidate(trial.candidate.merge, scale))
     for start, vary in _starts(_whole(trials), varied):
         _refine(start, run, budget.left(STEPS * (len(vary.groups) + vary.weighted)), vary)
     return trials
 
 
-def _climb(merge: MergeChoice, scales: Sequence[float], loss: Callable[[Candidate], float], budget: Budget) -> None:
+def _climb(
+    merge: MergeChoice, scales: Sequence[float], loss: Callable[[TuneCandidate], float], budget: SearchBudget
+) -> None:
     """Evaluate a merge from the scale nearest to 1 in the direction of smaller losses, until they grow again."""
     at = min(range(len(scales)), key=lambda n: abs(math.log(scales[n])))
-    least = math.inf if budget.is_spent else loss(Candidate(merge, scales[at]))
+    least = math.inf if budget.is_spent else loss(TuneCandidate(merge, scales[at]))
     for step in (-1, 1):
         best = at
         while 0 <= best + step < len(scales) and not budget.is_spent:
-            if (found := loss(Candidate(merge, scales[best + step]))) >= least:
+            if (found := loss(TuneCandidate(merge, scales[best + step]))) >= least:
                 break
             best, least = best + step, found
         if best != at:
             return
 
 
-def _refined(start: Candidate, screened: Sequence[Trial]) -> float | None:
+def _refined(start: TuneCandidate, screened: Sequence[Trial]) -> float | None:
     """The minimum of a parabola through the losses around a candidate's scale, over the scale's logarithm.
 
     Beyond the ends of the tried scales: a step of `SCALE_RANGE`. None: there is nothing to refine.
@@ -185,7 +187,7 @@ def _refined(start: Candidate, screened: Sequence[Trial]) -> float | None:
     return math.exp(min(max(lowest, middle - reach), middle + reach))
 
 
-def _starts(whole: Sequence[Trial], varied: Varied) -> list[tuple[Candidate, Varied]]:
+def _starts(whole: Sequence[Trial], varied: Varied) -> list[tuple[TuneCandidate, Varied]]:
     """Candidates to refine, with the numbers to vary: the best, and for weights the best that takes some."""
     best = min(whole, key=lambda t: t.mean)
     weighted = [t for t in whole if get_method(t.candidate.merge.method).is_weighted] if varied.weighted else []
@@ -200,7 +202,7 @@ def _whole(trials: Sequence[Trial]) -> list[Trial]:
     return [t for t in trials if t.share == 1.0]
 
 
-def _farthest(trials: Sequence[Trial], otherwise: Candidate) -> Candidate:
+def _farthest(trials: Sequence[Trial], otherwise: TuneCandidate) -> TuneCandidate:
     """The best candidate of the last round that was begun."""
     return min(trials, key=lambda t: (-t.share, t.mean)).candidate if trials else otherwise
 
@@ -213,7 +215,7 @@ def _best_of_each(trials: Sequence[Trial]) -> list[Trial]:
     return list(best.values())
 
 
-def _refine(start: Candidate, run: Callable[[Candidate], Trial], steps: int, varied: Varied) -> None:
+def _refine(start: TuneCandidate, run: Callable[[TuneCandidate], Trial], steps: int, varied: Varied) -> None:
     """Minimise over scale, factors of groups and weights of experts together, near a candidate (Optuna's TPE)."""
     if steps < 1:
         return
@@ -229,7 +231,7 @@ def _refine(start: Candidate, run: Callable[[Candidate], Trial], steps: int, var
             names = [f"weight {t}" for t in range(varied.weighted)]
             weights = tuple(round(trial.suggest_float(n, *WEIGHT_RANGE, log=True), 2) for n in names)
             merge = replace(merge, weights=weights)
-        return run(Candidate(merge, scale, factors)).mean
+        return run(TuneCandidate(merge, scale, factors)).mean
 
     sampler = optuna.samplers.TPESampler(seed=varied.seed, multivariate=True, n_startup_trials=4)
     study = optuna.create_study(sampler=sampler)

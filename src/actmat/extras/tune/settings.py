@@ -11,7 +11,7 @@ from actmat.extras.models.loading import Loaded
 from actmat.extras.tune.evaluate import Predict, Score, Trial, default_predict
 from actmat.extras.tune.live import Loader
 from actmat.extras.tune.memory import MemoryPlan
-from actmat.extras.tune.search import Budget
+from actmat.extras.tune.search import SearchBudget
 from actmat.foreign import terminal
 from actmat.progress import in_notebook, tqdm_bar
 
@@ -35,7 +35,7 @@ class TuneSettings:
     """
 
     score: Score = "divergence"
-    budget: Budget = dataclasses.field(default_factory=Budget)
+    budget: SearchBudget = dataclasses.field(default_factory=SearchBudget)
     least_agreement: float = 0.0
     model_class: str | None = None
     dtype: str = "float32"

@@ -53,7 +53,7 @@ class MergeChoice:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TuneCandidate:
     """One merge: `W* = W_0 + scale * factor_g * D*` in every layer of group `g`."""
 
     merge: MergeChoice
@@ -98,7 +98,7 @@ def _usual(names: Sequence[str]) -> tuple[MethodChoice, ...]:
     return tuple(MethodChoice.model_validate(_method(name)) for name in names)
 
 
-class Space(BaseModel):
+class SearchSpace(BaseModel):
     """All that is tried.
 
     >>> space = make_space({"methods": ["average", {"method": "ties", "options": {"density": [0.1, 0.3]}}]})
@@ -116,7 +116,7 @@ class Space(BaseModel):
         """Every merge of the first stage."""
         return [choice for method in self.methods for choice in method.choices()]
 
-    def fitted(self, *, to_adapters: bool, few_inputs: bool) -> Space:
+    def fitted(self, *, to_adapters: bool, few_inputs: bool) -> SearchSpace:
         """The same with methods that suit the experts and their inputs, unless methods were given.
 
         Few inputs are not divided further: methods that measure statistics on some of them are left out.
@@ -133,7 +133,7 @@ class Space(BaseModel):
         return frozenset(kind for m in self.methods for kind in get_method(m.method).needs_statistics)
 
 
-def make_space(fields: Mapping[str, Any]) -> Space:
+def make_space(fields: Mapping[str, Any]) -> SearchSpace:
     """A space from plain data; a method may be given by its name only, or as `NAME@SPACE`.
 
     >>> [str(c) for c in make_space({"methods": ["cart", "cart@pico"]}).merges()]
@@ -148,7 +148,7 @@ def make_space(fields: Mapping[str, Any]) -> Space:
         wanted = [m.name for m in all_methods()] if wanted in ("all", ["all"], ("all",)) else wanted
         given["methods"] = [_method(m) if isinstance(m, str) else m for m in wanted]
     try:
-        space = Space.model_validate(given)
+        space = SearchSpace.model_validate(given)
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise RecipeError("The search space is not valid.", problems) from None
@@ -163,7 +163,7 @@ def make_space(fields: Mapping[str, Any]) -> Space:
     return space
 
 
-def load_space(path: str | Path) -> Space:
+def load_space(path: str | Path) -> SearchSpace:
     """The space of a YAML file.
 
     Raises:

@@ -28,7 +28,7 @@ from actmat.extras.pages.html import write_html
 from actmat.extras.tune.asking import ask_experts, mark_of
 from actmat.extras.tune.evaluate import Asked, Evaluator, Trial
 from actmat.extras.tune.groups import FIXED, Grouping, groups_of
-from actmat.extras.tune.inputs import Source
+from actmat.extras.tune.inputs import InputSource
 from actmat.extras.tune.live import Directions, LiveModel, Loader, group_numbers
 from actmat.extras.tune.memory import MemoryPlan, model_device, plan_memory, sizes_of
 from actmat.extras.tune.merges import Merges, SearchInputs, peak_bytes, recipe_of, search_inputs
@@ -48,7 +48,7 @@ from actmat.extras.tune.report import (
 )
 from actmat.extras.tune.search import Varied, choose, pareto_front, parse_budget, search
 from actmat.extras.tune.settings import TuneProgress, TuneSettings, usual_tune_progress
-from actmat.extras.tune.space import FEW_INPUTS, Candidate, MergeChoice, Space, make_space
+from actmat.extras.tune.space import FEW_INPUTS, MergeChoice, SearchSpace, TuneCandidate, make_space
 from actmat.planning.model import MergePlan
 from actmat.recipe import Recipe
 from actmat.recipe.arguments import Location, make_arguments
@@ -64,7 +64,7 @@ LOCK = ".actmat-lock"
 TRIALS = "trials.jsonl"
 """The journal of the trials, which also marks a work folder as one of ours."""
 
-TuneData = DataSource | Source
+TuneData = DataSource | InputSource
 """Inputs of an expert: a location, `DataOptions`, or batches that are ready."""
 
 Data = TuneData | Mapping[str, TuneData]
@@ -80,7 +80,7 @@ def tune(
     *,
     data: Data,
     out: Location,
-    space: Space | Mapping[str, Any] | None = None,
+    space: SearchSpace | Mapping[str, Any] | None = None,
     budget: str | int | None = None,
     progress: TuneProgress | None = None,
     **fields: Any,
@@ -111,7 +111,7 @@ def tune(
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
     recipe, settings, run = _arguments(base, experts, {"out": str(out), **fields}, budget)
-    chosen = space if isinstance(space, Space) else make_space(space or {})
+    chosen = space if isinstance(space, SearchSpace) else make_space(space or {})
     return tune_recipe(recipe, chosen, data, settings, run, progress or usual_tune_progress())
 
 
@@ -147,7 +147,7 @@ def tune_scale(
     return tune_recipe(recipe, space, data, settings, run, progress or usual_tune_progress())
 
 
-def scale_space(recipe: Recipe, scales: Sequence[float] | None = None) -> Space:
+def scale_space(recipe: Recipe, scales: Sequence[float] | None = None) -> SearchSpace:
     """The method of a recipe at several scales.
 
     >>> space = scale_space(Recipe(experts=("a", "b"), method="ties", options={"density": 0.3}), [0.5, 1.0])
@@ -188,7 +188,7 @@ def usual_inputs(recipe: Recipe, data: Data, config: Mapping[str, Any]) -> dict[
 
 def tune_recipe(
     recipe: Recipe,
-    space: Space | Callable[[Recipe], Space],
+    space: SearchSpace | Callable[[Recipe], SearchSpace],
     data: Data,
     settings: TuneSettings | None = None,
     run: RunSettings | None = None,
@@ -214,7 +214,7 @@ def tune_recipe(
     began = time.perf_counter()
     out = _checked_out(recipe)
     with search_inputs(recipe) as inputs, contextlib.ExitStack() as stack:
-        if not isinstance(space, Space):
+        if not isinstance(space, SearchSpace):
             recipe = inputs.recipe.model_copy(update={"base": recipe.base})
             space = space(recipe)
         sources, fewest = _sources(recipe, usual_inputs(recipe, data, inputs.base.config or {}))
@@ -253,9 +253,9 @@ def _checked_out(recipe: Recipe) -> Path:
     return Path(recipe.out)
 
 
-def _sources(recipe: Recipe, data: Mapping[str, TuneData]) -> tuple[dict[str, Source], int]:
+def _sources(recipe: Recipe, data: Mapping[str, TuneData]) -> tuple[dict[str, InputSource], int]:
     """Expert -> its data; and the fewest inputs of one, counted up to `FEW_INPUTS`. Data sets are opened once."""
-    ready: dict[str, Source] = {}
+    ready: dict[str, InputSource] = {}
     located: dict[str, DataSource] = {}
     for label, given in data.items():
         if isinstance(given, str | Path | DataOptions):
@@ -264,7 +264,7 @@ def _sources(recipe: Recipe, data: Mapping[str, TuneData]) -> tuple[dict[str, So
             raise StatisticsError(f"The batches of '{label}' are empty: expected 32 to 256 inputs.")
         else:
             ready[label] = given
-    options: dict[str, Source] = {**(data_of(recipe, located) if located else {}), **ready}
+    options: dict[str, InputSource] = {**(data_of(recipe, located) if located else {}), **ready}
     if missing := [label for label in recipe.labels if label not in options]:
         raise RecipeError("Every expert needs inputs of its own.", [f"no data is given for '{m}'" for m in missing])
     if unknown := [label for label in ready if label not in recipe.labels]:
@@ -312,7 +312,7 @@ class _Search:
         self,
         given: Recipe,
         inputs: SearchInputs,
-        space: Space,
+        space: SearchSpace,
         settings: TuneSettings,
         run: RunSettings,
         progress: TuneProgress,
@@ -333,7 +333,7 @@ class _Search:
         self.notes.append(note)
         self.progress.note(note)
 
-    def report(self, data: Mapping[str, Source], began: float) -> TuneReport:
+    def report(self, data: Mapping[str, InputSource], began: float) -> TuneReport:
         """Ask the experts, merge, search, compare, write the chosen merge."""
         recipe = self.given.model_copy(update={"base": self.loader.base, "output": self.given.model, "out": None})
         memory = self._planned(recipe, data)
@@ -379,7 +379,7 @@ class _Search:
             report.save(self.work)  # last: then the search is complete, and is not given again
         return report
 
-    def _planned(self, recipe: Recipe, data: Mapping[str, Source]) -> MemoryPlan:
+    def _planned(self, recipe: Recipe, data: Mapping[str, InputSource]) -> MemoryPlan:
         """The memory plan, checked and told."""
         merges = Merges(recipe, self.work, self.run, factor_bytes=self.factor_bytes)
         plan = plan_memory(
@@ -437,14 +437,14 @@ class _Search:
         )
         return search(self.space, choices, evaluator, self.settings.budget, varied, pace.add)
 
-    def _finals(self, chosen: Candidate, evaluator: Evaluator, merges: Merges) -> list[Rival]:
+    def _finals(self, chosen: TuneCandidate, evaluator: Evaluator, merges: Merges) -> list[Rival]:
         """The chosen merge, the average, the recipe's own method at its own scale, and the base, on unseen inputs."""
         self.progress.doing("comparing on inputs that were kept back")
         assert isinstance(self.given.scale, float), "checked by `tune_recipe`"
         own = self.own
-        rivals = {f"{own} x {self.given.scale:g} (the recipe's)": Candidate(own, self.given.scale)}
+        rivals = {f"{own} x {self.given.scale:g} (the recipe's)": TuneCandidate(own, self.given.scale)}
         if self.settings.average:
-            rivals = {"average": Candidate(MergeChoice("average"), 1.0), **rivals}
+            rivals = {"average": TuneCandidate(MergeChoice("average"), 1.0), **rivals}
         found = {f"{chosen} (chosen)": evaluator.final(chosen)}
         made = {c.key for c in merges.make([c.merge for c in rivals.values()])}
         for name, candidate in rivals.items():

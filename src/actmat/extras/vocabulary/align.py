@@ -18,7 +18,7 @@ from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity
 from actmat.checkpoints.files import file_identity
 from actmat.errors import CheckpointError, did_you_mean
 from actmat.experts.policy import TokenSource, VocabularyPolicy
-from actmat.extras.vocabulary.rows import OWN_MEAN, RowsHandle, TableContext, TokenRowsCheckpoint, joined_runs
+from actmat.extras.vocabulary.rows import OWN_MEAN, RowsHandle, Sources, TableContext, TokenRowsCheckpoint, joined_runs
 from actmat.extras.vocabulary.tables import table_names, token_tables
 from actmat.extras.vocabulary.tokenizer import ADDED, TOKENIZER, config_with_tokens, read_tokenizer, written_tokenizer
 
@@ -28,11 +28,9 @@ SHOWN = 12
 MOST_GAPS = 2
 """Rows before the first new token, over those of the table and of the tokens: a tokenizer may skip numbers."""
 
-Sources = tuple[tuple[int, int], ...]
-
 
 @dataclass(frozen=True)
-class _Input:
+class _TokenInput:
     """A full checkpoint with its tokens and tables."""
 
     label: str
@@ -82,13 +80,13 @@ def read_vocabulary(checkpoint: Checkpoint) -> dict[str, int]:
     return read_tokenizer(checkpoint)[0]
 
 
-def _inputs(checkpoints: Mapping[str, Checkpoint]) -> tuple[dict[str, _Input], list[str]]:
-    found: dict[str, _Input] = {}
+def _inputs(checkpoints: Mapping[str, Checkpoint]) -> tuple[dict[str, _TokenInput], list[str]]:
+    found: dict[str, _TokenInput] = {}
     problems: list[str] = []
     for label, checkpoint in checkpoints.items():
         try:
             tables, rows = token_tables(checkpoint)
-            found[label] = _Input(label, checkpoint, read_vocabulary(checkpoint), tables, rows)
+            found[label] = _TokenInput(label, checkpoint, read_vocabulary(checkpoint), tables, rows)
         except CheckpointError as error:
             problems.extend(error.problems)
     return found, problems
@@ -103,7 +101,7 @@ class _Joined:
         rows: size of the new tables.
     """
 
-    def __init__(self, inputs: Mapping[str, _Input], policy: VocabularyPolicy) -> None:
+    def __init__(self, inputs: Mapping[str, _TokenInput], policy: VocabularyPolicy) -> None:
         self.inputs, self.policy = inputs, policy
         self.problems: list[str] = []
         self.labels = list(inputs)
@@ -212,7 +210,7 @@ class _Joined:
         of_base = [pair for pair in holders if pair[0] == 0]
         return tuple(of_base or holders)
 
-    def _sources(self, one: _Input, number: int, row: int) -> Sources:
+    def _sources(self, one: _TokenInput, number: int, row: int) -> Sources:
         """Sources of a row of an input's new table."""
         token = self.by_row.get(row)
         if token is None:  # padding: as in the model whose tokenizer is kept
@@ -222,7 +220,7 @@ class _Joined:
         own = one.row(token)
         return ((number, own),) if own is not None and not forced else self._lent[token]
 
-    def _check_tables(self, one: _Input, names: Mapping[str, Sequence[str]], rows: Sequence[Sources]) -> None:
+    def _check_tables(self, one: _TokenInput, names: Mapping[str, Sequence[str]], rows: Sequence[Sources]) -> None:
         """Refuse a table of which another input that lends rows has no counterpart of the same width."""
         lenders = {k for sources in rows for k, _ in sources if k >= 0}
         for name, found in names.items():
@@ -235,7 +233,7 @@ class _Joined:
                         "no such table of the same width. Are these models of one architecture?"
                     )
 
-    def _counts(self, one: _Input, number: int, rows: Sequence[Sources]) -> Iterator[str]:
+    def _counts(self, one: _TokenInput, number: int, rows: Sequence[Sources]) -> Iterator[str]:
         """Note on the sources of all rows of an input."""
         counts = Counter(self._words(number, row, sources) for row, sources in enumerate(rows))
         lost = sum(t not in self.tokens for t in one.tokens)

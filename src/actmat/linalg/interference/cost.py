@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from actmat.linalg.interference.descent import Adam
 from actmat.linalg.interference.moments import PrimalMoments
-from actmat.linalg.interference.rule import Estimator, Rule
+from actmat.linalg.interference.rule import Estimator, InterferenceRule
 from actmat.linalg.interference.spectral_solve import PANEL_ROWS
 from actmat.linalg.masks.threshold import selection_workspace
 from actmat.linalg.operations import Operation, cholesky, cholesky_solve, eigh, entries, gram, product, repeated, svd
@@ -26,7 +26,7 @@ KEPT_SHARE = 0.5
 """Share of the directions that a cut-off is taken to keep; real deltas of language models keep 0.1 to 0.7."""
 
 
-def workspace(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bool = False) -> int:
+def workspace(shape: Sequence[int], n_experts: int, rule: InterferenceRule, *, has_grams: bool = False) -> int:
     """Peak of `finish(prepare(...), consume=True)` for deltas `*batch O I`, in elements."""
     rows, width = shape[-2:]
     batch = math.prod(shape[:-2])
@@ -54,7 +54,7 @@ def workspace(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bo
     return held + batch * solved + max(estimate, decomposing, finishing)
 
 
-def _solving(rows: int, size: int, rule: Rule, panel: int) -> int:
+def _solving(rows: int, size: int, rule: InterferenceRule, panel: int) -> int:
     """Peak of one solve on top of its moments and its result."""
     square = size * size
     # LAPACK's divide and conquer in float64: input, vectors and 2 N^2 of work; afterwards only rounded vectors,
@@ -96,7 +96,7 @@ def descent_workspace(shape: Sequence[int]) -> int:
     return batch * (2 * entries + square) + max(square + entries, (batch + 5) * entries)
 
 
-def operations(shape: Sequence[int], n_experts: int, rule: Rule, *, has_grams: bool) -> list[Operation]:
+def operations(shape: Sequence[int], n_experts: int, rule: InterferenceRule, *, has_grams: bool) -> list[Operation]:
     """Operations of `finish(prepare(...))` for deltas `O I`."""
     rows, width = shape
     factor_rows = rule.estimator.rows(rows, width)
@@ -139,7 +139,7 @@ def descent_operations(shape: Sequence[int], n_experts: int, adam: Adam) -> list
     return [*repeated(sums, n_experts), *repeated(step, adam.steps)]
 
 
-def _estimating(rows: int, width: int, rule: Rule, *, has_grams: bool) -> list[Operation]:
+def _estimating(rows: int, width: int, rule: InterferenceRule, *, has_grams: bool) -> list[Operation]:
     """The norm of one delta, its factor, and its part of the fill."""
     passes = 2 + (1 if rule.needs_sum else 0)
     found: list[Operation] = []
@@ -150,7 +150,7 @@ def _estimating(rows: int, width: int, rule: Rule, *, has_grams: bool) -> list[O
     return [entries(passes * rows * width), *found]
 
 
-def _solved(rows: int, size: int, rule: Rule) -> list[Operation]:
+def _solved(rows: int, size: int, rule: InterferenceRule) -> list[Operation]:
     """One reduced problem, by triangular factors or by its spectrum, and its gain applied to all rows."""
     if rule.solver == "auto" and rule.spectral.kind == "tikhonov":
         if rows > size:

@@ -29,7 +29,7 @@ from actmat.linalg.krylov import SMALLEST, Above, leading
 from actmat.linalg.lapack import Retries, economy_svd, eigh
 from actmat.linalg.scaling import scaled
 
-Form = Literal["primal", "dual", "stacked"]
+MomentForm = Literal["primal", "dual", "stacked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Reduced:
     left_ON: Tensor | None
     gram_NN: Tensor | None
     right_NI: Tensor | None
-    form: Form
+    form: MomentForm
     size: int  # side `N` of the reduced Gram matrix
     dtype: torch.dtype  # in which deltas are computed with
     _spectrum: Spectrum | None = field(default=None, repr=False)
@@ -194,7 +194,7 @@ class PrimalMoments:
 class StackedMoments:
     """`A` and `M` for `rows = O`, filled expert by expert; `like` has the width `I`, dtype and device."""
 
-    def __init__(self, form: Form, rows: int, n_experts: int, factor_rows: int, like: Tensor) -> None:
+    def __init__(self, form: MomentForm, rows: int, n_experts: int, factor_rows: int, like: Tensor) -> None:
         self._form = form
         self._rows = factor_rows
         self._filled = 0

@@ -1,4 +1,4 @@
-"""One member of the interference family as a value (`Rule`): estimator, filter, fill and solver.
+"""One member of the interference family as a value (`InterferenceRule`): estimator, filter, fill and solver.
 
 An estimate of a layer's input second moment is stored as a factor, `K_t = A_t^T A_t`, so that the squared matrix need
 not be formed. With `S = V diag(l) V^T`, a filter gives `f(l)` in [0, 1]; the solver needs the gain `g = f(l) / l`.
@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from actmat.linalg.interference.moments import Form
+from actmat.linalg.interference.moments import MomentForm
 from actmat.linalg.lapack import Retries, economy_svd
 from actmat.linalg.masks.mask import trim_to_top
 
@@ -144,7 +144,7 @@ def gain(values_N: Tensor, spectral: Filter, *, rtol: float, mean: float) -> tup
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class InterferenceRule:
     """One member of the family."""
 
     estimator: Estimator = field(default_factory=Estimator)  # unused where Gram matrices are given
@@ -180,7 +180,7 @@ class Rule:
         trace = float(gram_II.diagonal().double().sum())
         return 1.0 / trace if trace > 0 else 0.0
 
-    def form(self, factor_rows: int, width: int, n_experts: int, *, has_grams: bool = False) -> Form:
+    def form(self, factor_rows: int, width: int, n_experts: int, *, has_grams: bool = False) -> MomentForm:
         """The form used for `n_experts` factors of `factor_rows x width`."""
         if has_grams or self.solver == "eigh":
             return "primal"

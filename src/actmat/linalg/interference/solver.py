@@ -3,12 +3,12 @@
     S = sum_t w_t K_t = V diag(l) V^T          B = sum_t w_t D_t K_t
     D* = N (I - V f(l) V^T) + B V (f(l)/l) V^T  =  N + (B - N S) V (f(l)/l) V^T
 
-A member is a point on five axes (`Rule`): the estimator of `K_t`, its normaliser, the target (always the full
-delta), the spectral filter `f`, and `N`, which fills the directions that the filter leaves out.
+A member is a point on five axes (`InterferenceRule`): the estimator of `K_t`, its normaliser, the target (always the
+full delta), the spectral filter `f`, and `N`, which fills the directions that the filter leaves out.
 
-`prepare` accumulates, `finish` solves; rules with equal `Rule.moments_key()` share one `prepare` and, through it, one
-eigendecomposition. Everything that is chosen for speed is an exact re-arrangement: primal or dual form, order of
-products, and a Cholesky solve where it is proven that the cut-off removes nothing.
+`prepare` accumulates, `finish` solves; rules with equal `InterferenceRule.moments_key()` share one `prepare` and,
+through it, one eigendecomposition. Everything that is chosen for speed is an exact re-arrangement: primal or dual
+form, order of products, and a Cholesky solve where it is proven that the cut-off removes nothing.
 
 Maps that read the same input can share one `S` (query, key and value of one attention layer): stack their deltas
 along `O`, merge the tall matrix, split the result. The Gram of stacked rows is the sum of the Grams, and the rows
@@ -41,8 +41,8 @@ from torch import Tensor
 
 from actmat.errors import NumericalError, StatisticsError
 from actmat.linalg.inner import frobenius_norm64
-from actmat.linalg.interference.moments import Form, PrimalMoments, Reduced, StackedMoments
-from actmat.linalg.interference.rule import ZERO_MEAN, Rule, weights_problem
+from actmat.linalg.interference.moments import MomentForm, PrimalMoments, Reduced, StackedMoments
+from actmat.linalg.interference.rule import ZERO_MEAN, InterferenceRule, weights_problem
 from actmat.linalg.interference.spectral_solve import Stats, apply_gain, solve
 from actmat.linalg.lapack import Retries, retry_stats
 from actmat.linalg.lowrank import LowRank, common_bases
@@ -70,7 +70,7 @@ class State:
 
 def prepare(
     deltas: Sequence[Tensor],
-    rule: Rule,
+    rule: InterferenceRule,
     *,
     weights: Sequence[float] | None = None,
     grams: Sequence[Tensor] | None = None,
@@ -112,7 +112,9 @@ def prepare(
     return state
 
 
-def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: bool = False) -> tuple[Tensor, Stats]:
+def finish(
+    state: State, rule: InterferenceRule, *, base: Tensor | None = None, consume: bool = False
+) -> tuple[Tensor, Stats]:
     """Solve the accumulated problems: the merged delta `*batch O I` and its record.
 
     Args:
@@ -154,7 +156,7 @@ def finish(state: State, rule: Rule, *, base: Tensor | None = None, consume: boo
 
 
 def solve_lowrank(
-    deltas: Sequence[LowRank], rule: Rule, *, weights: Sequence[float] | None = None
+    deltas: Sequence[LowRank], rule: InterferenceRule, *, weights: Sequence[float] | None = None
 ) -> tuple[LowRank, Stats]:
     """The dense answer, factored, with rank at most `sum_t R_t`. Cost `O((O + I) r'^2 + T r'^3)`, `r' = sum_t R_t`.
 
@@ -176,7 +178,11 @@ def solve_lowrank(
 
 
 def solve_lowrank_with_grams(
-    deltas: Sequence[LowRank], grams: Sequence[Tensor], rule: Rule, *, weights: Sequence[float] | None = None
+    deltas: Sequence[LowRank],
+    grams: Sequence[Tensor],
+    rule: InterferenceRule,
+    *,
+    weights: Sequence[float] | None = None,
 ) -> tuple[LowRank, Stats]:
     """The dense answer where `K_t` is given, factored, with rank at most `sum_t R_t`.
 
@@ -197,7 +203,7 @@ def _padded(factor_RQ: Tensor, rows: int) -> Tensor:
 
 
 def _start(
-    delta: Tensor, rule: Rule, form: Form, stack: tuple[int, int], has_grams: bool
+    delta: Tensor, rule: InterferenceRule, form: MomentForm, stack: tuple[int, int], has_grams: bool
 ) -> tuple[State, Sequence[Moments]]:
     """An empty state, and one accumulator per batch item (`stack`: experts, rows of each factor)."""
     rows, columns = delta.shape[-2:]
@@ -219,7 +225,7 @@ def _start(
 
 def _add_expert(
     state: State,
-    rule: Rule,
+    rule: InterferenceRule,
     moments: Sequence[Moments],
     delta: Tensor,
     share: float,
@@ -243,7 +249,7 @@ def _add_expert(
 
 def _add(
     state: State,
-    rule: Rule,
+    rule: InterferenceRule,
     accumulator: Moments,
     item: int,
     delta_OI: Tensor,
@@ -290,7 +296,7 @@ def checked_weight(weight: float, dtype: torch.dtype) -> float:
     )
 
 
-def _in_units_of_deltas(record: Stats, rule: Rule, exponent: int) -> Stats:
+def _in_units_of_deltas(record: Stats, rule: InterferenceRule, exponent: int) -> Stats:
     """The record of a problem that was solved for the deltas times `2^-exponent`."""
     of_gram = exponent * rule.estimator.degree
     powers = {"cutoff": of_gram, "ridge": of_gram}
@@ -299,7 +305,7 @@ def _in_units_of_deltas(record: Stats, rule: Rule, exponent: int) -> Stats:
     return {n: x * 2.0 ** powers[n] if n in powers and not isinstance(x, str) else x for n, x in record.items()}
 
 
-def _fill(state: State, rule: Rule) -> tuple[Tensor, float] | None:
+def _fill(state: State, rule: InterferenceRule) -> tuple[Tensor, float] | None:
     """`(X, a)` for `N = a X`, or None for `N = 0` (and for `N = -W_0`, which `remove_outside` adds)."""
     if not rule.needs_sum:
         return None

@@ -1,4 +1,4 @@
-"""The interference family as methods: one function from options to a `Rule` gives every form of a member.
+"""The interference family as methods: one function from options to a `InterferenceRule` gives every form of a member.
 
 `member` declares the dense merge, the low-rank merge, the two stages that variants share, and their cost; the options
 are read from that function.
@@ -15,12 +15,12 @@ from torch import Tensor
 from actmat.errors import StatisticsError
 from actmat.linalg.interference import cost, solver
 from actmat.linalg.interference.descent import Adam, Descent, accumulate, descend
-from actmat.linalg.interference.rule import Estimator, Null, Rule, Solver
+from actmat.linalg.interference.rule import Estimator, InterferenceRule, Null, Solver
 from actmat.linalg.lowrank import LowRank
 from actmat.linalg.operations import Operation
 from actmat.methods._shared.per_expert import given_base
 from actmat.methods.contract import NEEDS, Bounds, MergeMethod, Weights
-from actmat.methods.facets import Access, Cost, Law, LowRankForm, Merged, MergedLowRank, Stages, When
+from actmat.methods.facets import Access, Law, LowRankForm, Merged, MergedLowRank, MethodCost, Stages, When
 
 SHARED_LAWS: frozenset[Law] = frozenset({"permutation", "homogeneous", "odd", "zeros"})
 """Laws of every member."""
@@ -33,10 +33,10 @@ RelativeCutoff = Annotated[
 FillOption = Annotated[Null, "what fills the filtered-out directions: nothing, the sum, or the mean of the deltas."]
 SolverOption = Annotated[Solver, "which exact form to use, see `actmat`."]
 
-RuleOf = Callable[..., Rule | Adam]
+RuleOf = Callable[..., InterferenceRule | Adam]
 """A function of options (keyword-only parameters) to the member that they choose."""
 
-Statistics = Mapping[str, Sequence[Tensor]]
+GivenStatistics = Mapping[str, Sequence[Tensor]]
 
 _ADAM_NEEDS_ENTRIES = (
     "optimiser='adam' is not available for low-rank deltas: Adam scales each entry of the O x I matrix by itself, "
@@ -79,7 +79,7 @@ def member(
         takes=takes,
         lowrank=LowRankForm(family.merge_lowrank, why_not=family.lowrank_problem, meets_all=family.meets_all),
         access=Access(one_pass=True, base=base),
-        cost=Cost(workspace=family.workspace, operations=family.operations),
+        cost=MethodCost(workspace=family.workspace, operations=family.operations),
         needs_statistics=("gram",) if has_grams else (),
         stages=Stages(family.key, family.prepare, family.finish, sums_own_grams=family.sums_own_grams),
         preset_of=preset_of,
@@ -98,7 +98,7 @@ class _Family:
     rule_of: RuleOf
     has_grams: bool
 
-    def rule(self, given: Mapping[str, Any]) -> Rule | Adam:
+    def rule(self, given: Mapping[str, Any]) -> InterferenceRule | Adam:
         """The rule that the options among the needs and options choose."""
         return self.rule_of(**{name: value for name, value in given.items() if name not in NEEDS})
 
@@ -111,7 +111,7 @@ class _Family:
         rule, weights = self.rule(given), given.get("weights")
         if problem := _why_dense(rule, weights):
             raise ValueError(f"{problem}. Merge the dense deltas, or take other options.")
-        assert isinstance(rule, Rule), "Adam has no low-rank form"
+        assert isinstance(rule, InterferenceRule), "Adam has no low-rank form"
         if self.has_grams:
             return MergedLowRank(*solver.solve_lowrank_with_grams(deltas, _grams(given), rule, weights=weights))
         return MergedLowRank(*solver.solve_lowrank(deltas, rule, weights=weights))
@@ -138,7 +138,7 @@ class _Family:
         return self._solved(state, given, consume=False)
 
     def workspace(self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
-        """See `Cost`."""
+        """See `MethodCost`."""
         rule = self.rule_of(**options)
         if isinstance(rule, Adam):
             return cost.descent_workspace(shape)
@@ -147,7 +147,7 @@ class _Family:
     def operations(
         self, shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool
     ) -> list[Operation]:
-        """See `Cost`."""
+        """See `MethodCost`."""
         rule = self.rule_of(**options)
         if isinstance(rule, Adam):
             return cost.descent_operations(shape, n_experts, rule)
@@ -163,20 +163,20 @@ class _Family:
     def sums_own_grams(self, options: Mapping[str, Any]) -> bool:
         """See `Stages`."""
         rule = self.rule_of(**options)
-        return not self.has_grams and isinstance(rule, Rule) and rule.estimator == Estimator()
+        return not self.has_grams and isinstance(rule, InterferenceRule) and rule.estimator == Estimator()
 
     def _solved(self, state: solver.State | Descent, given: Mapping[str, Any], *, consume: bool) -> Merged:
         rule, base = self.rule(given), given.get("base")
         if isinstance(state, Descent):
             assert isinstance(rule, Adam), "the state and the options belong together"
             return Merged(*descend(state, rule))
-        assert isinstance(rule, Rule), "the state and the options belong together"
+        assert isinstance(rule, InterferenceRule), "the state and the options belong together"
         if rule.null == "minus_base":
             given_base("form='weight'", base)
         return Merged(*solver.finish(state, rule, base=base, consume=consume))
 
 
-def _why_dense(rule: Rule | Adam, weights: Weights) -> str | None:
+def _why_dense(rule: InterferenceRule | Adam, weights: Weights) -> str | None:
     if isinstance(rule, Adam):
         return _ADAM_NEEDS_ENTRIES
     if rule.null == "minus_base":
@@ -185,7 +185,7 @@ def _why_dense(rule: Rule | Adam, weights: Weights) -> str | None:
 
 
 def _grams(given: Mapping[str, Any]) -> Sequence[Tensor]:
-    statistics: Statistics | None = given.get("statistics")
+    statistics: GivenStatistics | None = given.get("statistics")
     if statistics is None or "gram" not in statistics:
         found = "none" if not statistics else ", ".join(statistics)
         raise StatisticsError(

@@ -18,10 +18,10 @@ from actmat.linalg.lowrank import CommonBases, LowRank, common_bases
 from actmat.linalg.svd import Way, part_stats
 from actmat.methods.facets import LowRankForm, Merged, MergedLowRank
 
-Shape = Sequence[int] | None
-"""Shape of a layer's matrix where deltas are its cores; None where they are whole."""
+KnownShape = Sequence[int] | None
+"""KnownShape of a layer's matrix where deltas are its cores; None where they are whole."""
 
-Stats = dict[str, float | int | str | bool]
+MatrixStats = dict[str, float | int | str | bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class OneMatrix:
     ways: Sequence[Way] = ()
 
 
-def each_matrix(rule: Callable[[Sequence[Tensor]], OneMatrix], tensors: Sequence[Tensor]) -> tuple[Tensor, Stats]:
+def each_matrix(rule: Callable[[Sequence[Tensor]], OneMatrix], tensors: Sequence[Tensor]) -> tuple[Tensor, MatrixStats]:
     """`rule` of every `O x I` matrix of the batch, as a list with one of each tensor, and one record of all.
 
     >>> each_matrix(lambda ds: OneMatrix(ds[0] + ds[1], {"n": 1}), [torch.ones(2, 1, 1)] * 2)[1]
@@ -52,8 +52,8 @@ def each_matrix(rule: Callable[[Sequence[Tensor]], OneMatrix], tensors: Sequence
     return value.reshape(first.shape[:-2] + values[0].shape), _record(found)
 
 
-def _record(found: Sequence[OneMatrix]) -> Stats:
-    out: Stats = {}
+def _record(found: Sequence[OneMatrix]) -> MatrixStats:
+    out: MatrixStats = {}
     for name in found[0].numbers:
         values = [f.numbers[name] for f in found]
         out[name] = min(values) if name.endswith("_min") else max(values) if name.endswith("_max") else sum(values)

@@ -9,7 +9,7 @@ from typing import Any
 
 from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.errors import AlignmentError, RecipeError
-from actmat.experts.base import Source
+from actmat.experts.base import DeltaSource
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.apart import names_of_packed
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule
@@ -30,7 +30,7 @@ from actmat.planning.adapter.serving import plan_notes
 from actmat.planning.align import resolve_roles
 from actmat.planning.choose import Chooser, Decision, depth_factors
 from actmat.planning.cost import factored_bytes, item_operations, statistics_bytes
-from actmat.planning.item import Cost, FactorPlan, Item, MethodCall
+from actmat.planning.item import FactorPlan, Item, ItemCost, MethodCall
 from actmat.planning.model import Draft
 from actmat.planning.post import factor_problems, in_space, pool_problems
 from actmat.planning.statistics import ExpertStatistics, module_statistics
@@ -142,8 +142,8 @@ def plan_full_tensors(
                 outputs=(output,),
                 call=MethodCall("average", {}, 1.0, weights),
                 kernel="combine",
-                sources=tuple(None if s is None else Source(s.name, "stored", s.dtype, s.nbytes) for s in stored),
-                cost=Cost(
+                sources=tuple(None if s is None else DeltaSource(s.name, "stored", s.dtype, s.nbytes) for s in stored),
+                cost=ItemCost(
                     read_bytes=sum(s.nbytes for s in stored if s is not None),
                     write_bytes=output.nbytes,
                     flops=output.numel * len(stored),
@@ -370,7 +370,7 @@ class _ModulePlanner:
         )
         return dataclasses.replace(item, cost=self._cost(item))
 
-    def _cost(self, item: Item) -> Cost:
+    def _cost(self, item: Item) -> ItemCost:
         assert item.call is not None
         method, n_experts = get_method(item.call.method), len(self.adapters)
         width = torch_dtype(self.recipe.compute_dtype).itemsize
@@ -382,7 +382,7 @@ class _ModulePlanner:
             peak = max(peak, factored_bytes(item.shape, min(item.shape[-2:])))
         if item.pair.grams:
             peak += statistics_bytes(method, [item.shape], n_experts, 8)
-        return Cost(
+        return ItemCost(
             read_bytes=sum(s.nbytes for s in item.sources if s is not None),
             write_bytes=sum(s.nbytes for s in item.outputs),
             flops=total(item_operations(item, self.recipe.compute_dtype)),
@@ -413,9 +413,9 @@ def _exact_rank(call: MethodCall, ranks: Sequence[int], blocks: int) -> int:
     return sum(ranks) * (blocks if blocks and not keeps else 1)
 
 
-def _source(adapter: Adapter, module: AdapterModule) -> Source:
+def _source(adapter: Adapter, module: AdapterModule) -> DeltaSource:
     stored = [adapter.weights.specs[n] for n in (module.a, module.b, module.bias) if n is not None]
-    return Source(module.name, "formed", stored[0].dtype, sum(s.nbytes for s in stored), module.rank)
+    return DeltaSource(module.name, "formed", stored[0].dtype, sum(s.nbytes for s in stored), module.rank)
 
 
 def _blocks(layout: TensorLayout, module: AdapterModule) -> tuple[Block, ...]:

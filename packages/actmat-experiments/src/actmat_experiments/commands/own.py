@@ -28,7 +28,7 @@ class OwnModel:
     data: Annotated[str | None, typer.Option("--data", help="Its data: file, folder or hub id of a data set.")] = None
     model_class: flags.ModelClass = None
     device: Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:N or mps.")] = "cpu"
-    split: flags.Split = "train"
+    split: flags.SplitOption = "train"
     text_column: flags.TextColumn = None
     image_column: flags.ImageColumn = None
     target_column: flags.TargetColumn = None
@@ -71,7 +71,7 @@ class OwnMerge:
     ] = None
     model_class: flags.ModelClass = None
     device: Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:N or mps.")] = "cpu"
-    split: flags.Split = "test"
+    split: flags.SplitOption = "test"
     text_column: flags.TextColumn = None
     image_column: flags.ImageColumn = None
     target_column: flags.TargetColumn = None

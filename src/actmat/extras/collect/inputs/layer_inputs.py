@@ -24,14 +24,14 @@ from torch.overrides import TorchFunctionMode
 
 from actmat.extras.collect.batches import Batch, call_model, named_tensors
 from actmat.extras.collect.binding import Binding
-from actmat.extras.collect.inputs.masks import RoutedTokens, Scope, Scopes, identity, real_keys, real_rows
+from actmat.extras.collect.inputs.masks import MaskScope, RoutedTokens, Scopes, identity, real_keys, real_rows
 from actmat.extras.collect.inputs.sums import Input, InputSums, LinearMap, ParameterIndex, S
 from actmat.extras.collect.settings import TokenMask
 
 _ATTENTION = inspect.signature(functional.multi_head_attention_forward)
 
 
-class Observer(TorchFunctionMode):
+class InputObserver(TorchFunctionMode):
     """Adds the inputs of every weight to sums while it is active.
 
     Attributes:
@@ -67,7 +67,7 @@ class Observer(TorchFunctionMode):
                 observe(*args, **given)
         return func(*args, **given)
 
-    def _add(self, linear_map: LinearMap | None, inputs: Tensor, scope: Scope | None = None) -> None:
+    def _add(self, linear_map: LinearMap | None, inputs: Tensor, scope: MaskScope | None = None) -> None:
         """Add `inputs` (`* I`) of a linear map; None: the weight is none that is measured."""
         if linear_map is None:
             return
@@ -147,7 +147,7 @@ class Observer(TorchFunctionMode):
         given = bound.arguments
         query, key, value = given["query"], given["key"], given["value"]
         key_mask = real_keys(given["key_padding_mask"])
-        keys = Scope(key_mask, seq_first=True) if key_mask is not None else self._seq_first(key)
+        keys = MaskScope(key_mask, seq_first=True) if key_mask is not None else self._seq_first(key)
         queries = keys if query is key else self._seq_first(query)
         with torch.no_grad():
             self._projections(given, (query, key, value), (queries, keys, keys))
@@ -159,7 +159,10 @@ class Observer(TorchFunctionMode):
         return functional.linear(mixed, weight, bias), attention
 
     def _projections(
-        self, given: Mapping[str, Any], inputs: tuple[Tensor, Tensor, Tensor], scopes: tuple[Scope, Scope, Scope]
+        self,
+        given: Mapping[str, Any],
+        inputs: tuple[Tensor, Tensor, Tensor],
+        scopes: tuple[MaskScope, MaskScope, MaskScope],
     ) -> None:
         """Add the inputs of q, k and v."""
         if given["use_separate_proj_weight"]:
@@ -176,10 +179,10 @@ class Observer(TorchFunctionMode):
         for k, (tensor, scope) in enumerate(zip(inputs, scopes, strict=True)):
             self._add(LinearMap(packed, rows=(k * width, (k + 1) * width)), tensor, scope)
 
-    def _seq_first(self, tensor: Tensor) -> Scope:
+    def _seq_first(self, tensor: Tensor) -> MaskScope:
         """The scope of an attention input, which has the shape `L B I` whatever the enclosing module uses."""
         scope = self._scopes.of(tensor)
-        return Scope(scope.mask, scope.vectors, seq_first=True)
+        return MaskScope(scope.mask, scope.vectors, seq_first=True)
 
     def _eye(self, weight: Tensor) -> Tensor:
         key = (weight.shape[1], weight.dtype, weight.device)
@@ -262,7 +265,7 @@ class LayerInputs(Generic[S]):
         self._scopes = Scopes(model)
         weights = {n: w for n, w in binding.weights().items() if only is None or n in only}
         self._routed = RoutedTokens(model, {id(p): n for n, p in weights.items()}, self._scopes)
-        self._observer = Observer(weights, self._scopes, self._sums)
+        self._observer = InputObserver(weights, self._scopes, self._sums)
         self.tokens = self._routed.tokens
         self.counts = self._observer.counts
 
@@ -271,7 +274,7 @@ class LayerInputs(Generic[S]):
         if self._mask is not None:
             mask = self._mask(batch)
             sizes = frozenset(t.shape[0] for t in named_tensors(batch).values())
-            self._scopes.push(Scope(None if mask is None else mask.bool(), sizes))
+            self._scopes.push(MaskScope(None if mask is None else mask.bool(), sizes))
         try:
             with torch.no_grad(), self._observer:
                 call_model(self._model, batch)

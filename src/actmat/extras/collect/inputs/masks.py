@@ -24,7 +24,7 @@ TORCH_MODULES = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.Transform
 
 
 @dataclass(frozen=True)
-class Scope:
+class MaskScope:
     """Meaning of the rows of activations inside one call."""
 
     mask: Tensor | None = None  # `B S`, or None: every row is a token
@@ -36,7 +36,7 @@ class Scope:
         object.__setattr__(self, "padded", self.mask is not None and not bool(self.mask.all()))
 
 
-def real_rows(lead: torch.Size, scope: Scope) -> Tensor | str | None:
+def real_rows(lead: torch.Size, scope: MaskScope) -> Tensor | str | None:
     """Flat mask over rows of shape `lead`; None: all are tokens; a text: the reason why the mask cannot be applied."""
     mask = scope.mask
     if mask is None or not scope.padded:
@@ -67,7 +67,7 @@ class Scopes:
     """The stack of open scopes, maintained by hooks on the modules that open one."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._stack: list[Scope] = [Scope()]
+        self._stack: list[MaskScope] = [MaskScope()]
         self._passed: list[tuple[Tensor, Tensor | None]] = []
         self._handles: list[Any] = []
         for module in model.modules():
@@ -79,11 +79,11 @@ class Scopes:
                 self._handles += [enter, leave]
 
     @property
-    def current(self) -> Scope:
+    def current(self) -> MaskScope:
         """The innermost scope."""
         return self._stack[-1]
 
-    def push(self, scope: Scope) -> None:
+    def push(self, scope: MaskScope) -> None:
         """Open a scope by hand."""
         self._stack.append(scope)
 
@@ -91,11 +91,11 @@ class Scopes:
         """Close the innermost scope."""
         self._stack.pop()
 
-    def of(self, tensor: Tensor) -> Scope:
+    def of(self, tensor: Tensor) -> MaskScope:
         """The scope whose mask applies to this activation."""
         for passed, mask in self._passed:
             if identity(passed)[:2] == identity(tensor)[:2]:
-                return Scope(mask, self.current.vectors, self.current.seq_first)
+                return MaskScope(mask, self.current.vectors, self.current.seq_first)
         return self.current
 
     def is_passed(self, tensor: Tensor) -> bool:
@@ -128,10 +128,10 @@ class Scopes:
         if prepared or (name not in known and not any(n in SIGNALS for n in inputs)):
             self._stack.append(self.current)  # an inner module, given a mask that the model has transformed
             return
-        self._stack.append(Scope(_two_axes(mask), frozenset(given[n].shape[0] for n in inputs)))
+        self._stack.append(MaskScope(_two_axes(mask), frozenset(given[n].shape[0] for n in inputs)))
 
-    def _of_torch(self, module: nn.Module, given: Mapping[str, Any]) -> Scope:
-        """Scope of PyTorch's own transformer modules; a layer inside a stack is called with the stack's masks."""
+    def _of_torch(self, module: nn.Module, given: Mapping[str, Any]) -> MaskScope:
+        """MaskScope of PyTorch's own transformer modules; a layer inside a stack is called with the stack's masks."""
         decoder = isinstance(module, nn.TransformerDecoder | nn.TransformerDecoderLayer)
         seq_first = not _batch_first(module)
         if decoder:
@@ -139,7 +139,7 @@ class Scopes:
         tokens = given.get("tgt" if decoder else "src")
         padding = real_keys(given.get("tgt_key_padding_mask" if decoder else "src_key_padding_mask"))
         samples = tokens.shape[1 if seq_first else 0] if isinstance(tokens, Tensor) and tokens.ndim == 3 else 1
-        return Scope(padding, frozenset({samples}), seq_first)
+        return MaskScope(padding, frozenset({samples}), seq_first)
 
     def _pass_on(self, tensor: Any, mask: Any) -> None:
         if isinstance(tensor, Tensor) and not self.is_passed(tensor):
@@ -220,7 +220,7 @@ class RoutedTokens:
         kept, n_rows = found
         for name in self._stacks[module]:
             self.tokens[name] = self.tokens.get(name, 0) + (n_rows if kept is None else int(kept.sum()))
-        self._scopes.push(Scope())
+        self._scopes.push(MaskScope())
         if kept is None:
             return None
 

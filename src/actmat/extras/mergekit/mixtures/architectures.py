@@ -23,7 +23,7 @@ HUB_CODE = "deepseek-ai/deepseek-moe-16b-base"
 
 
 @dataclass(frozen=True)
-class Architecture:
+class MixtureArchitecture:
     """One kind of output.
 
     Args:
@@ -89,7 +89,7 @@ class Architecture:
 
 _TOPK: Mapping[str, Any] = {"norm_topk_prob": True, "decoder_sparse_step": 1}
 ARCHITECTURES = (
-    Architecture(
+    MixtureArchitecture(
         "Mixtral",
         ("llama", "mistral"),
         "mixtral",
@@ -99,7 +99,7 @@ ARCHITECTURES = (
         biases=(),
         entries={"sliding_window": None},
     ),
-    Architecture(
+    MixtureArchitecture(
         "DeepSeek MoE",
         ("llama", "mistral"),
         "deepseek",
@@ -117,7 +117,7 @@ ARCHITECTURES = (
             },
         },
     ),
-    Architecture(
+    MixtureArchitecture(
         "Qwen MoE",
         ("llama", "mistral", "qwen2"),
         "qwen2_moe",
@@ -127,11 +127,11 @@ ARCHITECTURES = (
         biases=("q_proj", "k_proj", "v_proj"),
         entries={**_TOPK, "sliding_window": None, "use_sliding_window": False},
     ),
-    Architecture("Qwen3 MoE", ("qwen3",), "qwen3_moe", "Qwen3MoeForCausalLM", entries=_TOPK),
+    MixtureArchitecture("Qwen3 MoE", ("qwen3",), "qwen3_moe", "Qwen3MoeForCausalLM", entries=_TOPK),
 )
 
 
-def choose(mixture: Mixture, types: set[str]) -> Architecture:
+def choose(mixture: Mixture, types: set[str]) -> MixtureArchitecture:
     """The first architecture, Mixtral before all, that can be made of models of these types.
 
     Raises:

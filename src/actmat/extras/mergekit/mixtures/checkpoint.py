@@ -25,7 +25,7 @@ from actmat.checkpoints.raw import copy_range, raw_bytes
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.source import Format, LocalSource, Source
 from actmat.errors import CheckpointError, format_size
-from actmat.extras.mergekit.config import Findings
+from actmat.extras.mergekit.config import ConfigFindings
 from actmat.extras.mergekit.mixtures.architectures import DENSE, choose
 from actmat.extras.mergekit.mixtures.config import (
     DTYPES,
@@ -261,7 +261,7 @@ def _open(source: Source) -> Checkpoint:
         data = parse_yaml(read_bytes(path, most=MAX_BYTES).decode("utf-8"))[1]
     except (UnreadableError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{source.location}: cannot be read as YAML: {error}") from None
-    found = Findings()
+    found = ConfigFindings()
     mixture = read_mixture(data, found) if isinstance(data, Mapping) and is_mixture(data) else None
     if mixture is None:
         raise CheckpointError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.errors import did_you_mean
-from actmat.extras.mergekit.config import Findings, list_at, model_at
+from actmat.extras.mergekit.config import ConfigFindings, list_at, model_at
 
 TOP = ("base_model", "experts", "gate_mode", "dtype", "experts_per_token", "shared_experts", "architecture")
 EXPERT = ("source_model", "positive_prompts", "negative_prompts", "noise_scale", "residual_scale")
@@ -74,7 +74,7 @@ def is_mixture(data: Mapping[str, Any]) -> bool:
     return "gate_mode" in data or any("source_model" in e for e in listed)
 
 
-def read_mixture(data: Mapping[str, Any], found: Findings) -> Mixture | None:
+def read_mixture(data: Mapping[str, Any], found: ConfigFindings) -> Mixture | None:
     """The mixture; None where there are problems, which are among the findings."""
     found.ignored("", data, (*TOP, SEED))
     if data.get("base_model") is None:
@@ -105,7 +105,7 @@ def read_mixture(data: Mapping[str, Any], found: Findings) -> Mixture | None:
     return None if found.problems else mixture
 
 
-def _choice(data: Mapping[str, Any], key: str, known: tuple[str, ...], default: str, found: Findings) -> str:
+def _choice(data: Mapping[str, Any], key: str, known: tuple[str, ...], default: str, found: ConfigFindings) -> str:
     value = data.get(key)
     if value is None or value in known:
         return default if value is None else str(value)
@@ -114,7 +114,7 @@ def _choice(data: Mapping[str, Any], key: str, known: tuple[str, ...], default: 
     return default
 
 
-def _count(data: Mapping[str, Any], key: str, default: int, found: Findings) -> int:
+def _count(data: Mapping[str, Any], key: str, default: int, found: ConfigFindings) -> int:
     value = data.get(key, default)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
         return value
@@ -122,7 +122,7 @@ def _count(data: Mapping[str, Any], key: str, default: int, found: Findings) -> 
     return default
 
 
-def _experts(listed: Any, path: str, found: Findings) -> tuple[MixedExpert, ...]:
+def _experts(listed: Any, path: str, found: ConfigFindings) -> tuple[MixedExpert, ...]:
     out = []
     for i, one in enumerate(list_at(listed, path, found)):
         at = f"{path}.{i}"
@@ -137,7 +137,7 @@ def _experts(listed: Any, path: str, found: Findings) -> tuple[MixedExpert, ...]
     return tuple(out)
 
 
-def _prompts(data: Mapping[str, Any], key: str, path: str, found: Findings) -> tuple[str, ...]:
+def _prompts(data: Mapping[str, Any], key: str, path: str, found: ConfigFindings) -> tuple[str, ...]:
     value = data.get(key)
     if value is None:
         return ()
@@ -147,7 +147,7 @@ def _prompts(data: Mapping[str, Any], key: str, path: str, found: Findings) -> t
     return ()
 
 
-def _number(data: Mapping[str, Any], key: str, path: str, found: Findings) -> float | None:
+def _number(data: Mapping[str, Any], key: str, path: str, found: ConfigFindings) -> float | None:
     value = data.get(key)
     if value is None:
         return None
@@ -162,7 +162,7 @@ def _number(data: Mapping[str, Any], key: str, path: str, found: Findings) -> fl
 
 
 def _check_prompts(
-    experts: tuple[MixedExpert, ...], shared: tuple[MixedExpert, ...], mode: str, found: Findings
+    experts: tuple[MixedExpert, ...], shared: tuple[MixedExpert, ...], mode: str, found: ConfigFindings
 ) -> None:
     """Refuse gates that could not tell the experts apart; note experts that are one model."""
     if mode not in RANDOM:

@@ -20,8 +20,8 @@ from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.formats.pickles import PickleError
 from actmat.checkpoints.source import Format, LocalSource, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
-from actmat.extras.training.dcp.items import Item, locate
-from actmat.extras.training.dcp.metadata import Chunk, StoredTensor, read_metadata
+from actmat.extras.training.dcp.items import DcpItem, locate
+from actmat.extras.training.dcp.metadata import Chunk, DcpTensor, read_metadata
 from actmat.extras.training.dcp.names import model_part
 
 METADATA = ".metadata"
@@ -50,7 +50,7 @@ class DcpCheckpoint(StoredCheckpoint):
         super().__init__(source, [METADATA, *sorted(used)])
         self._folder = files
         self._stored = {name: found.tensors[fqn] for name, fqn in part.names.items()}
-        self._items: dict[tuple[str, int], Item] = {}
+        self._items: dict[tuple[str, int], DcpItem] = {}
         self.notes = part.notes
         self.aliases = MappingProxyType({})
         self.specs = MappingProxyType(self._specs())
@@ -118,7 +118,7 @@ class DcpCheckpoint(StoredCheckpoint):
             raise ValueError(f"{label}: read from a checkpoint that is closed")
         return self._folder.read_range(label, offset, length)
 
-    def _item(self, spec: TensorSpec, stored: StoredTensor, k: int) -> Item:
+    def _item(self, spec: TensorSpec, stored: DcpTensor, k: int) -> DcpItem:
         """The item of box `k`, looked up once."""
         key = spec.name, k
         if key not in self._items:
@@ -156,7 +156,7 @@ class DcpCheckpoint(StoredCheckpoint):
             else:
                 self._rows(spec, chunk, item, (start, max(low, first), min(high, last)), out)
 
-    def _run(self, chunk: Chunk, item: Item, places: tuple[int, int, int], out: memoryview) -> None:
+    def _run(self, chunk: Chunk, item: DcpItem, places: tuple[int, int, int], out: memoryview) -> None:
         """Copy a box of whole rows; `places`: first byte that is wanted, and those at which the box begins and ends."""
         start, low, high = places
         begin, end = max(start, low), min(start + len(out), high)
@@ -166,7 +166,9 @@ class DcpCheckpoint(StoredCheckpoint):
         else:
             target[:] = self._read_at(chunk.file, item.start + begin - low, end - begin)
 
-    def _rows(self, spec: TensorSpec, chunk: Chunk, item: Item, places: tuple[int, int, int], out: memoryview) -> None:
+    def _rows(
+        self, spec: TensorSpec, chunk: Chunk, item: DcpItem, places: tuple[int, int, int], out: memoryview
+    ) -> None:
         """Copy the rows `places[1]` to `places[2]` of a box that does not span the other axes, or lies transposed."""
         start, low, high = places
         dtype, inner = torch_dtype(spec.dtype), chunk.sizes[1:]

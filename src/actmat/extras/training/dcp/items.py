@@ -38,7 +38,7 @@ ReadAt = Callable[[int, int], bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class DcpItem:
     """Entries of an item: dtype, shape, strides in entries, and the place of the first one in the file."""
 
     dtype: str
@@ -63,7 +63,7 @@ class Item:
         return (last + 1) * int(torch_dtype(self.dtype).itemsize) if math.prod(self.shape) else 0
 
 
-def locate(read_at: ReadAt, offset: int, length: int) -> Item:
+def locate(read_at: ReadAt, offset: int, length: int) -> DcpItem:
     """Find the entries of the tensor in the item at `offset`; reads its directory and its pickle.
 
     Raises:
@@ -89,7 +89,7 @@ def locate(read_at: ReadAt, offset: int, length: int) -> Item:
     inside = data.header_offset + LOCAL_HEADER + int.from_bytes(header[26:28], "little")
     inside += int.from_bytes(header[28:30], "little")
     start = inside + first * int(torch_dtype(dtype).itemsize)
-    item = Item(dtype, shape, strides, offset + start)
+    item = DcpItem(dtype, shape, strides, offset + start)
     if start + item.span > min(inside + data.file_size, length):
         raise PickleError(f"entries beyond its {data.file_size} bytes")
     return item

@@ -44,7 +44,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class DcpTensor:
     """One tensor: shape, dtype (a torch name) and the boxes that make it up; without those that are empty."""
 
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class DcpMetadata:
         paths: name -> keys of the nested state dict that was flattened, where that is on record.
     """
 
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, DcpTensor]
     paths: Mapping[str, tuple[str, ...]]
 
 
@@ -141,7 +141,7 @@ def _places(listed: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...]], _Pla
     return out
 
 
-def _tensor(name: str, value: Inert, places: Mapping[tuple[str, tuple[int, ...]], _Place]) -> StoredTensor:
+def _tensor(name: str, value: Inert, places: Mapping[tuple[str, tuple[int, ...]], _Place]) -> DcpTensor:
     fields = _fields(value, "TensorStorageMetadata")
     shape, listed = _size(fields.get("size")), fields.get("chunks")
     if not isinstance(listed, list) or not listed:
@@ -157,7 +157,7 @@ def _tensor(name: str, value: Inert, places: Mapping[tuple[str, tuple[int, ...]]
         chunks.append(Chunk(offsets, sizes, *place))
     if not covers([(c.offsets, c.sizes) for c in chunks], shape):
         raise PickleError(f"parts of {name[:120]!r} that do not make up its shape {shape}")
-    return StoredTensor(shape, _dtype(name, fields.get("properties")), tuple(chunks))
+    return DcpTensor(shape, _dtype(name, fields.get("properties")), tuple(chunks))
 
 
 def _dtype(name: str, properties: Any) -> str:
