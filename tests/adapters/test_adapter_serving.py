@@ -99,7 +99,7 @@ def notes(folder: Path, experts: list[Path], **fields: Any) -> str:
 
 def test_the_plan_says_what_vllm_would_refuse(pair: Path, tmp_path: Path) -> None:
     said = notes(tmp_path / "ranks", [pair / "one", pair / "two"], ranks="pattern")
-    assert "--ranks uniform" in said
+    assert "ranks=uniform" in said
     for kind, word in {"modules_to_save": "classifier", "bias": "biases", "lora_bias": "biases", "parameters": "bare",
                        "convolutions": "convolutions"}.items():  # fmt: skip
         family, options = KINDS[kind]

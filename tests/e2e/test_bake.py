@@ -233,10 +233,10 @@ def test_an_adapter_of_a_base_in_4_bits_is_told(models: Path, tmp_path: Path) ->
     (quantised / "config.json").write_text('{"quantization_config": {"load_in_4bit": true}}')
     for name in ("unsloth/tiny-bnb-4bit", str(quantised)):
         (tmp_path / "math" / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": name}))
-        notes = [n for n in actmat.plan(models / "base", [tmp_path / "math"]).notes if "--base-as nf4" in n]
+        notes = [n for n in actmat.plan(models / "base", [tmp_path / "math"]).notes if "base_as=nf4" in n]
         assert len(notes) == 1
         again = actmat.plan(models / "base", [tmp_path / "math"], base_as="nf4")
-        assert not [n for n in again.notes if "--base-as nf4" in n]
+        assert not [n for n in again.notes if "base_as=nf4" in n]
         assert any("14 tensors are rounded to nf4 and back" in n for n in again.notes)
 
 

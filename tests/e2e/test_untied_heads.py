@@ -166,7 +166,7 @@ def test_a_head_that_a_tied_config_hides_stops_the_merge(
 ) -> None:
     own = noisy(tensors | {HEAD: tensors[TABLE]}, 1)
     expert = saved(tmp_path / "own", own)
-    with pytest.raises(MergeError, match=f"'{HEAD}' and '{TABLE}' of expert 'own' are tied .*--no-ties"):
+    with pytest.raises(MergeError, match=f"'{HEAD}' and '{TABLE}' of expert 'own' are tied .*ties"):
         actmat.merge(base, [expert], out=tmp_path / "out", method="average", durable=False)
     actmat.merge(base, [expert], out=tmp_path / "out", method="average", ties=False, durable=False)
     found = load_file(tmp_path / "out" / "model.safetensors")
