@@ -14,6 +14,7 @@ from itertools import takewhile
 from actmat.checkpoints.base import TensorSpec
 from actmat.layout.families import TIED_BY_DEFAULT, recognise, text_config_of
 from actmat.layout.packing import first_int
+from actmat.layout.types import Config
 
 _OUTPUT_HEADS = """
 lm_head.weight embed_out.weight cls.predictions.decoder.weight predictions.decoder.weight lm_head.decoder.weight
