@@ -445,9 +445,11 @@ class Experiment(abc.ABC):
 
 def _with_scales(line: Score, found: Mapping[str, Any]) -> Score:
     """The line with the model's answers to the task's validation data; at the default scale, if all were tested, with
-    what was right at all scales, and the divergence.
+    what was right at all scales, and the divergence; unchanged where it is no task's own count, such as `add@4`.
     """
     by_scale, detail = found["validation"], dict(line.detail)
+    if line.task not in by_scale[str(detail["scale"])]:
+        return line
     detail["validation"] = by_scale[str(detail["scale"])][line.task]
     if line.scale == "default" and len(by_scale) > 1 and found["test"].keys() >= by_scale.keys():
         detail["scales"] = {

@@ -210,7 +210,7 @@ def _merged(
     s = exam.settings
     full = {**key, "seed": exam.seed}
     place = exam.cache.path("reasoning-merges", full)
-    files_from = {"files_from": s.template} if exam.tokenizer is not None else {}
+    output = {"output": {"kind": "model", "files_from": s.template}} if exam.tokenizer is not None else {}
 
     def make(folder: Path) -> None:
         statistics = _statistics(exam, places, prompts) if needs_statistics([row]) else None
@@ -218,7 +218,7 @@ def _merged(
             merge_candidates(
                 places["base"][0],
                 {skill: places[skill][0] for skill in s.experts},
-                [replace(row, fields={**row.fields, **files_from})],
+                [replace(row, fields={**row.fields, **output})],
                 {row.name: folder / row.name},
                 seed=exam.seed,
                 threads=request.threads,
