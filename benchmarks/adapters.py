@@ -5,7 +5,7 @@
 
 The first form writes random adapters (hidden 4096, intermediate 11008, 32 layers, all linear layers), merges them with
 ACTMat into an adapter in a process of its own, and measures time and memory from outside; then, for one layer of each
-shape, the factored rule in turn with the dense formula on the materialised deltas. `--vs-peft` adds the same adapters
+shape, the factored rule in turn with the dense formula on the materialized deltas. `--vs-peft` adds the same adapters
 up with actmat and with `PeftModel.add_weighted_adapter(combination_type="svd")` on a model of the same shape, both in
 float32, on two threads, each in a process of its own: choose a small model, and nothing else is measured.
 """

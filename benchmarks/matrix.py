@@ -6,7 +6,7 @@
 `naive` is the formula as published, with the library routines that it suggests: a pseudo-inverse by full SVD for
 ACTMat, full SVDs of every delta for TSV-M and Iso-C; all in float32, on the same tensors, in turn with actmat's own.
 `bound` is what the arithmetic alone would cost at this machine's measured rates: for ACTMat the products `D^T D`,
-`D D^T D` and the last one, and one symmetric eigendecomposition. A Cholesky factorisation, where the cut-off provably
+`D D^T D` and the last one, and one symmetric eigendecomposition. A Cholesky factorization, where the cut-off provably
 does nothing, may be faster than this bound.
 
 Deltas are `gaussian` (flat spectra), `powerP` (`s_k = k^-P`, P = 1 if left out, random singular vectors), `lowrank` (a

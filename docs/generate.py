@@ -1,6 +1,6 @@
 """Fill the parts of the pages that follow from the declarations in the code.
 
-    python -m docs.generate             # writes every page, the JSON Schemas and the catalogue of methods anew
+    python -m docs.generate             # writes every page, the JSON Schemas and the catalog of methods anew
     python -m docs.generate --check     # exit status 1 when a page is not what the code says
 
 Kinds of parts (`docs/markdown.py` has the marks): `methods` (the overview table), `method NAME`, `steps`, `step NAME`,
@@ -27,7 +27,7 @@ from docs.reference import api
 from pydantic import BaseModel
 from typer.models import ArgumentInfo
 
-from actmat.cli.catalogue import EXPERTS, FILE, SIDE, describe, gflop, shown
+from actmat.cli.catalog import EXPERTS, FILE, SIDE, describe, gflop, shown
 from actmat.cli.flags import FIRST, with_flags
 from actmat.cli.listing import COMMON, declared_command, info_of
 from actmat.errors import MergeError
@@ -308,13 +308,13 @@ KINDS: markdown.Kinds = {
 }
 
 
-def catalogue() -> str:
+def catalog() -> str:
     """The declarations of all methods, as `actmat methods` reads them."""
     return json.dumps([describe(m) for m in all_methods()], indent=1) + "\n"
 
 
 WRITTEN: dict[Path, Callable[[], str]] = {
-    ROOT / "src" / "actmat" / "cli" / FILE: catalogue,
+    ROOT / "src" / "actmat" / "cli" / FILE: catalog,
     **SCHEMA_FILES,
 }
 """Whole files that are made from declarations and pages."""

@@ -106,7 +106,7 @@ OWN: dict[str, tuple[int, float]] = {
     "diagnostics/test_diagnose.py": (5, 0.0001),
     "diagnostics/test_measures.py": (2, 0.01),
     "e2e/test_merge_matrices.py": (1, 0.001),
-    "e2e/test_quantised_outputs.py": (1, 0.01),
+    "e2e/test_quantized_outputs.py": (1, 0.01),
     "engine/test_execution.py": (4, 0.0001),
     "engine/test_size.py": (6, 0.0001),  # norms in records have six digits; float32 against float64
     "experiments/analyses/test_angles.py": (1, 0.001),

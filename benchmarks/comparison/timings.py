@@ -70,7 +70,7 @@ def timed_pairs(trees: Sequence[Tree], name: str, arguments: Sequence[str | Path
 
 
 def ratio_row(old: Sequence[float], new: Sequence[float]) -> dict[str, Any]:
-    """Medians of both, the mean ratio new/old of the pairs with its interval, the judgement, and every value."""
+    """Medians of both, the mean ratio new/old of the pairs with its interval, the judgment, and every value."""
     ratio, low, high = paired_ratio(old, new)
     return {
         "old": statistics.median(old),
@@ -78,7 +78,7 @@ def ratio_row(old: Sequence[float], new: Sequence[float]) -> dict[str, Any]:
         "ratio": ratio,
         "low": low,
         "high": high,
-        "judged": judgement(low, high),
+        "judged": judgment(low, high),
         "all_old": [round(value, 4) for value in old],
         "all_new": [round(value, 4) for value in new],
     }
@@ -98,7 +98,7 @@ def paired_ratio(
     return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
-def judgement(low: float | None, high: float | None) -> str:
+def judgment(low: float | None, high: float | None) -> str:
     """`dearer` where the whole interval lies above `BOUND`, `not dearer` where none of it does, else `unclear`."""
     if low is None or high is None:
         return "unclear"

@@ -3,10 +3,10 @@
     python -m benchmarks.data DATA                            # all; DATA/text is --data of text-minilm, ...
     python -m benchmarks.data DATA --only text/trec images/mnist
     python -m benchmarks.data DATA --check                    # only check what is there
-    python -m benchmarks.data --list                          # names, sources, sizes, hashes, licences
+    python -m benchmarks.data --list                          # names, sources, sizes, hashes, licenses
 
 The originals are files of GitHub repositories at a commit. Texts come out byte for byte; of images the arrays are
-equal, and the hash is theirs. A file that differs is not written. Licences are those of the originals: read them.
+equal, and the hash is theirs. A file that differs is not written. Licenses are those of the originals: read them.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def main() -> int:
     given = parser.parse_args()
     some = chosen(files(), given.only)
     if given.list:
-        columns = ["name", "repo", "commit", "bytes", "sha256", "licence"]
+        columns = ["name", "repo", "commit", "bytes", "sha256", "license"]
         print(markdown([{n: str(getattr(f, n)) for n in columns} for f in some], columns))
         return 0
     if given.out is None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from benchmarks.data.originals import Original
 
 ORDERS = Path(__file__).with_name("orders.json")
-SIDE, GREY_SIDE = 32, 28
+SIDE, GRAY_SIDE = 32, 28
 Arrays = dict[str, NDArray[Any]]
 Indices = NDArray[np.int64]
 
@@ -49,18 +49,18 @@ def halves(labels_N: Indices, n_test: int) -> tuple[Indices, Indices]:
     return np.setdiff1d(np.arange(len(labels_N)), tested), tested
 
 
-def pixels(content: bytes, *, grey: bool, centre: bool) -> NDArray[np.uint8]:
-    """One image: grey as it is, or RGB at 32 pixels a side, bicubic.
+def pixels(content: bytes, *, gray: bool, center: bool) -> NDArray[np.uint8]:
+    """One image: gray as it is, or RGB at 32 pixels a side, bicubic.
 
     Args:
-        centre: cut out the largest square first.
+        center: cut out the largest square first.
     """
     from PIL import Image
 
-    image = Image.open(io.BytesIO(content)).convert("L" if grey else "RGB")
-    if grey:
+    image = Image.open(io.BytesIO(content)).convert("L" if gray else "RGB")
+    if gray:
         return np.asarray(image)
-    if centre:
+    if center:
         side = min(image.size)
         left, top = ((length - side) // 2 for length in image.size)
         image = image.crop((left, top, left + side, top + side))
@@ -88,8 +88,8 @@ class Folder:
     sizes: tuple[int, int]
     part: int | None = None
     n_test: int = 0
-    grey: bool = False
-    centre: bool = False
+    gray: bool = False
+    center: bool = False
     classes: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, original: Original) -> Arrays:
@@ -101,7 +101,7 @@ class Folder:
         labels = np.array([number[path.split("/")[self.level]] for path in paths])
         found: Arrays = {}
         for part, chosen in zip(("train", "test"), self._positions(paths, labels), strict=True):
-            read = [pixels(files[paths[i]], grey=self.grey, centre=self.centre) for i in chosen]
+            read = [pixels(files[paths[i]], gray=self.gray, center=self.center) for i in chosen]
             found |= {f"x_{part}": np.stack(read), f"y_{part}": labels[chosen].astype(np.int64)}
         return found | {"class_names": np.array([self.classes.get(key, key) for key in keys])}
 
@@ -135,7 +135,7 @@ def usps(path: str) -> Callable[[Original], Arrays]:
                 values, labels = np.asarray(file[part]["data"]), np.asarray(file[part]["target"])
                 order = orders().get(f"usps.{part}") or np.random.default_rng(0).permutation(len(labels))
                 small = np.round(255 * values.reshape(-1, 16, 16)).astype(np.uint8)[order]
-                size = (GREY_SIDE, GREY_SIDE)
+                size = (GRAY_SIDE, GRAY_SIDE)
                 large = [np.asarray(Image.fromarray(x).resize(size, Image.Resampling.BICUBIC)) for x in small]
                 found |= {f"x_{part}": np.stack(large), f"y_{part}": labels[order].astype(np.int64)}
         return found | {"class_names": np.array([str(digit) for digit in range(10)])}

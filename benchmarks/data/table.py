@@ -1,4 +1,4 @@
-"""Every file of the suites' data: name, public source, commit, size, SHA-256, licence and recipe."""
+"""Every file of the suites' data: name, public source, commit, size, SHA-256, license and recipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.data.images import Arrays, Folder, usps
 from benchmarks.data.originals import Original
-from benchmarks.data.text import Recipe, copied, instances, labelled, qasc, wikiqa, winogrande
+from benchmarks.data.text import Recipe, copied, instances, labeled, qasc, wikiqa, winogrande
 
 FACTS = Path(__file__).with_name("files.json")
 TESTED, TRAINED = slice(0, 1000), slice(1000, 4000)
@@ -20,9 +20,9 @@ _SUPER_GLUE = [
     (task, part) for task in ("wsc", "rte") for part in ("train", "val", "test") if (task, part) != ("rte", "test")
 ]
 TEXTS: dict[str, Recipe] = {
-    **{f"text/trec.{part}.jsonl": labelled(path) for part, path in zip(("train", "test"), _TREC, strict=True)},
+    **{f"text/trec.{part}.jsonl": labeled(path) for part, path in zip(("train", "test"), _TREC, strict=True)},
     **{
-        f"text/{name}.{part}.jsonl": labelled(f"data/{file}.all", rows)
+        f"text/{name}.{part}.jsonl": labeled(f"data/{file}.all", rows)
         for name, file in (("subj", "subj"), ("custrev", "custrev"), ("mpqa", "mpqa"), ("mr", "rt-polarity"))
         for part, rows in (("train", TRAINED), ("test", TESTED))
     },
@@ -50,13 +50,13 @@ def _signs() -> dict[str, str]:
 
 
 IMAGES: dict[str, Callable[[Original], Arrays]] = {
-    "images/mnist.npz": Folder("mnist", "t", ".png", 1, (10000, 2000), part=0, grey=True),
+    "images/mnist.npz": Folder("mnist", "t", ".png", 1, (10000, 2000), part=0, gray=True),
     "images/usps.npz": usps("data/usps.h5"),
     "images/cifar10.npz": Folder("cifar10", "t", ".jpg", 1, (4000, 1000), part=0),
     "images/cifar100.npz": Folder("cifar100", "t", ".png", 1, (4000, 1000), part=0),
     "images/eurosat.npz": Folder("eurosat", "data/EuroSAT_RGB/", ".jpg", 2, (4000, 1000), n_test=5400),
     "images/gtsrb.npz": Folder("gtsrb", "gtsrb/", ".ppm", 1, (4000, 998), classes=_signs()),
-    "images/dtd10.npz": Folder("dtd10", "images/", ".jpg", 1, (900, 300), centre=True),
+    "images/dtd10.npz": Folder("dtd10", "images/", ".jpg", 1, (900, 300), center=True),
     "images/sign_digits.npz": Folder("sign_digits", "Dataset/", ".jpg", 1, (1662, 400), n_test=400),
 }
 
@@ -67,7 +67,7 @@ class DataFile:
 
     Args:
         bytes, sha256: of the file; of images `sha256` is that of the arrays, see `content_hash`.
-        licence: of the original, as far as it states one.
+        license: of the original, as far as it states one.
     """
 
     name: str
@@ -75,7 +75,7 @@ class DataFile:
     commit: str
     bytes: int
     sha256: str
-    licence: str
+    license: str
 
 
 def files() -> dict[str, DataFile]:

@@ -30,7 +30,7 @@ def copied(path: str) -> Recipe:
     return lambda original: original.file(path)
 
 
-def labelled(path: str, rows: slice | None = None) -> Recipe:
+def labeled(path: str, rows: slice | None = None) -> Recipe:
     """Lines `LABEL TEXT`.
 
     Args:
@@ -46,7 +46,7 @@ def labelled(path: str, rows: slice | None = None) -> Recipe:
 
 
 def instances(path: str, rows: slice | None = None) -> Recipe:
-    """A list of sentences with labels, or some of them as in `labelled`."""
+    """A list of sentences with labels, or some of them as in `labeled`."""
 
     def make(original: Original) -> bytes:
         found = [{"text": x["sentence"], "label": x["label"]} for x in json.loads(original.file(path))]
@@ -98,7 +98,7 @@ def winogrande(path: str) -> Recipe:
 
 
 def wikiqa(folder: str) -> Recipe:
-    """Tokenised questions and answers of 40 tokens at most; questions without a right answer are left out."""
+    """Tokenized questions and answers of 40 tokens at most; questions without a right answer are left out."""
 
     def make(original: Original) -> bytes:
         columns = (

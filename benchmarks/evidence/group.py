@@ -38,7 +38,7 @@ MEASURED = {method.name for method in all_methods() if method.needs_statistics}
 def method_of(row: str) -> str:
     """The method that a row varies by a step, a space or an option; empty for a method as it is.
 
-    >>> method_of("actmat:rtol=0.01"), method_of("tsv@core"), method_of("actmat+isotropise"), method_of("actmat")
+    >>> method_of("actmat:rtol=0.01"), method_of("tsv@core"), method_of("actmat+isotropize"), method_of("actmat")
     ('actmat', 'tsv', 'actmat', '')
     """
     method = re.split("[:@+]", row, maxsplit=1)[0]
@@ -64,7 +64,7 @@ class Candidate:
     """A method at a scale, as `tune` would try it, in points.
 
     Args:
-        divergence: mean over tasks on unlabelled validation inputs.
+        divergence: mean over tasks on unlabeled validation inputs.
         validation, test: mean accuracy over tasks.
     """
 

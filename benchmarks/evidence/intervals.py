@@ -39,8 +39,8 @@ class Interval:
 
     def text(self, *, sign: bool = False) -> str:
         """One decimal, as in `+2.0 ±2.5`."""
-        centre = f"{self.mean:+.1f}" if sign else f"{self.mean:.1f}"
-        return centre if self.half is None else f"{centre} ±{self.half:.1f}"
+        center = f"{self.mean:+.1f}" if sign else f"{self.mean:.1f}"
+        return center if self.half is None else f"{center} ±{self.half:.1f}"
 
 
 def interval(points: Points) -> Interval:
@@ -53,27 +53,27 @@ def interval(points: Points) -> Interval:
     """
     seeds, tasks = list(points), list(next(iter(points.values())))
     n_seeds, n_tasks = len(seeds), len(tasks)
-    centre = mean(points[s][k] for s in seeds for k in tasks)
+    center = mean(points[s][k] for s in seeds for k in tasks)
     if 1 < n_tasks < LEAST_TASKS:
-        return Interval(centre, None, 0)
+        return Interval(center, None, 0)
     by_seed = {s: mean(points[s].values()) for s in seeds}
     by_task = {k: mean(points[s][k] for s in seeds) for k in tasks}
     squares = {
-        "seed": n_tasks * sum((v - centre) ** 2 for v in by_seed.values()),
-        "task": n_seeds * sum((v - centre) ** 2 for v in by_task.values()),
-        "rest": sum((points[s][k] - by_seed[s] - by_task[k] + centre) ** 2 for s in seeds for k in tasks),
+        "seed": n_tasks * sum((v - center) ** 2 for v in by_seed.values()),
+        "task": n_seeds * sum((v - center) ** 2 for v in by_task.values()),
+        "rest": sum((points[s][k] - by_seed[s] - by_task[k] + center) ** 2 for s in seeds for k in tasks),
     }
     df = {"seed": n_seeds - 1, "task": n_tasks - 1, "rest": (n_seeds - 1) * (n_tasks - 1)}
     ms = {name: squares[name] / df[name] for name in df if df[name]}
     sums = [{"seed": 1.0}, {"task": 1.0}, {"seed": 1.0, "task": 1.0, "rest": -1.0}]
     known = [some for some in sums if set(some) <= set(ms)]
     if not known:
-        return Interval(centre, None, 0)
+        return Interval(center, None, 0)
     chosen = max(known, key=lambda some: sum(c * ms[n] for n, c in some.items()))
     total = sum(c * ms[n] for n, c in chosen.items())
     spread = sum((c * ms[n]) ** 2 / df[n] for n, c in chosen.items())
     freedom = total**2 / spread if spread else float(min(df[n] for n in chosen))
-    return Interval(centre, float(t.ppf(0.975, freedom)) * math.sqrt(total / (n_seeds * n_tasks)), freedom)
+    return Interval(center, float(t.ppf(0.975, freedom)) * math.sqrt(total / (n_seeds * n_tasks)), freedom)
 
 
 def paired(one: Points, other: Points) -> Interval | None:

@@ -15,12 +15,12 @@ LEFT, RIGHT, TOP, ROW = 230, 640, 74, 34
 WIDTH = 950
 LOW, HIGH = 10, 100
 """Accuracies in % at the ends of the scale."""
-COLOURS = {"base": "#8a8f98", "average": "#c98a1b", "auto": "#1f5fa8", "experts": "#222222"}
+COLORS = {"base": "#8a8f98", "average": "#c98a1b", "auto": "#1f5fa8", "experts": "#222222"}
 MUTED = "#8a8f98"
 
 
 def picture() -> str:
-    """An SVG with a row per set of experts; a gain whose interval has 0 in it is grey."""
+    """An SVG with a row per set of experts; a gain whose interval has 0 in it is gray."""
     rows = [
         (
             _short(group.title),
@@ -68,7 +68,7 @@ def _legend() -> list[str]:
     places = (LEFT, LEFT + 66, LEFT + 236, LEFT + 366)
     parts = [
         _text(16, 24, "Test accuracy in %", weight="bold"),
-        _text(16, 42, "mean over tasks and seeds", colour=MUTED),
+        _text(16, 42, "mean over tasks and seeds", color=MUTED),
     ]
     for (name, word), x in zip(words.items(), places, strict=True):
         parts += [_mark(name, x, 20), _text(x + 10, 24, word)]
@@ -80,7 +80,7 @@ def _scale(height: float) -> list[str]:
     for accuracy in range(20, HIGH + 1, 20):
         x = _place(accuracy)
         parts.append(f'<line x1="{x:.1f}" y1="62" x2="{x:.1f}" y2="{height - 24}" stroke="#e4e6ea"/>')
-        parts.append(_text(x, 54, str(accuracy), anchor="middle", colour=MUTED))
+        parts.append(_text(x, 54, str(accuracy), anchor="middle", color=MUTED))
     return parts
 
 
@@ -88,9 +88,9 @@ def _row(y: float, title: str, method: str, gain: str, values: list[float]) -> l
     base, _, _, experts = values
     left, right = sorted((_place(base), _place(experts)))
     line = f'<line x1="{left:.1f}" y1="{y}" x2="{right:.1f}" y2="{y}" stroke="#c9cdd3" stroke-width="2"/>'
-    marks = [_mark(name, _place(value), y) for name, value in zip(COLOURS, values, strict=True)]
-    colour = MUTED if _holds_zero(gain) else COLOURS["auto"]
-    return [_text(16, y + 4, title), line, *marks, _text(RIGHT + 30, y + 4, f"{gain}, {method}", colour=colour)]
+    marks = [_mark(name, _place(value), y) for name, value in zip(COLORS, values, strict=True)]
+    color = MUTED if _holds_zero(gain) else COLORS["auto"]
+    return [_text(16, y + 4, title), line, *marks, _text(RIGHT + 30, y + 4, f"{gain}, {method}", color=color)]
 
 
 def _holds_zero(gain: str) -> bool:
@@ -104,15 +104,15 @@ def _holds_zero(gain: str) -> bool:
 
 
 def _mark(name: str, x: float, y: float) -> str:
-    colour = COLOURS[name]
+    color = COLORS[name]
     if name in ("base", "experts"):
-        return f'<line x1="{x:.1f}" y1="{y - 8}" x2="{x:.1f}" y2="{y + 8}" stroke="{colour}" stroke-width="3"/>'
-    return f'<circle cx="{x:.1f}" cy="{y}" r="6" fill="{colour}" fill-opacity="0.9"/>'
+        return f'<line x1="{x:.1f}" y1="{y - 8}" x2="{x:.1f}" y2="{y + 8}" stroke="{color}" stroke-width="3"/>'
+    return f'<circle cx="{x:.1f}" cy="{y}" r="6" fill="{color}" fill-opacity="0.9"/>'
 
 
 def _text(
-    x: float, y: float, text: str, *, anchor: str = "start", colour: str = "#222222", weight: str = "normal"
+    x: float, y: float, text: str, *, anchor: str = "start", color: str = "#222222", weight: str = "normal"
 ) -> str:
     return (
-        f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}" fill="{colour}" font-weight="{weight}">{escape(text)}</text>'
+        f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}" fill="{color}" font-weight="{weight}">{escape(text)}</text>'
     )

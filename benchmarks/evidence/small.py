@@ -13,7 +13,7 @@ from docs.markdown import table
 
 from actmat_experiments.harness.report import latest
 from actmat_experiments.harness.results import REFERENCES, Regime, Score, read_scores
-from actmat_experiments.harness.table import markdown_table, summarise
+from actmat_experiments.harness.table import markdown_table, summarize
 from actmat_experiments.reasoning.passk import at, at_k_markdown
 from benchmarks.common import RESULTS
 from benchmarks.evidence.group import is_known
@@ -58,7 +58,7 @@ def small_table(name: str, folder: Path = FOLDER) -> str:
         text = _at_k(own)
     else:
         text = markdown_table(
-            summarise([s for s in own if not s.method.startswith("expert ")], _tasks(own)), _tasks(own)
+            summarize([s for s in own if not s.method.startswith("expert ")], _tasks(own)), _tasks(own)
         )
     versions = next((s.detail["versions"] for s in own if "versions" in s.detail), {})
     how = ", ".join(f"{n} {v}" for n, v in sorted(versions.items()))
@@ -81,7 +81,7 @@ def _tasks(scores: Sequence[Score]) -> list[str]:
 def _at_k(scores: Sequence[Score]) -> str:
     columns = [(t, t) for t in dict.fromkeys(s.task for s in scores)]
     names = [t.partition("@")[0] for t in _tasks(scores)]
-    lines = summarise(scores, [at(t, 1) for t in names])
+    lines = summarize(scores, [at(t, 1) for t in names])
     merged = dict.fromkeys(line.method for line in lines if line.scale == "default")
     experts = [f"expert {t}" for t in names]
     order = ["base", *experts, *(m for m in merged if m != "base" and m not in experts)]
@@ -102,7 +102,7 @@ def _summary_rows(folder: Path) -> list[list[str]]:
     widest: dict[str, float] = {}
     for head, (suite, model, regime) in COLUMNS.items():
         own, _ = latest(read_scores(folder / f"{suite}.jsonl"), model, regime)
-        lines = summarise(own, _tasks(own))
+        lines = summarize(own, _tasks(own))
         means = {line.method: line.average for line in lines if line.scale == "default"}
         found[head] = {name: 100 * m.value for name, m in means.items()}
         widest[head] = max(

@@ -204,12 +204,12 @@ def choice_rows(some: Sequence[Group]) -> list[list[str]]:
                 continue
             best = max(known, key=lambda c: c.test)
             least = min(known, key=lambda c: c.divergence)
-            labelled = max(known, key=lambda c: (c.validation, -abs(c.scale - 1)))
+            labeled = max(known, key=lambda c: (c.validation, -abs(c.scale - 1)))
             found.append(
                 [
                     *(f"{group.suite}, {group.title}", str(seed), str(len(known)), f"{rank(known):.2f}"),
                     *(least.text, f"{best.test - least.test:.1f}"),
-                    *(labelled.text, f"{best.test - labelled.test:.1f}", best.text),
+                    *(labeled.text, f"{best.test - labeled.test:.1f}", best.text),
                 ]
             )
     return found

@@ -1,1 +1,1 @@
-"""Validation of `actmat tune`: is the merge that unlabelled inputs choose the best one on the test data?"""
+"""Validation of `actmat tune`: is the merge that unlabeled inputs choose the best one on the test data?"""

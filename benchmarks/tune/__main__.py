@@ -1,4 +1,4 @@
-"""Is the merge that `actmat tune` chooses from unlabelled inputs the best one on the test data?
+"""Is the merge that `actmat tune` chooses from unlabeled inputs the best one on the test data?
 
     python -m benchmarks.tune --data DATA                       # trains what is not in the cache, measures all
     python -m benchmarks.tune --suites vision-small --seeds 0 1 2

@@ -32,7 +32,7 @@ class Choice:
     seed: int
     known: Sequence[Candidate]
     chosen: Candidate
-    labelled: Candidate
+    labeled: Candidate
     with_data: Candidate | None
     best_with_data: float
 
@@ -66,10 +66,10 @@ def choices(some: Sequence[Group] | None = None) -> list[Choice]:
             known, more = group.candidates(seed), group.candidates(seed, measured=True)
             if not {"average", "actmat"} < {c.name for c in known}:
                 continue
-            labelled = max(known, key=lambda c: (c.validation, -abs(c.scale - 1)))
+            labeled = max(known, key=lambda c: (c.validation, -abs(c.scale - 1)))
             name = f"{group.name}, {'full' if group.regime == 'full' else 'LoRA'}"
             with_data = least(more) if len(more) > len(known) else None
-            found.append(Choice(name, seed, known, least(known), labelled, with_data, max(c.test for c in more)))
+            found.append(Choice(name, seed, known, least(known), labeled, with_data, max(c.test for c in more)))
     return found
 
 
@@ -78,7 +78,7 @@ def evidence_rows(some: Sequence[Group] | None = None) -> list[list[str]]:
     return [
         [
             *(c.name, str(c.seed), str(len(c.known)), f"{rank(c.known):.2f}", c.chosen.text, f"{c.regret:.1f}"),
-            *(f"{c.over('average'):+.1f}", f"{c.over('actmat'):+.1f}", f"{c.chosen.test - c.labelled.test:+.1f}"),
+            *(f"{c.over('average'):+.1f}", f"{c.over('actmat'):+.1f}", f"{c.chosen.test - c.labeled.test:+.1f}"),
             *_with_data(c),
         ]
         for c in choices(some)

@@ -150,7 +150,7 @@ def _read_torch(folder: Path) -> None:
 
 @cache
 def gguf_file() -> bytes:
-    """A small GGUF file of two tensors, one of them quantised."""
+    """A small GGUF file of two tensors, one of them quantized."""
     texts = {"general.architecture": "llama"}
     numbers = {"llama.block_count": 1, "llama.attention.head_count": 2, "llama.attention.head_count_kv": 2}
 
@@ -171,7 +171,7 @@ def _gguf(rng: random.Random) -> Files:
     return {"m.gguf": mutated_bytes(rng, gguf_file())}
 
 
-QUANTISED = (
+QUANTIZED = (
     ("a.weight", torch.float8_e4m3fn, (6, 8)), ("a.weight_scale_inv", torch.float32, (2, 1)), ("a.weight_scale", torch.float32, (6, 1)),
     ("a.scale_weight", torch.float32, ()), ("a.weight_zero_point", torch.int32, (1, 1)), ("a.weight_g_idx", torch.int32, (8,)),
     ("a.weight_packed", torch.int32, (6, 1)), ("a.weight_shape", torch.int64, (2,)), ("a.qweight", torch.int32, (2, 8)),
@@ -205,10 +205,10 @@ def _joined(tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> bytes:
     return struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in tensors.values())
 
 
-def _quantised(rng: random.Random) -> Files:
+def _quantized(rng: random.Random) -> Files:
     """Parts of several layouts together, some missing, some of another shape."""
     tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
-    for name, dtype, shape in QUANTISED:
+    for name, dtype, shape in QUANTIZED:
         if rng.random() < 0.15:
             continue
         own = tuple(n if rng.random() < 0.95 else rng.choice((0, 1, 3, 64)) for n in shape)
@@ -229,4 +229,4 @@ door("indexes", _index, in_folder(_opened))
 door("configs", _config, in_folder(_inspected))
 door("torch files", _torch_file, in_folder(_read_torch))
 door("gguf files", _gguf, in_folder(_opened))
-door("quantised checkpoints", _quantised, in_folder(_opened))
+door("quantized checkpoints", _quantized, in_folder(_opened))

@@ -45,7 +45,7 @@ def test_only_card_config_and_one_weight_file_are_fetched_once(hub: HubStandIn, 
     merge(tmp_path, ["org/a1", "org/a2"], method="average")
     fetched = [path.rpartition("/")[2] for method, path, sent in hub.requests if method == "GET" and sent]
     files = sorted(name for name in fetched if "." in name)
-    assert files == ["README.md"] * 2 + ["adapter_config.json"] * 2 + ["adapter_model.safetensors"] * 2  # the licence
+    assert files == ["README.md"] * 2 + ["adapter_config.json"] * 2 + ["adapter_model.safetensors"] * 2  # the license
     one, two, found = (deltas_of(tmp_path / n, "llama") for n in ("repo1", "repo2", "out"))
     for name, delta in found.items():
         assert float((delta - (one[name] + two[name]) / 2).norm()) <= 1e-12

@@ -131,7 +131,7 @@ def test_a_full_tensor_can_be_kept(tmp_path: Path) -> None:
         merge(tmp_path, [tmp_path / "a"], "typo", method="average", keep=["*.lm_head"])
 
 
-def test_what_an_adapter_cannot_honour_is_refused_at_once(groups: Path, tmp_path: Path) -> None:
+def test_what_an_adapter_cannot_honor_is_refused_at_once(groups: Path, tmp_path: Path) -> None:
     group = groups / "gpt2"
     fields = {"pool": ["*.c_*.weight"], "allow_nonfinite": True}
     with pytest.raises(MergeError) as error:

@@ -58,11 +58,11 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
 
 GIVEN: list[dict[str, Any]] = [
     {"space": "core", "method": "ties", "options": {"density": 0.4}},
-    {"space": "core", "method": "dare", "options": {"density": 0.5}, "seed": 3, "post": "isotropise"},
-    {"space": "core", "method": "tsv", "post": ["isotropise"], "postprocess": {"norm_cap": 0.5}},
+    {"space": "core", "method": "dare", "options": {"density": 0.5}, "seed": 3, "post": "isotropize"},
+    {"space": "core", "method": "tsv", "post": ["isotropize"], "postprocess": {"norm_cap": 0.5}},
     {"space": "factors", "method": "ties", "options": {"density": 0.4}, "post": "mean_norm"},
     {"space": "factors", "method": "dare", "options": {"density": 0.5}, "seed": 3},
-    {"space": "pico", "method": "cart", "post": "isotropise"},
+    {"space": "pico", "method": "cart", "post": "isotropize"},
     {"space": "pico_unscaled", "method": "dc_merge", "postprocess": {"norm_cap": 0.5}},
     {"method": "task_arithmetic", "post": ["subspace_boosting", "mean_norm"]},
 ]
@@ -100,9 +100,9 @@ def pairs_of(group: Path) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("space", ["core", "factors"])
 def test_files_and_tensors_give_the_same(space: Any, groups: Path, tmp_path: Path) -> None:
     group, options = groups / "llama", {"density": 0.3}
-    manifest = merge(tmp_path, both(group), space=space, method="ties", options=options, post="isotropise:mean=rank")
+    manifest = merge(tmp_path, both(group), space=space, method="ties", options=options, post="isotropize:mean=rank")
     found = deltas_of(tmp_path / "out", "llama")[f"{NAME}.weight"]
-    expected = merge_matrices("ties", pairs_of(group), space=space, post="isotropise:mean=rank", **options)
+    expected = merge_matrices("ties", pairs_of(group), space=space, post="isotropize:mean=rank", **options)
     assert float((found - expected).norm()) <= F64_ORACLE * float(expected.norm())
     row = next(m for m in manifest["modules"] if m["name"] == NAME)
     assert row["space"] == space
@@ -142,7 +142,7 @@ def test_the_plan_says_what_a_space_does(groups: Path) -> None:
     assert "tsv in the core space (equal to the full space but for counts" in reasons(method="tsv", space="core")
     assert "ties in the core space (another result than in the full space" in reasons(method="ties", space="core")
     assert "ties of A and of B apart" in reasons(method="ties", space="factors")
-    assert ", then isotropise" in reasons(method="average", post="isotropise")
+    assert ", then isotropize" in reasons(method="average", post="isotropize")
     ranks = {s: {i.pair.exact_rank for i in actmat.plan(None, both(group), method="ties", space=s).items} for s in
              ("core", "factors")}  # fmt: skip
     assert ranks == {"core": {4, 2}, "factors": {2}}

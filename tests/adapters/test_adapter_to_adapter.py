@@ -1,4 +1,4 @@
-"""Adapters merged into an adapter: what PEFT loads is what the dense rule gives on the materialised deltas."""
+"""Adapters merged into an adapter: what PEFT loads is what the dense rule gives on the materialized deltas."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from actmat.run import plan_recipe
 GPT2 = {"r": 2, "lora_alpha": 5, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}
 RULES: list[tuple[str, dict[str, Any]]] = [
     ("actmat", {}),
-    ("actmat", {"normalise": "norm", "power": 0.5}),
+    ("actmat", {"normalize": "norm", "power": 0.5}),
     ("actmat_ridge", {}),
-    ("actmat", {"centre": True}),
+    ("actmat", {"center": True}),
     ("cart", {}),
     ("dc_merge", {}),
     ("wudi", {}),
@@ -56,7 +56,7 @@ def deltas_of(folder: Path, family: str) -> dict[str, Tensor]:
 
 
 def dense(family: str, method: str, options: dict[str, Any], given: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The rule on the materialised deltas, logical matrix by logical matrix, surveys over all of them."""
+    """The rule on the materialized deltas, logical matrix by logical matrix, surveys over all of them."""
     from actmat.checkpoints.memory import MemoryCheckpoint
 
     model = tiny(family)
@@ -95,7 +95,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("method", "options"), RULES, ids=lambda x: x if isinstance(x, str) else ",".join(x))
-def test_equals_the_dense_rule_on_materialised_deltas(
+def test_equals_the_dense_rule_on_materialized_deltas(
     method: str, options: dict[str, Any], pair: Path, tmp_path: Path
 ) -> None:
     merge(tmp_path, [pair / "one", pair / "two"], method=method, options=options)

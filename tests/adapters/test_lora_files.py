@@ -167,7 +167,7 @@ DAMAGE: list[tuple[dict[str, Tensor | None], str]] = [
     ({"m.lora_up.weight": torch.ones(3, 5)}, "its factors are 2 x 4 and 3 x 5"),
     ({"m.alpha": torch.ones(2)}, "has 2 entries; expected one number"),
     ({"m.alpha": torch.tensor(float("nan"))}, "is nan; expected a finite number"),
-    ({"m.lora_up.weight": torch.ones(3, 2, dtype=torch.int8)}, "is int8; a quantised adapter"),
+    ({"m.lora_up.weight": torch.ones(3, 2, dtype=torch.int8)}, "is int8; a quantized adapter"),
     ({"n.lora_A.weight": torch.ones(1, 4), "n.lora_B.weight": torch.ones(4, 1)}, "1 modules have an alpha and 1 have"),
     ({"m.hada_w1_a": torch.ones(2, 2)}, "is of LoHa (LyCORIS)"),
     ({"m.lokr_w1": torch.ones(2, 2)}, "is of LoKr (LyCORIS)"),

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.quantised import Stored, compressed, fp8_blocks, fp8_scaled, mxfp4, save_model
+from tests.helpers.quantized import Stored, compressed, fp8_blocks, fp8_scaled, mxfp4, save_model
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
+from actmat.checkpoints.codecs.checkpoint import QuantizedCheckpoint
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.errors import CheckpointError
@@ -85,7 +85,7 @@ def test_wide_tensors_are_decoded_window_by_window(tmp_path: Path) -> None:
     stored, expected = fp8_blocks(NAME, noise(700, 500))
     with open_checkpoint(save_model(tmp_path, stored, None)) as checkpoint:
         same_everywhere(checkpoint, NAME, expected)
-        assert isinstance(checkpoint, QuantisedCheckpoint)
+        assert isinstance(checkpoint, QuantizedCheckpoint)
         assert 0 < checkpoint.buffer_bytes < 8_000_000
 
 
@@ -186,4 +186,4 @@ def test_float8_without_scales_is_not_cast(tmp_path: Path) -> None:
     codes = noise(4, 4).to(torch.float8_e4m3fn)
     with open_checkpoint(save_model(tmp_path, {NAME: codes}, None)) as checkpoint:
         assert checkpoint.specs[NAME].dtype == "float8_e4m3fn"
-        assert not isinstance(checkpoint, QuantisedCheckpoint)
+        assert not isinstance(checkpoint, QuantizedCheckpoint)

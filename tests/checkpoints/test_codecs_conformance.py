@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from tests.helpers.quantised import save_model
+from tests.helpers.quantized import save_model
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
+from actmat.checkpoints.codecs.checkpoint import QuantizedCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.extras.conformance.checkpoints import CheckpointConformance, conformance_tensors
-from actmat.extras.quantised.words import pack_words
+from actmat.extras.quantized.words import pack_words
 
 
 class TestScaledCodes(CheckpointConformance):
@@ -46,5 +46,5 @@ class TestPackedCodes(CheckpointConformance):
 def test_conformance_meets_codes(tmp_path: Path) -> None:
     for suite, coded in ((TestScaledCodes(), 3), (TestPackedCodes(), 1)):
         with suite.store(conformance_tensors(), tmp_path / suite.__class__.__name__) as checkpoint:
-            assert isinstance(checkpoint, QuantisedCheckpoint)
+            assert isinstance(checkpoint, QuantizedCheckpoint)
             assert len(checkpoint.coded) >= coded

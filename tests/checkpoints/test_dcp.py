@@ -38,7 +38,7 @@ class TestDcpCutByRows(CheckpointConformance):
 
 
 class TestDcpCutByTheLastAxis(CheckpointConformance):
-    """Nested under `model`, in the folder that accelerate makes, beside state of the optimiser."""
+    """Nested under `model`, in the folder that accelerate makes, beside state of the optimizer."""
 
     def store(self, tensors: Mapping[str, Tensor], folder: Path) -> Checkpoint:
         cut = {f"model.{n}": halves(t.shape, t.ndim - 1) for n, t in tensors.items() if t.numel() > 1}
@@ -225,7 +225,7 @@ def test_an_average_of_distributed_checkpoints(tmp_path: Path) -> None:
     assert any(note in n and "base, expert 'step-0'" in n for n in report.plan.notes)
 
 
-def test_inspect_recognises_training_checkpoints(tmp_path: Path) -> None:
+def test_inspect_recognizes_training_checkpoints(tmp_path: Path) -> None:
     shown = actmat(["inspect", str(TWO_RANKS)])
     assert shown.code == 0
     assert "note: 10 tensors of training" in shown.out

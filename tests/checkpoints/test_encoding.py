@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.checkpoints.test_codecs import NAME, SCHEMES, noise
-from tests.helpers.quantised import Stored, compressed, fp8_blocks, mxfp4, save_model
+from tests.helpers.quantized import Stored, compressed, fp8_blocks, mxfp4, save_model
 from torch import Tensor
 
 from actmat.checkpoints.codecs.base import CodedTensor

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.checkpoints.test_codecs import NAME, noise, same_everywhere
-from tests.helpers.quantised import compressed_fp4, save_model
+from tests.helpers.quantized import compressed_fp4, save_model
 
 import actmat
 from actmat.checkpoints.codecs.checkpoint import coding_of
@@ -48,8 +48,8 @@ def test_a_merge_is_written_as_floats_and_codes_are_refused(kind: str, tmp_path:
         coding = coding_of(opened, NAME)
         assert coding is not None
         assert coding.granule == 0
-    with pytest.raises(MergeError, match=r"only read\). Fix: leave out --quantise same"):
-        actmat.plan(base, [expert], method="linear", quantise="same")
+    with pytest.raises(MergeError, match=r"only read\). Fix: leave out --quantize same"):
+        actmat.plan(base, [expert], method="linear", quantize="same")
 
 
 @pytest.mark.parametrize(

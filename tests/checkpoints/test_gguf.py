@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.helpers.quantised import save_model
+from tests.helpers.quantized import save_model
 
 from actmat import merge
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.errors import CheckpointError
-from actmat.extras.gguf.file import QUANTISED
+from actmat.extras.gguf.file import QUANTIZED
 from actmat.extras.gguf.header import read_gguf_header
 
 HEADS, KV_HEADS, WIDTH, INNER, LAYERS, VOCAB = 4, 2, 64, 96, 2, 80
@@ -240,7 +240,7 @@ def test_a_config_that_the_metadata_do_not_have_is_not_written(
         assert found.config is not None
 
 
-@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("kind", QUANTIZED)
 def test_every_type_that_is_listed_can_be_decoded(kind: str) -> None:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 

@@ -101,7 +101,7 @@ def test_headers_longer_than_the_first_request_are_read(hub: HubStandIn, tmp_pat
 
 def test_a_server_without_ranges_does_not_send_whole_files_unasked(hub: HubStandIn, tmp_path: Path) -> None:
     publish(hub, tmp_path / "repo")
-    hub.honours_ranges = False
+    hub.honors_ranges = False
     with open_hub("org/tiny") as checkpoint:
         assert set(checkpoint.specs) == set(BIG)
 

@@ -68,7 +68,7 @@ def test_too_many_and_too_few_bytes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="more bytes than the 3"):
         sink.write(view(b"zz"))
     data = (tmp_path / "model.safetensors").read_bytes()
-    assert data.endswith(b"xy\0\0\0\0"), "the neighbour is untouched"
+    assert data.endswith(b"xy\0\0\0\0"), "the neighbor is untouched"
     writer.close()
 
 

@@ -136,7 +136,7 @@ def test_tensors_that_do_not_fit_are_all_named(family: Family) -> None:
 
 def test_an_integer_tensor_in_an_expert_is_named(family: Family) -> None:
     family.change(family.experts[0], lambda t: t.update({NORM: torch.zeros(8, dtype=torch.int32)}))
-    refused(family, says=(NORM, "int32 in expert 'expert0'", "quantised"))
+    refused(family, says=(NORM, "int32 in expert 'expert0'", "quantized"))
 
 
 def test_gptq_weights_are_named(family: Family) -> None:
@@ -157,7 +157,7 @@ def test_fp8_weights_are_named(family: Family) -> None:
     config = CONFIG | {"quantization_config": {"quant_method": "fp8"}}
     (family.base / "config.json").write_text(json.dumps(config))
     family.change(family.base, lambda t: t.update({Q0: torch.zeros(8, 8, dtype=torch.float8_e4m3fn)}))
-    refused(family, says=("base: config.json declares quantised weights (fp8)", "float8_e4m3fn"))
+    refused(family, says=("base: config.json declares quantized weights (fp8)", "float8_e4m3fn"))
 
 
 def spoil(family: Family) -> None:

@@ -63,8 +63,8 @@ def test_commands_take_every_flag_of_the_schema_but_those_they_name() -> None:
 
 def test_a_new_field_of_the_recipe_is_a_flag_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Larger(Recipe):
-        colour: Annotated[Literal["red", "blue"] | None, Flag()] = Field(
-            default=None, description="colour of `merged` tensors; default: grey"
+        color: Annotated[Literal["red", "blue"] | None, Flag()] = Field(
+            default=None, description="color of `merged` tensors; default: gray"
         )
         depth: Annotated[int, Flag(("--depth", "-d"))] = Field(default=3, description="depth")
         hidden: int = 0
@@ -75,15 +75,15 @@ def test_a_new_field_of_the_recipe_is_a_flag_at_once(monkeypatch: pytest.MonkeyP
     def command(*, given: RecipeFlags) -> None:
         seen.append(given)
 
-    result = run(command, "--colour", "red", "-d", "5", "--set", "ties=false")
+    result = run(command, "--color", "red", "-d", "5", "--set", "ties=false")
     assert result.exit_code == 0, result.output
     assert {k: v for k, v in seen[0].values.items() if v is not None} == {
-        "colour": "red",
+        "color": "red",
         "depth": 5,
         "set": ["ties=false"],
     }
     text = " ".join(run(command, "--help").output.replace("│", " ").split())
-    assert "Colour of 'merged' tensors (default: grey)." in text
+    assert "Color of 'merged' tensors (default: gray)." in text
     assert "Depth (default: 3)." in text
     assert "--hidden" not in text
 

@@ -19,14 +19,14 @@ from actmat.errors import RecipeError
 from actmat.foreign import html, in_one_line, markdown, terminal
 
 FORGED = "\nall-good: everything\r\x1b[2K\x1b]0;title\x07\x9b31m\u202egnp\u2066\u200b\u2028x[bold red]:bomb:|<b>`"
-"""A part of a name that would clear the line, change colours and directions, and add a line of output."""
+"""A part of a name that would clear the line, change colors and directions, and add a line of output."""
 LINE = re.compile(r"^ {0,3}all-good", re.MULTILINE)
 """A line of its own; what a long line goes on with is indented further, and may begin anywhere in the name."""
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def check(text: str) -> None:
-    """Only printable characters, newlines and colours of our own; no forged line."""
+    """Only printable characters, newlines and colors of our own; no forged line."""
     bad = {c for c in ANSI.sub("", text) if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
     assert not bad, f"{bad} in\n{text}"
     assert not LINE.search(text), text

@@ -40,14 +40,14 @@ def test_dare_takes_merge_for_rule_in_recipes_rules_and_flags() -> None:
 
 @pytest.mark.parametrize("spelling", ["normalise", "normalize"])
 @pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
-def test_normalising_is_found_where_it_is(method: str, spelling: str) -> None:
+def test_normalizing_is_found_where_it_is(method: str, spelling: str) -> None:
     with pytest.raises(RecipeError, match="divided by their sum with --set normalize=true"):
         get_method(method).resolve_options({spelling: True})
 
 
 def test_methods_with_such_an_option_keep_it() -> None:
     assert get_method("linear").resolve_options({"normalize": False})["normalize"] is False
-    assert get_method("actmat").resolve_options({})["normalise"] is not None
+    assert get_method("actmat").resolve_options({})["normalize"] is not None
 
 
 def test_libraries_are_repeated_in_one_sentence(place: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from actmat.checkpoints.resolve import open_handle
 from actmat.cli.main import app
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.locate import locate
-from actmat.extras.quantised.nf4 import NF4, rounded_nf4
+from actmat.extras.quantized.nf4 import NF4, rounded_nf4
 from actmat.methods import METHODS
 from actmat.planning.choose import WHOLE
 
@@ -228,10 +228,10 @@ def test_scales_of_zeros_are_zeros() -> None:
 def test_an_adapter_of_a_base_in_4_bits_is_told(models: Path, tmp_path: Path) -> None:
     shutil.copytree(models / "adapters" / "math", tmp_path / "math")
     config = json.loads((tmp_path / "math" / "adapter_config.json").read_text())
-    quantised = tmp_path / "quantised"
-    quantised.mkdir()
-    (quantised / "config.json").write_text('{"quantization_config": {"load_in_4bit": true}}')
-    for name in ("unsloth/tiny-bnb-4bit", str(quantised)):
+    quantized = tmp_path / "quantized"
+    quantized.mkdir()
+    (quantized / "config.json").write_text('{"quantization_config": {"load_in_4bit": true}}')
+    for name in ("unsloth/tiny-bnb-4bit", str(quantized)):
         (tmp_path / "math" / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": name}))
         notes = [n for n in actmat.plan(models / "base", [tmp_path / "math"]).notes if "base_as=nf4" in n]
         assert len(notes) == 1

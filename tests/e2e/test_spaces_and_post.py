@@ -46,7 +46,7 @@ def deltas_of(family: Family, name: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("method", ["task_arithmetic", "ties", "actmat"])
 def test_steps_change_every_merged_matrix_and_nothing_else(method: str, family: Family, tmp_path: Path) -> None:
-    post = ["subspace_boosting:beta=0.6", {"name": "isotropise", "options": {"mean": "rank"}}]
+    post = ["subspace_boosting:beta=0.6", {"name": "isotropize", "options": {"mean": "rank"}}]
     found, rows = merge(family, tmp_path / "out", method=method, post=post, scale=0.5)
     for name in LINEAR:
         expected = 0.5 * merge_matrices(method, deltas_of(family, name), post=post)
@@ -56,9 +56,9 @@ def test_steps_change_every_merged_matrix_and_nothing_else(method: str, family: 
         assert stats["isotropic_rank"] > 0
         assert rows[name]["post"] == [
             {"name": "subspace_boosting", "options": {"beta": 0.6}},
-            {"name": "isotropise", "options": {"mean": "rank"}},
+            {"name": "isotropize", "options": {"mean": "rank"}},
         ]
-        assert f"{method}, then subspace_boosting, isotropise" in rows[name]["reason"]
+        assert f"{method}, then subspace_boosting, isotropize" in rows[name]["reason"]
     for name in (EMBEDDING, NORM):
         expected = sum(deltas_of(family, name)) / 2
         assert float((found[name] - expected).norm()) <= 1e-12 * float(found[name].norm() + 1)
@@ -67,7 +67,7 @@ def test_steps_change_every_merged_matrix_and_nothing_else(method: str, family: 
 
 def test_tables_and_vectors_keep_what_the_method_gives(family: Family, tmp_path: Path) -> None:
     found, rows = merge(
-        family, tmp_path / "out", method="task_arithmetic", scope="all", post="isotropise", options={"scaling": 1}
+        family, tmp_path / "out", method="task_arithmetic", scope="all", post="isotropize", options={"scaling": 1}
     )
     for name in (EMBEDDING, NORM):
         expected = sum(deltas_of(family, name))
@@ -77,7 +77,7 @@ def test_tables_and_vectors_keep_what_the_method_gives(family: Family, tmp_path:
 
 
 RECIPES: list[dict[str, Any]] = [
-    {"method": "actmat", "post": ["isotropise", "mean_norm"]},
+    {"method": "actmat", "post": ["isotropize", "mean_norm"]},
     {"method": "ties", "options": {"trim": "global"}, "post": "mean_norm"},
     {"method": "average", "post": "subspace_boosting"},
 ]
@@ -125,21 +125,21 @@ def test_flags_and_plan(family: Family) -> None:
 
 def test_all_problems_are_told_at_once(family: Family, tmp_path: Path) -> None:
     bad = {
-        "post": ["isotropize", "isotropise:beta=1"],
+        "post": ["isotropize", "isotropize:beta=1"],
         "space": "core",
         "pool": ["*.mlp.up_proj.weight"],
     }
     with pytest.raises(MergeError) as error:
         api.plan(family.base, family.experts, **bad)
     for words in (
-        "post: Unknown post-processing step 'isotropize'. Did you mean 'isotropise'?",
-        "post: post-processing 'isotropise' has no option 'beta'",
+        "post: Unknown post-processing step 'isotropize'. Did you mean 'isotropize'?",
+        "post: post-processing 'isotropize' has no option 'beta'",
         "'space: core' works on the factors of one module; drop 'pool'",
         "'space: core' merges factors of adapters, and expert0, expert1 have none",
     ):
         assert words in str(error.value), words
     with pytest.raises(MergeError, match="expected NAME or NAME:OPTION=VALUE"):
-        api.plan(family.base, family.experts, post="isotropise:mean")
+        api.plan(family.base, family.experts, post="isotropize:mean")
     wrong = actmat(family.argv("--space", "kernel", command="plan"))
     assert wrong.code != 0
     assert "space" in wrong.err

@@ -1,4 +1,4 @@
-"""Experts with tokens of their own: merged, saved with a tokenizer, loaded again, tokenised and run."""
+"""Experts with tokens of their own: merged, saved with a tokenizer, loaded again, tokenized and run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def row(folder: Path, token: str, table: str = "input") -> Tensor:
     return weight
 
 
-def test_a_union_is_loaded_tokenised_and_run(family: Path, tmp_path: Path) -> None:
+def test_a_union_is_loaded_tokenized_and_run(family: Path, tmp_path: Path) -> None:
     report = library.merge(
         family / "base", [family / "chat", family / "tool"], method="task_arithmetic", options={"scaling": 0.5},
         scope="all", vocabulary="union", out=tmp_path / "out", durable=False,

@@ -8,7 +8,7 @@ from rich.console import Console
 from actmat.errors import CheckpointError, RecipeError
 from actmat_experiments.harness.results import Score, append_scores, majority_share, read_scores
 from actmat_experiments.harness.settings import changed
-from actmat_experiments.harness.table import average_table, markdown_table, over_tasks, summarise, task_table
+from actmat_experiments.harness.table import average_table, markdown_table, over_tasks, summarize, task_table
 from actmat_experiments.paper import paper_figures
 from actmat_experiments.vision.small import SmallSettings
 
@@ -65,14 +65,14 @@ def test_seeds_that_differ_widen_the_interval():
     assert apart.half > same.half == pytest.approx(1.959963984540054 * 0.05)
 
 
-def test_lines_are_normalised_by_the_expert_and_ordered():
-    lines = summarise(some_scores(), TASKS, {("actmat", "default"): 70.0})
+def test_lines_are_normalized_by_the_expert_and_ordered():
+    lines = summarize(some_scores(), TASKS, {("actmat", "default"): 70.0})
     assert [(x.method, x.scale) for x in lines] == [
         *(("majority", "default"), ("base", "default"), ("experts", "default")),
         *(("actmat", "default"), ("actmat", "tuned"), ("average", "default")),
     ]
     actmat = lines[3]
-    assert actmat.normalised == pytest.approx((72 / 80 + 54 / 60) / 2)
+    assert actmat.normalized == pytest.approx((72 / 80 + 54 / 60) / 2)
     assert actmat.average.value == pytest.approx(0.63)
     assert actmat.paper == pytest.approx(0.7)
     assert lines[4].scales == [0.5]
@@ -82,11 +82,11 @@ def test_lines_are_normalised_by_the_expert_and_ordered():
 def test_seeds_are_averaged_and_incomplete_ones_left_out():
     counts = {0: (50, 70), 1: (70, 90)}
     scores = [score("average", t, counts[s][i], seed=s) for s in counts for i, t in enumerate(TASKS)]
-    (line,) = summarise([*scores, score("average", "a", 0, seed=2)], TASKS)
+    (line,) = summarize([*scores, score("average", "a", 0, seed=2)], TASKS)
     assert line.seeds == {0: 0.6, 1: 0.8}
     assert line.average.value == pytest.approx(0.7)
     assert line.tasks["a"].value == pytest.approx(0.6)
-    assert line.normalised is None
+    assert line.normalized is None
 
 
 def printed(table) -> str:
@@ -102,7 +102,7 @@ def test_tables_fit_eighty_columns():
     scores = [score(m, t, 50) for m in rows for t in tasks] + [
         score("knots_iso_c", t, 60, scale="tuned", detail={"scale": 1.5}) for t in tasks
     ]
-    lines = summarise(scores, tasks, {("knots_iso_c", "default"): 74.9})
+    lines = summarize(scores, tasks, {("knots_iso_c", "default"): 74.9})
     for table in (average_table("t", lines), task_table("t", lines, tasks)):
         text = printed(table)
         assert max(map(len, text.splitlines())) <= 80
@@ -113,7 +113,7 @@ def test_tables_fit_eighty_columns():
 
 
 def test_markdown_holds_everything():
-    text = markdown_table(summarise(some_scores(), TASKS, {("actmat", "tuned"): 70.0}), TASKS)
+    text = markdown_table(summarize(some_scores(), TASKS, {("actmat", "tuned"): 70.0}), TASKS)
     rows = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in text.splitlines()]
     assert rows[0] == ["method", "scale", "average", "of expert", "paper", "a", "b"]
     assert rows[6] == ["`actmat`", "tuned: 0.5", "76.0 ±5.9", "110.8", "70.0", "76.0", "76.0"]

@@ -23,7 +23,7 @@ from actmat_experiments.harness.report import NOTES, paper_lines, show
 from actmat_experiments.harness.results import Score, append_scores
 from actmat_experiments.harness.rows import candidates
 from actmat_experiments.harness.suite import score_file
-from actmat_experiments.harness.table import summarise
+from actmat_experiments.harness.table import summarize
 from actmat_experiments.suites import TableRequest
 
 MODELS = ("T5-base", "T5-large", "ViT-B/16", "ViT-B/32", "ViT-L/14")
@@ -226,7 +226,7 @@ def scores(rows, tasks):
 
 def test_figures_per_benchmark_are_shown_for_the_rows_and_tasks_at_hand():
     tasks = ("mnist", "cars", "elsewhere")
-    lines = summarise(scores(("base", "iso_c", "iso_c_paper", "actmat"), tasks), tasks)
+    lines = summarize(scores(("base", "iso_c", "iso_c_paper", "actmat"), tasks), tasks)
     found = paper_lines(lines, tasks, paper.paper_tasks("ViT-B/16", "full"))
     assert found == {
         "base": ["51.7", "64.7", "-"],

@@ -143,14 +143,14 @@ def test_a_second_run_computes_nothing(finished, monkeypatch):
 
 def test_rows_with_a_step_or_in_a_space_have_names(finished, monkeypatch, tmp_path):
     monkeypatch.setattr("actmat_experiments.harness.suite.score_file", lambda *about: tmp_path / "some.jsonl")
-    get_suite(finished.suite).run(replace(finished, methods=("average+isotropise", "ties@core")))
+    get_suite(finished.suite).run(replace(finished, methods=("average+isotropize", "ties@core")))
     scores = [s for s in read_scores(tmp_path / "some.jsonl") if s.scale == "default" and "rule" in s.detail]
     rows = {(s.regime, s.method, s.detail["rule"]) for s in scores}
-    assert rows == {(r, "average+isotropise", "average") for r in finished.regimes} | {
+    assert rows == {(r, "average+isotropize", "average") for r in finished.regimes} | {
         (r, "ties@core", "ties") for r in finished.regimes if r == "lora"
     }
     assert all(s.detail["space"] == "core" for s in scores if s.method == "ties@core")
-    assert all(s.detail["post"] == ["isotropise"] for s in scores if s.method == "average+isotropise")
+    assert all(s.detail["post"] == ["isotropize"] for s in scores if s.method == "average+isotropize")
 
 
 def test_statistics_of_regmean_pp_come_through_merged_blocks(finished, monkeypatch, tmp_path):

@@ -52,7 +52,7 @@ def request_of(tmp_path_factory):
 
     (root / "data").mkdir()
     for i, name in enumerate(TASKS):
-        np.savez(root / "data" / f"{name}.npz", **arrays(i, 10, 60, grey=i == 0))
+        np.savez(root / "data" / f"{name}.npz", **arrays(i, 10, 60, gray=i == 0))
 
     def made(**changes):
         settings = SETTINGS | {"base": str(root / "clip")} | changes.pop("settings", {})

@@ -62,14 +62,14 @@ def _own_hub_cache(tmp_path, monkeypatch):
 
 def test_an_npz_is_a_task(data):
     task = local_task(data, "second")
-    expected = arrays(1, 3, 60, grey=True)
+    expected = arrays(1, 3, 60, gray=True)
     assert task.class_names == ("kind 0", "kind 1", "kind 2")
     assert list(task.train.labels) == expected["y_train"].tolist()
     assert np.array_equal(np.asarray(task.test.image(4)), expected["x_test"][4])
 
 
 def test_what_is_wrong_with_an_npz_is_told_at_once(tmp_path):
-    good = arrays(0, 2, 8, grey=False)
+    good = arrays(0, 2, 8, gray=False)
     np.savez(tmp_path / "few.npz", x_train=good["x_train"])
     with pytest.raises(CheckpointError, match="y_train, x_test, y_test, class_names"):
         open_npz(tmp_path / "few.npz")
@@ -81,7 +81,7 @@ def test_what_is_wrong_with_an_npz_is_told_at_once(tmp_path):
 
 
 def test_pickled_objects_are_not_opened(tmp_path):
-    evil = arrays(0, 2, 8, grey=False) | {"class_names": np.array([{"a": 1}], dtype=object)}
+    evil = arrays(0, 2, 8, gray=False) | {"class_names": np.array([{"a": 1}], dtype=object)}
     np.savez(tmp_path / "evil.npz", **evil)
     with pytest.raises(ValueError, match="allow_pickle"):
         open_npz(tmp_path / "evil.npz")
@@ -141,7 +141,7 @@ def test_copies_without_names_of_classes_get_the_published_ones(tmp_path):
     own = hub_stand_in(tmp_path / "own", names=("dog", "cat"))
     assert open_hub("pets", HubSet(str(own)), None, published).class_names == ("dog", "cat"), "in the order of the copy"
     with pytest.raises(CheckpointError, match="labels -1 to 0"):
-        open_hub("pets", HubSet(str(hub_stand_in(tmp_path / "unlabelled", first=-1))), None, published)
+        open_hub("pets", HubSet(str(hub_stand_in(tmp_path / "unlabeled", first=-1))), None, published)
     with pytest.raises(CheckpointError, match="0 names of classes, but 0 names are known"):
         open_hub("pets", HubSet(str(hub_stand_in(tmp_path / "nameless", first=0))))
 
@@ -160,7 +160,7 @@ def test_pixels_are_kept_on_disk_and_come_back(data, tmp_path):
     task = prepare_task(cache, raw, 32, Watch(), Limits(train=10, validation=3, test=5))
     assert [len(p) for p in (task.train, task.validation, task.test)] == [10, 3, 5]
     fit, held = split_indices(60, "first")
-    expected = arrays(0, 2, 60, grey=False)
+    expected = arrays(0, 2, 60, gray=False)
     assert np.array_equal(task.train.pixels_NSSC, expected["x_train"][fit[:10]]), "32 pixels stay as they are"
     assert task.validation.labels_N.tolist() == expected["y_train"][held[:3]].tolist()
     again = prepare_task(cache, raw, 32, Watch(), Limits(train=10, validation=3, test=5))
@@ -168,7 +168,7 @@ def test_pixels_are_kept_on_disk_and_come_back(data, tmp_path):
     assert prepare_task(cache, raw, 32, Watch(), Limits(train=9)).content != task.content
 
 
-def test_grey_images_become_colour_at_the_right_size(data, tmp_path):
+def test_gray_images_become_color_at_the_right_size(data, tmp_path):
     task = prepare_task(Cache(tmp_path / "cache"), local_task(data, "second"), 48, Watch())
     pixels = task.test.pixels_NSSC
     assert pixels.shape == (30, 48, 48, 3)

@@ -63,7 +63,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("keys")
     tiny("llama").save_pretrained(folder / "base")
     for name, config in CONFIGS.items():
-        if name != "pissa":  # which PEFT initialises in float32 only
+        if name != "pissa":  # which PEFT initializes in float32 only
             save_peft(folder / name, "llama", 1, config)
     return folder
 
@@ -88,7 +88,7 @@ def test_a_field_that_is_not_known_is_noted(name: str, place: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "fields", "words"),
     [
-        ("adalora", {"use_dora": True}, "use_dora is set: DoRA normalises"),
+        ("adalora", {"use_dora": True}, "use_dora is set: DoRA normalizes"),
         ("adalora", {"target_parameters": ["experts.up"]}, "target_parameters is set: stacked experts"),
         ("dora", {"use_qalora": True}, "use_qalora is set"),
     ],

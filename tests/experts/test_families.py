@@ -1,7 +1,7 @@
 """Every family of PEFT that is no plain LoRA, against the shipped conformance suite and PEFT's own merge.
 
 Deltas are held against `merge_and_unload` on tiny models in float64, to 1e-12 of the norm of a tensor; PiSSA and OLoRA,
-which PEFT initialises in float32 only, to 1e-5.
+which PEFT initializes in float32 only, to 1e-5.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ EXACT: dict[str, tuple[PeftConfig, torch.dtype, float]] = {
     "pissa": (LoraConfig(r=2, init_lora_weights="pissa", target_modules=LINEAR), torch.float32, 2e-5),
     "olora": (LoraConfig(r=2, init_lora_weights="olora", target_modules=LINEAR), torch.float32, 2e-5),
 }
-"""Families that are exact as LoRA: config, dtype of model and adapter (PEFT initialises two in float32), tolerance."""
+"""Families that are exact as LoRA: config, dtype of model and adapter (PEFT initializes two in float32), tolerance."""
 
 
 @pytest.mark.parametrize("name", EXACT)

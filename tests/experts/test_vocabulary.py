@@ -193,7 +193,7 @@ def test_a_merge_takes_the_rows_of_the_base(folder: Path) -> None:
     got = load_file("out/model.safetensors")
     torch.testing.assert_close(got[EMBEDDING], wanted(folder, EMBEDDING), rtol=F32_ELEMENTWISE, atol=F32_ELEMENTWISE)
     assert "its rows are taken by token; 2 tokens that it lacks" in " ".join(done.out.split())
-    assert actmat(["merge", *flags, "--out", "out"]).code == 0, "a finished merge is recognised"
+    assert actmat(["merge", *flags, "--out", "out"]).code == 0, "a finished merge is recognized"
     assert actmat(["verify", "out"]).out.startswith("intact")
     without = actmat(["plan", *flags[:4]])
     assert without.code == 1

@@ -2,7 +2,7 @@
 
     GET  /api/models/<org>/<name>[/revision/<revision>]   commit and files with sizes and hashes
     HEAD /<org>/<name>/resolve/<revision>/<file>          size, ETag and commit
-    GET  /<org>/<name>/resolve/<revision>/<file>          content; honours Range
+    GET  /<org>/<name>/resolve/<revision>/<file>          content; honors Range
     GET  /api/datasets/<org>/<name>/tree/<revision>[/...] files and folders below a folder
     POST /api/datasets/<org>/<name>/paths-info/<revision> the same of given paths
 
@@ -43,7 +43,7 @@ class HubStandIn:
     repositories: dict[str, dict[str, Path]] = field(default_factory=dict)
     branches: dict[tuple[str, str], str] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
-    honours_ranges: bool = True
+    honors_ranges: bool = True
     uploads: Uploads | None = None
     requests: list[tuple[str, str, int]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -208,7 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
         content, status = path.read_bytes(), 200
         headers = {"ETag": f'"{etag_of(path)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if wanted and self.hub.honours_ranges:
+        if wanted and self.hub.honors_ranges:
             first, last = int(wanted[1]), int(wanted[2] or len(content) - 1)
             headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
             content, status = content[first : last + 1], 206

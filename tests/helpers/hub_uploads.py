@@ -41,7 +41,7 @@ class Uploads:
     Args:
         root: folder for new commits.
         token: that is wanted; requests with another one are refused.
-        may_write: names of organisations in which the token may write.
+        may_write: names of organizations in which the token may write.
         part_bytes: larger files are sent in parts of this size.
         breaks_after: number of large files (or parts) after which every other one is refused; None: never.
         received: SHA-256 of large files (and their parts, `sha256/number`) in the order in which they were sent.

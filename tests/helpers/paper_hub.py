@@ -240,7 +240,7 @@ def publish_language(paper: PaperHub, data: Path, n: int = 40) -> None:
     paper.model("google-t5/t5-base", write_t5)
     from actmat_experiments.language.sources import SOURCES
 
-    unlabelled = {"qasc": {"answerKey": ""}, "winogrande": {"answer": ""}, "wsc": {"label": -1}}
+    unlabeled = {"qasc": {"answerKey": ""}, "winogrande": {"answer": ""}, "wsc": {"label": -1}}
     texts = {"wikiqa": "question", "paws": "sentence1", "winogrande": "sentence", "wsc": "text"}
     for task, source in SOURCES.items():
         column = texts.get(task, "question")
@@ -252,7 +252,7 @@ def publish_language(paper: PaperHub, data: Path, n: int = 40) -> None:
             for split in source.splits:
                 (data / f"story_cloze.{split}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
             continue
-        test = [row | unlabelled.get(task, {}) for row in rows]
+        test = [row | unlabeled.get(task, {}) for row in rows]
         paper.dataset(source.hub[0], {"train": rows, "validation": rows, "test": test})
 
 

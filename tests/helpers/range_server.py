@@ -1,4 +1,4 @@
-"""A web server on 127.0.0.1 for one folder: honours ranges, counts requests, and fails in the ways that servers do."""
+"""A web server on 127.0.0.1 for one folder: honors ranges, counts requests, and fails in the ways that servers do."""
 
 from __future__ import annotations
 

@@ -31,11 +31,11 @@ def names(experts: int) -> list[str]:
     return [NAMES[t] if t < len(NAMES) else f"expert-{t}" for t in range(experts)]
 
 
-def _symmetric(rng: random.Random, size: int, centre: float, spread: float, diagonal: float) -> list[list[float]]:
+def _symmetric(rng: random.Random, size: int, center: float, spread: float, diagonal: float) -> list[list[float]]:
     out = [[diagonal] * size for _ in range(size)]
     for i in range(size):
         for j in range(i):
-            out[i][j] = out[j][i] = max(-1.0, min(1.0, rng.gauss(centre, spread)))
+            out[i][j] = out[j][i] = max(-1.0, min(1.0, rng.gauss(center, spread)))
     return out
 
 

@@ -25,10 +25,10 @@ TINY = {
 """Settings of `vision-small` for a run of seconds."""
 
 
-def arrays(seed: int, classes: int, n: int, grey: bool) -> dict[str, np.ndarray]:
+def arrays(seed: int, classes: int, n: int, gray: bool) -> dict[str, np.ndarray]:
     """Images that can be told apart: every class has a pattern of its own, under noise."""
     rng = np.random.default_rng(seed)
-    shape = (28, 28) if grey else (32, 32, 3)
+    shape = (28, 28) if gray else (32, 32, 3)
     patterns = rng.integers(0, 200, (classes, *shape))
     found = {}
     for part, size in (("train", n), ("test", n // 2)):
@@ -40,10 +40,10 @@ def arrays(seed: int, classes: int, n: int, grey: bool) -> dict[str, np.ndarray]
 
 
 def write_tasks(folder: Path, names: tuple[str, ...], n: int = 60) -> Path:
-    """A folder of `.npz` tasks; every second one is grey, with 2, 3, 4, ... classes."""
+    """A folder of `.npz` tasks; every second one is gray, with 2, 3, 4, ... classes."""
     folder.mkdir(parents=True, exist_ok=True)
     for i, name in enumerate(names):
-        np.savez(folder / f"{name}.npz", **arrays(i, 2 + i % 3, n, grey=i % 2 == 1))
+        np.savez(folder / f"{name}.npz", **arrays(i, 2 + i % 3, n, gray=i % 2 == 1))
     return folder
 
 

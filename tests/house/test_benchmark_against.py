@@ -125,7 +125,7 @@ def test_the_ratio_of_pairs_ignores_the_drift_of_the_machine() -> None:
         ([1.0], [1.0], "unclear"),
     ],
 )
-def test_a_judgement_waits_for_the_interval(old: list[float], new: list[float], judged: str) -> None:
+def test_a_judgment_waits_for_the_interval(old: list[float], new: list[float], judged: str) -> None:
     row = timings.ratio_row(old, new)
     assert row["judged"] == judged
     assert (row["old"], row["all_new"]) == (1.0, new)

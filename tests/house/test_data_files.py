@@ -52,7 +52,7 @@ def test_every_file_has_a_source_a_hash_and_a_recipe() -> None:
         assert re.fullmatch(r"[0-9a-f]{40}", file.commit), file
         assert re.fullmatch(r"[\w.-]+/[\w.-]+", file.repo), file
         assert file.bytes > 10_000, file
-        assert file.licence, file
+        assert file.license, file
 
 
 def test_the_suites_find_their_files_in_the_table() -> None:

@@ -48,7 +48,7 @@ LONG = {
     "docs/commands/verify.md",
     "docs/cookbook.md",
     "docs/formats/diffusion.md",
-    "docs/formats/quantised.md",
+    "docs/formats/quantized.md",
     "docs/formats/recipe.md",
     "docs/formats/training.md",
     "docs/remote.md",

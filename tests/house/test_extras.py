@@ -272,7 +272,7 @@ def test_a_codec_a_family_and_a_store_of_removed_extras_are_named(core: Shell) -
         (core.folder / name).mkdir()
         save_file(codes, core.folder / name / "model.safetensors")
     said = core.actmat("plan", "-b", "q", "-e", "r", "-m", "average", fails=True)
-    assert "actmat.extras.quantised" in said
+    assert "actmat.extras.quantized" in said
 
     loha = core.folder / "loha"
     loha.mkdir()

@@ -63,7 +63,7 @@ EXTRAS: dict[str, set[str]] = {
     "mergekit": {"models", "stack"},
     "models": set(),
     "pages": set(),
-    "quantised": set(),
+    "quantized": set(),
     "ray": set(),
     "remote": set(),
     "research": set(),

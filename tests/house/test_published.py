@@ -27,7 +27,7 @@ method: dare_ties
 options: {density: [{match: "*.mlp.*", value: [0, 1]}, {value: 0.5}]}
 scale: {gradient: [0, 0.5]}
 rules: [{match: "*.down_proj.weight", options: {rtol: 1e-6}}]
-post: isotropise:mean=rank
+post: isotropize:mean=rank
 keep: "*norm*"
 mute: AM402
 output: {kind: model, vocabulary: union}
@@ -96,7 +96,7 @@ def merges(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(root)
         write_models(root)
         experts, adapters = ["experts/math", "experts/code"], ["adapters/math", "adapters/code"]
-        actmat.merge("base", experts, method="ties", post=["isotropise"], out="model", diagnose=True)
+        actmat.merge("base", experts, method="ties", post=["isotropize"], out="model", diagnose=True)
         actmat.merge(experts=adapters, method="average", to="peft", out="adapter", diagnose=True)
         actmat.extract("base", "experts/math", rank=4, out="extracted")
     return root

@@ -26,7 +26,7 @@ def jobs(workflow: str) -> dict[str, Any]:
     return yaml.safe_load((ROOT / ".github" / "workflows" / workflow).read_text())["jobs"]
 
 
-def test_the_citation_is_of_this_version_and_licence() -> None:
+def test_the_citation_is_of_this_version_and_license() -> None:
     found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (found["version"], found["license"]) == (__version__, PROJECT["license"])
     assert found["url"] == PROJECT["urls"]["Paper"] == found["preferred-citation"]["url"]

@@ -76,9 +76,9 @@ def test_depthwise_and_statistics_are_named_in_the_reason() -> None:
 @pytest.mark.parametrize("dtype", ["int64", "bool", "uint8"])
 def test_integers_and_booleans_are_buffers(dtype: str) -> None:
     assert one("embeddings.position_ids", (1, 77), dtype).role is Role.BUFFER
-    quantised = one("mlp.down_proj.weight", (8, 8), dtype)
-    assert quantised.role is Role.BUFFER
-    assert "quantised" in quantised.reason
+    quantized = one("mlp.down_proj.weight", (8, 8), dtype)
+    assert quantized.role is Role.BUFFER
+    assert "quantized" in quantized.reason
 
 
 def open_clip() -> LayoutMap:
@@ -138,7 +138,7 @@ def test_config_heads_that_do_not_fit_the_rows_leave_the_tensor_whole() -> None:
     assert "do not fit its 24 rows" in layout.reason
 
 
-def test_gated_layers_are_recognised_by_the_layer_that_takes_their_product_in() -> None:
+def test_gated_layers_are_recognized_by_the_layer_that_takes_their_product_in() -> None:
     gated = {"mlp.fc1.weight": (24, 8), "mlp.fc2.weight": (8, 12)}
     plain = {"mlp.fc1.weight": (24, 8), "mlp.fc2.weight": (8, 24)}
     assert len(resolve_layout(specs(gated), None).tensors["mlp.fc1.weight"].blocks) == 2

@@ -37,7 +37,7 @@ def test_paper_equation_where_the_cutoff_matters():
     assert relative_error(merge(deltas, rtol=0.0).value, paper(deltas)) > 1e-3
 
 
-def test_it_minimises_the_interference():
+def test_it_minimizes_the_interference():
     deltas = random_deltas(3, 8, 8)
 
     def interference(merged):
@@ -160,13 +160,13 @@ def test_null_policies(null):
     assert relative_error(found, naive(deltas, self_grams(deltas), rtol=0.2, fill=fill)) < 1e-12
 
 
-def test_trim_and_centre_and_power_change_the_estimate_alone():
+def test_trim_and_center_and_power_change_the_estimate_alone():
     deltas = random_deltas(3, 9, 6)
     median = [d.abs().flatten().sort(descending=True).values[26] for d in deltas]
     trimmed = [torch.where(d.abs() >= m, d, 0.0) for d, m in zip(deltas, median, strict=True)]
     assert relative_error(merge(deltas, trim=0.5).value, naive(deltas, self_grams(trimmed))) < 1e-12
-    centred = [d - d.mean(0) for d in deltas]
-    assert relative_error(merge(deltas, centre=True).value, naive(deltas, self_grams(centred))) < 1e-12
+    centered = [d - d.mean(0) for d in deltas]
+    assert relative_error(merge(deltas, center=True).value, naive(deltas, self_grams(centered))) < 1e-12
     roots = []
     for gram in self_grams(deltas):
         values, vectors = torch.linalg.eigh(gram)
@@ -174,11 +174,11 @@ def test_trim_and_centre_and_power_change_the_estimate_alone():
     assert relative_error(merge(deltas, power=0.5).value, naive(deltas, roots)) < 1e-11
 
 
-def test_normalise_makes_experts_count_alike():
+def test_normalize_makes_experts_count_alike():
     deltas = random_deltas(3, 9, 6)
     loud = [100 * deltas[0], *deltas[1:]]
     grams = [g / g.trace() for g in self_grams(loud)]
-    assert relative_error(merge(loud, normalise="norm").value, naive(loud, grams)) < 1e-12
+    assert relative_error(merge(loud, normalize="norm").value, naive(loud, grams)) < 1e-12
 
 
 def test_one_steep_tensor_in_float32_and_float64_keeps_one_rank():

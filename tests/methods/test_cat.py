@@ -1,4 +1,4 @@
-"""CAT merging against the paper's optimisation problem and a projection at a time."""
+"""CAT merging against the paper's optimization problem and a projection at a time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_three_experts_lose_the_span_of_the_other_bases(experts: Experts) -> Non
     assert out.stats["directions_removed"] == sum(b.shape[1] for b in bases)
 
 
-def test_the_basis_maximises_the_conflict(experts: Experts) -> None:
+def test_the_basis_maximizes_the_conflict(experts: Experts) -> None:
     grams = experts.statistics["gram"]
     best, _ = removal_basis(experts.deltas, grams, 0, 2, 0.5)
 

@@ -37,7 +37,7 @@ def test_relative_floor(experts: Experts) -> None:
     assert relative_error(out, naive(experts.base, experts.deltas, floored)) < 1e-12
 
 
-def test_task_weights_and_normalisation(experts: Experts) -> None:
+def test_task_weights_and_normalization(experts: Experts) -> None:
     scaled = [c * (f + 0.01) / (f.norm() + 0.01) for c, f in zip((1, 2, 3), experts.statistics["fisher"], strict=True)]
     out = merge(
         experts.deltas,
@@ -45,7 +45,7 @@ def test_task_weights_and_normalisation(experts: Experts) -> None:
         weights=[1, 2, 3],
         floor=0.01,
         floor_unit="absolute",
-        normalise="tensor",
+        normalize="tensor",
     ).value
     assert relative_error(out, naive(experts.base, experts.deltas, scaled)) < 1e-12
 

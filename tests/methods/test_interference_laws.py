@@ -151,7 +151,7 @@ def test_merge_is_finish_of_prepare(method):
         ("actmat", {"null": "sum"}, False),
         ("actmat", {"weights": (1.0, 2.0)}, False),
         ("swudi", {"time": 5.0}, True),
-        ("wudi", {"optimiser": "adam"}, False),
+        ("wudi", {"optimizer": "adam"}, False),
         ("regmean", {"form": "weight"}, True),
         ("regmean", {"off_diagonal": 0.9}, False),
     ],

@@ -27,7 +27,7 @@ def test_the_mean_needs_no_base() -> None:
     assert relative_error(call(LINEAR, deltas), (deltas[0] + deltas[1]) / 2) < 1e-15
 
 
-def test_unnormalised_without_base_is_refused() -> None:
+def test_unnormalized_without_base_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"needs the base tensor.*scaling=1"):
         call(LINEAR, random_deltas(2, 6), normalize=False)
 
@@ -37,7 +37,7 @@ def test_weights_that_sum_to_zero_are_refused() -> None:
         call(LINEAR, random_deltas(2, 6), weights=[1.0, -1.0])
 
 
-def test_weights_that_sum_to_zero_are_a_difference_when_not_normalised() -> None:
+def test_weights_that_sum_to_zero_are_a_difference_when_not_normalized() -> None:
     base, first, second = random_deltas(3, 6)
     found = base + call(LINEAR, [first, second], weights=[1.0, -1.0], base=base, normalize=False)
     assert relative_error(found, first - second) < 1e-14

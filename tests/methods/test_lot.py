@@ -15,7 +15,7 @@ merge = LOT.merge
 merge_lowrank = LOT.lowrank.merge
 
 
-def test_it_minimises_the_drift_of_the_features():
+def test_it_minimizes_the_drift_of_the_features():
     """`sum_t ||X_t (D - D_t)^T||^2` by a least-squares routine on the stacked inputs."""
     samples, deltas = random_deltas(3, 20, 6, seed=31), random_deltas(3, 9, 6)
     targets = torch.cat([x @ d.T for x, d in zip(samples, deltas, strict=True)])

@@ -63,13 +63,13 @@ def test_boosting_is_the_equation(shape: tuple[int, int], beta: float) -> None:
         assert found.stats["boosted"] <= 1  # rounding of the cumulative sum
 
 
-def test_isotropise_is_iso_c_of_a_sum() -> None:
+def test_isotropize_is_iso_c_of_a_sum() -> None:
     from actmat.extras.research.matrices import merge_matrices
 
     deltas = experts(6, 9)
     for mean in ("all", "rank", "rms"):
         expected = merge_matrices("iso_c", deltas, mean=mean)
-        assert close(merge_matrices("task_arithmetic", deltas, scaling=1.0, post=[f"isotropise:mean={mean}"]), expected)
+        assert close(merge_matrices("task_arithmetic", deltas, scaling=1.0, post=[f"isotropize:mean={mean}"]), expected)
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
@@ -138,9 +138,9 @@ def test_the_mean_norm_is_that_of_the_experts_that_change_the_matrix(shape: tupl
 def test_declarations() -> None:
     assert all(step.name == name for name, step in STEPS.items())
     assert all(o.doc for step in STEPS.values() for o in step.options.values())
-    with pytest.raises(RecipeError, match="Did you mean 'isotropise'"):
+    with pytest.raises(RecipeError, match="Did you mean 'isotropize'"):
         get_step("isotropize")
-    with pytest.raises(RecipeError, match="post-processing 'isotropise' has no option 'beta'"):
-        get_step("isotropise").resolve_options({"beta": 1})
+    with pytest.raises(RecipeError, match="post-processing 'isotropize' has no option 'beta'"):
+        get_step("isotropize").resolve_options({"beta": 1})
     with pytest.raises(RecipeError, match="must lie in"):
         get_step("subspace_boosting").resolve_options({"beta": 1.5})

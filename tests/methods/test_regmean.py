@@ -68,10 +68,10 @@ def test_off_diagonal():
     assert relative_error(diagonal, sum(d * w for d, w in zip(deltas, weights, strict=True)) / sum(weights)) < 1e-12
 
 
-def test_normalise_trace_makes_the_number_of_tokens_irrelevant():
+def test_normalize_trace_makes_the_number_of_tokens_irrelevant():
     grams, deltas = given(inputs(3, 20, 6))["gram"], random_deltas(3, 9, 6)
     more = [50 * grams[0], *grams[1:]]
-    plain, other = (merge(deltas, statistics={"gram": g}, normalise="trace").value for g in (grams, more))
+    plain, other = (merge(deltas, statistics={"gram": g}, normalize="trace").value for g in (grams, more))
     assert relative_error(other, plain) < 1e-12
     assert (
         relative_error(merge(deltas, statistics={"gram": more}).value, merge(deltas, statistics={"gram": grams}).value)

@@ -89,14 +89,14 @@ def test_ties_in_the_core_is_ties_on_the_cores() -> None:
     assert distance(merge_matrices("ties", scaled, space="core", density=0.3), 4 * found) <= F64_ORACLE, "scale"
 
 
-def test_isotropising_in_the_core_takes_the_mean_over_the_core() -> None:
+def test_isotropizing_in_the_core_takes_the_mean_over_the_core() -> None:
     pairs = adapters()
     total = sum(dense(pairs))
     assert isinstance(total, Tensor)
     u, s, vh = torch.linalg.svd(total, full_matrices=False)
     rank = 7
     expected = float(s[:rank].sum()) / rank * u[:, :rank] @ vh[:rank]
-    given: dict[str, Any] = {"scaling": 1.0, "post": "isotropise"}
+    given: dict[str, Any] = {"scaling": 1.0, "post": "isotropize"}
     found = merge_matrices("task_arithmetic", pairs, space="core", **given)
     assert distance(found, expected) <= F64_ORACLE
     full = merge_matrices("task_arithmetic", dense(pairs), **given)
@@ -192,8 +192,8 @@ def test_wrong_arguments_are_told() -> None:
     with pytest.raises(RecipeError, match="no deltas"):
         merge_matrices("ties", [], space="core")
     with pytest.raises(RecipeError, match="is no step"):
-        merge_matrices("average", dense(pairs), post="isotropise:mean")
+        merge_matrices("average", dense(pairs), post="isotropize:mean")
     with pytest.raises(RecipeError, match="no option 'beta'"):
-        merge_matrices("average", dense(pairs), post="isotropise:beta=1")
-    with pytest.raises(AlignmentError, match="'isotropise' changes matrices"):
-        merge_matrices("average", [torch.ones(3)], post="isotropise")
+        merge_matrices("average", dense(pairs), post="isotropize:beta=1")
+    with pytest.raises(AlignmentError, match="'isotropize' changes matrices"):
+        merge_matrices("average", [torch.ones(3)], post="isotropize")

@@ -41,7 +41,7 @@ def test_without_a_ridge_it_is_the_router_of_the_paper() -> None:
     assert found.stats["rank_max"] == 5
 
 
-def test_it_minimises_the_error_within_the_span() -> None:
+def test_it_minimizes_the_error_within_the_span() -> None:
     pairs, inputs = adapters()
 
     def loss(delta: Tensor) -> float:

@@ -131,7 +131,7 @@ def test_actmat_ridge(case: str, dtype: torch.dtype, bound: float) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("dtype", "bound"), PRECISION)
-def test_centred(case: str, dtype: torch.dtype, bound: float) -> None:
+def test_centered(case: str, dtype: torch.dtype, bound: float) -> None:
     """The authors of ACTMat compare with ACE's estimate: the scatter of the rows of a delta about their mean."""
     deltas = experts(case, dtype)
     lists, scatters = [rows(d) for d in deltas], []
@@ -139,12 +139,12 @@ def test_centred(case: str, dtype: torch.dtype, bound: float) -> None:
         mean = [math.fsum(column) / len(delta) for column in transpose(delta)]
         scatter = zeros(len(mean), len(mean))
         for row in delta:
-            centred = [x - m for x, m in zip(row, mean, strict=True)]
-            scatter = plus(scatter, [[x * y for y in centred] for x in centred])
+            centered = [x - m for x, m in zip(row, mean, strict=True)]
+            scatter = plus(scatter, [[x * y for y in centered] for x in centered])
         scatters.append(scatter)
     left, gram = sums(lists, scatters)
     expected = tensor(product(left, pseudo_inverse(gram, len(gram) * EPS32)))
-    assert relative_error(call(ACTMAT, deltas, centre=True), expected) < bound
+    assert relative_error(call(ACTMAT, deltas, center=True), expected) < bound
 
 
 def inputs(case: str, samples: int) -> list[Tensor]:

@@ -50,12 +50,12 @@ def test_adam_equals_torch_adam_on_the_published_loss(steps, weights):
     deltas = small(3, 6, 8)
     share = weights or [1.0] * 3
     point = sum(w * d for w, d in zip(share, deltas, strict=True)).clone().requires_grad_()
-    optimiser = torch.optim.Adam([point], lr=1e-5)
+    optimizer = torch.optim.Adam([point], lr=1e-5)
     for _ in range(steps):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         objective(point, deltas, weights).backward()
-        optimiser.step()
-    found = merge(deltas, optimiser="adam", steps=steps, weights=weights)
+        optimizer.step()
+    found = merge(deltas, optimizer="adam", steps=steps, weights=weights)
     assert relative_error(found.value, point.detach()) < 1e-9
     assert found.stats["steps"] == steps
 
@@ -63,8 +63,8 @@ def test_adam_equals_torch_adam_on_the_published_loss(steps, weights):
 def test_adam_approaches_the_closed_form():
     deltas = small(3, 8, 8)
     best = merge(deltas).value
-    far = relative_error(merge(deltas, optimiser="adam", steps=20).value, best)
-    near = relative_error(merge(deltas, optimiser="adam", steps=2000).value, best)
+    far = relative_error(merge(deltas, optimizer="adam", steps=20).value, best)
+    near = relative_error(merge(deltas, optimizer="adam", steps=2000).value, best)
     assert near < 0.02 < far
 
 
@@ -72,32 +72,32 @@ def test_adam_leaves_one_expert_exactly_where_it_is():
     """The gradient is zero there; rounding in it, divided by its own size, would be a step of full length."""
     for dtype in (torch.float32, torch.float64):
         deltas = [d.to(dtype) for d in small(1, 9, 7)]
-        assert torch.equal(merge(deltas, optimiser="adam").value, deltas[0])
+        assert torch.equal(merge(deltas, optimizer="adam").value, deltas[0])
 
 
 def test_adam_on_a_batch_and_a_zero_delta():
     deltas = [d.reshape(2, 3, 4) for d in small(3, 6, 4)]
     deltas[1][0] = 0.0
-    found = merge(deltas, optimiser="adam", steps=10).value
+    found = merge(deltas, optimizer="adam", steps=10).value
     for item in range(2):
         alone = [d[item] for d in deltas if bool(d[item].any())]
-        assert relative_error(found[item], merge(alone, optimiser="adam", steps=10).value) < 1e-12
+        assert relative_error(found[item], merge(alone, optimizer="adam", steps=10).value) < 1e-12
 
 
 def test_adam_variants_share_one_accumulation():
     deltas = small(3, 6, 5)
-    options = WUDI.resolve_options({"optimiser": "adam"})
+    options = WUDI.resolve_options({"optimizer": "adam"})
     state = WUDI.stages.prepare(deltas, **options)
     for steps in (5, 50):
         staged = WUDI.stages.finish(state, **{**options, "steps": steps}).value
-        assert torch.equal(staged, merge(deltas, optimiser="adam", steps=steps).value)
+        assert torch.equal(staged, merge(deltas, optimizer="adam", steps=steps).value)
 
 
 def test_adam_workspace_counts_its_moments():
-    options = WUDI.resolve_options({"optimiser": "adam"})
+    options = WUDI.resolve_options({"optimizer": "adam"})
     assert WUDI.cost.workspace((64, 64), 3, options) >= 8 * 64 * 64
 
 
 def test_adam_has_no_low_rank_form():
     with pytest.raises(ValueError, match="adam"):
-        merge_lowrank([LowRank(*random_deltas(1, 4, 2), *random_deltas(1, 2, 5))], optimiser="adam")
+        merge_lowrank([LowRank(*random_deltas(1, 4, 2), *random_deltas(1, 2, 5))], optimizer="adam")

@@ -55,20 +55,20 @@ ORACLE_METHODS: dict[str, Rule] = {
     "ties_k50": ("ties", {"density": 0.5, "trim": "global"}),
     "ties_sum": ("ties", {"density": 0.2, "trim": "global", "reduce": "sum"}),
     # WUDI and its closed forms
-    "wudi_300": ("wudi", {"optimiser": "adam", "steps": 300}),
-    "wudi_20": ("wudi", {"optimiser": "adam", "steps": 20}),
+    "wudi_300": ("wudi", {"optimizer": "adam", "steps": 300}),
+    "wudi_20": ("wudi", {"optimizer": "adam", "steps": 20}),
     "wudi_stationary": ("wudi", {}),
     "swudi_exp300": ("swudi", {"time": 300.0}),
     "aswudi": ("aswudi", {}),
-    "wudi_fb_policy": ("wudi", {"optimiser": "adam", "steps": 50}),
+    "wudi_fb_policy": ("wudi", {"optimizer": "adam", "steps": 50}),
     # FusionBench
     "regmean_fb095": ("regmean", {"off_diagonal": 0.95}),
     "regmean_fb100": ("regmean", {"off_diagonal": 1.0}),
-    "fisher_fb": ("fisher", {"floor": 1e-6, "floor_unit": "absolute", "normalise": "tensor"}),
+    "fisher_fb": ("fisher", {"floor": 1e-6, "floor_unit": "absolute", "normalize": "tensor"}),
     "fisher_fb_nonorm": ("fisher", {"floor": 1e-6, "floor_unit": "absolute"}),
     "fisher_fb_coef": (
         "fisher",
-        {"floor": 1e-6, "floor_unit": "absolute", "normalise": "tensor", "weights": [0.2, 0.5, 0.3, 0.2]},
+        {"floor": 1e-6, "floor_unit": "absolute", "normalize": "tensor", "weights": [0.2, 0.5, 0.3, 0.2]},
     ),
     # mergekit 0.1.5
     "mk_linear": ("linear", {**_MK_WEIGHTS}),

@@ -34,8 +34,8 @@ def merge_case(case: Case, dtype: torch.dtype, **changes: Any) -> dict[str, Tens
         method_name, table = case.rule(name, tensors["base"])
         extra = dict(table) | changes
         weights, count = extra.pop("weights", None), extra.pop("experts", case.T)
-        if "fisher_t" in tensors and extra.get("normalise") == "tensor" and len(stored) > 1:
-            weights, extra["normalise"] = _model_wide(stored, weights, extra["floor"], case.T), "none"
+        if "fisher_t" in tensors and extra.get("normalize") == "tensor" and len(stored) > 1:
+            weights, extra["normalize"] = _model_wide(stored, weights, extra["floor"], case.T), "none"
         if method_name == "regmean" and "gram_t" not in tensors:
             method_name, extra = "average", {}
         method = get_method(method_name)

@@ -24,10 +24,10 @@ CORE: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "core_ties": ("ties", {"density": 0.1}, ()),
     "core_ties_k30": ("ties", {"density": 0.3}, ()),
     "core_tsv": ("tsv", {}, ()),
-    "core_iso": ("task_arithmetic", {"scaling": 1.0}, ("isotropise",)),
-    "core_ties_iso": ("ties", {"density": 0.1}, ("isotropise",)),
-    "core_ties_iso_k60": ("ties", {"density": 0.6}, ("isotropise",)),
-    "core_tsv_iso": ("tsv", {}, ("isotropise",)),
+    "core_iso": ("task_arithmetic", {"scaling": 1.0}, ("isotropize",)),
+    "core_ties_iso": ("ties", {"density": 0.1}, ("isotropize",)),
+    "core_ties_iso_k60": ("ties", {"density": 0.6}, ("isotropize",)),
+    "core_tsv_iso": ("tsv", {}, ("isotropize",)),
 }
 """Oracle -> method, options and steps in the core space."""
 

@@ -166,7 +166,7 @@ def test_another_layout_is_not_to_be_kept() -> None:
         ("language_model.model", "model"),
     ],
 )
-def test_the_language_model_of_a_multimodal_one_is_recognised(base: str, expert: str) -> None:
+def test_the_language_model_of_a_multimodal_one_is_recognized(base: str, expert: str) -> None:
     heads = [
         "language_model.lm_head.weight" if at.startswith("language_model") else "lm_head.weight"
         for at in (base, expert)

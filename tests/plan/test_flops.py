@@ -55,7 +55,7 @@ def test_matrices_and_stacks_add_up(method: MergeMethod) -> None:
 
 
 def test_actmat_by_hand() -> None:
-    """Wide enough for the primal form: per expert `K_t` and `D_t K_t`; a factorisation, a spectrum, two products."""
+    """Wide enough for the primal form: per expert `K_t` and `D_t K_t`; a factorization, a spectrum, two products."""
     found = method_operations(get_method("actmat"), [(400, 300)], 3, defaults(get_method("actmat")))
     grams, terms = 3 * 2 * 400 * 300**2, 3 * 2 * 400 * 300**2
     applied = 2 * 2 * 400 * 300 * 150  # half of the directions: into their coordinates, and back
@@ -101,7 +101,7 @@ class CountProducts(TorchDispatchMode):
         ("actmat", {"filter": "exponential"}, (24, 200)),
         ("actmat_ridge", {}, (300, 96)),
         ("actmat", {"solver": "stacked", "null": "sum"}, (40, 96)),
-        ("wudi", {"optimiser": "adam", "steps": 7}, (40, 96)),
+        ("wudi", {"optimizer": "adam", "steps": 7}, (40, 96)),
         ("tsv", {}, (60, 96)),
         ("iso_c", {}, (60, 96)),
         ("iso_cts", {}, (90, 96)),

@@ -36,7 +36,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
         ),
         max_size=2,
     ),
-    "post": st.sampled_from([(), "mean_norm", ["subspace_boosting:beta=0.5", "isotropise"]]),
+    "post": st.sampled_from([(), "mean_norm", ["subspace_boosting:beta=0.5", "isotropize"]]),
     "postprocess": st.fixed_dictionaries(
         {},
         optional={

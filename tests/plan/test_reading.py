@@ -106,7 +106,7 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, bool]]]] = {
     "dense": ({}, {UP: ("dense", "each", True), NORM: ("dense", "each", False)}),
     "combine": ({"method": "karcher"}, {UP: ("combine", "combine, base streamed", True)}),
     "held": ({"method": "sce"}, {UP: ("dense", "held", True)}),
-    "observed": ({"method": "ties", "post": ["isotropise"]}, {UP: ("dense", "held", True)}),
+    "observed": ({"method": "ties", "post": ["isotropize"]}, {UP: ("dense", "held", True)}),
     "pool": ({"pool": ["*layers.0.self_attn*"]}, {Q: ("pool", "each", True)}),
     "copy": ({"keep": [UP]}, {UP: ("copy", "None", False)}),
     "extracted": ({"to": "adapter", "rank": 2}, {UP: ("extracted", "each", True), NORM: ("extracted", "each", False)}),

@@ -363,10 +363,10 @@ def test_gates_that_are_nearly_alike_are_a_warning(build: Build) -> None:
         build("llama", experts=listed, gate_mode="cheap_embed")
 
 
-def test_the_card_of_a_mixture_has_the_licences_of_its_models(models: Path, build: Build, tmp_path: Path) -> None:
+def test_the_card_of_a_mixture_has_the_licenses_of_its_models(models: Path, build: Build, tmp_path: Path) -> None:
     cards = [models / "llama" / str(n) / "README.md" for n in (0, 2)]
-    for card, licence in zip(cards, ("mit", "apache-2.0"), strict=True):
-        card.write_text(f"---\nlicense: {licence}\n---\n", encoding="utf-8")
+    for card, license in zip(cards, ("mit", "apache-2.0"), strict=True):
+        card.write_text(f"---\nlicense: {license}\n---\n", encoding="utf-8")
     try:
         build("llama", experts=experts(0, 2))
     finally:

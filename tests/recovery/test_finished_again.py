@@ -119,7 +119,7 @@ def test_an_output_that_is_not_the_same_is_refused(family: Family, case: str) ->
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"actmat_manifest": 1}', "\x00"])
-def test_a_damaged_manifest_is_no_recognised_output(family: Family, text: str) -> None:
+def test_a_damaged_manifest_is_no_recognized_output(family: Family, text: str) -> None:
     (family.out / MANIFEST_NAME).write_text(text)
     outcome = actmat(family.argv())
     assert (outcome.code, "exists and is not empty" in outcome.err) == (1, True)

@@ -220,6 +220,6 @@ def test_a_hub_without_ranges_is_refused_when_tensors_are_read(hub: HubStandIn, 
     family = Family.make(tmp_path)
     hub.add("org/base", family.base)
     with open_checkpoint("hf://org/base") as found:
-        hub.honours_ranges = False
+        hub.honors_ranges = False
         with pytest.raises(CheckpointError, match="ignored a range request"):
             found.read("lm_head.weight")

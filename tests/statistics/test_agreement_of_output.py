@@ -75,7 +75,7 @@ def test_numbers_of_the_command_are_those_of_a_naive_computation(place: Path, tm
         assert nats > 1e-3, "the models must differ for this to mean anything"
     assert any(r.disagreement > 0 for r in rows)
     assert read_diagnosis(place / "merged").agreement is None, "a report is not changed unless --out says so"
-    assert "answers on unlabelled inputs" in done.out
+    assert "answers on unlabeled inputs" in done.out
     own = [line for line in done.out.splitlines() if str(place) not in line and str(tmp_path) not in line]
     assert max(len(line.rstrip()) for line in own) <= 80
 

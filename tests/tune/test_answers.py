@@ -110,7 +110,7 @@ def test_a_label_that_a_model_has_no_class_for_is_never_right() -> None:
     batch = replace(BATCH, labels=torch.tensor([[4, 7, 0], [1, 0, 0]]))
     found = compare_answers(merged, [batch], keep_answers(expert, [batch], default_predict), default_predict)
     log_q = merged.table_VC.log_softmax(-1)
-    assert found.labelled == (2, 1)
+    assert found.labeled == (2, 1)
     assert found.right[0] == int(log_q[0].argmax() == 4)
     assert found.surprise[0] == pytest.approx(1e4 - float(log_q[0, 4]))
     assert found.surprise[1] == pytest.approx(-float(log_q[3, 1]))

@@ -21,7 +21,7 @@ from actmat.errors import StatisticsError
 from actmat.extras.collect.data import DataOptions, class_names, class_prompts
 from actmat.extras.models.loading import Loaded, load_model
 
-CLASSES = {"pets": ["cat", "grey_dog", "hen"], "flags": ["red", "blue"]}
+CLASSES = {"pets": ["cat", "gray_dog", "hen"], "flags": ["red", "blue"]}
 PER_CLASS = 4
 
 
@@ -97,7 +97,7 @@ def test_only_the_scale_is_chosen_by_folders_of_images(clip: Path, tmp_path: Pat
 
 def test_labels_of_the_folders_score_accuracy(clip: Path, tmp_path: Path) -> None:
     given = tmp_path / "names.txt"
-    given.write_text("cat\ngrey_dog\nhen\n")
+    given.write_text("cat\ngray_dog\nhen\n")
     more = ["--score", "accuracy", "--label-column", "label"]
     more += ["--classes", f"pets={given}", "--classes", "flags=blue,red"]
     done = run(flags(clip, tmp_path / "best", *more))
@@ -125,14 +125,14 @@ def test_classes_that_cannot_be_used(clip: Path, tmp_path: Path, more: list[str]
 
 
 def test_names_of_classes_are_the_innermost_folders(clip: Path, tmp_path: Path) -> None:
-    assert class_names(str(clip / "pets-images")) == ("cat", "grey_dog", "hen")
+    assert class_names(str(clip / "pets-images")) == ("cat", "gray_dog", "hen")
     for place in ("train/cat", "test/cat", "test/dog"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "x.png").write_bytes(b"")
     assert class_names(str(tmp_path)) == ("cat", "dog")
     assert class_names(str(clip / "base")) == class_names("no/such/folder") == ()
     loaded = load_model(str(clip / "base"))
-    prompts = class_prompts(loaded, DataOptions("x", classes=("cat", "grey_dog"), template="my {}"))
+    prompts = class_prompts(loaded, DataOptions("x", classes=("cat", "gray_dog"), template="my {}"))
     assert prompts["input_ids"].shape[0] == 2
 
 

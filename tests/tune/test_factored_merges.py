@@ -112,7 +112,7 @@ def test_weights_that_a_candidate_does_not_change_are_the_base_s_again(recipe: R
     assert all(torch.equal(before[n], t) for n, t in live.model.state_dict().items())
 
 
-@pytest.mark.parametrize("fields", [{"keep": ["*.v_proj.weight"]}, {"scope": "all"}, {"post": ["isotropise"]}])
+@pytest.mark.parametrize("fields", [{"keep": ["*.v_proj.weight"]}, {"scope": "all"}, {"post": ["isotropize"]}])
 def test_a_recipe_with_ways_of_its_own_is_merged_whole(
     recipe: Recipe, fields: dict[str, object], tmp_path: Path
 ) -> None:

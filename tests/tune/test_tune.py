@@ -254,7 +254,7 @@ def test_adapters_are_tuned_on_the_base_that_they_name(family: Path, tmp_path: P
         assert loss == pytest.approx(found.chosen.losses[name], rel=5e-3, abs=1e-6)
 
 
-def test_a_score_of_ones_own_is_maximised(family: Path, tmp_path: Path) -> None:
+def test_a_score_of_ones_own_is_maximized(family: Path, tmp_path: Path) -> None:
     def size(model: torch.nn.Module, expert: str, batches: Any) -> float:
         assert batches
         return -sum(float(p.detach().abs().sum()) for p in model.parameters())
@@ -305,7 +305,7 @@ def test_the_command_prints_the_choice_and_the_comparison(family: Path, tmp_path
         failed = run([*command, *data, "--overwrite", *flags])
         assert failed.code in (1, 2)
         assert says in failed.err
-    assert "unlabelled inputs" in run(command).err
+    assert "unlabeled inputs" in run(command).err
 
 
 def test_patterns_match_exactly_the_names() -> None:

@@ -27,7 +27,7 @@ NOT_WEIGHTS = (*ADAPTER_WEIGHTS, *_OF_TRAINING.split())
 """Files of adapters and of training, which have the suffixes of weights."""
 
 FOREIGN = {
-    "*.ggml": "a GGML file: quantised or laid out for llama.cpp",
+    "*.ggml": "a GGML file: quantized or laid out for llama.cpp",
     "*.h5": "a TensorFlow checkpoint",
     "*.ckpt.index": "a TensorFlow checkpoint",
     "*.msgpack": "a Flax checkpoint",

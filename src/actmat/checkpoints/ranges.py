@@ -23,7 +23,7 @@ BLOCK_BYTES = 8 << 20
 """Bytes of one request: large enough that its latency is a small part, small enough to keep several."""
 
 SMALL_BYTES = 1 << 20
-"""Tensors up to this size share blocks with their neighbours."""
+"""Tensors up to this size share blocks with their neighbors."""
 
 BLOCKS_PER_THREAD = 3
 """The block that is read, the next one, and the first of the next tensor."""
@@ -167,7 +167,7 @@ class RangeReader:
 
     def _drop_old(self, keep: int) -> None:
         while len(self._held) > keep:
-            self._held.popitem(last=False)  # a thread may still wait for it, so it is not cancelled
+            self._held.popitem(last=False)  # a thread may still wait for it, so it is not canceled
 
     def _start(self, label: str, number: int) -> _Held:
         if self.closed:

@@ -85,7 +85,7 @@ def read_body(answer: Any, length: int) -> bytes:
     if (coding := answer.headers.get("Content-Encoding", "identity").strip().lower()) != "identity":
         raise CheckpointError(
             f"{str(answer.url)[:200]}: asked for the bytes of a file, the server sent them with the encoding "
-            f"'{coding[:40]}'. Fix: download the folder and give it, or use a server that honours Accept-Encoding."
+            f"'{coding[:40]}'. Fix: download the folder and give it, or use a server that honors Accept-Encoding."
         )
     out, began = bytearray(), time.monotonic()
     for chunk in answer.iter_raw():

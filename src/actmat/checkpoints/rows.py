@@ -127,7 +127,7 @@ def ranges_of(found: Tensor, names: Sequence[str], starts: Sequence[int]) -> tup
     out = []
     for part in torch.tensor_split(numbers, breaks):
         first, count = int(part[0]), int(part.numel())
-        while count:  # rows of neighbouring tensors may follow each other
+        while count:  # rows of neighboring tensors may follow each other
             k = bisect_right(starts, first) - 1
             end = starts[k + 1] if k + 1 < len(starts) else first + count
             size = min(count, end - first)

@@ -1,7 +1,7 @@
 """Side files: what a folder holds besides the weights that are merged, sorted by rule into kept and left out.
 
 A loader may ask for any small file of the folder it is given: tokenizers of many kinds (`tekken.json`), chat templates,
-code, `modules.json` and the folders of sentence-transformers, configs of a pipeline's components, a licence. So
+code, `modules.json` and the folders of sentence-transformers, configs of a pipeline's components, a license. So
 everything is kept but what is known to be something else: weights, another form of the whole model, records of a
 training, files that the output has of its own, pictures, hidden files, and what is too large to be a config.
 """

@@ -17,7 +17,7 @@ from actmat.settings import RunSettings
 if TYPE_CHECKING:
     from actmat.diagnostics.model import Diagnosis
 
-OF_OUTPUT = ("dtype", "quantise", "rank", "out")
+OF_OUTPUT = ("dtype", "quantize", "rank", "out")
 """FlagFields of a recipe that only matter to what is written."""
 MEASURING = ("device", "device_memory", "max_memory", "threads", "executor")
 """Settings of a run that writes nothing."""

@@ -38,7 +38,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     "What is merged": (
         *("keep", "space", "post", "statistics", "vocabulary", "tune_scale", "average", "set"),
     ),
-    "What is written": ("dtype", "quantise", "to", "rank"),
+    "What is written": ("dtype", "quantize", "to", "rank"),
     "Where it runs": (
         *("device", "device_memory", "max_memory", "threads", "executor"),
     ),
@@ -120,7 +120,7 @@ class DataFlags:
         list[str] | None,
         _data_option(
             "--data",
-            "Unlabelled inputs for comparing a merged model with its experts: file, folder or hub id; NAME=DATA "
+            "Unlabeled inputs for comparing a merged model with its experts: file, folder or hub id; NAME=DATA "
             "for one expert.",
         ),
     ] = None

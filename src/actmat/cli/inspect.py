@@ -128,12 +128,12 @@ def _print(data: Mapping[str, Any], *, every: bool) -> None:
     from actmat.cli.screen import console, escape, first_to_last, plain_table
     from actmat.errors import format_size
 
-    family = data["family"] or "not recognised, by names and shapes"
+    family = data["family"] or "not recognized, by names and shapes"
     console.print(f"[bold]{escape(data['location'])}[/bold]")
     console.print(f"{data['parameters']:,} parameters, {format_size(data['bytes'])}, family: {escape(family)}")
     console.print("dtypes: " + ", ".join(f"{escape(k)} ({n})" for k, n in data["dtypes"].items()))
     for scheme, n in data["schemes"].items():
-        console.print(f"quantised: {n} tensors in {escape(scheme)}; read as floats")
+        console.print(f"quantized: {n} tensors in {escape(scheme)}; read as floats")
     if data["schemes"]:
         console.print(f"stored in {format_size(data['stored_bytes'])}")
     files = ", ".join(list(data["files"])[:3]) + (", ..." if len(data["files"]) > 3 else "")

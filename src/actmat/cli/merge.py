@@ -45,7 +45,7 @@ class MergeFlags:
         typer.Option(
             "--tune-scale",
             metavar="DATA",
-            help="Choose the scale with unlabelled inputs of the experts: NAME=DATA, once per expert.",
+            help="Choose the scale with unlabeled inputs of the experts: NAME=DATA, once per expert.",
         ),
     ] = None
     strict: flags.StrictOption = False

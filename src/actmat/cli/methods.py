@@ -19,10 +19,10 @@ def methods(
     quiet: flags.Quiet = False,
 ) -> None:
     """List the merge methods; with a NAME, its equation, options, defaults, needs and reference."""
-    from actmat.cli.catalogue import read_catalogue
+    from actmat.cli.catalog import read_catalog
     from actmat.cli.screen import print_result
 
-    known = read_catalogue()
+    known = read_catalog()
     chosen = [*known.values(), *_more(known)] if name is None else [known.get(name) or _one(name)]
     if json:
         short = ("name", "summary", "needs", "low_rank", "gflop")
@@ -42,7 +42,7 @@ def _more(known: Collection[str]) -> list[dict[str, Any]]:
 
     if set(entries("actmat.methods")) <= set(known):
         return []  # without an import of torch
-    from actmat.cli.catalogue import describe
+    from actmat.cli.catalog import describe
     from actmat.methods import all_methods
 
     return [describe(m) for m in all_methods() if m.name not in known]
@@ -50,14 +50,14 @@ def _more(known: Collection[str]) -> list[dict[str, Any]]:
 
 def _one(name: str) -> dict[str, Any]:
     """A method in a user's file or of another distribution."""
-    from actmat.cli.catalogue import describe
+    from actmat.cli.catalog import describe
     from actmat.methods import get_method
 
     return describe(get_method(name))
 
 
 def _table(chosen: list[dict[str, Any]]) -> None:
-    from actmat.cli.catalogue import shown
+    from actmat.cli.catalog import shown
     from actmat.cli.screen import console, plain_table
 
     table = plain_table("method", "data?", "low rank", "GFLOP", "idea")
@@ -71,7 +71,7 @@ def _table(chosen: list[dict[str, Any]]) -> None:
 def _show(m: dict[str, Any]) -> None:
     from rich.markdown import Markdown
 
-    from actmat.cli.catalogue import shown
+    from actmat.cli.catalog import shown
     from actmat.cli.screen import console
 
     console.print(f"[bold]{m['name']}[/bold]: {m['summary']}\n")

@@ -86,7 +86,7 @@ class SafeConsole(Console):
     """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Segments of what is shown; colours and cursor movements are segments of rich's own."""
+        """Segments of what is shown; colors and cursor movements are segments of rich's own."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else terminal(text, keep="\n"), style, control)
 

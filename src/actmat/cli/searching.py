@@ -125,7 +125,7 @@ def print_search(report: TuneReport) -> None:
 
 
 def tune_scales(recipes: Sequence[Recipe], data: Sequence[str], run: RunSettings, *, quiet: bool) -> list[MergeReport]:
-    """Merge each recipe at the scale that unlabelled inputs choose (`actmat merge --tune-scale`), and print summaries.
+    """Merge each recipe at the scale that unlabeled inputs choose (`actmat merge --tune-scale`), and print summaries.
 
     Args:
         data: values of the flag: NAME=DATA, or one data set for all experts.

@@ -332,7 +332,7 @@ def print_diagnosis(found: Diagnosis, files: Sequence[Path] = ()) -> None:
         + f": {totals.measured} matrices measured in {totals.seconds or 0:.1f} s"
     )
     if found.agreement is not None:
-        console.print("\nanswers on unlabelled inputs, against each expert's")
+        console.print("\nanswers on unlabeled inputs, against each expert's")
         console.print(_agreement(found.agreement))
     else:
         console.print("\nis it good? Not measured. On a few inputs of each expert's task, without labels:")

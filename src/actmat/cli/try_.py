@@ -89,7 +89,7 @@ class QuestionFlags:
 def try_(
     *,
     recipe: flags.RecipeArgument = None,
-    given: Annotated[RecipeFlags, FlagFields(without=("out", "quantise"))],
+    given: Annotated[RecipeFlags, FlagFields(without=("out", "quantize"))],
     run: Annotated[RunSettings, FlagFields(only=("device", "device_memory", "max_memory", "threads"))],
     question: QuestionFlags,
     json: flags.Json = False,

@@ -1,4 +1,4 @@
-"""`actmat tune`: find the best merge from unlabelled inputs."""
+"""`actmat tune`: find the best merge from unlabeled inputs."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _named_classes(given: Sequence[str], names: Sequence[str]) -> dict[str, tupl
 def tune(
     *,
     recipe: flags.RecipeArgument = None,
-    given: Annotated[RecipeFlags, FlagFields(without=("method", "options", "scale", "space", "quantise"))],
+    given: Annotated[RecipeFlags, FlagFields(without=("method", "options", "scale", "space", "quantize"))],
     run: Annotated[RunSettings, FlagFields(without=("diagnose",))],
     data: Annotated[DataFlags, FlagFields(without=("samples", "dtype"))],
     search: SearchFlags,
@@ -153,7 +153,7 @@ def tune(
     full: Annotated[bool, typer.Option("--full", help="With --json: every trial.")] = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Find the best merge from a few unlabelled inputs of each expert.
+    """Find the best merge from a few unlabeled inputs of each expert.
 
     actmat tune -b BASE -e math=M -e code=C
            --data math=math.jsonl --data code=code.jsonl --out BEST
@@ -174,7 +174,7 @@ def tune(
     if wanted.out is None:
         raise typer.BadParameter("say where the merged model goes: --out OUT, or 'out' in the recipe")
     if not data.data:
-        raise typer.BadParameter("give unlabelled inputs: --data NAME=DATA, once per expert")
+        raise typer.BadParameter("give unlabeled inputs: --data NAME=DATA, once per expert")
     named = pairs_of(data.data)
     places = dict.fromkeys(wanted.labels, named) if isinstance(named, str) else named
     settings = TuneSettings(

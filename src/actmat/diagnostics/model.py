@@ -137,7 +137,7 @@ class MatrixRow(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class AgreementRow(_Strict):
-    """Distance of the merged model's answers from one expert's on unlabelled inputs; 0 and 0: the same answers.
+    """Distance of the merged model's answers from one expert's on unlabeled inputs; 0 and 0: the same answers.
 
     Share of predictions whose most probable class differs; mean of `KL(expert || merged)` in nats.
     """

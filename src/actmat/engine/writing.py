@@ -160,7 +160,7 @@ class TensorOutput(Output):
     @property
     def stats(self) -> Mapping[str, Any]:
         """Relative error of the codes that were written."""
-        return {"quantisation_error": self._sink.error} if isinstance(self._sink, EncodingSink) else {}
+        return {"quantization_error": self._sink.error} if isinstance(self._sink, EncodingSink) else {}
 
     def _write(self, chunk: Tensor, base_raw: Tensor, reader: TensorReader) -> None:
         """Cast, check and write one chunk of merged entries; `base_raw`: the same of the base, as stored.

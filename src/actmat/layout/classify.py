@@ -188,5 +188,5 @@ def _scale_or_unknown(what: str, owner: str, leaf: str) -> TensorLayout:
 
 def _buffer_reason(spec: TensorSpec, leaf: str) -> str:
     if len(spec.shape) >= 2 and re.search(r"weight|proj|blocks|scales|qzeros", spec.name):
-        return f"{spec.dtype} entries (packed quantised weights?): copied from the base, not merged"
+        return f"{spec.dtype} entries (packed quantized weights?): copied from the base, not merged"
     return f"{spec.dtype} entries ({leaf}): copied from the base"

@@ -116,7 +116,7 @@ Qwen2Moe:qwen2_moe Qwen2:qwen2 Bert:bert T5:t5 CLIP:clip ViT:vit
 """Start of a class name in `architectures`, and its model type, for configs without `model_type`."""
 
 
-def recognise(config: Config | None) -> str | None:
+def recognize(config: Config | None) -> str | None:
     """The `model_type` of a config, or that of its first architecture, or None."""
     if config is None:
         return None
@@ -181,7 +181,7 @@ def _nested(config: Config, key: str) -> Any:
 
 def _tower(outer: Config, inner: Config | None) -> Tower:
     for config in (inner, outer):
-        family = FAMILIES.get(recognise(config) or "")
+        family = FAMILIES.get(recognize(config) or "")
         if family is not None:
             return Tower({**outer, **(inner or {})}, family, listed=True)
     return Tower({**outer, **(inner or {})})

@@ -59,7 +59,7 @@ PARTNERS: Mapping[str, tuple[str, ...]] = {
     "c_fc": ("c_proj",),
     **PARTNERS_OF_BRANCHES,
 }
-"""Layer name -> names of its partner: the neighbouring layer whose shape decides where its own is ambiguous."""
+"""Layer name -> names of its partner: the neighboring layer whose shape decides where its own is ambiguous."""
 
 QKV = frozenset(
     {"qkv", "qkv_proj", "Wqkv", "wqkv", "w_qkv", "W_pack", "to_qkv", "att_proj", "c_attn", "in_proj_weight"}

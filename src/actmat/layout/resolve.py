@@ -11,7 +11,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.errors import RecipeError
 from actmat.layout.classify import classify, owner_of
 from actmat.layout.components import component_configs
-from actmat.layout.families import FAMILIES, PLAIN, Towers, recognise, text_config_of
+from actmat.layout.families import FAMILIES, PLAIN, Towers, recognize, text_config_of
 from actmat.layout.fused import FEED_FORWARD, PARTNERS, RECURRENT, Shape
 from actmat.layout.patterns import compile_pattern
 from actmat.layout.ties import find_ties, is_output_head, is_token_table, is_vocabulary, ties_embeddings
@@ -37,7 +37,7 @@ def resolve_layout(
         RecipeError: an override matches nothing or does not fit a tensor; all such problems at once.
     """
     components = component_configs(config)
-    found = [_recognised(specs, config)] if components is None else list(_of_components(specs, components))
+    found = [_recognized(specs, config)] if components is None else list(_of_components(specs, components))
     layouts = {name: layout for one in found for name, layout in one.tensors.items()}
     ordered = {name: layouts[name] for name in specs}
     _apply_overrides(ordered, specs, overrides)
@@ -50,14 +50,14 @@ def _of_components(specs: Mapping[str, TensorSpec], components: Mapping[str, Map
         prefix = f"{part}."
         inside = {n.removeprefix(prefix): s for n, s in specs.items() if n.startswith(prefix)}
         own = {n: replace(s, name=n) for n, s in inside.items()}
-        found = _recognised(own, config)
+        found = _recognized(own, config)
         yield LayoutMap(
             {prefix + n: layout for n, layout in found.tensors.items()},
             {prefix + a: prefix + c for a, c in found.ties.items()},
         )
 
 
-def _recognised(specs: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> LayoutMap:
+def _recognized(specs: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> LayoutMap:
     """Layouts and ties of one model."""
     towers = Towers(config)
     decided: dict[tuple[str, Shape, str, Shape | None], TensorLayout] = {}
@@ -108,11 +108,11 @@ def _mark_tied_heads(
 
 
 def _family(config: Mapping[str, Any] | None) -> str | None:
-    """The recognised family of the whole model or of its language model; of diffusers' models, their class."""
+    """The recognized family of the whole model or of its language model; of diffusers' models, their class."""
     if config is not None and isinstance(config.get("_class_name"), str):
         return str(config["_class_name"])
     for candidate in (config, text_config_of(config or {})):
-        family = recognise(candidate)
+        family = recognize(candidate)
         if family in FAMILIES or family in PLAIN:
             return family
     return None

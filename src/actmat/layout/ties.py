@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.layout.families import TIED_BY_DEFAULT, recognise, text_config_of
+from actmat.layout.families import TIED_BY_DEFAULT, recognize, text_config_of
 from actmat.layout.packing import first_int
 from actmat.layout.types import Config
 
@@ -48,7 +48,7 @@ def ties_embeddings(config: Config | None) -> bool:
     """True if the config, or by default the family, ties the output head to the token embedding."""
     if config is None:
         return False
-    family = recognise(config)
+    family = recognize(config)
     if family in _HEAD_OF_ITS_OWN:
         return False
     if family in _T5_LIKE and config.get("scale_decoder_outputs") is False:
@@ -57,7 +57,7 @@ def ties_embeddings(config: Config | None) -> bool:
     for source in (config, text):
         if isinstance(source.get("tie_word_embeddings"), bool):
             return bool(source["tie_word_embeddings"])
-    return family in TIED_BY_DEFAULT or recognise(text) in TIED_BY_DEFAULT
+    return family in TIED_BY_DEFAULT or recognize(text) in TIED_BY_DEFAULT
 
 
 def find_ties(specs: Mapping[str, TensorSpec], config: Config | None) -> dict[str, str]:
@@ -182,7 +182,7 @@ def _source(
         return None
     shared = _end(name, _SHARED_BY)
     if shared is not None:
-        if not (ties_embeddings(config) or recognise(config) in _T5_LIKE):
+        if not (ties_embeddings(config) or recognize(config) in _T5_LIKE):
             return None
         table = name.removesuffix(shared) + "shared.weight"
         return table if table in stored.tables["shared.weight"] else None

@@ -30,7 +30,7 @@ class AllocatesResult(Protocol):
     """Deltas that bring the memory for the merged delta."""
 
     def result(self) -> Tensor:
-        """An uninitialised, contiguous tensor of the shape of a delta; called once."""
+        """An uninitialized, contiguous tensor of the shape of a delta; called once."""
 
 
 @runtime_checkable
@@ -115,7 +115,7 @@ def prepend(first: Tensor, deltas: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def empty_result(deltas: Sequence[Tensor]) -> Tensor:
-    """An uninitialised contiguous tensor of the shape, dtype and device of a delta, sharing no memory with one."""
+    """An uninitialized contiguous tensor of the shape, dtype and device of a delta, sharing no memory with one."""
     if isinstance(deltas, AllocatesResult):
         return cast("AllocatesResult", deltas).result()
     return torch.empty_like(deltas[0], memory_format=torch.contiguous_format)

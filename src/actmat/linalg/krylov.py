@@ -3,7 +3,7 @@
     Q_JN: orthonormal basis of [X, S X, S^2 X, ..]      T = Q S Q^T = Y diag(t) Y^T      V = Y^T Q
 
 `X` are `BLOCK` random vectors, the same for every matrix of one size. The basis grows block by block until all wanted
-pairs have residuals `||S v - t v||` below the rounding of the matrix's own dtype. Every block is orthogonalised against
+pairs have residuals `||S v - t v||` below the rounding of the matrix's own dtype. Every block is orthogonalized against
 all before it, so that residuals are those of exact arithmetic.
 
 **Few or many** is estimated from the first blocks: the squared components of the Ritz vectors in `X` are the weights of
@@ -92,7 +92,7 @@ SMALLEST_VALUE = 1e-18
 """Relative size below which eigenvalues are rounding; they take part as this."""
 
 INDEPENDENT = 1e-4
-"""Length of a new vector, relative to the largest entry of its block before, below which it is orthogonalised again."""
+"""Length of a new vector, relative to the largest entry of its block before, below which it is orthogonalized again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,8 +329,8 @@ def none_above(sym_NN: Tensor, values_K: Tensor, vectors_KN: Tensor, level: floa
 
     `M = sym - V^T diag(l) V`, with `l >= 0`, differs from `sym` by a positive semidefinite matrix of rank `K`, so that
     the eigenvalue `K + 1` of `sym` is at most the largest of `M` (Weyl), whatever the vectors are. By Sylvester's law
-    of inertia, a Cholesky factorisation of `(level - margin) I - M` that succeeds proves that all of these are below
-    the level. The margin covers the backward error of the factorisation, `(N + 2) eps tr(level I - M)`, and the
+    of inertia, a Cholesky factorization of `(level - margin) I - M` that succeeds proves that all of these are below
+    the level. The margin covers the backward error of the factorization, `(N + 2) eps tr(level I - M)`, and the
     rounding of the products, `(K + 2) eps (tr(sym) + tr(V^T diag(l) V))` (N. Higham, "Accuracy and Stability of
     Numerical Algorithms", 2002, theorem 10.3 and section 3.5).
 

@@ -4,7 +4,7 @@ Counts are leading terms with their constants; for decompositions, whose work de
 usual nominal counts.
 
     product    2 M N K of an `M x K` by `K x N` product
-    cholesky   N^3 / 3 of a factorisation, N^2 per right-hand side and triangle, 2 N^3 / 3 of an inverse from it
+    cholesky   N^3 / 3 of a factorization, N^2 per right-hand side and triangle, 2 N^3 / 3 of an inverse from it
     eigh       9 N^3 of a symmetric eigendecomposition with vectors
     svd        6 M N^2 + 20 N^3 of a thin singular value decomposition, M >= N
     entry      1 per entry and pass of an elementwise operation
@@ -48,7 +48,7 @@ def gram(rows: int, width: int) -> Operation:
 
 
 def cholesky(size: int, *, inverse: bool = False) -> Operation:
-    """Factorisation of a symmetric `N x N` matrix, with its inverse if asked for."""
+    """Factorization of a symmetric `N x N` matrix, with its inverse if asked for."""
     return Operation("cholesky", size**3 // 3 + (2 * size**3 // 3 if inverse else 0))
 
 

@@ -2,7 +2,7 @@
 
 The polar factor of `A = U diag(s) V^T` is `U V^T` over the triplets with `s_i > rtol * s_1`: a partial isometry,
 determined by `A`, the nearest matrix whose singular values are all one (or zero). For full column rank it equals
-`A (A^T A)^(-1/2)`, Loewdin's symmetric orthogonalisation. Directions beyond the numerical range are left at zero; an
+`A (A^T A)^(-1/2)`, Loewdin's symmetric orthogonalization. Directions beyond the numerical range are left at zero; an
 orthonormal completion of them would be LAPACK's choice, not the data's.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `K` singular triplets of one expert, `J = T * K` of all, `R`
@@ -108,7 +108,7 @@ def join(parts: Sequence[ThinSVD]) -> tuple[Tensor, Tensor, Tensor]:
     return u_OJ, s_J, v_IJ
 
 
-def orthogonalised_sum(
+def orthogonalized_sum(
     u_OJ: Tensor, s_J: Tensor, v_IJ: Tensor, accuracy: torch.dtype
 ) -> tuple[Tensor, Tensor, Retries]:
     """`polar(U) diag(s) polar(V)^T` as its two factors `O x J` (with `s` inside) and `J x I`, and `retries`.

@@ -18,9 +18,9 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     ridge: Annotated[float, Bounds(0, open_low=True)] = 0.1,
     time: Annotated[float, Bounds(0, open_low=True)] = 10.0,
     null: FillOption = "zero",
-    normalise: Normalizer = "none",
+    normalize: Normalizer = "none",
     trim: Annotated[float | None, Bounds(0, 1, open_low=True)] = None,
-    centre: bool = False,
+    center: bool = False,
     power: Annotated[float, Bounds(0, 2, open_low=True)] = 1.0,
     form: Literal["delta", "weight"] = "delta",
 ) -> InterferenceRule:
@@ -30,7 +30,7 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
 
     The layer-wise interference of a merged delta `D` on expert `t` is `tr((D - D_t) C_t (D - D_t)^T)`, `C_t` the second
     moment of the layer's inputs. Fine-tuning writes that moment into the delta, so `D_t^T D_t` takes its place, and no
-    data is needed. `D*` is the minimiser of `sum_t w_t ||(D - D_t) D_t^T||_F^2` of least norm, up to the cut-off; the
+    data is needed. `D*` is the minimizer of `sum_t w_t ||(D - D_t) D_t^T||_F^2` of least norm, up to the cut-off; the
     defaults are the paper's rule. Multiplying all `K_t` by one number changes nothing. Experts whose row spaces are
     linearly independent are all met, `D* D_t^T = D_t D_t^T`, whatever the weights; where the row spaces are orthogonal,
     that is the plain sum.
@@ -47,9 +47,9 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
             the participation number of the spectrum; `l` an eigenvalue of `S`, `m = tr(S) / I` their mean.
         ridge: relative ridge of the "tikhonov" filter, in units of `m`.
         time: stopping time of the "exponential" filter, in units of `1 / m`.
-        normalise: "norm" weights `K_t` by `1 / ||D_t||_F^2` (0 for a zero delta).
+        normalize: "norm" weights `K_t` by `1 / ||D_t||_F^2` (0 for a zero delta).
         trim: estimate `K_t` from this fraction of the entries of `D_t`, the largest magnitudes.
-        centre: subtract the mean row from `D_t` in the estimate.
+        center: subtract the mean row from `D_t` in the estimate.
         power: `K_t = (D_t^T D_t)^power`.
         form: "delta" keeps the base in the directions that the filter drops. "weight", for study, is the paper's boxed
             formula `W* = (sum_t W_t K_t) (sum_t K_t)^+`, which sets the weights there to zero, base included.
@@ -74,7 +74,7 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
             f"filter='{filter}'. It sets cut directions to zero, which leaves nothing to fill. Take form='delta'."
         )
     return InterferenceRule(
-        estimator=Estimator(trim=trim, centre=centre, power=power, normalize=normalise),
+        estimator=Estimator(trim=trim, center=center, power=power, normalize=normalize),
         spectral=Filter(filter, rtol=rtol, ridge=ridge, time=time),
         null=null if form == "delta" else "minus_base",
         solver=solver,

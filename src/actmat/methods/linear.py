@@ -23,7 +23,7 @@ _SCALES_THE_BASE = (
 def merge(
     deltas: Sequence[Tensor], *, weights: Weights = None, base: Tensor | None = None, normalize: bool = True
 ) -> Merged:
-    """Weighted mean of the experts; without normalisation, weighted sum of their weights.
+    """Weighted mean of the experts; without normalization, weighted sum of their weights.
 
         W* = sum_t w_t W_t / sum_t w_t
 
@@ -66,7 +66,7 @@ def _lowrank_problem(options: Mapping[str, Any], n_experts: int, weights: Weight
 
 
 def _shares(n_experts: int, weights: Weights, normalize: bool) -> tuple[list[float], float]:
-    return weights_and_sum("linear", weights, n_experts, "a normalised sum" if normalize else "")
+    return weights_and_sum("linear", weights, n_experts, "a normalized sum" if normalize else "")
 
 
 LINEAR = MergeMethod(

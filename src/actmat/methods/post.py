@@ -128,7 +128,7 @@ def _raised(svd: ThinSVD, beta: float) -> tuple[Tensor, StepStats]:
     return raised_K, {"boosted": boosted, "boosted_to": float(level.max()), **retry_stats(svd.retries)}
 
 
-def isotropise(merged: Tensor, deltas: Sequence[Tensor], *, mean: SpectrumMean = "all") -> Merged:
+def isotropize(merged: Tensor, deltas: Sequence[Tensor], *, mean: SpectrumMean = "all") -> Merged:
     """Replace all singular values of the merged delta by their mean.
 
         D = U diag(s) V^T;   D* = mean(s) U V^T
@@ -146,23 +146,23 @@ def isotropise(merged: Tensor, deltas: Sequence[Tensor], *, mean: SpectrumMean =
         NeurIPS 2025, arXiv:2509.17786.
 
     >>> import torch
-    >>> isotropise(torch.tensor([[3.0, 0.0], [0.0, 1.0]]), []).value
+    >>> isotropize(torch.tensor([[3.0, 0.0], [0.0, 1.0]]), []).value
     tensor([[2., 0.],
             [0., 2.]])
     """
     value, polar = isotropic(merged, min(merged.shape[-2:]), mean=mean)
-    return Merged(value.to(merged.dtype), _isotropise_stats(polar))
+    return Merged(value.to(merged.dtype), _isotropize_stats(polar))
 
 
-def isotropise_lowrank(merged: LowRank, deltas: Sequence[LowRank], *, mean: SpectrumMean = "all") -> MergedLowRank:
+def isotropize_lowrank(merged: LowRank, deltas: Sequence[LowRank], *, mean: SpectrumMean = "all") -> MergedLowRank:
     """The same on factors; the mean is over `min(O, I)` of the full shape. Exact, in float64."""
     core_PQ, left_OP, right_IQ = orthogonal_core(merged)
     value_PQ, polar = isotropic(core_PQ, min(merged.shape[-2:]), mean=mean)
     value = LowRank(left_OP @ value_PQ, right_IQ.mT)
-    return MergedLowRank(value.to(merged.b_OR.dtype), _isotropise_stats(polar))
+    return MergedLowRank(value.to(merged.b_OR.dtype), _isotropize_stats(polar))
 
 
-def _isotropise_stats(polar: Polar) -> StepStats:
+def _isotropize_stats(polar: Polar) -> StepStats:
     return {"isotropic_rank": int(polar.rank.max()), **retry_stats(polar.retries)}
 
 
@@ -206,7 +206,7 @@ def _gain_stats(gain: Tensor) -> StepStats:
 STEPS: Mapping[str, PostStep] = {
     step.name: step
     for step in (
-        PostStep("isotropise", isotropise, isotropise_lowrank),
+        PostStep("isotropize", isotropize, isotropize_lowrank),
         PostStep("mean_norm", at_mean_norm, at_mean_norm_lowrank),
         PostStep("subspace_boosting", boost, boost_lowrank),
     )
@@ -219,7 +219,7 @@ def get_step(name: str) -> PostStep:
     Raises:
         RecipeError: no such step; the message offers the nearest name and lists all.
 
-    >>> get_step("isotropise").options["mean"].default
+    >>> get_step("isotropize").options["mean"].default
     'all'
     """
     if name in STEPS:

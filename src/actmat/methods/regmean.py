@@ -13,7 +13,7 @@ def rule(
     *,
     rtol: Annotated[float | None, Bounds(0, 1)] = None,
     off_diagonal: Fraction = 1.0,
-    normalise: Literal["none", "trace"] = "none",
+    normalize: Literal["none", "trace"] = "none",
     form: Literal["delta", "weight"] = "delta",
 ) -> InterferenceRule:
     """Least squares on every layer's outputs, from the Gram matrices of its inputs.
@@ -21,7 +21,7 @@ def rule(
         D* = (sum_t w_t D_t G_t) (sum_t w_t G_t)^+,   G_t = E[z z^T]
 
     On each task's inputs `z` the merged layer should give the outputs of that task's expert; only the Gram matrix of
-    the inputs is needed. The statistics "gram" are one `I x I` matrix per expert (uncentred; sums or means over tokens,
+    the inputs is needed. The statistics "gram" are one `I x I` matrix per expert (uncentered; sums or means of tokens,
     alike for all). The base is used by `form="weight"` only. Weights are non-negative; they multiply `G_t`. The
     low-rank form costs `O(I^3)`, too. RegMean++ (T.-H. Nguyen et al., 2025, arXiv:2508.03121) is this method with Gram
     matrices collected on the activations of the already merged lower blocks: those of `actmat.staged_statistics`.
@@ -29,7 +29,7 @@ def rule(
     Args:
         rtol: relative cut-off in units of the eigenvalues of the summed Gram; default `I * eps(float32)`.
         off_diagonal: factor on the off-diagonal entries of every Gram. 1 as in the ACTMat paper; 0.9 in the original.
-        normalise: "trace" divides every Gram by its trace, so that experts with more or larger inputs do not lead.
+        normalize: "trace" divides every Gram by its trace, so that experts with more or larger inputs do not lead.
         form: "delta" keeps the base weights in directions that no data reached. "weight", for study, solves for the
             weights `W_t` as first published: the same answer where the summed Gram is regular, but elsewhere it sets
             the weights to zero, base included.
@@ -43,7 +43,7 @@ def rule(
     """
     fill: Fill = "minus_base" if form == "weight" else "zero"
     return InterferenceRule(
-        spectral=Filter(rtol=rtol), null=fill, off_diagonal=off_diagonal, per_trace=normalise == "trace"
+        spectral=Filter(rtol=rtol), null=fill, off_diagonal=off_diagonal, per_trace=normalize == "trace"
     )
 
 

@@ -125,7 +125,7 @@ def kept_entries(density: float, total: int, *, variant: Variant) -> int:
 
 @dataclass(slots=True)
 class TrimSurvey:
-    """Rounds that find the thresholds, then one round of votes where cancelled votes follow the majority."""
+    """Rounds that find the thresholds, then one round of votes where canceled votes follow the majority."""
 
     selections: list[StreamedCut]
     wants_votes: bool

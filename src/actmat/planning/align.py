@@ -222,7 +222,7 @@ def _mismatch(spec: TensorSpec, other: TensorSpec, label: str, role: Role) -> li
     if not other.is_floating:
         problems.append(
             f"tensor '{spec.name}' is {spec.dtype} in the base and {other.dtype} in expert '{label}': integers cannot "
-            "be merged; is the expert quantised? Use its unquantised weights"
+            "be merged; is the expert quantized? Use its unquantized weights"
         )
     return problems
 

@@ -153,7 +153,7 @@ class WeightsTemplate:
         return any(isinstance(v, tuple) for v in self.values)
 
     def at(self, name: str, place: TensorPlace, *, plain: bool = False) -> tuple[float, ...] | None:
-        """Weights for the tensor `name`; `plain`: not normalised.
+        """Weights for the tensor `name`; `plain`: not normalized.
 
         Raises:
             LookupError: the weight of an expert has no entry for the tensor; names the expert.

@@ -93,7 +93,7 @@ class MergePlan(Plain):
         items: in the order of reading.
         specs: tensors of the output in the order of writing; `max_shard_bytes`, `stem`: size and name of its files.
         stems: of a pipeline: prefix of the names of a component's tensors -> folder and name of its files.
-        family: architecture that was recognised.
+        family: architecture that was recognized.
         adapter_config: `adapter_config.json` of an adapter.
         kept: tensors of which an adapter holds no delta, and the recipe's pattern that says so.
         notes: decisions and warnings, in words.

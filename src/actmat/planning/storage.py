@@ -12,7 +12,7 @@ from typing import Any
 
 from actmat.bounds import read_object
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.codecs.base import quantisation_config
+from actmat.checkpoints.codecs.base import quantization_config
 from actmat.checkpoints.codecs.checkpoint import coding_of
 from actmat.errors import CheckpointError
 from actmat.experts.base import DeltaSource, Expert
@@ -120,9 +120,9 @@ def encoding_problems(recipe: Recipe, base: Checkpoint, names: Mapping[str, Sequ
     Args:
         names: tensors of the base -> those tied to each.
     """
-    if recipe.model.quantise is None:
+    if recipe.model.quantize is None:
         return []
-    asked = "--quantise same writes the base's layout of codes"
+    asked = "--quantize same writes the base's layout of codes"
     coded = {n: c for n in names if (c := coding_of(base, n)) is not None}
     if not coded:
         return [f"{asked}, and the base ({base.location}) stores none of its own. Fix: leave it out"]
@@ -136,17 +136,17 @@ def encoding_problems(recipe: Recipe, base: Checkpoint, names: Mapping[str, Sequ
         elif coding.why_not_written:
             reasons.setdefault(f"{coding.scheme}: {coding.why_not_written}", []).append(name)
     for reason, listed in reasons.items():
-        problems.append(f"{len(listed)} tensors such as '{listed[0]}' ({reason}). Fix: leave out --quantise same")
+        problems.append(f"{len(listed)} tensors such as '{listed[0]}' ({reason}). Fix: leave out --quantize same")
     if base.unused:
         problems.append(
             f"the base has scales of activations that were measured on it, such as '{base.unused[0]}', and a merged "
-            "model has others. Fix: leave out --quantise same, and quantise the merged model"
+            "model has others. Fix: leave out --quantize same, and quantize the merged model"
         )
     return problems
 
 
-def quantisation_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
-    """Notes about quantised inputs: their layouts, the form of the output, and differences."""
+def quantization_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
+    """Notes about quantized inputs: their layouts, the form of the output, and differences."""
     labels = recipe.labels
     of_base = _schemes(base)
     of_experts = [(label, _schemes(expert)) for label, expert in zip(labels, experts, strict=True)]
@@ -156,21 +156,21 @@ def quantisation_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Exper
         for who, schemes in (("the base", of_base), *((f"expert '{n}'", s) for n, s in of_experts))
         if schemes
     ]
-    if of_base and recipe.model.quantise is not None:
+    if of_base and recipe.model.quantize is not None:
         notes.append(
             "merged tensors are written in the base's layouts of codes; the relative error of each is its "
-            "'quantisation_error' in the manifest"
+            "'quantization_error' in the manifest"
         )
     elif of_base:
         notes.append(
-            "the output is not quantised: decoded tensors are written as floats, and config.json without its entry "
-            "about quantisation"
+            "the output is not quantized: decoded tensors are written as floats, and config.json without its entry "
+            "about quantization"
         )
     full = [(n, set(s)) for (n, s), e in zip(of_experts, experts, strict=True) if not e.needs_base]
     other = [n for n, schemes in full if schemes != set(of_base)]
     if other:
         notes.append(
-            f"{_listed([f'expert {n!r}' for n in other])} and the base are quantised in different ways, or one of them "
+            f"{_listed([f'expert {n!r}' for n in other])} and the base are quantized in different ways, or one of them "
             "is not: their deltas hold the rounding errors of both"
         )
     elif of_base and full:
@@ -191,7 +191,7 @@ def trained_on_codes_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[E
         f"expert '{label}' was trained on a base in 4 bits ({name}), from which this base differs by rounding: "
         "'--set base_as=nf4' (or nf4-double) adds it to the base as it was trained on"
         for label, name in names
-        if FOUR_BITS.search(name) or _is_bitsandbytes(quantisation_config(_local_config(name)))
+        if FOUR_BITS.search(name) or _is_bitsandbytes(quantization_config(_local_config(name)))
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
 from actmat.checkpoints.codecs.checkpoint import coding_of
 from actmat.checkpoints.codecs.encode import encoding_bytes
-from actmat.checkpoints.quantisation import quantisation_problems
+from actmat.checkpoints.quantization import quantization_problems
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import AlignmentError, MergeError
 from actmat.experts.base import DeltaSource, Expert
@@ -31,7 +31,7 @@ from actmat.planning.storage import (
     absent_parts,
     encoding_problems,
     part_notes,
-    quantisation_notes,
+    quantization_notes,
     scheme_words,
     stems_of,
     trained_on_codes_notes,
@@ -109,7 +109,7 @@ def _input_problems(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert])
     ]
     problems = []
     for label, checkpoint in inputs:
-        problems += [f"{label}: {p}" for p in quantisation_problems(checkpoint.specs, checkpoint.config)]
+        problems += [f"{label}: {p}" for p in quantization_problems(checkpoint.specs, checkpoint.config)]
         if recipe.model.base_as and isinstance(checkpoint, Expert) and not checkpoint.needs_base:
             problems.append(
                 f"{label} is a full model, not trained on a base as {recipe.model.base_as}: leave out 'base_as'"
@@ -189,7 +189,7 @@ class _TensorPlanner:
 
     def out_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
         """Specs of the output for a tensor of the base: its codes and scales where it is written as they are."""
-        if self.recipe.model.quantise is None or coding_of(self.base, spec.name) is None:
+        if self.recipe.model.quantize is None or coding_of(self.base, spec.name) is None:
             return (self.out_spec(spec),)
         return tuple(dataclasses.replace(s, file="", offset=0) for s in self.base.stored_specs(spec.name))
 
@@ -215,7 +215,7 @@ class _TensorPlanner:
         if call is not None and self._is_factored(call, sources):
             form, reason = "factored", f"{reason}, in factored form"
         reason += scheme_words(spec.name, self.base, sources, self.experts, self.recipe.labels)
-        coding = coding_of(self.base, spec.name) if self.recipe.model.quantise is not None else None
+        coding = coding_of(self.base, spec.name) if self.recipe.model.quantize is not None else None
         outputs = tuple(o for n in names for o in self.out_specs(self.base.specs[n]))
         item = Item(
             name=names[0],
@@ -307,11 +307,11 @@ class _TensorPlanner:
 
 
 def _space_problems(recipe: Recipe, experts: Sequence[Expert], chooser: Chooser) -> list[str]:
-    labelled = list(zip(recipe.labels, experts, strict=True))
+    labeled = list(zip(recipe.labels, experts, strict=True))
     return [
         *pool_problems(recipe),
-        *space_input_problems(recipe, [label for label, e in labelled if e.adapter is None]),
-        *factor_problems(recipe, [(label, e.adapter) for label, e in labelled if e.adapter is not None]),
+        *space_input_problems(recipe, [label for label, e in labeled if e.adapter is None]),
+        *factor_problems(recipe, [(label, e.adapter) for label, e in labeled if e.adapter is not None]),
     ]
 
 
@@ -327,7 +327,7 @@ def _storage_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) 
         "rounding"
         for label, e in zip(recipe.labels, experts, strict=True)
         if dtypes(e.specs) != mine
-    ] + quantisation_notes(recipe, base, experts)
+    ] + quantization_notes(recipe, base, experts)
 
 
 def _adapter_problems(recipe: Recipe, experts: Sequence[Expert]) -> list[str]:

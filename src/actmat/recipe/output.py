@@ -70,7 +70,7 @@ class ModelOutput(Strict):
     """A full model, merged into the base."""
 
     kind: Literal["model"] = "model"
-    quantise: Annotated[Literal["same"] | None, Flag()] = Field(
+    quantize: Annotated[Literal["same"] | None, Flag()] = Field(
         default=None,
         description="'same': write tensors that the base stores as codes in the same layout, and record the "
         "rounding errors; default: as floats",
@@ -86,7 +86,7 @@ class ModelOutput(Strict):
     base_as: Literal["nf4", "nf4-double"] | None = Field(
         default=None,
         description="round the base's linear layers to NF4 and back, as QLoRA does in training, before adding "
-        "adapters; nf4-double: with double quantisation",
+        "adapters; nf4-double: with double quantization",
     )
 
     @property
@@ -157,7 +157,7 @@ TO: Mapping[str, Mapping[str, str]] = {
 }
 """Short names of an output, as in `--to peft` -> its fields; any other name is a kind."""
 
-OF_OUTPUTS = ("quantise", "vocabulary", "files_from", "base_as", "rank", "ranks", "any_base", "energy", "others")
+OF_OUTPUTS = ("quantize", "vocabulary", "files_from", "base_as", "rank", "ranks", "any_base", "energy", "others")
 """Fields of outputs that are flags, and parameters of functions, of their own."""
 
 

@@ -92,7 +92,7 @@ class RoleRule(Strict):
     """Meaning of the tensors that match, in place of what names, shapes and config.json suggest."""
 
     match: str = Field(description="pattern on tensor names, as in `rules`")
-    role: RoleName | None = Field(default=None, description="role of the tensor; default: as recognised")
+    role: RoleName | None = Field(default=None, description="role of the tensor; default: as recognized")
     orientation: Literal["OI", "IO"] | None = Field(
         default=None, description="OI as nn.Linear, IO transposed, as Conv1D"
     )
@@ -124,7 +124,7 @@ class Postprocess(Strict):
 
 
 class PostRef(Strict):
-    """One step of post-processing: its name and options; as text, `isotropise` or `isotropise:mean=rank`."""
+    """One step of post-processing: its name and options; as text, `isotropize` or `isotropize:mean=rank`."""
 
     name: str = Field(description="name of the step, see docs/post")
     options: OptionValues = Field(default_factory=dict, description="options of that step")
@@ -225,7 +225,7 @@ class Recipe(Strict):
     ] = Field(
         default=(),
         description="post-processing of every merged matrix, in the given order: subspace_boosting, "
-        "isotropise, mean_norm",
+        "isotropize, mean_norm",
     )
     postprocess: Postprocess = Field(default=Postprocess(), description="caps of every merged delta, after 'post'")
     dtype: Annotated[OutputDtype | None, Flag()] = Field(

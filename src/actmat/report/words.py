@@ -69,7 +69,7 @@ def item_groups(items: Iterable[Item], kept: Mapping[str, str]) -> list[ItemGrou
 def action_counts(plan: MergePlan) -> str:
     """`290 tensors: 200 merge, 90 average; family: llama`."""
     counts = ", ".join(f"{n} {action}" for action, n in count_actions(plan.items).items() if n)
-    return f"{len(plan.items)} tensors: {counts}; family: {plan.family or 'not recognised, by names and shapes'}"
+    return f"{len(plan.items)} tensors: {counts}; family: {plan.family or 'not recognized, by names and shapes'}"
 
 
 def plan_traffic(plan: MergePlan) -> str:

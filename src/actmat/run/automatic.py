@@ -133,7 +133,7 @@ def _chosen(recipe: Recipe, given: Given) -> tuple[str, Space, dict[str, Any], s
     what = {"full": "fine-tuned checkpoints", "mixed": "checkpoints and adapters"}.get(form, "adapters")
     of = f" of {'an' if kind == 'encoder' else 'a'} {kind}" if kind != "any" else ""
     where = "" if choice.space == "full" else f" with --space {choice.space}"
-    reason = f"{choice.method}{where}, for {what}{of} ({choice}); actmat tune chooses by unlabelled inputs"
+    reason = f"{choice.method}{where}, for {what}{of} ({choice}); actmat tune chooses by unlabeled inputs"
     return choice.method, choice.space if space == "full" else space, {}, reason
 
 

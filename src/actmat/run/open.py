@@ -175,8 +175,8 @@ def _untied(recipes: Sequence[Recipe], base: Checkpoint, experts: Sequence[Exper
         problem = f"{base.location}: {untied.notes[-1]}, which "
         if isinstance(recipe.output, ExtractedOutput):
             raise CheckpointError(f"{problem}an adapter of the tied base cannot hold. {FIX}.")
-        if recipe.model.quantise is not None:
-            raise CheckpointError(f"{problem}--quantise same cannot write. Fix: leave it out.")
+        if recipe.model.quantize is not None:
+            raise CheckpointError(f"{problem}--quantize same cannot write. Fix: leave it out.")
     return untied
 
 

@@ -1,4 +1,4 @@
-"""Output errors from Gram matrices, and the lemma on minimisers: identity, inequality, and where it is attained."""
+"""Output errors from Gram matrices, and the lemma on minimizers: identity, inequality, and where it is attained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.tolerances import F64_IDENTITY, F64_ORACLE, relative_error
 
 from actmat.extras.collect.outputs import output_energy
 from actmat_experiments.analyses.interference import relative_interference
-from actmat_experiments.analyses.theorem2 import best_scale, least_interference, minimiser_gap
+from actmat_experiments.analyses.theorem2 import best_scale, least_interference, minimizer_gap
 
 
 def gaussian(*shape, seed=0):
@@ -69,26 +69,26 @@ def test_best_scale_is_best():
     exact=st.booleans(),
 )
 def test_the_lemma_holds_on_random_problems(seed, n_experts, n_out, width, samples, exact):
-    """Also for singular Gram matrices (few samples) and for merges that minimise nothing."""
+    """Also for singular Gram matrices (few samples) and for merges that minimize nothing."""
     deltas = [gaussian(n_out, width, seed=seed + i) for i in range(n_experts)]
     grams = [gram(samples, width, seed + 10 + i) for i in range(n_experts)]
     found = [d.mT @ d for d in deltas]
     merged = least_interference(deltas, found) if exact else gaussian(n_out, width, seed=seed + 20)
-    gap = minimiser_gap(merged, deltas, grams, [best_scale(grams, found) * k for k in found])
+    gap = minimizer_gap(merged, deltas, grams, [best_scale(grams, found) * k for k in found])
     assert gap.gap <= gap.bound * (1 + 1e-9) + 1e-9
     if exact:
         assert gap.residual <= 1e-8 * max(1.0, sum(gap.errors))
 
 
 def test_the_identity_behind_the_lemma():
-    """`(D^ - D) S = sum_t (D^ - D_t)(C_t - C^_t)` for the minimiser under the estimates."""
+    """`(D^ - D) S = sum_t (D^ - D_t)(C_t - C^_t)` for the minimizer under the estimates."""
     deltas, grams = [gaussian(3, 4, seed=i) for i in range(3)], [gram(9, 4, 10 + i) for i in range(3)]
     found = [gram(9, 4, 30 + i) for i in range(3)]
     merged = least_interference(deltas, found)
     left = (merged - least_interference(deltas, grams)) @ sum(grams)
     right = sum((merged - d) @ (c - k) for d, c, k in zip(deltas, grams, found, strict=True))
     assert relative_error(left, right) < F64_ORACLE
-    gap = minimiser_gap(merged, deltas, grams, found)
+    gap = minimizer_gap(merged, deltas, grams, found)
     assert gap.residual < F64_IDENTITY
     values = torch.linalg.eigvalsh(sum(grams))
     assert gap.smallest == pytest.approx(float(values[0]))
@@ -100,7 +100,7 @@ def test_the_bound_is_attained_in_one_dimension():
     deltas = [torch.zeros(1, 1).double(), torch.ones(1, 1).double()]
     one = torch.ones(1, 1).double()
     merged = least_interference(deltas, [one, 3 * one])
-    gap = minimiser_gap(merged, deltas, [one, one], [one, 3 * one])
+    gap = minimizer_gap(merged, deltas, [one, one], [one, 3 * one])
     assert float(merged) == pytest.approx(0.75)
     assert gap.gap == pytest.approx(0.25)
     assert gap.bound == pytest.approx(0.25)
@@ -108,7 +108,7 @@ def test_the_bound_is_attained_in_one_dimension():
 
 def test_true_grams_leave_no_gap():
     deltas, grams = [gaussian(3, 4, seed=i) for i in range(2)], [gram(2, 4, 10 + i) for i in range(2)]
-    gap = minimiser_gap(least_interference(deltas, grams), deltas, grams, grams)
+    gap = minimizer_gap(least_interference(deltas, grams), deltas, grams, grams)
     assert gap.gap < F64_ORACLE
     assert gap.errors == (0, 0)
     assert gap.weighted_error < F64_ORACLE

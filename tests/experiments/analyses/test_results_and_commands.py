@@ -19,7 +19,7 @@ from actmat_experiments import analyses
 from actmat_experiments.analyses import save_analysis
 from actmat_experiments.analyses.result import degrees, need_matplotlib, short_names, shown
 from actmat_experiments.commands.analyze import app
-from actmat_experiments.harness.figures import COLOURS, MARKERS, new_panels
+from actmat_experiments.harness.figures import COLORS, MARKERS, new_panels
 
 COMMANDS = [c.callback.__name__ for c in app.registered_commands]
 
@@ -83,7 +83,7 @@ def test_numbers_and_names_for_tables():
 
 
 def test_panels_and_series_are_told_apart():
-    assert len(set(COLOURS)) == len(set(MARKERS)) == 8
+    assert len(set(COLORS)) == len(set(MARKERS)) == 8
     figure, panels = new_panels(6, "six")
     assert len(panels) == len(figure.axes) == 6
     with pytest.raises(MergeError, match="no linear layer"):

@@ -59,7 +59,7 @@ def entropy_sample(n, n_in, n_classes, seed):
 @example(seed=0, activation="relu", depth=3, n_tasks=1, n_samples=2, method="actmat")  # nothing reaches the last layer
 @example(seed=0, activation="tanh", depth=3, n_tasks=1, n_samples=4, method="average")  # inputs nearly in a plane
 def test_every_inequality_holds_on_random_networks(seed, activation, depth, n_tasks, n_samples, method):
-    """Also for merges that are not the minimiser, whose residual then counts."""
+    """Also for merges that are not the minimizer, whose residual then counts."""
     base = new_mlp([3, *[4] * (depth - 1), 3], activation=activation, seed=seed)
     experts = [near(base, seed + 10 * t) for t in range(n_tasks)]
     samples = {f"t{t}": entropy_sample(n_samples, 3, 3, seed + t) for t in range(n_tasks)}

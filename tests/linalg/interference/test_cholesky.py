@@ -47,7 +47,7 @@ def test_certificate_refuses_a_singular_matrix():
 
 
 @pytest.mark.parametrize(("at", "known"), [(0, 1), (2, 3), (6, 7)])
-def test_where_a_factorisation_ends_so_many_directions_are_known(at, known):
+def test_where_a_factorization_ends_so_many_directions_are_known(at, known):
     matrix = torch.eye(8, dtype=torch.float64)
     assert not isinstance(certified_cholesky(matrix, 1e-3), int)
     matrix[at, at + 1] = matrix[at + 1, at] = 1.0  # eigenvalues 0 and 2, all diagonal entries 1

@@ -39,9 +39,9 @@ def test_plain_factor_is_the_delta_itself():
     assert retries == ()
 
 
-def test_centred_factor_gives_the_scatter_matrix():
+def test_centered_factor_gives_the_scatter_matrix():
     delta = random_deltas(1, 7, 4)[0]
-    factor, _ = Estimator(centre=True).factor(delta)
+    factor, _ = Estimator(center=True).factor(delta)
     assert relative_error(factor.T @ factor, torch.cov(delta.T, correction=0) * 7) < 1e-13
 
 
@@ -64,15 +64,15 @@ def test_root_in_float32_does_not_go_through_the_square():
     assert float(smallest) == pytest.approx(1e-4, rel=1e-2)
 
 
-def test_steps_apply_in_order_trim_centre_power():
+def test_steps_apply_in_order_trim_center_power():
     delta = random_deltas(1, 6, 5)[0]
-    factor, _ = Estimator(trim=0.5, centre=True, power=0.5).factor(delta)
+    factor, _ = Estimator(trim=0.5, center=True, power=0.5).factor(delta)
     trimmed = trim_to_top(delta, 0.5)
-    centred = trimmed - trimmed.mean(0)
-    assert relative_error((factor.T @ factor) @ (factor.T @ factor), centred.T @ centred) < 1e-12
+    centered = trimmed - trimmed.mean(0)
+    assert relative_error((factor.T @ factor) @ (factor.T @ factor), centered.T @ centered) < 1e-12
 
 
-def test_normaliser_guards_a_zero_delta():
+def test_normalizer_guards_a_zero_delta():
     estimator = Estimator(normalize="norm")
     assert estimator.weight(4.0) == 0.25
     assert estimator.weight(0.0) == 0.0

@@ -35,10 +35,10 @@ RULES = {
         Estimator(normalize="norm"), Filter("exponential", time=3.0, time_is_absolute=True), null="sum"
     ),
     "adaptive": InterferenceRule(Estimator(normalize="norm"), Filter("adaptive"), null="sum"),
-    "centred": InterferenceRule(Estimator(centre=True), null="sum"),
-    "centred and powered": InterferenceRule(Estimator(centre=True, power=0.5)),
+    "centered": InterferenceRule(Estimator(center=True), null="sum"),
+    "centered and powered": InterferenceRule(Estimator(center=True, power=0.5)),
     "powered": InterferenceRule(Estimator(power=0.5), Filter("tikhonov")),
-    "stacked": InterferenceRule(Estimator(centre=True), solver="stacked"),
+    "stacked": InterferenceRule(Estimator(center=True), solver="stacked"),
     "dual": InterferenceRule(solver="dual"),
 }
 
@@ -73,7 +73,7 @@ def test_float32_factors_come_back_in_float32_at_float32_accuracy():
 
 
 def test_independent_row_spaces_leave_no_interference():
-    """Each expert is met on its own rows, `(D* - D_t) D_t^T = 0`, so that weights and normaliser do not matter."""
+    """Each expert is met on its own rows, `(D* - D_t) D_t^T = 0`, so that weights and normalizer do not matter."""
     deltas = adapters([2, 3, 4], 20, 30)
     value, stats = solve_lowrank(deltas, InterferenceRule())
     assert stats["rank"] == 9

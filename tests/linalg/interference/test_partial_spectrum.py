@@ -89,7 +89,7 @@ def test_a_refusal_is_on_the_record_and_costs_no_accuracy() -> None:
 
 
 def test_a_proof_that_fails_late_spares_the_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but one direction lie far above the cut-off: a quarter of S is factorised, and all of it fails."""
+    """All but one direction lie far above the cut-off: a quarter of S is factorized, and all of it fails."""
     values = torch.ones(WIDTH, dtype=torch.float64)
     values[-1] = 0.0
     deltas = [with_spectrum(WIDTH, WIDTH, values, seed=1)]

@@ -20,9 +20,9 @@ RULES = {
     "ridge": InterferenceRule(spectral=Filter("tikhonov"), null="mean"),
     "flow": InterferenceRule(spectral=Filter("exponential"), null="sum"),
     "power": InterferenceRule(Estimator(power=0.5)),
-    "normalised": InterferenceRule(Estimator(normalize="norm"), null="sum"),
-    "normalised power": InterferenceRule(Estimator(power=0.5, normalize="norm")),
-    "centred": InterferenceRule(Estimator(centre=True)),
+    "normalized": InterferenceRule(Estimator(normalize="norm"), null="sum"),
+    "normalized power": InterferenceRule(Estimator(power=0.5, normalize="norm")),
+    "centered": InterferenceRule(Estimator(center=True)),
     "stacked": InterferenceRule(solver="stacked"),
     "dual": InterferenceRule(solver="dual"),
 }
@@ -64,11 +64,11 @@ def test_experts_and_batch_items_of_different_sizes(rule: InterferenceRule, expo
 
 
 @pytest.mark.parametrize("name", ["actmat", "wudi", "swudi", "aswudi", "knots"])
-@pytest.mark.parametrize("options", [{}, {"optimiser": "adam"}], ids=["default", "adam"])
+@pytest.mark.parametrize("options", [{}, {"optimizer": "adam"}], ids=["default", "adam"])
 def test_denormal_deltas_are_merged(name: str, options: dict[str, str]) -> None:
     method = get_method(name)
     if options and name != "wudi":
-        pytest.skip("only WUDI has an optimiser")
+        pytest.skip("only WUDI has an optimizer")
     deltas = [scaled(d.float(), -145) for d in random_deltas(3, 9, 6)]
     assert all(0 < float(d.abs().max()) < torch.finfo(torch.float32).tiny for d in deltas)
     value = method.merge(deltas, **options).value

@@ -52,7 +52,7 @@ def test_every_form_equals_the_naive_formula(shape, solver, name, null):
     assert relative_error(found.value, expected) < 1e-11
 
 
-@pytest.mark.parametrize("estimator", [Estimator(centre=True), Estimator(power=0.5), Estimator(normalize="norm")])
+@pytest.mark.parametrize("estimator", [Estimator(center=True), Estimator(power=0.5), Estimator(normalize="norm")])
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("shape", [(3, 12, 8), (3, 3, 20)])
 def test_estimators_in_every_form(estimator, solver, shape):

@@ -53,8 +53,8 @@ CASES = {
     "stacked": (InterferenceRule(solver="stacked"), (2, 64, 64)),
     "trimmed": (InterferenceRule(Estimator(trim=0.5)), (2, 256, 64)),
     "very tall": (InterferenceRule(), (2, 3000, 16)),
-    "normalised": (InterferenceRule(Estimator(normalize="norm")), (2, 3000, 16)),
-    "normalised, dual": (InterferenceRule(Estimator(normalize="norm")), (2, 16, 128)),
+    "normalized": (InterferenceRule(Estimator(normalize="norm")), (2, 3000, 16)),
+    "normalized, dual": (InterferenceRule(Estimator(normalize="norm")), (2, 16, 128)),
 }
 
 

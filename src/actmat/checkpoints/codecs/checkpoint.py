@@ -1,4 +1,4 @@
-"""A checkpoint whose quantised tensors are read as floats, decoded rows by rows when they are read."""
+"""A checkpoint whose quantized tensors are read as floats, decoded rows by rows when they are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BYTES_PER_ENTRY = 24
 """Memory while an entry is decoded: code, indices, scale and value as float32, and the result."""
 
 
-class QuantisedCheckpoint(CheckpointView):
+class QuantizedCheckpoint(CheckpointView):
     """The logical tensors of a checkpoint of codes, which is closed with it.
 
     Args:
@@ -46,14 +46,14 @@ class QuantisedCheckpoint(CheckpointView):
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """Config of the model as it is read: without the entry about quantisation."""
-        return without_quantisation(self.inner.config)
+        """Config of the model as it is read: without the entry about quantization."""
+        return without_quantization(self.inner.config)
 
     @property
     def written_config(self) -> Mapping[str, Any] | None:
         """The config, in place of the folder's, which declares codes."""
         written = self.inner.written_config
-        return self.config if written is None and self.directory is not None else without_quantisation(written)
+        return self.config if written is None and self.directory is not None else without_quantization(written)
 
     def scheme(self, name: str) -> str:
         """Layout of a tensor of codes, in words; empty for one that is stored as it is read."""
@@ -114,16 +114,16 @@ class QuantisedCheckpoint(CheckpointView):
 
 def coding_of(checkpoint: Checkpoint, name: str) -> CodedTensor | None:
     """Layout of a tensor of codes, in which others can be written; None for one that is stored as it is read."""
-    return checkpoint.coded.get(name) if isinstance(checkpoint, QuantisedCheckpoint) else None
+    return checkpoint.coded.get(name) if isinstance(checkpoint, QuantizedCheckpoint) else None
 
 
-def without_quantisation(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """A config without its entries about quantisation, on any level that may have them.
+def without_quantization(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A config without its entries about quantization, on any level that may have them.
 
-    >>> without_quantisation({"a": 1, "quantization_config": {"quant_method": "fp8"}})
+    >>> without_quantization({"a": 1, "quantization_config": {"quant_method": "fp8"}})
     {'a': 1}
     """
     if config is None:
         return None
     kept = {k: v for k, v in config.items() if k not in CONFIG_KEYS}
-    return kept | {k: without_quantisation(kept[k]) for k in LEVELS if isinstance(kept.get(k), Mapping)}
+    return kept | {k: without_quantization(kept[k]) for k in LEVELS if isinstance(kept.get(k), Mapping)}

@@ -22,7 +22,7 @@ READ_FLAGS = os.O_RDONLY | NOFOLLOW | BINARY
 SHARD_FLAGS = os.O_RDWR | os.O_CREAT | NOFOLLOW | BINARY
 ATTACH_FLAGS = os.O_WRONLY | NOFOLLOW | BINARY
 """Shards that several machines write are opened for writing only: of a file that can be read too, a network file system
-may read the page around a tensor's edge, and later write all of it back, with old bytes of the neighbour."""
+may read the page around a tensor's edge, and later write all of it back, with old bytes of the neighbor."""
 
 
 class TensorSink:

@@ -1,4 +1,4 @@
-"""Coded judgements over the measures of a merge. One small file per group; `CHECKS` is the list."""
+"""Coded judgments over the measures of a merge. One small file per group; `CHECKS` is the list."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One judgement with a code.
+    """One judgment with a code.
 
     Args:
         code: "AM101".

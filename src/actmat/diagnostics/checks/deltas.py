@@ -1,4 +1,4 @@
-"""Checks of the deltas. AM1xx: errors of rounding and quantisation; AM2xx: identity of base and experts."""
+"""Checks of the deltas. AM1xx: errors of rounding and quantization; AM2xx: identity of base and experts."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _foreign(facts: Facts) -> Outcome:
         tensors = [m.name for m in facts.measures if m.relative_norms and m.relative_norms[first] > FOREIGN]
         return found(
             f"The weights differ from the base as much as unrelated weights do: {names}. These experts do not come "
-            "from this base (another size, version or initialisation); merging them gives noise",
+            "from this base (another size, version or initialization); merging them gives noise",
             tensors,
         )
     largest = max(s for s in sizes if s is not None)

@@ -26,7 +26,7 @@ def _dominates(facts: Facts) -> Outcome:
         return found(
             f"'{facts.labels[top]}' has {norms[top] / others:.3g} times the norm of the other experts (median) and "
             f"{percent(norms[top] ** 2, math.fsum(n * n for n in norms))} of all energy. Rules that weigh by Gram "
-            "matrices follow it almost alone: normalise (wudi, or actmat with normalise=norm), or scale it down"
+            "matrices follow it almost alone: normalize (wudi, or actmat with normalize=norm), or scale it down"
         )
     return clear(f"the largest expert has {norms[top] / others:.3g} times the norm of the others (median)")
 
@@ -47,7 +47,7 @@ def _cut_away(facts: Facts) -> Outcome:
     if said:
         return found(
             f"The cut-off drops directions that hold much of an expert's energy: {'; '.join(said)}. Usually it is far "
-            "smaller than the others: normalise, lower rtol, or use actmat_ridge",
+            "smaller than the others: normalize, lower rtol, or use actmat_ridge",
             names,
         )
     return clear(f"the cut-off drops at most {percent(worst)} of an expert's energy")
@@ -235,7 +235,7 @@ def _tables_move(facts: Facts) -> Outcome:
                 names.append(row.name)
     if said:
         return found(
-            f"Tables move more than the layers: {'; '.join(said[:3])}. New or re-initialised tokens do "
+            f"Tables move more than the layers: {'; '.join(said[:3])}. New or re-initialized tokens do "
             "that, and the mean over experts dilutes them. Keep the base's table (--keep), or write a rule for it",
             names,
         )

@@ -54,9 +54,9 @@ IRRELEVANT: Mapping[str, str] = {
 """Field -> the reason why no delta depends on it."""
 
 REFUSED: Mapping[str, str] = {
-    "use_dora": "DoRA normalises W_0 + B A, so that its delta depends on the base and is not low rank",
+    "use_dora": "DoRA normalizes W_0 + B A, so that its delta depends on the base and is not low rank",
     "alora_invocation_tokens": "activated LoRA applies its delta to some tokens only; no weight equals it",
-    "use_qalora": "QA-LoRA pools the inputs of a quantised base",
+    "use_qalora": "QA-LoRA pools the inputs of a quantized base",
     "use_bdlora": "block-diagonal LoRA has another shape of factors",
     "arrow_config": "Arrow routes between adapters at run time",
     "velora_config": "VeLoRA is not read",

@@ -93,13 +93,13 @@ class Listing:
     notes: Sequence[str] = ()
 
 
-def quantised_problem(spec: TensorSpec) -> str:
+def quantized_problem(spec: TensorSpec) -> str:
     """One sentence on a tensor of integers or 8-bit floats."""
     if not spec.is_floating:
-        return f"tensor '{spec.name}' is {spec.dtype}; a quantised adapter cannot be merged"
+        return f"tensor '{spec.name}' is {spec.dtype}; a quantized adapter cannot be merged"
     return (
-        f"tensor '{spec.name}' is {spec.dtype}; an adapter in 8-bit floats is quantised, with scales that this file "
-        "may not hold. Merge the adapter that it was quantised from, or save a bfloat16 copy first"
+        f"tensor '{spec.name}' is {spec.dtype}; an adapter in 8-bit floats is quantized, with scales that this file "
+        "may not hold. Merge the adapter that it was quantized from, or save a bfloat16 copy first"
     )
 
 
@@ -113,7 +113,7 @@ def list_modules(specs: Mapping[str, TensorSpec], config: AdapterConfig) -> List
         bare = name.removeprefix(_PREFIX)
         match = _FACTOR.fullmatch(bare)
         if not spec.is_floating or spec.dtype.startswith("float8"):
-            problems.append(quantised_problem(spec))
+            problems.append(quantized_problem(spec))
         elif match is not None:
             side = "bias" if match["leaf"] == "bias" else match["side"]
             halves.setdefault((match["module"], match["kind"] is not None), {})[side] = name

@@ -11,7 +11,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.keys import Keys
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
 from actmat.experts.lora.fields import OF_EVERY_FAMILY
-from actmat.experts.lora.modules import quantised_problem
+from actmat.experts.lora.modules import quantized_problem
 
 _PREFIX = "base_model.model."
 
@@ -92,7 +92,7 @@ def group_tensors(
         bare = name.removeprefix(_PREFIX)
         match = own.fullmatch(bare)
         if not spec.is_floating or spec.dtype.startswith("float8"):
-            problems.append(quantised_problem(spec))
+            problems.append(quantized_problem(spec))
         elif match is not None:
             found.setdefault(match["module"], {})[match["role"]] = name
         elif re.search(r"\.(lora_|hada_|lokr_|vera_|ia3_|oft_|trainable_tokens_)", "." + bare):

@@ -59,7 +59,7 @@ class _Pair(Change):
 
 @dataclass(frozen=True)
 class _Residual(_Pair):
-    """`s B A` without what the initialisation took out of the base."""
+    """`s B A` without what the initialization took out of the base."""
 
     start: Literal["pissa", "olora"] = "pissa"
     only_straight: bool = False
@@ -233,7 +233,7 @@ DORA = Reader(
     "DoRA",
     lambda fields: _is_lora(fields) and bool(fields.get("use_dora")),
     _read,
-    "it normalises W_0 + B A, so that its delta depends on the base and is not low rank",
+    "it normalizes W_0 + B A, so that its delta depends on the base and is not low rank",
     _KEYS,
 )
 RESIDUAL = Reader(

@@ -66,16 +66,16 @@ def trajectory_weights(text: str, count: int) -> tuple[list[float], str]:
     name, _, argument = text.strip().partition(":")
     steps = range(1, count + 1)
     if name == "uniform" and not argument:
-        return _normalised([1.0] * count), "w_t = 1/T"
+        return _normalized([1.0] * count), "w_t = 1/T"
     if name == "linear" and not argument:
-        return _normalised([float(t) for t in steps]), "w_t = 2 t / (T (T + 1))"
+        return _normalized([float(t) for t in steps]), "w_t = 2 t / (T (T + 1))"
     if name == "ema":
         decay = _decay(argument, text)
-        return _normalised([decay ** (count - t) for t in steps]), f"w_t = {decay:g}^(T-t) / sum_s {decay:g}^(T-s)"
+        return _normalized([decay ** (count - t) for t in steps]), f"w_t = {decay:g}^(T-t) / sum_s {decay:g}^(T-s)"
     if name == "wsd" and not argument:
         weights = [(1 - math.sqrt((t - 1) / count)) - (1 - math.sqrt(t / count)) for t in steps]
-        return _normalised(weights), "w_t = m((t-1)/T) - m(t/T), m(x) = 1 - sqrt(x)"
-    return _normalised(_listed(text, count)), "as given, divided by their sum"
+        return _normalized(weights), "w_t = m((t-1)/T) - m(t/T), m(x) = 1 - sqrt(x)"
+    return _normalized(_listed(text, count)), "as given, divided by their sum"
 
 
 def _decay(argument: str, text: str) -> float:
@@ -100,7 +100,7 @@ def _listed(text: str, count: int) -> list[float]:
     return weights
 
 
-def _normalised(weights: Sequence[float]) -> list[float]:
+def _normalized(weights: Sequence[float]) -> list[float]:
     total = math.fsum(weights)
     return [w / total for w in weights]
 

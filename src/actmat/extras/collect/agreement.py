@@ -1,4 +1,4 @@
-"""Compare the answers of a merged model with those of an expert on a few unlabelled inputs of the expert's task.
+"""Compare the answers of a merged model with those of an expert on a few unlabeled inputs of the expert's task.
 
 Of all the numbers studied in docs/tried.md, only the divergence correlated with the accuracy that an expert loses in
 a merge in every family of models. It needs inputs of the task; no number that needs none did.

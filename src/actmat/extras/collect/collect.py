@@ -58,7 +58,7 @@ def collect(
     tensor([1., 2., 5.])
 
     Args:
-        model: any module; transformers models and PEFT models on them are recognised, with their padding masks.
+        model: any module; transformers models and PEFT models on them are recognized, with their padding masks.
         batches: mappings (keyword arguments of the model), tuples (positional ones) or single tensors.
         checkpoint: the checkpoint of the model, so that statistics have its names and hashes. Default: the one that
             a transformers model names; any other model is recorded under its own names.

@@ -58,7 +58,7 @@ def agreement(  # noqa: PLR0913 - keyword arguments of a public function
     mask: Callable[[Any], Tensor | None] | None = None,
     progress: Callable[[str, int], None] = lambda expert, samples: None,
 ) -> tuple[AgreementRow, ...]:
-    """Compare the answers of a merged model with those of each of its experts, on unlabelled inputs.
+    """Compare the answers of a merged model with those of each of its experts, on unlabeled inputs.
 
     `disagreement` is the share of predictions whose most probable class differs, `divergence` the mean of
     `KL(expert || merged)` in nats; both are 0 where the merged model answers as the expert. A measurement, not a

@@ -15,7 +15,7 @@ def output_energy(matrix_OI: Tensor, gram_II: Tensor) -> float:
 
 
 def output_features(merged_NC: Tensor, expert_NC: Tensor) -> dict[str, float]:
-    """Distance of the merged model's predictions from the expert's, from their logits on the same unlabelled inputs.
+    """Distance of the merged model's predictions from the expert's, from their logits on the same unlabeled inputs.
 
     `disagreement`: share of inputs whose most probable class differs; `divergence`: mean over inputs of
     `KL(expert || merged)` in nats.

@@ -113,7 +113,7 @@ class ExecutorConformance(abc.ABC):
         variants: list[RecordFields] = [
             {"method": "actmat"},
             {"method": "knots", "options": {"trim": "global"}},
-            {"method": "ties", "space": "core", "post": "isotropise"},
+            {"method": "ties", "space": "core", "post": "isotropize"},
         ]
         samples = dataclasses.replace(Samples.adapters(tmp_path), base=None)
         run = self._assert_same(samples, [{**v, "output": "adapter"} for v in variants])

@@ -16,7 +16,7 @@ from typing import Any
 from actmat.bounds import read_object
 from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
 from actmat.checkpoints.codecs import decoded
-from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
+from actmat.checkpoints.codecs.checkpoint import QuantizedCheckpoint
 from actmat.checkpoints.folder import foreign_format
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
@@ -95,7 +95,7 @@ def _moved(spec: TensorSpec, component: str) -> TensorSpec:
 
 
 def _labels(opened: Checkpoint) -> tuple[str, ...]:
-    stored = opened.inner if isinstance(opened, QuantisedCheckpoint) else opened
+    stored = opened.inner if isinstance(opened, QuantizedCheckpoint) else opened
     return stored.labels if isinstance(stored, StoredCheckpoint) else ()
 
 

@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints of transformers' tensors, dequantised rows by rows by the package gguf."""
+"""GGUF files as checkpoints of transformers' tensors, dequantized rows by rows by the package gguf."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.codecs.base import CodedTensor, StoredParts
-from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
+from actmat.checkpoints.codecs.checkpoint import QuantizedCheckpoint
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-QUANTISED = (
+QUANTIZED = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "MXFP4"),
 )
-"""Types that the package gguf dequantises."""
+"""Types that the package gguf dequantizes."""
 
 
 class GgufFile(StoredCheckpoint):
     """The tensors of one file, or of all parts of a split one, as stored; downloaded when it is opened.
 
-    Quantised tensors are rows of bytes.
+    Quantized tensors are rows of bytes.
     """
 
     format = "gguf"
@@ -99,7 +99,7 @@ def _type_of(tensor: GgufEntry) -> tuple[str, int, int]:
         found = GGMLQuantizationType(tensor.type)
     except ValueError:
         return "", 1, 1
-    name = found.name if found.name in PLAIN or found.name in QUANTISED else ""
+    name = found.name if found.name in PLAIN or found.name in QUANTIZED else ""
     return name, *GGML_QUANT_SIZES[found]
 
 
@@ -203,7 +203,7 @@ def _open(source: Source) -> Checkpoint:
         ) from None
     inner = GgufFile(source, parts)
     try:
-        return QuantisedCheckpoint(inner, _tensors(inner), [n for n in UNUSED if n in inner.specs])
+        return QuantizedCheckpoint(inner, _tensors(inner), [n for n in UNUSED if n in inner.specs])
     except CheckpointError:
         inner.close()
         raise

@@ -36,7 +36,7 @@ TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 """Types that are written; vectors stay float32, as llama.cpp has them."""
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 OWN_KEYS = ("GGUF.", "split.", "quantize.", "general.architecture", "general.file_type", "general.type")
-"""Beginnings of keys that are not copied: of the header, of a split or quantised file, and those that change."""
+"""Beginnings of keys that are not copied: of the header, of a split or quantized file, and those that change."""
 LARGEST = {"F16": 65504.0, "BF16": 3.3895e38, "Q8_0": 127 * 65504.0}
 """Largest entry of a type; the scale of a block of Q8_0 is a float16."""
 LIKE = (

@@ -146,8 +146,8 @@ def run_in_memory(recipe: Recipe, settings: RunSettings | None = None, progress:
     executor = settings.executor or recipe.executor or THREADS
     if not computes_here(executor):
         raise RecipeError(f"The executor '{executor}' merges on other machines: merge into a folder instead.")
-    if recipe.model.quantise is not None:
-        raise RecipeError("Codes are written into a folder: leave out 'quantise' for a merge in memory, or give --out.")
+    if recipe.model.quantize is not None:
+        raise RecipeError("Codes are written into a folder: leave out 'quantize' for a merge in memory, or give --out.")
     with open_inputs([recipe], settings) as opened:
         if isinstance(opened.recipes[0].output, ExtractedOutput):
             raise RecipeError("An adapter of full models is extracted into a folder (actmat merge ... --out OUT); in "

@@ -231,7 +231,7 @@ class Dispatcher:
         for unit in units:
             if self._lost[unit.name] >= ATTEMPTS:
                 raise MergeError(
-                    f"{ATTEMPTS} workers were lost while they merged '{unit.name}' or its neighbours, the last one on "
+                    f"{ATTEMPTS} workers were lost while they merged '{unit.name}' or its neighbors, the last one on "
                     f"node {worker.where}: {reason}. Likely cause: too little memory; a worker for it reserves "
                     f"{format_size(worker.offer.memory)}. Fix: nodes with more memory, or fewer cores per node ('ray "
                     "start --num-cpus'); the same command goes on where it stopped."

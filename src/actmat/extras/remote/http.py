@@ -1,6 +1,6 @@
 """Files of a web server, read by HTTP ranges (RFC 9110, section 14).
 
-fsspec's file system for HTTP hides the headers of an answer. They tell whether a range was honoured (else a shard would
+fsspec's file system for HTTP hides the headers of an answer. They tell whether a range was honored (else a shard would
 be sent whole for every block) and whether the file is still the one that was opened, so requests go through the HTTP
 client of `huggingface_hub` instead. A web server has no standard way to list a folder; `list` returns None.
 """
@@ -65,7 +65,7 @@ def _size(answer: Any, url: str, offset: int, length: int) -> int:
             return int(stated)  # a small file as a whole
         raise CheckpointError(
             f"{url}: the server does not send ranges of a file, so that every tensor would cost the whole file. "
-            "Fix: download the folder and give it, or use a server that honours Range requests."
+            "Fix: download the folder and give it, or use a server that honors Range requests."
         )
     if status in MISSING:
         fix = "Fix: correct the address" + ("" if status in (404, 410) else ", or put a login into ~/.netrc")

@@ -1,6 +1,6 @@
 """Method `adamerging`.
 
-This file holds the merge (a weighted sum) and the mathematics of one training step; the caller reads unlabelled
+This file holds the merge (a weighted sum) and the mathematics of one training step; the caller reads unlabeled
 batches and runs the model on them:
 
     for batch in batches:                                     # one tensor shown; the loss sums over all of them
@@ -36,7 +36,7 @@ def merge(
 
         D* = sum_t c_t D_t,   c = argmin of the entropy of the predictions
 
-    The module has the merge and the mathematics of a training step; the caller reads unlabelled batches and runs the
+    The module has the merge and the mathematics of a training step; the caller reads unlabeled batches and runs the
     model.
 
     Args:

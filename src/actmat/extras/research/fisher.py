@@ -24,7 +24,7 @@ def merge(
     floor: Annotated[float, Bounds(0)] = 1e-6,
     floor_unit: Literal["mean", "absolute"] = "mean",
     floor_use: Literal["add", "drop"] = "add",
-    normalise: Literal["none", "tensor"] = "none",
+    normalize: Literal["none", "tensor"] = "none",
 ) -> Merged:
     """Average of the experts with their diagonal Fisher information as weights.
 
@@ -40,7 +40,7 @@ def merge(
         floor_unit: "mean" takes `floor` times the mean Fisher of that expert's tensor, so that the answer does not
             depend on the units of the loss; "absolute" takes `floor` as it is.
         floor_use: "add" adds it to every entry; "drop" keeps the base where the summed Fisher is not above it.
-        normalise: "tensor" divides each expert's Fisher by its Euclidean norm over this tensor (plus the floor).
+        normalize: "tensor" divides each expert's Fisher by its Euclidean norm over this tensor (plus the floor).
 
     Source:
         M. Matena, C. Raffel, "Merging models with Fisher-weighted averaging", NeurIPS 2022, arXiv:2111.09832.
@@ -51,7 +51,7 @@ def merge(
     for delta, fisher, given in zip(deltas, statistics["fisher"], share, strict=True):
         weight = given
         own_floor = floor if floor_unit == "absolute" else floor * float(fisher.mean())
-        if normalise == "tensor":
+        if normalize == "tensor":
             weight = weight / (float(torch.linalg.vector_norm(fisher)) + own_floor + _NOWHERE)
         precision = fisher.to(delta.dtype, copy=True)
         if floor_use == "add":

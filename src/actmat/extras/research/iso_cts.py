@@ -16,7 +16,7 @@ from torch import Tensor
 from actmat.linalg import operations as ops
 from actmat.linalg.inner import one_pass_sum
 from actmat.linalg.lapack import retry_stats
-from actmat.linalg.singular import join, orthogonalised_sum
+from actmat.linalg.singular import join, orthogonalized_sum
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, part_stats, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Fraction, MergeMethod, Weights
@@ -64,7 +64,7 @@ def merge(
         parts.append(thin_svd(rest_OI, k=n_task, rtol=rtol, floor=floor).scaled(weight))
     u_OJ, s_J, v_IJ = join([*parts, common])
     level = s_J.sum(-1, keepdim=True) / (n_common + n_task * len(deltas))
-    left_OJ, right_JI, retries = orthogonalised_sum(u_OJ, level.expand_as(s_J), v_IJ, accuracy_of(total_OI))
+    left_OJ, right_JI, retries = orthogonalized_sum(u_OJ, level.expand_as(s_J), v_IJ, accuracy_of(total_OI))
     found = (common, *parts)
     stats: dict[str, float | int | str | bool] = {
         "common": n_common,
@@ -91,8 +91,8 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     short = min(rows, columns)
     # The sum, a residual and its projection; all triplets in float64 as parts, side by side and as polar factors.
     decompose = 4 * rows * columns + 2 * short * (rows + columns) + svd_workspace(rows, columns)
-    orthogonalise = 2 * rows * columns + 7 * short * (rows + columns) + 12 * short * short
-    return math.prod(batch) * max(decompose, orthogonalise)
+    orthogonalize = 2 * rows * columns + 7 * short * (rows + columns) + 12 * short * short
+    return math.prod(batch) * max(decompose, orthogonalize)
 
 
 def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:

@@ -29,7 +29,7 @@ def merge(
     include_base: bool = False,
     of: Literal["weights", "deltas"] = "weights",
 ) -> Merged:
-    """Centre of mass of the experts' directions on the unit sphere, at their mean norm.
+    """Center of mass of the experts' directions on the unit sphere, at their mean norm.
 
         W* = (sum_t a_t |W_t|) u*,
         u* = argmin_u sum_t a_t angle(u, W_t / |W_t|)^2,   |u| = 1
@@ -38,7 +38,7 @@ def merge(
     on coefficients, with the `T x T` inner products in place of the tensors: they are read twice, not twice per step.
 
     Args:
-        weights: one per expert, `a` before it is normalised to sum 1 (the base's own weight is their mean).
+        weights: one per expert, `a` before it is normalized to sum 1 (the base's own weight is their mean).
         max_iter: most steps of the fixed-point iteration; 0: the direction of the weighted mean of the unit vectors
             (mergekit's multislerp).
         tol: length of a step, in radians, at which it stops; tensors with a smaller norm have no direction.
@@ -103,7 +103,7 @@ def _with_zero_base(gram_TT: Tensor) -> Tensor:
 def sphere_mean(cosine_KK: Tensor, alpha_K: Tensor, max_iter: int, tol: float) -> tuple[Tensor, int]:
     """Coefficients of the weighted Karcher mean of unit vectors with these inner products, and the steps taken.
 
-    Fixed-point iteration `m <- exp_m(sum_k a_k log_m(u_k))`, started at the normalised weighted mean (at the first
+    Fixed-point iteration `m <- exp_m(sum_k a_k log_m(u_k))`, started at the normalized weighted mean (at the first
     vector where that mean vanishes).
     """
     mean_K = alpha_K.clone()

@@ -27,7 +27,7 @@ from actmat.linalg.singular import (
     isotropic,
     join,
     joint_basis,
-    orthogonalised_sum,
+    orthogonalized_sum,
     slots_per_expert,
 )
 from actmat.linalg.svd import RANK_RTOL, Way, accuracy_of, part_stats, svd_workspace, thin_svd
@@ -198,7 +198,7 @@ def _by_spectrum(
     if rule == "tsv":
         slots = slots_per_expert((directions, directions), len(parts_RI))
         triplets = [thin_svd(part, k=slots, accuracy=accuracy) for part in parts_RI]
-        left, right, retries = orthogonalised_sum(*join(triplets), accuracy=accuracy)
+        left, right, retries = orthogonalized_sum(*join(triplets), accuracy=accuracy)
         retries += tuple(name for part in triplets for name in part.retries)
         return left @ right, retries, tuple(part.way for part in triplets)
     total_RI = torch.stack(list(parts_RI)).sum(0)

@@ -42,8 +42,8 @@ def merge_matrices(
         weights: one per expert, for methods that take them.
         generator: CPU generator of random methods; default: seeded with 0.
         space: in which deltas of adapters are merged, see `methods.spaces`.
-        post: steps of post-processing, in this order: "isotropise", "isotropise:mean=rank" or {"name":
-            "isotropise", "options": {...}}.
+        post: steps of post-processing, in this order: "isotropize", "isotropize:mean=rank" or {"name":
+            "isotropize", "options": {...}}.
         options: options of the method.
 
     Returns:

@@ -18,7 +18,7 @@ FROM_SUM: frozenset[Law] = SUM_LAWS | {"single", "orthogonal_rows_sum"}
 
 def wudi(
     *,
-    optimiser: Literal["closed", "adam"] = "closed",
+    optimizer: Literal["closed", "adam"] = "closed",
     rtol: Annotated[float | None, Bounds(0, 1)] = None,
     null: Null = "sum",
     steps: Annotated[int, Bounds(0)] = 300,
@@ -34,7 +34,7 @@ def wudi(
     non-negative; they multiply the expert's term and, in the fill, `D_t`.
 
     Args:
-        optimiser: "closed" for the minimiser; "adam" for `steps` steps of Adam from the sum, as published. Adam's
+        optimizer: "closed" for the minimizer; "adam" for `steps` steps of Adam from the sum, as published. Adam's
             steps do not scale with the deltas: `lr` is in the units of the weights.
         rtol: relative cut-off of the closed form, as in `actmat`; default `I * eps(float32)`.
         null: fill `N` of the closed form: nothing, the sum, or the mean of the deltas.
@@ -45,7 +45,7 @@ def wudi(
         R. Cheng et al., "Whoever Started the Interference Should End It: Guiding Data-Free Model Merging via Task
         Vectors", ICML 2025, arXiv:2503.08099.
     """
-    return Adam(steps, lr) if optimiser == "adam" else InterferenceRule(PER_NORM, Filter(rtol=rtol), null)
+    return Adam(steps, lr) if optimizer == "adam" else InterferenceRule(PER_NORM, Filter(rtol=rtol), null)
 
 
 def swudi(
@@ -62,7 +62,7 @@ def swudi(
         N = sum_t w_t D_t
 
     `S = sum_t w_t D_t^T D_t / ||D_t||_F^2 = V diag(l) V^T`, `B = sum_t w_t D_t D_t^T D_t / ||D_t||_F^2`. WUDI's few
-    Adam steps stop long before the minimiser, and do better for it; the exponential filter is that early stop in closed
+    Adam steps stop long before the minimizer, and do better for it; the exponential filter is that early stop in closed
     form. Weights are non-negative; they multiply `K_t` and, in the fill, `D_t`.
 
     Args:

@@ -35,8 +35,8 @@ def merge(
         D* = (sum_t D_t G_t V) (V^T G V + ridge m I)^+ V^T,   G = sum_t G_t
 
     The columns of `V` span the rows of all deltas (of adapters, of all `A_t`), `m` is the mean eigenvalue of `V^T G V`.
-    With `ridge=0` it minimises `sum_t E ||(D - D_t) z_t||^2` over all `D` whose rows lie in that span; `regmean`
-    minimises it over all `D`. The statistics that it needs are `V^T G_t V`, of the size of the ranks. float64 inside.
+    With `ridge=0` it minimizes `sum_t E ||(D - D_t) z_t||^2` over all `D` whose rows lie in that span; `regmean`
+    minimizes it over all `D`. The statistics that it needs are `V^T G_t V`, of the size of the ranks. float64 inside.
 
     Args:
         rows_NI: basis in which the deltas are given, for the low-rank form: cores instead of deltas.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actmat.linalg import operations as ops
 from actmat.linalg.lapack import retry_stats
-from actmat.linalg.singular import join, orthogonalised_sum, slots_per_expert
+from actmat.linalg.singular import join, orthogonalized_sum, slots_per_expert
 from actmat.linalg.svd import RANK_RTOL, ThinSVD, accuracy_of, orthogonal_svd, part_stats, svd_workspace, thin_svd
 from actmat.methods._shared.per_matrix import KnownShape, in_cores
 from actmat.methods.contract import Bounds, Fraction, MergeMethod, Weights
@@ -37,7 +37,7 @@ def merge(
     rank_aware: bool = True,
     rtol: Fraction = RANK_RTOL,
 ) -> Merged:
-    """Top singular vectors of every expert, orthogonalised across experts (TSV-M).
+    """Top singular vectors of every expert, orthogonalized across experts (TSV-M).
 
         D* = polar([U_1 .. U_T]) diag(s_1 .. s_T) polar([V_1 .. V_T])^T
 
@@ -50,7 +50,7 @@ def merge(
         k: directions kept per expert, instead of `floor(min(O, I) / T)`.
         min_k: smallest number of directions kept per expert when `k` is not given.
         rank_aware: keep no more directions of an expert than its numerical rank. Without it, the null-space vectors
-            that LAPACK happens to return enter the orthogonalisation, and the result depends on the LAPACK.
+            that LAPACK happens to return enter the orthogonalization, and the result depends on the LAPACK.
         rtol: singular values at or below `rtol` times the largest one of the expert count as zero.
 
     Source:
@@ -65,7 +65,7 @@ def merge(
             return Merged(torch.zeros_like(delta_OI), {"k": 0, "rank_min": 0, "rank_max": 0})
         parts.append(_triplets(delta_OI, slots, rank_aware, rtol).scaled(weight))
     assert parts, "a merge has at least one expert"
-    left_OJ, right_JI, retries = orthogonalised_sum(*join(parts), accuracy=accuracy_of(delta_OI))
+    left_OJ, right_JI, retries = orthogonalized_sum(*join(parts), accuracy=accuracy_of(delta_OI))
     kept = torch.stack([p.rank.clamp_max(slots) for p in parts])
     ranks = {"rank_min": int(kept.min()), "rank_max": int(kept.max())}
     retries += tuple(name for part in parts for name in part.retries)
@@ -95,8 +95,8 @@ def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any])
     # `svd_workspace` is for a compute dtype of float32; LAPACK's own route, in float64, takes twice that.
     routes = 1 if options["rank_aware"] else 2
     decompose = 2 * joint * (rows + columns) + routes * svd_workspace(rows, columns)
-    orthogonalise = 7 * joint * (rows + columns) + 12 * joint * joint + rows * columns
-    return math.prod(batch) * max(decompose, orthogonalise)
+    orthogonalize = 7 * joint * (rows + columns) + 12 * joint * joint + rows * columns
+    return math.prod(batch) * max(decompose, orthogonalize)
 
 
 def _operations(shape: Sequence[int], n_experts: int, options: Mapping[str, Any], double: bool) -> list[ops.Operation]:

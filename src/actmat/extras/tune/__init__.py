@@ -1,1 +1,1 @@
-"""The best merge of some experts, found from a few unlabelled inputs of each."""
+"""The best merge of some experts, found from a few unlabeled inputs of each."""

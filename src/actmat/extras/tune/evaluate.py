@@ -1,4 +1,4 @@
-"""Scores of candidates on unlabelled inputs: written into the live model, compared with every expert, journaled.
+"""Scores of candidates on unlabeled inputs: written into the live model, compared with every expert, journaled.
 
 An expert's predictions are kept while many candidates are compared with them. Of many classes (the vocabulary of a
 language model) the `top` most probable ones are kept and the rest as one class: the divergence over these is at most
@@ -61,7 +61,7 @@ class AnswerComparison:
     Args:
         divergence: sum of `KL(expert || merged)` in nats.
         differing: number of predictions whose most probable class differs.
-        right, labelled: predictions that agree with the labels, and that have one.
+        right, labeled: predictions that agree with the labels, and that have one.
         surprise: sum of the negative log-probabilities of the labels.
         predictions: how many there are.
     """
@@ -69,7 +69,7 @@ class AnswerComparison:
     divergence: tuple[float, ...] = ()
     differing: tuple[int, ...] = ()
     right: tuple[int, ...] = ()
-    labelled: tuple[int, ...] = ()
+    labeled: tuple[int, ...] = ()
     surprise: tuple[float, ...] = ()
     predictions: tuple[int, ...] = ()
 
@@ -135,7 +135,7 @@ def compare_answers(
             for name, value_P in _values(log_q_PC, expert, batch).items():
                 sums = torch.zeros(batch.samples, dtype=torch.float64, device=value_P.device)
                 rows[name] += sums.index_add_(0, sample_P, value_P.double()).tolist()
-    whole = ("differing", "right", "labelled", "predictions")
+    whole = ("differing", "right", "labeled", "predictions")
     values: dict[str, Any] = {k: tuple(map(int, v) if k in whole else v) for k, v in rows.items()}
     return AnswerComparison(**values)
 
@@ -154,7 +154,7 @@ def _values(log_q_PC: Tensor, expert: Answers, batch: InputBatch) -> dict[str, T
         "divergence": divergence_of(log_q_PC, expert),
         "differing": best_P != expert.best_P,
         "right": (best_P == known_P) & has_P,
-        "labelled": has_P,
+        "labeled": has_P,
         "surprise": torch.where(has_P, of_label_P, torch.zeros_like(of_label_P)),
         "predictions": torch.ones_like(best_P),
     }
@@ -273,7 +273,7 @@ def loss_of(found: AnswerComparison, score: ScoreName, sample: Sequence[int] | N
         StatisticsError: accuracy or perplexity without labels.
     """
     numbers = range(len(found.predictions)) if sample is None else sample
-    counts = found.labelled if score in ("accuracy", "perplexity") else found.predictions
+    counts = found.labeled if score in ("accuracy", "perplexity") else found.predictions
     total = sum(counts[n] for n in numbers)
     if not total:
         raise StatisticsError(f"The score '{score}' needs labels, and none of the inputs has one (--label-column).")
@@ -292,7 +292,7 @@ class Evaluator:
         live: the base's model.
         directions: of the merges.
         asked: per expert.
-        score: the function to minimise.
+        score: the function to minimize.
         journal: file of finished trials.
         mark: of everything that a loss depends on besides the candidate; trials of another mark are not used.
     """

@@ -1,7 +1,7 @@
-"""Unlabelled inputs of every expert, prepared once: half to search with, half for the final comparison.
+"""Unlabeled inputs of every expert, prepared once: half to search with, half for the final comparison.
 
 If statistics are measured, half of the inputs to search with are set apart for them: a merge by statistics is nearer to
-the experts on inputs that were measured than on others, so these inputs would favour it.
+the experts on inputs that were measured than on others, so these inputs would favor it.
 
 Causal language models continue each input themselves, and encoder-decoder models write their own target, so that a
 candidate is compared on the expert's own words, in one forward pass (teacher forcing).

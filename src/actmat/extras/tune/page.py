@@ -53,7 +53,7 @@ def _candidates(report: TuneReport) -> Plot:
     paths = []
     for trial in sorted(trials, key=lambda t: (t.candidate.key == chosen, t.candidate.key in front)):  # last: on top
         key = trial.candidate.key
-        style = "merged chosen" if key == chosen else "e0 mid" if key in front else "grey"
+        style = "merged chosen" if key == chosen else "e0 mid" if key in front else "gray"
         tip = f"{trial.candidate}: mean {number(trial.mean)}, worst {number(trial.worst)}"
         point = (x_axis.position(trial.mean), y_axis.top(trial.worst))
         paths.append(Drawn(dots([point]), f"dot {style}", tip))
@@ -63,7 +63,7 @@ def _candidates(report: TuneReport) -> Plot:
         [(x_axis.position(t), number(t)) for t in x_axis.ticks],
         f"to the right: mean {report.score}; upwards: of the worst expert",
         paths,
-        names=[("merged thick", "chosen"), ("e0", "no other is better in both"), ("grey", "the rest")],
+        names=[("merged thick", "chosen"), ("e0", "no other is better in both"), ("gray", "the rest")],
     )
 
 

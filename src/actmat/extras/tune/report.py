@@ -67,7 +67,7 @@ class TuneReport:
         trials: everything that was tried, in order.
         front: trials that no other beats in both the mean and the worst loss.
         finals: the final comparison, the chosen merge first.
-        score: name of the minimised score.
+        score: name of the minimized score.
         refused: merge -> the reason why it could not be made.
         notes: facts for the user, in words.
         seconds: wall time.
@@ -167,7 +167,7 @@ def _interval(
 
 def _drawn(rng: random.Random, found: AnswerComparison, score: Any) -> list[int]:
     """As many inputs as there are, drawn with replacement; only those that count for the score."""
-    counts = found.labelled if score in ("accuracy", "perplexity") else found.predictions
+    counts = found.labeled if score in ("accuracy", "perplexity") else found.predictions
     usable = [n for n, count in enumerate(counts) if count]
     return rng.choices(usable, k=len(usable))
 

@@ -83,7 +83,7 @@ class Varied:
         predictions: of one expert, at least.
         groups: names of the groups of layers that get a factor of their own.
         weighted: number of experts whose weights are searched; 0: none.
-        seed: of the optimiser.
+        seed: of the optimizer.
     """
 
     predictions: int
@@ -216,7 +216,7 @@ def _best_of_each(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _refine(start: TuneCandidate, run: Callable[[TuneCandidate], Trial], steps: int, varied: Varied) -> None:
-    """Minimise over scale, factors of groups and weights of experts together, near a candidate (Optuna's TPE)."""
+    """Minimize over scale, factors of groups and weights of experts together, near a candidate (Optuna's TPE)."""
     if steps < 1:
         return
     import optuna
@@ -235,8 +235,8 @@ def _refine(start: TuneCandidate, run: Callable[[TuneCandidate], Trial], steps: 
 
     sampler = optuna.samplers.TPESampler(seed=varied.seed, multivariate=True, n_startup_trials=4)
     study = optuna.create_study(sampler=sampler)
-    centre = {"scale": start.scale} | {f"group {g}": 1.0 for g in varied.groups}
-    study.enqueue_trial(centre | {f"weight {t}": 1.0 for t in range(varied.weighted)})
+    center = {"scale": start.scale} | {f"group {g}": 1.0 for g in varied.groups}
+    study.enqueue_trial(center | {f"weight {t}": 1.0 for t in range(varied.weighted)})
     study.optimize(objective, n_trials=steps)
 
 

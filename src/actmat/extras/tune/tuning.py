@@ -1,4 +1,4 @@
-"""`actmat.tune` and `actmat.tune_scale`: find the best merge of some experts from a few unlabelled inputs of each."""
+"""`actmat.tune` and `actmat.tune_scale`: find the best merge of some experts from a few unlabeled inputs of each."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def tune(
     progress: TuneProgress | None = None,
     **fields: Any,
 ) -> TuneReport:
-    """Find the best merge of some experts from a few unlabelled inputs of each, and write it.
+    """Find the best merge of some experts from a few unlabeled inputs of each, and write it.
 
     Every method of the space is merged once; scales are written into one model in memory and scored by the mean
     divergence `KL(expert || merged)` of the experts' own predictions on their inputs (docs/tune.md says how far to
@@ -94,7 +94,7 @@ def tune(
     Args:
         base: as for `merge`; None: the one that the adapters name.
         experts: as for `merge`.
-        data: expert -> its unlabelled inputs (32 to 256), or one data set for all: a location, `DataOptions`, or
+        data: expert -> its unlabeled inputs (32 to 256), or one data set for all: a location, `DataOptions`, or
             batches of keyword arguments of the model.
         out: directory to write; the search itself is described in `OUT.tune`.
         space: the candidates: `{"methods": [...], "scales": [...], "groups": "kind", "weights": True}`; default:
@@ -125,7 +125,7 @@ def tune_scale(
     progress: TuneProgress | None = None,
     **fields: Any,
 ) -> TuneReport:
-    """Merge as `merge` does, at the scale that unlabelled inputs of the experts choose.
+    """Merge as `merge` does, at the scale that unlabeled inputs of the experts choose.
 
     The method and its options are those of the arguments; it is merged once for the search and once for the output.
     In the end, the chosen scale is compared with the one that was asked for and with the base.
@@ -194,7 +194,7 @@ def tune_recipe(
     run: RunSettings | None = None,
     progress: TuneProgress | None = None,
 ) -> TuneReport:
-    """Choose method, options and scale by the answers of the experts on unlabelled inputs, and write that merge.
+    """Choose method, options and scale by the answers of the experts on unlabeled inputs, and write that merge.
 
     Whole models that are tried are kept in `OUT.tune` until the end, in float32, each once; merged adapters in memory.
     An interrupted search goes on from its trials.

@@ -4,7 +4,7 @@ Memory is in elements of float32, the usual compute dtype; a float64 matrix coun
 deltas, including the result, for the most expensive of the paths that the data may choose.
 
 Operations are counted as `linalg.operations` counts them, for the usual path: the cut-off removes something, so that
-the spectrum is computed after a first factorisation has failed to prove the contrary, and half of the directions are
+the spectrum is computed after a first factorization has failed to prove the contrary, and half of the directions are
 kept.
 
 Shapes: `O` out_features, `I` in_features, `R` rows of one factor, `N` side of the reduced problem, `T R` rows of all.
@@ -63,10 +63,10 @@ def _solving(rows: int, size: int, rule: InterferenceRule, panel: int) -> int:
     if rule.solver != "auto" or rule.spectral.kind not in ("hard", "tikhonov"):
         return spectrum
     # float64: the shifted copy and its factor; then the factor and either its inverse or panels of right-hand sides
-    factorising = 4 * square
+    factorizing = 4 * square
     if rows > size:
-        return max(spectrum, factorising, 5 * square, square + panel)
-    return max(spectrum, factorising, 2 * square + 5 * min(rows, PANEL_ROWS) * size + panel)
+        return max(spectrum, factorizing, 5 * square, square + panel)
+    return max(spectrum, factorizing, 2 * square + 5 * min(rows, PANEL_ROWS) * size + panel)
 
 
 def _scaled_copies(rows: int, width: int, estimator: Estimator) -> int:
@@ -79,7 +79,7 @@ def _estimate(rows: int, width: int, estimator: Estimator) -> int:
     entries, peak = rows * width, 0
     if estimator.trim is not None:
         peak = 2 * entries + selection_workspace(entries)  # a contiguous copy and the result
-    if estimator.centre:
+    if estimator.center:
         peak = max(peak, entries * (1 if estimator.trim is None else 2))
     if estimator.power != 1.0:
         small = min(rows, width)
@@ -144,7 +144,7 @@ def _estimating(rows: int, width: int, rule: InterferenceRule, *, has_grams: boo
     passes = 2 + (1 if rule.needs_sum else 0)
     found: list[Operation] = []
     if not has_grams:
-        passes += (8 if rule.estimator.trim is not None else 0) + (2 if rule.estimator.centre else 0)
+        passes += (8 if rule.estimator.trim is not None else 0) + (2 if rule.estimator.center else 0)
         if rule.estimator.power != 1.0:
             found.append(svd(rows, width))
     return [entries(passes * rows * width), *found]

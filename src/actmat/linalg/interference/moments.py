@@ -2,7 +2,7 @@
 
     S = sum_t w_t A_t^T A_t        B = sum_t w_t D_t A_t^T A_t        N = sum_t v_t D_t
 
-`w_t` holds the user's weight and the normaliser, `v_t` only the user's weight. Two forms hold the same information:
+`w_t` holds the user's weight and the normalizer, `v_t` only the user's weight. Two forms hold the same information:
 
 * primal: `S` and `B` themselves;
 * stacked: `A = [sqrt(w_t) A_t]` and `M = [sqrt(w_t) D_t A_t^T]`, so that `S = A^T A` and `B = M A`. Smaller when all

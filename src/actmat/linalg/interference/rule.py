@@ -48,19 +48,19 @@ class Estimator:
     """The estimate `w_t K_t` of one delta `D_t`; the steps apply in this order."""
 
     trim: float | None = None  # keep this fraction of the entries, those of largest magnitude (TACT)
-    centre: bool = False  # subtract from each row the mean row (over `O`), as ACE does
+    center: bool = False  # subtract from each row the mean row (over `O`), as ACE does
     power: float = 1.0  # `K_t = (A^T A)^power` in place of `A^T A`
     normalize: Normalizer = "none"  # "norm": `1 / ||D_t||_F^2` of the full delta (WUDI), 0 for a zero delta
 
     @property
     def degree(self) -> float:
-        """Power with which `w_t K_t` grows with the delta: 2 as it is, 0 with the normaliser."""
+        """Power with which `w_t K_t` grows with the delta: 2 as it is, 0 with the normalizer."""
         return 2 * self.power - (2 if self.normalize == "norm" else 0)
 
     @property
     def is_delta(self) -> bool:
         """True if the factor is the delta itself."""
-        return self.trim is None and not self.centre and self.power == 1.0
+        return self.trim is None and not self.center and self.power == 1.0
 
     def rows(self, out_features: int, in_features: int) -> int:
         """Rows `R` of the factor of an `O x I` delta."""
@@ -69,7 +69,7 @@ class Estimator:
     def factor(self, delta_OI: Tensor) -> tuple[Tensor, Retries]:
         """`A_t` with `K_t = A_t^T A_t`, and the retries of its decomposition; maybe the delta itself."""
         out = delta_OI if self.trim is None else trim_to_top(delta_OI, self.trim)
-        if self.centre:
+        if self.center:
             out = out - out.mean(dim=-2, keepdim=True)
         return self.powered(out)
 
@@ -85,7 +85,7 @@ class Estimator:
         return svd.s_R.pow(self.power).unsqueeze(-1) * svd.vh_RN, svd.retries
 
     def weight(self, squared_norm: float) -> float:
-        """The normaliser `w_t` of a delta with this squared Frobenius norm."""
+        """The normalizer `w_t` of a delta with this squared Frobenius norm."""
         if self.normalize == "none":
             return 1.0
         return 1.0 / squared_norm if squared_norm > 0 else 0.0
@@ -105,7 +105,7 @@ class Filter:
     rtol: float | None = None  # relative cut-off in units of the eigenvalues of `S`; None means `I eps(float32)`
     ridge: float = 0.1  # in units of the mean eigenvalue
     time: float = 10.0  # in units of 1 / m
-    time_is_absolute: bool = False  # in units of 1: eigenvalues of a normalised `S` have a scale
+    time_is_absolute: bool = False  # in units of 1: eigenvalues of a normalized `S` have a scale
 
     def resolved_rtol(self, size: int, width: int, dtype: torch.dtype) -> float:
         """The relative cut-off in force for an `N x N` matrix (`size`) of a layer with `I = width` inputs.
@@ -174,7 +174,7 @@ class InterferenceRule:
         return weights_problem(weights) or (ZERO_MEAN if self.null == "mean" and sum(weights) == 0 else None)
 
     def gram_weight(self, gram_II: Tensor) -> float:
-        """The normaliser of a given Gram matrix."""
+        """The normalizer of a given Gram matrix."""
         if not self.per_trace:
             return 1.0
         trace = float(gram_II.diagonal().double().sum())

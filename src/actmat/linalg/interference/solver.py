@@ -3,7 +3,7 @@
     S = sum_t w_t K_t = V diag(l) V^T          B = sum_t w_t D_t K_t
     D* = N (I - V f(l) V^T) + B V (f(l)/l) V^T  =  N + (B - N S) V (f(l)/l) V^T
 
-A member is a point on five axes (`InterferenceRule`): the estimator of `K_t`, its normaliser, the target (always the
+A member is a point on five axes (`InterferenceRule`): the estimator of `K_t`, its normalizer, the target (always the
 full delta), the spectral filter `f`, and `N`, which fills the directions that the filter leaves out.
 
 `prepare` accumulates, `finish` solves; rules with equal `InterferenceRule.moments_key()` share one `prepare` and,
@@ -83,7 +83,7 @@ def prepare(
         deltas: `*batch O I` each, float32 or float64.
         weights: non-negative, one per expert; they multiply `K_t` and, in the fill, `D_t`.
         grams: `I x I` or `*batch I I`, one per expert, in place of the estimates.
-        factors: `*batch R I`, one per expert: the estimator's input in place of the delta, already trimmed and centred.
+        factors: `*batch R I`, one per expert: the estimator's input in place of the delta, trimmed and centered.
         width: in_features of the layer where `I` is the size of a compressed basis.
 
     Raises:
@@ -165,12 +165,12 @@ def solve_lowrank(
     exact = [d.to(torch.float64) for d in deltas]
     bases = common_bases(exact)
     factors = None
-    if rule.estimator.centre:
-        # (b - 1 mean(b)) a: centring acts on the rows of b. Its Gram needs only the R of b's QR, and q.
-        centred = (d.b_OR - d.b_OR.mean(dim=-2, keepdim=True) for d in exact)
+    if rule.estimator.center:
+        # (b - 1 mean(b)) a: centering acts on the rows of b. Its Gram needs only the R of b's QR, and q.
+        centered = (d.b_OR - d.b_OR.mean(dim=-2, keepdim=True) for d in exact)
         factors = [
             _padded(torch.linalg.qr(b).R @ (d.a_RI @ bases.q_IQ), bases.q_IQ.shape[-1])
-            for b, d in zip(centred, exact, strict=True)
+            for b, d in zip(centered, exact, strict=True)
         ]
     state = prepare(bases.cores_PQ, rule, weights=weights, factors=factors, width=deltas[0].shape[-1])
     core_PQ, stats = finish(state, rule, consume=True)
@@ -269,7 +269,7 @@ def _add(
         state.largest[item] = norm
     unit = -state.exponents[item]
     delta_OI = scaled(delta_OI, unit)
-    # the normaliser brings every expert's estimate to the same size, so that each is formed in a unit of its own
+    # the normalizer brings every expert's estimate to the same size, so that each is formed in a unit of its own
     own = exponent_of(norm * 2.0**unit) if estimate.normalize == "norm" else 0
     if given_RI is None:
         factor_RI, new = estimate.factor(scaled(delta_OI, -own))
@@ -292,7 +292,7 @@ def checked_weight(weight: float, dtype: torch.dtype) -> float:
     raise NumericalError(
         f"the weight of an expert's estimate, {weight:g}, is beyond {str(dtype).removeprefix('torch.')}'s range "
         f"({torch.finfo(dtype).max:g}). Likely cause: weights far from 1, or deltas of very different sizes with "
-        "normalise='norm'. Fix: weights near 1, or compute in float64."
+        "normalize='norm'. Fix: weights near 1, or compute in float64."
     )
 
 

@@ -27,10 +27,10 @@ from actmat.linalg.lapack import Retries
 Stats = dict[str, float | int | str | bool]
 
 FLOAT32_CONDITION = 1e5
-"""Largest condition number at which a ridge system is factorised in float32; beyond it, float64."""
+"""Largest condition number at which a ridge system is factorized in float32; beyond it, float64."""
 
 LEADING_PART = 4
-"""A leading block of a quarter of the side is factorised first: a 64th of the work, which most failures need."""
+"""A leading block of a quarter of the side is factorized first: a 64th of the work, which most failures need."""
 
 PANEL_ROWS = 1024
 """Rows of a panel: enough for the products to run at full speed."""
@@ -130,7 +130,7 @@ def _by_cholesky(reduced: Reduced, spectral: Filter, rtol: float, mean: float, r
 
 
 def _ridge(reduced: Reduced, gram_NN: Tensor, ridge: float, rows: int) -> tuple[Apply, Stats] | None:
-    """`G = (gram + ridge I)^-1`, factorised in float64 where float32 would lose the ridge in its rounding."""
+    """`G = (gram + ridge I)^-1`, factorized in float64 where float32 would lose the ridge in its rounding."""
     condition = float(torch.linalg.matrix_norm(gram_NN, "fro")) / ridge
     dtype = gram_NN.dtype if condition < FLOAT32_CONDITION else torch.float64
     factor = shifted_cholesky(gram_NN, ridge, dtype)
@@ -168,15 +168,15 @@ def shifted_cholesky(sym_NN: Tensor, shift: float, dtype: torch.dtype) -> Tensor
 def certified_cholesky(sym_NN: Tensor, rtol: float) -> tuple[Tensor, float] | int:
     """float64 Cholesky factor of `sym`, but only if no eigenvalue is at or below `rtol * lambda_max`.
 
-    `min(||sym||_F, ||sym||_inf) = u >= lambda_max`, and by Sylvester's law of inertia a Cholesky factorisation of
+    `min(||sym||_F, ||sym||_inf) = u >= lambda_max`, and by Sylvester's law of inertia a Cholesky factorization of
     `sym - c I` that succeeds proves `lambda_min > c`. With `c = rtol u + margin` this proves
-    `lambda_min > rtol lambda_max`; the margin covers the backward error of the factorisation,
+    `lambda_min > rtol lambda_max`; the margin covers the backward error of the factorization,
     `(N + 2) eps(float64) tr(sym)` (Higham, Accuracy and Stability of Numerical Algorithms, 2002, theorem 10.3).
 
     Returns:
         The factor and `rtol u`, an upper bound of the absolute cut-off; or, when the proof does not succeed, a number
         of eigenvalues that are certainly above `rtol * lambda_max`: the side of the leading block up to which the
-        factorisation went, by Cauchy's interlacing.
+        factorization went, by Cauchy's interlacing.
     """
     n, trace = sym_NN.shape[-1], float(sym_NN.diagonal().double().sum())
     norms = torch.linalg.matrix_norm(sym_NN, "fro"), torch.linalg.matrix_norm(sym_NN, float("inf"))
@@ -185,15 +185,15 @@ def certified_cholesky(sym_NN: Tensor, rtol: float) -> tuple[Tensor, float] | in
     if float(sym_NN.diagonal().min()) <= shift:  # lambda_min never exceeds a diagonal entry
         return 0
     for size in (n // LEADING_PART, n):  # nor the smallest eigenvalue of a leading block (Cauchy's interlacing)
-        factorised = _positive_definite_part(sym_NN[:size, :size], -shift)
-        if factorised < size:
-            return factorised
+        factorized = _positive_definite_part(sym_NN[:size, :size], -shift)
+        if factorized < size:
+            return factorized
     factor = shifted_cholesky(sym_NN, 0.0, torch.float64)
     return n if factor is None else (factor, bound)
 
 
 def _positive_definite_part(sym_NN: Tensor, shift: float) -> int:
-    """Side of the leading block of `sym + shift I` that a float64 Cholesky factorisation finds positive definite."""
+    """Side of the leading block of `sym + shift I` that a float64 Cholesky factorization finds positive definite."""
     shifted = sym_NN.to(torch.float64, copy=True)
     shifted.diagonal().add_(shift)
     failed = int(torch.linalg.cholesky_ex(shifted).info)

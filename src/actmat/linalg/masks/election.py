@@ -111,7 +111,7 @@ class _Election:
     settled: bool  # the tie-break does not depend on the sum of all elected signs
     buffers: _Buffers
     balance: int = 0  # sum of the elected signs so far
-    # entries where the votes cancelled, and the votes there
+    # entries where the votes canceled, and the votes there
     contested: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
 
     def add(self, chunks_TP: Sequence[Tensor], start: int, out_P: Tensor) -> None:
@@ -134,7 +134,7 @@ class _Election:
                 self.balance += _sum_of_signs(sign_S)
             self._merge(votes_TS, sign_S, out_S, work_3S)
         if not self.settled:
-            # The provisional tie-break is plus. Only entries where the votes cancelled and the result differs from 0
+            # The provisional tie-break is plus. Only entries where the votes canceled and the result differs from 0
             # depend on it.
             index_C = true_indices(sign_S.eq_(0).mul_(out_S).bool())
             entry_C = index_C if several_S is None else several_S[index_C]
@@ -239,7 +239,7 @@ class _Buffers:
 
 
 def sign_balance(deltas: Sequence[Tensor], masks: Sequence[Mask]) -> int:
-    """Sum over all entries of the elected signs: its sign is the majority that decides cancelled votes."""
+    """Sum over all entries of the elected signs: its sign is the majority that decides canceled votes."""
     balance = 0
     for start, chunks_TP in walk(deltas):
         votes_TP: list[Tensor] = []

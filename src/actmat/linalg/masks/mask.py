@@ -38,7 +38,7 @@ class Keep:
 class Trim:
     """Keeps entries with `|x| >= cut`; of those equal to `cut`, only the first `quota` in storage order, if given.
 
-    `level` is the argument of `hardshrink`, which keeps `|x| > level` in one vectorised step: the largest float
+    `level` is the argument of `hardshrink`, which keeps `|x| > level` in one vectorized step: the largest float
     below the cut. A negative level keeps every entry, an infinite one keeps none.
     """
 
@@ -166,7 +166,7 @@ class Drop:
             self._left_P, self._extra_E, self._last_extra = self._left_P[:0], self._extra_E[:0], -1
         draws_P, limit = self._bytes(numel), bound - 2**7
         keeping = self.density <= 0.5
-        # 0 and 1 as integers, then as floats: both are vectorised, which making and using booleans is not
+        # 0 and 1 as integers, then as floats: both are vectorized, which making and using booleans is not
         kept_P = draws_P.lt_(limit) if keeping else draws_P.ge_(limit)
         extra_E = self._extras(start + numel, (rare - bound / 2**8) / (1 - bound / 2**8))
         return kept_P.index_fill_(0, extra_E - start, int(keeping))

@@ -235,7 +235,7 @@ class _Histogram:
 
 
 def _at_least(numbers_P: Tensor, low: int) -> Tensor:
-    """Number of integers `>= low`, computed in integers because comparisons that give booleans are not vectorised."""
+    """Number of integers `>= low`, computed in integers because comparisons that give booleans are not vectorized."""
     return torch.ge(numbers_P, low, out=torch.empty_like(numbers_P)).sum(dtype=numbers_P.dtype)
 
 

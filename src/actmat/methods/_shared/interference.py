@@ -39,7 +39,7 @@ RuleOf = Callable[..., InterferenceRule | Adam]
 GivenStatistics = Mapping[str, Sequence[Tensor]]
 
 _ADAM_NEEDS_ENTRIES = (
-    "optimiser='adam' is not available for low-rank deltas: Adam scales each entry of the O x I matrix by itself, "
+    "optimizer='adam' is not available for low-rank deltas: Adam scales each entry of the O x I matrix by itself, "
     "which the factors do not show"
 )
 _TRIM_NEEDS_ENTRIES = (
@@ -158,7 +158,7 @@ class _Family:
         rule = self.rule_of(**options)
         if self.has_grams or isinstance(rule, Adam) or rule.spectral.kind != "hard" or rule.estimator.trim is not None:
             return False
-        return not rule.estimator.centre or rule.null == "zero"  # a fill adds mean rows, which no `K_t` knows
+        return not rule.estimator.center or rule.null == "zero"  # a fill adds mean rows, which no `K_t` knows
 
     def sums_own_grams(self, options: Mapping[str, Any]) -> bool:
         """See `Stages`."""

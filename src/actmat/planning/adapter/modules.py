@@ -88,11 +88,11 @@ def recipe_problems(recipe: Recipe, decided: Mapping[str, Decision]) -> list[str
 def problems_of_full_tensors(recipe: Recipe, adapters: Sequence[Adapter], kept: Mapping[str, str]) -> list[str]:
     """Tensors that one expert trained in full and another adapted: without the base these do not add up."""
     problems = []
-    labelled = list(zip(recipe.labels, adapters, strict=True))
+    labeled = list(zip(recipe.labels, adapters, strict=True))
     for name in {n: None for a in adapters for n in a.extras if n not in kept}:
         module = name.rpartition(".")[0]
-        full = [label for label, a in labelled if name in a.extras]
-        factored = [label for label, a in labelled if module in a.modules and name.endswith(".weight")]
+        full = [label for label, a in labeled if name in a.extras]
+        factored = [label for label, a in labeled if module in a.modules and name.endswith(".weight")]
         if factored:
             problems.append(
                 f"tensor '{name}' is trained in full in {', '.join(full)} and adapted in {', '.join(factored)}; only "

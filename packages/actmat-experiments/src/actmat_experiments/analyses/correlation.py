@@ -88,9 +88,9 @@ def _products(z_NI: Tensor, size_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _correlations(wide_NI: Tensor, mean_II: Tensor, deviation_II: Tensor, size_N: Tensor) -> Tensor:
-    centred_N = size_N.double() - size_N.double().mean()
-    deviation = centred_N.square().mean().sqrt()
-    covariance_II = (wide_NI * centred_N.unsqueeze(1)).mT @ wide_NI / len(wide_NI)
+    centered_N = size_N.double() - size_N.double().mean()
+    deviation = centered_N.square().mean().sqrt()
+    covariance_II = (wide_NI * centered_N.unsqueeze(1)).mT @ wide_NI / len(wide_NI)
     scale_II = deviation_II * deviation
     return torch.where(scale_II > 0, covariance_II / scale_II, math.nan)
 
@@ -143,19 +143,19 @@ class CorrelationResult(Analysis):
 
     def figure(self) -> Figure:
         """One panel per linear map: level over sample size, and both levels of chance."""
-        from actmat_experiments.harness.figures import COLOURS, finish_panels, new_panels
+        from actmat_experiments.harness.figures import COLORS, finish_panels, new_panels
 
         names = list(self.layers)
         figure, panels = new_panels(len(names), f"Correlation of zzᵀ with ‖g‖² ({self.title})")
         for axes, name in zip(panels, names, strict=True):
             levels = self.layers[name]
             n = [level.n_samples for level in levels]
-            axes.plot(n, [v.rms for v in levels], "o-", color=COLOURS[6], markersize=3.5, label="measured (rms)")
+            axes.plot(n, [v.rms for v in levels], "o-", color=COLORS[6], markersize=3.5, label="measured (rms)")
             low, high = ([getattr(v, f) for v in levels] for f in ("null_samples", "null_samples_95"))
-            axes.plot(n, low, "s--", color=COLOURS[1], markersize=3, linewidth=1, label="chance, samples permuted")
-            axes.fill_between(n, low, high, color=COLOURS[1], alpha=0.25, linewidth=0, label="to its 95 % quantile")
+            axes.plot(n, low, "s--", color=COLORS[1], markersize=3, linewidth=1, label="chance, samples permuted")
+            axes.fill_between(n, low, high, color=COLORS[1], alpha=0.25, linewidth=0, label="to its 95 % quantile")
             chance = [v.null_tokens for v in levels]
-            axes.plot(n, chance, ":", color=COLOURS[0], linewidth=1.4, label="chance, independent tokens")
+            axes.plot(n, chance, ":", color=COLORS[0], linewidth=1.4, label="chance, independent tokens")
         panels[0].set_yscale("log")
         panels[0].minorticks_off()
         finish_panels(figure, panels, list(short_names(names).values()), "samples", "correlation, root mean square")

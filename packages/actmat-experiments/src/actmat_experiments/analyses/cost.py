@@ -102,7 +102,7 @@ class CostResult(Analysis):
 
     def figure(self) -> Figure:
         """Time over operations, one marker per method, and the machine's rate as a line."""
-        from actmat_experiments.harness.figures import COLOURS, MARKERS, new_axes
+        from actmat_experiments.harness.figures import COLORS, MARKERS, new_axes
 
         shapes = list(dict.fromkeys(c.shape for c in self.costs))
         figure, axes = new_axes(
@@ -111,9 +111,9 @@ class CostResult(Analysis):
         for index, shape in enumerate(shapes):
             found = sorted((c for c in self.costs if c.shape == shape), key=lambda c: c.method)
             axes.plot([c.method for c in found], [1e3 * c.seconds for c in found], MARKERS[index % len(MARKERS)],
-                      color=COLOURS[index % len(COLOURS)], markersize=5, label=_label(shape))  # fmt: skip
+                      color=COLORS[index % len(COLORS)], markersize=5, label=_label(shape))  # fmt: skip
             product = 1e3 * math.prod(shape) ** 1.5 / self.rates[_label(shape)]
-            axes.axhline(product, color=COLOURS[index % len(COLOURS)], linestyle=":", linewidth=1,
+            axes.axhline(product, color=COLORS[index % len(COLORS)], linestyle=":", linewidth=1,
                          label=f"one product at {_label(shape)}")  # fmt: skip
         axes.set_yscale("log")
         axes.tick_params(axis="x", rotation=90)

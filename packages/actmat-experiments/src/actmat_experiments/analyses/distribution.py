@@ -92,18 +92,18 @@ class DistributionResult(Analysis):
 
     def figure(self) -> Figure:
         """Per layer the middle half and the middle nine tenths, measured and under both chances."""
-        from actmat_experiments.harness.figures import COLOURS, layer_axis, new_axes
+        from actmat_experiments.harness.figures import COLORS, layer_axis, new_axes
 
         names = list(self.layers)
         figure, axes = new_axes(f"|correlation| of zzᵀ with ‖g‖², against chance ({self.title})", width=9.0)
-        series = (("measured", "measured", COLOURS[6]), ("samples permuted", "samples", COLOURS[1]),
-                  ("independent tokens", "tokens", COLOURS[0]))  # fmt: skip
-        for index, (label, field, colour) in enumerate(series):
+        series = (("measured", "measured", COLORS[6]), ("samples permuted", "samples", COLORS[1]),
+                  ("independent tokens", "tokens", COLORS[0]))  # fmt: skip
+        for index, (label, field, color) in enumerate(series):
             places = [i + 0.26 * (index - 1) for i in range(len(names))]
             rows = [getattr(self.layers[n], field) for n in names]
-            axes.vlines(places, [r[0] for r in rows], [r[4] for r in rows], color=colour, linewidth=1)
-            axes.vlines(places, [r[1] for r in rows], [r[3] for r in rows], color=colour, linewidth=4, alpha=0.6)
-            axes.plot(places, [r[2] for r in rows], "o", color=colour, markersize=3, label=label)
+            axes.vlines(places, [r[0] for r in rows], [r[4] for r in rows], color=color, linewidth=1)
+            axes.vlines(places, [r[1] for r in rows], [r[3] for r in rows], color=color, linewidth=4, alpha=0.6)
+            axes.plot(places, [r[2] for r in rows], "o", color=color, markersize=3, label=label)
         axes.set_ylim(bottom=0)
         axes.set_ylabel("median, middle 50 % and 90 %")
         layer_axis(axes, list(short_names(names).values()))

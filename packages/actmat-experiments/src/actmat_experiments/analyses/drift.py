@@ -112,7 +112,7 @@ class DriftResult(Analysis):
 
     def figure(self) -> Figure:
         """One panel per linear map: angles over steps, against the right angle."""
-        from actmat_experiments.harness.figures import COLOURS, MARKERS, finish_panels, new_panels
+        from actmat_experiments.harness.figures import COLORS, MARKERS, finish_panels, new_panels
 
         names = list(self.last.layers)
         figure, panels = new_panels(len(names), f"Theorem 3.1 along a run ({self.title})")
@@ -126,13 +126,13 @@ class DriftResult(Analysis):
             ("e_drift", "drift", "-", 1.0),
             ("sum of the four (bound)", "full_bound", "--", 1.4),
         )
-        colours = (COLOURS[6], COLOURS[7], COLOURS[4], *COLOURS[:3], COLOURS[3])
+        colors = (COLORS[6], COLORS[7], COLORS[4], *COLORS[:3], COLORS[3])
         for axes, name in zip(panels, names, strict=True):
             for index, (label, field, style, weight) in enumerate(series):
                 values = [math.degrees(getattr(m.layers[name], field)) for m in self.moments]
                 thin = field in ("optimizer", "cross", "correlation", "drift")
                 marker = MARKERS[index] if thin else None
-                axes.plot(steps, values, style, color=colours[index], linewidth=weight, marker=marker, markersize=3,
+                axes.plot(steps, values, style, color=colors[index], linewidth=weight, marker=marker, markersize=3,
                           label=label)  # fmt: skip
             axes.axhline(90, color="#333333", linewidth=0.8)
             axes.axhspan(90, 1000, color="#EEEEEE", zorder=0, label="beyond 90: a bound says nothing")

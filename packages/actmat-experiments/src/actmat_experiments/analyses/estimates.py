@@ -73,7 +73,7 @@ class CosineResult(Analysis):
 
     def figure(self) -> Figure:
         """One marker per estimate and layer, with the range over experts."""
-        from actmat_experiments.harness.figures import COLOURS, MARKERS, layer_axis, new_axes
+        from actmat_experiments.harness.figures import COLORS, MARKERS, layer_axis, new_axes
 
         figure, axes = new_axes(
             "How near are estimates to the Gram matrix C of the inputs? Mean and range over experts"
@@ -86,7 +86,7 @@ class CosineResult(Analysis):
             values = [self.cosines[n][estimate].values() for n in names]
             low = [m - min(v) for m, v in zip(middle, values, strict=True)]
             high = [max(v) - m for m, v in zip(middle, values, strict=True)]
-            axes.errorbar(x, middle, [low, high], fmt=MARKERS[index], color=COLOURS[index], markersize=4,
+            axes.errorbar(x, middle, [low, high], fmt=MARKERS[index], color=COLORS[index], markersize=4,
                           elinewidth=0.8, label=estimate.replace("^T", "ᵀ"))  # fmt: skip
         axes.set_ylim(0, 1.02)
         axes.set_ylabel("cosine with C")
@@ -179,18 +179,18 @@ class ScaleResult(Analysis):
         """One dot per ordered pair of experts and layer; a bar at the median of the larger over the smaller."""
         from matplotlib.ticker import LogLocator
 
-        from actmat_experiments.harness.figures import COLOURS, layer_axis, new_axes
+        from actmat_experiments.harness.figures import COLORS, layer_axis, new_axes
 
         figure, axes = new_axes("Is the scale of DᵀD the same for all experts?")
         names = list(self.kappa)
         for x, layer in enumerate(names):
             values = sorted(self.ratios(layer).values())
             spread = [x + 0.5 * (i / max(1, len(values) - 1) - 0.5) for i in range(len(values))]
-            axes.plot(spread, values, "o", color=COLOURS[0], markersize=3, alpha=0.7, label=None if x else "a pair")
+            axes.plot(spread, values, "o", color=COLORS[0], markersize=3, alpha=0.7, label=None if x else "a pair")
             if values:
                 middle = statistics.median(self.larger(layer).values())
                 axes.plot(
-                    [x - 0.35, x + 0.35], [middle] * 2, color=COLOURS[1], lw=2, label=None if x else "median above 1"
+                    [x - 0.35, x + 0.35], [middle] * 2, color=COLORS[1], lw=2, label=None if x else "median above 1"
                 )
         axes.axhline(1, color="#333333", linewidth=0.8)
         axes.set_yscale("log")

@@ -78,7 +78,7 @@ class InterferenceResult(Analysis):
         return [first, second]
 
     def figure(self) -> Figure:
-        """Models by layers, mean over experts, as colours on a logarithmic scale."""
+        """Models by layers, mean over experts, as colors on a logarithmic scale."""
         from matplotlib.colors import LogNorm
 
         from actmat_experiments.harness.figures import new_axes

@@ -19,7 +19,7 @@ from actmat_experiments.analyses.result import Analysis
 from actmat_experiments.harness.report import latest
 from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.suite import score_file
-from actmat_experiments.harness.table import new_table, summarise
+from actmat_experiments.harness.table import new_table, summarize
 from actmat_experiments.paper import paper_figures, paper_models
 
 if TYPE_CHECKING:
@@ -67,15 +67,15 @@ class PackedResult(Analysis):
 
     def figure(self) -> Figure:
         """Three bars per model, with intervals where there are any."""
-        from actmat_experiments.harness.figures import COLOURS, new_axes
+        from actmat_experiments.harness.figures import COLORS, new_axes
 
         figure, axes = new_axes("RegMean with packed and with split attention")
         names = list(self.arms)
-        for index, (label, colour) in enumerate(zip(("average", "packed", "split q, k, v"), COLOURS[:3], strict=True)):
+        for index, (label, color) in enumerate(zip(("average", "packed", "split q, k, v"), COLORS[:3], strict=True)):
             places = [i + 0.26 * (index - 1) for i in range(len(names))]
             heights = [self.arms[n].values[index] for n in names]
             errors = [(self.arms[n].halves or (0.0,) * 3)[index] for n in names]
-            axes.bar(places, heights, 0.24, color=colour, yerr=errors, label=label, error_kw={"linewidth": 0.8})
+            axes.bar(places, heights, 0.24, color=color, yerr=errors, label=label, error_kw={"linewidth": 0.8})
         axes.set_xticks(range(len(names)), names)
         axes.set_ylabel("average test accuracy, percent")
         axes.set_ylim(0, 100)
@@ -99,7 +99,7 @@ def packed(cache: Path | None = None, suites: Sequence[str] = ("vision", "vision
         scores = read_scores(score_file(cache, suite)) if cache is not None else []
         for model in dict.fromkeys(s.model for s in scores):
             own, _ = latest(scores, model, "full")
-            lines = {x.method: x.average for x in summarise(own, list(dict.fromkeys(s.task for s in own)))
+            lines = {x.method: x.average for x in summarize(own, list(dict.fromkeys(s.task for s in own)))
                      if x.scale == "default"}  # fmt: skip
             if all(row in lines for row in ROWS):
                 a, b, c = (lines[row] for row in ROWS)

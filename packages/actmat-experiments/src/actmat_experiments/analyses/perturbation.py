@@ -30,7 +30,7 @@ from actmat.errors import NumericalError, RecipeError
 from actmat_experiments.analyses.angles import gram_of
 from actmat_experiments.analyses.matrices import Grams, Source, grams_of, layers_of, need_experts
 from actmat_experiments.analyses.result import Analysis, short_names, shown
-from actmat_experiments.analyses.theorem2 import best_scale, least_interference, minimiser_gap
+from actmat_experiments.analyses.theorem2 import best_scale, least_interference, minimizer_gap
 from actmat_experiments.harness.table import new_table
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def perturbed(
     factor = best_scale(true, found)
     found = [factor * k for k in found]
     merged_OI, least_OI = least_interference(own, found), least_interference(own, true)
-    gap = minimiser_gap(merged_OI, own, true, found)
+    gap = minimizer_gap(merged_OI, own, true, found)
     length = float(torch.linalg.matrix_norm(merged_OI, 2))
     apart = gap.residual + sum(
         error * (length + float(torch.linalg.matrix_norm(d, 2))) for error, d in zip(gap.errors, own, strict=True)
@@ -146,13 +146,13 @@ class PerturbationResult(Analysis):
 
     def figure(self) -> Figure:
         """Gap and bounds of every layer on a logarithmic scale."""
-        from actmat_experiments.harness.figures import COLOURS, MARKERS, layer_axis, new_axes
+        from actmat_experiments.harness.figures import COLORS, MARKERS, layer_axis, new_axes
 
         names = list(self.layers)
         figure, axes = new_axes("Distance of the merges with estimates and with data, and its bounds", width=9.0)
         for index, (field, label) in enumerate((("gap", "gap"), ("lemma", "lemma"), ("apart", "apart"))):
             values = [getattr(self.layers[n], field) / (self.layers[n].size or math.nan) for n in names]
-            axes.plot(range(len(names)), values, MARKERS[index], color=COLOURS[index], markersize=4, label=label)
+            axes.plot(range(len(names)), values, MARKERS[index], color=COLORS[index], markersize=4, label=label)
         axes.set_yscale("log")
         axes.set_ylabel("in units of ‖D‖")
         layer_axis(axes, list(short_names(names).values()))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 PALETTE = 256
-"""Colours of a PNG: those of the series and their shades towards the background."""
+"""Colors of a PNG: those of the series and their shades towards the background."""
 
 
 class Analysis(abc.ABC):

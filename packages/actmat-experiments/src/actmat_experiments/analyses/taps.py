@@ -117,7 +117,7 @@ def _tap(name: str, weight: nn.Parameter, layout: TensorLayout, module: nn.Modul
 def reading(taps: Sequence[Tap], on_call: OnCall) -> Iterator[None]:
     """While the context lasts, every forward call of a tapped layer is told to `on_call`.
 
-    `nn.MultiheadAttention` computes without calling modules; its weights are recognised where it hands them to
+    `nn.MultiheadAttention` computes without calling modules; its weights are recognized where it hands them to
     `torch.nn.functional.linear`, during its own forward pass. Its fused inference kernel, which does not hand them
     over, is switched off in that time.
     """

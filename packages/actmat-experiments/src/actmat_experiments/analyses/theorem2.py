@@ -40,7 +40,7 @@ EPS = torch.finfo(torch.float64).eps
 
 
 def least_interference(deltas: Sequence[Tensor], grams: Sequence[Tensor]) -> Tensor:
-    """`(sum_t D_t C_t)(sum_t C_t)^+`, of all minimisers of `sum_t tr((D - D_t) C_t (D - D_t)^T)` the smallest, float64.
+    """`(sum_t D_t C_t)(sum_t C_t)^+`, of all minimizers of `sum_t tr((D - D_t) C_t (D - D_t)^T)` the smallest, float64.
 
     For analyses of small layers: plain normal equations with a cut-off at float64's rounding, no options.
     """
@@ -57,7 +57,7 @@ def best_scale(grams: Sequence[Tensor], estimates: Sequence[Tensor]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class MinimiserGap:
+class MinimizerGap:
     """Distance of two merged deltas, and its bound.
 
     Args:
@@ -65,7 +65,7 @@ class MinimiserGap:
         bound: `sum_t ||D^ - D_t||_2 ||C_t - C^_t||_F / l_min`, plus the residual's part.
         errors: `||C_t - C^_t||_F` of every expert.
         distances: `||D^ - D_t||_2` of every expert.
-        residual: `||sum_t (D^ - D_t) C^_t||_F`, zero for the exact minimiser of the estimated problem.
+        residual: `||sum_t (D^ - D_t) C^_t||_F`, zero for the exact minimizer of the estimated problem.
         smallest: `l_min`, smallest eigenvalue of `sum_t C_t` above rounding; infinite where all inputs are zero.
         trace_inverse: `tr((sum_t C_t)^+)`.
         rounding: what rounding can add to the gap, `I eps ||D||_F l_max / l_min`.
@@ -86,12 +86,12 @@ class MinimiserGap:
         return sum(e * d for e, d in zip(self.errors, self.distances, strict=True)) + self.residual
 
 
-def minimiser_gap(
+def minimizer_gap(
     merged_OI: Tensor, deltas: Sequence[Tensor], grams: Sequence[Tensor], estimates: Sequence[Tensor]
-) -> MinimiserGap:
+) -> MinimizerGap:
     """The lemma: `(D^ - D) S = sum_t (D^ - D_t)(C_t - C^_t) + R`, with `S = sum_t C_t` and the residual `R` of `D^`.
 
-    Both sides of the resulting inequality. It holds for any `D^`, and is of use where `D^` nearly minimises the
+    Both sides of the resulting inequality. It holds for any `D^`, and is of use where `D^` nearly minimizes the
     interference under the estimates `C^_t`, so that `R = sum_t (D^ - D_t) C^_t` is small. docs/analyses/theorem2.md
     derives it.
 
@@ -118,7 +118,7 @@ def minimiser_gap(
     weighted = sum(e * d for e, d in zip(errors, distances, strict=True)) + residual
     least_OI = least_interference(deltas, grams)
     condition = float(values_I[-1]) / smallest
-    return MinimiserGap(
+    return MinimizerGap(
         gap=float(torch.linalg.matrix_norm((merged - least_OI) @ seen_IR)),
         bound=weighted / smallest,
         errors=tuple(errors),
@@ -168,7 +168,7 @@ class LayerTerms:
     local_error: float
     merged_error: float
     zeta: float
-    gap: MinimiserGap
+    gap: MinimizerGap
     input: float
     printed: PrintedLemma
     off: float
@@ -298,13 +298,13 @@ class Theorem2Result(Analysis):
 
     def figure(self) -> Figure:
         """Each layer's two terms, and both sides, on a logarithmic scale."""
-        from actmat_experiments.harness.figures import COLOURS, new_axes
+        from actmat_experiments.harness.figures import COLORS, new_axes
 
         figure, axes = new_axes("Expected negative transfer and the terms of its bound")
         places = range(len(self.layers))
-        axes.bar([p - 0.2 for p in places], [t.local_term for t in self.layers], 0.36, color=COLOURS[0],
+        axes.bar([p - 0.2 for p in places], [t.local_term for t in self.layers], 0.36, color=COLORS[0],
                  label="γ · E[local error]")  # fmt: skip
-        axes.bar([p + 0.2 for p in places], [t.estimate_term for t in self.layers], 0.36, color=COLOURS[1], hatch="//",
+        axes.bar([p + 0.2 for p in places], [t.estimate_term for t in self.layers], 0.36, color=COLORS[1], hatch="//",
                  edgecolor="white", label="ζ · Σ‖C − Ĉ‖‖Ŵ − W_t‖")  # fmt: skip
         for value, style, label in (
             (self.right, "-", "right side"),
@@ -332,7 +332,7 @@ def transfer_bound(
 
     Args:
         experts: one per task, in the order of `samples`.
-        merged: any network of the same shape; the bound is meant for the minimiser under the estimates.
+        merged: any network of the same shape; the bound is meant for the minimizer under the estimates.
         samples: data of every task; expectations are means over it.
     """
     largest = max(s.lipschitz for s in samples.values())
@@ -348,7 +348,7 @@ def transfer_bound(
         found = [delta.mT @ delta for delta in deltas]
         factor = best_scale(grams, found)
         found = [factor * k for k in found]
-        gap = minimiser_gap(end.weight - start.weight, deltas, grams, found)
+        gap = minimizer_gap(end.weight - start.weight, deltas, grams, found)
         oracle_OI = start.weight + least_interference(deltas, grams)
         gamma = largest * math.prod(norms[index + 1 :])
         errors = [

@@ -64,13 +64,13 @@ class TrajectoryResult(Analysis):
 
     def figure(self) -> Figure:
         """One line per layer and their median, over steps."""
-        from actmat_experiments.harness.figures import COLOURS, new_axes
+        from actmat_experiments.harness.figures import COLORS, new_axes
 
         figure, axes = new_axes(f"angle(C⁽ᵏ⁾, C⁽ᴷ⁾) along the run ({self.title})")
         for index, row in enumerate(self.angles.values()):
-            axes.plot(self.steps, [math.degrees(a) for a in row], "-", color=COLOURS[7], linewidth=0.8, alpha=0.7,
+            axes.plot(self.steps, [math.degrees(a) for a in row], "-", color=COLORS[7], linewidth=0.8, alpha=0.7,
                       label=None if index else "a layer")  # fmt: skip
-        axes.plot(self.steps, [math.degrees(a) for a in self.median()], "o-", color=COLOURS[0], linewidth=2,
+        axes.plot(self.steps, [math.degrees(a) for a in self.median()], "o-", color=COLORS[0], linewidth=2,
                   markersize=4, label="median over layers")  # fmt: skip
         axes.set_ylim(0, 90)
         axes.set_yticks((0, 15, 30, 45, 60, 75, 90))

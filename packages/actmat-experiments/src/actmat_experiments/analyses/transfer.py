@@ -33,7 +33,7 @@ from actmat.errors import NumericalError, RecipeError
 from actmat_experiments.analyses.result import Analysis, short_names, shown
 from actmat_experiments.analyses.stages import Stage, by_sample, outputs_of, stages_of
 from actmat_experiments.analyses.taps import Tap, reading
-from actmat_experiments.analyses.theorem2 import MinimiserGap, best_scale, least_interference, minimiser_gap
+from actmat_experiments.analyses.theorem2 import MinimizerGap, best_scale, least_interference, minimizer_gap
 from actmat_experiments.harness.table import new_table
 
 if TYPE_CHECKING:
@@ -158,13 +158,13 @@ class TransferResult(Analysis):
 
     def figure(self) -> Figure:
         """Both sides per task on a logarithmic scale."""
-        from actmat_experiments.harness.figures import COLOURS, MARKERS, new_axes
+        from actmat_experiments.harness.figures import COLORS, MARKERS, new_axes
 
         figure, axes = new_axes(f"Mean absolute negative transfer and its bounds ({self.title})")
         names = list(self.tasks)
         for index, (field, label) in enumerate((("absolute", "E|transfer|"), ("propagated", "(1)"), ("bound", "(2)"))):
             values = [getattr(self.tasks[n], field) or math.nan for n in names]
-            axes.plot(names, values, MARKERS[index], color=COLOURS[index], markersize=6, label=label)
+            axes.plot(names, values, MARKERS[index], color=COLORS[index], markersize=6, label=label)
         axes.set_yscale("log")
         axes.set_ylabel("nats")
         figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
@@ -254,7 +254,7 @@ def _gaps(tap: Tap, base: State, experts: Mapping[str, State], merged: State, in
         deltas = [matrices[block] - origin for matrices in own]
         found = [d.mT @ d for d in deltas]
         factor = best_scale(grams, found)
-        gap: MinimiserGap = minimiser_gap(end[block] - origin, deltas, grams, [factor * k for k in found])
+        gap: MinimizerGap = minimizer_gap(end[block] - origin, deltas, grams, [factor * k for k in found])
         length = float(torch.linalg.matrix_norm(end[block] - origin, 2))
         lengths = [length + float(torch.linalg.matrix_norm(d, 2)) for d in deltas]
         estimates += sum(e * x for e, x in zip(gap.errors, lengths, strict=True)) + gap.residual

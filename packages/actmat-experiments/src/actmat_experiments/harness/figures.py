@@ -1,6 +1,6 @@
 """The style of all figures. No global state of matplotlib is used.
 
-The colours are those of M. Okabe and K. Ito, "Color universal design" (2008): told apart with any kind of colour
+The colors are those of M. Okabe and K. Ito, "Color universal design" (2008): told apart with any kind of color
 vision, and each series has a marker or a line style of its own besides.
 """
 
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from actmat.errors import MergeError
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _INK = "#333333"
 

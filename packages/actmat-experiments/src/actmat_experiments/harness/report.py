@@ -18,7 +18,7 @@ from actmat_experiments.harness.table import (
     figure_table,
     markdown,
     markdown_table,
-    summarise,
+    summarize,
     task_table,
 )
 from actmat_experiments.paper import paper_figures, paper_tasks
@@ -121,7 +121,7 @@ def _show_one(request: TableRequest, console: Console, own: Sequence[Score], ske
     model, regime = own[0].model, own[0].regime
     tasks = list(dict.fromkeys(s.task for s in own))
     seeds = sorted({s.seed for s in own})
-    lines = summarise(own, tasks, paper_figures(model, regime))
+    lines = summarize(own, tasks, paper_figures(model, regime))
     printed = paper_lines(lines, tasks, paper_tasks(model, regime))
     title = " ".join(filter(None, [model, TITLES[regime]])) + f", {len(tasks)} tasks"
     title += f", seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"

@@ -31,7 +31,7 @@ _NOT_COMPARED = {"adamerging": "without coefficients that were learned it is tas
 
 
 POSTPROCESSED = (
-    Candidate("average+isotropise", "average", fields={"post": ["isotropise"]}),
+    Candidate("average+isotropize", "average", fields={"post": ["isotropize"]}),
     Candidate("task_arithmetic+subspace_boosting", "task_arithmetic", fields={"post": ["subspace_boosting"]}),
 )
 """Rows with a step of post-processing."""

@@ -52,7 +52,7 @@ class Line:
     Args:
         tasks: task -> share of right answers, mean over seeds; its interval is that of the test items.
         average: over tasks and seeds, see `over_tasks`.
-        normalised: mean over seeds and tasks of the share divided by the expert's; None without experts.
+        normalized: mean over seeds and tasks of the share divided by the expert's; None without experts.
         seeds: seed -> average over tasks.
         scales: the scales that the seeds were merged at.
         paper: the paper's average as a share, if it has one.
@@ -62,7 +62,7 @@ class Line:
     scale: ScaleKind
     tasks: Mapping[str, Interval]
     average: Interval
-    normalised: float | None
+    normalized: float | None
     seeds: Mapping[int, float]
     scales: Sequence[float] = ()
     paper: float | None = None
@@ -85,7 +85,7 @@ def over_tasks(shares_ST: Sequence[Sequence[float]], n_items_T: Sequence[int]) -
     return Interval(mean, max(0.0, mean - half), min(1.0, mean + half))
 
 
-def summarise(scores: Sequence[Score], tasks: Sequence[str], paper: Figure | None = None) -> list[Line]:
+def summarize(scores: Sequence[Score], tasks: Sequence[str], paper: Figure | None = None) -> list[Line]:
     """One line per method and kind of scale, references first, then by the average at the default scale.
 
     Args:
@@ -136,7 +136,7 @@ def _line(
         scale=scale,
         tasks={t: wilson_interval(m * n, n) for t, m, n in zip(tasks, means, totals, strict=True)},
         average=over_tasks(shares, totals),
-        normalised=sum(ratios) / len(ratios) if len(ratios) == len(tasks) * len(by_seed) else None,
+        normalized=sum(ratios) / len(ratios) if len(ratios) == len(tasks) * len(by_seed) else None,
         seeds={seed: sum(row) / len(tasks) for seed, row in zip(by_seed, shares, strict=True)},
         scales=sorted(s for s in used if isinstance(s, float)),
         paper=paper,
@@ -151,7 +151,7 @@ def average_table(title: str, lines: Sequence[Line], caption: str = "") -> Table
     table = new_table(title, caption, "", ["average", "of expert", *paper, "tuned", "at scale", *paper])
     for line, is_last in _rows(lines):
         other = tuned.get(line.method)
-        cells = [_with_half(line.average), _percent(line.normalised), *([_percent(line.paper)] if has_paper else [])]
+        cells = [_with_half(line.average), _percent(line.normalized), *([_percent(line.paper)] if has_paper else [])]
         cells += [_with_half(other.average), _scales(other)] if other else ["", ""]
         if has_paper:
             cells.append(_percent(other.paper) if other else "")
@@ -190,7 +190,7 @@ def markdown_table(lines: Sequence[Line], tasks: Sequence[str]) -> str:
     for line in lines:
         scale = "" if line.method in REFERENCES else "default" if line.scale == "default" else f"tuned: {_scales(line)}"
         spread = [" / ".join(_percent(v) for v in line.seeds.values())] if many else []
-        cells = [f"`{line.method}`", scale, _with_half(line.average), *spread, _percent(line.normalised)]
+        cells = [f"`{line.method}`", scale, _with_half(line.average), *spread, _percent(line.normalized)]
         rows.append([*cells, *([_percent(line.paper)] if has_paper else [])])
         rows[-1] += [_percent(line.tasks[t].value) for t in tasks]
     return markdown(head, rows, n_left=2)

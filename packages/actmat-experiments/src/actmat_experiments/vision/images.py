@@ -215,7 +215,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class PixelScale:
-    """`(x / 255 - mean) / std`, per colour."""
+    """`(x / 255 - mean) / std`, per color."""
 
     mean: tuple[float, float, float]
     std: tuple[float, float, float]

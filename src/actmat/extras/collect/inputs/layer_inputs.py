@@ -240,7 +240,7 @@ class NamedSum(Generic[S]):
 class LayerInputs(Generic[S]):
     """Sums, each made by `make(width, groups)`, over the inputs of the layers of a model; padding is left out.
 
-    Hooks are put on the model until `close`. `share` recognises inputs that several layers read; `mask` gives the mask
+    Hooks are put on the model until `close`. `share` recognizes inputs that several layers read; `mask` gives the mask
     of a batch, for models whose calls do not carry one; `only` names the parameters to measure.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Linear maps of a model, recognised by the memory of the weights in an operation, and sums over their inputs.
+"""Linear maps of a model, recognized by the memory of the weights in an operation, and sums over their inputs.
 
 Layers that read the same input (query, key and value; gate and up) share one sum. Sharing is detected in the first pass
 that uses a linear map, and checked in every later one.
@@ -89,7 +89,7 @@ class ParameterIndex:
 
 
 REMEMBERED = 8
-"""Inputs kept alive to recognise them when the next layer reads them."""
+"""Inputs kept alive to recognize them when the next layer reads them."""
 
 
 class RowSum(Protocol):

@@ -217,9 +217,9 @@ def sizes(diagnosis: Diagnosis) -> dict[str, Any]:
     expert = math.hypot(*(n for m in diagnosis.measures for n in m.norms)) / math.sqrt(len(diagnosis.experts))
     total, merged, mean = ([math.hypot(*(getattr(m, f) for m in ms)) for ms in layers.values()] for f in fields)
     lines = [
-        charts.Line("grey", "sum of the experts", total),
+        charts.Line("gray", "sum of the experts", total),
         charts.Line("merged thick", "merged", merged),
-        charts.Line("grey dash", "their mean", mean),
+        charts.Line("gray dash", "their mean", mean),
     ]
     bars = [("merged", whole[1], "merged solid"), ("sum of the experts", whole[0], "share"),
             ("their mean", whole[2], "share"), ("one expert, on average", expert, "share")]  # fmt: skip

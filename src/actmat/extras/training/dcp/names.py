@@ -29,7 +29,7 @@ def model_part(names: Iterable[str], paths: Mapping[str, tuple[str, ...]], locat
     """Tensors of the model under their own names.
 
     A path such as `("app", "model", "layers.0.weight")` loses the keys of `WRAPPERS` in front, each once; one with a
-    key of `TRAINING` is state of the optimiser and of training, which is left out. Names without a path are kept, as
+    key of `TRAINING` is state of the optimizer and of training, which is left out. Names without a path are kept, as
     torchtitan saves them, unless their first part is a key of `TRAINING`.
 
     >>> paths = {"model.a": ("model", "a"), "optim.state.a": ("optim", "state", "a")}

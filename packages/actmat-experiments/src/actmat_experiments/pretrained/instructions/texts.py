@@ -64,7 +64,7 @@ def _short(rows: Rows, text: str) -> Iterator[Mapping[str, Any]]:
     return (row for row in rows if len(row[text].split()) <= MOST_WORDS)
 
 
-def _labelled(rows: Rows, *, ask: str, answers: Mapping[Any, str]) -> Iterator[Asked]:
+def _labeled(rows: Rows, *, ask: str, answers: Mapping[Any, str]) -> Iterator[Asked]:
     """Rows of `text` and `label`."""
     labels = list(answers)
     for row in rows:
@@ -123,7 +123,7 @@ def _both(file: str) -> tuple[tuple[str], tuple[str]]:
 
 
 def _classes(file: str, ask: str, answers: Mapping[Any, str]) -> Source:
-    return Source(*_both(file), partial(_labelled, ask=ask, answers=answers))
+    return Source(*_both(file), partial(_labeled, ask=ask, answers=answers))
 
 
 _TONE = {0: "negative", 1: "positive"}

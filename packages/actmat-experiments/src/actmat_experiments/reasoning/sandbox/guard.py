@@ -20,7 +20,7 @@ import time
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import fences  # type: ignore[import-not-found]  # a neighbour, as a script
+import fences  # type: ignore[import-not-found]  # a neighbor, as a script
 
 _SAID_B = 1 << 16
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36

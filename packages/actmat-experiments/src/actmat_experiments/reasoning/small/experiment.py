@@ -1,7 +1,7 @@
 """The experiment of the small reasoning suite: a small decoder, one expert per puzzle by reinforcement learning.
 
 Base and experts are merged as they were trained, in float32, or rounded to what bfloat16 holds. Reinforcement learning
-moves weights by little, and bfloat16 is coarse: a weight `w` has neighbours one ulp away, `2^-8` to `2^-7` of its
+moves weights by little, and bfloat16 is coarse: a weight `w` has neighbors one ulp away, `2^-8` to `2^-7` of its
 size; a change below half an ulp is mostly rounded away.
 """
 

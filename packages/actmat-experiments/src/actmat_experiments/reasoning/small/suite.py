@@ -15,7 +15,7 @@ from actmat_experiments.harness.report import stored_scores
 from actmat_experiments.harness.results import REFERENCES, Score
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import run_experiments
-from actmat_experiments.harness.table import Line, average_table, markdown_table, summarise
+from actmat_experiments.harness.table import Line, average_table, markdown_table, summarize
 from actmat_experiments.reasoning.passk import Columns, at, at_k_markdown, at_k_table
 from actmat_experiments.reasoning.small.experiment import STORAGES, Small, stored, trained_base
 from actmat_experiments.reasoning.small.model import SmallSettings
@@ -110,7 +110,7 @@ def _show_scores(scores: list[Score], tasks: list[str], k: int, console: Console
         if not some:
             continue
         own = [s for s in some if not s.method.startswith("expert ")]
-        lines = summarise(own, [at(t, 1) for t in tasks])
+        lines = summarize(own, [at(t, 1) for t in tasks])
         experts = [f"expert {t}" for t in tasks]
         merged = [line.method for line in lines if line.scale == "default" and line.method not in REFERENCES]
         order = ["base", *experts, "experts", *dict.fromkeys(merged)]

@@ -1,4 +1,4 @@
-"""Settings of quantised checkpoints: each is in one list, and what is refused or not known is said."""
+"""Settings of quantized checkpoints: each is in one list, and what is refused or not known is said."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 import transformers
 from tests.checkpoints.test_codecs import NAME, noise, same_everywhere
-from tests.checkpoints.test_codecs_of_quantisers import config_of, gptq
-from tests.helpers.quantised import compressed, fp8_blocks, save_model
+from tests.checkpoints.test_codecs_of_quantizers import config_of, gptq
+from tests.helpers.quantized import compressed, fp8_blocks, save_model
 
 from actmat.checkpoints.keys import Keys
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import CheckpointError
-from actmat.extras.quantised import settings
+from actmat.extras.quantized import settings
 
 CLASSES: dict[str, tuple[Any, Keys]] = {
     "bnb4": (transformers.BitsAndBytesConfig(load_in_4bit=True), settings.BITSANDBYTES_KEYS),

@@ -1,4 +1,4 @@
-"""Signs of quantised weights in the config, tensor names and dtypes of a checkpoint.
+"""Signs of quantized weights in the config, tensor names and dtypes of a checkpoint.
 
 Stored integers are codes, not weights: the difference of two codes is no delta, and merging them would produce a
 file that loads and computes nonsense.
@@ -24,32 +24,32 @@ SUFFIXES = {
     "compressed-tensors": (".weight_packed", ".weight_zero_point"),
     "MXFP4": ("_blocks", "_scales"),
 }
-"""Endings of tensor names that quantisers write. The last two count only as a pair of uint8 tensors."""
+"""Endings of tensor names that quantizers write. The last two count only as a pair of uint8 tensors."""
 
 ALL_SUFFIXES = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
 
-FIX = "Merge the checkpoint it was quantised from, or save a dequantised (bfloat16) copy first."
+FIX = "Merge the checkpoint it was quantized from, or save a dequantized (bfloat16) copy first."
 
 
-def quantisation_problems(specs: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> list[str]:
-    """One line per sign of quantisation, each with an example and the fix; empty for an ordinary checkpoint.
+def quantization_problems(specs: Mapping[str, TensorSpec], config: Mapping[str, Any] | None) -> list[str]:
+    """One line per sign of quantization, each with an example and the fix; empty for an ordinary checkpoint.
 
-    Signs: a `quantization_config` in the config, names that quantisers write, float8 tensors.
+    Signs: a `quantization_config` in the config, names that quantizers write, float8 tensors.
     """
     declared = _declared(config)
     fix = FIX + plugins.hint("actmat.codecs")
-    problems = [f"config.json declares quantised weights ({declared}). {fix}"] if declared else []
+    problems = [f"config.json declares quantized weights ({declared}). {fix}"] if declared else []
     by_scheme: dict[str, list[str]] = {}
     for spec in specs.values():
         by_scheme.setdefault(_scheme(spec, specs), []).append(spec.name)
     by_scheme.pop("", None)
     for scheme, names in by_scheme.items():
-        problems.append(f"{len(names)} tensors look quantised ({scheme}), such as {names[0]!r}. {fix}")
+        problems.append(f"{len(names)} tensors look quantized ({scheme}), such as {names[0]!r}. {fix}")
     return problems
 
 
 def has_signs(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> bool:
-    """True for a tensor that looks like a part of a quantised checkpoint `specs`."""
+    """True for a tensor that looks like a part of a quantized checkpoint `specs`."""
     return bool(_scheme(spec, specs))
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.checkpoints.codecs.base import WINDOW, Codec, CodedTensor, Headers, StoredParts, count
-from actmat.extras.quantised.settings import COMPRESSED_KEYS, FP8_KEYS
-from actmat.extras.quantised.words import group_index
+from actmat.extras.quantized.settings import COMPRESSED_KEYS, FP8_KEYS
+from actmat.extras.quantized.words import group_index
 
 METHODS = ("", "fp8", "compressed-tensors")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")

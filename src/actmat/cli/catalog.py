@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 FILE = "methods.json"
 
 
-def read_catalogue() -> dict[str, dict[str, Any]]:
+def read_catalog() -> dict[str, dict[str, Any]]:
     """Declarations by the name of the method, in the order of `all_methods`, without those of a removed extra."""
     text = files("actmat.cli").joinpath(FILE).read_text(encoding="utf-8")
     return {entry["name"]: entry for entry in json.loads(text) if entry["name"] not in removed("actmat.methods")}

@@ -17,9 +17,9 @@ from torch import Tensor
 from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.checkpoints.codecs.base import WINDOW, Codec, Headers, StoredParts
 from actmat.errors import CheckpointError
-from actmat.extras.quantised.scaled import Grid, GridTensor
-from actmat.extras.quantised.settings import COMPRESSED_KEYS
-from actmat.extras.quantised.words import pack_words, unpack_words
+from actmat.extras.quantized.scaled import Grid, GridTensor
+from actmat.extras.quantized.settings import COMPRESSED_KEYS
+from actmat.extras.quantized.words import pack_words, unpack_words
 
 WORD_BITS = 32
 
@@ -106,7 +106,7 @@ class PackedTensor(GridTensor):
         if said != self.shape:
             raise CheckpointError(
                 f"{stored.inner.location}: tensor '{self.size}' says {list(said)}, and '{self.parts[0]}' holds "
-                f"{list(self.shape)}: rows that end within a 32-bit word are not read. Fix: save a dequantised "
+                f"{list(self.shape)}: rows that end within a 32-bit word are not read. Fix: save a dequantized "
                 "(bfloat16) copy with compressed-tensors."
             )
 

@@ -1,4 +1,4 @@
-"""Merges of quantised models are those of their dequantised copies, byte by byte, and load."""
+"""Merges of quantized models are those of their dequantized copies, byte by byte, and load."""
 
 import json
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.helpers.quantised import Writer, compressed, fp8_blocks, mxfp4, save_model
+from tests.helpers.quantized import Writer, compressed, fp8_blocks, mxfp4, save_model
 from torch import Tensor
 
 from actmat import merge, plan
@@ -38,7 +38,7 @@ def is_coded(name: str) -> bool:
 
 
 def family(folder: Path, writers: list[tuple[Writer, dict[str, Any]] | None]) -> tuple[list[Path], list[Path]]:
-    """Folders of base and experts, quantised by their writers, and of their dequantised copies."""
+    """Folders of base and experts, quantized by their writers, and of their dequantized copies."""
     coded, plain = [], []
     base, config = llama(0)
     for k, given in enumerate(writers):
@@ -79,7 +79,7 @@ def same_tensors(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("scheme", WRITERS)
 @pytest.mark.parametrize("method", ["actmat", "ties"])
-def test_output_is_that_of_dequantised_copies(scheme: str, method: str, tmp_path: Path) -> None:
+def test_output_is_that_of_dequantized_copies(scheme: str, method: str, tmp_path: Path) -> None:
     coded, plain = family(tmp_path, [WRITERS[scheme]()] * 3)
     report = merge(coded[0], coded[1:], out=tmp_path / "out", method=method, diagnose=True)
     merge(plain[0], plain[1:], out=tmp_path / "expected", method=method, executor="threads", threads=1)
@@ -90,7 +90,7 @@ def test_output_is_that_of_dequantised_copies(scheme: str, method: str, tmp_path
     row = next(r for r in report.manifest["tensors"] if is_coded(r["name"]))
     assert "; decoded from " in row["reason"]
     assert "in the base, expert 'coded1' and expert 'coded2'" in row["reason"]
-    assert any("not quantised" in note for note in report.manifest["notes"])
+    assert any("not quantized" in note for note in report.manifest["notes"])
     assert not any("not copied" in note for note in report.manifest["notes"])
     assert verify(tmp_path / "out").ok
 
@@ -116,7 +116,7 @@ def test_the_merged_model_loads_and_runs(tmp_path: Path) -> None:
 def test_schemes_may_differ(tmp_path: Path) -> None:
     coded, plain = family(tmp_path, [None, WRITERS["fp8 blocks"](), WRITERS["int4 group"]()])
     found = plan(coded[0], coded[1:], method="average")
-    assert any("quantised in different ways" in note for note in found.notes)
+    assert any("quantized in different ways" in note for note in found.notes)
     item = next(i for i in found.items if is_coded(i.name))
     assert "float8_e4m3fn, one scale per block of 32x48 in expert 'coded1'" in item.reason
     assert "int4 packed, one scale per 32 columns, zero points in expert 'coded2'" in item.reason
@@ -155,10 +155,10 @@ def test_an_adapter_is_added_to_the_decoded_base(tmp_path: Path) -> None:
     for base, out in ((coded[0], "out"), (plain[0], "expected")):
         merge(base, [adapter], out=tmp_path / out, method="average", to="model")
     same_tensors(tmp_path / "out", tmp_path / "expected")
-    merge(coded[0], [adapter], out=tmp_path / "codes", method="average", to="model", quantise="same")
+    merge(coded[0], [adapter], out=tmp_path / "codes", method="average", to="model", quantize="same")
     assert verify(tmp_path / "codes").ok
-    with pytest.raises(MergeError, match="as 'quantise' asks for, is merged into a base"):
-        merge(None, [adapter], out=tmp_path / "no", quantise="same")
+    with pytest.raises(MergeError, match="as 'quantize' asks for, is merged into a base"):
+        merge(None, [adapter], out=tmp_path / "no", quantize="same")
 
 
 def test_codes_are_never_cast(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """bitsandbytes, for reading: 4 bits (NF4, FP4) in blocks, and 8 bits with a scale per row.
 
     4 bits: W[n] = table[code[n]] * absmax[n // block];  two codes per byte, the high half first
-            absmax[b] = table2[code2[b]] * absmax2[b // block2] + offset     (where scales are quantised as well)
+            absmax[b] = table2[code2[b]] * absmax2[b // block2] + offset     (where scales are quantized as well)
     8 bits: W[o, i] = code[o, i] * SCB[o] / 127
 
 The shape of a 4-bit tensor and its tables are tensors beside it, which are read when the checkpoint is opened.
@@ -19,7 +19,7 @@ from torch import Tensor
 from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.checkpoints.codecs.base import Codec, CodedTensor, Headers, StoredParts, count
 from actmat.errors import CheckpointError
-from actmat.extras.quantised.settings import BITSANDBYTES_KEYS
+from actmat.extras.quantized.settings import BITSANDBYTES_KEYS
 
 STATE = ".quant_state.bitsandbytes__"
 MOST_STATE_BYTES = 1 << 16
@@ -34,7 +34,7 @@ class FourBitTensor(CodedTensor):
     Args:
         table: value of each code.
         block: entries that share a scale.
-        nested: of quantised scales: their table, entries per block, and offset.
+        nested: of quantized scales: their table, entries per block, and offset.
     """
 
     table: tuple[float, ...]
@@ -127,7 +127,7 @@ def _four_bit(spec: TensorSpec, state_name: str, headers: Headers) -> FourBitTen
         shape=shape,
         dtype=dtype,
         scheme=f"{state_name[-3:].upper()} of bitsandbytes, one scale per {block} entries"
-        + (", scales quantised" if nested else ""),
+        + (", scales quantized" if nested else ""),
         parts=(name, *(n for e in extra if (n := f"{name}.{e}") in specs), state_name),
         table=_table(f"{name}.quant_map", 16, headers),
         block=block,

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.codecs.base import Codec, CodedTensor, Headers, StoredParts
-from actmat.extras.quantised.settings import AWQ_KEYS, GPTQ_KEYS
-from actmat.extras.quantised.words import group_index, unpack_words
+from actmat.extras.quantized.settings import AWQ_KEYS, GPTQ_KEYS
+from actmat.extras.quantized.words import group_index, unpack_words
 
 WORD_BITS = 32
 BITS = {"gptq": (2, 4, 8), "awq": (4,)}

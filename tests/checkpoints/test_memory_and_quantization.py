@@ -1,4 +1,4 @@
-"""Checkpoints in memory, and the signs of quantised weights."""
+"""Checkpoints in memory, and the signs of quantized weights."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.checkpoints.quantisation import quantisation_problems
+from actmat.checkpoints.quantization import quantization_problems
 from actmat.errors import CheckpointError
 
 
@@ -76,7 +76,7 @@ ORDINARY = specs(
 
 @pytest.mark.parametrize("config", [None, {}, {"quantization_config": None}, {"quantization_config": {}}])
 def test_ordinary_checkpoints_have_no_signs(config: dict[str, Any] | None) -> None:
-    assert quantisation_problems(ORDINARY, config) == []
+    assert quantization_problems(ORDINARY, config) == []
 
 
 @pytest.mark.parametrize(
@@ -93,18 +93,18 @@ def test_ordinary_checkpoints_have_no_signs(config: dict[str, Any] | None) -> No
         ([("m.gate_up_proj_blocks", "uint8"), ("m.gate_up_proj_scales", "uint8")], "MXFP4"),
     ],
 )
-def test_tensors_of_a_quantiser_are_recognised_without_a_config(names: list[tuple[str, str]], said: str) -> None:
-    found = quantisation_problems(ORDINARY | specs(*names), None)
+def test_tensors_of_a_quantizer_are_recognized_without_a_config(names: list[tuple[str, str]], said: str) -> None:
+    found = quantization_problems(ORDINARY | specs(*names), None)
     assert any(said in line for line in found)
-    assert all("dequantised" in line for line in found)
+    assert all("dequantized" in line for line in found)
 
 
 def test_names_that_end_like_mxfp4_need_their_partner() -> None:
-    assert quantisation_problems(specs(("transformer_blocks", "uint8"), ("x_scales", "float32")), None) == []
+    assert quantization_problems(specs(("transformer_blocks", "uint8"), ("x_scales", "float32")), None) == []
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8", "compressed-tensors"])
-def test_a_config_that_declares_quantisation_is_enough(method: str) -> None:
+def test_a_config_that_declares_quantization_is_enough(method: str) -> None:
     declared = {"quantization_config": {"quant_method": method}}
-    assert method in quantisation_problems(ORDINARY, declared)[0]
-    assert method in quantisation_problems(ORDINARY, {"text_config": declared})[0]
+    assert method in quantization_problems(ORDINARY, declared)[0]
+    assert method in quantization_problems(ORDINARY, {"text_config": declared})[0]

@@ -1,4 +1,4 @@
-"""Weights in quantised layouts, written by the layouts' own libraries, and what those libraries read back."""
+"""Weights in quantized layouts, written by the layouts' own libraries, and what those libraries read back."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ Writer = Callable[[str, Tensor], tuple[Stored, Tensor]]
 
 
 def fp8_blocks(name: str, weight: Tensor, block: tuple[int, int] = (128, 128)) -> tuple[Stored, Tensor]:
-    """DeepSeek's layout with ragged edges: transformers' quantiser on the padded weight, cut again."""
+    """DeepSeek's layout with ragged edges: transformers' quantizer on the padded weight, cut again."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
     class Settings:

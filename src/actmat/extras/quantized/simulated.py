@@ -13,13 +13,13 @@ from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.view import CheckpointView
 from actmat.errors import CheckpointError
-from actmat.extras.quantised.nf4 import rounded_nf4
+from actmat.extras.quantized.nf4 import rounded_nf4
 from actmat.layout import resolve_layout
 from actmat.layout.classify import HEAD_WORDS
 from actmat.layout.types import Role
 
 ROUNDINGS = {"nf4": partial(rounded_nf4, nested=False), "nf4-double": partial(rounded_nf4, nested=True)}
-"""Scheme -> function that quantises a tensor and decodes it."""
+"""Scheme -> function that quantizes a tensor and decodes it."""
 FORMAT = "simulated"
 """Format of its handles, whose view is the scheme, the names and the handle of what it is made of."""
 BYTES_PER_ENTRY = 24
@@ -110,7 +110,7 @@ class _Simulated:
             found = f"'{turned[0]}' is stored transposed" if turned else "none was found"
             raise CheckpointError(
                 f"{base.location}: base_as={scheme} rounds linear layers, stored as rows of outputs, and {found}. "
-                "Fix: save a copy that was loaded in 4 bits and dequantised (model.dequantize()), as the base"
+                "Fix: save a copy that was loaded in 4 bits and dequantized (model.dequantize()), as the base"
             )
         return SimulatedCheckpoint(base, names, scheme)
 

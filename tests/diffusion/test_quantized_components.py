@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.helpers.quantised import fp8_blocks
+from tests.helpers.quantized import fp8_blocks
 from tests.helpers.single_files import save_pipeline, second_text_encoder, wan
 from tests.tolerances import F32_ELEMENTWISE, relative_error
 
@@ -70,16 +70,16 @@ def test_the_output_is_a_pipeline_of_floats(home: Path, tmp_path: Path) -> None:
     assert relative_error(found[NAME], plain[NAME]) < F32_ELEMENTWISE
     assert "decoded from" in report.plan.by_name[f"transformer.{NAME}"].reason
     with pytest.raises(MergeError, match="stores none of its own"):
-        actmat.plan(home / "coded", [home / "plain"], method="linear", quantise="same")
+        actmat.plan(home / "coded", [home / "plain"], method="linear", quantize="same")
 
 
 def test_an_unknown_method_of_a_component_is_refused(home: Path, tmp_path: Path) -> None:
     save_pipeline(tmp_path / "odd", "WanPipeline", {"transformer": wan(), "text_encoder": second_text_encoder()})
     path = tmp_path / "odd" / "transformer" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "quanto"}}))
-    with pytest.raises(MergeError, match=r"declares quantised weights \(quanto\)"):
+    with pytest.raises(MergeError, match=r"declares quantized weights \(quanto\)"):
         actmat.plan(tmp_path / "odd", [home / "plain"])
     (file,) = (home / "coded" / "transformer").glob("*.safetensors")
     save_file(load_file(file), tmp_path / "odd" / "transformer" / file.name)
-    with pytest.raises((MergeError, CheckpointError), match="look quantised"):
+    with pytest.raises((MergeError, CheckpointError), match="look quantized"):
         actmat.plan(tmp_path / "odd", [home / "plain"])

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.codecs.base import Codec, CodedTensor, Headers, StoredParts
-from actmat.extras.quantised.settings import MXFP4_KEYS
-from actmat.extras.quantised.words import nibbles
+from actmat.extras.quantized.settings import MXFP4_KEYS
+from actmat.extras.quantized.words import nibbles
 
 BLOCK, OFFSET = 32, 127
 HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

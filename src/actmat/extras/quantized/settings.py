@@ -1,4 +1,4 @@
-"""Settings of quantised checkpoints: which ones a codec obeys, which do not matter, and which are refused.
+"""Settings of quantized checkpoints: which ones a codec obeys, which do not matter, and which are refused.
 
 A setting that is in no list, and is set, is named in the plan.
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from actmat.checkpoints.keys import Keys
 
 _IN_THE_FILE = "the stored tensors say it"
-_WHICH_LAYERS = "the stored tensors say which layers were quantised"
+_WHICH_LAYERS = "the stored tensors say which layers were quantized"
 _CALIBRATION = "how codes were found"
 _RUN_TIME = "how they are computed with"
 
@@ -51,7 +51,7 @@ def _keys(
     return Keys(obeyed, irrelevant, refused or {}, inside or {}, values or {})
 
 
-ROTATED = "weights were rotated before they were quantised, so that their deltas are in another basis"
+ROTATED = "weights were rotated before they were quantized, so that their deltas are in another basis"
 PACKINGS = ("gptq", "gptq_v2")
 GPTQ_KEYS = _keys(
     *_METHOD,

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.codecs.base import Codec, CodedTensor, Headers, StoredParts
-from actmat.extras.quantised.mxfp4 import E2M1, OFFSET
-from actmat.extras.quantised.scaled import ACTIVATIONS
-from actmat.extras.quantised.settings import COMPRESSED_KEYS
-from actmat.extras.quantised.words import nibbles
+from actmat.extras.quantized.mxfp4 import E2M1, OFFSET
+from actmat.extras.quantized.scaled import ACTIVATIONS
+from actmat.extras.quantized.settings import COMPRESSED_KEYS
+from actmat.extras.quantized.words import nibbles
 
 NV_GROUP, MX_GROUP = 16, 32
 """Columns that share a scale."""

@@ -34,7 +34,7 @@ def dynamic_table() -> Tensor:
 
 
 def rounded_nf4(values: Tensor, *, nested: bool) -> Tensor:
-    """The tensor quantised to NF4 and back, in its dtype; `nested`: the scales are quantised as well.
+    """The tensor quantized to NF4 and back, in its dtype; `nested`: the scales are quantized as well.
 
     >>> rounded_nf4(torch.tensor([1.0, 0.5, -0.2, 0.0]), nested=False)
     tensor([ 1.0000,  0.4407, -0.1848,  0.0000])

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from tests.checkpoints.test_codecs import NAME, noise, same_everywhere
-from tests.helpers.quantised import Stored, save_model
+from tests.helpers.quantized import Stored, save_model
 from torch import Tensor
 
-from actmat.checkpoints.codecs.checkpoint import QuantisedCheckpoint
+from actmat.checkpoints.codecs.checkpoint import QuantizedCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import CheckpointError
 
@@ -84,7 +84,7 @@ def test_gptq_is_its_formula(bits: int, ordered: bool, tmp_path: Path) -> None:
         assert list(checkpoint.specs) == [NAME]
         assert f"GPTQ int{bits}" in checkpoint.scheme(NAME)
         same_everywhere(checkpoint, NAME, expected)
-        assert isinstance(checkpoint, QuantisedCheckpoint)
+        assert isinstance(checkpoint, QuantizedCheckpoint)
         assert checkpoint.coded[NAME].held_bytes >= stored[f"{STEM}.qweight"].nbytes
 
 

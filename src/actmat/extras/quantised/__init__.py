@@ -1,1 +1,0 @@
-"""Codecs of quantised weights."""

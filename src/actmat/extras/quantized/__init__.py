@@ -1,0 +1,1 @@
+"""Codecs of quantized weights."""
