@@ -206,7 +206,8 @@ class RecipeFlags:
         if statistics:
             recipe = _with_own(recipe, statistics_of(statistics), "statistics")
         if stacks:
-            recipe = _with_own(recipe, dict.fromkeys(recipe.labels, stacks), "stacks")
+            name, words = split_name(",".join(stacks) if isinstance(stacks, list) else str(stacks))
+            recipe = _with_own(recipe, dict.fromkeys([name] if name else recipe.labels, words), "stacks")
         choices = dict(parse_option(text) for text in options)
         if len(choices) < len(options):
             raise RecipeError("An option is given twice; list its values in one --option name=a,b.")
