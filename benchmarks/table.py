@@ -54,12 +54,12 @@ def demo(_: str) -> str:
     """Mean test accuracy of base, average, all other merges (lowest to highest) and experts of `actmat demo`."""
     found = json.loads((RESULTS / "demo.json").read_text(encoding="utf-8"))
     rows = {row["name"]: row["average"] for row in found["rows"]}
-    base, average, experts = (f"{100 * rows[name]['value']:.1f}" for name in ("base", "average", "experts"))
-    others = [100 * rows[row["name"]]["value"] for row in found["rows"] if row["kind"] == "merged"]
-    half = max((row["high"] - row["low"]) / 2 for name, row in rows.items() if name != "majority")
+    base, average, experts = (f"{100 * rows[name]:.1f}" for name in ("base", "average", "experts"))
+    others = [100 * rows[row["name"]] for row in found["rows"] if row["kind"] == "merged"]
+    half = max(row["half"] for row in found["rows"] if row["name"] != "majority")
     titles = ["base", "`average`", f"all {len(others)} merges", "each expert on its own task"]
     cells = [base, average, f"{min(others):.1f} to {max(others):.1f}", experts]
-    tested = f"{len(found['tasks'])} tasks, {found['n_photographs']['test']} photographs, seed {found['seed']}"
+    tested = f"{len(found['rows'][0]['tasks'])} tasks, {found['settings']['n_test']} images, seed {found['seed']}"
     return table(titles, [cells]) + f"\nAccuracy in %, mean of {tested}; 95 % intervals: ±{100 * half:.1f} or less.\n"
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -34,13 +32,7 @@ def test_names_are_complete_and_importing_is_light() -> None:
     assert found.split("\n") == ["False True", f"[] {merging}", f"{merging} {errors} {tune}"]
 
 
-def test_names_of_plugins_are_public(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function of another distribution, by its entry point; a name of the core is never replaced."""
-    entry = EntryPoint("shuffle", "random:shuffle", "actmat.api")
-    monkeypatch.setattr(actmat.plugins, "entries", {"actmat.api": {"shuffle": entry, "merge": entry}}.__getitem__)
-    monkeypatch.setattr(actmat.plugins, "load", lambda group, name: entry.load() if name == "shuffle" else None)
-    assert actmat.shuffle is random.shuffle
-    assert "shuffle" in dir(actmat)
+def test_an_unknown_name_is_an_attribute_error() -> None:
     assert actmat.merge.__module__ == "actmat.api.merging"
     with pytest.raises(AttributeError, match="no attribute 'shuffel'"):
         actmat.shuffel  # noqa: B018

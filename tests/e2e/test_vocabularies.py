@@ -156,10 +156,16 @@ def test_recipes_name_rows_and_sizes(family: Path, tmp_path: Path) -> None:
                 "base": str(family / "base"),
                 "experts": [str(family / "chat"), str(family / "tool")],
                 "method": "average",
-                "vocabulary": {
-                    "source": "union",
-                    "pad_to_multiple_of": 32,
-                    "tokens": {"<user>": {"model": "tool", "force": True}, "<new>": {"model": "base", "token": "a"}},
+                "output": {
+                    "kind": "model",
+                    "vocabulary": {
+                        "source": "union",
+                        "pad_to_multiple_of": 32,
+                        "tokens": {
+                            "<user>": {"model": "tool", "force": True},
+                            "<new>": {"model": "base", "token": "a"},
+                        },
+                    },
                 },
             }
         )

@@ -30,7 +30,7 @@ from actmat.checkpoints.codecs.base import Codec
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.source import Format
 from actmat.engine.executors.threads import ThreadExecutor
-from actmat.experts.base import Family
+from actmat.experts.base import AdapterFamily
 from actmat.experts.changes.base import Change, Content, Reader
 from actmat.experts.changes.expert import FormedExpert
 from actmat.experts.lora.adapter import Adapter
@@ -97,7 +97,7 @@ def fit(adapter, base):
     return FormedExpert(adapter, base, Content(changes, {}, []))
 
 
-FAMILY = Family("toy", look, fit)
+FAMILY = AdapterFamily("toy", look, fit)
 
 
 def read(specs, fields):

@@ -173,7 +173,7 @@ def test_a_merge_function_with_kwargs_or_an_option_without_default_is_refused() 
     ("field", "value", "said"),
     [
         ("acts_on", "matrices", "expects 'matrix', 'tensor', 'elementwise', got 'matrices'"),
-        ("cost", "T N^2", "'cost' expects Cost, got 'T N.2'"),
+        ("cost", "T N^2", "'cost' expects MethodCost, got 'T N.2'"),
         ("laws", frozenset({"linear"}), "expects 'permutation', .* got 'linear'"),
         ("lowrank", rule, "'lowrank' expects LowRankForm | None, got <function"),
         ("merge", "rule", "'merge' expects a function, got 'rule'"),

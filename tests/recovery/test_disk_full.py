@@ -266,10 +266,10 @@ def test_several_outputs_are_kept_together(family: Family, monkeypatch: pytest.M
 
 
 def test_values_that_only_another_recipe_can_merge_leave_nothing(family: Family) -> None:
-    """Nothing of it could be used: --allow-nonfinite is another recipe, a repaired expert another input."""
+    """Nothing of it could be used: allow_nonfinite is another recipe, a repaired expert another input."""
     family.change(family.experts[0], lambda t: t["lm_head.weight"][0].fill_(float("nan")))
     outcome = actmat(family.argv())
-    assert (outcome.code, "--set", "allow_nonfinite=true" in outcome.err, "kept" in outcome.err) == (1, True, False)
+    assert (outcome.code, "--set allow_nonfinite=true" in outcome.err, "kept" in outcome.err) == (1, True, False)
     assert not family.out.exists()
     assert hidden(family.root) == []
 

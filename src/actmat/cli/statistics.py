@@ -89,7 +89,7 @@ class Measuring:
     seed: Annotated[int, typer.Option("--seed", help="Seed of the labels drawn for the Fisher.")] = 0
 
     def options(self, data: DataOptions) -> dict[str, Any]:
-        """Options of `actmat.statistics.collect` for a data set."""
+        """Options of `extras.collect.collect` for a data set."""
         return {
             "gram": self.gram,
             "fisher": self.fisher,

@@ -247,7 +247,7 @@ class _Encoder:
         if not (wants_text or wants_images):
             raise StatisticsError(
                 f"{type(self._model).__name__} takes neither text nor images ({', '.join(list(self.known)[:4])}); "
-                "make the batches yourself and call actmat.statistics.collect"
+                "make the batches yourself and call actmat.extras.collect.collect.collect"
             )
         transformers = extra("transformers")
         tokenizer, processor = transformers.AutoTokenizer, transformers.AutoImageProcessor

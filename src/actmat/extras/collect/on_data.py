@@ -74,7 +74,7 @@ def agreement(  # noqa: PLR0913 - keyword arguments of a public function
         base: the checkpoint under adapters; default: as the manifest, else the adapter, says.
         model_class: class of transformers to load all models with; default: the one that the config of each names.
         dtype, device: of the models while they run.
-        logits, mask: see `actmat.statistics.agreement`.
+        logits, mask: see `extras.collect.agreement`.
         progress: called with an expert's name and its samples so far.
 
     Raises:
