@@ -55,7 +55,7 @@ def is_known(row: str) -> bool:
     found = re.fullmatch(r"([^:@+]+)([:@+]?)(.*)", row)
     assert found is not None, row
     method, mark, what = found.groups()
-    known = {"@": get_args(Space), "+": ("+", *STEPS)}
+    known = {"@": get_args(Space), "+": ("+", *STEPS, "isotropise")}  # files spell isotropize as it was called
     return row in REFERENCES or (method in METHODS and what in known.get(mark, (what,)))
 
 
