@@ -95,7 +95,7 @@ def _loaded(group: Registry, name: str) -> object:
 
 
 def load(group: Registry, name: str, kind: type[T]) -> T | None:
-    """The plug-in of that name; None if there is none.
+    """The plug-in of that name; None if absent.
 
     Args:
         group: the registry.

@@ -283,7 +283,10 @@ def test_a_missing_key_and_value_heads_is_what_the_dense_model_means(
         ({"experts": experts(0, 1), "experts_per_token": 3}, "expected 1 to 2, the number of experts, found 3"),
         ({"experts": [{"source_model": "./0"}] * 2, "gate_mode": "hidden"}, "expected 'positive_prompts', from which"),
         ({"experts": [experts(0)[0], experts(0)[0]], "gate_mode": "hidden"}, "the prompts of all experts are the same"),
-        ({"experts": experts(0, 1), "architecture": "mamba"}, "'architecture: mamba' is none of Mixtral, DeepSeek"),
+        (
+            {"experts": experts(0, 1), "architecture": "mamba"},
+            "'architecture: mamba': expected one of Mixtral, DeepSeek",
+        ),
         ({"experts": [{"source_model": "../qwen3/0"}, {"source_model": "./1"}]}, "found llama, qwen3"),
         ({"experts": experts(0, 1), "shared_experts": experts(0, 1)}, "expected one shared expert at most, found 2"),
         ({"experts": experts(0, 1), "shared_experts": experts(0)}, "Mixtral has no shared expert"),

@@ -161,7 +161,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     @property
     @abc.abstractmethod
     def config(self) -> Mapping[str, Any] | None:
-        """Parsed `config.json`, or None where there is none."""
+        """Parsed `config.json`; None if absent."""
 
     @property
     def written_config(self) -> Mapping[str, Any] | None:
@@ -190,7 +190,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """Identity of every weight file, for fingerprints; reads no tensor."""
 
     def find_spec(self, name: str) -> TensorSpec:
-        """Spec of a tensor; if there is none, the error offers the name nearest to it."""
+        """Spec of a tensor; if it is missing, the error offers the name nearest to it."""
         spec = self.specs.get(name)
         if spec is None:
             near = did_you_mean(name, self.specs) if len(self.specs) <= MAX_DID_YOU_MEAN else ""

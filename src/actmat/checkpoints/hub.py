@@ -140,7 +140,7 @@ class HubRepository(RemoteFiles):
         return side_files_in({f.name: f.size for f in self.files.values()}, merged, self.fetch)
 
     def fetch_sidecars(self) -> Path | None:
-        """Download the side files; their folder, or None if there are none."""
+        """Download the side files; return their folder, or None without side files."""
         folder = self.directory
         for name in self.side_files(()).kept:
             fetched = self.fetch(name)

@@ -120,7 +120,7 @@ def storage_of(url: str) -> Storage:
     """The plug-in for a URL.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: not found.
     """
     scheme = url.partition("://")[0].lower()
     found = plugins.load(GROUP, scheme, Storage) or plugins.load(GROUP, "other", Storage)

@@ -99,7 +99,7 @@ def plugged_in() -> dict[str, EntryPoint]:
 
 
 def declared_command(name: str) -> Any:
-    """The function or application of a command, imported; None where there is none or it cannot be imported."""
+    """The function or application of a command, imported; None if it is unknown or cannot be imported."""
     if name in COMMANDS:
         own = f"{name}_" if keyword.iskeyword(name) else name
         return getattr(importlib.import_module(f"actmat.cli.{own}"), own)
@@ -148,7 +148,7 @@ class Commands(typer.core.TyperGroup):
         return sorted(found, key=lambda n: GROUPS.index(info_of(found[n]).group))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command as `actmat --help` lists it, without flags; None where there is none."""
+        """The command as `actmat --help` lists it, without flags; None if absent."""
         declared = declared_command(cmd_name)
         return None if declared is None else _typer_command(cmd_name, declared, flags=False)
 

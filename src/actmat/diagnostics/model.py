@@ -182,7 +182,7 @@ class Diagnosis(_Strict):
 
     Args:
         source: "merge": measured while merging; "diagnose": without writing; "adapters": on the factors of adapters.
-        base, out: locations; None where there is none.
+        base, out: locations; None if absent.
         tensors: in the order of the output.
         measures: in the order of the tensors.
         agreement: of the merged model with those experts whose inputs were given, in their order; None: none were.
@@ -299,7 +299,7 @@ def read_diagnosis(path: str | Path) -> Diagnosis:
     """Read the report at `path`, or in the directory `path`.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: not found, or unreadable.
     """
     file = _report_file(local_path(path))
     try:

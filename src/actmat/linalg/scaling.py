@@ -32,7 +32,7 @@ def exponent_of(size: float) -> int:
 
 
 def largest_entry(tensors: Iterable[Tensor]) -> float:
-    """The largest magnitude of an entry; 0 where there is none."""
+    """The largest magnitude of an entry; 0 for an empty tensor."""
     return max((float(torch.linalg.vector_norm(t, math.inf)) for t in tensors if t.numel()), default=0.0)
 
 

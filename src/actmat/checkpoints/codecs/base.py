@@ -139,7 +139,7 @@ class Headers:
         location: of the checkpoint, for messages.
         specs: stored tensors.
         method: `quant_method` that the config declares, lower case; empty where it declares nothing.
-        settings: the config's entry about quantization; empty where there is none.
+        settings: the config's entry about quantization; may be empty.
         dtype: of logical tensors where the layout does not say it itself.
         read: the whole of a stored tensor, for layouts that put shapes into tensors.
     """
@@ -208,7 +208,7 @@ class Codec:
 
 
 def quantization_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The config's entry about quantization, of the whole model or of its text part; empty if there is none."""
+    """The config's entry about quantization, of the whole model or of its text part; may be empty."""
     for level in (config, *((config or {}).get(key) for key in LEVELS)):
         for key in CONFIG_KEYS:
             found = level.get(key) if isinstance(level, Mapping) else None

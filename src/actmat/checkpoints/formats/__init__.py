@@ -78,7 +78,7 @@ def format_named(name: str) -> Format:
 
 
 def _absent(names: Sequence[str]) -> str:
-    """One sentence, with the fix, on a file of a format that is not installed; empty if there is none."""
+    """One sentence, with the fix, on a file of a format that is not installed; may be empty."""
     lacking = [n for n in SIGNS if n not in CORE and n not in plugins.entries(GROUP)]
     found = next(((name, n) for name in lacking for p in SIGNS[name] for n in names if fnmatch(n, p)), None)
     return f"no installed part of actmat reads '{found[1]}'.{plugins.hint(GROUP, found[0])}" if found else ""

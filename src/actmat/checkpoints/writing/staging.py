@@ -35,7 +35,7 @@ SHOWN_FILES = 20
 
 
 def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path]) -> list[str]:
-    """Problems of writing to `out`, as sentences; empty if there are none.
+    """Problems of writing to `out`, as sentences; may be empty.
 
     `overwrite` replaces only an output of actmat, a directory with a manifest that records every file in it: neither a
     mistyped path nor a user's notes beside a model may be deleted. An input is never replaced.
@@ -323,7 +323,7 @@ class Staging:
                 folder.rmdir()
 
     def _read_journal(self) -> Journal | None:
-        """The journal; None if there is none with the fingerprint of this run."""
+        """The journal with the fingerprint of this run; None if absent."""
         journal = _read_journal(self.path / JOURNAL_NAME)
         if journal is None or journal.head.get("fingerprint") == self.fingerprint:
             return journal
@@ -332,7 +332,7 @@ class Staging:
 
 
 def left_journal(out: Path) -> Journal | None:
-    """The journal that an interrupted run left for `out`; None if there is none. Takes no lock and changes nothing."""
+    """The journal that an interrupted run left for `out`; None if absent. Takes no lock and changes nothing."""
     folder, aside = sibling(out, "partial"), sibling(out, "journal")
     with contextlib.suppress(OSError):  # another process may rename them just now; `open` takes the lock, and judges
         return _read_journal(aside if aside.exists() and folder.exists() else folder / JOURNAL_NAME, folder)

@@ -35,7 +35,7 @@ def find_executor(text: str, device: str = "cpu") -> ExecutorFactory:
         device: see `engine.devices`.
 
     Raises:
-        RecipeError: there is none, with those that there are; or it does not fit the devices. Or it takes no address,
+        RecipeError: an unknown name (all known ones are listed); it does not fit the devices, takes no address,
             or its packages are not installed.
     """
     name, equals, address = text.partition("=")
@@ -60,5 +60,5 @@ def computes_here(text: str) -> bool:
 
 
 def _named(name: str) -> Any:
-    """The class of an executor; None if there is none of that name."""
+    """The class of an executor; None for an unknown name."""
     return EXECUTORS[name] if name in EXECUTORS else plugins.load(GROUP, name, type)

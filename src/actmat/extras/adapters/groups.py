@@ -51,7 +51,7 @@ class Group:
     specs: Mapping[str, TensorSpec]
 
     def shape(self, role: str) -> tuple[int, ...]:
-        """Shape of the tensor of a role; empty if there is none."""
+        """Shape of the tensor of a role; may be empty."""
         return self.specs[self.names[role]].shape if role in self.names else ()
 
     def missing(self, *roles: str) -> str:

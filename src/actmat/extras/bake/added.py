@@ -169,7 +169,7 @@ def _check_form(location: str, manifest: Mapping[str, Any], given: int, labels: 
     if problems:
         raise CheckpointError(
             f"{location}: --against compares with W_0 + sum_t c_t D_t ({SUMS}; one expert by any method that adds it "
-            "whole), and this output is none.",
+            "whole); this output is not such a sum.",
             problems,
         )
 

@@ -273,7 +273,7 @@ class _RecipeConversion:
         for expert in experts:
             if expert["path"] == model:
                 return str(expert.get("name") or _name(model))
-        self.found.problem(path, f"'{model}' is none of the models that are merged")
+        self.found.problem(path, f"'{model}' is not one of the merged models")
         return "base"
 
     def _check_parameters(self) -> None:

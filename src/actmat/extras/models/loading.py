@@ -81,7 +81,7 @@ def load_model(
             if not checkpoint:
                 raise StatisticsError(f"{adapter} names no base; give it with --base")
         elif base is not None:
-            raise StatisticsError(f"--base goes with an adapter, and {location} is none")
+            raise StatisticsError(f"--base goes with an adapter only; {location} is a full checkpoint")
     if adapter is not None:
         with named_base(adapter, checkpoint), locate(checkpoint) as under:
             config = under.model().config or {}

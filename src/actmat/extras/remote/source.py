@@ -152,7 +152,7 @@ class RemoteSource(RemoteFiles):
         return replace(found, left_out={**found.left_out, "(other files)": UNLISTED})
 
     def fetch_sidecars(self) -> Path | None:
-        """Download the side files; their folder, or None if there are none."""
+        """Download the side files; return their folder, or None without side files."""
         for name in self.side_files(()).kept:
             self.fetch(name)
         return self._folder

@@ -64,7 +64,7 @@ class Store(abc.ABC):
         """A file as it is now, and its first `length` bytes (all, if it is shorter).
 
         Raises:
-            MissingFileError: there is none of that name.
+            MissingFileError: no file of that name.
         """
 
     @abc.abstractmethod

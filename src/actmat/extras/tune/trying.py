@@ -69,7 +69,7 @@ def images_of(folder: str | Path) -> list[Path]:
     """Images in a folder and below it, sorted.
 
     Raises:
-        StatisticsError: there are none.
+        StatisticsError: no images found.
     """
     found = sorted(p for p in Path(folder).rglob("*") if p.suffix.lower() in IMAGES)
     if not found:

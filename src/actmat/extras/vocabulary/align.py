@@ -61,7 +61,7 @@ def align_vocabularies(
     """
     inputs, problems = _inputs({BASE: base, **experts})
     if policy.source not in (*inputs, UNION) and not problems:
-        problems.append(f"the vocabulary '{policy.source}' is none of base, union, {', '.join(experts)}")
+        problems.append(f"the vocabulary '{policy.source}' is not one of base, union, {', '.join(experts)}")
     if problems:
         raise CheckpointError("The vocabularies cannot be put in one order.", problems)
     joined = _Joined(inputs, policy)
@@ -75,7 +75,7 @@ def read_vocabulary(checkpoint: Checkpoint) -> dict[str, int]:
     """Token -> row, from the `tokenizer.json` of a checkpoint.
 
     Raises:
-        CheckpointError: there is none, or it holds no vocabulary.
+        CheckpointError: not found, or it holds no vocabulary.
     """
     return read_tokenizer(checkpoint)[0]
 
@@ -179,7 +179,7 @@ class _Joined:
         one = self.inputs.get(source.model)
         if one is None:
             self.problems.append(
-                f"vocabulary: the row of {token!r} is to be taken from '{source.model}', which is none of "
+                f"vocabulary: the row of {token!r} is to be taken from '{source.model}', expected one of "
                 f"{', '.join(self.inputs)}.{did_you_mean(source.model, self.inputs)}"
             )
             return ()

@@ -24,7 +24,7 @@ def read_tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, int], list[dict[st
     """Token -> row, and the entries of the tokens that were added, from the `tokenizer.json` of a checkpoint.
 
     Raises:
-        CheckpointError: there is none, or it holds no vocabulary.
+        CheckpointError: not found, or it holds no vocabulary.
     """
     folder = checkpoint.fetch_sidecars()
     if folder is None or not (Path(folder) / TOKENIZER).exists():

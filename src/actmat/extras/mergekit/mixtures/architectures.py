@@ -135,13 +135,15 @@ def choose(mixture: Mixture, types: set[str]) -> MixtureArchitecture:
     """The first architecture, Mixtral before all, that can be made of models of these types.
 
     Raises:
-        CheckpointError: there is none; says why for each.
+        CheckpointError: no architecture fits; gives the reason for each.
     """
     wanted = (mixture.architecture or "").lower()
     named = [a for a in ARCHITECTURES if a.name.lower().startswith(wanted)]
     if not named:
         known = ", ".join(a.name for a in ARCHITECTURES)
-        raise CheckpointError(f"'architecture: {mixture.architecture}' is none of {known} (or their beginnings)")
+        raise CheckpointError(
+            f"'architecture: {mixture.architecture}': expected one of {known} (or the beginning of a name)"
+        )
     objections = {a.name: a.objection(mixture, types) for a in named}
     chosen = next((a for a in named if not objections[a.name]), None)
     if chosen is None:
