@@ -113,7 +113,7 @@ class Located(AbstractContextManager["Located"]):
         >>> from actmat.checkpoints.memory import MemoryCheckpoint
         >>> base = MemoryCheckpoint({"w": torch.ones(2)})
         >>> locate({"w": torch.zeros(2)}).expert(base).source("w")
-        Source(name='w', kind='stored', dtype='float32', nbytes=8, rank=0)
+        DeltaSource(name='w', kind='stored', dtype='float32', nbytes=8, rank=0)
 
         Raises:
             CheckpointError: it does not fit the base; carries all problems.
