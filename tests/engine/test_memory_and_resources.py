@@ -19,7 +19,7 @@ from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.planning import MergePlan
 from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES
-from actmat.planning.model import Cost, Item, MethodCall
+from actmat.planning.model import Item, ItemCost, MethodCall
 from actmat.recipe import make_recipe
 
 
@@ -137,7 +137,7 @@ def test_available_memory_is_plausible() -> None:
 
 def plan_of(*peaks: int) -> MergePlan:
     layout = TensorLayout(Role.LINEAR, "")
-    items = tuple(Item(f"t{n}", (1,), layout, "copy", "", (), cost=Cost(host_bytes=p)) for n, p in enumerate(peaks))
+    items = tuple(Item(f"t{n}", (1,), layout, "copy", "", (), cost=ItemCost(host_bytes=p)) for n, p in enumerate(peaks))
     return MergePlan(make_recipe({"base": "b", "experts": ["e"]}), "model", None, (), items, (), 1)
 
 

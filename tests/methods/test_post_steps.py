@@ -139,7 +139,7 @@ def test_declarations() -> None:
     assert all(step.name == name for name, step in STEPS.items())
     assert all(o.doc for step in STEPS.values() for o in step.options.values())
     with pytest.raises(RecipeError, match="Did you mean 'isotropize'"):
-        get_step("isotropize")
+        get_step("isotropise")
     with pytest.raises(RecipeError, match="post-processing 'isotropize' has no option 'beta'"):
         get_step("isotropize").resolve_options({"beta": 1})
     with pytest.raises(RecipeError, match="must lie in"):
