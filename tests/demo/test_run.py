@@ -43,7 +43,9 @@ def test_the_table_fits_a_terminal_and_the_next_command_survives_a_shell(finishe
     assert max(map(len, table.splitlines())) <= 80
     assert all(name in table for name in ("majority", "experts", "actmat", "jumbled", "of expert"))
     assert shlex.split(text[text.index("actmat merge") :]) == [
-        *("actmat", "merge", str(out / "base"), *(str(out / "experts" / t.name) for t in TASKS), "--out", "my-merge")
+        *("actmat", "merge", "-b", str(out / "base")),
+        *(word for t in TASKS for word in ("-e", str(out / "experts" / t.name))),
+        *("--out", "my-merge"),
     ]
 
 

@@ -141,11 +141,11 @@ def _each(work: Callable[[Any], Any], items: Collection[Any], bars: Progress, ti
 
 
 def _next_step(out: Path, experts: Mapping[str, Path], left_out: Sequence[str]) -> str:
-    shell = " ".join(quote(str(path)) for path in experts.values())
+    shell = " ".join(f"-e {quote(str(path))}" for path in experts.values())
     return (
         f"Without the methods that need data or fewer experts: {', '.join(left_out) or 'none'}.\n"
         f"Checkpoints and all numbers are in {terminal(out)}. Go on with them:\n\n"
-        f"actmat merge {quote(str(out / 'base'))} {shell} --out my-merge"
+        f"actmat merge -b {quote(str(out / 'base'))} {shell} --out my-merge"
     )
 
 
