@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from actmat.extras.collect.collect import Collected
-from actmat.statistics.kinds import unpack
+from actmat.statistics.triangle import unpack
 
 
 def outer_sum(rows: Iterable[Tensor]) -> Tensor:

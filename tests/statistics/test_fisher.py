@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from actmat.errors import StatisticsError
 from actmat.extras.collect.collect import collect
+from actmat.extras.collect.combine import merge_statistics
 from actmat.statistics import open_statistics
 
 
@@ -101,3 +102,19 @@ def test_what_the_fisher_cannot_do_is_said() -> None:
         collect(nn.Linear(4, 2).double(), [{"input": x}], fisher=True)
     with pytest.raises(StatisticsError, match="needs loss="):
         collect(nn.Linear(4, 2).double(), [x], fisher=True)
+
+
+def test_files_add_up_only_with_labels_from_one_source(tmp_path: Path) -> None:
+    model, name = Classifier(), "net.0.weight"
+    for n, source in enumerate(("given", "given", "drawn")):
+        x, labels = torch.randn(5, 4, dtype=torch.float64), torch.arange(5) % 3
+        collect(model, [{"x": x, "labels": labels}], fisher=True, gram=False, fisher_labels=source,
+                out=tmp_path / str(n), dtype="float64")  # fmt: skip
+    merge_statistics([tmp_path / "0", tmp_path / "1"], tmp_path / "both")
+    with open_statistics(tmp_path / "0") as one, open_statistics(tmp_path / "1") as two:
+        expected = (one.fisher(name, dtype=torch.float64) + two.fisher(name, dtype=torch.float64)) / 2
+    with open_statistics(tmp_path / "both") as both:
+        assert (both.header.fisher_samples, both.header.fisher_labels) == (10, "given")
+        assert relative_error(both.fisher(name, dtype=torch.float64), expected) < F64_IDENTITY
+    with pytest.raises(StatisticsError, match="took labels for the Fisher from elsewhere than"):
+        merge_statistics([tmp_path / "0", tmp_path / "2"], tmp_path / "mixed")

@@ -275,3 +275,17 @@ def test_a_layer_called_twice_and_a_bare_parameter() -> None:
     assert relative_error(measured_gram(result, "twice.weight"), twice) < F64_IDENTITY
     assert relative_error(measured_gram(result, "proj"), outer_sum([*z, *z[:2]])) < F64_IDENTITY
     assert result.header.absent == {"unused.weight": "no input of it was seen"}
+
+
+def test_hooks_are_removed_when_a_batch_fails() -> None:
+    net = nn.TransformerEncoderLayer(8, 2, 16)
+    hooked = []
+
+    def hooks() -> int:
+        return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in net.modules())
+
+    batches = [torch.randn(3, 1, 8), torch.randn(3, 1, 7)]
+    with pytest.raises(RuntimeError):  # the second batch has another width
+        collect(net, batches, progress=lambda samples, tokens: hooked.append(hooks()))
+    assert hooked[0] > 0
+    assert hooks() == 0

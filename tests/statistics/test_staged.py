@@ -235,7 +235,7 @@ def test_transformers_models_see_the_merged_blocks_below(family: str, blocks: st
                 stored = {n: parts[0].gram for n, parts in found.header.places.items()}
                 for name, want in grams.items():
                     if name.startswith(f"{blocks}.{index}."):
-                        gram = found.read("gram", stored[f"{name}.weight"], mean="sum", dtype=torch.float64)
+                        gram = found.gram(stored[f"{name}.weight"], mean="sum", dtype=torch.float64)
                         assert relative_error(gram, want) < F32_PRODUCT, (label, name)
                         checked += 1
         layer.load_state_dict(before)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from actmat.errors import OutputError, StatisticsError
 from actmat.extras.collect.collect import collect
 from actmat.extras.collect.combine import merge_statistics
-from actmat.extras.collect.measures import GramSum
+from actmat.extras.collect.inputs.sums import GramSum
 from actmat.statistics import open_statistics
 from actmat.statistics.header import FILE_NAME, METADATA_KEY
-from actmat.statistics.kinds import packed_size, unpack
+from actmat.statistics.triangle import packed_size, unpack
 
 
 def model() -> nn.Module:

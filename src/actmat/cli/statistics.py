@@ -276,16 +276,14 @@ def _show(headers: Mapping[Path, StatisticsHeader], *, json: bool, quiet: bool, 
 
 def _data(path: Path, header: StatisticsHeader) -> dict[str, Any]:
     """One file of statistics, without a row per tensor."""
-    from actmat.statistics.header import amount, is_of_images, patches
-    from actmat.statistics.kinds import KINDS
+    from actmat.statistics.header import amount, contents, is_of_images, patches
 
-    kinds = [summary for kind in KINDS.values() if (summary := kind.summary(header))]
     sources = [d.source for d in header.data]
     model = header.model.location
     images = is_of_images(header)
     rows = {"tokens": None if images else header.tokens, "patches": patches(header) if images else None}
     counts = {"amount": amount(header), "samples": header.samples, **rows, "not_measured": len(header.absent)}
-    return {"path": str(path), "model": model, **counts, "data": sources, "kinds": kinds}
+    return {"path": str(path), "model": model, **counts, "data": sources, "kinds": contents(header)}
 
 
 def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
@@ -295,13 +293,12 @@ def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
 
 def _print(out: Path, header: StatisticsHeader, *, every: bool = False) -> None:
     from actmat.cli.screen import console, escape
-    from actmat.statistics.header import amount
-    from actmat.statistics.kinds import KINDS
+    from actmat.statistics.header import amount, contents
 
     on = f" with the adapter {header.model.adapter.location}" if header.model.adapter else ""
     console.print(f"[bold]{escape(out)}[/bold]  ({escape(header.model.location + on)})")
     console.print(f"  {amount(header)} of {escape(', '.join(d.source for d in header.data))}")
-    console.print("  " + "; ".join(filter(None, (kind.summary(header) for kind in KINDS.values()))))
+    console.print("  " + "; ".join(contents(header)))
     groups: dict[str, list[str]] = {}
     for name, why in header.absent.items():
         groups.setdefault(why, []).append(name)

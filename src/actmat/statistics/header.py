@@ -1,7 +1,6 @@
 """Metadata of a statistics file: the JSON text in it as strict models.
 
-`docs/formats/statistics.md` describes the format to users. Gram and Fisher have fields of their own in it; any other
-kind of statistics is listed under `others`.
+`docs/formats/statistics.md` describes the format to users.
 """
 
 from __future__ import annotations
@@ -51,14 +50,6 @@ class GramInfo(_StrictHeader):
     hash: Hash
 
 
-class SumInfo(_StrictHeader):
-    """Sums of one kind: divisor of a mean, stored tensor -> hash, and settings that must agree to add files up."""
-
-    count: Count
-    tensors: dict[str, Hash]
-    details: dict[str, str] = {}
-
-
 class AdapterInfo(_StrictHeader):
     """The adapter that was on the model."""
 
@@ -103,19 +94,16 @@ class StatisticsHeader(_StrictHeader):
     fisher_samples: Count = 0
     fisher_labels: str = ""
     counts: dict[str, Hash] = {}
-    others: dict[str, SumInfo] = {}
     versions: dict[str, str] = {}
 
     @property
     def kinds(self) -> frozenset[str]:
         """Kinds of statistics in the file, as methods name them in their needs."""
-        tables = {"gram": self.grams, "fisher": self.fisher, **{k: info.tensors for k, info in self.others.items()}}
-        return frozenset(kind for kind, table in tables.items() if table)
+        return frozenset(kind for kind, table in (("gram", self.grams), ("fisher", self.fisher)) if table)
 
     def tensor_hashes(self) -> dict[str, str]:
         """Stored tensor -> hash of its bytes."""
         tables = {"gram": {k: g.hash for k, g in self.grams.items()}, "fisher": self.fisher, "counts": self.counts}
-        tables |= {kind: info.tensors for kind, info in self.others.items()}
         return {f"{prefix}.{name}": h for prefix, table in tables.items() for name, h in table.items()}
 
 
@@ -190,3 +178,11 @@ def amount(header: StatisticsHeader) -> str:
         return f"{counted(header.samples, 'sample')}, {counted(header.tokens, 'token')}"
     rows = patches(header)
     return counted(header.samples, "image") + (f", {rows:,} patches (class tokens included)" if rows else "")
+
+
+def contents(header: StatisticsHeader) -> list[str]:
+    """Kinds of statistics in words: `the Fisher of 15 tensors (drawn labels)`."""
+    found = [f"{len(header.grams)} Gram matrices for {len(header.places)} tensors"] if header.grams else []
+    if header.fisher:
+        found.append(f"the Fisher of {len(header.fisher)} tensors ({header.fisher_labels} labels)")
+    return found

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,9 +22,10 @@ from actmat.checkpoints.header import read_header
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import CheckpointError, StatisticsError
 from actmat.statistics.header import FILE_NAME, StatisticsHeader, content_hash, parse_header
-from actmat.statistics.kinds import KINDS, Mean, get_kind
+from actmat.statistics.triangle import packed_shape, unpack
 
-__all__ = ["Mean", "Statistics", "open_statistics"]
+Mean = Literal["token", "sample", "sum"]
+"""Divisor of a Gram matrix: the tokens seen, the samples, or 1."""
 
 
 class Statistics(AbstractContextManager["Statistics"]):
@@ -68,17 +70,17 @@ class Statistics(AbstractContextManager["Statistics"]):
         """Reason why there is no Gram of a stored tensor."""
         return self.header.absent.get(name, "no input of it was measured")
 
-    def read(self, kind: str, key: str, *, mean: Mean = "token", dtype: torch.dtype = torch.float32) -> Tensor:
-        """A statistic of any kind, by its key; `mean` counts for Gram matrices only."""
-        return get_kind(kind).read(self.header, key, self.raw(f"{kind}.{key}").to(dtype), mean)
-
     def gram(self, key: str, *, mean: Mean = "token", dtype: torch.dtype = torch.float32) -> Tensor:
         """One Gram matrix: `I I`, or `G I I` for a convolution in groups."""
-        return self.read("gram", key, mean=mean, dtype=dtype)
+        info = self.header.grams[key]
+        # an expert of a mixture: the mean is over all tokens that came to its router
+        tokens = info.rows if info.stack is None else self.header.stacks[info.stack]
+        divisor = {"token": tokens, "sample": self.header.samples, "sum": 1}[mean]
+        return unpack(self.raw(f"gram.{key}").to(dtype).div_(max(divisor, 1)), info.width)
 
     def fisher(self, name: str, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """The diagonal Fisher of a stored tensor, mean over samples, in its shape."""
-        return self.read("fisher", name, dtype=dtype)
+        return self.raw(f"fisher.{name}").to(dtype).div_(max(self.header.fisher_samples, 1))
 
     def raw(self, stored: str) -> Tensor:
         """A stored tensor as it is: a sum, half of a symmetric matrix, a count."""
@@ -123,5 +125,16 @@ def _disagreements(header: StatisticsHeader, specs: Mapping[str, TensorSpec]) ->
     listed = header.tensor_hashes()
     yield from (f"tensor '{n}' is listed, but not stored" for n in listed if n not in specs)
     yield from (f"tensor '{n}' is stored, but not listed" for n in specs if n not in listed)
-    for kind in KINDS.values():
-        yield from kind.problems(header, specs)
+    for key, info in header.grams.items():
+        spec, shape = specs.get(f"gram.{key}"), packed_shape(info.width, info.groups)
+        if spec is not None and (spec.shape != shape or spec.dtype not in ("float32", "float64")):
+            found = f"{'x'.join(map(str, spec.shape))} {spec.dtype}"
+            yield f"tensor 'gram.{key}': expected {'x'.join(map(str, shape))} floats, found {found}"
+        if info.stack is not None and info.stack not in header.stacks:
+            yield f"'{key}' is of the stack '{info.stack}', which is not listed"
+    for name, parts in header.places.items():
+        for part in parts:
+            if part.gram not in header.grams:
+                yield f"'{name}' reads '{part.gram}', which is not there"
+            if part.rows is not None and part.rows[0] >= part.rows[1]:
+                yield f"'{name}': rows {part.rows} are no range"

@@ -17,11 +17,10 @@ from actmat.experts.locate import Located, LocatedAdapter, locate
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.batches import Batch, DataSeen, evaluating
 from actmat.extras.collect.binding import Binding, bind, transformers_model
-from actmat.extras.collect.measures import MEASURES, Measure, Run, StoredTensors
+from actmat.extras.collect.measures import FisherMeasure, GramMeasure, Measure, Run, StoredTensors
 from actmat.extras.collect.settings import Settings
 from actmat.extras.collect.writing import check_output, write_statistics
 from actmat.statistics.header import DataInfo, StatisticsHeader
-from actmat.statistics.kinds import added_fields, get_kind
 from actmat.version import __version__
 
 
@@ -72,8 +71,6 @@ def collect(
         StatisticsError: the model is not its checkpoint, an activation is NaN or Inf, or nothing was measured.
     """
     settings = Settings(**options)
-    for name in settings.measured:
-        get_kind(name)
     if out is not None:
         check_output(Path(out), overwrite=overwrite)
     with _bound(model, checkpoint, adapter) as binding:
@@ -90,9 +87,10 @@ def measured(
     seen = DataSeen()
     with evaluating(run.model), _observable(run.model), contextlib.ExitStack() as stack:
         measures: list[Measure] = []
-        for name in run.settings.measured:
-            measures.append(MEASURES[name](run))
-            stack.callback(measures[-1].close)
+        for kind, wanted in ((GramMeasure, run.settings.gram), (FisherMeasure, run.settings.fisher)):
+            if wanted:
+                measures.append(kind(run))
+                stack.callback(measures[-1].close)
         for batch in batches:
             seen.add(batch)
             for measure in measures:
@@ -173,7 +171,7 @@ def _result(run: Run, seen: DataSeen, measures: Sequence[Measure]) -> Collected:
         details={**(run.settings.details or {}), **({"inputs": "images"} if seen.of_images else {})},
     )
     out = StoredTensors(run.settings.dtype)
-    fields = added_fields([measure.store(out) for measure in measures])
+    fields = {name: value for measure in measures for name, value in measure.store(out).items()}
     header = StatisticsHeader(
         model=run.binding.info,
         data=[data],

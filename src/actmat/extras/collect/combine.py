@@ -13,8 +13,7 @@ from torch import Tensor
 from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.errors import StatisticsError
 from actmat.extras.collect.writing import write_statistics
-from actmat.statistics.header import StatisticsHeader, content_hash
-from actmat.statistics.kinds import KINDS, added_fields, get_kind
+from actmat.statistics.header import GramInfo, GramOf, StatisticsHeader, content_hash
 from actmat.statistics.store import Statistics, open_statistics
 
 
@@ -66,7 +65,7 @@ def join_statistics(inputs: Sequence[str | Path], out: str | Path) -> Statistics
         owner = {name: file for file in opened for name in file.specs}
         hashes = {name: content_hash(owner[name].raw(name)) for name in specs}
         headers = [f.header for f in opened]
-        header = headers[0].model_copy(update=added_fields(k.add_up(headers, hashes) for k in KINDS.values()))
+        header = headers[0].model_copy(update=_added(headers, hashes))
         write_statistics(Path(out), header, list(specs.values()), lambda name: owner[name].raw(name), overwrite=False)
     return header
 
@@ -101,8 +100,12 @@ def _differences(opened: Sequence[Statistics]) -> Iterator[str]:
         if first.header.kinds != other.header.kinds:
             kinds = " and ".join(", ".join(sorted(f.header.kinds)) for f in (first, other))
             yield f"{first.location} and {other.location} hold different kinds: {kinds}"
-        for kind in sorted(first.header.kinds & other.header.kinds):
-            yield from get_kind(kind).conflicts(first, other)
+        if first.header.fisher and other.header.fisher and first.header.fisher_labels != other.header.fisher_labels:
+            yield f"{other.location} took labels for the Fisher from elsewhere than {first.location}"
+        for name in first.header.places.keys() & other.header.places.keys():
+            mine, theirs = _by_part(first.header, name), _by_part(other.header, name)
+            if any(mine[k] != theirs[k] for k in mine.keys() & theirs.keys()):
+                yield f"'{name}' shares its Gram with other layers in {other.location} than elsewhere"
 
 
 def _repeated_data(opened: Sequence[Statistics]) -> Iterator[str]:
@@ -132,4 +135,34 @@ def _specs(opened: Sequence[Statistics], dtype: str) -> dict[str, TensorSpec]:
 def _header(headers: Sequence[StatisticsHeader], hashes: Mapping[str, str]) -> StatisticsHeader:
     common: dict[str, Any] = {name: sum(getattr(h, name) for h in headers) for name in ("samples", "tokens")}
     common["data"] = [d for h in headers for d in h.data]
-    return headers[0].model_copy(update=common | added_fields(k.add_up(headers, hashes) for k in KINDS.values()))
+    return headers[0].model_copy(update=common | _added(headers, hashes))
+
+
+def _added(headers: Sequence[StatisticsHeader], hashes: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of the statistics of all files together, given the hashes of the added tensors."""
+    grams: dict[str, GramInfo] = {}
+    for key in {k: None for h in headers for k in h.grams}:
+        found = [h.grams[key] for h in headers if key in h.grams]
+        update = {"rows": sum(g.rows for g in found), "hash": hashes[f"gram.{key}"]}
+        grams[key] = found[0].model_copy(update=update)
+    places: dict[str, list[GramOf]] = {}
+    for name in sorted({n for h in headers for n in h.places}):
+        parts = {k: v for h in headers for k, v in _by_part(h, name).items()}
+        places[name] = [GramOf(gram=g, expert=e, rows=list(r) if r else None) for (e, r), g in parts.items()]
+    stacks = {k: None for h in headers for k in h.stacks}
+    counts = {n: hashes[f"counts.{n}"] for h in headers for n in h.counts}
+    return {
+        "grams": grams,
+        "places": places,
+        "stacks": {n: sum(h.stacks.get(n, 0) for h in headers) for n in stacks},
+        "absent": {n: w for h in headers for n, w in h.absent.items() if n not in places and n not in counts},
+        "counts": counts,
+        "fisher": {n: hashes[f"fisher.{n}"] for h in headers for n in h.fisher},
+        "fisher_samples": sum(h.fisher_samples for h in headers),
+        "fisher_labels": next((h.fisher_labels for h in headers if h.fisher), ""),
+    }
+
+
+def _by_part(header: StatisticsHeader, name: str) -> dict[tuple[int | None, tuple[int, ...] | None], str]:
+    """Part of a stored tensor (expert of a stack, output features) -> key of its Gram."""
+    return {(p.expert, tuple(p.rows) if p.rows else None): p.gram for p in header.places.get(name, [])}

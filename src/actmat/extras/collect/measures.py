@@ -1,4 +1,4 @@
-"""Measures: running sums over batches, a class for each kind of statistics (`MEASURES`).
+"""Measures: running sums over batches, a class for each kind of statistics.
 
 Gram matrices are sums of outer products, half of the symmetric matrix, in matrix products:
 
@@ -20,10 +20,10 @@ Shapes: `N` rows (tokens), `I` in_features, `G` groups of a convolution.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,14 @@ from torch.nn import functional
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import StatisticsError
-from actmat.extras.collect.batches import Batch, named_tensors
+from actmat.extras.collect.batches import Batch, call_model, named_tensors
 from actmat.extras.collect.binding import Binding
-from actmat.extras.collect.inputs.layer_inputs import LayerInputs
+from actmat.extras.collect.inputs.masks import MaskScope, RoutedTokens, Scopes
+from actmat.extras.collect.inputs.observer import InputObserver
+from actmat.extras.collect.inputs.sums import GramSum, InputSums, LinearMap
 from actmat.extras.collect.settings import FLOATS, Labels, Settings
-from actmat.statistics.header import GramInfo, GramOf, SumInfo, content_hash
-from actmat.statistics.kinds import BLOCK, SumKind, get_kind, packed_shape, packed_size
+from actmat.statistics.header import GramInfo, GramOf, content_hash
+from actmat.statistics.triangle import packed_shape
 
 
 @dataclass(frozen=True)
@@ -63,99 +65,44 @@ class StoredTensors:
         return content_hash(make())
 
 
-class Measure(Protocol):
-    """Running sums of one kind over batches."""
+class GramMeasure:
+    """Gram matrices of the inputs of a model's layers, padding left out, and look-ups of tables.
 
-    def add(self, batch: Batch) -> None:
-        """Add a batch."""
-
-    def store(self, out: StoredTensors) -> dict[str, Any]:
-        """Add the sums to the tensors to store; return their fields of the header."""
-
-    def close(self) -> None:
-        """Remove hooks from the model, also after an error."""
-
-
-def store_sums(
-    kind: str, count: int, sums: Mapping[str, Tensor], out: StoredTensors, details: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Store one sum per tensor for a `SumKind`; return its fields of the header.
-
-    Args:
-        count: divisor of the mean.
-        sums: name of a stored tensor -> sum.
-        details: settings that must agree in files that are added up.
+    Hooks are put on the model until `close`.
     """
-    declared, dtype = get_kind(kind), FLOATS[out.dtype]
-    assert isinstance(declared, SumKind)
-    hashes = {n: out.add(f"{kind}.{n}", v.shape, partial(_stored, v, dtype)) for n, v in sums.items()}
-    return declared.fields(SumInfo(count=count, tensors=hashes, details=dict(details or {})))
-
-
-def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(dtype).contiguous()
-
-
-class GramSum:
-    """A running `sum z z^T` of width `I`, always in float64.
-
-    `groups` (a convolution's) is the number of independent sums; rows then have the shape `N G I`. The products are in
-    `dtype`, float32 or float64.
-    """
-
-    def __init__(
-        self, width: int, groups: int = 1, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> None:
-        self.width = width
-        self.groups = groups
-        self.rows = 0
-        self._dtype = dtype
-        self._starts = range(0, width, BLOCK)
-        shapes = [(min(BLOCK, width - s), min(s + BLOCK, width)) for s in self._starts]
-        # float64 is unknown to some accelerators; there the sums stay on the CPU
-        self._home = torch.device(device) if torch.device(device).type in ("cpu", "cuda") else torch.device("cpu")
-        self._sums = [torch.zeros(groups, *s, dtype=torch.float64, device=self._home) for s in shapes]
-
-    def add(self, rows_NI: Tensor) -> None:
-        """Add rows, `N I` (`N G I` for groups)."""
-        rows = rows_NI.detach().to(self._dtype)
-        rows_GNI = rows.unsqueeze(0) if rows.ndim == 2 else rows.transpose(0, 1)
-        self.rows += rows_GNI.shape[1]
-        for start, total in zip(self._starts, self._sums, strict=True):
-            stop = start + total.shape[1]
-            product = rows_GNI[..., start:stop].mT @ rows_GNI[..., :stop]
-            total.add_(product.to(self._home))
-
-    def packed(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The lower triangle: `I(I+1)/2` entries, or `G` times as many, on the CPU."""
-        out = torch.empty(self.groups, packed_size(self.width), dtype=dtype)
-        for start, total in zip(self._starts, self._sums, strict=True):
-            block = total.to("cpu", dtype)
-            for r in range(total.shape[1]):
-                i = start + r
-                out[:, packed_size(i) : packed_size(i + 1)] = block[:, r, : i + 1]
-        return out if self.groups > 1 else out[0]
-
-    def nonfinite(self) -> bool:
-        """Return True if a NaN or infinity was added: a sum of squares keeps it."""
-        return not all(bool(torch.isfinite(s.sum())) for s in self._sums)
-
-
-class GramMeasure(LayerInputs[GramSum]):
-    """Gram matrices of layer inputs, and look-ups of tables."""
 
     def __init__(self, run: Run) -> None:
         settings = run.settings
+        self._model, self._binding, self._mask = run.model, run.binding, settings.mask
+        weights = {n: w for n, w in run.binding.weights().items() if settings.only is None or n in settings.only}
         own = next((p.device for p in run.binding.weights().values()), torch.device("cpu"))
         device = torch.device(settings.sums_on) if settings.sums_on else own
+        make = partial(GramSum, dtype=FLOATS[settings.compute_dtype], device=device)
+        self._sums = InputSums(make, share=settings.share)
+        self._scopes = Scopes(run.model)
+        self._routed = RoutedTokens(run.model, {id(p): n for n, p in weights.items()}, self._scopes)
+        self._observer = InputObserver(weights, self._scopes, self._sums)
 
-        def make(width: int, groups: int) -> GramSum:
-            return GramSum(width, groups, dtype=FLOATS[settings.compute_dtype], device=device)
+    def add(self, batch: Batch) -> None:
+        """Run the model on a batch."""
+        if self._mask is not None:
+            mask = self._mask(batch)
+            sizes = frozenset(t.shape[0] for t in named_tensors(batch).values())
+            self._scopes.push(MaskScope(None if mask is None else mask.bool(), sizes))
+        try:
+            with torch.no_grad(), self._observer:
+                call_model(self._model, batch)
+            self._sums.end_pass()
+        finally:
+            self._scopes.reset()
 
-        super().__init__(run.model, run.binding, make, share=settings.share, mask=settings.mask, only=settings.only)
+    def close(self) -> None:
+        """Remove all hooks."""
+        self._routed.close()
+        self._scopes.close()
 
     def store(self, out: StoredTensors) -> dict[str, Any]:
-        """Store the packed sums and the counts.
+        """Store the packed sums and the counts; return their fields of the header.
 
         Raises:
             StatisticsError: a sum is not finite.
@@ -163,33 +110,77 @@ class GramMeasure(LayerInputs[GramSum]):
         grams: dict[str, GramInfo] = {}
         places: dict[str, list[GramOf]] = {}
         bad: list[str] = []
-        for named in self.sums():
-            total = named.sum
-            if total.nonfinite():
-                bad.append(f"the inputs of '{named.parameter}' hold NaN or Inf")
+        refused, stacks = self._refused(), self._routed.tokens
+        for shared in self._sums.shared():
+            used = [(m, self._readers(m)) for m in shared.members if m.parameter not in refused]
+            if not used:
                 continue
+            (first, its_readers), total = used[0], shared.sum
+            if total.nonfinite():
+                bad.append(f"the inputs of '{first.parameter}' hold NaN or Inf")
+                continue
+            key = _key_of(first, its_readers, grams)
             shape = packed_shape(total.width, total.groups)
-            digest = out.add(f"gram.{named.key}", shape, partial(total.packed, FLOATS[out.dtype]))
-            stack = named.parameter if named.parameter in self.tokens else None
+            digest = out.add(f"gram.{key}", shape, partial(total.packed, FLOATS[out.dtype]))
+            stack = first.parameter if first.parameter in stacks else None
             size = {"width": total.width, "groups": total.groups, "rows": total.rows}
-            grams[named.key] = GramInfo(**size, stack=stack, hash=digest)
-            for r in named.readers:
+            grams[key] = GramInfo(**size, stack=stack, hash=digest)
+            for r in (r for _, readers in used for r in readers):
                 rows = None if r.rows is None else list(r.rows)
-                places.setdefault(r.parameter, []).append(GramOf(gram=named.key, expert=r.expert, rows=rows))
+                places.setdefault(r.parameter, []).append(GramOf(gram=key, expert=r.expert, rows=rows))
         if bad:
             raise StatisticsError(f"The model gives values that are not finite: {len(bad)} problem(s).", bad)
         counts: dict[str, str] = {}
-        for parameter, found in self.counts.items():
+        for parameter, found in self._observer.counts.items():
             for piece in self._binding.located[parameter].slices:
                 name = f"counts.{piece.name}"
                 counts[piece.name] = out.add(name, found.shape, found.contiguous, "int64")
         return {
             "grams": grams,
             "places": {n: places[n] for n in sorted(places)},
-            "stacks": dict(self.tokens),
-            "absent": self.absent(set(places)),
+            "stacks": dict(stacks),
+            "absent": self._absent(places, refused),
             "counts": counts,
         }
+
+    def _absent(self, present: Collection[str], refused: Mapping[str, str]) -> dict[str, str]:
+        """Stored matrices that are not in `present`, each with the reason."""
+        out: dict[str, str] = {}
+        for name, parameter in self._binding.parameters.items():
+            is_matrix = parameter.ndim >= 2 and name not in self._observer.counts
+            for piece in self._binding.located[name].slices if is_matrix else ():
+                if piece.name not in present:
+                    why = "no input of it was seen" if piece.index is None else "no token of the data was routed to it"
+                    out[piece.name] = refused.get(name, why)
+        return out
+
+    def _readers(self, linear_map: LinearMap) -> list[LinearMap]:
+        """Stored tensors of a linear map; the expert is named if they are stacked on disk as well."""
+        slices = self._binding.located[linear_map.parameter].slices
+        return [
+            LinearMap(s.name, linear_map.expert if s.index is None else None, linear_map.rows)
+            for s in slices
+            if s.index in (None, linear_map.expert)
+        ]
+
+    def _refused(self) -> dict[str, str]:
+        """Parameters whose inputs are not known, or that were used in two ways, each with the reason."""
+        uses: dict[str, set[bool]] = {}
+        for shared in self._sums.shared():
+            for member in shared.members:
+                uses.setdefault(member.parameter, set()).add(member.rows is None)
+        mixed = {n: "it was used as a whole and in parts" for n, kinds in uses.items() if len(kinds) > 1}
+        return {**self._observer.absent, **mixed}
+
+
+def _key_of(first: LinearMap, readers: Sequence[LinearMap], taken: Collection[str]) -> str:
+    """Name of a Gram: that of the first stored tensor that reads the input, made unique."""
+    key = readers[0].parameter
+    key += "" if first.expert is None or len(readers) > 1 else f".{first.expert}"
+    key += "" if first.rows is None else f".{first.rows[0]}"
+    while key in taken:
+        key += "'"
+    return key
 
 
 class FisherMeasure:
@@ -224,9 +215,14 @@ class FisherMeasure:
         """Nothing to remove."""
 
     def store(self, out: StoredTensors) -> dict[str, Any]:
-        """Store the sums by stored tensor."""
-        sums = {n: part for name, total in self._sums.items() for n, part in self._run.binding.stored(name, total)}
-        return store_sums("fisher", self._samples, sums, out, {"labels": self._run.settings.fisher_labels})
+        """Store the sums by stored tensor; return their fields of the header."""
+        dtype = FLOATS[out.dtype]
+        sums = [stored for name, total in self._sums.items() for stored in self._run.binding.stored(name, total)]
+        return {
+            "fisher": {n: out.add(f"fisher.{n}", v.shape, partial(_converted, v, dtype)) for n, v in sums},
+            "fisher_samples": self._samples,
+            "fisher_labels": self._run.settings.fisher_labels,
+        }
 
     def _add_sample(self, model: nn.Module, sample: Mapping[str, Tensor]) -> None:
         settings = self._run.settings
@@ -271,5 +267,9 @@ def log_likelihood(output: Any, batch: Mapping[str, Tensor], labels: Labels, gen
     return total
 
 
-MEASURES: dict[str, Callable[[Run], Measure]] = {"gram": GramMeasure, "fisher": FisherMeasure}
-"""Kind of statistics -> its measure."""
+def _converted(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype).contiguous()
+
+
+Measure = GramMeasure | FisherMeasure
+"""Running sums of one kind over batches: `add` a batch, `store` the sums, `close` to remove hooks."""

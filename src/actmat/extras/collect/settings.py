@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,7 +28,6 @@ class Settings:
 
     gram: bool = True  # measure Gram matrices and token counts of embeddings
     fisher: bool = False  # measure the diagonal Fisher, one backward pass per sample
-    kinds: Sequence[str] = ()  # names of further kinds of statistics to measure (`measures.MEASURES`)
     fisher_labels: Labels = "drawn"  # "drawn" from the model's predictions, or "given" with the batches
     loss: LogLikelihood | None = None  # log-likelihood of one sample, in place of the built-in one
     mask: TokenMask | None = None  # mask of a batch, for models whose calls do not carry one
@@ -40,9 +39,3 @@ class Settings:
     only: Collection[str] | None = None  # parameters to measure, by their names in the model; None: all
     sums_on: str | None = None  # device of the float64 sums of Gram matrices; None: the model's
     details: Mapping[str, str] | None = None
-
-    @property
-    def measured(self) -> tuple[str, ...]:
-        """Names of all kinds to measure."""
-        builtin = [name for name, wanted in (("gram", self.gram), ("fisher", self.fisher)) if wanted]
-        return tuple(dict.fromkeys([*builtin, *self.kinds]))

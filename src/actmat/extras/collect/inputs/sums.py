@@ -12,11 +12,13 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from actmat.errors import StatisticsError
+from actmat.statistics.triangle import BLOCK, packed_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +94,56 @@ REMEMBERED = 8
 """Inputs kept alive to recognize them when the next layer reads them."""
 
 
-class RowSum(Protocol):
-    """Running sum over rows."""
+class GramSum:
+    """A running `sum z z^T` of width `I`, always in float64.
+
+    `groups` (a convolution's) is the number of independent sums; rows then have the shape `N G I`. The products are in
+    `dtype`, float32 or float64.
+    """
+
+    def __init__(
+        self, width: int, groups: int = 1, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
+        self.width = width
+        self.groups = groups
+        self.rows = 0
+        self._dtype = dtype
+        self._starts = range(0, width, BLOCK)
+        shapes = [(min(BLOCK, width - s), min(s + BLOCK, width)) for s in self._starts]
+        # float64 is unknown to some accelerators; there the sums stay on the CPU
+        self._home = torch.device(device) if torch.device(device).type in ("cpu", "cuda") else torch.device("cpu")
+        self._sums = [torch.zeros(groups, *s, dtype=torch.float64, device=self._home) for s in shapes]
 
     def add(self, rows_NI: Tensor) -> None:
-        """Add rows, `N I` (`N G I` for a convolution in groups)."""
+        """Add rows, `N I` (`N G I` for groups)."""
+        rows = rows_NI.detach().to(self._dtype)
+        rows_GNI = rows.unsqueeze(0) if rows.ndim == 2 else rows.transpose(0, 1)
+        self.rows += rows_GNI.shape[1]
+        for start, total in zip(self._starts, self._sums, strict=True):
+            stop = start + total.shape[1]
+            product = rows_GNI[..., start:stop].mT @ rows_GNI[..., :stop]
+            total.add_(product.to(self._home))
 
+    def packed(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """The lower triangle: `I(I+1)/2` entries, or `G` times as many, on the CPU."""
+        out = torch.empty(self.groups, packed_size(self.width), dtype=dtype)
+        for start, total in zip(self._starts, self._sums, strict=True):
+            block = total.to("cpu", dtype)
+            for r in range(total.shape[1]):
+                i = start + r
+                out[:, packed_size(i) : packed_size(i + 1)] = block[:, r, : i + 1]
+        return out if self.groups > 1 else out[0]
 
-S = TypeVar("S", bound=RowSum)
+    def nonfinite(self) -> bool:
+        """Return True if a NaN or infinity was added: a sum of squares keeps it."""
+        return not all(bool(torch.isfinite(s.sum())) for s in self._sums)
 
 
 @dataclass
-class SharedSum(Generic[S]):
+class SharedSum:
     """Linear maps that read the same inputs, and their common sum."""
 
-    sum: S
+    sum: GramSum
     first_pass: int  # number of the pass in which it was made
     members: list[LinearMap] = field(default_factory=list)
     seen: list[Hashable] = field(default_factory=list)  # keys of the inputs of this pass
@@ -123,17 +160,17 @@ class Input:
     held: bool  # the tensor stays alive to the end of the pass by itself
 
 
-class InputSums(Generic[S]):
+class InputSums:
     """Sums over the inputs of all linear maps seen so far, each made by `make(width, groups)`; see the module."""
 
-    def __init__(self, make: Callable[[int, int], S], *, share: bool = True) -> None:
+    def __init__(self, make: Callable[[int, int], GramSum], *, share: bool = True) -> None:
         self._make = make
         self._share = share
-        self._shared: dict[LinearMap, SharedSum[S]] = {}
+        self._shared: dict[LinearMap, SharedSum] = {}
         self._read: Counter[LinearMap] = Counter()  # inputs that each map has read in this pass
         self._pass = 0
-        self._recent: deque[tuple[Hashable, SharedSum[S], Any]] = deque()
-        self._held: dict[Hashable, SharedSum[S]] = {}
+        self._recent: deque[tuple[Hashable, SharedSum, Any]] = deque()
+        self._held: dict[Hashable, SharedSum] = {}
 
     def add(self, linear_map: LinearMap, given: Input) -> None:
         """Add an input of a linear map; its rows are computed and summed once for all maps that read it."""
@@ -164,18 +201,18 @@ class InputSums(Generic[S]):
         self._held.clear()
         self._pass += 1
 
-    def shared(self) -> list[SharedSum[S]]:
+    def shared(self) -> list[SharedSum]:
         """Every sum, in the order of first use."""
         return list({id(shared): shared for shared in self._shared.values()}.values())
 
-    def _known(self, key: Hashable) -> SharedSum[S] | None:
+    def _known(self, key: Hashable) -> SharedSum | None:
         """The sum of this pass that has taken this input and no other."""
         if not self._share:
             return None
         shared = self._held.get(key) or next((s for k, s, _ in self._recent if k == key), None)
         return shared if shared is not None and shared.first_pass == self._pass and shared.seen == [key] else None
 
-    def _remember(self, given: Input, shared: SharedSum[S]) -> None:
+    def _remember(self, given: Input, shared: SharedSum) -> None:
         if given.held:
             self._held[given.key] = shared
             return
@@ -185,7 +222,7 @@ class InputSums(Generic[S]):
             of.seen[of.seen.index(old)] = object()  # its memory may now hold something else
 
 
-def _diverged(shared: SharedSum[Any], linear_map: LinearMap) -> StatisticsError:
+def _diverged(shared: SharedSum, linear_map: LinearMap) -> StatisticsError:
     others = ", ".join(str(m) for m in shared.members if m != linear_map)
     return StatisticsError(
         f"{linear_map} read the same input as {others} in the first batch, but not in a later one, so that one "

@@ -1,0 +1,34 @@
+"""Gram matrices as they are stored: the lower triangle row by row, `(i, j)`, `j <= i`, at `i (i + 1) / 2 + j`.
+
+Shapes: `G` groups of a convolution, `I` in_features.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+BLOCK = 128
+"""Rows of one block of a Gram's triangle: at I = 1024, 9/16 of the full product; large enough for a fast product."""
+
+
+def packed_size(width: int) -> int:
+    """Entries of the lower triangle of an `I x I` matrix."""
+    return width * (width + 1) // 2
+
+
+def packed_shape(width: int, groups: int) -> tuple[int, ...]:
+    """Shape of a stored Gram: `I(I+1)/2`, or `G I(I+1)/2`."""
+    return (packed_size(width),) if groups == 1 else (groups, packed_size(width))
+
+
+def unpack(packed: Tensor, width: int) -> Tensor:
+    """The full symmetric `*batch I I` of `*batch I(I+1)/2`."""
+    full = packed.new_empty(*packed.shape[:-1], width, width)
+    for i in range(width):
+        full[..., i, : i + 1] = packed[..., packed_size(i) : packed_size(i + 1)]
+    for start in range(0, width, BLOCK):
+        stop = min(start + BLOCK, width)
+        corner = full[..., start:stop, start:stop]
+        corner.copy_(corner.tril() + corner.tril(-1).mT)
+        full[..., start:stop, stop:] = full[..., stop:, start:stop].mT
+    return full
