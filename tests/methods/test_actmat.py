@@ -185,17 +185,3 @@ def test_one_steep_tensor_in_float32_and_float64_keeps_one_rank():
     deltas = shared_rows(3, 20, 1e-4)
     ranks = {merge([d.to(t) for d in deltas]).stats["rank"] for t in (torch.float32, torch.float64)}
     assert len(ranks) == 1
-
-
-@pytest.mark.parametrize(
-    "bad", [{"rtol": -1.0}, {"ridge": 0.0}, {"trim": 0.0}, {"power": 3.0}, {"solver": "svd"}, {"rtoll": 1e-6}]
-)
-def test_options_are_checked(bad):
-    with pytest.raises(RecipeError):
-        ACTMAT.resolve_options(bad)
-
-
-def test_low_rank_with_trim_is_refused():
-    pair = LowRank(*random_deltas(1, 4, 2), *random_deltas(1, 2, 5))
-    with pytest.raises(ValueError, match="trim"):
-        merge_lowrank([pair], trim=0.5)

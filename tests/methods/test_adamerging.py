@@ -7,7 +7,7 @@ import torch
 from tests.helpers.experts import Experts
 from tests.tolerances import relative_error
 
-from actmat.extras.research.adamerging import AdamState, adam_step, coefficient_gradient, entropy, merge
+from actmat.extras.research.adamerging import AdamState, adam_step, entropy, merge
 
 
 @pytest.fixture
@@ -39,17 +39,6 @@ def test_entropy_of_known_distributions() -> None:
     assert float(entropy(p.log().unsqueeze(0))) == pytest.approx(float(-(p * p.log()).sum()))
 
 
-def test_gradient_is_that_of_autograd(experts: Experts) -> None:
-    inputs = torch.randn(10, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    c = torch.full((3,), 0.3, dtype=torch.float64, requires_grad=True)
-    weight = experts.base + sum(c[t] * experts.deltas[t] for t in range(3))
-    weight.retain_grad()
-    entropy(inputs @ weight.T).backward()
-    assert weight.grad is not None
-    assert c.grad is not None
-    assert relative_error(coefficient_gradient(weight.grad, experts.deltas), c.grad) < 1e-12
-
-
 def test_steps_are_those_of_adam() -> None:
     mine, state = torch.tensor([0.3, 0.3], dtype=torch.float64), AdamState.zeros(2)
     theirs = mine.clone().requires_grad_()
@@ -61,16 +50,3 @@ def test_steps_are_those_of_adam() -> None:
         optimizer.step()
     assert state.steps == 5
     assert torch.allclose(mine, theirs.detach(), atol=1e-12)
-
-
-def test_a_few_steps_make_predictions_more_certain(experts: Experts) -> None:
-    inputs = torch.randn(20, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    c, state, losses = torch.full((3,), 0.3, dtype=torch.float64), AdamState.zeros(3), []
-    for _ in range(30):
-        weight = (experts.base + merge(experts.deltas, coefficients=c.tolist()).value).requires_grad_()
-        loss = entropy(inputs @ weight.T)
-        loss.backward()
-        assert weight.grad is not None
-        c, state = adam_step(c, coefficient_gradient(weight.grad, experts.deltas), state, lr=0.05)
-        losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0]

@@ -1,17 +1,13 @@
-"""CART against a transcription of its equation, its limits, and its exact low-rank form."""
+"""CART against a transcription of its equation, and its limits."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.laws import law_gap
-from tests.helpers.spectra import graded, random_deltas, random_lowrank
+from tests.helpers.spectra import graded, random_deltas
 from tests.tolerances import F32_ELEMENTWISE, relative_error
 
-from actmat.methods.cart import CART, kept_directions, merge
-
-assert CART.lowrank is not None
-merge_lowrank = CART.lowrank.merge
+from actmat.methods.cart import kept_directions, merge
 
 
 def naive(deltas, k, scaling):
@@ -61,35 +57,9 @@ def test_rounding_of_the_rank():
     assert relative_error(merge(deltas, rank=0.16, rounding="up").value, naive(deltas, 4, 1.0)) < 1e-12
 
 
-@pytest.mark.parametrize("law", sorted(CART.laws - {"identical"}))
-@pytest.mark.parametrize("rank", [14, 2])
-def test_declared_laws_at_and_below_full_rank(law, rank):
-    deltas = [d.dense() for d in random_lowrank(3, 18, 14, rank=rank)]
-    assert law_gap(law, lambda d: merge(d).value, deltas) < 1e-11
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_differences_that_are_rounding_contribute_nothing(dtype):
     delta = random_deltas(1, 14, 10, dtype=dtype)[0] / 3
     found = merge([delta] * 3, scaling=1e6)
     assert found.stats["rank_max"] == 0
     assert relative_error(found.value, delta) < F32_ELEMENTWISE
-
-
-def test_batches_are_merged_element_by_element():
-    deltas = random_deltas(2, 3, 10, 12)
-    deltas[1][2] = 0
-    found = merge(deltas, rank=0.3).value
-    for element in range(3):
-        assert relative_error(found[element], merge([d[element] for d in deltas], rank=0.3).value) < 1e-12
-
-
-@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (5, 40)])
-@pytest.mark.parametrize("options", [{}, {"rank": 0.3, "scaling": 2.3}, {"rank": 0.16, "rounding": "up"}])
-def test_lowrank_equals_dense(shape, options):
-    deltas = random_lowrank(3, *shape, rank=4)
-    found = merge_lowrank(deltas, **options)
-    dense = merge([d.dense() for d in deltas], **options)
-    assert found.value.rank <= 12
-    assert relative_error(found.value.dense(), dense.value) < 1e-10
-    assert found.stats == dense.stats

@@ -29,14 +29,6 @@ def naive_basis(deltas: list[Tensor], grams: list[Tensor], k: int, rank: int, tr
     return vectors[:, keep]
 
 
-def test_two_experts_follow_the_paper(experts: Experts) -> None:
-    deltas, grams = experts.deltas[:2], experts.statistics["gram"][:2]
-    b0, b1 = (naive_basis(deltas, grams, k, 2, 0.5) for k in (0, 1))
-    expected = deltas[0] - b1 @ b1.T @ deltas[0] + deltas[1] - b0 @ b0.T @ deltas[1]
-    out = merge(deltas, statistics={"gram": grams}, rank=2, tradeoff=0.5).value
-    assert relative_error(out, expected) < 1e-12
-
-
 def test_three_experts_lose_the_span_of_the_other_bases(experts: Experts) -> None:
     grams = experts.statistics["gram"]
     bases = [naive_basis(experts.deltas, grams, k, 2, 1.0) for k in range(3)]

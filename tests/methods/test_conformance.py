@@ -15,7 +15,7 @@ from tests.tolerances import F64_IDENTITY, relative_error
 from torch import Tensor
 
 from actmat.errors import RecipeError
-from actmat.methods import MergeMethod, all_methods
+from actmat.methods import MergeMethod, all_methods, get_method
 
 WORKSPACE_SLACK = 1.2
 """Largest ratio of the measured peak to the declared one: LAPACK's own work space differs between builds."""
@@ -195,11 +195,19 @@ def test_strides_do_not_matter(method: MergeMethod) -> None:
 @pytest.mark.parametrize("rank", [None, 2], ids=["full", "rank_deficient"])
 def test_batch_axes_are_a_loop(method: MergeMethod, rank: int | None) -> None:
     experts = Experts.random(3, (2, 3, 6, 8), rank=rank)
+    experts.deltas[1][1, 2] = 0
     whole = merged(method, experts)
     for i in range(2):
         for j in range(3):
             part = merged(method, experts.map(lambda x, i=i, j=j: x[i, j].clone()))
             assert relative_error(whole[i, j], part) <= 1e-11
+
+
+@pytest.mark.parametrize("name", ["iso_c", "iso_cts", "tsv"])
+def test_weights_scale_the_deltas(name: str) -> None:
+    deltas, weights = Experts.random(3, (12, 9)).deltas, [2.0, -0.5, 0.0]
+    expected = get_method(name).merge([w * d for w, d in zip(weights, deltas, strict=True)]).value
+    assert relative_error(get_method(name).merge(deltas, weights=weights).value, expected) <= 1e-11
 
 
 @pytest.mark.parametrize("method", [m for m in all_methods() if m.acts_on != "matrix"], ids=lambda m: m.name)

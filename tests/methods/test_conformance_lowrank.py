@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actmat.errors import RecipeError
 from actmat.linalg.lowrank import LowRank
-from actmat.methods import MergedLowRank, MergeMethod, all_methods, get_method
+from actmat.methods import Merged, MergedLowRank, MergeMethod, all_methods, get_method
 
 FACTORED = [m for m in all_methods() if m.lowrank is not None]
 each_factored = pytest.mark.parametrize("method", FACTORED, ids=lambda m: m.name)
@@ -43,22 +43,24 @@ def needs_for(shape: Sequence[int], n_experts: int) -> dict[str, Any]:
     }
 
 
-def merge_lowrank(method: MergeMethod, deltas: list[LowRank]) -> MergedLowRank:
-    return ready_lowrank(method, deltas)()
+def merge_lowrank(method: MergeMethod, deltas: list[LowRank], **options: Any) -> MergedLowRank:
+    return ready_lowrank(method, deltas, **options)()
 
 
-def ready_lowrank(method: MergeMethod, deltas: list[LowRank]) -> Callable[[], MergedLowRank]:
+def arguments(method: MergeMethod, shape: Sequence[int], n_experts: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Needs and options of a call; `weights` may stand among the options."""
+    given = needs_for(shape, n_experts) | {"weights": options.pop("weights", None)}
+    return {n: v for n, v in given.items() if n in method.needs} | method.resolve_options(options)
+
+
+def ready_lowrank(method: MergeMethod, deltas: list[LowRank], **options: Any) -> Callable[[], MergedLowRank]:
     """The call with every need made beforehand."""
     assert method.lowrank is not None
-    given = needs_for(deltas[0].shape, len(deltas))
-    needs = {n: v for n, v in given.items() if n in method.needs}
-    return functools.partial(method.lowrank.merge, deltas, **needs, **method.resolve_options({}))
+    return functools.partial(method.lowrank.merge, deltas, **arguments(method, deltas[0].shape, len(deltas), options))
 
 
-def merge_dense(method: MergeMethod, deltas: list[Tensor]) -> Tensor:
-    given = needs_for(deltas[0].shape, len(deltas))
-    needs = {n: v for n, v in given.items() if n in method.needs}
-    return method.merge(deltas, **needs, **method.resolve_options({})).value
+def merge_dense(method: MergeMethod, deltas: list[Tensor], **options: Any) -> Merged:
+    return method.merge(deltas, **arguments(method, deltas[0].shape, len(deltas), options))
 
 
 @each_factored
@@ -75,9 +77,38 @@ def merge_dense(method: MergeMethod, deltas: list[Tensor]) -> Tensor:
 )
 def test_factored_equals_dense(method: MergeMethod, shape: tuple[int, ...], ranks: list[int]) -> None:
     deltas = factors(shape, ranks)
-    out = merge_lowrank(method, deltas).value
-    assert out.shape == shape
-    assert relative_error(out.dense(), merge_dense(method, [d.dense() for d in deltas])) <= 1e-10
+    found, expected = merge_lowrank(method, deltas), merge_dense(method, [d.dense() for d in deltas])
+    assert found.value.shape == shape
+    assert found.value.rank <= sum(ranks)
+    assert relative_error(found.value.dense(), expected.value) <= 1e-10
+    assert found.stats.get("rank", 0) == expected.stats.get("rank", 0)
+
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "cart": [{}, {"rank": 0.3, "scaling": 2.3}, {"rank": 0.16, "rounding": "up"}],
+    "dc_merge": [{"density": 0.1}, {"k": 3, "smoothing": "linear", "density": 0.2}],
+    "iso_c": [{}, {"mean": "rank"}, {"weights": [1.0, -2.0, 0.5]}],
+    "iso_cts": [{}, {"common_fraction": 0.25}, {"weights": [1.0, -2.0, 0.5]}],
+    "tsv": [{}, {"k": 2}, {"k": 0}, {"min_k": 1, "weights": [1.0, -2.0, 0.5]}],
+    "knots": [
+        {"rule": rule, "order": order}
+        for rule in ("ties", "dare", "task_arithmetic", "tsv", "iso_c")
+        for order in ("official", "actmat")
+    ],
+}
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (5, 40)], ids=str)
+@pytest.mark.parametrize(("name", "options"), [pytest.param(n, o, id=f"{n}-{o}") for n in OPTIONS for o in OPTIONS[n]])
+def test_factored_equals_dense_with_options(name: str, options: dict[str, Any], shape: tuple[int, int]) -> None:
+    deltas = factors(shape, [4, 4, 4])
+    found = merge_lowrank(get_method(name), deltas, **options)
+    dense = merge_dense(get_method(name), [d.dense() for d in deltas], **options)
+    assert found.value.shape == shape
+    assert found.value.rank <= 12
+    assert relative_error(found.value.dense(), dense.value) <= 1e-10
+    differing = {k for k in found.stats.keys() | dense.stats.keys() if found.stats.get(k) != dense.stats.get(k)}
+    assert not differing
 
 
 NULL_SENSITIVE = {"actmat_ridge", "swudi"}
@@ -95,11 +126,10 @@ def test_factored_equals_dense_in_float32(method: MergeMethod, shape: tuple[int,
     deltas = [d.to(torch.float32) for d in factors(shape, ranks)]
     out = merge_lowrank(method, deltas).value
     assert out.b_OR.dtype == out.a_RI.dtype == torch.float32
-    assert (
-        relative_error(out.dense(), merge_dense(method, [d.to(torch.float64).dense() for d in deltas])) <= F32_PRODUCT
-    )
+    exact = merge_dense(method, [d.to(torch.float64).dense() for d in deltas]).value
+    assert relative_error(out.dense(), exact) <= F32_PRODUCT
     if method.name not in NULL_SENSITIVE:
-        assert relative_error(out.dense(), merge_dense(method, [d.dense() for d in deltas])) <= F32_PRODUCT
+        assert relative_error(out.dense(), merge_dense(method, [d.dense() for d in deltas]).value) <= F32_PRODUCT
 
 
 @each_factored
@@ -107,7 +137,7 @@ def test_a_zero_adapter_is_no_trouble(method: MergeMethod) -> None:
     deltas = factors((20, 24), [2, 2, 2])
     deltas[1] = LowRank(torch.zeros_like(deltas[1].b_OR), deltas[1].a_RI)
     out = merge_lowrank(method, deltas).value.dense()
-    assert relative_error(out, merge_dense(method, [d.dense() for d in deltas])) <= 1e-10
+    assert relative_error(out, merge_dense(method, [d.dense() for d in deltas]).value) <= 1e-10
 
 
 WEIGHTS = (None, [1.0, 0.5], [0.0, 0.0], [1.0, -1.0])
@@ -163,8 +193,23 @@ def test_it_is_declared_when_the_low_rank_form_applies(method: MergeMethod, weig
 
 def test_options_that_take_the_low_rank_form_away_are_all_known() -> None:
     """The comparison above meets every kind of reason; methods without the form give theirs."""
-    found = {m.name for m in FACTORED for options in all_options(m) if m.why_dense(options, 2) is not None}
-    assert found == {"linear", "actmat", "wudi", "regmean", "tsv", "iso_c"}
+    found = {
+        (m.name, name, value)
+        for m in FACTORED
+        for options in all_options(m)
+        if m.why_dense(options, 2) is not None
+        for name, value in options.items()
+        if value != m.options[name].default
+    }
+    assert found == {
+        ("actmat", "form", "weight"),
+        ("actmat", "trim", 0.5),
+        ("iso_c", "null", "fill"),
+        ("linear", "normalize", False),
+        ("regmean", "form", "weight"),
+        ("tsv", "rank_aware", False),
+        ("wudi", "optimizer", "adam"),
+    }
     reasons = {m.name: m.why_dense(m.resolve_options({}), 2) for m in all_methods() if m.lowrank is None}
     assert reasons["ties"] == "ties acts on single entries"
 

@@ -6,9 +6,8 @@ import math
 
 import pytest
 import torch
-from tests.helpers.masking import call, naive_elect
+from tests.helpers.masking import call
 from tests.helpers.spectra import random_deltas
-from tests.tolerances import relative_error
 
 from actmat.errors import RecipeError
 from actmat.extras.research.della import DELLA
@@ -52,14 +51,6 @@ def test_kept_entries_are_divided_by_their_own_probability() -> None:
         assert torch.allclose(out[kept], (delta / p)[kept], rtol=1e-13, atol=0)
 
 
-def test_l1_rescale_keeps_the_norm_and_one_factor() -> None:
-    (delta,) = random_deltas(1, 40, 70)
-    out = call(DELLA, [delta], rescale="l1", **PLAIN)
-    ratio = (out / delta)[out != 0]
-    assert float(out.abs().sum()) == pytest.approx(float(delta.abs().sum()), rel=1e-12)
-    assert float(ratio.max() - ratio.min()) < 1e-12
-
-
 def test_zero_epsilon_is_dare() -> None:
     (delta,) = random_deltas(1, 50_000)
     out = call(DELLA, [delta], density=0.2, epsilon=0.0, **PLAIN)
@@ -72,31 +63,6 @@ def test_full_density_is_the_identity_and_none_is_zero() -> None:
     (delta,) = random_deltas(1, 8, 9)
     assert torch.equal(call(DELLA, [delta], density=1.0), delta)
     assert float(call(DELLA, [delta], density=0.0).abs().sum()) == 0
-
-
-def test_election_acts_on_the_sampled_deltas() -> None:
-    deltas, weights = random_deltas(3, 20, 9), [0.5, 1.0, 2.0]
-    votes = [
-        call(DELLA, deltas, weights=[w if i == t else 0.0 for i in range(3)], **PLAIN) for t, w in enumerate(weights)
-    ]
-    for reduce in ("mean", "sum"):
-        expected = naive_elect(votes, weights, reduce=reduce, zero_sign="majority")
-        assert relative_error(call(DELLA, deltas, weights=weights, reduce=reduce), expected) < 1e-14
-    assert relative_error(call(DELLA, deltas, weights=weights, **PLAIN), sum(votes)) < 1e-14
-
-
-def test_one_pass_over_the_deltas() -> None:
-    deltas = random_deltas(3, 6, 5)
-    reads: list[int] = []
-
-    class Lazy(list):  # type: ignore[type-arg]
-        def __iter__(self):  # type: ignore[no-untyped-def]
-            for i in range(len(self)):
-                reads.append(i)
-                yield self[i]
-
-    assert torch.equal(call(DELLA, Lazy(deltas)), call(DELLA, deltas))
-    assert reads == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("density", "epsilon"), [(0.1, 0.15), (0.9, 0.15), (0.5, 0.5)])

@@ -1,16 +1,14 @@
-"""KnOTS in both orders against transcriptions, the survey over several tensors, and the low-rank forms."""
+"""KnOTS in both orders against transcriptions, and the survey over several tensors."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.laws import law_gap
 from tests.helpers.spectra import random_deltas, random_lowrank, seeded
 from tests.tolerances import relative_error
 
-from actmat.errors import RecipeError
 from actmat.extras.research import iso_c, tsv
-from actmat.extras.research.knots import KNOTS, merge, merge_lowrank
+from actmat.extras.research.knots import KNOTS, merge
 
 SPECTRAL = ("task_arithmetic", "tsv", "iso_c")
 
@@ -144,21 +142,6 @@ def test_dare_is_a_function_of_the_generator():
         merge(deltas, rule="dare")
 
 
-@pytest.mark.parametrize("law", sorted(KNOTS.laws))
-@pytest.mark.parametrize("rank", [2, 12])
-def test_declared_laws(law, rank):
-    deltas = [d.dense() for d in random_lowrank(3, 12, 18, rank=rank)]
-    assert law_gap(law, lambda d: merge(d).value, deltas) < 1e-10
-
-
-@pytest.mark.parametrize("order", ["official", "actmat"])
-@pytest.mark.parametrize("rule", SPECTRAL)
-@pytest.mark.parametrize("law", ["permutation", "odd", "left_orthogonal", "right_orthogonal", "zeros"])
-def test_spectral_inner_rules_obey_both_orthogonal_laws(order, rule, law):
-    deltas = random_deltas(3, 12, 18)
-    assert law_gap(law, lambda d: merge(d, rule=rule, order=order).value, deltas) < 1e-10
-
-
 def test_a_zero_expert_leaves_ties_as_it_is():
     # With trimming over each tensor and over the model alike: its coordinates are exactly zero, so it has no vote.
     deltas = random_deltas(2, 8, 12, dtype=torch.float32)
@@ -187,24 +170,3 @@ def test_padding_of_lower_ranks_is_not_counted_by_ties():
     assert relative_error(merged[0], merge(one).value) < 1e-12
     assert not merged[1].any()
     assert survey([padded]) == pytest.approx(survey([one]), rel=1e-12)
-
-
-@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (5, 40)])
-@pytest.mark.parametrize("order", ["official", "actmat"])
-@pytest.mark.parametrize("rule", ["ties", "dare", *SPECTRAL])
-def test_lowrank_equals_dense(shape, order, rule):
-    deltas = random_lowrank(3, *shape, rank=3)
-    options = {"rule": rule, "order": order}
-    found = merge_lowrank(deltas, generator=seeded(0), **options)
-    dense = merge([d.dense() for d in deltas], generator=seeded(0), **options)
-    assert found.value.rank <= 9
-    assert found.value.shape == shape
-    assert relative_error(found.value.dense(), dense.value) < 1e-10
-    assert found.stats == dense.stats
-
-
-def test_misspelt_options_are_named():
-    with pytest.raises(RecipeError, match="expects"):
-        KNOTS.resolve_options({"rule": "tie"})
-    with pytest.raises(RecipeError, match="density"):
-        KNOTS.resolve_options({"density": 1.5})

@@ -6,11 +6,10 @@ from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
 from actmat.errors import RecipeError, StatisticsError
-from actmat.linalg.lowrank import LowRank
+from actmat.methods import get_method
 from actmat.methods.regmean import REGMEAN
 
 merge = REGMEAN.merge
-merge_lowrank = REGMEAN.lowrank.merge
 
 
 def inputs(n_experts, samples, width):
@@ -91,18 +90,20 @@ def test_statistics_in_another_dtype_are_converted():
     assert relative_error(found, merge(deltas, statistics={"gram": grams}).value) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["regmean", "lot"])
 @pytest.mark.parametrize("statistics", [None, {}, {"fisher": []}])
-def test_missing_statistics_are_named(statistics):
+def test_missing_statistics_are_named(name, statistics):
     with pytest.raises(StatisticsError, match="'gram'"):
-        merge(random_deltas(2, 3, 4), statistics=statistics)
+        get_method(name).merge(random_deltas(2, 3, 4), statistics=statistics)
 
 
-def test_low_rank_needs_no_base_and_refuses_the_weight_form():
-    pairs = [LowRank(b, a) for b, a in zip(random_deltas(2, 9, 2), random_deltas(2, 2, 6, seed=1), strict=True)]
-    statistics = given(inputs(2, 20, 6))
-    assert merge_lowrank(pairs, statistics=statistics).value.rank <= 4
-    with pytest.raises(ValueError, match="form='weight'"):
-        merge_lowrank(pairs, statistics=statistics, form="weight")
+@pytest.mark.parametrize("name", ["regmean", "lot"])
+def test_weights_multiply_the_drift(name):
+    samples, deltas = inputs(2, 20, 6), random_deltas(2, 9, 6)
+    targets = torch.cat([samples[0] @ deltas[0].T, 3 * samples[1] @ deltas[1].T])
+    expected = torch.linalg.lstsq(torch.cat([samples[0], 3 * samples[1]]), targets).solution.T
+    found = get_method(name).merge(deltas, statistics=given(samples), weights=[1.0, 9.0]).value
+    assert relative_error(found, expected) < 1e-12
 
 
 def test_variants_of_one_accumulation():

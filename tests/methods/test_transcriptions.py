@@ -124,7 +124,7 @@ def test_actmat_ridge(case: str, dtype: torch.dtype, bound: float) -> None:
     """`D* = (sum D_t D_t^T D_t)(sum D_t^T D_t + ridge tr(S)/I)^-1`."""
     deltas = experts(case, dtype)
     left, gram = sums([rows(d) for d in deltas], [self_gram(rows(d)) for d in deltas])
-    for ridge in (0.1, 1.0):
+    for ridge in (0.01, 0.1, 1.0):
         expected = tensor(solve(left, ridge_of(gram, ridge)))
         assert relative_error(call(ACTMAT_RIDGE, deltas, ridge=ridge), expected) < bound
 

@@ -7,13 +7,11 @@ import torch
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
-from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 
 WUDI = get_method("wudi")
 
 merge = WUDI.merge
-merge_lowrank = WUDI.lowrank.merge
 
 
 def objective(merged, deltas, weights=None):
@@ -96,8 +94,3 @@ def test_adam_variants_share_one_accumulation():
 def test_adam_workspace_counts_its_moments():
     options = WUDI.resolve_options({"optimizer": "adam"})
     assert WUDI.cost.workspace((64, 64), 3, options) >= 8 * 64 * 64
-
-
-def test_adam_has_no_low_rank_form():
-    with pytest.raises(ValueError, match="adam"):
-        merge_lowrank([LowRank(*random_deltas(1, 4, 2), *random_deltas(1, 2, 5))], optimizer="adam")
