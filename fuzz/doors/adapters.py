@@ -9,9 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from actmat.cli.inspect import inspect
-from actmat.experts.locate import LocatedAdapter, locate
-from fuzz.doors.folder import in_folder, printed, shows_table
+from fuzz.doors.folder import form_factors, in_folder, inspected
 from fuzz.draw import json_text
 from fuzz.harness import Files, door
 
@@ -44,16 +42,8 @@ def _adapter(rng: random.Random) -> Files:
 
 
 def _read(folder: Path) -> str:
-    """Form the factors; what `actmat inspect` prints."""
-    with locate(folder) as found:
-        assert isinstance(found, LocatedAdapter)
-        adapter = found.adapter
-        if not adapter.problems:
-            for module in adapter.modules.values():
-                adapter.factors(module, torch.float32)
-    with printed() as out:
-        inspect([str(folder)], json=not shows_table(folder), every=True)
-    return out.getvalue()
+    form_factors(folder)
+    return inspected(folder)
 
 
 door("adapter configs", _adapter, in_folder(_read))

@@ -17,10 +17,9 @@ from safetensors.torch import save
 
 from actmat.checkpoints.header import read_header
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.cli.inspect import inspect
 from actmat.experts.locate import locate
 from actmat.layout import resolve_layout
-from fuzz.doors.folder import in_folder, printed, shows_table
+from fuzz.doors.folder import in_folder, inspected
 from fuzz.draw import json_text, mutated_bytes
 from fuzz.harness import Files, door
 
@@ -88,13 +87,6 @@ def _config(rng: random.Random) -> Files:
     if rng.random() < 0.5:
         config["model_type"] = rng.choice(FAMILIES)
     return {"config.json": json_text(rng, config), "model.safetensors": _named_weights(*rng.sample(NAMES, 2))}
-
-
-def _inspected(folder: Path) -> str:
-    """What `actmat inspect` prints of a checkpoint."""
-    with printed() as out:
-        inspect([str(folder)], json=not shows_table(folder), every=True)
-    return out.getvalue()
 
 
 @cache
@@ -226,7 +218,7 @@ def _quantized(rng: random.Random) -> Files:
 
 door("headers", _header, _read_header)
 door("indexes", _index, in_folder(_opened))
-door("configs", _config, in_folder(_inspected))
+door("configs", _config, in_folder(inspected))
 door("torch files", _torch_file, in_folder(_read_torch))
 door("gguf files", _gguf, in_folder(_opened))
 door("quantized checkpoints", _quantized, in_folder(_opened))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save
 
-from actmat.checkpoints.resolve import open_checkpoint
-from fuzz.doors.folder import in_folder
+from fuzz.doors.folder import in_folder, read_all
 from fuzz.draw import json_text, mutated_bytes
 from fuzz.harness import Files, door
 
@@ -65,11 +63,4 @@ def _case(rng: random.Random) -> Files:
             "model.safetensors": mutated_bytes(rng, content) if rng.random() < 0.1 else content}  # fmt: skip
 
 
-def _read(folder: Path) -> None:
-    """Read all tensors; their names are data here, and escaped where they are shown."""
-    with open_checkpoint(folder) as checkpoint:
-        for name in checkpoint.specs:
-            checkpoint.read(name)
-
-
-door("packed codes", _case, in_folder(_read))
+door("packed codes", _case, in_folder(read_all))

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from actmat.checkpoints.resolve import open_checkpoint
-from fuzz.doors.folder import in_folder
+from fuzz.doors.folder import in_folder, read_all
 from fuzz.draw import mutated_bytes
 from fuzz.harness import Files, door
 
@@ -46,10 +45,4 @@ def _files(rng: random.Random) -> Files:
     return {".metadata": metadata, "__0_0.distcp": data}
 
 
-def _read(folder: Path) -> None:
-    with open_checkpoint(folder) as checkpoint:
-        for name in checkpoint.specs:
-            checkpoint.read(name)
-
-
-door("distributed checkpoints", _files, in_folder(_read))
+door("distributed checkpoints", _files, in_folder(read_all))

@@ -1,4 +1,4 @@
-"""A folder in memory for the files of a case, and what a command prints."""
+"""A folder in memory for the files of a case, and readers that several doors have."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import torch
 import typer
 
+from actmat.checkpoints.resolve import open_checkpoint
+from actmat.cli.inspect import inspect
+from actmat.experts.locate import LocatedAdapter, locate
 from fuzz.harness import Files
 
 
@@ -43,14 +47,27 @@ def in_folder(read: Callable[[Path], str | None]) -> Callable[[Files], str | Non
     return read_files
 
 
-@contextlib.contextmanager
-def printed() -> Iterator[io.StringIO]:
-    """What a command prints inside; its exit code is ignored."""
-    out = io.StringIO()
+def read_all(place: Path | str) -> None:
+    """Read every tensor of a checkpoint; names are data here, and escaped where they are shown."""
+    with open_checkpoint(place) as checkpoint:
+        for name in checkpoint.specs:
+            checkpoint.read(name)
+
+
+def form_factors(folder: Path) -> bool:
+    """Form the factors of an adapter; True if it has no problems."""
+    with locate(folder) as found:
+        assert isinstance(found, LocatedAdapter)
+        adapter = found.adapter
+        for module in () if adapter.problems else adapter.modules.values():
+            adapter.factors(module, torch.float32)
+        return not adapter.problems
+
+
+def inspected(folder: Path, *, json: bool = True) -> str:
+    """Output of `actmat inspect`: a table for one case in four, as laying it out takes longer than reading; else JSON."""
+    out, table = io.StringIO(), sum(p.stat().st_size for p in folder.iterdir()) % 4 == 0
     with contextlib.suppress(typer.Exit), contextlib.redirect_stdout(out):
-        yield out
-
-
-def shows_table(folder: Path) -> bool:
-    """True for one case in four, which a command shows as text; laying out tables takes longer than reading."""
-    return sum(p.stat().st_size for p in folder.iterdir()) % 4 == 0
+        if table or json:
+            inspect([str(folder)], json=not table, every=True)
+    return out.getvalue()

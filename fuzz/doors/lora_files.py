@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import save
 
 from actmat.checkpoints.memory import MemoryCheckpoint
-from actmat.cli.inspect import inspect
-from actmat.experts.locate import LocatedAdapter, locate
+from actmat.experts.locate import locate
 from actmat.extras.diffusion.lora_files import METADATA_KEY
-from fuzz.doors.folder import in_folder, printed, shows_table
+from fuzz.doors.folder import form_factors, in_folder, inspected
 from fuzz.draw import json_text, mutated_bytes, text
 from fuzz.harness import Files, door
 
@@ -79,17 +78,9 @@ def _base() -> MemoryCheckpoint:
 
 
 def _read(folder: Path) -> str:
-    """Form the factors, and the deltas of a base; what `actmat inspect` prints."""
-    with locate(folder) as found:
-        assert isinstance(found, LocatedAdapter)
-        adapter = found.adapter
-        if not adapter.problems:
-            for module in adapter.modules.values():
-                adapter.factors(module, torch.float32)
-            form(folder)
-    with printed() as out:
-        inspect([str(folder)], json=not shows_table(folder), every=True)
-    return out.getvalue()
+    if form_factors(folder):
+        form(folder)
+    return inspected(folder)
 
 
 def form(folder: Path) -> None:

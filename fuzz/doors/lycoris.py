@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from actmat.cli.inspect import inspect
-from fuzz.doors.folder import in_folder, printed, shows_table
+from fuzz.doors.folder import in_folder, inspected
 from fuzz.doors.lora_files import DTYPES, ODD_VALUES, form
 from fuzz.draw import mutated_bytes, text
 from fuzz.harness import Files, door
@@ -51,13 +50,8 @@ def _file(rng: random.Random) -> Files:
 
 
 def _read(folder: Path) -> str:
-    """Form the deltas of a base; what `actmat inspect` prints of one case in four, which takes longer."""
     form(folder)
-    if not shows_table(folder):
-        return ""
-    with printed() as out:
-        inspect([str(folder)], every=True)
-    return out.getvalue()
+    return inspected(folder, json=False)
 
 
 door("LyCORIS files", _file, in_folder(_read))

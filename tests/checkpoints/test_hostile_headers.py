@@ -166,13 +166,13 @@ def test_a_file_of_another_kind_is_guessed(seed: bytes) -> None:
     assert "not a safetensors file" in problems(seed * 4)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=300))
 def test_random_bytes_never_do_anything_but_raise_the_error(content: bytes) -> None:
     _parse_or_refuse(content)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), min_size=1, max_size=4))
 def test_mutated_bytes_of_a_valid_file_are_refused_or_consistent(changes: list[tuple[int, int]]) -> None:
     content = bytearray(VALID)
@@ -195,7 +195,7 @@ ENTRY = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), ENTRY | JSON, max_size=4), st.integers(0, 40))
 def test_headers_of_any_shape_are_refused_or_consistent(header: dict[str, Any], size: int) -> None:
     _parse_or_refuse(build(header, bytes(size)))

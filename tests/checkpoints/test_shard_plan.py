@@ -59,7 +59,7 @@ def test_every_tensor_once_aligned_without_holes_within_the_limit(specs: list[Te
     assert plan_shards(specs, limit) == shards
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(SPECS, st.sampled_from([40, 10**9]))
 def test_the_reference_library_reads_what_is_written(specs: list[TensorSpec], limit: int) -> None:
     rng = torch.Generator().manual_seed(0)

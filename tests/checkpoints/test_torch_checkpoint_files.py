@@ -162,7 +162,7 @@ def _saved(as_zip: bool) -> bytes:
 SAVED = {as_zip: _saved(as_zip) for as_zip in (True, False)}
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(as_zip=st.booleans(), data=st.data())
 def test_damaged_files_raise_the_one_error_or_read(tmp_path: Path, as_zip: bool, data: st.DataObject) -> None:
     content = bytearray(SAVED[as_zip])

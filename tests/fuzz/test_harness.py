@@ -70,7 +70,7 @@ READS: dict[str, Callable[[], str | None]] = {
     "giant": lambda: _hidden(lambda: torch.empty(10**12)),
     "giant list": lambda: _hidden(lambda: [0] * 10**12),
     "foreign": lambda: str({}["x"]),
-    "slow": lambda: str(sum(range(20_000_000))),
+    "slow": lambda: str(sum(range(6_000_000))),
     "endless": _spin,
     "exit": _exit,
     "crash": _crash,
@@ -90,7 +90,7 @@ WHY = {
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Door:
     """A door whose case says what its reader does, with short limits and a folder of its own for cases."""
-    monkeypatch.setattr("fuzz.worker.KILLED_AFTER", 2.0)
+    monkeypatch.setattr("fuzz.worker.KILLED_AFTER", 1.0)
     monkeypatch.setattr(harness, "SEEDS", tmp_path / "seeds")
     made = Door("toy", lambda rng: {"what": rng.choice(("fine", "refused")).encode()},
                 lambda files: READS[files["what"].decode()]())  # fmt: skip

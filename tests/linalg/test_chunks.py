@@ -137,7 +137,7 @@ def test_a_tensor_before_streamed_deltas_is_walked_with_them() -> None:
     assert prepend(first, deltas) == [first, *deltas]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(flags=st.lists(st.booleans(), max_size=40))
 def test_true_indices_are_those_of_nonzero(flags: list[bool]) -> None:
     assert true_indices(torch.tensor(flags, dtype=torch.bool)).tolist() == [i for i, f in enumerate(flags) if f]

@@ -248,7 +248,7 @@ def test_a_crowd_just_below_the_cut_off_is_given_up_early(monkeypatch: pytest.Mo
     assert looks[-1] <= 2 * krylov._expected(5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     exponents=st.lists(st.floats(-9, 0), min_size=2, max_size=10),
     known=st.integers(0, 9),

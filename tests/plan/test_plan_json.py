@@ -103,7 +103,7 @@ def planned(inputs: Path, request: dict[str, Any]) -> MergePlan:
     return actmat.plan(inputs / ("tied" if "t1" in names else "base"), [inputs / n for n in names], **fields)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(request=requests())
 def test_a_plan_survives_its_json(inputs: Path, request: dict[str, Any]) -> None:
     try:

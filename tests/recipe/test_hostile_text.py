@@ -151,7 +151,7 @@ def outcome(function: Callable[[], Any], *, most: int) -> Any:
     return result
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(LINES, min_size=1, max_size=6), st.booleans())
 def test_any_text_is_a_recipe_or_a_recipe_error(tmp_path: Path, lines: list[str], complete: bool) -> None:
     path, again = tmp_path / "recipe.yaml", tmp_path / "again.yaml"
@@ -162,7 +162,7 @@ def test_any_text_is_a_recipe_or_a_recipe_error(tmp_path: Path, lines: list[str]
         assert load_recipe(again).labels == recipe.labels
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.one_of(VALUES, st.builds("x={}".format, VALUES), st.builds("x=[{}".format, VALUES)))
 def test_any_option_is_read_or_refused(text: str) -> None:
     read = outcome(lambda: parse_option(text), most=1000)

@@ -164,7 +164,7 @@ def likelihood(model: nn.Module, batch: Any) -> Tensor:
     return model(batch["0"]).square().sum()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.integers(0, 10_000), flips=st.lists(st.tuples(st.integers(0, 10_000), st.integers(1, 255)), max_size=4))
 def test_truncated_and_altered_files_are_refused_or_sound(
     good: bytes, tmp_path: Path, cut: int, flips: list[tuple[int, int]]
@@ -186,7 +186,7 @@ def test_truncated_and_altered_files_are_refused_or_sound(
         pass
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_hostile_metadata_is_refused(good: bytes, tmp_path: Path, data: st.DataObject) -> None:
     tensors, header = parts_of(good, tmp_path)

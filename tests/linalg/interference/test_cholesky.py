@@ -17,7 +17,7 @@ def symmetric(values: list[float], seed: int = 0) -> torch.Tensor:
     return (basis * torch.tensor(values, dtype=torch.float64)) @ basis.T
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     exponents=st.lists(st.floats(-9, 0), min_size=1, max_size=8),
     log_rtol=st.floats(-8, -1),

@@ -11,7 +11,7 @@ from actmat.linalg.interference.rule import Estimator
 from actmat.linalg.masks.mask import trim_to_top
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows=st.integers(1, 9), columns=st.integers(1, 9), fraction=st.floats(0.01, 1.0), seed=st.integers(0, 99))
 def test_trim_keeps_the_largest_entries_and_no_others(rows, columns, fraction, seed):
     delta = random_deltas(1, rows, columns, seed=seed)[0]

@@ -119,7 +119,7 @@ def naive_float32(votes: list[torch.Tensor], counts: list[float], tie_break: int
     return top / torch.where(divisor == 0, torch.ones_like(divisor), divisor) + 0.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**16), n_experts=st.integers(1, 5), exact=st.booleans(), zero=st.booleans())
 def test_election_is_the_definition_in_float32_to_the_last_bit(
     seed: int, n_experts: int, exact: bool, zero: bool

@@ -54,7 +54,7 @@ def test_trim_equals_sorting_at_every_rank(exact: bool, dtype: torch.dtype) -> N
         assert torch.equal(apply(trim, flat), naive_top(flat, max(k, 0), exact=exact)), k
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=st.lists(st.integers(-3, 3).filter(bool), min_size=1, max_size=30), k=st.integers(0, 30))
 def test_exact_trim_keeps_exactly_k_whatever_the_ties(values: list[int], k: int) -> None:
     flat = torch.tensor(values, dtype=torch.float32)

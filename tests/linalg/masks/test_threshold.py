@@ -58,7 +58,7 @@ def test_every_rank_equals_sorting(dtype: torch.dtype) -> None:
     assert kth_magnitudes(flat, ranks) == [by_sorting(flat, k) for k in ranks]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=2, max_size=40),
     data=st.data(),
