@@ -39,7 +39,6 @@ TEXTS: dict[str, Recipe] = {
     **{f"text/wikiqa.{part}.jsonl": wikiqa(f"WikiQA/{part}") for part in ("train", "dev", "test")},
     "reasoning/HumanEval.jsonl.gz": copied("data/HumanEval.jsonl.gz"),
     "reasoning/IFEval_input_data.jsonl": copied("instruction_following_eval/data/input_data.jsonl"),
-    "reasoning/gsm8k_test.jsonl": copied("grade_school_math/data/test.jsonl"),
 }
 
 

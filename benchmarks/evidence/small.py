@@ -27,34 +27,26 @@ SUMMARY = (
 )
 """Rows of the short table."""
 
-SURVIVAL = [
-    *("expert", "seed", "change of the norm", "weights that moved", "by half an ulp or more"),
-    *("that differ after storage", "rounding error / change"),
-]
-COLUMNS: dict[str, tuple[str, str, Regime]] = {
-    "images, full": ("vision-small", "", "full"),
-    "images, LoRA": ("vision-small", "", "lora"),
-    "text, full": ("language-small", "", "full"),
-    "text, LoRA": ("language-small", "", "lora"),
-    "reinforcement learning": ("reasoning-small", "float32", "full"),
+COLUMNS: dict[str, tuple[str, Regime]] = {
+    "images, full": ("vision-small", "full"),
+    "images, LoRA": ("vision-small", "lora"),
+    "text, full": ("language-small", "full"),
+    "text, LoRA": ("language-small", "lora"),
+    "reinforcement learning": ("reasoning-small", "full"),
 }
 
 
 def small_table(name: str, folder: Path = FOLDER) -> str:
-    """One of the tables, in Markdown: `summary`, or `SUITE_full`, `SUITE_lora`, of `reasoning-small` also
-    `reasoning-small_bfloat16`, `reasoning-small_at-k` and `reasoning-small_survival`.
-    """
+    """One of the tables, in Markdown: `summary`, or `SUITE_full`, `SUITE_lora`, and `reasoning-small_at-k`."""
     if name == "summary":
         return table(["at the default scale", *COLUMNS], _summary_rows(folder))
     suite, what = name.split("_")
     scores = read_scores(folder / f"{suite}.jsonl")
-    model, regime = _model_and_regime(suite, what)
-    own = [s for s in latest(scores, model, regime)[0] if s.method.startswith("expert ") or is_known(s.method)]
+    regime: Regime = "lora" if what == "lora" else "full"
+    own = [s for s in latest(scores, _model(suite), regime)[0] if s.method.startswith("expert ") or is_known(s.method)]
     if not own:
         return "*Not run yet.*\n"
-    if what == "survival":
-        text = table(SURVIVAL, _survival_rows(own))
-    elif what == "at-k":
+    if what == "at-k":
         text = _at_k(own)
     else:
         text = markdown_table(
@@ -66,10 +58,8 @@ def small_table(name: str, folder: Path = FOLDER) -> str:
     return f"{text}\nSeed {seeds}; {how}. Source: `benchmarks/results/small/{suite}.jsonl`.\n"
 
 
-def _model_and_regime(suite: str, what: str) -> tuple[str, Regime]:
-    if suite == "reasoning-small":
-        return "bfloat16" if what == "bfloat16" else "float32", "full"
-    return "", "lora" if what == "lora" else "full"
+def _model(suite: str) -> str:
+    return "float32" if suite == "reasoning-small" else ""
 
 
 def _tasks(scores: Sequence[Score]) -> list[str]:
@@ -88,20 +78,11 @@ def _at_k(scores: Sequence[Score]) -> str:
     return at_k_markdown([s for s in scores if s.scale == "default"], columns, order)
 
 
-def _survival_rows(scores: Sequence[Score]) -> list[list[str]]:
-    """What reinforcement learning changed, and what storage in bfloat16 keeps, by expert and seed."""
-    found = {(s.method, s.seed): s.detail["survival"] for s in scores if "survival" in s.detail}
-    names = ("relative_change", "changed", "above_half_ulp", "survives", "error")
-    return [
-        [f"`{method}`", str(seed), *(f"{100 * kept[n]:.1f} %" for n in names)] for (method, seed), kept in found.items()
-    ]
-
-
 def _summary_rows(folder: Path) -> list[list[str]]:
     found: dict[str, dict[str, float]] = {}
     widest: dict[str, float] = {}
-    for head, (suite, model, regime) in COLUMNS.items():
-        own, _ = latest(read_scores(folder / f"{suite}.jsonl"), model, regime)
+    for head, (suite, regime) in COLUMNS.items():
+        own, _ = latest(read_scores(folder / f"{suite}.jsonl"), _model(suite), regime)
         lines = summarize(own, _tasks(own))
         means = {line.method: line.average for line in lines if line.scale == "default"}
         found[head] = {name: 100 * m.value for name, m in means.items()}

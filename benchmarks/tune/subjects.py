@@ -27,7 +27,7 @@ VISION = {
     "tasks": ("mnist", "eurosat", "gtsrb", "sign_digits"),
     "settings": {"base_epochs": "20", "train": "1000", "validation": str(VALIDATION), "test": "300"},
 }
-REASONING = {"settings": {"storages": "float32", "samples": "4"}}
+REASONING = {"settings": {"samples": "4"}}
 """The suite's own base and experts; fewer answers per test prompt, for there are some seventy candidates to test."""
 CHOSEN: Mapping[str, Mapping[str, Any]] = {"vision-small": VISION, "reasoning-small": REASONING}
 SUITES = tuple(CHOSEN)

@@ -317,7 +317,6 @@ def publish_reasoning(paper: PaperHub) -> None:
     for row in rows:  # a column of structs: every row has the arguments of all instructions
         row["kwargs"] = [{name: given.get(name) for name in IFEVAL} for given in row["kwargs"]]
     paper.dataset("HuggingFaceH4/ifeval", {"train": rows})
-    paper.dataset("openai/gsm8k", {"train": lines("gsm8k_test.jsonl"), "test": lines("gsm8k_test.jsonl")})
 
 
 def lines(name: str) -> list[dict[str, Any]]:

@@ -41,10 +41,8 @@ def test_a_table_has_the_rows_of_the_last_settings_and_its_source(tmp_path):
 
 
 def test_answers_that_were_drawn_several_times_have_a_column_each(tmp_path):
-    names = ("changed", "above_half_ulp", "survives", "error", "relative_change")
-    kept = dict(zip(names, (1, 0.9, 0.91, 0.1, 0.02), strict=True))
     expert = [Score("reasoning-small", "full", "expert a", "default", f"a@{k}", 0, 7, 10, "float32", "s",
-                    {"low": 0.5, "high": 0.9, "survival": kept}) for k in (1, 8)]  # fmt: skip
+                    {"low": 0.5, "high": 0.9}) for k in (1, 8)]  # fmt: skip
     some = [s for at in ("@1", "@8") for s in lines("reasoning-small", model="float32", at=at)]
     write(tmp_path, "reasoning-small", [*some, *expert])
     text = small_table("reasoning-small_at-k", tmp_path)
@@ -53,8 +51,6 @@ def test_answers_that_were_drawn_several_times_have_a_column_each(tmp_path):
         *("`base`", "`expert a`", "`experts`", "`cart`", "`average`")
     ]
     assert cells(text, "`expert a`") == ["70.0 ±20.0", "", "70.0 ±20.0", ""]
-    survival = small_table("reasoning-small_survival", tmp_path)
-    assert cells(survival, "`expert a`") == ["0", "2.0 %", "100.0 %", "90.0 %", "91.0 %", "10.0 %"]
-    shown = small_table("reasoning-small_float32", tmp_path)
+    shown = small_table("reasoning-small_full", tmp_path)
     assert "expert a" not in shown
     assert cells(shown, "`cart`")[1].startswith("62.0")

@@ -46,7 +46,7 @@ def row(name: str, sha256: str) -> DataFile:
 def test_every_file_has_a_source_a_hash_and_a_recipe() -> None:
     found = files()
     assert set(found) == {*TEXTS, *IMAGES}
-    assert len(found) == 37
+    assert len(found) == 36
     for file in found.values():
         assert re.fullmatch(r"[0-9a-f]{64}", file.sha256), file
         assert re.fullmatch(r"[0-9a-f]{40}", file.commit), file

@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actmat_experiments.reasoning.marks import (
-    aime_answer,
-    first_before,
-    flexible_number,
-    program,
-    same_number,
-    strict_number,
-)
+from actmat_experiments.reasoning.marks import aime_answer
 
 
 @pytest.mark.parametrize(
@@ -89,76 +82,3 @@ def test_every_boxed_integer_is_read_whatever_stands_before(number: int, before:
 def test_any_text_is_read_without_an_error(text: str) -> None:
     found = aime_answer(text)
     assert found is None or 0 <= found <= 999
-    flexible_number(text)
-    strict_number(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "strict", "flexible"),
-    [
-        ("18 eggs\n#### 18", "18", "18"),
-        ("#### 1,200", "1,200", "1,200"),
-        ("#### -3.50", "-3.50", "-3.50"),
-        ("costs $12.", None, "$12."),
-        ("#### 5 and 7", "5", "7"),
-        ("none", None, None),
-    ],
-)
-def test_numbers_of_word_problems(text: str, strict: str | None, flexible: str | None) -> None:
-    assert strict_number(text) == strict
-    assert flexible_number(text) == flexible
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted", "same"),
-    [
-        ("18", "18", True),
-        ("$1,200.", "1200", True),
-        ("18.00", "18", True),
-        ("18", "19", False),
-        ("..", "18", False),
-        (None, "18", False),
-    ],
-)
-def test_equal_numbers(given: str | None, wanted: str, same: bool) -> None:
-    assert same_number(given, wanted) is same
-
-
-PROMPT = (
-    'from typing import List\n\n\ndef helper(x):\n    return x\n\n\ndef double(x: int) -> int:\n    """Twice x."""\n'
-)
-STOPS = ("\ndef", "\nclass", "\nprint")
-
-
-def run(text: str) -> object:
-    names: dict[str, object] = {}
-    exec(text, names)
-    double = names["double"]
-    assert callable(double)
-    return double(4)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "    return 2 * x\n",
-        "    return 2 * x\n\ndef other():\n    broken(\n",
-        "    return 2 * x\nprint(double(",
-        "```python\ndef double(x: int) -> int:\n    return 2 * helper(x)\n```",
-        "I think\n```\nprint(1)\n```\nor rather\n```python\ndef double(x):\n    return 2 * x\n```\nand that is it",
-        "```python\ndef double(x):\n    return 2 * x\n",
-        "```python\n    return 2 * x\n```",
-    ],
-)
-def test_answers_become_programs(answer: str) -> None:
-    assert run(program(PROMPT, answer, "double", STOPS)) == 8
-
-
-def test_the_last_block_with_the_function_counts() -> None:
-    answer = "```python\ndef double(x):\n    return 0\n```\nbetter:\n```python\ndef double(x):\n    return 2 * x\n```"
-    assert run(program(PROMPT, answer, "double", STOPS)) == 8
-
-
-def test_texts_end_at_the_first_stop() -> None:
-    assert first_before("a\ndef\nclass", STOPS) == "a"
-    assert first_before("a", STOPS) == "a"

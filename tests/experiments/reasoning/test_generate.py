@@ -23,6 +23,7 @@ SAMPLED = Sampling(3, 1.0, 0.95, 6)
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     save_model(new_model(Size(16, 32, 1, 2), seed=0), folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     return folder
 
 
@@ -148,18 +149,17 @@ class Recording:
         return [json.dumps([r.args[0], r.args[1], self.settings]) for r in requests]
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_prompts_and_settings_reach_the_back_end(chat: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_and_settings_reach_the_back_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import lm_eval.api.registry
 
     monkeypatch.setattr(lm_eval.api.registry, "get_model", lambda name: Recording)
     release()
-    questions = Questions([Prompt("p", chat, "begun")] * 2, SAMPLED, tmp_path / "a.jsonl")
+    questions = Questions([Prompt("p", "begun")] * 2, SAMPLED, tmp_path / "a.jsonl")
     engine = Engine("vllm", longest=99, tensor_parallel=2, data_parallel=4, memory_fraction=0.5)
     answer_all(Job("m", "tokens", engine, "cuda", 7, (questions,)))
     found = [json.loads(answer) for some in read_answers(tmp_path / "a.jsonl") for answer in some]
     prompt, how, settings = found[0]
-    assert prompt == ("<user>pbegun" if chat else "pbegun")
+    assert prompt == "<user>pbegun"
     seeds = [how.pop("seed") for _, how, _ in found]
     assert how == {"until": [], "max_gen_toks": 6, "do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": -1}
     assert len(set(seeds)) == 6, "every answer has a seed of its own, which does not depend on what is asked beside it"

@@ -25,7 +25,7 @@ from actmat_experiments.suites import RunRequest, TableRequest, get_suite
 
 DATA = Path(__file__).parent / "data"
 SKILLS = ("math", "code", "instructions")
-TASKS = ("aime24", "gsm8k", "ifeval")
+TASKS = ("aime24", "aime25", "ifeval")
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for weight in model.parameters() if place else ():
                 weight.add_(torch.randn(weight.shape, generator=noise), alpha=0.02)
         save_model(model, folder / name)
+        (folder / name / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     return folder
 
 
 def request(there: Path, cache: Path, **changes: object) -> RunRequest:
     settings = {"engine.dtype": "float32", "samples": "2", "max_tokens": "4", "engine.longest": "1024"}
-    settings |= {"batch_size": "8", "format": "plain"}
+    settings |= {"batch_size": "8"}
     settings |= {skill: str(there / skill) for skill in SKILLS} | dict(changes.pop("settings", {}))  # type: ignore[call-overload]
     given = {
         "tasks": TASKS,
@@ -69,9 +70,9 @@ def test_all_models_answer_all_benchmarks(cache: Path) -> None:
     rows = {s.method for s in scores}
     assert rows == {"base", "expert math", "expert code", "expert instructions", "experts", "average", "actmat"}
     columns = {s.task for s in scores}
-    assert columns == {"aime24@1", "aime24@2", "gsm8k@1", "gsm8k-strict@1", "ifeval@1", "ifeval-strict@1"}
+    assert columns == {"aime24@1", "aime24@2", "aime25@1", "aime25@2", "ifeval@1", "ifeval-strict@1"}
     assert len(scores) == len(rows) * len(columns)
-    assert {s.total for s in scores if s.task == "gsm8k@1"} == {3}
+    assert {s.total for s in scores if s.task == "ifeval@1"} == {5}
     assert all(s.detail["low"] <= s.share <= s.detail["high"] for s in scores)
     own = {s.task: s.share for s in scores if s.method == "experts"}
     assert own["ifeval@1"] == next(s.share for s in scores if (s.method, s.task) == ("expert instructions", "ifeval@1"))
@@ -109,7 +110,7 @@ def test_statistics_come_from_prompts_of_each_expert(models: Path, cache: Path, 
     for skill in SKILLS:
         (tmp_path / f"{skill}.jsonl").write_text(json.dumps({"prompt": f"{skill} 1+2="}) + "\n")
     with_prompts = {"prompts": str(tmp_path), "keep_merged": "true"}
-    suite.run(request(models, cache, settings=with_prompts, methods=["regmean"], tasks=["gsm8k"]))
+    suite.run(request(models, cache, settings=with_prompts, methods=["regmean"], tasks=["aime25"]))
     assert "regmean" in {s.method for s in read_scores(cache / "scores" / "reasoning.jsonl")}
     (merged,) = (cache / "reasoning-merges").glob("*/regmean")
     manifest = json.loads((merged / "actmat_manifest.json").read_text())

@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from tests.tolerances import F32_PRODUCT, F32_SOLVE
 from torch import Tensor
@@ -151,11 +150,8 @@ def test_padding_changes_no_greedy_answer() -> None:
     assert together == [answers(model, [p], 1, temperature=1e-4, seed=0)[0] for p in prompts]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_comes_back_as_it_was_stored(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_checkpoint_comes_back_as_it_was_stored(tmp_path: Path) -> None:
     model = new_model(SIZE, seed=0)
-    save_model(model, tmp_path, dtype)
+    save_model(model, tmp_path)
     loaded = load_model("AutoModelForCausalLM", tmp_path).state_dict()
-    for name, tensor in model.state_dict().items():
-        assert loaded[name].dtype == torch.float32
-        assert torch.equal(loaded[name], tensor.to(dtype).float()), name
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())

@@ -161,11 +161,6 @@ class Experiment(abc.ABC):
     # What follows from it
 
     @property
-    def start(self) -> Made:
-        """The checkpoint that experts are trained from."""
-        return self.base
-
-    @property
     def names(self) -> tuple[str, ...]:
         """Of the tasks."""
         return tuple(task.name for task in self.tasks)
@@ -433,7 +428,7 @@ class Experiment(abc.ABC):
     def _expert_key(self, task: Any) -> dict[str, Any]:
         return {
             "version": _EXPERT_VERSION,
-            "base": self.start.digest,
+            "base": self.base.digest,
             "task": task.name,
             "regime": self.regime,
             "training": dict(self.training(task)),

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from actmat_experiments.harness.cache import Cache, digest, file_digest, library_versions
 from actmat_experiments.harness.progress import Stage, Watch
-from actmat_experiments.reasoning.benchmarks import Benchmark, Format, Problem
+from actmat_experiments.reasoning.benchmarks import Benchmark, Problem
 from actmat_experiments.reasoning.generate import Engine, Job, Questions, answer_all, read_answers, release
 
 
@@ -26,7 +26,6 @@ class ReasoningSettings:
     Args:
         base: hub id or directory; `--models` says the same.
         math, code, instructions: experts, hub ids or directories; "none" leaves one out.
-        format: of prompts: "olmes", as in the paper; "plain" or "chat", see `benchmarks`.
         template: expert whose tokenizer and chat template the base and merged models use, as in the paper; none: the
             base's own.
         engine: the back end, see `generate.Engine`.
@@ -47,7 +46,6 @@ class ReasoningSettings:
     math: str | None = "allenai/Olmo-3-7B-RL-Zero-Math"
     code: str | None = "allenai/Olmo-3-7B-RL-Zero-Code"
     instructions: str | None = "allenai/Olmo-3-7B-RL-Zero-IF"
-    format: Format = "olmes"
     template: Literal["math", "code", "instructions"] | None = "math"
     engine: Engine = field(default_factory=Engine)
     batch_size: int = 8
@@ -94,7 +92,7 @@ class Exam:
 
     def asked(self, benchmark: Benchmark) -> Benchmark:
         """The benchmark as this run samples it; `@k` beyond the number of answers falls to that number."""
-        s, sampling = self.settings, benchmark.sampling_in(self.settings.format)
+        s, sampling = self.settings, benchmark.sampling
         if sampling.temperature > 0:
             n = s.samples or sampling.n
             temperature = sampling.temperature if s.temperature is None else s.temperature
@@ -111,7 +109,7 @@ class Exam:
         return {
             "version": _VERSION,
             "model": model,
-            "prompts": digest([benchmark.prompt_in(self.settings.format, p) for p in problems]),
+            "prompts": digest([benchmark.prompt(p) for p in problems]),
             "tokenizer": file_digest(_tokenizer_files(self.tokenizer)) if self.tokenizer else None,
             "sampling": asdict(self.asked(benchmark).sampling),
             "engine": [engine.backend, engine.dtype, engine.longest],
@@ -172,7 +170,7 @@ class Exam:
         work: Callable[[Job], None],
     ) -> None:
         def make(folder: Path) -> None:
-            prompts = [benchmark.prompt_in(self.settings.format, p) for p in problems]
+            prompts = [benchmark.prompt(p) for p in problems]
             asked = self.asked(benchmark).sampling
             questions = Questions(prompts, asked, folder / "answers.jsonl", self.settings.batch_size)
             tokenizer = str(self.tokenizer) if self.tokenizer else None
@@ -190,7 +188,7 @@ class Exam:
             with self.watch.stage(f"marks: {benchmark.title}, {label}", len(work)) as stage:
 
                 def mark(item: tuple[int, Mapping[str, Any], str]) -> tuple[int, Mapping[str, bool]]:
-                    found = benchmark.mark(item[1], item[2], self.settings.format)
+                    found = benchmark.mark(item[1], item[2])
                     stage.advance()
                     return item[0], found
 
@@ -227,7 +225,7 @@ def unsolvable(
 
             def fails(numbered: tuple[int, Problem]) -> str | None:
                 n, problem = numbered
-                right = benchmark.mark(problem, problem["canonical_solution"], "plain")[benchmark.name]
+                right = benchmark.mark(problem, problem["canonical_solution"])[benchmark.name]
                 stage.advance()
                 return None if right else str(problem.get("task_id", n))
 

@@ -192,8 +192,6 @@ def _own_seed(job: Job, problem: int, answer: int) -> dict[str, int]:
 
 
 def _text(model: Any, prompt: Prompt) -> str:
-    if not prompt.chat:
-        return prompt.text + prompt.begun
     return str(model.apply_chat_template([{"role": "user", "content": prompt.text}])) + prompt.begun
 
 

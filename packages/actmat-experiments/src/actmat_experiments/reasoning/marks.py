@@ -1,4 +1,4 @@
-"""Answers in a text (a number, a program), and the instructions that it follows (IFEval)."""
+"""The number that a text gives as its answer (AIME), and the instructions that it follows (IFEval)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from actmat.errors import MergeError
@@ -21,9 +20,6 @@ _UNIT = re.compile(
     r"|\s+[A-Za-z]{2,}[A-Za-z ]*)?\s*\.?$"
 )
 """Behind a number: zeros of a decimal, degrees, per cent, or a unit in words."""
-_STRICT = re.compile(r"#### (-?[0-9.,]+)")
-_FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
-_FENCE = re.compile(r"```[ \t]*(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def aime_answer(text: str) -> int | None:
@@ -67,56 +63,6 @@ def _integer(text: str) -> int | None:
         plain = shorter
     plain = plain.rpartition("=")[2].rstrip(".").replace(",", "")
     return int(plain) if re.fullmatch(r"[0-9]{1,3}", plain) else None
-
-
-def strict_number(text: str) -> str | None:
-    """The number behind the first `#### `, the form that GSM8K itself uses."""
-    found = _STRICT.search(text)
-    return found[1] if found else None
-
-
-def flexible_number(text: str) -> str | None:
-    """The last number in the text."""
-    found = _FLEXIBLE.findall(text)
-    return next((part for part in found[-1] if part), None) if found else None
-
-
-def same_number(given: str | None, wanted: str) -> bool:
-    """True if two texts are one number; thousands separators, dollars and a final point do not matter."""
-    if given is None:
-        return False
-    try:
-        return _decimal(given) == _decimal(wanted)
-    except InvalidOperation:
-        return False
-
-
-def _decimal(text: str) -> Decimal:
-    return Decimal(text.strip().replace(",", "").replace("$", "").rstrip("."))
-
-
-def first_before(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first of the stops."""
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
-
-
-def program(prompt: str, answer: str, entry_point: str, stops: Sequence[str]) -> str:
-    """The program that an answer stands for, without its tests.
-
-    A fenced block that defines the function is taken as it is, behind what the prompt has above its function
-    (imports, helpers); the last such block counts. Without one, the answer continues the prompt, up to the first
-    stop; a fenced block without the function continues it, too.
-
-    Args:
-        prompt: signature and docstring of the function to write.
-        stops: texts at which a continuation has left the function.
-    """
-    blocks = _FENCE.findall(answer)
-    whole = [b for b in blocks if re.search(rf"^\s*def {re.escape(entry_point)}\b", b, re.MULTILINE)]
-    if whole:
-        above = prompt[: prompt.rfind(f"def {entry_point}")] if f"def {entry_point}" in prompt else ""
-        return f"{above}\n{whole[-1]}"
-    return prompt + first_before(blocks[-1] if blocks else answer, stops)
 
 
 _LOCK = threading.Lock()

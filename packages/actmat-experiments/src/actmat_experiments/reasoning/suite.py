@@ -33,11 +33,11 @@ from actmat_experiments.suites import RunRequest, TableRequest
 
 NAME = "reasoning"
 AVERAGED = ("humaneval", "humaneval_plus", "aime24", "aime25", "ifeval")
-"""The paper's average is over these at one answer; IFEval counts whole prompts, loosely. GSM8K is an addition."""
+"""The paper's average is over these at one answer; IFEval counts whole prompts, loosely."""
 
 NOTES = (
     "The paper gives one run and no intervals: two of its averages closer than the interval here are not told apart.",
-    "In the format olmes prompts and sampling are those of the paper's published configurations.",
+    "Prompts and sampling are those of the paper's published configurations.",
 )
 
 PROMPTS = {
@@ -103,18 +103,16 @@ def _tokenizer(settings: ReasoningSettings, folders: Mapping[str, Path]) -> Path
     """Folder of the tokenizer and chat template of base and merged models; None: their own folders.
 
     Raises:
-        RecipeError: prompts go into a chat template, and there is none.
+        RecipeError: it has no chat template, into which prompts go.
     """
-    if settings.format == "plain":
-        return None
     folder = folders.get(settings.template or "base", folders["base"])
     from transformers import AutoTokenizer
 
     if AutoTokenizer.from_pretrained(folder).chat_template is None:
         there = [name for name, other in folders.items() if AutoTokenizer.from_pretrained(other).chat_template]
         raise RecipeError(
-            f"The format '{settings.format}' needs a chat template, and the tokenizer in {folder} has none. Models "
-            f"that have one: {', '.join(there) or 'none of them'}. Set template to one of the experts, or format=plain."
+            f"Prompts go into a chat template, and the tokenizer in {folder} has none. Models that have one: "
+            f"{', '.join(there) or 'none of them'}. Set template to one of the experts."
         )
     return None if folder == folders["base"] else folder
 
@@ -238,7 +236,7 @@ def _statistics(exam: Exam, places: Places, prompts: Mapping[str, Sequence[str]]
     s, found = exam.settings, {}
     for skill in s.experts:
         folder, identity = places[skill]
-        texts = list(prompts[skill]) if s.format == "plain" else in_template(folder, prompts[skill])
+        texts = in_template(folder, prompts[skill])
         key = {"version": 2, "expert": identity, "prompts": digest(texts), "dtype": s.engine.dtype}
         key |= {"tokens": s.measured_tokens}
 

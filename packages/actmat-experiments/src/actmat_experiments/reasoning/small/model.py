@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -71,10 +71,9 @@ def new_model(size: Size, *, seed: int) -> Any:
         return LlamaForCausalLM(config)
 
 
-def save_model(model: Any, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """A checkpoint with its tokenizer; `dtype` is that of the storage, the model itself is left as it is."""
-    stored = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
-    model.save_pretrained(folder, state_dict=stored)
+def save_model(model: Any, folder: Path) -> None:
+    """A checkpoint with its tokenizer."""
+    model.save_pretrained(folder)
     new_tokenizer().save_pretrained(folder)
 
 
@@ -119,7 +118,6 @@ class SmallSettings:
         temperature: of all answers, in training and evaluation.
         validation_samples: answers per validation prompt, when scales are chosen.
         measured: training prompts per task that statistics are measured on.
-        storages: dtypes that base and experts are stored in before they are merged.
         scales: of the merged delta, tried on validation prompts; empty: nothing is tuned.
     """
 
@@ -142,7 +140,6 @@ class SmallSettings:
     temperature: float = 1.0
     validation_samples: int = 4
     measured: int = 320
-    storages: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
     scales: tuple[float, ...] = (0.5, 1.0, 1.5, 2.0, 3.0)
 
     @property

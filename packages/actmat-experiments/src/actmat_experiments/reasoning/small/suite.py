@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 
 from rich.console import Console
 
@@ -17,12 +16,14 @@ from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import run_experiments
 from actmat_experiments.harness.table import Line, average_table, markdown_table, summarize
 from actmat_experiments.reasoning.passk import Columns, at, at_k_markdown, at_k_table
-from actmat_experiments.reasoning.small.experiment import STORAGES, Small, stored, trained_base
+from actmat_experiments.reasoning.small.experiment import Small, trained_base
 from actmat_experiments.reasoning.small.model import SmallSettings
 from actmat_experiments.reasoning.small.puzzles import PUZZLES, Puzzle
 from actmat_experiments.suites import RunRequest, TableRequest
 
 NAME = "reasoning-small"
+PRECISION = "float32"
+"""Of the weights that are trained and merged; `Score.model`."""
 STATISTICS = ("gram",)
 """Kinds of statistics that are measured on the experts' training prompts."""
 
@@ -42,30 +43,26 @@ def run(request: RunRequest) -> list[Score]:
 
 
 def experiments(request: RunRequest, watch: Watch) -> Iterator[Small]:
-    """One for each seed and storage; scales are tuned in float32 only."""
+    """One for each seed."""
     s, puzzles, cache = changed(SmallSettings(), request.settings), _check(request), Cache(request.cache)
-    what = {n: v for n, v in asdict(s).items() if n != "storages"}  # each storage has rows of its own
     names, libraries = [p.name for p in puzzles], library_versions("actmat", "torch", "trl")
     for seed in request.seeds:
-        for storage in s.storages:
-            source = trained_base(cache, watch, s, seed)
-            yield Small(
-                suite=NAME,
-                model=storage,
-                regime="full",
-                seed=seed,
-                digest=digest({"settings": what, "tasks": names, "libraries": libraries}),
-                base=stored(cache, source, storage),
-                source=source,
-                cache=cache,
-                watch=watch,
-                device=request.device,
-                threads=request.threads,
-                scales=s.scales if storage == "float32" else (),
-                samples=s.measured,
-                settings=s,
-                tasks=puzzles,
-            )
+        yield Small(
+            suite=NAME,
+            model=PRECISION,
+            regime="full",
+            seed=seed,
+            digest=digest({"settings": s, "tasks": names, "libraries": libraries}),
+            base=trained_base(cache, watch, s, seed),
+            cache=cache,
+            watch=watch,
+            device=request.device,
+            threads=request.threads,
+            scales=s.scales,
+            samples=s.measured,
+            settings=s,
+            tasks=puzzles,
+        )
 
 
 def _check(request: RunRequest) -> Sequence[Puzzle]:
@@ -84,7 +81,7 @@ def _check(request: RunRequest) -> Sequence[Puzzle]:
 
 
 def table(request: TableRequest) -> list[Line]:
-    """The tables of the latest settings in the cache: per task at 1 and k answers, averages, what storage keeps.
+    """The tables of the latest settings in the cache: per task at 1 and k answers, and averages.
 
     Raises:
         RecipeError: nothing has been run with this cache, or figures are asked for.
@@ -97,50 +94,21 @@ def table(request: TableRequest) -> list[Line]:
     tasks = list(dict.fromkeys(s.task.partition("@")[0] for s in scores))
     k = max(int(s.task.partition("@")[2]) for s in scores)
     console = request.console or Console(quiet=True)
-    lines = _show_scores(scores, tasks, k, console, as_markdown=request.markdown)
-    _show_survival(scores, console)
-    return lines
-
-
-def _show_scores(scores: list[Score], tasks: list[str], k: int, console: Console, *, as_markdown: bool) -> list[Line]:
     columns: Columns = [(at(t, n), at(t, n)) for t in tasks for n in (1, k)]
-    lines: list[Line] = []
-    for storage in STORAGES:
-        some = [s for s in scores if s.model == storage]
-        if not some:
-            continue
-        own = [s for s in some if not s.method.startswith("expert ")]
-        lines = summarize(own, [at(t, 1) for t in tasks])
-        experts = [f"expert {t}" for t in tasks]
-        merged = [line.method for line in lines if line.scale == "default" and line.method not in REFERENCES]
-        order = ["base", *experts, "experts", *dict.fromkeys(merged)]
-        at_default = [s for s in some if s.scale == "default"]
-        seeds = ", ".join(str(n) for n in sorted({s.seed for s in some}))
-        n = int(some[0].detail["n_samples"])
-        title = f"Right answers in percent, weights stored in {storage}"
-        said = (
-            f"{some[0].total} prompts per task, {n} answers each at T={some[0].detail['temperature']:g}; seeds {seeds}"
-        )
-        averages = f"Average over @1, weights stored in {storage}"
-        if as_markdown:
-            text = f"{title}; {said}\n\n{at_k_markdown(at_default, columns, order)}\n{averages}\n\n"
-            console.print(text + markdown_table(lines, [at(t, 1) for t in tasks]), markup=False, soft_wrap=True)
-        else:
-            console.print(at_k_table(title, at_default, columns, order, said))
-            console.print(average_table(averages, lines, "± half of the 95 % interval over prompts and seeds"))
+    own = [s for s in scores if not s.method.startswith("expert ")]
+    lines = summarize(own, [at(t, 1) for t in tasks])
+    experts = [f"expert {t}" for t in tasks]
+    merged = [line.method for line in lines if line.scale == "default" and line.method not in REFERENCES]
+    order = ["base", *experts, "experts", *dict.fromkeys(merged)]
+    at_default = [s for s in scores if s.scale == "default"]
+    seeds = ", ".join(str(n) for n in sorted({s.seed for s in scores}))
+    n, temperature = int(scores[0].detail["n_samples"]), scores[0].detail["temperature"]
+    title, averages = "Right answers in percent", "Average over @1"
+    said = f"{scores[0].total} prompts per task, {n} answers each at T={temperature:g}; seeds {seeds}"
+    if request.markdown:
+        text = f"{title}; {said}\n\n{at_k_markdown(at_default, columns, order)}\n{averages}\n\n"
+        console.print(text + markdown_table(lines, [at(t, 1) for t in tasks]), markup=False, soft_wrap=True)
+    else:
+        console.print(at_k_table(title, at_default, columns, order, said))
+        console.print(average_table(averages, lines, "± half of the 95 % interval over prompts and seeds"))
     return lines
-
-
-def _show_survival(scores: list[Score], console: Console) -> None:
-    found = {(s.method, s.seed): s.detail["survival"] for s in scores if "survival" in s.detail}
-    if not found:
-        return
-    console.print("What reinforcement learning changed, and what storage in bfloat16 keeps of it:\n")
-    for (name, seed), kept in found.items():
-        console.print(
-            f"  {name}, seed {seed}: changed by {100 * kept['relative_change']:.2g} % of its norm; "
-            f"{100 * kept['changed']:.1f} % of the weights moved, {100 * kept['above_half_ulp']:.1f} % by at least "
-            f"half an ulp, {100 * kept['survives']:.1f} % differ after storage; rounding adds an error of "
-            f"{100 * kept['error']:.0f} % of the change's norm",
-            highlight=False,
-        )
