@@ -10,7 +10,7 @@ import contextlib
 import errno
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from actmat.foreign import terminal
 
@@ -158,6 +158,27 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A message of a plan or of a finished merge.
+
+    >>> print(Note("warning", "the adapter is 0", "AM404"))
+    warning AM404: the adapter is 0
+
+    Args:
+        severity: commands show warnings first.
+        text: begins with a small letter.
+        code: of the check that warns, if one does.
+    """
+
+    severity: Literal["note", "warning"]
+    text: str
+    code: str = ""
+
+    def __str__(self) -> str:
+        return f"{f'warning {self.code}'.strip()}: {self.text}" if self.severity == "warning" else self.text
+
+
 @dataclass
 class Problems:
     """Errors found so far; raised together, because one problem per run is a day lost on a large checkpoint."""
@@ -165,11 +186,11 @@ class Problems:
     found: list[MergeError] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """Note an error, and go on."""
+    def noted(self, kind: type[MergeError] = MergeError) -> Iterator[None]:
+        """Note an error of a kind, and go on."""
         try:
             yield
-        except MergeError as error:
+        except kind as error:
             self.found.append(error)
 
     def check(self) -> None:

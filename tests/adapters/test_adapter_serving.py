@@ -84,7 +84,7 @@ def test_a_uniform_adapter_is_served_as_peft_loads_it(fields: dict[str, Any], pa
         delta = found.get(name.removesuffix(".weight"), torch.zeros_like(weight))
         torch.testing.assert_close(weight - before[name], delta, rtol=1e-10, atol=1e-12)
     plan = actmat.plan(None, [pair / "one", pair / "two"], **fields)
-    assert not any("vLLM" in note for note in plan.notes)
+    assert not any("vLLM" in note for note in map(str, plan.notes))
 
 
 def notes(folder: Path, experts: list[Path], **fields: Any) -> str:
@@ -92,7 +92,7 @@ def notes(folder: Path, experts: list[Path], **fields: Any) -> str:
     plan = actmat.plan(None, experts, **fields)
     assert plan.output == "adapter"
     merge(folder, experts, **fields)
-    said = " ".join(n for n in plan.notes if "vLLM" in n)
+    said = " ".join(n for n in map(str, plan.notes) if "vLLM" in n)
     assert bool(refusals(folder / "out", VLLM_RANKS[-1])) == ("cannot serve" in said), said
     return said
 
@@ -117,7 +117,7 @@ def test_the_plan_says_which_rank_to_start_vllm_with(rank: int, said: str, tmp_p
     save_file(factors, tmp_path / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["up_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    notes = " ".join(n for n in actmat.plan(None, [tmp_path], method="average").notes if "vLLM" in n)
+    notes = " ".join(n for n in map(str, actmat.plan(None, [tmp_path], method="average").notes) if "vLLM" in n)
     assert said in notes
     assert bool(notes) == bool(said)
     assert bool(refusals(tmp_path, VLLM_RANKS[-1])) == ("cannot serve" in notes)

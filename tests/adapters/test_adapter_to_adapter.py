@@ -108,14 +108,16 @@ def test_equals_the_dense_rule_on_materialized_deltas(
 
 
 def test_plans_say_what_users_of_a_method_should_know(pair: Path) -> None:
-    assert any(n.startswith("dc_merge: ") for n in actmat.plan(None, [pair / "one"], method="dc_merge").notes)
-    assert not any(": " in n and n.startswith("tsv") for n in actmat.plan(None, [pair / "one"], method="tsv").notes)
+    assert any(n.startswith("dc_merge: ") for n in map(str, actmat.plan(None, [pair / "one"], method="dc_merge").notes))
+    assert not any(
+        ": " in n and n.startswith("tsv") for n in map(str, actmat.plan(None, [pair / "one"], method="tsv").notes)
+    )
 
 
 def test_missing_modules_are_zero_deltas_and_are_listed(pair: Path) -> None:
     plan = actmat.plan(None, [pair / "one", pair / "two"])
     assert plan.output == "adapter"
-    notes = "\n".join(plan.notes)
+    notes = "\n".join(map(str, plan.notes))
     assert "expert 'one' leaves 4 modules alone" in notes
     ranks = {m.name.rpartition(".")[2]: m.pair.ranks for m in plan.modules}
     assert ranks == {"c_attn": (2, 3), "c_fc": (2, 0), "c_proj": (0, 3)}
@@ -289,8 +291,8 @@ def test_lists_of_pairs_are_merged_by_position(tmp_path: Path) -> None:
 def test_a_list_of_pairs_is_told_and_goes_with_no_named_adapter(pair: Path, tmp_path: Path) -> None:
     torch.save([torch.randn(8, 2), torch.randn(2, 6)], tmp_path / "list.pt")
     plan = actmat.plan(None, [tmp_path / "list.pt"])
-    assert any("list.pt: lists of (up, down) pairs without names, alpha or config" in n for n in plan.notes)
-    assert not any("pairs" in n for n in actmat.plan(None, [pair / "one"]).notes)
+    assert any("list.pt: lists of (up, down) pairs without names, alpha or config" in n for n in map(str, plan.notes))
+    assert not any("pairs" in n for n in map(str, actmat.plan(None, [pair / "one"]).notes))
     with pytest.raises(MergeError, match="names no modules"):
         actmat.plan(None, [pair / "one", tmp_path / "list.pt"])
 

@@ -140,7 +140,11 @@ def test_a_base_that_packs_what_an_adapter_trains_apart_is_merged_alike(tmp_path
         found = merged(tmp_path, tmp_path / "a0", tmp_path / "a1", out=f"a-{method}", **fields)
         assert_close(found, merged(tmp_path, tmp_path / "m0", tmp_path / "m1", out=f"m-{method}", **fields))
     plan = actmat.plan(tmp_path / "base", [tmp_path / "a0", tmp_path / "a1"], method="average")
-    (note,) = {n.partition(": ")[2] for n in plan.notes if "packed in another way" in n and n.startswith("expert 'a0'")}
+    (note,) = {
+        n.partition(": ")[2]
+        for n in map(str, plan.notes)
+        if "packed in another way" in n and n.startswith("expert 'a0'")
+    }
     assert "10 of its modules, such as 'model.layers.0.mlp.gate_proj', are packed in another way" in note
 
 

@@ -13,6 +13,7 @@ from tests.helpers.adapters import LLAMA, save_peft, tiny
 from tests.helpers.merging import actmat as run
 
 import actmat
+from actmat.errors import Note
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,12 @@ def told(place: Path, out: Path, *flags: str) -> dict[str, str]:
     again = run(["merge", *inputs, "--out", str(out), *flags, "--json"])
     assert (first.code, again.code) == (0, 0), first.err + again.err
     manifest, card = (out / "actmat_manifest.json").read_text(), (out / "README.md").read_text()
-    texts = {"summary": first.out, "json": again.out, "manifest": " ".join(json.loads(manifest)["notes"]), "card": card}
+    texts = {
+        "summary": first.out,
+        "json": again.out,
+        "manifest": " ".join(str(Note(**n)) for n in json.loads(manifest)["notes"]),
+        "card": card,
+    }
     return {name: " ".join(text.split()) for name, text in texts.items()}
 
 

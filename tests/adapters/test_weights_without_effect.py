@@ -38,8 +38,8 @@ def merged(
     base = place / "base" if fields["to"] == "model" else None
     experts = [place / f"rank{rank}" / f"{t}" for t in range(3)]
     report = actmat.merge(base, experts, weights=weights, out=out, durable=False, **fields)
-    said = tuple(n for n in report.plan.notes if n.startswith(SAID))
-    assert [n for n in report.manifest["notes"] if n.startswith(SAID)] == list(said)
+    said = tuple(n for n in map(str, report.plan.notes) if n.startswith(SAID))
+    assert [n["text"] for n in report.manifest["notes"] if n["text"].startswith(SAID)] == list(said)
     return load_file(next(out.glob("*.safetensors"))), said
 
 

@@ -95,7 +95,7 @@ def test_an_output_has_all_that_its_loader_reads(sentences: tuple[Path, Path], t
     output = report.manifest["output"]
     assert "1_Pooling/config.json" in output["copied_files"]
     assert output["left_out"].keys() == {"trainer_state.json", "onnx/"}
-    (note,) = [n for n in report.plan.notes if n.startswith("not copied")]
+    (note,) = [n for n in map(str, report.plan.notes) if n.startswith("not copied")]
     assert "trainer_state.json (record of a training)" in note
     assert actmat.verify(report.out).ok
     (report.out / "1_Pooling" / "config.json").write_text("{}")

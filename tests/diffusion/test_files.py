@@ -17,7 +17,7 @@ from torch import Tensor
 import actmat
 from actmat.errors import MergeError, OutputError
 from actmat.experts.locate import in_layout, open_handle
-from actmat.extras.diffusion.metadata import distilled_note, kept_metadata
+from actmat.extras.diffusion.metadata import distilled_warning, kept_metadata
 from actmat.extras.serving import serving_commands
 
 WIDTH = 8
@@ -116,8 +116,8 @@ def test_a_converted_adapter_opens_again_elsewhere(place: Path) -> None:
                 assert torch.equal(one.a_RI, two.a_RI)
                 assert module.shape[1] == WIDTH
     plan = actmat.plan(None, [place / "kohya.safetensors", place / "comfy.safetensors"])
-    assert (
-        "expert 'comfy.safetensors': is converted from comfy's layout to kohya's, as an adapter of Flux" in plan.notes
+    assert "expert 'comfy.safetensors': is converted from comfy's layout to kohya's, as an adapter of Flux" in map(
+        str, plan.notes
     )
 
 
@@ -221,14 +221,16 @@ def test_how_a_file_is_loaded(place: Path) -> None:
     ],
 )
 def test_distilled_adapters_are_named(name: str, metadata: dict[str, str], word: str) -> None:
-    found = distilled_note(f"/loras/{name}", metadata)
-    assert [f"warning: is called '{word}'," in n for n in found] == [True] * bool(word)
+    found = distilled_warning(f"/loras/{name}", metadata)
+    assert [f"is called '{word}'," in n for n in found] == [True] * bool(word)
 
 
 def test_a_plan_warns_of_a_distilled_adapter(place: Path) -> None:
     lora(place / "flux-turbo.safetensors", 4, "kohya")
     plan = actmat.plan(None, [place / "kohya.safetensors", place / "flux-turbo.safetensors"])
-    assert [n for n in plan.notes if n.startswith("warning: expert 'flux-turbo.safetensors': is called 'turbo'")]
+    assert [
+        n for n in map(str, plan.notes) if n.startswith("warning: expert 'flux-turbo.safetensors': is called 'turbo'")
+    ]
 
 
 def test_metadata_of_unequal_ranks_say_so() -> None:

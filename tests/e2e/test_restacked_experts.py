@@ -91,7 +91,7 @@ def test_the_output_has_the_bases_layout(family: str, stacked: str, tmp_path: Pa
     expected = mean if stacked == "base" else one_by_one(mean, family)
     assert all(torch.allclose(found[n], t, atol=F32_ELEMENTWISE) for n, t in expected.items())
     shutil.rmtree(tmp_path / "expert-alike")
-    notes = " ".join(reports["average"].plan.notes)
+    notes = " ".join(map(str, reports["average"].plan.notes))
     assert f"experts of a mixture are read {'stacked' if stacked == 'base' else 'one by one'}" in notes
     assert "lacks" not in notes
     assert torch.equal(logits(tmp_path / "average"), logits(tmp_path / "average-alike"))

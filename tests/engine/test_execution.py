@@ -262,7 +262,7 @@ def test_experts_of_another_dtype_are_noted(family: Family) -> None:
     half = {k: v.bfloat16() for k, v in expert_of(base, 5).items()}
     family.change(family.experts[0], lambda t: t.update(half))
     plan = plan_merge(family.base, family.experts)
-    assert any("'expert0' is stored in bfloat16, the base in float32" in n for n in plan.notes)
+    assert any("'expert0' is stored in bfloat16, the base in float32" in n for n in map(str, plan.notes))
 
 
 @pytest.mark.parametrize("held_bytes", [0, 1 << 28])  # rules that walk several times: place by place, or held

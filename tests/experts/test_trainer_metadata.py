@@ -84,7 +84,9 @@ def test_a_setting_of_a_trainer_that_is_not_known_is_noted(
     make: Callable[[Path], dict[str, torch.Tensor]], metadata: dict[str, str], words: str, place: Path, tmp_path: Path
 ) -> None:
     save_file(make(tmp_path), tmp_path / "lora.safetensors", metadata)
-    notes = actmat.plan(place / "unet", [tmp_path / "lora.safetensors"], method="average", scope="all").notes
+    notes = [
+        *map(str, actmat.plan(place / "unet", [tmp_path / "lora.safetensors"], method="average", scope="all").notes)
+    ]
     found = [n for n in notes if "known here" in n or "no JSON" in n]
     assert [words in n for n in found] == ([True] if words else [])
 
@@ -93,7 +95,7 @@ def test_a_field_of_diffusers_metadata_that_is_not_known_is_noted(place: Path, t
     fields = {"r": 3, "lora_alpha": 6, "curl": 0.5}
     factors = random_factors(tiny_unet(), UNET, 1)
     folder = save_diffusers(tmp_path / "lora", factors, {}, unet_lora_adapter_metadata=fields)
-    notes = actmat.plan(place / "unet", [folder], method="average", scope="all").notes
+    notes = [*map(str, actmat.plan(place / "unet", [folder], method="average", scope="all").notes)]
     assert sum("metadata of unet has fields that are not known here and are not obeyed: curl" in n for n in notes) == 1
 
 

@@ -51,7 +51,7 @@ PINNED: dict[str, set[str]] = {
         "ties", "left_out",
     },
     "methods": {"methods"},
-    "recipe": {"recipe", "notes"},
+    "recipe": {"recipe", "notes", "warnings"},
 }  # fmt: skip
 """Fields of every layout of version 1. A field that goes or changes its meaning needs a new version in `LAYOUTS`."""
 

@@ -269,7 +269,7 @@ def test_an_adapter_of_the_base_is_an_expert() -> None:
 
 def test_ignored_keys_are_noted_with_near_names() -> None:
     text = "{merge_method: linear, dtpye: x, models: [{model: a, wieght: 1, parameters: {weight: 1, wheight: 2}}]}"
-    notes = converted(text)["notes"]
+    notes = converted(text)["warnings"]
     assert any("'dtpye' is ignored, as mergekit ignores it. Did you mean 'dtype'?" in n for n in notes)
     assert any("'models.0.parameters.wheight' is ignored" in n for n in notes)
 
@@ -278,7 +278,8 @@ def test_ignored_keys_of_a_tokenizer_are_noted() -> None:
     token = "{source: {kind: zero, knid: x}, froce: true}"
     tokenizer = f"{{source: base, padding: 8, tokens: {{x: {token}}}}}"
     text = f"{{merge_method: linear, models: [{{model: a, parameters: {{weight: 1}}}}], tokenizer: {tokenizer}}}"
-    notes = converted(text)["notes"]
+    fields = converted(text)
+    notes = [*fields["notes"], *fields["warnings"]]
     for name in ("tokenizer.padding", "tokenizer.tokens.x.froce", "tokenizer.tokens.x.source.knid"):
         assert any(f"'{name}' is ignored" in n for n in notes), name
     assert "expected a mapping with 'source', found 'union'" in problems(

@@ -171,8 +171,8 @@ def merged_file(out: Path, report: MergeReport, inputs: Iterable[str]) -> Merged
     lines += [words for words in (size_words(report.totals.norms),) if words]
     if report.totals.relative_error:
         lines.append(f"relative error of the rank: {report.totals.relative_error:.3g}")
-    lines += [f"warning {code}: {words}" for code, words in warnings_of(report.totals, report.plan.recipe.mute)]
-    lines += [f"note: {note}" for note in report.plan.notes]
+    notes = (*warnings_of(report.totals, report.plan.recipe.mute), *report.plan.notes)
+    lines += [str(note) if note.severity == "warning" else f"note: {note}" for note in notes]
     return Merged(file, report.manifest, "\n".join(lines))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from actmat.cli.screen import console, escape, plain_table
 from actmat.cli.summary import ROUNDING, print_summary
-from actmat.errors import format_size
+from actmat.errors import Note, format_size
 from actmat.planning.model import count_actions
 from actmat.report.words import plural, size_ratios, warnings_of
 
@@ -63,7 +63,7 @@ def _remarks(report: MergeReport) -> list[str]:
     remarks += [f"rank cut: relative error {lost:.2g}"] if lost and lost > ROUNDING else []
     if report.diagnosis is not None:
         return remarks + [c.code for c in report.diagnosis.checks if c.verdict == "found"]
-    remarks += [f"warning {code}" for code, _ in warnings_of(report.totals, report.plan.recipe.mute)]
+    remarks += [f"warning {w.code}" for w in warnings_of(report.totals, report.plan.recipe.mute)]
     bad = report.totals.nonfinite
     return remarks + ([f"{bad} NaN or Inf entries treated as unchanged"] if bad else [])
 
@@ -72,8 +72,8 @@ def _print_warnings(reports: Sequence[MergeReport], names: Mapping[str, str]) ->
     """Every warning once, in the words of the first output that has it; a diagnosis says more."""
     found: dict[str, list[tuple[str, str]]] = {}
     for report in reports if reports[0].diagnosis is None else ():
-        for code, wrong in warnings_of(report.totals, report.plan.recipe.mute):
-            found.setdefault(code, []).append((str(report.out), wrong))
+        for warning in warnings_of(report.totals, report.plan.recipe.mute):
+            found.setdefault(warning.code, []).append((str(report.out), warning.text))
     for code, rows in found.items():
         (out, wrong), more = rows[0], len(rows) - 1
         others = f", and {more} more have this warning" if more else ""
@@ -83,10 +83,11 @@ def _print_warnings(reports: Sequence[MergeReport], names: Mapping[str, str]) ->
 
 def _print_notes(reports: Sequence[MergeReport], names: Mapping[str, str]) -> None:
     """Every note once, with the outputs that have it unless all do."""
-    notes: dict[str, list[str]] = {}
+    notes: dict[Note, list[str]] = {}
     for report in reports:
         for note in dict.fromkeys(report.plan.notes):
             notes.setdefault(note, []).append(names[str(report.out)])
     for note, of in notes.items():
         whose = "" if len(of) == len(reports) else f" ({', '.join(of)})"
-        console.print(f"note{escape(whose)}: {escape(note)}")
+        warns = note.severity == "warning"
+        console.print(f"{'[yellow]warning[/]' if warns else 'note'}{escape(whose)}: {escape(note.text)}")

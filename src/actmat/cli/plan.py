@@ -80,8 +80,9 @@ def _print_recipe(recipes: Sequence[Recipe], *, json: bool, quiet: bool) -> None
     (recipe,) = recipes
     if json:
         fields = recipe.model_dump(mode="json", exclude_defaults=True)
-        print_result("recipe", {"recipe": fields, "notes": list(recipe.notes)})
+        print_result("recipe", {"recipe": fields, "notes": list(recipe.notes), "warnings": list(recipe.warnings)})
     else:
         typer.echo(recipe_yaml(recipe), nl=False)
-    for note in recipe.notes if not quiet else ():
-        say(f"note: {note}")
+    remarks = (*(f"warning: {text}" for text in recipe.warnings), *(f"note: {text}" for text in recipe.notes))
+    for remark in remarks if not quiet else ():
+        say(remark)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shlex
 from collections import Counter
@@ -15,7 +16,7 @@ from actmat.api.extracting import extracted_rows
 from actmat.cli.screen import console, escape, plain_table
 from actmat.diagnostics.checks.merged import SIZE_CHECKS
 from actmat.diagnostics.model import AgreementRow, CheckResult, DataResidual, Diagnosis, MatrixRow
-from actmat.errors import format_size
+from actmat.errors import Note, format_size
 from actmat.planning.model import Item, count_actions
 from actmat.report.words import (
     action_counts,
@@ -47,10 +48,6 @@ MOST_PATTERNS = 4
 """Patterns of names that are shown of one group."""
 
 
-WARNING = "warning: "
-"""Beginning of a note that is shown first."""
-
-
 def print_plan(plan: MergePlan, *, full: bool) -> None:
     """Groups of outputs with what happens to them and why; `full`: one line per output."""
     from_adapters = plan.output == "adapter" and not plan.is_extracted
@@ -61,21 +58,20 @@ def print_plan(plan: MergePlan, *, full: bool) -> None:
         console.print(f"[bold]{escape(plan.recipe.method)}[/bold] over {over}")
     else:
         console.print(f"copy of the {copied_thing(plan.recipe.base)} {escape(plan.recipe.base)}")
-    _print_warnings(plan)
+    _print_notes(plan, "warning")
     print_items(plan, plan.items, plan.kept, full=full)
     console.print(_ranks(plan) if from_adapters else escape(action_counts(plan)))
     console.print(plan_traffic(plan))
     console.print(plan_time(plan, usable_cores()) if plan.device == "cpu" else _devices(plan))
-    for note in plan.notes:
-        if not note.startswith(WARNING):
-            console.print(f"note: {escape(note)}")
+    _print_notes(plan, "note")
 
 
-def _print_warnings(plan: MergePlan) -> None:
-    """Notes that stand at the top: likely mistakes in a recipe."""
+def _print_notes(plan: MergePlan, severity: str, indent: str = "") -> None:
+    """Notes of one severity; warnings, likely mistakes in a recipe, stand at the top."""
     for note in plan.notes:
-        if note.startswith(WARNING):
-            console.print(f"[yellow]{escape(note)}[/yellow]")
+        if note.severity == severity:
+            is_warning = severity == "warning"
+            console.print(f"[yellow]{escape(note)}[/yellow]" if is_warning else f"{indent}note: {escape(note)}")
 
 
 def print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str], *, full: bool) -> None:
@@ -124,7 +120,7 @@ def print_summary(report: MergeReport) -> None:
     of += " into an adapter" if from_adapters else ", extracted into an adapter" if plan.is_extracted else ""
     what = f"{plan.recipe.method}; {of}" if plan.experts else f"a {copied_thing(plan.recipe.base)}"
     console.print(f"[bold]{escape(report.out)}[/bold]  ({escape(what)})")
-    _print_warnings(plan)
+    _print_notes(plan, "warning")
     if report.was_finished:
         checked = "all its tensors, and its inputs, are intact"
         if isinstance(report.out, str):
@@ -144,9 +140,7 @@ def print_summary(report: MergeReport) -> None:
         f"  {format_size(plan.read_bytes)} read, {format_size(plan.write_bytes)} written in {report.seconds:.1f} s; "
         + ("recipe in the file's metadata" if is_file else "all hashes in actmat_manifest.json")
     )
-    for note in plan.notes:
-        if not note.startswith(WARNING):
-            console.print(f"  note: {escape(note)}")
+    _print_notes(plan, "note", "  ")
     if not from_adapters:
         print_nonfinite(report.totals)
     _print_findings(report)
@@ -209,10 +203,10 @@ def print_size(
     norms = totals.norms
     if sized and norms is not None and (words := size_words(norms)):
         console.print(f"  size: {words}")
-    for code, wrong in warnings_of(totals, muted) if warn else ():
+    for warning in warnings_of(totals, muted) if warn else ():
         where = f" {shlex.quote(str(out))}" if isinstance(out, Path) else ""  # what is at a URL is diagnosed by recipe
-        severity = next(check.severity for check in SIZE_CHECKS if check.code == code)
-        console.print(f"  [{'red' if severity == 'issue' else 'yellow'}]warning {code}[/]: {wrong}; see")
+        severity = next(check.severity for check in SIZE_CHECKS if check.code == warning.code)
+        console.print(f"  [{'red' if severity == 'issue' else 'yellow'}]warning {warning.code}[/]: {warning.text}; see")
         console.print(f"    actmat diagnose{escape(where)}", soft_wrap=True)
 
 
@@ -252,18 +246,13 @@ def merge_data(report: MergeReport) -> dict[str, Any]:
         "unchanged": totals.unchanged,
         "nonfinite": totals.nonfinite,
         "size": size_data(totals.norms, plan.recipe.mute),
-        "warnings": warning_data(totals, plan.recipe.mute),
+        "warnings": list(map(str, warnings_of(totals, plan.recipe.mute))),
         "read_bytes": plan.read_bytes,
         "write_bytes": plan.write_bytes,
         "seconds": round(report.seconds, 3),
-        "notes": list(plan.notes),
+        "notes": [dataclasses.asdict(n) for n in plan.notes],
         "findings": None if found is None else [c.code for c in found.checks if c.verdict == "found"],
     }
-
-
-def warning_data(totals: Totals, muted: Collection[str] = ()) -> list[str]:
-    """Warnings of what a merge lost, with the codes of their checks."""
-    return [f"warning {code}: {words}" for code, words in warnings_of(totals, muted)]
 
 
 def extraction_data(report: ExtractReport) -> dict[str, Any]:
@@ -276,7 +265,7 @@ def extraction_data(report: ExtractReport) -> dict[str, Any]:
         "layers": sum(r["kind"] == "factored" for r in rows),
         "saved": sum(r["kind"] == "saved" for r in rows),
         "left_out": sum(r["kind"] == "left out" for r in rows),
-        "warnings": [n for n in report.record["notes"] if n.startswith("warning AM")],
+        "warnings": [str(Note(**n)) for n in report.record["notes"] if n["severity"] == "warning"],
         "notes": list(report.record["notes"]),
     }
 
@@ -303,7 +292,7 @@ def compact_plan(plan: MergePlan) -> dict[str, Any]:
         "peak_bytes": plan.peak_bytes(1),
         "seconds_one_worker": plan.seconds,
         "device": plan.device,
-        "notes": list(plan.notes),
+        "notes": [dataclasses.asdict(n) for n in plan.notes],
     }
 
 

@@ -56,6 +56,7 @@ class Expert(abc.ABC):
     adapter: Adapter | None = None  # the factors, for outputs that are adapters
     models: tuple[str, ...] = ()  # locations of the models it is made of, see `Checkpoint`
     notes: tuple[str, ...] = ()  # remarks for the plan: what was read, what was left out; begin with a small letter
+    warnings: tuple[str, ...] = ()  # remarks on a likely mistake
     # of an adapter that unties them: output heads of its own -> table that the base ties each to
     heads: Mapping[str, str] = MappingProxyType({})
 

@@ -73,7 +73,7 @@ class UnfittedAdapter(StoredAdapter):
 
     def __init__(self, adapter: Adapter) -> None:
         super().__init__(adapter)
-        self.adapter, self.notes = adapter, adapter.notes
+        self.adapter, self.notes, self.warnings = adapter, adapter.notes, adapter.listing.warnings
 
     def source(self, name: str) -> DeltaSource:
         """A stored source."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle
 from actmat.checkpoints.resolve import commit_of, pinned_stack
-from actmat.errors import AlignmentError, CheckpointError
+from actmat.errors import AlignmentError, CheckpointError, Note
 from actmat.experts.base import Expert
 from actmat.experts.lora.adapter import Adapter
 from actmat.methods import METHODS, get_method
@@ -61,6 +61,13 @@ def build_plan(
     else:
         draft = plan_tensors(recipe, base, experts, statistics, room)
     left_out = {} if is_extracted else files_left_out(recipe, base, experts)
+    decisions = (
+        *draft.notes,
+        *_method_notes(draft.items, len(experts)),
+        *statistics.notes_on(draft.items),
+        *_place_notes(base, room),
+        *left_out_note(left_out),
+    )
     return MergePlan(
         recipe=recipe,
         output="adapter" if base is None or is_extracted else "model",
@@ -74,15 +81,7 @@ def build_plan(
         family=draft.family,
         adapter_config=draft.adapter_config,
         kept=draft.kept,
-        notes=(
-            *recipe.notes,
-            *_input_notes(recipe.labels, base, experts),
-            *draft.notes,
-            *_method_notes(draft.items, len(experts)),
-            *statistics.notes_on(draft.items),
-            *_place_notes(base, room),
-            *left_out_note(left_out),
-        ),
+        notes=_notes(recipe, base, experts, decisions),
         left_out=left_out,
         device=room.device,
         device_memory=room.memory,
@@ -90,10 +89,6 @@ def build_plan(
         statistics=tuple(statistics.to_json()),
         statistics_identity=tuple(statistics.identity()) if statistics.any else (),
     )
-
-
-WARNING = "warning: "
-"""Start of a note that commands show first."""
 
 
 def _adapters(experts: Sequence[Expert]) -> list[Adapter]:
@@ -104,18 +99,24 @@ def _adapters(experts: Sequence[Expert]) -> list[Adapter]:
     return adapters
 
 
-def _input_notes(labels: Sequence[str], base: Checkpoint | None, experts: Sequence[Expert]) -> list[str]:
-    """Remarks of the inputs on what was read of them; the same remark of several in one note."""
+def _notes(
+    recipe: Recipe, base: Checkpoint | None, experts: Sequence[Expert], decisions: Sequence[str]
+) -> tuple[Note, ...]:
+    """Warnings of the recipe and the inputs; then their notes, and decisions of the plan."""
+    named = [(f"expert '{label}'", e) for label, e in zip(recipe.labels, experts, strict=True)]
+    warnings = (*recipe.warnings, *_remarks((name, e.warnings) for name, e in named))
+    of_base = [("base", base.notes)] if base is not None else []
+    notes = (*recipe.notes, *_remarks([*of_base, *((name, e.notes) for name, e in named)]), *decisions)
+    return (*(Note("warning", text) for text in warnings), *(Note("note", text) for text in notes))
+
+
+def _remarks(inputs: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
+    """Remarks of named inputs; the same remark of several in one."""
     found: dict[str, list[str]] = {}
-    named = [("base", base), *((f"expert '{label}'", e) for label, e in zip(labels, experts, strict=True))]
-    for label, opened in named:
-        for note in opened.notes if opened is not None else ():
-            found.setdefault(note, []).append(label)
-    return [
-        f"{WARNING * note.startswith(WARNING)}{', '.join(of[:3])}{' and others' if len(of) > 3 else ''}: "
-        f"{note.removeprefix(WARNING)}"
-        for note, of in found.items()
-    ]
+    for name, remarks in inputs:
+        for text in remarks:
+            found.setdefault(text, []).append(name)
+    return [f"{', '.join(of[:3])}{' and others' if len(of) > 3 else ''}: {text}" for text, of in found.items()]
 
 
 def _method_notes(items: Sequence[Item], n_experts: int) -> list[str]:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from actmat.checkpoints.base import FileIdentity, TensorSpec
 from actmat.checkpoints.writing.shards import Shard, plan_shards
-from actmat.errors import RecipeError, format_size
+from actmat.errors import Note, RecipeError, format_size
 from actmat.foreign import html_table, terminal
 from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES, nominal_seconds
 from actmat.planning.item import Item, ItemCost, MethodCall, Plain
@@ -96,7 +96,7 @@ class MergePlan(Plain):
         family: architecture that was recognized.
         adapter_config: `adapter_config.json` of an adapter.
         kept: tensors of which an adapter holds no delta, and the recipe's pattern that says so.
-        notes: decisions and warnings, in words.
+        notes: warnings, then decisions.
         left_out: files of the inputs' folders that do not go with the output, and why.
         device: names of the devices that merge items, such as `cuda:0,2`; `cpu`: the host does.
         device_memory: bytes that an item may take of one device; None: not known, or no device.
@@ -116,7 +116,7 @@ class MergePlan(Plain):
     family: str | None = None
     adapter_config: Mapping[str, Any] | None = None
     kept: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
     device_memory: int | None = None

@@ -196,7 +196,9 @@ def with_output(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
     return {**found, "output": {"kind": kind, **merged}}
 
 
-STRUCTURES = frozenset({"rules", "roles", "postprocess", "output", "notes", "executor", "kind", "layout", "pool"})
+STRUCTURES = frozenset(
+    {"rules", "roles", "postprocess", "output", "notes", "warnings", "executor", "kind", "layout", "pool"}
+)
 """Fields that --set does not take: lists of mappings, and those that other flags decide."""
 
 

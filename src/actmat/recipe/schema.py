@@ -255,6 +255,7 @@ class Recipe(Strict):
     )
 
     notes: tuple[str, ...] = Field(default=(), description="remarks that plans and summaries repeat")
+    warnings: tuple[str, ...] = Field(default=(), description="remarks on likely mistakes, which are shown first")
     executor: str | None = Field(
         default=None,
         exclude=True,  # not in plans, manifests and fingerprints: it decides nothing about the result

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from actmat.engine.inputs import Inputs
+from actmat.errors import Note
 from actmat.foreign import markdown
 from actmat.methods import get_method
 from actmat.planning.model import MergePlan, count_actions
@@ -19,7 +20,7 @@ from actmat.report.licenses import LicensedInput, combine, origins_of
 from actmat.report.words import copied_thing
 
 
-def model_card(plan: MergePlan, inputs: Inputs, warnings: Sequence[str] = ()) -> str:
+def model_card(plan: MergePlan, inputs: Inputs, warnings: Sequence[Note] = ()) -> str:
     """Markdown with a YAML head: `base_model`, `license`, `tags: [merge]`, the recipe, what was done.
 
     Cards of the inputs are read, where they have any. `warnings` of the finished merge follow what was done.
@@ -39,7 +40,7 @@ def model_card(plan: MergePlan, inputs: Inputs, warnings: Sequence[str] = ()) ->
         if is_adapter
         else ("tensor", "with hashes of all inputs and of the\noutput; `actmat verify` checks them.")
     )
-    done += "".join(f"\n\n**{warning[0].upper()}{warning[1:]}.**" for warning in warnings)
+    done += "".join(f"\n\n**W{str(warning)[1:]}.**" for warning in warnings)
     made = f"Made with actmat {plan.versions['actmat']}."
     written = recipe_yaml(recipe).strip()
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", written)), default=0))  # a path cannot close the block

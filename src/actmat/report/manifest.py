@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import math
@@ -17,7 +18,7 @@ from actmat.checkpoints.hashing import HASH_NAME, ContentHash, NamesHash, hash_f
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS
 from actmat.checkpoints.writing.staging import JOURNAL_NAME
 from actmat.engine.task import Record
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, Note
 from actmat.experts.base import Expert
 from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.report.rows import StreamedRows, canonical_json, indented_json
@@ -86,7 +87,7 @@ def build_manifest(
     out: Path | None,
     seconds: float,
     files: Sequence[str] = (),
-    warnings: Sequence[str] = (),
+    warnings: Sequence[Note] = (),
 ) -> dict[str, Any]:
     """The manifest as plain data, but for its longest lists, which are `StreamedRows` made from the records.
 
@@ -126,7 +127,7 @@ def build_manifest(
         "experts": [_expert(plan, t, read[t], _hashes(plan, records, experts, t), out) for t in range(len(experts))],
         **({"statistics": [_located(dict(s), out) for s in plan.statistics]} if plan.statistics else {}),
         "output": output,
-        "notes": [*plan.notes, *warnings],
+        "notes": [dataclasses.asdict(note) for note in (*plan.notes, *warnings)],
         **adapter,
         "tensors": tensors,
         "timing": {

@@ -116,6 +116,12 @@ class _Statistics(_StrictRow):
     content: _Hash
 
 
+class _NoteRow(_StrictRow):
+    severity: Literal["note", "warning"]
+    text: str
+    code: str = ""
+
+
 class _Timing(_StrictRow):
     reports: dict[_FileName, _FileRow] = {}
 
@@ -130,7 +136,7 @@ class _Manifest(_StrictRow):
     experts: list[_InputRow]  # none where a stack of layers was copied
     statistics: list[_Statistics] = []
     output: _Output
-    notes: list[str] = []
+    notes: list[_NoteRow] = []
     timing: _Timing = _Timing()
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.diagnostics.checks.merged import size_warning, truncation_warning
 from actmat.diagnostics.model import Diagnosis
-from actmat.errors import format_size
+from actmat.errors import Note, format_size
 from actmat.foreign import terminal
 from actmat.planning.model import Item, MergePlan, count_actions
 from actmat.report.totals import Norms, Totals
@@ -120,10 +120,10 @@ def size_finding(norms: Norms | None, muted: Collection[str] = ()) -> tuple[str,
     return None if found is None or found[0] in muted else found
 
 
-def warnings_of(totals: Totals, muted: Collection[str] = ()) -> list[tuple[str, str]]:
-    """Codes and words of all that is wrong with a merge, as far as its totals tell; without muted codes."""
-    truncated = truncation_warning(totals.relative_error)
-    return [w for w in (size_finding(totals.norms, muted), truncated) if w is not None and w[0] not in muted]
+def warnings_of(totals: Totals, muted: Collection[str] = ()) -> list[Note]:
+    """All that is wrong with a merge, as far as its totals tell; without muted codes."""
+    found = (size_finding(totals.norms, muted), truncation_warning(totals.relative_error))
+    return [Note("warning", words, code) for code, words in filter(None, found) if code not in muted]
 
 
 def measure_answers(found: Diagnosis) -> str:

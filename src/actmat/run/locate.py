@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, Problems
 from actmat.experts.locate import Located, locate
 from actmat.experts.lora.fields import StackWord
 from actmat.recipe import Recipe
@@ -60,7 +60,7 @@ class Wanted:
 
     recipes: tuple[Recipe, ...]
     given: tuple[Given, ...]
-    problems: list[str]
+    problems: Problems
 
 
 @contextlib.contextmanager
@@ -80,7 +80,7 @@ def located(recipe: Recipe) -> Iterator[Given]:
         CheckpointError: some cannot be opened; carries all problems.
     """
     with locate_recipes([recipe]) as wanted:
-        if wanted.problems:
+        if wanted.problems.found:
             raise input_error(wanted.problems)
         yield wanted.given[0]
 
@@ -90,7 +90,7 @@ class _Looks:
     """Inputs by place, closed by the stack; and problems with others."""
 
     stack: contextlib.ExitStack
-    problems: list[str] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
     found: dict[tuple[str, tuple[StackWord, ...]], Located | None] = field(default_factory=dict)
 
     def given(self, recipe: Recipe) -> Given | None:
@@ -103,21 +103,12 @@ class _Looks:
     def _look(self, place: str, stacks: tuple[StackWord, ...] = ()) -> Located | None:
         if (place, stacks) not in self.found:
             self.found[place, stacks] = None
-            with noted(self.problems):
+            with self.problems.noted(CheckpointError):
                 self.found[place, stacks] = self.stack.enter_context(locate(place, stacks))
         return self.found[place, stacks]
 
 
-@contextlib.contextmanager
-def noted(problems: list[str]) -> Iterator[None]:
-    """Note the problems with an input, and go on."""
-    try:
-        yield
-    except CheckpointError as error:
-        problems += error.problems if len(error.problems) > 1 else [error.sentence]
-
-
-def input_error(problems: list[str]) -> CheckpointError:
+def input_error(problems: Problems) -> CheckpointError:
     """One error of all problems with the inputs; those of an input that is named twice stand once."""
-    found = dict.fromkeys(problems)
+    found = dict.fromkeys(p for e in problems.found for p in (e.problems if len(e.problems) > 1 else [e.sentence]))
     return CheckpointError(f"{plural(len(found), 'problem')} with the inputs.", found)

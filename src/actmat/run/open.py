@@ -27,7 +27,7 @@ from actmat.recipe import Recipe
 from actmat.recipe.output import AdapterOutput, ExtractedOutput
 from actmat.run.automatic import AUTO, check_options
 from actmat.run.decide import check_shared, decide
-from actmat.run.locate import Given, Wanted, input_error, locate_recipes, noted
+from actmat.run.locate import Given, Wanted, input_error, locate_recipes
 from actmat.run.places import OutputPlace, Writes, find_place
 from actmat.settings import RunSettings
 
@@ -78,7 +78,7 @@ def open_inputs(
         if given is None:
             _stop(wanted, problems)
         base, experts = _opened(chosen[0], given, stack, wanted.problems)
-        if wanted.problems:
+        if wanted.problems.found:
             _stop(wanted, problems)
         if base is not None:
             known = len(problems.found)
@@ -99,7 +99,7 @@ def _decided(wanted: Wanted, problems: Problems) -> Sequence[Recipe]:
     for recipe in wanted.recipes:
         with problems.noted():
             check_options(recipe)
-    if wanted.problems:
+    if wanted.problems.found:
         return ()
     try:
         return [decide(recipe, given) for recipe, given in zip(wanted.recipes, wanted.given, strict=True)]
@@ -110,7 +110,7 @@ def _decided(wanted: Wanted, problems: Problems) -> Sequence[Recipe]:
 
 def _stop(wanted: Wanted, problems: Problems) -> NoReturn:
     """Raise all problems that were found."""
-    if wanted.problems:
+    if wanted.problems.found:
         problems.found.append(input_error(wanted.problems))
         named = [r for r in wanted.recipes if r.method != AUTO]
         if choices := [p for r in named for p in Chooser(r, declared_kinds(r)).problems]:
@@ -120,7 +120,7 @@ def _stop(wanted: Wanted, problems: Problems) -> NoReturn:
 
 
 def _opened(
-    recipe: Recipe, given: Given, stack: contextlib.ExitStack, problems: list[str]
+    recipe: Recipe, given: Given, stack: contextlib.ExitStack, problems: Problems
 ) -> tuple[Checkpoint | None, list[Expert]]:
     """The base, and the experts on it; without a base, adapters in the layout of the output.
 
@@ -137,7 +137,7 @@ def _opened(
         return None, []
     base, full = bases[0], dict[str, Checkpoint]()
     if (vocabulary := recipe.model.vocabulary) is not None:
-        with noted(problems):
+        with problems.noted(CheckpointError):
             full = {n: e.model() for n, e in zip(recipe.labels, given.experts, strict=True) if not e.needs_base}
             base, full = align_vocabularies(base, full, vocabulary.policy())
     rows = zip(recipe.labels, given.experts, strict=True)
@@ -148,11 +148,11 @@ def _opened(
 T = TypeVar("T", bound=Checkpoint | Expert)
 
 
-def _each(opened: Sequence[Callable[[], T]], stack: contextlib.ExitStack, problems: list[str]) -> list[T]:
+def _each(opened: Sequence[Callable[[], T]], stack: contextlib.ExitStack, problems: Problems) -> list[T]:
     """Everything that can be opened; the problems of all others."""
     found: list[T] = []
     for open_input in opened:
-        with noted(problems):
+        with problems.noted(CheckpointError):
             one = open_input()
             stack.callback(one.close)
             found.append(one)

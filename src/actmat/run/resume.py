@@ -55,8 +55,7 @@ class MergeReport:
     def __repr__(self) -> str:
         how = "was finished before" if self.was_finished else f"{self.seconds:.1f} s"
         what = f"{len(self.plan.items)} items by {self.plan.recipe.method}"
-        warnings = warnings_of(self.totals, self.plan.recipe.mute)
-        said = [size_words(self.totals.norms), *(f"warning {code}: {words}" for code, words in warnings)]
+        said = [size_words(self.totals.norms), *map(str, warnings_of(self.totals, self.plan.recipe.mute))]
         return terminal(f"<MergeReport {self.out}: {'; '.join(s for s in (how, what, *said) if s)}>")
 
     def _repr_html_(self) -> str:

@@ -124,7 +124,7 @@ class StagedOutput:
             assert isinstance(self.writer, ShardWriter)
             self.writer.finish(self.plan.specs)
         sidecars, totals = self._sidecar_folders(inputs), sum_records(self.plan, self.records)
-        warnings = [f"warning {code}: {words}" for code, words in warnings_of(totals, self.plan.recipe.mute)]
+        warnings = warnings_of(totals, self.plan.recipe.mute)
         with disk_errors(folder.path):
             copied: Sequence[str] = ()
             if self.plan.adapter_config is not None:

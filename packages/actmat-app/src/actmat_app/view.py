@@ -28,7 +28,7 @@ def plan_html(plan: MergePlan) -> Markup:
     table = html_table("Tensors", ("tensors", "action", "why, and which"), rows)
     said = Markup("<p><b>{}</b> over {}</p>").format(html(plan.recipe.method), plural(len(plan.experts), "expert"))
     why = _list(plan.recipe.notes)
-    notes = _list(note for note in plan.notes if note not in plan.recipe.notes)
+    notes = _list(str(note) for note in plan.notes if note.text not in plan.recipe.notes)
     cost = _list([action_counts(plan), plan_traffic(plan), plan_time(plan, usable_cores())])
     recipe = Markup("<details><summary>Recipe</summary><pre>{}</pre></details>").format(html(recipe_yaml(plan.recipe)))
     return _section(said, why, cost, table, notes, recipe)
@@ -41,9 +41,9 @@ def merged_html(report: MergeReport) -> Markup:
     how = "was finished before, and is intact" if report.was_finished else f"finished in {report.seconds:.1f} s"
     checks = () if report.diagnosis is None else report.diagnosis.checks
     found = [f"{c.severity} {c.code}: {c.title}. {c.message}." for c in checks if c.verdict == "found"]
-    found += [f"warning {code}: {words}" for code, words in warnings_of(report.totals, report.plan.recipe.mute)]
+    found += map(str, (*warnings_of(report.totals, report.plan.recipe.mute), *report.plan.notes))
     said = Markup("<p><b>{}</b> by {} {}</p>").format(html(report.out), html(report.plan.recipe.method), how)
-    return _section(said, _list(filter(None, [size_words(report.totals.norms), *found, *report.plan.notes])))
+    return _section(said, _list(filter(None, [size_words(report.totals.norms), *found])))
 
 
 def compared_html(found: MergeComparison) -> Markup:

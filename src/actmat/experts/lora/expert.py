@@ -56,6 +56,7 @@ class AdapterExpert(FittedAdapter):
             for part, count in fit.left_out.items()
         ]
         self.notes = (*adapter.notes, *left_out, *fit.notes, *parts.notes)
+        self.warnings = adapter.listing.warnings
 
     def source(self, name: str) -> DeltaSource:
         """Stored if it was trained in full, formed if a module changes it, else zero."""

@@ -81,7 +81,7 @@ class Listing:
         layout: how the tensors are named.
         find: `find(specs, modules)` gives the tensors of a base that each module may change, by its name, and problems;
             for layouts whose names only the base resolves.
-        notes: remarks for plans.
+        notes, warnings: remarks for plans.
     """
 
     modules: Mapping[str, AdapterModule]
@@ -91,6 +91,7 @@ class Listing:
     layout: AdapterLayout = "peft"
     find: Callable[..., tuple[dict[str, list[str]], list[str]]] | None = None
     notes: Sequence[str] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def quantized_problem(spec: TensorSpec) -> str:

@@ -27,7 +27,7 @@ from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
 from actmat.experts.lora.expert import AdapterExpert
 from actmat.experts.lora.fields import unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, quantized_problem
-from actmat.extras.diffusion.metadata import distilled_note, metadata_notes
+from actmat.extras.diffusion.metadata import distilled_warning, metadata_notes
 from actmat.extras.diffusion.names import FactorName, find_modules, foreign_factor, parse_factor
 from actmat.layout.matching import MatchError
 
@@ -65,7 +65,7 @@ def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple
     if len(layouts) > 1:
         named = ", others as ".join(f"{x} does" for x in layouts)
         problems.append(f"some modules are named as {named}: two files in one?")
-    notes = [*metadata_notes(metadata), *distilled_note(weights.location, metadata)]
+    notes, warnings = [*metadata_notes(metadata)], distilled_warning(weights.location, metadata)
     scales = _Scales(weights, groups, _configs(metadata, problems, notes))
     modules: dict[str, AdapterModule] = {}
     for module, group in groups.items():
@@ -78,7 +78,7 @@ def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple
     ranks = [m.rank for m in modules.values()]
     r = max(set(ranks), key=lambda n: (ranks.count(n), n)) if ranks else 1
     layout: AdapterLayout = next(iter(layouts), "diffusers")
-    listing = Listing(modules, {}, {}, problems, layout, find_modules if layout == "kohya" else None, notes)
+    listing = Listing(modules, {}, {}, problems, layout, find_modules if layout == "kohya" else None, notes, warnings)
     return listing, AdapterConfig(r=r, alpha=float(r))
 
 

@@ -125,18 +125,18 @@ DISTILLED = re.compile(
 _NAMED_IN = ("ss_output_name", "modelspec.title", "modelspec.description", "ss_tag")
 
 
-def distilled_note(location: str, metadata: Mapping[str, str]) -> tuple[str, ...]:
+def distilled_warning(location: str, metadata: Mapping[str, str]) -> tuple[str, ...]:
     """A warning on an adapter whose name or metadata say that it is distilled, or none.
 
-    >>> distilled_note("/loras/sdxl_lightning_4step.safetensors", {})[0][:53]
-    "warning: is called 'lightning', as distilled adapters"
+    >>> distilled_warning("/loras/sdxl_lightning_4step.safetensors", {})[0][:44]
+    "is called 'lightning', as distilled adapters"
     """
     texts = [PurePath(location).name, *(str(metadata.get(key, "")) for key in _NAMED_IN)]
     found = next((m[1] for text in texts if (m := DISTILLED.search(text.lower())) is not None), None)
     if found is None:
         return ()
     return (
-        f"warning: is called '{found}', as distilled adapters are, which replace guidance and most steps of sampling. "
+        f"is called '{found}', as distilled adapters are, which replace guidance and most steps of sampling. "
         "They are trained for their full weight: scaled, or merged by a method that cuts or rotates deltas, one may do "
         "neither. Load it alongside the merge of the others, or add it as it is (-m task_arithmetic -o scaling=1)",
     )

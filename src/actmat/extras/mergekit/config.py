@@ -20,7 +20,7 @@ FORMS = ("models", "slices", "modules")
 
 @dataclass
 class ConfigFindings:
-    """Problems and notes of one conversion.
+    """Problems, notes and warnings of one conversion.
 
     Args:
         where: dotted field path -> "file:line".
@@ -29,15 +29,21 @@ class ConfigFindings:
     where: Mapping[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     def problem(self, path: str, text: str) -> None:
         """Add a problem at a field."""
         self.problems.append(self._at(path, text))
 
-    def note(self, text: str) -> None:
-        """Add a note, once."""
-        if text not in self.notes:
-            self.notes.append(text)
+    def note(self, text: str, *, warns: bool = False) -> None:
+        """Add a note or a warning, once."""
+        known = self.warnings if warns else self.notes
+        if text not in known:
+            known.append(text)
+
+    def remarks(self, kind: str) -> dict[str, list[str]]:
+        """Fields of the recipe, with a first note on the kind of the file."""
+        return {"notes": [kind, *self.notes], **({"warnings": self.warnings} if self.warnings else {})}
 
     def ignored(self, path: str, keys: Iterable[str], known: Sequence[str]) -> None:
         """Note keys that mergekit does not read."""
@@ -45,7 +51,7 @@ class ConfigFindings:
             if key not in known:
                 at = f"{path}." if path else ""
                 hint = did_you_mean(key, known)
-                self.note(f"{'warning: ' * bool(hint)}'{at}{key}' is ignored, as mergekit ignores it.{hint}")
+                self.note(f"'{at}{key}' is ignored, as mergekit ignores it.{hint}", warns=bool(hint))
 
     def _at(self, path: str, text: str) -> str:
         parts = path.split(".")

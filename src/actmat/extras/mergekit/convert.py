@@ -74,8 +74,8 @@ def _mixture(data: Mapping[str, Any], found: ConfigFindings) -> dict[str, Any]:
     file = found.where.get("", "").rpartition(":")[0]
     if not file:
         found.problem("", "a mixture of experts (mergekit-moe) is read from a file, which is given as the recipe")
-    notes = ["a mixture of experts (mergekit-moe): no weights are merged", *found.notes]
-    return {"base": f"./{PurePath(file).name}", "scope": "all", "notes": notes}
+    base = {"base": f"./{PurePath(file).name}", "scope": "all"}
+    return base | found.remarks("a mixture of experts (mergekit-moe): no weights are merged")
 
 
 def _method(name: str, found: ConfigFindings) -> Method | None:
@@ -120,7 +120,8 @@ class _RecipeConversion:
         out["scope"] = "all"
         if not out["experts"]:
             del out["experts"], out["method"]
-        return out | self._dtypes() | self._files(out.get("experts", [])) | {"notes": self._notes()}
+        out |= self._dtypes() | self._files(out.get("experts", []))
+        return out | self.found.remarks(f"converted from a mergekit configuration ({self.name})")
 
     def _options(self, choice: MethodMapping) -> dict[str, Any]:
         """Options, and rules for tensors that differ in one of them."""
@@ -293,9 +294,6 @@ class _RecipeConversion:
     def _note_slices(self) -> None:
         if self.config.is_stacked and len(self.config.slices) > 1:
             self.found.note("embeddings are those of the first slice, final norm and head those of the last")
-
-    def _notes(self) -> list[str]:
-        return [f"converted from a mergekit configuration ({self.name})", *self.found.notes]
 
 
 def _adapter(source: SliceSource, base: SliceSource) -> str | None:

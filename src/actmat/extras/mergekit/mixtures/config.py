@@ -183,8 +183,9 @@ def _check_prompts(
             )  # fmt: skip
     if len(experts) > 1 and len({e.model for e in experts}) == 1:
         found.note(
-            "warning: all experts are the same model: the mixture gives the answers of that model, with more memory, "
-            "until it is trained further"
+            "all experts are the same model: the mixture gives the answers of that model, with more memory, until it "
+            "is trained further",
+            warns=True,
         )
     if len(experts) & (len(experts) - 1):
         found.note(f"{len(experts)} experts are no power of two; llama.cpp expects one")
