@@ -184,7 +184,7 @@ def _flags(name: str) -> dict[str, list[str]]:
         if isinstance(info, ArgumentInfo):
             spelled = [f"`{info.metavar or parameter.name.upper()}`"]
         elif not is_flag:
-            words = {"float": "number", "int": "number", "Path": "path", "str": "text"}
+            words = {"float": "number", "int": "number", "Path": "path", "str": "text", "Literal": "text"}
             spelled[-1] += " " + next(word for name, word in words.items() if name in str(kind))
         default = "" if parameter.default in (None, False, inspect.Parameter.empty) else str(parameter.default)
         if is_flag:

@@ -8,13 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.analyses import gaussian
 from tests.tolerances import F64_IDENTITY
 
 from actmat_experiments.analyses.angles import RIGHT_ANGLE, angle, cosine, drift_angles, gram_of, relative_scale
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_known_angles():

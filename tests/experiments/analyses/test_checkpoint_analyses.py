@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.helpers.analyses import gaussian, gram, tiny_demo
+from tests.helpers.analyses import gaussian, gram
 from tests.helpers.merging import Q0, UP0, expert_of, llama_tensors, save_checkpoint
 from tests.tolerances import F32_PRODUCT, F64_ORACLE, relative_error
 
@@ -32,12 +32,6 @@ from actmat_experiments.analyses.matrices import grams_of, layers_of
 from actmat_experiments.analyses.theorem1 import new_mlp
 
 NAMES = ("math", "code")
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    pytest.importorskip("sklearn")
-    return tiny_demo(tmp_path_factory.mktemp("analyses") / "demo")
 
 
 @pytest.fixture

@@ -8,12 +8,9 @@ import statistics
 
 import pytest
 import torch
+from tests.helpers.analyses import gaussian
 
 from actmat_experiments.analyses.correlation import entry_correlations, null_rms, permuted_rms, rms_correlation
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_equal_to_a_loop_over_pairs():

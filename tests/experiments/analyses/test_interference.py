@@ -8,20 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.analyses import gaussian, gram
 from tests.tolerances import F64_IDENTITY, F64_ORACLE, relative_error
 
 from actmat.extras.collect.outputs import output_energy
 from actmat_experiments.analyses.interference import relative_interference
 from actmat_experiments.analyses.theorem2 import best_scale, least_interference, minimizer_gap
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def gram(n, width, seed):
-    z = gaussian(n, width, seed=seed)
-    return z.mT @ z / n
 
 
 def test_energy_is_the_mean_square_over_samples():

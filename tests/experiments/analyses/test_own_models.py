@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from tests.helpers.analyses import gaussian, tiny_demo
+from tests.helpers.analyses import gaussian
 from tests.helpers.merging import actmat as run_cli
 from tests.tolerances import F32_PRODUCT, F64_IDENTITY
 from torch import nn
@@ -23,12 +23,6 @@ from actmat_experiments.analyses.trajectory import KeptGrams
 from actmat_experiments.core import DataOptions
 
 WORDS = [f"w{i}" for i in range(20)]
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    pytest.importorskip("sklearn")
-    return tiny_demo(tmp_path_factory.mktemp("own") / "demo")
 
 
 @pytest.fixture(scope="module")

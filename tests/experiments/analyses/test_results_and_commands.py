@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from tests.helpers.analyses import Plain, tiny_demo
+from tests.helpers.analyses import Plain
 from tests.helpers.docs_fixture import write_models
 from tests.helpers.merging import actmat
 
@@ -21,14 +21,6 @@ from actmat_experiments.analyses.result import degrees, need_matplotlib, short_n
 from actmat_experiments.commands.analyze import app
 from actmat_experiments.harness.figures import COLORS, MARKERS, new_panels
 
-COMMANDS = [c.callback.__name__ for c in app.registered_commands]
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    pytest.importorskip("sklearn")
-    return tiny_demo(tmp_path_factory.mktemp("commands") / "demo")
-
 
 def run(*argv: object):
     return actmat([str(a) for a in argv])
@@ -38,7 +30,8 @@ def run(*argv: object):
 
 
 def test_three_files_with_numbers_that_json_knows(tmp_path):
-    paths = save_analysis(Plain(2.0), tmp_path / "new" / "folder")
+    out = tmp_path / "new" / "folder"
+    paths = save_analysis(Plain(2.0), out)
     assert [p.name for p in paths] == ["plain.json", "plain.png", "plain.svg"]
     assert sorted(p.name for p in paths[0].parent.iterdir()) == sorted(p.name for p in paths)
     stored = json.loads(paths[0].read_text())
@@ -47,27 +40,14 @@ def test_three_files_with_numbers_that_json_knows(tmp_path):
     assert stored["versions"]["torch"] == torch.__version__
     assert paths[1].read_bytes().startswith(b"\x89PNG")
     assert ElementTree.parse(paths[2]).getroot().tag.endswith("svg")
-
-
-def test_the_same_analysis_gives_the_same_bytes(tmp_path):
-    one, two = (save_analysis(Plain(2.0), tmp_path / n) for n in "ab")
-    assert [p.read_bytes() for p in one] == [p.read_bytes() for p in two]
-    assert one[1].read_bytes() != save_analysis(Plain(3.0), tmp_path / "c")[1].read_bytes()
-
-
-def test_nothing_is_replaced_unasked(tmp_path):
-    save_analysis(Plain(2.0), tmp_path)
+    first = [p.read_bytes() for p in paths]
     with pytest.raises(OutputError, match="--overwrite") as caught:
-        save_analysis(Plain(3.0), tmp_path)
+        save_analysis(Plain(3.0), out)
     assert len(caught.value.problems) == 3
-    save_analysis(Plain(3.0), tmp_path, overwrite=True)
-    assert json.loads((tmp_path / "plain.json").read_text())["value"] == 3
-
-
-def test_a_place_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
+    assert [p.read_bytes() for p in paths] == first
+    assert [p.read_bytes() for p in save_analysis(Plain(2.0), out, overwrite=True)] == first, "the same bytes"
     with pytest.raises(OutputError, match="cannot be written"):
-        save_analysis(Plain(1.0), tmp_path / "file" / "folder")
+        save_analysis(Plain(1.0), paths[0] / "folder")
 
 
 def test_a_missing_matplotlib_is_found_before_the_work(monkeypatch):
@@ -93,18 +73,9 @@ def test_panels_and_series_are_told_apart():
 # Commands
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_80_columns(command):
-    outcome = run("analyze", command, "--help")
-    assert outcome.code == 0
-    assert max(map(len, outcome.out.splitlines())) <= 80
-
-
-def test_the_list_of_analyses():
-    outcome = run("analyze", "--help")
-    assert all(name in outcome.out for name in COMMANDS)
+def test_every_analysis_is_a_command():
     functions = {m.removesuffix("_of_statistics") for m in analyses.__all__ if m.islower()}
-    assert set(COMMANDS) == functions - {"save_analysis"}
+    assert {c.callback.__name__ for c in app.registered_commands} == functions - {"save_analysis"}
 
 
 def test_theorem1(tmp_path):
@@ -120,11 +91,9 @@ def test_theorem1(tmp_path):
     layer = stored["moments"][-1]["layers"]["linear.0.weight"]
     assert layer["bound"] == pytest.approx(layer["cross"] + layer["correlation"] + layer["drift"])
     assert layer["estimate"] <= layer["bound"]
-    assert run(*arguments).code == 1  # the results are there
     said = json.loads(run(*arguments, "--overwrite", "--json").out)
     files = [str(tmp_path / f"theorem1.{kind}") for kind in ("json", "png", "svg")]
     assert said == {"schema": "actmat.analyze/1", **stored, "files": files}
-    assert run(*arguments, "--overwrite", "--quiet").out == ""
 
 
 def test_theorem2(tmp_path, monkeypatch):
@@ -152,6 +121,7 @@ def _short_theorem2(**given):
         ("cosine", ("--samples", "1,5", "--draws", "1"), "layers"),
         ("correlation", ("--samples", "4,8", "--permutations", "3", "--layer", "*up_proj*"), "layers"),
         ("interference", ("-m", "average"), "models"),
+        ("transfer", (), "tasks"),
     ],
 )
 def test_analyses_of_a_demo(command, flags, key, demo, tmp_path):
@@ -195,10 +165,7 @@ def test_ones_own_checkpoints_with_statistics(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("theorem1", "--network", "lstm"), "mlp or transformer"),
-        (("theorem2", "--activation", "gelu"), "relu or tanh"),
         (("theorem2", "--tasks", "9"), "2 to 6"),
-        (("correlation", "--at", "end"), "base or expert"),
         (("cosine", "--samples", "1,x"), "commas between"),
         (("scale", "--demo", "nowhere"), "actmat demo --out"),
         (("scale", "--base", "b"), "under the same names"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.analyses import gaussian
 from tests.helpers.tokens import naive_sums
 from tests.tolerances import F64_IDENTITY, F64_ORACLE, relative_error
 from torch import nn
@@ -17,10 +18,6 @@ from actmat.errors import NumericalError
 from actmat_experiments.analyses.angles import RIGHT_ANGLE, angle, gram_of
 from actmat_experiments.analyses.drift import ROUNDING, moments_until
 from actmat_experiments.analyses.theorem1 import descend_watched, new_mlp, theorem1
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @settings(max_examples=25, deadline=None)

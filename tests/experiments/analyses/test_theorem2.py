@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.helpers.analyses import gaussian
 from tests.tolerances import F64_ORACLE, relative_error
 from torch import nn
 
@@ -23,10 +24,6 @@ from actmat_experiments.analyses.theorem2 import (
     theorem2,
     transfer_bound,
 )
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def near(base: MLP, seed: int, size: float = 0.3) -> MLP:

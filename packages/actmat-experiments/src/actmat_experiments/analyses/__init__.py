@@ -14,7 +14,6 @@ from actmat_experiments.analyses.estimates import cosine, scale
 from actmat_experiments.analyses.interference import interference
 from actmat_experiments.analyses.monitor import DriftMonitor
 from actmat_experiments.analyses.packed import packed
-from actmat_experiments.analyses.perturbation import perturbation
 from actmat_experiments.analyses.result import Analysis, save_analysis
 from actmat_experiments.analyses.theorem1 import theorem1
 from actmat_experiments.analyses.theorem2 import theorem2
@@ -31,7 +30,6 @@ __all__ = [
     "drift",
     "interference",
     "packed",
-    "perturbation",
     "save_analysis",
     "scale",
     "theorem1",

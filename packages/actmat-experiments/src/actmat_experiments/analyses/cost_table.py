@@ -67,11 +67,6 @@ class RuleCost:
         return Terms(sum(t.per_expert * f for t, f in parts), sum(t.fixed * f for t, f in parts))
 
     @property
-    def sequential(self) -> Terms:
-        """Inverses and decompositions, which the paper counts as expensive."""
-        return Terms(self.inverses.per_expert + self.svds.per_expert, self.inverses.fixed + self.svds.fixed)
-
-    @property
     def leading(self) -> str:
         """The leading term of both formulas."""
         return self.counted.partition(" N^")[0] + (" N^3" if self.cubic != _NO else " N^2")

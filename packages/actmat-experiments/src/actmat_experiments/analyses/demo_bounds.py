@@ -1,4 +1,4 @@
-"""The bounds of Theorem 3.3 on the models of a finished demo."""
+"""The bound of Theorem 3.3 on the models of a finished demo."""
 
 from __future__ import annotations
 
@@ -7,15 +7,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from actmat.extras.demo.model import load_encoder
-from actmat_experiments.analyses.demo import DemoModels, demo_grams, load_demo
-from actmat_experiments.analyses.perturbation import PerturbationResult, perturbation
+from actmat_experiments.analyses.demo import DemoModels, load_demo
 from actmat_experiments.analyses.transfer import Losses, TransferResult, transfer
-
-
-def demo_perturbation(demo: Path) -> PerturbationResult:
-    """`perturbation` of the demo's experts, on the test photographs."""
-    models = load_demo(demo)
-    return perturbation(models.base, models.experts, demo_grams(models))
 
 
 def demo_transfer(demo: Path, *, method: str = "actmat") -> TransferResult:

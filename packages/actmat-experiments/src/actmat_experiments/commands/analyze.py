@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -16,13 +16,13 @@ from actmat.cli.flags import with_flags
 from actmat.cli.listing import BAD_INPUTS, command
 from actmat.errors import RecipeError
 from actmat_experiments.commands.own import (
+    OwnCheckpoints,
     OwnMerge,
     OwnModel,
     OwnRun,
     named,
     numbered,
     numbers,
-    own_checkpoints,
     shape_of,
 )
 
@@ -36,17 +36,10 @@ command("research", "measured and saved", f"there are results already; {BAD_INPU
 Out = Annotated[Path, typer.Option("--out", help="Folder of NAME.json, NAME.png and NAME.svg.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace earlier results there.")]
 Demo = Annotated[Path, typer.Option("--demo", help="Output folder of 'actmat demo'.")]
-Base = Annotated[str | None, typer.Option("--base", "-b", help="Your own base, in place of a demo.")]
-Experts = Annotated[
-    list[str] | None, typer.Option("--expert", "-e", help="NAME=CHECKPOINT of an expert, once per expert.")
-]
-Statistics = Annotated[
-    list[str] | None, typer.Option("--statistics", help="NAME=FOLDER of the expert's Gram matrices, once per expert.")
-]
 Task = Annotated[str, typer.Option("--task", help="Task of the demo.")]
 Moments = Annotated[int, typer.Option("--moments", min=1, help="Number of measurements.")]
 Permutations = Annotated[int, typer.Option("--permutations", min=1, help="Permutations for the chance level.")]
-At = Annotated[str, typer.Option("--at", help="Weights: 'base', or 'expert' of the task.")]
+At = Annotated[Literal["base", "expert"], typer.Option("--at", help="Weights: 'base', or 'expert' of the task.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random.")]
 Layers = Annotated[list[str] | None, typer.Option("--layer", help="Only weights of this pattern, such as '*up_proj*'.")]
 OUT, DEMO = Path("analyses"), Path("demo-output")
@@ -78,7 +71,9 @@ def _analysis(work: Callable[..., Any]) -> Callable[..., None]:
 
 @_analysis
 def theorem1(
-    network: Annotated[str, typer.Option("--network", help="mlp, or transformer (17 tokens per image).")] = "mlp",
+    network: Annotated[
+        Literal["mlp", "transformer"], typer.Option("--network", help="mlp, or transformer (17 tokens per image).")
+    ] = "mlp",
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of gradient descent.")] = 200,
     rate: Annotated[float, typer.Option("--rate", help="The fixed step.")] = 0.2,
     images: Annotated[int, typer.Option("--images", min=2, help="Photographs in the batch.")] = 500,
@@ -88,18 +83,8 @@ def theorem1(
     """Theorem 3.1 where it is exact: full-batch gradient descent on a small network."""
     from actmat_experiments.analyses import theorem1 as run
 
-    if network not in ("mlp", "transformer"):
-        raise RecipeError(f"--network is mlp or transformer; got '{network}'.")
     with _working("descending", steps) as step:
-        return run(
-            network=cast(Any, network),
-            n_steps=steps,
-            rate=rate,
-            n_images=images,
-            width=width,
-            seed=seed,
-            on_step=step,
-        )
+        return run(network=network, n_steps=steps, rate=rate, n_images=images, width=width, seed=seed, on_step=step)
 
 
 @_analysis
@@ -154,36 +139,30 @@ def trajectory(
 
 
 @_analysis
-def scale(
-    demo: Demo = DEMO,
-    base: Base = None,
-    expert: Experts = None,
-    statistics: Statistics = None,
-) -> Any:
+def scale(demo: Demo = DEMO, *, own: OwnCheckpoints) -> Any:
     """Compare the scales of the estimates D^T D over the experts."""
     from actmat_experiments.analyses import scale as run
     from actmat_experiments.analyses.demo import demo_scale
 
-    with _working("measuring inputs", None), own_checkpoints(base, expert, statistics) as own:
-        return run(*own) if own else demo_scale(demo)
+    with _working("measuring inputs", None), own.open() as given:
+        return run(*given) if given else demo_scale(demo)
 
 
 @_analysis
 def cosine(
     demo: Demo = DEMO,
-    base: Base = None,
-    expert: Experts = None,
-    statistics: Statistics = None,
     sizes: Annotated[str, typer.Option("--samples", help="Sizes of the small samples.")] = "1,10,100",
     draws: Annotated[int, typer.Option("--draws", min=1, help="Small samples per size.")] = 5,
+    *,
+    own: OwnCheckpoints,
 ) -> Any:
     """Cosines of D^T D with the Gram matrix of the inputs, next to the identity and few samples (of a demo)."""
     from actmat_experiments.analyses import cosine as run
     from actmat_experiments.analyses.demo import demo_cosine
 
     wanted = numbers(sizes, "--samples")
-    with _working("measuring inputs", None), own_checkpoints(base, expert, statistics) as own:
-        return run(*own) if own else demo_cosine(demo, sizes=wanted, n_draws=draws)
+    with _working("measuring inputs", None), own.open() as given:
+        return run(*given) if given else demo_cosine(demo, sizes=wanted, n_draws=draws)
 
 
 @_analysis
@@ -207,7 +186,7 @@ def correlation(
             return run(subject.model, subject.whole, wanted, layers=layer, n_permutations=permutations,
                        title=subject.location, on_size=step)  # fmt: skip
         return demo_correlation(
-            demo, task=task, at=_at(at), sizes=wanted, n_permutations=permutations, layers=layer, on_size=step
+            demo, task=task, at=at, sizes=wanted, n_permutations=permutations, layers=layer, on_size=step
         )
 
 
@@ -230,48 +209,22 @@ def distribution(
         if subject := own.open():
             return run(subject.model, lambda: subject.whole(samples), samples, layers=layer,
                        n_permutations=permutations, title=subject.location)  # fmt: skip
-        return demo_distribution(
-            demo, task=task, at=_at(at), n_samples=samples, n_permutations=permutations, layers=layer
-        )
+        return demo_distribution(demo, task=task, at=at, n_samples=samples, n_permutations=permutations, layers=layer)
 
 
 @_analysis
 def theorem2(
     tasks: Annotated[int, typer.Option("--tasks", help="Number of tasks, 2 to 6.")] = 3,
     width: Annotated[int, typer.Option("--width", min=4, help="Hidden width.")] = 32,
-    activation: Annotated[str, typer.Option("--activation", help="relu or tanh.")] = "relu",
+    activation: Annotated[Literal["relu", "tanh"], typer.Option("--activation", help="relu or tanh.")] = "relu",
     method: Annotated[str, typer.Option("--method", "-m", help="Merge rule.")] = "actmat",
     seed: Seed = 0,
 ) -> Any:
     """Expected negative transfer and its bound, on a network with known Lipschitz constants."""
     from actmat_experiments.analyses import theorem2 as run
 
-    if activation not in ("relu", "tanh"):
-        raise RecipeError(f"--activation is relu or tanh; got '{activation}'.")
     with _working("training", 300 + 200 * tasks) as step:
-        return run(
-            n_tasks=tasks,
-            width=width,
-            activation=cast(Any, activation),
-            method=method,
-            seed=seed,
-            on_step=step,
-        )
-
-
-@_analysis
-def perturbation(
-    demo: Demo = DEMO,
-    base: Base = None,
-    expert: Experts = None,
-    statistics: Statistics = None,
-) -> Any:
-    """Distance of the merge with D^T D from the merge with data, layer by layer, and its bounds."""
-    from actmat_experiments.analyses import perturbation as run
-    from actmat_experiments.analyses.demo_bounds import demo_perturbation
-
-    with _working("measuring inputs", None), own_checkpoints(base, expert, statistics) as own:
-        return run(*own) if own else demo_perturbation(demo)
+        return run(n_tasks=tasks, width=width, activation=activation, method=method, seed=seed, on_step=step)
 
 
 @_analysis
@@ -297,21 +250,23 @@ def transfer(
 @_analysis
 def interference(
     demo: Demo = DEMO,
-    base: Base = None,
-    expert: Experts = None,
-    statistics: Statistics = None,
     method: Annotated[list[str] | None, typer.Option("--method", "-m", help="Only these of the demo's merges.")] = None,
     merged: Annotated[list[str] | None, typer.Option("--merged", help="NAME=PATH of a further merge.")] = None,
+    *,
+    own: OwnCheckpoints,
 ) -> Any:
     """Changes of every expert's layer outputs by merges, on the expert's own inputs."""
     from actmat_experiments.analyses import interference as run
     from actmat_experiments.analyses.demo import demo_interference
 
     others = named(merged, "--merged")
-    with _working("measuring inputs", None), own_checkpoints(base, expert, statistics) as own:
-        if own and method:
+    with _working("measuring inputs", None), own.open() as given:
+        if not given:
+            return demo_interference(demo, methods=method, merged=others)
+        if method:
             raise RecipeError("--method chooses among the merges of a demo; name your own merges with --merged.")
-        return run(own[0], own[1], others, own[2]) if own else demo_interference(demo, methods=method, merged=others)
+        base, experts, grams = given
+        return run(base, experts, others, grams)
 
 
 @_analysis
@@ -345,12 +300,6 @@ def cost(
     shapes = [shape_of(s) for s in shape or ["1024x1024"]]
     with _working("timing", len(shapes) * len(method or all_methods())) as step:
         return run(shapes, n_experts=experts, methods=method, device=device, repeats=repeats, seed=seed, on_method=step)
-
-
-def _at(at: str) -> str:
-    if at not in ("base", "expert"):
-        raise RecipeError(f"--at is base or expert; got '{at}'.")
-    return at
 
 
 @contextlib.contextmanager

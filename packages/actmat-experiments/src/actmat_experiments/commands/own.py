@@ -18,6 +18,43 @@ if TYPE_CHECKING:
     from actmat_experiments.core import Statistics as StatisticsFile
 
 
+Base = Annotated[str | None, typer.Option("--base", "-b", help="Your own base, in place of a demo: folder or hub id.")]
+Experts = Annotated[
+    list[str] | None, typer.Option("--expert", "-e", help="NAME=CHECKPOINT of an expert, once per expert.")
+]
+Device = Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:N or mps.")]
+LabelColumn = Annotated[str | None, typer.Option("--label-column", help="Column of class labels.")]
+
+
+@dataclass(frozen=True)
+class OwnCheckpoints:
+    """Checkpoints of the user with statistics, in place of a demo."""
+
+    base: Base = None
+    expert: Experts = None
+    statistics: Annotated[
+        list[str] | None,
+        typer.Option("--statistics", help="NAME=FOLDER of the expert's Gram matrices, once per expert."),
+    ] = None
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[tuple[str, dict[str, str], Mapping[str, StatisticsFile]] | None]:
+        """Base, experts and their open statistics; None where none are given, which means a demo."""
+        experts, places = named(self.expert, "--expert"), named(self.statistics, "--statistics")
+        if not (self.base or experts or places):
+            yield None
+            return
+        if not self.base or not experts or experts.keys() != places.keys():
+            raise RecipeError(
+                "Checkpoints of your own take --base, and --expert and --statistics under the same names; "
+                f"got experts {sorted(experts)} and statistics {sorted(places)}."
+            )
+        from actmat_experiments.core import open_statistics
+
+        with contextlib.ExitStack() as stack:
+            yield self.base, experts, {n: stack.enter_context(open_statistics(p)) for n, p in places.items()}
+
+
 @dataclass(frozen=True)
 class OwnModel:
     """A model of the user with data, in place of a demo."""
@@ -27,12 +64,12 @@ class OwnModel:
     ] = None
     data: Annotated[str | None, typer.Option("--data", help="Its data: file, folder or hub id of a data set.")] = None
     model_class: flags.ModelClass = None
-    device: Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:N or mps.")] = "cpu"
+    device: Device = "cpu"
     split: flags.SplitOption = "train"
     text_column: flags.TextColumn = None
     image_column: flags.ImageColumn = None
     target_column: flags.TargetColumn = None
-    label_column: Annotated[str | None, typer.Option("--label-column", help="Column of class labels.")] = None
+    label_column: LabelColumn = None
     limit: Annotated[int, typer.Option("--limit", min=1, help="Samples of the data set that are read.")] = 256
     batch_size: flags.BatchSize = 8
     max_length: flags.MaxLength = 512
@@ -59,23 +96,19 @@ class OwnModel:
 class OwnMerge:
     """A merged model of the user with base, experts and their data, in place of a demo."""
 
-    base: Annotated[
-        str | None, typer.Option("--base", "-b", help="Your own base, in place of a demo: folder or hub id.")
-    ] = None
-    expert: Annotated[
-        list[str] | None, typer.Option("--expert", "-e", help="NAME=CHECKPOINT of an expert, once per expert.")
-    ] = None
+    base: Base = None
+    expert: Experts = None
     merged: Annotated[str | None, typer.Option("--merged", help="Their merge: folder or hub id.")] = None
     data: Annotated[
         list[str] | None, typer.Option("--data", help="NAME=DATA of the expert's task, once per expert.")
     ] = None
     model_class: flags.ModelClass = None
-    device: Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:N or mps.")] = "cpu"
+    device: Device = "cpu"
     split: flags.SplitOption = "test"
     text_column: flags.TextColumn = None
     image_column: flags.ImageColumn = None
     target_column: flags.TargetColumn = None
-    label_column: Annotated[str | None, typer.Option("--label-column", help="Column of class labels.")] = None
+    label_column: LabelColumn = None
     limit: Annotated[int, typer.Option("--limit", min=1, help="Samples of every data set, in one batch.")] = 32
     max_length: flags.MaxLength = 512
 
@@ -128,26 +161,6 @@ def numbered(given: list[str] | None, flag: str) -> dict[int, str]:
     if wrong := [f"got '{n}={path}'" for n, path in found.items() if not n.isdecimal()]:
         raise RecipeError(f"{flag} is STEP=PATH, with the number of steps after which the checkpoint was saved.", wrong)
     return {int(n): path for n, path in found.items()}
-
-
-@contextlib.contextmanager
-def own_checkpoints(
-    base: str | None, expert: list[str] | None, statistics: list[str] | None
-) -> Iterator[tuple[str, dict[str, str], Mapping[str, StatisticsFile]] | None]:
-    """The user's own checkpoints and open statistics; None where none are given, which means a demo."""
-    experts, places = named(expert, "--expert"), named(statistics, "--statistics")
-    if not (base or experts or places):
-        yield None
-        return
-    if not base or not experts or experts.keys() != places.keys():
-        raise RecipeError(
-            "Checkpoints of your own take --base, and --expert and --statistics under the same names; "
-            f"got experts {sorted(experts)} and statistics {sorted(places)}."
-        )
-    from actmat_experiments.core import open_statistics
-
-    with contextlib.ExitStack() as stack:
-        yield base, experts, {n: stack.enter_context(open_statistics(p)) for n, p in places.items()}
 
 
 def numbers(text: str, flag: str) -> list[int]:

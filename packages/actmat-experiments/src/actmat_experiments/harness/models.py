@@ -43,17 +43,22 @@ def with_adapter(load: Callable[[Path], Any], base: Path, adapter: Path) -> Any:
         return PeftModel.from_pretrained(load(base), str(adapter)).eval()
 
 
-def add_adapter(model: Any, rank: int, generator: torch.Generator, alpha: int = 0) -> Any:
-    """The model with LoRA factors on all linear layers; `A` as PEFT draws it, from this generator, `B` zero.
+def add_adapter(
+    model: Any, rank: int, generator: torch.Generator | None = None, alpha: float = 0, task: str | None = None
+) -> Any:
+    """The model with LoRA factors on all linear layers but the head; `A` as PEFT draws it, `B` zero.
 
     Args:
+        generator: that `A` is drawn from; None: torch's own.
         alpha: 0: the rank.
+        task: PEFT's kind of task.
     """
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=rank, lora_alpha=alpha or rank, lora_dropout=0.0, target_modules="all-linear")
+    alpha = alpha or rank
+    config = LoraConfig(task_type=task, r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear")
     adapted = get_peft_model(model, config)
-    for name, parameter in adapted.named_parameters():
+    for name, parameter in adapted.named_parameters() if generator else ():
         if ".lora_A." in name:
             nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
     return adapted

@@ -31,24 +31,6 @@ def load_tokenizer(base: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(base))
 
 
-def add_lora(model: Any, *, rank: int, alpha: float, base: str) -> Any:
-    """LoRA on all linear layers but the output embedding, without dropout; only the factors will be trained.
-
-    Args:
-        model: of transformers; it is changed.
-        alpha: the delta is `alpha / rank * B A`.
-        base: what the adapter's config will call its base.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        task_type="SEQ_2_SEQ_LM", r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules="all-linear"
-    )
-    adapted = get_peft_model(model, config)
-    adapted.peft_config["default"].base_model_name_or_path = base
-    return adapted
-
-
 def save_expert(model: Any, tokenizer: Any, folder: Path) -> None:
     """As transformers or PEFT save it, with the tokenizer beside a full model."""
     model.save_pretrained(folder)

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from actmat.extras.demo.tasks import generator_for
+from actmat_experiments.harness.models import add_adapter
 from actmat_experiments.harness.progress import Stage
 from actmat_experiments.harness.results import Part, Regime
 from actmat_experiments.harness.training import Progress, Schedule, Selection, descend
 from actmat_experiments.language.exams import IGNORED, Encoded, Exam, batches_by_length, chosen, training_tensors
-from actmat_experiments.language.models import add_lora, load_t5, load_tokenizer, save_expert
+from actmat_experiments.language.models import load_t5, load_tokenizer, save_expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,8 @@ def train_expert(
     if regime == "lora":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = add_lora(model, rank=settings.rank, alpha=settings.alpha, base=str(base))
+            model = add_adapter(model, settings.rank, alpha=settings.alpha, task="SEQ_2_SEQ_LM")
+            model.peft_config["default"].base_model_name_or_path = str(base)
 
     def advance(progress: Progress) -> None:
         stage.advance()

@@ -18,6 +18,7 @@ from torch import Tensor
 from actmat_experiments.analyses.angles import cosine
 from actmat_experiments.core import open_statistics
 from actmat_experiments.harness.experiment import Experiment
+from actmat_experiments.harness.lines import json_lines
 from actmat_experiments.harness.models import is_adapter, read_tensors
 
 
@@ -36,8 +37,8 @@ def store_gram(experiment: Experiment, path: Path) -> None:
         "settings": experiment.digest,
         "samples": experiment.samples,
     }
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    if any({n: json.loads(line)[n] for n in about} == about for line in lines):
+    rows = json_lines(path.read_text(encoding="utf-8")) if path.is_file() else []
+    if any({n: row[n] for n in about} == about for row in rows):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(about | row) + "\n" for row in gram_rows(experiment))

@@ -7,7 +7,6 @@ for single texts, `<file>.train.jsonl` and `<file>.test.jsonl`; pairs have colum
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from actmat.errors import CheckpointError
 from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.harness.cache import digest
+from actmat_experiments.harness.lines import read_files
 from actmat_experiments.harness.results import majority_share
 
 
@@ -158,18 +158,12 @@ def load_texts(folder: Path, names: Sequence[str], *, train: int, validation: in
 
 def _raw(folder: Path, name: str, problems: list[str]) -> tuple[list[Raw], list[Raw]]:
     """Raw examples to learn from, and to test on."""
-    source, parts = {**TASKS, **FRESH}[name], list[list[Raw]]()
-    for file in source.files:
-        path = folder / file
-        try:
-            lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-            found = source.read([json.loads(line) for line in lines])
-            parts.append([row for row in found if row[0]])
-        except FileNotFoundError:
-            problems.append(f"{name}: {file} is not there")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            problems.append(f"{name}: {file} does not hold what it should: {type(error).__name__}: {error}")
-    return (parts[0], parts[1]) if len(parts) == len(source.files) else ([], [])
+    source = {**TASKS, **FRESH}[name]
+    parts = read_files(folder, name, source.files, source.read, problems)
+    if len(parts) < len(source.files):
+        return [], []
+    learnt, tested = ([row for row in part if row[0]] for part in parts)
+    return learnt, tested
 
 
 def _cut(name: str, learnt: Sequence[Raw], tested: Sequence[Raw], sizes: tuple[int, int, int]) -> TextSet:

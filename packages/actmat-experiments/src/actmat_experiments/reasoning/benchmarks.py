@@ -10,7 +10,6 @@ begun with the function to complete.
 from __future__ import annotations
 
 import gzip
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from actmat.errors import CheckpointError, RecipeError, did_you_mean
 from actmat_experiments.harness.hub import load_splits
+from actmat_experiments.harness.lines import json_lines
 from actmat_experiments.reasoning.marks import aime_answer, check_sentence_model, followed
 from actmat_experiments.reasoning.sandbox import Limits, require_protections, run_program
 
@@ -121,7 +121,7 @@ class Benchmark:
 def _read(path: Path) -> list[Problem]:
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return [json.loads(line) for line in data.decode("utf-8").split("\n") if line.strip()]
+        return json_lines(data.decode("utf-8"))
     except (ValueError, EOFError, gzip.BadGzipFile) as error:
         raise CheckpointError(f"{path} is no file of JSON lines: {error}. Fetch it again.") from None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from rich.console import Console
 from actmat.errors import CheckpointError, RecipeError
 from actmat_experiments.harness.cache import Cache, digest, library_versions
 from actmat_experiments.harness.hub import load_splits, model_folder
+from actmat_experiments.harness.lines import json_lines
 from actmat_experiments.harness.merging import Candidate, merge_candidates, merging_code, needs_statistics
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.report import stored_scores
@@ -147,7 +147,7 @@ def _prompts(settings: ReasoningSettings, data: Path | None) -> dict[str, list[s
             rows: Any = (
                 load_splits(where, None, ("train",))[0]["train"].select_columns("prompt")
                 if settings.prompts == "hub"
-                else [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+                else json_lines(path.read_text(encoding="utf-8"))
             )
             found[skill] = [str(row["prompt"]) for row in itertools.islice(rows, settings.measured)]
         except OSError as error:

@@ -17,6 +17,7 @@ import torch
 
 from actmat.errors import CheckpointError
 from actmat.extras.demo.tasks import generator_for
+from actmat_experiments.harness.lines import json_lines
 from actmat_experiments.language.questions import Item, TextTask
 
 
@@ -115,7 +116,9 @@ def _read(folder: Path, task: SmallTask, part: str, problems: list[str]) -> list
         return []
     labels = list(task.answers)
     found = []
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             text = row["text"]
@@ -127,17 +130,11 @@ def _read(folder: Path, task: SmallTask, part: str, problems: list[str]) -> list
     return [(text, label) for text, label in found if text]  # the product reviews have four empty rows
 
 
-def _lines(path: Path) -> list[str]:
-    """Lines end with a newline alone: the texts hold other characters at which `str.splitlines` would split."""
-    return [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-
-
 def _extra(folder: Path) -> Iterable[str]:
     for file, columns in EXTRA_TEXTS.items():
         path = folder / file
         if path.is_file():
-            for line in _lines(path):
-                row = json.loads(line)
+            for row in json_lines(path.read_text(encoding="utf-8")):
                 yield from (row[column] for column in columns)
 
 

@@ -6,7 +6,7 @@ trained on. The parts are the same for all seeds.
 
 from __future__ import annotations
 
-import json
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 from actmat.errors import CheckpointError
 from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.harness.cache import digest
+from actmat_experiments.harness.lines import read_files
 from actmat_experiments.pretrained.generated import END_OF_TURN, Generated, Question, turn
 
 WORDS, MOST_WORDS = 32, 50
@@ -166,17 +167,12 @@ def load_options(folder: Path, names: Sequence[str], *, train: int, validation: 
 
 
 def _read(folder: Path, name: str, problems: list[str]) -> tuple[list[Asked], list[Asked]]:
-    source, learnt, tested = TASKS[name], list[Asked](), list[Asked]()
-    for files, into in ((source.learnt, learnt), (source.tested, tested)):
-        for file in files:
-            try:
-                lines = [line for line in (folder / file).read_text(encoding="utf-8").split("\n") if line.strip()]
-                into += source.read([json.loads(line) for line in lines])
-            except FileNotFoundError:
-                problems.append(f"{name}: {file} is not there")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                problems.append(f"{name}: {file} does not hold what it should: {type(error).__name__}: {error}")
-    return learnt, tested
+    source = TASKS[name]
+
+    def asked(files: Sequence[str]) -> list[Asked]:
+        return list(itertools.chain(*read_files(folder, name, files, lambda rows: list(source.read(rows)), problems)))
+
+    return asked(source.learnt), asked(source.tested)
 
 
 def _drawn(name: str, learnt: list[Asked], tested: list[Asked], sizes: tuple[int, int, int]) -> Generated:
