@@ -44,32 +44,24 @@ def test_predictions_of_all_batches_count_alike() -> None:
     assert found.divergence == pytest.approx(0.75 * kl([1.0, 2.0], [2.0, 1.0]))
 
 
-def test_padding_does_not_count() -> None:
-    batch = {"input_ids": torch.tensor([[0, 1, 2, 2]]), "attention_mask": torch.tensor([[1, 1, 0, 0]])}
-    found = agreement(MERGED, EXPERT, [batch])
-    assert (found.predictions, found.disagreement) == (2, 0.5)
+IDS, DECODED = torch.tensor([[0, 1, 2]]), {"decoder_input_ids": torch.tensor([[0, 1]])}
+ENCODED = {"input_ids": torch.tensor([[0, 1]]), "attention_mask": torch.tensor([[1, 0]])} | DECODED
 
 
-def test_a_mask_of_ones_own_counts_instead() -> None:
-    batch = {"input_ids": torch.tensor([[0, 1, 2]])}
-    found = agreement(MERGED, EXPERT, [batch], mask=lambda b: b["input_ids"] == 1)
-    assert (found.predictions, found.disagreement, found.divergence) == (1, 0.0, 0.0)
-    with pytest.raises(StatisticsError, match=r"mask has the shape \(2,\)"):
-        agreement(MERGED, EXPERT, [batch], mask=lambda b: torch.ones(2))
-
-
-def test_the_mask_of_an_encoder_is_not_that_of_the_decoder() -> None:
-    batch = {
-        "input_ids": torch.tensor([[0, 1]]),
-        "attention_mask": torch.tensor([[1, 0]]),
-        "decoder_input_ids": torch.tensor([[0, 1]]),
-    }
-    assert agreement(MERGED, EXPERT, [batch]).predictions == 2
-    one = {**batch, "decoder_attention_mask": torch.tensor([[1, 0]])}
-    assert agreement(MERGED, EXPERT, [one]).predictions == 1
-    targets = {**batch, "decoder_attention_mask": torch.tensor([[1, 1]]), "labels": torch.tensor([[-100, 1]])}
-    found = agreement(MERGED, EXPERT, [targets])
-    assert (found.predictions, found.disagreement) == (1, 0.0), "the end of a text is predicted once, padding never"
+@pytest.mark.parametrize(
+    ("batch", "mask", "predictions", "disagreement"),
+    [
+        ({"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 0]])}, None, 2, 0.5),
+        ({"input_ids": IDS}, lambda b: b["input_ids"] == 1, 1, 0.0),
+        (ENCODED, None, 2, 0.5),
+        (ENCODED | {"decoder_attention_mask": torch.tensor([[1, 0]])}, None, 1, 1.0),
+        (ENCODED | {"decoder_attention_mask": torch.tensor([[1, 1]]), "labels": torch.tensor([[-100, 1]])}, None, 1, 0),
+    ],
+    ids=["padding", "mask of one's own", "not the encoder's mask", "the decoder's mask", "targets"],
+)
+def test_predictions_that_count(batch: Any, mask: Any, predictions: int, disagreement: float) -> None:
+    found = agreement(MERGED, EXPERT, [batch], mask=mask)
+    assert (found.predictions, found.disagreement) == (predictions, disagreement)
 
 
 def test_an_expert_agrees_with_itself_and_keeps_its_mode() -> None:
@@ -99,5 +91,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
         agreement(MERGED, EXPERT, [])
     with pytest.raises(StatisticsError, match="NaN or infinite"):
         agreement(Table([[math.nan, 1.0]]), EXPERT, [torch.tensor([[0]])])
+    with pytest.raises(StatisticsError, match=r"mask has the shape \(2,\)"):
+        agreement(MERGED, EXPERT, [{"input_ids": IDS}], mask=lambda b: torch.ones(2))
     with pytest.raises(StatisticsError, match="no logits were found"):
         agreement(MERGED, EXPERT, [torch.tensor([[0]])], logits=lambda output: "none")

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tests.helpers.docs_fixture import write_models
+from tests.helpers.family import TEXTS, data_flags
 from tests.helpers.merging import actmat as run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,25 +20,6 @@ from actmat.diagnostics.model import read_diagnosis
 from actmat.errors import CheckpointError, RecipeError, StatisticsError
 from actmat.extras.collect import on_data
 from actmat.extras.collect.data import DataOptions
-
-TEXTS = {"math": ["one two", "three four five six", "seven"], "code": ["def f(x): return x", "for i in x"]}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny Llamas whose experts are far enough from their base to answer otherwise, merges of them, and texts."""
-    folder = tmp_path_factory.mktemp("models")
-    write_models(folder)
-    for seed, name in enumerate(TEXTS):
-        file = folder / "experts" / name / "model.safetensors"
-        rng = torch.Generator().manual_seed(seed)
-        tensors = {k: (t + torch.randn(t.shape, generator=rng) * 0.2).to(t.dtype) for k, t in load_file(file).items()}
-        save_file(tensors, file, {"format": "pt"})
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS[name]))
-    experts = [folder / "experts" / name for name in TEXTS]
-    actmat.merge(folder / "base", experts, method="average", out=folder / "merged", diagnose=True)
-    actmat.merge(folder / "base", experts[:1], method="average", out=folder / "alone")
-    return folder
 
 
 def naive(merged: Path, expert: Path, texts: list[str]) -> tuple[float, float, int]:
@@ -60,9 +40,8 @@ def naive(merged: Path, expert: Path, texts: list[str]) -> tuple[float, float, i
 
 
 def test_numbers_of_the_command_are_those_of_a_naive_computation(place: Path, tmp_path: Path) -> None:
-    data = [x for name in TEXTS for x in ("--data", f"{name}={place / name}.jsonl")]
     out = tmp_path / "report.json"
-    done = run(["diagnose", str(place / "merged"), *data, "--out", str(out), "--batch-size", "2"])
+    done = run(["diagnose", str(place / "merged"), *data_flags(place), "--out", str(out), "--batch-size", "2"])
     assert done.code == 0, done.err
     rows = read_diagnosis(out).agreement
     assert rows is not None
@@ -96,14 +75,10 @@ def naive_count(texts: list[str], place: Path) -> int:
 
 
 def test_a_merge_of_one_expert_answers_as_it_does(place: Path) -> None:
-    (row,) = actmat.agreement(place / "alone", place / "math.jsonl")
-    assert (row.disagreement, row.divergence) == (0.0, 0.0)
-    assert row.predictions == naive_count(TEXTS["math"], place)
-
-
-def test_experts_that_are_not_named_are_left_out(place: Path) -> None:
-    (row,) = actmat.agreement(place / "merged", {"code": place / "code.jsonl"})
-    assert row.expert == "code"
+    (row,) = actmat.agreement(place / "alone", {"math": place / "math.jsonl"})
+    assert (row.expert, row.disagreement, row.divergence) == ("math", 0.0, 0.0)
+    (other,) = actmat.agreement(place / "merged", {"code": place / "code.jsonl"})
+    assert other.expert == "code", "an expert that is not named is left out"
 
 
 def test_adapters_are_loaded_on_their_base(place: Path, tmp_path: Path) -> None:

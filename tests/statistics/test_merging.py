@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tests.helpers.grams import padded_batches
 from tests.helpers.merging import actmat as run_cli
 from tests.helpers.models import BY_NAME, VOCABULARY, Case, save_family, stored
@@ -28,10 +31,28 @@ def measured(case: Case, experts: list[Path], folder: Path, **options: Any) -> d
         batches = padded_batches(VOCABULARY, n=3)[n:] if "input_ids" in case.inputs() else [case.inputs()]
         if case.name == "t5":
             batches = [b | {"decoder_input_ids": b["input_ids"][:, :4]} for b in batches]
-        out[place.name] = collect(model, batches, out=folder / f"stats-{place.name}", **options) and (
-            folder / f"stats-{place.name}"
-        )
+        out[place.name] = folder / f"stats-{place.name}"
+        collect(model, batches, out=out[place.name], **options)
     return out
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A tiny BERT, two experts, and their statistics."""
+
+    base: Path
+    experts: list[Path]
+    statistics: dict[str, Path]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"base": self.base, "experts": self.experts, "method": "regmean", "statistics": self.statistics}
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Measured:
+    base, experts = save_family(BY_NAME["bert"], tmp_path, n_experts=2)
+    return Measured(base, experts, measured(BY_NAME["bert"], experts, tmp_path))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "gpt_oss", "t5"])
@@ -119,33 +140,23 @@ def check_tampered_statistics(out: Path, files: list[Path]) -> None:
     assert not said()
 
 
-def test_statistics_of_another_model_are_refused_by_hash(tmp_path: Path) -> None:
-    case = BY_NAME["bert"]
-    base, experts = save_family(case, tmp_path, n_experts=2)
-    statistics = measured(case, experts, tmp_path)
-    swapped = {"expert1": statistics["expert2"], "expert2": statistics["expert1"]}
+def test_statistics_of_another_model_are_refused_by_hash(bert: Measured, tmp_path: Path) -> None:
+    swapped = {"expert1": bert.statistics["expert2"], "expert2": bert.statistics["expert1"]}
     with pytest.raises(StatisticsError, match=r"of expert 'expert1' has content .* were measured with"):
-        actmat.merge(base, experts, out=tmp_path / "out", method="regmean", statistics=swapped)
-    assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.glob(".out*partial*"))
+        actmat.merge(**bert.arguments | {"statistics": swapped}, out=tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))
 
 
-def test_one_changed_matrix_is_found_when_it_is_read(tmp_path: Path) -> None:
+def test_one_changed_matrix_is_found_when_it_is_read(bert: Measured, tmp_path: Path) -> None:
     """Not among the small tensors that are compared beforehand: the merge stops when it comes to it."""
-    from safetensors.torch import save_file
-
-    case = BY_NAME["bert"]
-    base, experts = save_family(case, tmp_path, n_experts=2)
-    statistics = measured(case, experts, tmp_path)
-    tensors = stored(experts[1])
+    tensors = stored(bert.experts[1])
     name = "bert.encoder.layer.1.output.dense.weight"
     tensors[name][3, 4] += 1
-    save_file(tensors, experts[1] / "model.safetensors", {"format": "pt"})
+    save_file(tensors, bert.experts[1] / "model.safetensors", {"format": "pt"})
     with pytest.raises(StatisticsError, match=rf"tensor '{name}' of expert 'expert2' has content"):
-        actmat.merge(base, experts, out=tmp_path / "out", method="regmean", statistics=statistics)
+        actmat.merge(**bert.arguments, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    averaged = actmat.merge(base, experts, out=tmp_path / "out", method="average")
-    assert averaged.out.exists()
+    assert actmat.merge(bert.base, bert.experts, out=tmp_path / "out", method="average").out.exists()
 
 
 def test_a_model_that_was_trained_on_is_not_its_checkpoint(tmp_path: Path) -> None:
@@ -160,58 +171,46 @@ def test_a_model_that_was_trained_on_is_not_its_checkpoint(tmp_path: Path) -> No
         collect(case.build(), [case.inputs()])
 
 
-def test_the_plan_lists_layers_without_statistics(tmp_path: Path) -> None:
-    case = BY_NAME["bert"]
-    base, experts = save_family(case, tmp_path, n_experts=2)
-    statistics = measured(case, experts, tmp_path)
+def test_the_plan_lists_layers_without_statistics(bert: Measured) -> None:
     name = "bert.encoder.layer.1.attention.self.query.weight"
-    unmeasure(statistics["expert2"], name, "a reason")
-    plan = actmat.plan(base, experts, method="regmean", statistics=statistics)
+    unmeasure(bert.statistics["expert2"], name, "a reason")
+    plan = actmat.plan(**bert.arguments)
     (item,) = [t for t in plan.items if t.name == name]
     assert item.action == "average"
     assert item.reason.endswith("no statistics in expert 'expert2' (a reason): mean of the deltas")
     assert sum(t.action == "merge" for t in plan.items) == 12
-    inputs = [x for e in experts for x in ("-e", str(e), "--statistics", f"{e.name}={statistics[e.name]}")]
-    out = run_cli(["plan", "-b", str(base), *inputs, "-m", "regmean"])
+    inputs = [x for e in bert.experts for x in ("-e", str(e), "--statistics", f"{e.name}={bert.statistics[e.name]}")]
+    out = run_cli(["plan", "-b", str(bert.base), *inputs, "-m", "regmean"])
     assert out.code == 0
     assert "no statistics in expert 'expert2'" in " ".join(out.out.split())
 
 
 def unmeasure(folder: Path, name: str, why: str) -> None:
     """Take a tensor's Gram out of a file's list."""
-    from safetensors.torch import load_file, save_file
-
     file = folder / "statistics.safetensors"
-    raw = file.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header = json.loads(json.loads(raw[8 : 8 + length])["__metadata__"]["actmat_statistics"])
+    with safe_open(file, "pt") as opened:
+        header = json.loads(opened.metadata()["actmat_statistics"])
     del header["places"][name]
     header["absent"] = {name: why}
     save_file(load_file(file), file, {"actmat_statistics": json.dumps(header)})
 
 
-def test_missing_and_misplaced_statistics_are_said(tmp_path: Path) -> None:
-    case = BY_NAME["bert"]
-    base, experts = save_family(case, tmp_path, n_experts=2)
-    statistics = measured(case, experts, tmp_path)
-    with pytest.raises(AlignmentError, match="needs statistics measured on data"):
-        actmat.plan(base, experts, method="regmean", statistics={"expert1": statistics["expert1"]})
-    with pytest.raises(RecipeError, match=r"'expert7', and no expert has this name.* Did you mean"):
-        actmat.plan(base, experts, method="regmean", statistics={"expert7": statistics["expert1"]})
-    with pytest.raises(RecipeError, match="2 experts and 1 statistics"):
-        actmat.plan(base, experts, method="regmean", statistics=[statistics["expert1"]])
-    with pytest.raises(StatisticsError, match=r"expert 'expert1': .*found none"):
-        actmat.plan(base, experts, method="regmean", statistics={"expert1": tmp_path, "expert2": tmp_path})
-    with pytest.raises(AlignmentError, match="pool"):
-        actmat.plan(base, experts, method="regmean", statistics=statistics, pool="*.{query,key,value}.weight")
-    unused = actmat.plan(base, experts, method="ties", statistics=statistics)
+def test_missing_and_misplaced_statistics_are_said(bert: Measured, tmp_path: Path) -> None:
+    one = bert.statistics["expert1"]
+    for changed, error, says in (
+        ({"statistics": {"expert1": one}}, AlignmentError, "needs statistics measured on data"),
+        ({"statistics": {"expert7": one}}, RecipeError, r"'expert7', and no expert has this name.* Did you mean"),
+        ({"statistics": [one]}, RecipeError, "2 experts and 1 statistics"),
+        ({"statistics": dict.fromkeys(bert.statistics, tmp_path)}, StatisticsError, r"expert 'expert1': .*found none"),
+        ({"pool": "*.{query,key,value}.weight"}, AlignmentError, "pool"),
+    ):
+        with pytest.raises(error, match=says):
+            actmat.plan(**bert.arguments | changed)
+    unused = actmat.plan(**bert.arguments | {"method": "ties"})
     assert any("nothing uses them" in n for n in map(str, unused.notes))
 
 
-def test_a_recipe_names_statistics_relative_to_itself(tmp_path: Path) -> None:
-    case = BY_NAME["bert"]
-    _, experts = save_family(case, tmp_path, n_experts=2)
-    measured(case, experts, tmp_path)
+def test_a_recipe_names_statistics_relative_to_itself(bert: Measured, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(
         "base: ./base\nmethod: regmean\ngram_mean: sample\nexperts:\n"
         "  - {path: ./expert1, statistics: ./stats-expert1}\n  - {path: ./expert2, statistics: ./stats-expert2}\n"
@@ -221,16 +220,10 @@ def test_a_recipe_names_statistics_relative_to_itself(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "out" / "actmat_manifest.json").read_text())["statistics"]) == 2
 
 
-def test_memory_of_the_grams_is_planned(tmp_path: Path) -> None:
-    case = BY_NAME["bert"]
-    base, experts = save_family(case, tmp_path, n_experts=2)
-    statistics = measured(case, experts, tmp_path)
-    plans = {
-        m: actmat.plan(base, experts, method=m, **({"statistics": statistics} if m != "actmat" else {}))
-        for m in ("regmean", "cat")
-    }
+def test_memory_of_the_grams_is_planned(bert: Measured) -> None:
+    plans = [actmat.plan(**bert.arguments | {"method": method}) for method in ("regmean", "cat")]
     name = "bert.encoder.layer.0.output.dense.weight"  # 32 x 48
-    one, both = (next(t.cost.host_bytes for t in p.items if t.name == name) for p in plans.values())
+    one, both = (next(t.cost.host_bytes for t in p.items if t.name == name) for p in plans)
     assert one > 48 * 48 * (4 + 8)
     assert both > 48 * 48 * (2 * 4 + 8)
 
@@ -279,8 +272,6 @@ def test_adapters_merge_by_grams_measured_with_them(tmp_path: Path) -> None:
 
 def delta(folder: Path, module: str) -> Tensor:
     """`scaling B A` of one module, `O I`."""
-    from safetensors.torch import load_file
-
     tensors = load_file(folder / "adapter_model.safetensors")
     a, b = (tensors[f"base_model.model.{module}.lora_{x}.weight"].double() for x in "AB")
     return 2.0 * b @ a

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tests.helpers.docs_fixture import write_models
+from tests.helpers.family import TEXTS, experts_of
 from tests.helpers.merging import actmat as run
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,31 +18,18 @@ import actmat
 from actmat.diagnostics.model import read_diagnosis
 from actmat.errors import RecipeError, StatisticsError
 
-TEXTS = {"math": ["one two", "three four five six", "seven"], "code": ["def f(x): return x", "for i in x"]}
-
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    write_models(folder)
-    for seed, (name, texts) in enumerate(TEXTS.items()):
-        file = folder / "experts" / name / "model.safetensors"
-        rng = torch.Generator().manual_seed(seed)
-        tensors = {k: (t + torch.randn(t.shape, generator=rng) * 0.1).to(t.dtype) for k, t in load_file(file).items()}
-        save_file(tensors, file, {"format": "pt"})
-        (folder / f"{name}.txt").write_text("\n".join(texts) + "\n")
-        collect(folder, str(folder / "experts" / name), name, folder / "stats" / name)
-    actmat.merge(folder / "base", experts(folder), method="average", out=folder / "merged", diagnose=True)
+def stats(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stats")
+    for name in TEXTS:
+        collect(place, str(place / "experts" / name), name, folder / name)
     return folder
 
 
-def experts(folder: Path) -> list[Path]:
-    return [folder / "experts" / name for name in TEXTS]
-
-
-def collect(folder: Path, model: str, name: str, out: Path, *flags: str) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    done = run(["statistics", "collect", model, "--data", f"{folder / name}.txt", "--out", str(out), "-q", *flags])
+def collect(place: Path, model: str, name: str, out: Path, *flags: str) -> None:
+    data = str(place / f"{name}.jsonl")
+    done = run(["statistics", "collect", model, "--data", data, "--out", str(out), "-q", *flags])
     assert done.code == 0, done.err
 
 
@@ -71,8 +57,8 @@ def naive(folder: Path, merged: Path, name: str) -> float:
     return math.sqrt(apart / own)
 
 
-def test_rows_are_what_the_activations_say(place: Path, tmp_path: Path) -> None:
-    flags = [x for n in TEXTS for x in ("--statistics", f"{n}={place / 'stats' / n}")]
+def test_rows_are_what_the_activations_say(place: Path, stats: Path, tmp_path: Path) -> None:
+    flags = [x for n in TEXTS for x in ("--statistics", f"{n}={stats / n}")]
     done = run(["diagnose", str(place / "merged"), *flags, "--out", str(tmp_path / "r.json")])
     assert done.code == 0, done.err
     rows = read_diagnosis(tmp_path / "r.json").residual_on_data
@@ -84,18 +70,14 @@ def test_rows_are_what_the_activations_say(place: Path, tmp_path: Path) -> None:
         assert 0.1 < row.residual < 1.5, "neither the expert nor anything far off"
 
 
-def test_the_expert_itself_is_0_and_the_base_1(place: Path, tmp_path: Path) -> None:
-    actmat.merge(place / "base", experts(place)[:1], method="average", out=tmp_path / "alone")
-    (row,) = actmat.residual_on_data(tmp_path / "alone", [place / "stats" / "math"])
+def test_the_expert_itself_is_0_and_the_base_1(place: Path, stats: Path, tmp_path: Path) -> None:
+    (row,) = actmat.residual_on_data(place / "alone", [stats / "math"])
     assert row.residual == pytest.approx(0.0, abs=1e-3)
-    actmat.merge(place / "base", experts(place)[:1], method="average", scale=0.0, out=tmp_path / "base")
-    (row,) = actmat.residual_on_data(tmp_path / "base", {"math": place / "stats" / "math"})
+    actmat.merge(place / "base", experts_of(place)[:1], method="average", scale=0.0, out=tmp_path / "base")
+    (row,) = actmat.residual_on_data(tmp_path / "base", {"math": stats / "math"})
     assert row.residual == pytest.approx(1.0, abs=1e-6)
-
-
-def test_only_experts_with_statistics_have_rows(place: Path) -> None:
-    (row,) = actmat.residual_on_data(place / "merged", {"code": place / "stats" / "code"})
-    assert row.expert == "code"
+    (row,) = actmat.residual_on_data(place / "merged", {"code": stats / "code"})
+    assert row.expert == "code", "only experts with statistics have rows"
 
 
 def test_adapters_into_a_model(place: Path, tmp_path: Path) -> None:
@@ -111,8 +93,7 @@ def test_adapters_into_a_model(place: Path, tmp_path: Path) -> None:
         actmat.residual_on_data(tmp_path / "adapter", {"math": tmp_path / "stats"})
 
 
-def test_what_does_not_fit_is_refused(place: Path, tmp_path: Path) -> None:
-    stats = place / "stats"
+def test_what_does_not_fit_is_refused(place: Path, stats: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="Did you mean 'math'"):
         actmat.residual_on_data(place / "merged", {"maths": stats / "math"})
     with pytest.raises(StatisticsError, match="not of the models that are merged"):

@@ -6,6 +6,7 @@ import copy
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,10 +79,17 @@ class Case:
 
         return {label: (lambda t=t, label=label: make(t, label)) for t, label in enumerate(LABELS)}
 
-    def staged(self, out: str = "statistics", **given: object) -> dict[str, Path]:
-        experts = {label: self.folder / label for label in LABELS}
-        options = {"out": self.folder / out, "compute_dtype": "float64"} | given
-        return staged_statistics(self.model(), self.folder / "base", experts, self.batches(), **options)
+    def staged(self, **given: Any) -> dict[str, Path]:
+        """Statistics of the golden case, with other arguments where some are given."""
+        usual = {
+            "model": self.model(),
+            "base": self.folder / "base",
+            "experts": {label: self.folder / label for label in LABELS},
+            "batches": self.batches(),
+            "out": self.folder / "statistics",
+            "compute_dtype": "float64",
+        }
+        return staged_statistics(**usual | given)
 
     def merged(self, statistics: dict[str, Path]) -> dict[str, Tensor]:
         """The merge of whole models from these statistics."""
@@ -111,8 +119,10 @@ def case(tmp_path: Path) -> Case:
 
 
 def test_equals_the_published_code(case: Case) -> None:
-    statistics = case.staged()
+    model = case.model()
+    statistics = case.staged(model=model)
     assert case.error(case.merged(statistics)) < 2e-12
+    assert case.error({n: p.detach() for n, p in model.named_parameters()}) < 2e-12, "it is left as the last stage"
     assert set(statistics) == set(LABELS)
     with open_statistics(statistics["one"]) as found:
         assert set(found.header.places) == {n for n in case.names if n.startswith("blocks") and "weight" in n}
@@ -128,15 +138,6 @@ def test_statistics_of_the_experts_themselves_give_another_merge(case: Case) -> 
     assert case.error(case.merged(plain)) > 0.1
 
 
-def test_the_model_is_left_as_the_last_stage(case: Case) -> None:
-    model = case.model()
-    experts = {label: case.folder / label for label in LABELS}
-    staged_statistics(
-        model, case.folder / "base", experts, case.batches(), out=case.folder / "s", compute_dtype="float64"
-    )
-    assert case.error({n: p.detach() for n, p in model.named_parameters()}) < 2e-12
-
-
 def test_an_interrupted_call_goes_on(case: Case) -> None:
     want = case.merged(case.staged())
     assert case.reads == [*LABELS] * 3
@@ -148,49 +149,35 @@ def test_an_interrupted_call_goes_on(case: Case) -> None:
     assert all(torch.equal(again[n], want[n]) for n in case.names)
 
 
-def test_stages_of_other_inputs_are_refused(case: Case) -> None:
-    case.staged()
-    with pytest.raises(StatisticsError, match="other models or settings"):
-        case.staged(off_diagonal=0.5)
-
-
 def test_float32(case: Case) -> None:
-    experts = {label: case.folder / label for label in LABELS}
-    model = case.model().float()
     batches = {n: (lambda make=make: [x.float() for x in make()]) for n, make in case.batches().items()}
-    statistics = staged_statistics(model, case.folder / "base", experts, batches, out=case.folder / "s")
+    statistics = case.staged(model=case.model().float(), batches=batches, compute_dtype="float32")
     assert case.error(case.merged(statistics)) < F32_SOLVE
 
 
-def test_blocks_are_named_or_found(case: Case) -> None:
+def test_what_cannot_be_measured_is_refused(case: Case) -> None:
     assert case.staged(blocks="blocks").keys() == set(LABELS)
+    other = case.folder / "other"
+    with pytest.raises(StatisticsError, match="other models or settings"):
+        case.staged(off_diagonal=0.5)
     with pytest.raises(StatisticsError, match="no module 'layers'"):
-        case.staged("other", blocks="layers")
-    experts = {label: case.folder / label for label in LABELS}
+        case.staged(out=other, blocks="layers")
     with pytest.raises(StatisticsError, match="one list of blocks; found none"):
-        staged_statistics(nn.Linear(2, 2), case.folder / "base", experts, case.batches(), out=case.folder / "x")
-
-
-def test_all_problems_of_the_experts_are_told(case: Case) -> None:
+        case.staged(out=other, model=nn.Linear(2, 2))
     adapter = case.folder / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
     save_file({"a.lora_A.weight": torch.ones(1, 2)}, adapter / "adapter_model.safetensors")
-    experts = {"one": case.folder / "one", "lora": adapter}
-    given = {"one": case.batches()["one"], "two": case.batches()["two"]}
+    batches = {label: case.batches()[label] for label in ("one", "two")}
     with pytest.raises(StatisticsError) as caught:
-        staged_statistics(case.model(), case.folder / "base", experts, given, out=case.folder / "x")
+        case.staged(out=other, experts={"one": case.folder / "one", "lora": adapter}, batches=batches)
     problems = "\n".join(caught.value.problems)
-    assert "'lora' is an adapter" in problems
-    assert "'lora' has no batches" in problems
-    assert "'two', which is no expert" in problems
-
-
-def test_an_expert_of_other_tensors_is_refused(case: Case) -> None:
+    for says in ("'lora' is an adapter", "'lora' has no batches", "'two', which is no expert"):
+        assert says in problems
     short = {n: t for n, t in load_file(case.folder / "two" / "model.safetensors").items() if "fc2" not in n}
     save_file(short, case.folder / "two" / "model.safetensors")
     with pytest.raises(StatisticsError, match="lacks 6 tensors"):
-        case.staged()
+        case.staged(out=other)
 
 
 @pytest.mark.parametrize(("family", "blocks"), [("llama", "model.layers"), ("gpt2", "transformer.h")])

@@ -86,10 +86,10 @@ def test_float32_storage_halves_the_file(tmp_path: Path) -> None:
 
 def test_merging_equals_measuring_all_at_once(tmp_path: Path) -> None:
     parts = [written(tmp_path / n, s) for n, s in (("a", 1), ("b", 2), ("c", 3))]
-    merged = tmp_path / "all"
+    merged, step = tmp_path / "all", tmp_path / "step"
     merge_statistics(parts, merged)
-    step = tmp_path / "step"
-    merge_statistics([merge_path(parts[:2], tmp_path / "ab"), parts[2]], step)
+    merge_statistics(parts[:2], tmp_path / "ab")
+    merge_statistics([tmp_path / "ab", parts[2]], step)
     at_once = written(tmp_path / "once", 1, 2, 3)
     one, two, three = (load_file(p / FILE_NAME) for p in (merged, at_once, step))
     assert one.keys() == two.keys()
@@ -101,26 +101,18 @@ def test_merging_equals_measuring_all_at_once(tmp_path: Path) -> None:
         assert {k: g.rows for k, g in a.header.grams.items()} == {k: g.rows for k, g in b.header.grams.items()}
 
 
-def merge_path(parts: list[Path], out: Path) -> Path:
-    merge_statistics(parts, out)
-    return out
-
-
-def test_the_same_data_does_not_count_twice(tmp_path: Path) -> None:
-    a, b = written(tmp_path / "a", 1), written(tmp_path / "b", 1)
-    with pytest.raises(StatisticsError, match="measured on the same batches"):
-        merge_statistics([a, b], tmp_path / "c")
-    assert not (tmp_path / "c").exists()
-
-
-def test_statistics_of_two_models_do_not_add_up(tmp_path: Path) -> None:
-    a = written(tmp_path / "a", 1)
-    other = model()
+def test_files_that_do_not_add_up(tmp_path: Path) -> None:
+    a, same, other = written(tmp_path / "a", 1), written(tmp_path / "same", 1), model()
     with torch.no_grad():
         other[2].weight[0, 0] += 1
-    collect(other, [data(2)], out=tmp_path / "b")
-    with pytest.raises(StatisticsError, match=r"another model .* 1 tensors differ, such as '2.weight'"):
-        merge_statistics([a, tmp_path / "b"], tmp_path / "c")
+    collect(other, [data(2)], out=tmp_path / "other")
+    for second, says in (
+        (same, "measured on the same batches"),
+        (tmp_path / "other", r"another model .* 1 tensors differ, such as '2.weight'"),
+    ):
+        with pytest.raises(StatisticsError, match=says):
+            merge_statistics([a, second], tmp_path / "c")
+        assert not (tmp_path / "c").exists()
 
 
 def test_a_damaged_gram_is_noticed_when_it_is_read(tmp_path: Path) -> None:

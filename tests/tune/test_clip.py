@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tests.helpers.family import move_weights
 from tests.helpers.merging import actmat as run
 from tests.helpers.vision import write_clip
 from torch import Tensor, nn
@@ -33,14 +35,8 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32).save_pretrained(base)
     rng = np.random.default_rng(0)
     for seed, (name, classes) in enumerate(CLASSES.items()):
-        place = root / name
-        place.mkdir()
-        for file in base.iterdir():
-            (place / file.name).write_bytes(file.read_bytes())
-        draw = torch.Generator().manual_seed(seed)
-        tensors = load_file(place / "model.safetensors")
-        moved = {k: t + 0.2 * torch.randn(t.shape, generator=draw) if t.ndim else t for k, t in tensors.items()}
-        save_file(moved, place / "model.safetensors", {"format": "pt"})
+        place = shutil.copytree(base, root / name)
+        move_weights(place / "model.safetensors", seed)
         for kind in classes:
             folder = root / f"{name}-images" / kind
             folder.mkdir(parents=True)

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.family import experts_of, tuned
 from tests.helpers.models import CASES, Case
-from tests.tune.conftest import TEXTS
 from torch import nn
 
-import actmat
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import StatisticsError
 from actmat.extras.tune.groups import FIXED, groups_of
@@ -53,7 +52,7 @@ def test_a_changed_parameter_of_no_known_group_is_refused() -> None:
 
 
 def test_one_plan_says_which_tensors_obey_the_scale(family: Path) -> None:
-    experts = tuple(str(family / "experts" / n) for n in TEXTS)
+    experts = tuple(map(str, experts_of(family)))
     rules = [
         {"match": ["*.0.*up_proj*"], "options": {"density": 0.5}},
         {"match": ["*up_proj*"], "scale": 1.0},
@@ -77,10 +76,7 @@ def test_a_search_plans_each_merge_once(family: Path, tmp_path: Path, monkeypatc
         return real(recipe, *args, **more)
 
     monkeypatch.setattr(prepare, "build_plan", counting)
-    actmat.tune(
-        family / "base", [family / "experts" / n for n in TEXTS], out=tmp_path / "best", new_tokens=0, budget=4,
-        data={n: family / f"{n}.jsonl" for n in TEXTS}, space={"methods": ["average", "tsv"], "scales": [1.0]},
-    )  # fmt: skip
+    tuned(family, tmp_path / "best", budget=4, space={"methods": ["average", "tsv"], "scales": [1.0]})
     auto = TABLE["full", "decoder"].method
     in_float32 = {method: n for method, n in plans.items() if method.endswith("float32")}
     assert in_float32 == {"average float32": 1, "tsv float32": 1, f"{auto} float32": 1}

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.family import data_flags, model_flags
 from tests.helpers.merging import actmat as run
-from tests.tune.conftest import TEXTS
 
 from actmat.errors import RecipeError
 from actmat.extras.models.loading import load_model
@@ -66,9 +66,7 @@ def naive_accuracy(place: Path, count: int) -> float:
 def test_a_search_by_a_benchmark(family: Path, tmp_path: Path, task: Path) -> None:
     """lm-eval itself, on the candidates in memory; what is written scores what the search says."""
     out = tmp_path / "best"
-    data = [x for n in TEXTS for x in ("--data", f"{n}={family / n}.jsonl")]
-    experts = [x for n in TEXTS for x in ("-e", str(family / "experts" / n))]
-    command = ["tune", "-b", str(family / "base"), *experts, *data, "--out", str(out), "--methods", "average,tsv"]
+    command = ["tune", *model_flags(family), *data_flags(family), "--out", str(out), "--methods", "average,tsv"]
     more = ["--scales", "0.5,1", "--new-tokens", "2", "--budget", "6", "--dtype", "float32"]
     done = run([*command, *more, "--score", f"lm-eval:{task}", "--limit", "3"])
     assert done.code == 0, done.err
@@ -174,11 +172,10 @@ def test_what_cannot_be_scored_is_told_before_a_model_is_loaded(monkeypatch: pyt
 def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch, family: Path) -> None:
     for name in ("lm_eval", "lm_eval.evaluator"):
         monkeypatch.setitem(sys.modules, name, None)
-    done = run(["tune", "-b", str(family / "base"), "-e", str(family / "experts" / "math"), "--data", "x.jsonl",
-                "--out", "x", "--score", "lm-eval:gsm8k"])  # fmt: skip
+    command = ["tune", *model_flags(family), "--data", "x.jsonl", "--out", "x"]
+    done = run([*command, "--score", "lm-eval:gsm8k"])
     assert done.code == 1
     assert "actmat[lm-eval]" in done.err
-    done = run(["tune", "-b", str(family / "base"), "-e", str(family / "experts" / "math"), "--data", "x.jsonl",
-                "--out", "x", "--limit", "3"])  # fmt: skip
+    done = run([*command, "--limit", "3"])
     assert done.code == 2
     assert "goes with" in done.err

@@ -10,24 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.tune.conftest import TEXTS
+from tests.helpers.family import tuned
 
 import actmat
 from actmat.checkpoints.writing.lock import OutputLock
 from actmat.errors import OutputError
 from actmat.extras.tune import merges
-from actmat.extras.tune.report import TuneReport
 from actmat.extras.tune.tuning import LOCK
-
-
-def tuned(family: Path, out: Path, **fields: Any) -> TuneReport:
-    wanted: dict[str, Any] = {
-        "data": {name: family / f"{name}.jsonl" for name in TEXTS},
-        "space": {"methods": ["average", "ties"], "scales": [1.0]},
-        "new_tokens": 0,
-        "budget": 2,
-    }
-    return actmat.tune(family / "base", [family / "experts" / n for n in TEXTS], out=out, **{**wanted, **fields})
 
 
 class Killed(BaseException):
@@ -58,39 +47,48 @@ def test_a_full_disk_is_no_reason_against_a_method(
     assert {t.candidate.merge.method for t in tuned(family, tmp_path / "best").trials} == {"average", "ties"}
 
 
-def test_a_search_that_is_killed_after_its_last_merge_is_ended(
-    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def remove_in_part(folder: Path, **fields: Any) -> None:
+    for path in [p for p in Path(folder).rglob("*") if p.is_file()][1:]:
+        path.unlink()
+    raise Killed
+
+
+def copy_in_part(source: Path, target: Path, *, real: Any = shutil.copytree, **fields: Any) -> None:
+    real(source, target, **fields)
+    for file in Path(target).iterdir():
+        os.truncate(file, file.stat().st_size // 2)
+    raise Killed
+
+
+@pytest.mark.parametrize(
+    ("where", "killed", "method"),
+    [
+        ("report.TuneReport.save", kill, "ties"),
+        ("tuning.shutil.rmtree", remove_in_part, "ties"),
+        ("report.shutil.copytree", copy_in_part, "regmean"),
+    ],
+    ids=["after its last merge", "while merges are removed", "while statistics are copied"],
+)
+def test_a_search_that_is_killed_is_ended_by_the_same_call(
+    where: str, killed: Any, method: str, family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, work = tmp_path / "best", tmp_path / "best.tune"
-    monkeypatch.setattr(TuneReport, "save", kill)
+    space = {"methods": [method], "scales": [1.0]}
+    monkeypatch.setattr(f"actmat.extras.tune.{where}", killed)
     with pytest.raises(Killed):
-        tuned(family, out)
-    made = {p.name: p.stat().st_mtime_ns for p in out.iterdir()}
-    assert not (work / "tune.json").exists()
+        tuned(family, out, space=space)
     monkeypatch.undo()
-    found = tuned(family, out)
-    assert {p.name: p.stat().st_mtime_ns for p in out.iterdir()} == made, "what was finished is not made again"
-    assert sorted(p.name for p in work.iterdir()) == ["recipe.yaml", "trials.jsonl", "tune.html", "tune.json"]
+    made = {p.name: p.stat().st_mtime_ns for p in out.iterdir()} if out.exists() else {}
+    assert not (work / "tune.json").exists()
+    found = tuned(family, out, space=space)
+    again = {p.name: p.stat().st_mtime_ns for p in out.iterdir()}
+    assert again == (made or again), "what was finished is not made again"
+    assert actmat.verify(out).ok
+    kept = ["kept-statistics"] if method == "regmean" else []
+    assert sorted(p.name for p in work.iterdir()) == [*kept, "recipe.yaml", "trials.jsonl", "tune.html", "tune.json"]
     assert json.loads((work / "tune.json").read_text())["chosen"] == json.loads(json.dumps(found.chosen.to_json()))
     with pytest.raises(OutputError, match="best"):
-        tuned(family, out)
-
-
-def test_a_search_that_is_killed_while_it_removes_its_merges_is_ended(
-    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def remove_in_part(folder: Path, **fields: Any) -> None:
-        for path in [p for p in Path(folder).rglob("*") if p.is_file()][1:]:
-            path.unlink()
-        raise Killed
-
-    monkeypatch.setattr("actmat.extras.tune.tuning.shutil.rmtree", remove_in_part)
-    with pytest.raises(Killed):
-        tuned(family, tmp_path / "best")
-    monkeypatch.undo()
-    tuned(family, tmp_path / "best")
-    names = sorted(p.name for p in (tmp_path / "best.tune").iterdir())
-    assert names == ["recipe.yaml", "trials.jsonl", "tune.html", "tune.json"]
+        tuned(family, out, space=space)
 
 
 def test_a_recipe_beside_another_output_does_not_make_it_ours(family: Path, tmp_path: Path) -> None:
@@ -103,29 +101,6 @@ def test_a_recipe_beside_another_output_does_not_make_it_ours(family: Path, tmp_
     assert (out / "model.safetensors").read_bytes() == weights
     recipe = yaml.safe_load((work / "recipe.yaml").read_text())
     assert recipe["scale"] == 0.3, "the search came to its end, and its output was refused"
-
-
-def test_statistics_that_were_copied_in_part_are_copied_again(
-    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "best"
-    space = {"methods": ["regmean"], "scales": [1.0]}
-    real = shutil.copytree
-
-    def in_part(source: Path, target: Path, **fields: Any) -> None:
-        real(source, target, **fields)
-        for file in Path(target).iterdir():
-            os.truncate(file, file.stat().st_size // 2)
-        raise Killed
-
-    monkeypatch.setattr("actmat.extras.tune.report.shutil.copytree", in_part)
-    with pytest.raises(Killed):
-        tuned(family, out, space=space)
-    monkeypatch.undo()
-    assert tuned(family, out, space=space).out == out
-    assert actmat.verify(out).ok
-    kept = sorted(p.name for p in (tmp_path / "best.tune" / "kept-statistics").iterdir())
-    assert [n.partition("-")[0] for n in kept] == ["code", "math"]
 
 
 def test_a_cut_line_of_the_journal_costs_one_trial(family: Path, tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tune.conftest import TEXTS
+from tests.helpers import family as searched
 from torch import nn
 
-import actmat
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import RecipeError
 from actmat.extras.collect.data import DataOptions
@@ -134,10 +133,8 @@ class Watch(TuneProgress):
 
 
 def tuned(family: Path, out: Path, **fields: Any) -> TuneReport:
-    data = {name: family / f"{name}.jsonl" for name in TEXTS}
     space = {"methods": ["average", "tsv"], "scales": [0.5, 1.0], "groups": "kind"}
-    wanted: dict[str, Any] = {"data": data, "space": space, "new_tokens": 2, "budget": 20} | fields
-    return actmat.tune(family / "base", [family / "experts" / n for n in TEXTS], out=out, **wanted)
+    return searched.tuned(family, out, space=space, new_tokens=2, budget=20, **fields)
 
 
 def test_a_search_with_files_finds_what_one_in_memory_finds(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.helpers.family import data_flags, data_of, experts_of, model_flags
 from tests.helpers.json_layouts import PINNED
 from tests.helpers.merging import actmat as run
-from tests.tune.conftest import TEXTS
 
 import actmat
 from actmat.errors import RecipeError
@@ -19,9 +19,7 @@ from actmat.recipe import load_recipe
 
 
 def flags(family: Path, *more: str) -> list[str]:
-    experts = [x for n in TEXTS for x in ("-e", str(family / "experts" / n))]
-    data = [x for n in TEXTS for x in ("--tune-scale", f"{n}={family / n}.jsonl")]
-    return ["merge", "-b", str(family / "base"), *experts, *data, *more]
+    return ["merge", *model_flags(family), *data_flags(family, "--tune-scale"), *more]
 
 
 def test_a_merge_gets_the_scale_that_the_inputs_choose(family: Path, tmp_path: Path) -> None:
@@ -51,7 +49,7 @@ def test_a_merge_gets_the_scale_that_the_inputs_choose(family: Path, tmp_path: P
 
 
 def test_the_scale_of_a_recipe_file_is_replaced_and_its_rules_stay(family: Path, tmp_path: Path) -> None:
-    experts = "".join(f"  - {family / 'experts' / n}\n" for n in TEXTS)
+    experts = "".join(f"  - {place}\n" for place in experts_of(family))
     rule = "rules:\n  - {match: '*lm_head*', keep: base}\n  - {match: '*down_proj*', scale: 0.25}\n"
     (tmp_path / "r.yaml").write_text(f"base: {family / 'base'}\nexperts:\n{experts}method: average\n{rule}")
     done = run(["merge", str(tmp_path / "r.yaml"), *flags(family)[-4:], "--out", str(tmp_path / "merged")])
@@ -76,15 +74,8 @@ def test_several_variants_get_a_scale_each(family: Path, tmp_path: Path) -> None
 
 
 def test_the_function_searches_the_scales_that_are_given(family: Path, tmp_path: Path) -> None:
-    report = actmat.tune_scale(
-        family / "base",
-        [family / "experts" / n for n in TEXTS],
-        data={n: family / f"{n}.jsonl" for n in TEXTS},
-        out=tmp_path / "merged",
-        method="average",
-        scales=[0.4, 0.8],
-        new_tokens=2,
-    )
+    report = actmat.tune_scale(family / "base", experts_of(family), data=data_of(family), out=tmp_path / "merged",
+                               method="average", scales=[0.4, 0.8], new_tokens=2)  # fmt: skip
     tried = {t.candidate.scale for t in report.trials}
     assert {0.4, 0.8} < tried
     assert report.merged.plan.recipe.scale == report.chosen.candidate.scale

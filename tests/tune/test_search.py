@@ -17,6 +17,8 @@ from actmat.extras.tune.search import SearchBudget, Varied, choose, pareto_front
 from actmat.extras.tune.settings import TuneProgress
 from actmat.extras.tune.space import ADAPTER_METHODS, MergeChoice, TuneCandidate, load_space, make_space
 
+SPACE: dict[str, Any] = {"methods": ["average", "ties"], "scales": [0.5, 1.0, 2.0]}
+
 
 class Bowl:
     """An evaluator whose losses are known: least at `ties` x 0.8, with factor 1.4 in group 'mlp'."""
@@ -32,8 +34,8 @@ class Bowl:
         return Trial(candidate, share, {"a": loss, "b": 2 * loss}, {"a": 1 - loss / 9, "b": 1 - loss / 5})
 
 
-def run(bowl: Bowl, budget: SearchBudget | None = None, **around: Any) -> list[Trial]:
-    space = make_space({"methods": ["average", "ties"], "scales": [0.5, 1.0, 2.0]})
+def run(bowl: Bowl, budget: SearchBudget | None = None, *, space: Any = SPACE, **around: Any) -> list[Trial]:
+    space = make_space(space)
     fields: dict[str, Any] = {"predictions": 64} | around
     return search(space, space.merges(), cast(Evaluator, bowl), budget or SearchBudget(), Varied(**fields))
 
@@ -66,26 +68,22 @@ def test_factors_of_groups_and_weights_are_searched_around_the_best() -> None:
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_weights_are_searched_for_a_method_that_takes_some(grouped: bool) -> None:
-    """The best merge is by KnOTS, which takes no weights, so they are searched around the best average."""
-    bowl = Bowl()
-    space = make_space({"methods": ["average", "knots"], "scales": [0.5, 1.0]})
+    """The best merge is by KnOTS, which takes no weights, so they are searched around the best average, if any."""
 
-    def loss(candidate: TuneCandidate, share: float) -> Trial:
-        found = Bowl.trial(bowl, candidate, share)
-        better = 1.0 if candidate.merge.method == "knots" else 0.0
-        return Trial(candidate, share, {k: v - better for k, v in found.losses.items()}, found.agreement)
+    class KnotsIsBest(Bowl):
+        def trial(self, candidate: TuneCandidate, share: float) -> Trial:
+            found = super().trial(candidate, share)
+            better = 1.0 if candidate.merge.method == "knots" else 0.0
+            return Trial(candidate, share, {k: v - better for k, v in found.losses.items()}, found.agreement)
 
-    around = Varied(64, ["mlp"] if grouped else [], weighted=2)
-    trials = search(space, space.merges(), cast(Evaluator, SimpleNamespace(trial=loss)), SearchBudget(), around)
+    space: dict[str, Any] = {"methods": ["average", "knots"], "scales": [0.5, 1.0]}
+    trials = run(KnotsIsBest(), space=space, groups=["mlp"] if grouped else [], weighted=2)
     assert choose(trials)[0].candidate.merge.method == "knots"
     weighted = [t.candidate for t in trials if t.candidate.merge.weights is not None]
     assert {c.merge.method for c in weighted} == {"average"}
     assert not any(c.groups for c in weighted)
     assert any(t.candidate.groups for t in trials) == grouped
-    space = make_space({"methods": ["knots"], "scales": [0.5, 1.0]})
-    trials = search(
-        space, space.merges(), cast(Evaluator, SimpleNamespace(trial=loss)), SearchBudget(), Varied(64, weighted=2)
-    )
+    trials = run(KnotsIsBest(), space=space | {"methods": ["knots"]}, weighted=2)
     assert not any(t.candidate.merge.weights for t in trials)
 
 
@@ -126,8 +124,7 @@ def test_budgets_that_mean_nothing(text: str) -> None:
 
 def test_a_method_is_climbed_towards_smaller_losses_until_they_grow() -> None:
     bowl = Bowl()
-    space = make_space({"methods": ["ties"]})
-    search(space, space.merges(), cast(Evaluator, bowl), SearchBudget(), Varied(8))
+    run(bowl, space={"methods": ["ties"]}, predictions=8)
     assert [c.scale for c, _ in bowl.asked[:3]] == [1.0, 0.7, 0.5], "least at 0.8: 0.5 is worse, and none is larger"
     assert len(bowl.asked) == 4
     scales = np.array([0.5, 0.7, 1.0])

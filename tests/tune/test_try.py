@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from tests.helpers.family import TEXTS, experts_of, model_flags
 from tests.helpers.json_layouts import pinned
 from tests.helpers.merging import actmat as run
 from tests.helpers.vision import write_clip
 from tests.tolerances import F32_PRODUCT
-from tests.tune.conftest import TEXTS
 
 import actmat
 from actmat.errors import OutputError, RecipeError, StatisticsError
@@ -25,11 +25,6 @@ from actmat.extras.tune import harness, trying
 from actmat.run.automatic import TABLE
 
 PROMPT = "w3 w4 w5"
-
-
-def flags(family: Path, *more: str) -> list[str]:
-    experts = [x for n in TEXTS for x in ("-e", str(family / "experts" / n))]
-    return ["-b", str(family / "base"), *experts, *more]
 
 
 def continued(place: str, prompt: str, tokens: int) -> str:
@@ -49,7 +44,7 @@ def continued(place: str, prompt: str, tokens: int) -> str:
 
 @pytest.mark.parametrize("fields", [{}, {"method": "ties", "dtype": "float16"}])
 def test_a_merge_in_memory_has_the_bytes_of_one_on_disk(family: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
-    base, experts = family / "base", [family / "experts" / n for n in TEXTS]
+    base, experts = family / "base", experts_of(family)
     actmat.merge(base, experts, out=tmp_path / "out", durable=False, **fields)
     found = actmat.merge_in_memory(base, experts, **fields)
     written = load_file(tmp_path / "out" / "model.safetensors")
@@ -76,7 +71,7 @@ def test_adapters_are_merged_in_memory_onto_their_base(family: Path, tmp_path: P
 
 def test_a_prompt_is_answered_as_the_model_on_disk_does(family: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    command = flags(family, "-m", "average", "-m", "ties")
+    command = [*model_flags(family), "-m", "average", "-m", "ties"]
     assert run(["merge", *command, "--out", "all", "--quiet"]).code == 0
     before = sorted(tmp_path.rglob("*"))
     done = run(["try", *command, "--prompt", PROMPT, "--new-tokens", "4", "--compare", "--json"])
@@ -92,7 +87,7 @@ def test_a_prompt_is_answered_as_the_model_on_disk_does(family: Path, tmp_path: 
 
 
 def test_answers_are_printed_below_the_name_of_the_merge(family: Path) -> None:
-    done = run(["try", *flags(family), "--prompt", PROMPT, "--prompt", "w9", "--new-tokens", "3", "--quiet"])
+    done = run(["try", *model_flags(family), "--prompt", PROMPT, "--prompt", "w9", "--new-tokens", "3", "--quiet"])
     lines = done.out.splitlines()
     assert lines[0] == TABLE["full", "decoder"].method
     assert lines[1] == f"  {PROMPT}"
@@ -173,7 +168,7 @@ def test_benchmarks_are_asked_of_the_model_in_memory(family: Path, monkeypatch: 
     found = {"results": {"wiki": {"acc,none": 0.5, "acc_stderr,none": 0.1}}, "higher_is_better": {}}
     stand_in = StandIn(found)
     monkeypatch.setattr(harness, "_imported", stand_in.modules.__getitem__)
-    done = run(["try", *flags(family), "--lm-eval", "wiki", "--limit", "5", "--quiet"])
+    done = run(["try", *model_flags(family), "--lm-eval", "wiki", "--limit", "5", "--quiet"])
     assert done.out == f"{TABLE['full', 'decoder'].method}\n  wiki: acc,none 0.5\n"
     (asked,) = stand_in.asked
     assert asked["limit"] == 5
@@ -190,13 +185,13 @@ def test_benchmarks_are_asked_of_the_model_in_memory(family: Path, monkeypatch: 
     ],
 )
 def test_questions_that_make_no_sense_are_refused(family: Path, more: list[str], said: str) -> None:
-    done = run(["try", *flags(family), *more])
+    done = run(["try", *model_flags(family), *more])
     assert done.code == 2
     assert said in " ".join(done.err.split())
 
 
 def test_problems_are_told_before_the_merge(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = run(["try", *flags(family), "--images", str(tmp_path)])
+    done = run(["try", *model_flags(family), "--images", str(tmp_path)])
     assert done.code == 1
     assert "expected a folder with images" in done.err
     base, experts = family / "base", [family / "experts" / "math"]

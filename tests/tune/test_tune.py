@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.helpers import family as searched
+from tests.helpers.family import TEXTS, data_flags, data_of, experts_of, model_flags
 from tests.helpers.merging import actmat as run
-from tests.tune.conftest import TEXTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import actmat
@@ -20,7 +21,6 @@ from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.extras.collect.data import DataOptions
 from actmat.extras.models.loading import load_model
 from actmat.extras.tune.evaluate import compare_answers, default_predict, keep_answers, loss_of
-from actmat.extras.tune.groups import patterns_for
 from actmat.extras.tune.inputs import ExpertInputs, InputBatch, cut_at, prepare_inputs
 from actmat.extras.tune.report import TuneReport
 from actmat.extras.tune.settings import TuneProgress
@@ -34,14 +34,10 @@ BUDGET = 44
 
 
 def tuned(family: Path, out: Path, **fields: Any) -> TuneReport:
-    wanted: dict[str, Any] = {
-        "data": {name: family / f"{name}.jsonl" for name in TEXTS},
-        "space": {"methods": METHODS, "scales": [0.3, 1.0], "groups": "kind"},
-        "new_tokens": 3,
-        "budget": BUDGET,
-        "dtype": "float32",
-    }
-    return actmat.tune(family / "base", [family / "experts" / n for n in TEXTS], out=out, **{**wanted, **fields})
+    space = {"methods": METHODS, "scales": [0.3, 1.0], "groups": "kind"}
+    return searched.tuned(
+        family, out, **{"space": space, "new_tokens": 3, "budget": BUDGET, "dtype": "float32"} | fields
+    )
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +237,7 @@ def test_adapters_are_tuned_on_the_base_that_they_name(family: Path, tmp_path: P
     experts = [family / "adapters" / n for n in TEXTS]
     found = actmat.tune(
         family / "base", experts, out=tmp_path / "best", to="adapter", new_tokens=0, budget=8,
-        data={n: family / f"{n}.jsonl" for n in TEXTS}, space={"methods": ["average", "knots"], "scales": [0.5, 1.0]},
+        data=data_of(family), space={"methods": ["average", "knots"], "scales": [0.5, 1.0]},
     )  # fmt: skip
     assert (tmp_path / "best" / "adapter_model.safetensors").is_file()
     merged = load_model(str(found.out), base=str(family / "base"), model_class="LlamaForCausalLM")
@@ -287,9 +283,7 @@ def test_wrong_requests_are_refused_before_a_model_is_loaded(family: Path, tmp_p
 
 
 def test_the_command_prints_the_choice_and_the_comparison(family: Path, tmp_path: Path) -> None:
-    data = [x for n in TEXTS for x in ("--data", f"{n}={family / n}.jsonl")]
-    experts = [x for n in TEXTS for x in ("-e", str(family / "experts" / n))]
-    command = ["tune", "-b", str(family / "base"), *experts, "--out", str(tmp_path / "best")]
+    command, data = ["tune", *model_flags(family), "--out", str(tmp_path / "best")], data_flags(family)
     done = run([*command, *data, "--methods", "average,tsv", "--scales", "0.3,1", "--new-tokens", "2", "--budget", "8"])
     assert done.code == 0, done.err
     assert "(chosen)" in done.out
@@ -307,15 +301,6 @@ def test_the_command_prints_the_choice_and_the_comparison(family: Path, tmp_path
     assert "unlabeled inputs" in run(command).err
 
 
-def test_patterns_match_exactly_the_names() -> None:
-    names = [f"model.layers.{i}.mlp.{x}.weight" for i in (0, 2, 10) for x in ("up", "down")] + ["head.weight"]
-    assert patterns_for(names) == [
-        "model.layers.{0,2,10}.mlp.up.weight",
-        "model.layers.{0,2,10}.mlp.down.weight",
-        "head.weight",
-    ]
-
-
 def test_experts_whose_tokenizer_has_no_pad_token_are_tuned(family: Path, tmp_path: Path) -> None:
     for name in TEXTS:
         place = shutil.copytree(family / "experts" / name, tmp_path / name)
@@ -326,14 +311,10 @@ def test_experts_whose_tokenizer_has_no_pad_token_are_tuned(family: Path, tmp_pa
         def note(self, text: str) -> None:
             told.append(text)
 
-    data = {n: family / f"{n}.jsonl" for n in TEXTS}
-    space = {"methods": ["average"], "scales": [0.5, 1.0]}
     found, known = (
-        actmat.tune(
-            family / "base", [place / n for n in TEXTS], out=tmp_path / f"best-{i}", data=data, space=space, budget=2,
-            new_tokens=2, progress=Notes(),
-        )
-        for i, place in enumerate((tmp_path, family / "experts"))
+        actmat.tune(family / "base", places, out=tmp_path / f"best-{i}", data=data_of(family), budget=2, new_tokens=2,
+                    space={"methods": ["average"], "scales": [0.5, 1.0]}, progress=Notes())
+        for i, places in enumerate(([tmp_path / n for n in TEXTS], experts_of(family)))
     )  # fmt: skip
     assert "no pad token" in told[0]
     assert found.chosen.losses == pytest.approx(known.chosen.losses)

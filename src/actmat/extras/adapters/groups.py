@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.keys import Keys
-from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
+from actmat.experts.changes.base import Change, Content
+from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.fields import OF_EVERY_FAMILY
 from actmat.experts.lora.modules import quantized_problem
+from actmat.layout.matching import MatchError
 
 _PREFIX = "base_model.model."
 
 _IN_THE_FILE = "the shapes of the stored tensors say it"
 SCALED = ("rank_pattern", "alpha_pattern", "r", "alpha")
-"""Fields that `scaling_config` reads."""
+"""Fields that `scaled_content` reads."""
 IN_TRAINING = ("lora_dropout", "vera_dropout", "rank_dropout", "module_dropout", "rank_dropout_scale")
 
 
@@ -105,7 +107,31 @@ def group_tensors(
     return groups, extras, problems
 
 
-def scaling_config(fields: Mapping[str, Any]) -> tuple[AdapterConfig, list[str]]:
-    """`r` and `alpha` of LoHa and LoKr, with their patterns, read as those of LoRA: `scaling = alpha / r`."""
+def scaled_content(
+    specs: Mapping[str, TensorSpec],
+    fields: Mapping[str, Any],
+    *,
+    roles: Sequence[str],
+    family: str,
+    change: Callable[[Group, str, float], Change | str],
+) -> Content:
+    """Content of an adapter of LoHa or LoKr: `r` and `alpha`, with their patterns, mean what they mean in LoRA.
+
+    Args:
+        change: that of a group, of a target and a scaling `alpha / r`; or a problem in one sentence.
+    """
     known = {k: fields[k] for k in ("r", "rank_pattern", "alpha_pattern") if k in fields}
-    return parse_adapter_config({"peft_type": "LORA", "lora_alpha": fields.get("alpha", 8), **known})
+    config, problems = parse_adapter_config({"peft_type": "LORA", "lora_alpha": fields.get("alpha", 8), **known})
+    groups, extras, found = group_tensors(specs, roles, family)
+    problems += found
+    changes: list[Change] = []
+    for group in groups:
+        try:
+            made = change(group, f"{group.module}.weight", config.scaling_of(group.module))
+        except MatchError as error:
+            made = str(error)
+        if isinstance(made, str):
+            problems.append(made)
+        else:
+            changes.append(made)
+    return Content(changes, extras, problems)

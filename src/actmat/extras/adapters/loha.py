@@ -11,15 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import TensorSpec
-from actmat.experts.changes.base import Change, Content, Reader
-from actmat.extras.adapters.groups import SCALED, Group, family_keys, group_tensors, scaling_config, shape_misfit
-from actmat.layout.matching import MatchError
+from actmat.experts.changes.base import Change, Reader
+from actmat.extras.adapters.groups import SCALED, Group, family_keys, scaled_content, shape_misfit
 
 ROLES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2")
 
@@ -44,24 +42,6 @@ class _Product(Change):
             for t, a, b in zip(cores, (a1, a2), (b1, b2), strict=True)
         )
         return one * two * self.scaling
-
-
-def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content:
-    config, problems = scaling_config(fields)
-    groups, extras, found = group_tensors(specs, ROLES, "LoHa")
-    problems += found
-    changes = []
-    for group in groups:
-        change: Change | str
-        try:
-            change = loha_change(group, f"{group.module}.weight", config.scaling_of(group.module))
-        except MatchError as error:
-            change = str(error)
-        if isinstance(change, str):
-            problems.append(change)
-        else:
-            changes.append(change)
-    return Content(changes, extras, problems)
 
 
 def loha_change(group: Group, target: str, scaling: float) -> Change | str:
@@ -93,7 +73,7 @@ def _problem(group: Group) -> str:
 LOHA = Reader(
     "LoHa",
     lambda fields: fields.get("peft_type") == "LOHA",
-    _read,
+    partial(scaled_content, roles=ROLES, family="LoHa", change=loha_change),
     "a Hadamard product is not low rank",
     family_keys(SCALED, "use_effective_conv2d"),
 )

@@ -12,15 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import TensorSpec
-from actmat.experts.changes.base import Change, Content, Reader
-from actmat.extras.adapters.groups import SCALED, Group, family_keys, group_tensors, scaling_config, shape_misfit
-from actmat.layout.matching import MatchError
+from actmat.experts.changes.base import Change, Reader
+from actmat.extras.adapters.groups import SCALED, Group, family_keys, scaled_content, shape_misfit
 
 ROLES = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
 
@@ -54,24 +52,6 @@ class _Kronecker(Change):
         return whole[first - start * height : last - start * height] * self.scaling
 
 
-def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content:
-    config, problems = scaling_config(fields)
-    groups, extras, found = group_tensors(specs, ROLES, "LoKr")
-    problems += found
-    changes = []
-    for group in groups:
-        change: Change | str
-        try:
-            change = lokr_change(group, f"{group.module}.weight", config.scaling_of(group.module))
-        except MatchError as error:
-            change = str(error)
-        if isinstance(change, str):
-            problems.append(change)
-        else:
-            changes.append(change)
-    return Content(changes, extras, problems)
-
-
 def lokr_change(group: Group, target: str, scaling: float) -> Change | str:
     """The change of one module, or a problem in one sentence."""
     first, second = _shape(group, "lokr_w1"), _shape(group, "lokr_w2")
@@ -98,7 +78,7 @@ def _shape(group: Group, role: str) -> tuple[int, int] | None:
 LOKR = Reader(
     "LoKr",
     lambda fields: fields.get("peft_type") == "LOKR",
-    _read,
+    partial(scaled_content, roles=ROLES, family="LoKr", change=lokr_change),
     "a Kronecker product is not low rank",
     family_keys(SCALED, "use_effective_conv2d", "decompose_both", "decompose_factor"),
 )

@@ -79,6 +79,20 @@ def check_data(options: DataOptions, most: int = 1) -> int:
 
 def data_of(recipe: Recipe, data: DataSource | Mapping[str, DataSource]) -> dict[str, DataOptions]:
     """Expert -> its data, in the order of the experts."""
+    given = by_expert(recipe, data)
+    return {
+        label: d if isinstance(d, DataOptions) else DataOptions(str(d), max_samples=SAMPLES)
+        for label, d in given.items()
+    }
+
+
+def by_expert(recipe: Recipe, data: Any) -> dict[str, Any]:
+    """Expert -> its data of any form, in the order of the experts; one data set may be that of all.
+
+    Raises:
+        RecipeError: data of an expert that the merge does not have.
+        StatisticsError: no data.
+    """
     given = data if isinstance(data, Mapping) else dict.fromkeys(recipe.labels, data)
     if unknown := [name for name in given if name not in recipe.labels]:
         known = f"Experts: {', '.join(recipe.labels)}"
@@ -88,11 +102,7 @@ def data_of(recipe: Recipe, data: DataSource | Mapping[str, DataSource]) -> dict
         )
     if not given:
         raise StatisticsError("No data is given: name a data set for at least one expert.")
-    return {label: _options(given[label]) for label in recipe.labels if label in given}
-
-
-def _options(source: DataSource) -> DataOptions:
-    return source if isinstance(source, DataOptions) else DataOptions(str(source), max_samples=SAMPLES)
+    return {label: given[label] for label in recipe.labels if label in given}
 
 
 def prepare_data(chosen: Mapping[str, DataOptions], most: int = 1) -> int:

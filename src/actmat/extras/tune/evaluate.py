@@ -43,14 +43,12 @@ class Answers:
         log_p_PK: float32.
         classes_PK: which classes; None: all of them.
         log_rest_P: log-probability of the others; -inf where there are none.
-        sample_P: number of the sample, within the batch.
         best_P: most probable class.
     """
 
     log_p_PK: Tensor
     classes_PK: Tensor | None
     log_rest_P: Tensor
-    sample_P: Tensor
     best_P: Tensor
 
 
@@ -99,7 +97,7 @@ def keep_answers(model: nn.Module, batches: Sequence[InputBatch], predict: Predi
     kept = []
     with torch.no_grad():
         for batch in batches:
-            logits_PC, sample_P = _counted(predict(model, batch.keywords), batch)
+            logits_PC, _ = _counted(predict(model, batch.keywords), batch)
             log_p_PC = logits_PC.float().log_softmax(-1)
             if not bool(torch.isfinite(log_p_PC.sum())) and bool(log_p_PC.isnan().any()):
                 raise StatisticsError("A prediction of the expert is NaN: look at its weights, or use another --dtype.")
@@ -110,7 +108,7 @@ def keep_answers(model: nn.Module, batches: Sequence[InputBatch], predict: Predi
                 rest = _log_rest(some_PK)
             else:
                 some_PK = log_p_PC
-            kept.append(Answers(some_PK.clone(), classes, rest, sample_P, log_p_PC.argmax(-1)))
+            kept.append(Answers(some_PK.clone(), classes, rest, log_p_PC.argmax(-1)))
     return kept
 
 
@@ -164,7 +162,7 @@ def divergence_of(log_q_PC: Tensor, expert: Answers) -> Tensor:
     """`sum_k p_k log(p_k / q_k) + p_rest log(p_rest / q_rest)` per prediction, in nats.
 
     >>> log_p = torch.tensor([[0.5, 0.5]]).log()
-    >>> same = Answers(log_p, None, torch.tensor([-torch.inf]), torch.tensor([0]), torch.tensor([0]))
+    >>> same = Answers(log_p, None, torch.tensor([-torch.inf]), torch.tensor([0]))
     >>> divergence_of(torch.tensor([[0.25, 0.75]]).log(), same)  # log(2) / 2 + log(2 / 3) / 2
     tensor([0.1438])
     """
@@ -266,14 +264,19 @@ class Trial:
         }
 
 
+def counts_of(found: AnswerComparison, score: ScoreName) -> tuple[int, ...]:
+    """Predictions of each sample that count for a score: those with a label, or all."""
+    return found.labeled if score in ("accuracy", "perplexity") else found.predictions
+
+
 def loss_of(found: AnswerComparison, score: ScoreName, sample: Sequence[int] | None = None) -> float:
     """Loss of a candidate for one expert, over all samples or those given (which may repeat).
 
     Raises:
         StatisticsError: accuracy or perplexity without labels.
     """
-    numbers = range(len(found.predictions)) if sample is None else sample
-    counts = found.labeled if score in ("accuracy", "perplexity") else found.predictions
+    counts = counts_of(found, score)
+    numbers = range(len(counts)) if sample is None else sample
     total = sum(counts[n] for n in numbers)
     if not total:
         raise StatisticsError(f"The score '{score}' needs labels, and none of the inputs has one (--label-column).")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from actmat.layout.patterns import compile_pattern
@@ -61,18 +61,9 @@ def patterns_for(names: Sequence[str]) -> list[str]:
     """
     families: dict[tuple[str, str], list[str]] = {}
     for name in names:
-        before, number, after = _first_number(name)
-        families.setdefault((before, after) if number else (name, ""), []).append(number)
-    return [_joined(before, numbers, after) for (before, after), numbers in families.items()]
-
-
-def _first_number(name: str) -> tuple[str, str, str]:
-    match = re.search(r"(?<=\.)\d+(?=\.)", name)
-    return (name, "", "") if match is None else (name[: match.start()], match[0], name[match.end() :])
-
-
-def _joined(before: str, numbers: Iterable[str], after: str) -> str:
-    listed = [n for n in numbers if n]
-    if not listed:
-        return before
-    return f"{before}{listed[0] if len(listed) == 1 else '{' + ','.join(listed) + '}'}{after}"
+        before, number, after = re.findall(r"^(?:(.*?\.)(\d+)(?=\.))?(.*)$", name)[0]
+        families.setdefault((before, after), []).append(number)
+    return [
+        before + (numbers[0] if len(numbers) == 1 else "{" + ",".join(numbers) + "}") + after
+        for (before, after), numbers in families.items()
+    ]

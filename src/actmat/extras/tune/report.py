@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.diagnostics.model import write_whole
-from actmat.extras.tune.evaluate import AnswerComparison, ScoreName, Trial, loss_of
+from actmat.extras.tune.evaluate import AnswerComparison, ScoreName, Trial, counts_of, loss_of
 from actmat.extras.tune.groups import group_rules
 from actmat.extras.tune.memory import MemoryPlan
 from actmat.extras.tune.space import MergeChoice, SearchSpace, TuneCandidate
@@ -97,9 +97,9 @@ class TuneReport:
         return str(html_table(repr(self), ("final comparison", "verdict"), rows))
 
     @property
-    def compared(self) -> str:
+    def compared(self) -> ScoreName:
         """The loss of the final comparison: the score, or the divergence if the score is not of the inputs."""
-        return self.score if self.score in get_args(ScoreName) else "divergence"
+        return named_score(self.score)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the contents of `tune.json`."""
@@ -125,6 +125,11 @@ class TuneReport:
         write_whole(folder / FOUND, (json.dumps(self.to_json(), indent=1) + "\n").encode())
 
 
+def named_score(score: Any) -> ScoreName:
+    """The score that merges are compared by in the end: a named one, else the divergence."""
+    return score if score in get_args(ScoreName) else "divergence"
+
+
 def compare_finally(found: Mapping[str, Mapping[str, AnswerComparison]], score: Any, seed: int) -> list[Rival]:
     """The final comparison; the first merge is the chosen one.
 
@@ -133,20 +138,14 @@ def compare_finally(found: Mapping[str, Mapping[str, AnswerComparison]], score: 
         score: a named score; merges chosen by any other are compared by their divergence.
         seed: of the resampling.
     """
-    (first, chosen), *others = found.items()
-    named = score if isinstance(score, str) else "divergence"
-    rivals = [_rival(first, chosen, named)]
-    for name, comparisons in others:
-        low, high = _interval(comparisons, chosen, named, seed)
-        rival = _rival(name, comparisons, named)
-        rivals.append(Rival(name, rival.losses, rival.agreement, rival.mean, low, high))
+    chosen, named = next(iter(found.values())), named_score(score)
+    rivals = []
+    for name, merge in found.items():
+        losses = {label: loss_of(c, named) for label, c in merge.items()}
+        agreement = {label: 1.0 - loss_of(c, "disagreement") for label, c in merge.items()}
+        low, high = (None, None) if merge is chosen else _interval(merge, chosen, named, seed)
+        rivals.append(Rival(name, losses, agreement, sum(losses.values()) / len(losses), low, high))
     return rivals
-
-
-def _rival(name: str, found: Mapping[str, AnswerComparison], score: Any) -> Rival:
-    losses = {label: loss_of(c, score) for label, c in found.items()}
-    agreement = {label: 1.0 - loss_of(c, "disagreement") for label, c in found.items()}
-    return Rival(name, losses, agreement, sum(losses.values()) / len(losses))
 
 
 def _interval(
@@ -154,22 +153,16 @@ def _interval(
 ) -> tuple[float, float]:
     """95 % interval of the difference of mean losses; inputs are drawn again within each expert, the same for both."""
     rng = random.Random(seed)
+    usable = {label: [n for n, count in enumerate(counts_of(c, score)) if count] for label, c in chosen.items()}
     differences = []
     for _ in range(RESAMPLES):
         total = 0.0
         for label, mine in chosen.items():
-            sample = _drawn(rng, mine, score)
+            sample = rng.choices(usable[label], k=len(usable[label]))
             total += loss_of(other[label], score, sample) - loss_of(mine, score, sample)
         differences.append(total / len(chosen))
     differences.sort()
     return differences[int(0.025 * RESAMPLES)], differences[int(0.975 * RESAMPLES) - 1]
-
-
-def _drawn(rng: random.Random, found: AnswerComparison, score: Any) -> list[int]:
-    """As many inputs as there are, drawn with replacement; only those that count for the score."""
-    counts = found.labeled if score in ("accuracy", "perplexity") else found.predictions
-    usable = [n for n, count in enumerate(counts) if count]
-    return rng.choices(usable, k=len(usable))
 
 
 def final_recipe(

@@ -19,8 +19,8 @@ from actmat.extras.collect.data import (
     SAMPLES,
     DataOptions,
     DataSource,
+    by_expert,
     class_names,
-    data_of,
     is_contrastive,
     prepare_data,
 )
@@ -170,22 +170,6 @@ def _arguments(
     return recipe, TuneSettings(budget=parse_budget(budget), **search), run
 
 
-def usual_inputs(recipe: Recipe, data: Data, config: Mapping[str, Any]) -> dict[str, TuneData]:
-    """Expert -> its data; of a location, as many inputs as are usual.
-
-    Folders of images have their classes by name where the base compares images with texts.
-    """
-    given: Mapping[str, TuneData] = data if isinstance(data, Mapping) else dict.fromkeys(recipe.labels, data)
-    places = {label: str(d) for label, d in given.items() if isinstance(d, str | Path)}
-    classes = {label: class_names(place) for label, place in places.items()}
-    named = any(classes.values()) and is_contrastive(config)
-    read = {
-        label: DataOptions(place, max_samples=_MOST, classes=classes[label] if named else ())
-        for label, place in places.items()
-    }
-    return {label: read.get(label, d) for label, d in given.items()}
-
-
 def tune_recipe(
     recipe: Recipe,
     space: SearchSpace | Callable[[Recipe], SearchSpace],
@@ -217,7 +201,7 @@ def tune_recipe(
         if not isinstance(space, SearchSpace):
             recipe = inputs.recipe.model_copy(update={"base": recipe.base})
             space = space(recipe)
-        sources, fewest = _sources(recipe, usual_inputs(recipe, data, inputs.base.config or {}))
+        sources, fewest = _sources(recipe, data, inputs.base.config or {})
         fitted = space.fitted(to_adapters=bool(inputs.factor_bytes), few_inputs=fewest < FEW_INPUTS)
         device, note = model_device(run.device)
         settings = dataclasses.replace(settings, device=device)
@@ -253,25 +237,27 @@ def _checked_out(recipe: Recipe) -> Path:
     return Path(recipe.out)
 
 
-def _sources(recipe: Recipe, data: Mapping[str, TuneData]) -> tuple[dict[str, InputSource], int]:
-    """Expert -> its data; and the fewest inputs of one, counted up to `FEW_INPUTS`. Data sets are opened once."""
-    ready: dict[str, InputSource] = {}
-    located: dict[str, DataSource] = {}
-    for label, given in data.items():
-        if isinstance(given, str | Path | DataOptions):
-            located[label] = given
-        elif not given:
-            raise StatisticsError(f"The batches of '{label}' are empty: expected 32 to 256 inputs.")
-        else:
-            ready[label] = given
-    options: dict[str, InputSource] = {**(data_of(recipe, located) if located else {}), **ready}
-    if missing := [label for label in recipe.labels if label not in options]:
+def _sources(recipe: Recipe, data: Data, config: Mapping[str, Any]) -> tuple[dict[str, InputSource], int]:
+    """Expert -> its data; and the fewest inputs of one, counted up to `FEW_INPUTS`. Data sets are opened once.
+
+    Of a location, as many inputs as are usual are read; folders of images have their classes by name where the base
+    compares images with texts.
+    """
+    given = by_expert(recipe, data)
+    if missing := [label for label in recipe.labels if label not in given]:
         raise RecipeError("Every expert needs inputs of its own.", [f"no data is given for '{m}'" for m in missing])
-    if unknown := [label for label in ready if label not in recipe.labels]:
-        raise RecipeError(f"Data is given for '{unknown[0]}', and no expert has this name: {', '.join(recipe.labels)}")
-    fewest = prepare_data({label: o for label, o in options.items() if isinstance(o, DataOptions)}, FEW_INPUTS)
-    sizes = [sum(len(next(iter(b.values()))) for b in o) for o in ready.values() if not isinstance(o, DataOptions)]
-    return {label: options[label] for label in recipe.labels}, min([fewest, *sizes])
+    sources: dict[str, InputSource] = {}
+    for label, source in given.items():
+        if isinstance(source, str | Path):
+            classes = class_names(str(source)) if is_contrastive(config) else ()
+            sources[label] = DataOptions(str(source), max_samples=_MOST, classes=classes)
+        elif isinstance(source, DataOptions) or source:
+            sources[label] = source
+        else:
+            raise StatisticsError(f"The batches of '{label}' are empty: expected 32 to 256 inputs.")
+    fewest = prepare_data({label: o for label, o in sources.items() if isinstance(o, DataOptions)}, FEW_INPUTS)
+    sizes = [sum(len(next(iter(b.values()))) for b in o) for o in sources.values() if not isinstance(o, DataOptions)]
+    return sources, min([fewest, *sizes])
 
 
 @contextlib.contextmanager
