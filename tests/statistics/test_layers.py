@@ -146,32 +146,18 @@ def test_transformer_encoder_with_its_fast_path(batch_first: bool) -> None:
     padding = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1]]).bool()
     given = states if batch_first else states.transpose(0, 1)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = model
-
-        def forward(self, x: Tensor, padding: Tensor) -> Any:
-            return self.encoder(x, src_key_padding_mask=padding)
-
-    result = collect(Model().eval(), [(given, padding)], compute_dtype="float64", dtype="float64")
-    wide = copy.deepcopy(model).double()
-    x = states.double()
-    for n, block in enumerate(wide.layers):
-        stem = f"encoder.layers.{n}"
-        real = ~padding
-        assert relative_error(measured_gram(result, f"{stem}.self_attn.in_proj_weight"), outer_sum(tokens(x, real))) < (
-            F32_PRODUCT
-        )
+    batch = {"src": given, "src_key_padding_mask": padding}
+    result = collect(model, [batch], compute_dtype="float64", dtype="float64")
+    x, real = states.double(), ~padding
+    for n, block in enumerate(copy.deepcopy(model).double().layers):
         mixed = attention(block.self_attn, x, x, padding)
-        got = measured_gram(result, f"{stem}.self_attn.out_proj.weight")
-        assert relative_error(got, outer_sum(tokens(mixed, real))) < F32_PRODUCT
-        x = block.norm1(x + block.self_attn.out_proj(mixed))
-        assert relative_error(measured_gram(result, f"{stem}.linear1.weight"), outer_sum(tokens(x, real))) < F32_PRODUCT
-        inner = block.linear1(x).relu()
-        got = measured_gram(result, f"{stem}.linear2.weight")
-        assert relative_error(got, outer_sum(tokens(inner, real))) < F32_PRODUCT
-        x = block.norm2(x + block.linear2(inner))
+        between = block.norm1(x + block.self_attn.out_proj(mixed))
+        inner = block.linear1(between).relu()
+        inputs = {"self_attn.in_proj_weight": x, "self_attn.out_proj.weight": mixed}
+        for name, rows in (inputs | {"linear1.weight": between, "linear2.weight": inner}).items():
+            got = measured_gram(result, f"layers.{n}.{name}")
+            assert relative_error(got, outer_sum(tokens(rows, real))) < F32_PRODUCT, name
+        x = block.norm2(between + block.linear2(inner))
 
 
 def attention(module: nn.MultiheadAttention, query: Tensor, key: Tensor, padding: Tensor | None) -> Tensor:
@@ -197,29 +183,19 @@ def test_cross_attention_packed_and_with_separate_projections(kdim: int | None) 
     query, key = torch.randn(2, 3, 8), torch.randn(2, 5, kdim or 8)
     padding = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 1, 1, 1]]).bool()
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = module
-
-        def forward(self, query: Tensor, key: Tensor, padding: Tensor) -> Any:
-            return self.attention(query, key, key, key_padding_mask=padding)
-
-    model = Model().eval()
-    before = model(query, key, padding)[0]
-    result = collect(model, [(query, key, padding)], compute_dtype="float64", dtype="float64")
+    batch = {"query": query, "key": key, "value": key, "key_padding_mask": padding}
+    before = module(**batch)[0]
+    result = collect(module, [batch], compute_dtype="float64", dtype="float64")
     of_query, of_key = outer_sum(tokens(query, None)), outer_sum(tokens(key, ~padding))
     if kdim is None:
-        name = "attention.in_proj_weight"
-        got = [measured_gram(result, name, rows=[8 * k, 8 * k + 8]) for k in range(3)]
+        got = [measured_gram(result, "in_proj_weight", rows=[8 * k, 8 * k + 8]) for k in range(3)]
     else:
-        got = [measured_gram(result, f"attention.{n}_proj_weight") for n in "qkv"]
+        got = [measured_gram(result, f"{n}_proj_weight") for n in "qkv"]
     for gram, expected in zip(got, (of_query, of_key, of_key), strict=True):
         assert relative_error(gram, expected) < F64_IDENTITY
     mixed = attention(copy.deepcopy(module).double(), query.double(), key.double(), padding)
-    got_out = measured_gram(result, "attention.out_proj.weight")
-    assert relative_error(got_out, outer_sum(tokens(mixed, None))) < F32_PRODUCT
-    assert relative_error(model(query, key, padding)[0], before) == 0
+    assert relative_error(measured_gram(result, "out_proj.weight"), outer_sum(tokens(mixed, None))) < F32_PRODUCT
+    assert relative_error(module(**batch)[0], before) == 0
 
 
 @pytest.mark.parametrize(

@@ -107,25 +107,21 @@ class StandIn:
         )
 
     def load(self, tasks: list[str]) -> dict[str, Any]:
-        return {"tasks": {t: StandInTask(t == "mmlu") for t in tasks}}
+        return {"tasks": {t: StandInTask(num_fewshot=5 if t == "mmlu" else None) for t in tasks}}
 
     def evaluate(self, model: Any, tasks: dict[str, Any], **given: Any) -> dict[str, Any]:
         self.asked.append({"model": model, "tasks": tasks["tasks"], **given})
         return self.found
 
 
-class StandInTask:
-    def __init__(self, has_shots: bool) -> None:
-        self.config: dict[str, Any] = {"num_fewshot": 5 if has_shots else None}
-
-    def get_config(self, key: str) -> Any:
-        return self.config[key]
+class StandInTask(dict[str, Any]):
+    get_config = dict.get
 
     def set_config(self, *, key: str, value: Any) -> None:
-        self.config[key] = value
+        self[key] = value
 
     def set_fewshot_seed(self, *, seed: int) -> None:
-        self.config["seed"] = seed
+        self["seed"] = seed
 
 
 def scored(
@@ -152,7 +148,7 @@ def test_groups_count_once_and_smaller_perplexity_is_better(monkeypatch: pytest.
     assert losses == {"mmlu": -0.4, "gsm8k": -0.25, "wiki": 12.5}
     (asked,) = stand_in.asked
     assert asked["limit"] == 3
-    assert {name: (t.config["num_fewshot"], t.config["seed"]) for name, t in asked["tasks"].items()} == {
+    assert {name: (t["num_fewshot"], t["seed"]) for name, t in asked["tasks"].items()} == {
         "mmlu": (5, 1234), "gsm8k": (0, 1234), "wiki": (0, 1234)
     }  # fmt: skip
     assert asked["model"]["tokenizer"].pad_token == "</s>"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from actmat.cli import flags
 from actmat.cli.flags import DataFlags, split_name
 
 if TYPE_CHECKING:
@@ -18,21 +16,14 @@ if TYPE_CHECKING:
     from actmat.extras.collect.data import DataOptions
 
 
-def data_options(given: DataFlags, location: str, **changed: Any) -> DataOptions:
-    """Options to read the data set at `location`; `changed` ones go before the flags."""
-    from actmat.extras.collect.data import DataOptions
-
-    same = ("split", "subset", "text_column", "image_column", "target_column", "batch_size", "max_length")
-    options = DataOptions(location, max_samples=given.samples, **{name: getattr(given, name) for name in same})
-    return replace(options, **changed)
-
-
 def compare_answers(
     merged: Path, given: DataFlags, *, base: str | None, device: str, quiet: bool
 ) -> tuple[AgreementRow, ...]:
     """`actmat.agreement` of a merged model and its experts; `base` under adapters: by default that of the manifest."""
-    if given.dtype not in flags.MODEL_DTYPES:
-        raise typer.BadParameter(f"--dtype is one of {', '.join(flags.MODEL_DTYPES)}; got '{given.dtype}'")
+
+    def options(place: str) -> DataOptions:
+        return given.options(place, max_samples=given.samples)
+
     pairs = pairs_of(given.data or [])
     from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
@@ -44,9 +35,7 @@ def compare_answers(
         task = bar.add_task("loading the merged model", total=given.samples)
         return agreement(
             merged,
-            data_options(given, pairs)
-            if isinstance(pairs, str)
-            else {n: data_options(given, p) for n, p in pairs.items()},
+            options(pairs) if isinstance(pairs, str) else {n: options(p) for n, p in pairs.items()},
             base=base,
             model_class=given.model_class,
             dtype=given.dtype,

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.models import OptionInfo
@@ -25,9 +25,10 @@ from actmat.settings import RunSettings
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from actmat.extras.collect.data import DataOptions
     from actmat.recipe import Recipe
 
-MODEL_DTYPES = ("float32", "bfloat16", "float16", "float64")
+RunDtype = Literal["float32", "bfloat16", "float16", "float64"]
 """Dtypes in which a model can run."""
 
 PANELS: Mapping[str, tuple[str, ...]] = {
@@ -109,11 +110,31 @@ TargetColumn = Annotated[
 ]
 BatchSize = Annotated[int, _data_option("--batch-size", "Samples in one forward pass.")]
 MaxLength = Annotated[int, _data_option("--max-length", "Maximum number of tokens per text.")]
-ModelDtype = Annotated[str, _data_option("--dtype", "Dtype of the model while it runs.")]
+ModelDtype = Annotated[RunDtype, _data_option("--dtype", "Dtype of the model while it runs.")]
 
 
 @dataclass(frozen=True)
-class DataFlags:
+class ReadingFlags:
+    """How to read a data set."""
+
+    split: SplitOption = "train"
+    subset: Subset = None
+    text_column: TextColumn = None
+    image_column: ImageColumn = None
+    target_column: TargetColumn = None
+    batch_size: BatchSize = 8
+    max_length: MaxLength = 512
+
+    def options(self, location: str, **more: Any) -> DataOptions:
+        """Options to read the data set at `location`, and `more` fields of them."""
+        from actmat.extras.collect.data import DataOptions
+
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(ReadingFlags)}
+        return DataOptions(location, **given | more)
+
+
+@dataclass(frozen=True)
+class DataFlags(ReadingFlags):
     """Data, how to read it, and how to load the models that answer."""
 
     data: Annotated[
@@ -125,13 +146,6 @@ class DataFlags:
         ),
     ] = None
     samples: Annotated[int, _data_option("--samples", "Maximum number of samples per expert.", min=1)] = 64
-    split: SplitOption = "train"
-    subset: Subset = None
-    text_column: TextColumn = None
-    image_column: ImageColumn = None
-    target_column: TargetColumn = None
-    batch_size: BatchSize = 8
-    max_length: MaxLength = 512
     model_class: ModelClass = None
     dtype: ModelDtype = "float32"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -26,7 +26,7 @@ statistics = typer.Typer(
 command("research", "measured, added up or shown", "the model, the data or the statistics are wrong")(statistics)
 Out = Annotated[Path, typer.Option("--out", help="Folder to write.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace earlier statistics there.")]
-Stored = Annotated[str | None, typer.Option("--store-dtype", help="Dtype of the stored sums: float32 or float64.")]
+SumDtype = Literal["float32", "float64"]
 
 
 @dataclass(frozen=True)
@@ -42,27 +42,17 @@ class Loading:
 
 
 @dataclass(frozen=True)
-class DataReading:
-    """Flags for reading the data."""
+class DataReading(flags.ReadingFlags):
+    """Flags for reading the data, and so many samples of it."""
 
-    split: flags.SplitOption = "train"
-    subset: flags.Subset = None
-    text_column: flags.TextColumn = None
-    image_column: flags.ImageColumn = None
-    target_column: flags.TargetColumn = None
     label_column: Annotated[
         str | None, typer.Option("--label-column", help="Column of class labels, for --fisher-labels given.")
     ] = None
     samples: Annotated[int | None, typer.Option("--samples", help="Maximum number of samples (default: all).")] = None
-    batch_size: flags.BatchSize = 8
-    max_length: flags.MaxLength = 512
 
-    def options(self, location: str) -> DataOptions:
+    def options(self, location: str, **more: Any) -> DataOptions:
         """Options to read the data set at `location`."""
-        from actmat.extras.collect.data import DataOptions
-
-        given = asdict(self)
-        return DataOptions(location, max_samples=given.pop("samples"), **given)
+        return super().options(location, max_samples=self.samples, label_column=self.label_column, **more)
 
 
 @dataclass(frozen=True)
@@ -74,15 +64,13 @@ class Measuring:
         bool, typer.Option("--fisher", help="Measure the diagonal Fisher, with one backward pass per sample.")
     ] = False
     fisher_labels: Annotated[
-        str,
-        typer.Option(
-            "--fisher-labels", help="Labels drawn from the model's predictions (drawn), or those of the data (given)."
-        ),
+        Literal["drawn", "given"],
+        typer.Option("--fisher-labels", help="Labels drawn from the model's predictions, or those of the data."),
     ] = "drawn"
-    compute_dtype: Annotated[
-        str, typer.Option("--compute-dtype", help="Dtype of products: float32 or float64; sums are float64.")
-    ] = "float32"
-    store_dtype: Stored = None
+    compute_dtype: Annotated[SumDtype, typer.Option("--compute-dtype", help="Dtype of products; sums are float64.")] = (
+        "float32"
+    )
+    store_dtype: Annotated[SumDtype, typer.Option("--store-dtype", help="Dtype of the stored sums.")] = "float32"
     share: Annotated[
         bool, typer.Option("--share/--no-share", help="Store one Gram for layers that read the same input.")
     ] = True
@@ -93,9 +81,9 @@ class Measuring:
         return {
             "gram": self.gram,
             "fisher": self.fisher,
-            "fisher_labels": "given" if self.fisher_labels == "given" else "drawn",
+            "fisher_labels": self.fisher_labels,
             "compute_dtype": self.compute_dtype,
-            "dtype": self.store_dtype or "float32",
+            "dtype": self.store_dtype,
             "share": self.share,
             "seed": self.seed,
             "source": data.location,
@@ -123,10 +111,6 @@ def collect(
 
     The file has the hashes of the model's weights: a merge refuses statistics of another model.
     """
-    _one_of("--fisher-labels", measuring.fisher_labels, ("drawn", "given"))
-    _one_of("--compute-dtype", measuring.compute_dtype, ("float32", "float64"))
-    _one_of("--store-dtype", measuring.store_dtype or "float32", ("float32", "float64"))
-    _one_of("--dtype", loading.dtype, flags.MODEL_DTYPES)
     from rich.progress import BarColumn, TimeRemainingColumn
 
     from actmat.cli.screen import progress_bar
@@ -173,7 +157,7 @@ class StageFlags:
         float, typer.Option("--off-diagonal", help="Factor on off-diagonal entries when a block is merged.")
     ] = 0.95
     compute_dtype: Annotated[
-        str, typer.Option("--compute-dtype", help="dtype of products and merges: float32 or float64; sums are float64.")
+        SumDtype, typer.Option("--compute-dtype", help="Dtype of products and merges; sums are float64.")
     ] = "float32"
 
 
@@ -202,8 +186,6 @@ def staged(
 
     Writes STATS/NAME for every expert, for 'actmat merge -m regmean'. The same command continues an interrupted one.
     """
-    _one_of("--compute-dtype", staging.compute_dtype, ("float32", "float64"))
-    _one_of("--dtype", loading.dtype, flags.MODEL_DTYPES)
     from actmat.cli.flags import split_name
     from actmat.extras.collect.data import make_batches
     from actmat.extras.collect.staged import staged_statistics
@@ -238,13 +220,14 @@ def staged(
 def merge(
     inputs: Annotated[list[Path], typer.Argument(help="Statistics of one model on different data.")],
     out: Out,
-    store_dtype: Stored = None,
+    store_dtype: Annotated[
+        SumDtype | None, typer.Option("--store-dtype", help="Dtype of the stored sums (default: the widest there is).")
+    ] = None,
     overwrite: Overwrite = False,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
     """Add up statistics of one model that were measured on several sets of batches; sums add, so this is exact."""
-    _one_of("--store-dtype", store_dtype or "float32", ("float32", "float64"))
     from actmat.extras.collect.combine import merge_statistics
 
     header = merge_statistics(inputs, out, dtype=store_dtype, overwrite=overwrite)
@@ -284,11 +267,6 @@ def _data(path: Path, header: StatisticsHeader) -> dict[str, Any]:
     rows = {"tokens": None if images else header.tokens, "patches": patches(header) if images else None}
     counts = {"amount": amount(header), "samples": header.samples, **rows, "not_measured": len(header.absent)}
     return {"path": str(path), "model": model, **counts, "data": sources, "kinds": contents(header)}
-
-
-def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise typer.BadParameter(f"{flag} is one of {', '.join(known)}; got '{value}'")
 
 
 def _print(out: Path, header: StatisticsHeader, *, every: bool = False) -> None:

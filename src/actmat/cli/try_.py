@@ -39,7 +39,7 @@ class QuestionFlags:
     lm_eval: Annotated[str | None, _option("--lm-eval", "Tasks of lm-eval, as a,b.")] = None
     limit: Annotated[int | None, _option("--limit", "Questions per lm-eval task.", min=1)] = None
     model_class: flags.ModelClass = None
-    model_dtype: Annotated[str, _option("--model-dtype", "Dtype of the model while it runs.")] = "float32"
+    model_dtype: Annotated[flags.RunDtype, _option("--model-dtype", "Dtype of the model while it runs.")] = "float32"
     compare: Annotated[bool, _option("--compare", "Ask the base and every expert, too.")] = False
 
     def check(self) -> None:
@@ -48,8 +48,6 @@ class QuestionFlags:
             raise typer.BadParameter("ask something: --prompt TEXT, --images FOLDER or --lm-eval TASK")
         if (self.classes and not self.images) or (self.limit is not None and not self.lm_eval):
             raise typer.BadParameter("--classes goes with --images, --limit with --lm-eval")
-        if self.model_dtype not in flags.MODEL_DTYPES:
-            raise typer.BadParameter(f"--model-dtype is one of {', '.join(flags.MODEL_DTYPES)}")
 
     def asker(self, recipe: Recipe) -> Callable[[Loaded], dict[str, Any]]:
         """A function from a model to its answers, as plain data.

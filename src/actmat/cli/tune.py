@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from actmat.cli import flags
-from actmat.cli.data import data_options, pairs_of
+from actmat.cli.data import pairs_of
 from actmat.cli.flags import DataFlags, FlagFields, RecipeFlags, split_name
 from actmat.cli.listing import command
 from actmat.settings import RunSettings
@@ -64,7 +64,7 @@ class SearchFlags:
     new_tokens: Annotated[
         int, _option("--new-tokens", "Tokens with which a language model continues each input.", min=0)
     ] = 32
-    model_dtype: Annotated[str, _option("--model-dtype", "Dtype of the models while they run.")] = "float32"
+    model_dtype: Annotated[flags.RunDtype, _option("--model-dtype", "Dtype of the models while they run.")] = "float32"
     keep_work: Annotated[bool, _option("--keep-work", "Keep the merges that were tried.")] = False
 
     def chosen_space(self) -> SearchSpace:
@@ -187,7 +187,7 @@ def tune(
         keep=search.keep_work,
     )
     sources = {
-        name: data_options(data, place, max_samples=search.inputs, label_column=search.label_column)
+        name: data.options(place, max_samples=search.inputs, label_column=search.label_column)
         for name, place in places.items()
     }
     if wanted.base:

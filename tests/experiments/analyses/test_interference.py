@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.helpers.analyses import gaussian, gram
 from tests.tolerances import F64_IDENTITY, F64_ORACLE, relative_error
 
-from actmat.extras.collect.outputs import output_energy
+from actmat.extras.collect.on_data import output_energy
 from actmat_experiments.analyses.interference import relative_interference
 from actmat_experiments.analyses.theorem2 import best_scale, least_interference, minimizer_gap
 

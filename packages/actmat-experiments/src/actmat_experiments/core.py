@@ -8,7 +8,7 @@ from actmat.engine.devices import check_device
 from actmat.engine.resources import one_thread
 from actmat.extras.collect.collect import collect
 from actmat.extras.collect.data import DataOptions, make_batches
-from actmat.extras.collect.outputs import output_energy
+from actmat.extras.collect.on_data import output_energy
 from actmat.extras.models.loading import load_model
 from actmat.extras.research.adamerging import AdamState, adam_step, entropy
 from actmat.foreign import in_one_line

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from actmat.errors import StatisticsError
 from actmat.extras.collect.batches import Batch, call_model, evaluating
-from actmat.extras.collect.outputs import output_features
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +54,21 @@ def agreement(
     Raises:
         StatisticsError: no batches, predictions of different shapes, or a value that is not finite.
     """
-    differing, divergence, count = 0.0, [], 0
+    differing, divergence, count = 0, [], 0
     with torch.no_grad(), evaluating(merged), evaluating(expert):
         for batch in batches:
             mine, theirs = (_predict(model, batch, logits) for model in (merged, expert))
             mine, theirs = _counted(mine, theirs, batch, mask)
-            if not (number := len(mine)):
-                continue
-            found = output_features(mine, theirs)
-            if not math.isfinite(found["divergence"]):
+            log_q_NC, log_p_NC = (x.double().log_softmax(-1) for x in (mine, theirs))
+            nats = float((log_p_NC.exp() * (log_p_NC - log_q_NC)).sum())
+            if not math.isfinite(nats):
                 raise StatisticsError(
                     "A prediction is NaN or infinite, so the models cannot be compared. Look at the merged model's "
                     "weights first: actmat diagnose, or another dtype."
                 )
-            differing += found["disagreement"] * number
-            divergence.append(found["divergence"] * number)
-            count += number
+            differing += int((mine.argmax(-1) != theirs.argmax(-1)).sum())
+            divergence.append(nats)
+            count += len(mine)
     if not count:
         raise StatisticsError("There was nothing to compare: no batches, or every prediction was masked.")
     return Agreement(differing / count, math.fsum(divergence) / count, count)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ from actmat.engine.memory import Scratch
 from actmat.engine.reader import TensorReader
 from actmat.errors import StatisticsError
 from actmat.experts.locate import locate
+from actmat.extras.collect.agreement import Agreement
 from actmat.extras.collect.agreement import agreement as compare
 from actmat.extras.collect.batches import Batch
 from actmat.extras.collect.data import DataOptions, DataSource, data_of, make_batches, prepare_data
-from actmat.extras.collect.outputs import output_energy
 from actmat.extras.models.loading import Loaded, load_model
 from actmat.planning.model import Item, MergePlan
 from actmat.planning.regions import Region, cut
@@ -94,43 +94,26 @@ def agreement(  # noqa: PLR0913 - keyword arguments of a public function
         under = str(base or recipe.base or "") or None
         return load_model(location, adapters_base=under, model_class=model_class, dtype=dtype, device=device)
 
-    comparison = _AnswerComparison(place, load(str(place)).model, load, logits, mask, progress)
-    return tuple(comparison.row(label, experts[label], chosen[label]) for label in experts)
-
-
-@dataclass(frozen=True)
-class _AnswerComparison:
-    """A merged model in memory, to be compared with its experts one after another.
-
-    Args:
-        place: output that the merged model was loaded from.
-        merged: the model.
-        load: loads an expert.
-        logits, mask, progress: see `agreement`.
-    """
-
-    place: Path
-    merged: nn.Module
-    load: Callable[[str], Loaded]
-    logits: Callable[[Any], Tensor] | None
-    mask: Callable[[Any], Tensor | None] | None
-    progress: Callable[[str, int], None]
-
-    def row(self, label: str, location: str, data: DataOptions) -> AgreementRow:
-        """Compare with one expert, which is freed on return: two models are in memory, never three."""
+    merged = load(str(place)).model
+    rows = []
+    for label, location in experts.items():
+        told = partial(progress, label)
         try:
-            expert = self.load(location)
-            batches = _counted(make_batches(expert, data), label, self.progress)
-            found = compare(self.merged, expert.model, batches, logits=self.logits, mask=self.mask)
+            found = _with_expert(merged, partial(load, location), chosen[label], told, logits=logits, mask=mask)
         except StatisticsError as error:
-            raise StatisticsError(f"Expert '{label}' cannot be compared with {self.place}.", error.problems) from None
-        return AgreementRow(
-            expert=label,
-            data=data.location,
-            disagreement=tidy(found.disagreement),
-            divergence=tidy(max(0.0, found.divergence)),  # rounding gives values below 0
-            predictions=found.predictions,
-        )
+            raise StatisticsError(f"Expert '{label}' cannot be compared with {place}.", error.problems) from None
+        divergence = max(0.0, found.divergence)  # rounding gives values below 0
+        data_set = chosen[label].location
+        rows.append(AgreementRow(label, data_set, tidy(found.disagreement), tidy(divergence), found.predictions))
+    return tuple(rows)
+
+
+def _with_expert(
+    merged: nn.Module, load: Callable[[], Loaded], data: DataOptions, progress: Callable[[int], None], **how: Any
+) -> Agreement:
+    """Compare with one expert, which is freed on return: two models are in memory, never three."""
+    expert = load()
+    return compare(merged, expert.model, _counted(make_batches(expert, data), progress), **how)
 
 
 def residual_on_data(
@@ -176,13 +159,13 @@ def _is_adapter(place: str) -> bool:
         return found.needs_base
 
 
-def _counted(batches: Iterable[Batch], label: str, progress: Callable[[str, int], None]) -> Iterator[Batch]:
+def _counted(batches: Iterable[Batch], progress: Callable[[int], None]) -> Iterator[Batch]:
     """The batches, each reported once both models have answered it."""
     samples = 0
     for batch in batches:
         yield batch
         samples += len(next(iter(batch.values()))) if isinstance(batch, Mapping) else 0
-        progress(label, samples)
+        progress(samples)
 
 
 def _residuals(
@@ -257,6 +240,12 @@ def _energies(item: Item, reader: TensorReader, merged: Checkpoint) -> Iterator[
                         "of this model?"
                     )
                 yield t, output_energy(step - change_OI, gram_II), output_energy(change_OI, gram_II)
+
+
+def output_energy(matrix_OI: Tensor, gram_II: Tensor) -> float:
+    """`E||A z||^2 = tr(A C A^T)` with `C = E[z z^T]`, in float64, not below zero."""
+    wide = matrix_OI.double()
+    return max(0.0, float(((wide @ gram_II.double()) * wide).sum()))
 
 
 def _stored(merged: Checkpoint, item: Item, region: Region) -> Tensor:
