@@ -115,7 +115,7 @@ ModelDtype = Annotated[RunDtype, _data_option("--dtype", "Dtype of the model whi
 
 @dataclass(frozen=True)
 class ReadingFlags:
-    """How to read a data set."""
+    """Flags of reading a data set."""
 
     split: SplitOption = "train"
     subset: Subset = None
