@@ -1,8 +1,30 @@
-"""Settings of every test."""
+"""Settings of every test, and fixtures that many share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
+from tests.helpers.docs_fixture import write_models
+from tests.helpers.hub import HubStandIn, hub_stand_in
 
 settings.register_profile("no deadline", deadline=None)  # a busy machine stalls at times
 settings.load_profile("no deadline")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with two fine-tuned checkpoints and two adapters, see `write_models`; tests only read them."""
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder)
+    return folder
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]:
+    """An empty stand-in of the hub, with its cache in `tmp_path / "cache"`."""
+    monkeypatch.chdir(tmp_path)
+    with hub_stand_in(monkeypatch, tmp_path / "cache") as stand_in:
+        yield stand_in

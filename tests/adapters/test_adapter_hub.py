@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.adapters.test_adapter_to_adapter import deltas_of, merge
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
-from tests.helpers.hub import HubStandIn, hub_stand_in
+from tests.helpers.hub import HubStandIn
 from tests.helpers.located import is_adapter, open_adapter
 
 import actmat
 from actmat.errors import CheckpointError, MergeError
 from actmat.report import verify
 from actmat.report.manifest import read_manifest
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]:
-    monkeypatch.chdir(tmp_path)
-    with hub_stand_in(monkeypatch, tmp_path / "cache") as stand_in:
-        yield stand_in
 
 
 def publish(hub: HubStandIn, folder: Path, name: str, seed: int, *, branch: str = "main") -> str:

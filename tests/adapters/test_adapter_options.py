@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.adapters.test_adapter_reading import edit_config
 from tests.adapters.test_adapter_to_adapter import GPT2, deltas_of, merge
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.lapack import failing
 from tests.helpers.located import open_adapter
 from tests.tolerances import F64_ORACLE
 from torch import Tensor
@@ -219,15 +220,7 @@ def test_values_beyond_the_output_dtype_are_refused(tmp_path: Path) -> None:
 def test_retries_of_the_truncation_are_in_the_record(
     groups: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = torch.linalg.svd, []
-
-    def failing_first(matrix: Tensor, **options: Any) -> Any:
-        calls.append(matrix.shape)
-        if len(calls) == 1:
-            raise torch.linalg.LinAlgError
-        return real(matrix, **options)
-
-    monkeypatch.setattr(torch.linalg, "svd", failing_first)
+    failing(monkeypatch, "svd")
     group = groups / "gpt2"
     manifest = merge(tmp_path, [group / "a1", group / "a2"], method="average")
     assert [m["stats"].get("retries") for m in manifest["modules"]].count("jitter") == 1

@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.helpers.checkpoint_files import save_sharded
-from tests.helpers.hub import HubStandIn, hub_stand_in
+from tests.helpers.hub import HubStandIn
 from tests.helpers.plugged import plug
 from torch import Tensor
 
@@ -58,12 +58,6 @@ HEX = Format(
 @pytest.fixture
 def with_hex(monkeypatch: pytest.MonkeyPatch) -> None:
     plug(monkeypatch, "actmat.formats", "hex", HEX)
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]:
-    with hub_stand_in(monkeypatch, tmp_path / "cache") as stand_in:
-        yield stand_in
 
 
 @pytest.mark.usefixtures("with_hex")

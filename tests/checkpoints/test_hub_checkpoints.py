@@ -1,7 +1,6 @@
 """Hub checkpoints against a stand-in on the loopback address: what is transferred, pinned, cached and refused."""
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 from tests.helpers.checkpoint_files import save_sharded
-from tests.helpers.hub import HubStandIn, hub_stand_in
+from tests.helpers.hub import HubStandIn
 
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.hub import HubRepository
@@ -19,13 +18,6 @@ from actmat.checkpoints.source import StoredCheckpoint
 from actmat.errors import CheckpointError
 
 BIG = {"w.0": torch.arange(400_000.0), "w.1": torch.ones(3, 2, dtype=torch.bfloat16)}
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]:
-    monkeypatch.chdir(tmp_path)
-    with hub_stand_in(monkeypatch, tmp_path / "cache") as stand_in:
-        yield stand_in
 
 
 def open_hub(repo_id: str, revision: str = "main") -> StoredCheckpoint:

@@ -6,20 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.helpers.docs_fixture import write_models
 from tests.helpers.merging import actmat
 
 from actmat.errors import RecipeError
 from actmat.foreign import LONGEST, in_brief
 from actmat.methods import get_method
 from actmat.recipe import make_recipe, variants
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    write_models(folder)
-    return folder
 
 
 def test_dare_takes_merge_for_rule_in_recipes_rules_and_flags() -> None:
@@ -50,13 +42,13 @@ def test_methods_with_such_an_option_keep_it() -> None:
     assert get_method("actmat").resolve_options({})["normalize"] is not None
 
 
-def test_libraries_are_repeated_in_one_sentence(place: Path, tmp_path: Path) -> None:
+def test_libraries_are_repeated_in_one_sentence(models: Path, tmp_path: Path) -> None:
     assert in_brief("Cannot do it.\nYou can try this. Or that.") == "Cannot do it"
     assert in_brief("one v1.2 file, and no more") == "one v1.2 file, and no more"
     assert len(in_brief("word " * 500)) <= LONGEST + 4
     broken = tmp_path / "broken"
     broken.mkdir()
-    for file in (place / "base").iterdir():
+    for file in (models / "base").iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"model_type": "nonesuch"}))
@@ -69,18 +61,18 @@ def test_libraries_are_repeated_in_one_sentence(place: Path, tmp_path: Path) -> 
     assert "Choose another class (--model-class)" in " ".join(done.err.split())
 
 
-def test_a_merge_of_adapters_says_its_size_once(place: Path, tmp_path: Path) -> None:
+def test_a_merge_of_adapters_says_its_size_once(models: Path, tmp_path: Path) -> None:
     """The merge says how long it came out; a plan does not know."""
-    inputs = ["-e", str(place / "adapters" / "math"), "-e", str(place / "adapters" / "code")]
+    inputs = ["-e", str(models / "adapters" / "math"), "-e", str(models / "adapters" / "code")]
     planned = " ".join(actmat(["plan", *inputs]).out.split())
     assert "at the length of the plain sum" not in planned
     merged = " ".join(actmat(["merge", *inputs, "--out", str(tmp_path / "out")]).out.split())
     assert "x the norm of their sum" in merged
 
 
-def test_several_experts_after_one_flag_are_explained(place: Path) -> None:
-    experts = [str(place / "experts" / name) for name in ("math", "code")]
-    done = actmat(["plan", "-b", str(place / "base"), "-e", *experts, str(place / "base")])
+def test_several_experts_after_one_flag_are_explained(models: Path) -> None:
+    experts = [str(models / "experts" / name) for name in ("math", "code")]
+    done = actmat(["plan", "-b", str(models / "base"), "-e", *experts, str(models / "base")])
     assert done.code == 2
     assert "Each expert needs a flag of its own: -e A -e B" in " ".join(done.err.replace("\u2502", " ").split())
     assert "of its own" not in actmat(["verify", "a", "b", "c"]).err

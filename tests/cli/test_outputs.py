@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from tests.helpers.docs_fixture import write_models
 from tests.helpers.merging import actmat
 
 METHODS = [
@@ -21,13 +19,6 @@ METHODS = [
     "tsv",
     "iso_c",
 ]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    write_models(folder)
-    return folder
 
 
 def _merged(models: Path, out: Path, methods: list[str], *more: str) -> str:

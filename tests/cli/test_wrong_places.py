@@ -7,15 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.helpers.docs_fixture import write_models
 from tests.helpers.merging import actmat
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    write_models(folder)
-    return folder
 
 
 @pytest.fixture

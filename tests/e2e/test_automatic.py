@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.helpers.docs_fixture import write_models
 
 import actmat
 from actmat.errors import CheckpointError, RecipeError
@@ -16,14 +15,6 @@ from actmat.extras.models.loading import load_model
 from actmat.report.outputs import recipe_of_output
 from actmat.run import automatic
 from actmat.run.automatic import ON_ADAPTERS, TABLE, AutoChoice, named
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama with two fine-tuned checkpoints and two adapters."""
-    folder = tmp_path_factory.mktemp("models")
-    write_models(folder)
-    return folder
 
 
 def pair(models: Path, kind: str) -> list[Path]:

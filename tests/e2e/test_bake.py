@@ -13,7 +13,6 @@ import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from tests.helpers.adapters import LLAMA, save_adapter, save_peft, tiny
-from tests.helpers.docs_fixture import write_models
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -29,14 +28,6 @@ from actmat.planning.choose import WHOLE
 
 ALONE = [m.name for m in METHODS if "single" in m.laws and not m.needs_statistics]
 CHANGING = ["ties", "iso_c", "task_arithmetic"]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama in float32 with two fine-tuned checkpoints and two adapters."""
-    folder = tmp_path_factory.mktemp("models")
-    write_models(folder)
-    return folder
 
 
 def merge(models: Path, out: Path, kind: str, *names: str, **fields: Any) -> dict[str, torch.Tensor]:

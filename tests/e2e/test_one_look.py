@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.docs_fixture import write_models
 
 import actmat
 from actmat.run import automatic
@@ -38,13 +37,6 @@ def opened_files(folder: Path) -> Iterator[Counter[str]]:
         yield watched[-1][1]
     finally:
         watched.pop()
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    write_models(folder)
-    return folder
 
 
 @pytest.mark.parametrize("base", [True, False])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from tests.helpers.hub import HubStandIn, hub_stand_in
+from tests.helpers.hub import HubStandIn
 from tests.helpers.models import BY_NAME, save_family, stored
 from typer.testing import CliRunner
 
@@ -147,12 +146,6 @@ def test_files_from_an_expert(family: Path, tmp_path: Path) -> None:
     assert json.loads((report.out / "tokenizer.json").read_text()) == {"of": "expert1"}
     plain = actmat.merge(family / "base", [family / "expert1"], out=tmp_path / "plain", durable=False)
     assert not (plain.out / "tokenizer.json").exists()
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]:
-    with hub_stand_in(monkeypatch, tmp_path / "cache") as stand_in:
-        yield stand_in
 
 
 def test_a_merge_of_hub_ids(hub: HubStandIn, family: Path, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.helpers.docs_fixture import write_models
 from tests.helpers.merging import actmat as run
 
 import actmat
@@ -89,13 +88,6 @@ def test_sums_have_the_bits_of_a_loop_over_the_experts(
         total = total + delta
     assert torch.equal(sample.total, total)
     assert sample.squares == pytest.approx([float(d @ d) for d in expected])
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    write_models(folder)
-    return folder
 
 
 def norms_by_hand(models: Path, out: Path) -> tuple[float, float, list[float]]:

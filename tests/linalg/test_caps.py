@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.helpers.lapack import failing
 from tests.helpers.spectra import random_deltas, with_spectrum
 from tests.tolerances import F64_IDENTITY, relative_error
 
@@ -34,15 +35,7 @@ def test_norms_are_lowered_to_the_cap(cap, factor):
 
 
 def test_a_retry_is_recorded(monkeypatch):
-    real, calls = torch.linalg.svd, []
-
-    def once(matrix, **options):
-        calls.append(matrix)
-        if len(calls) == 1:
-            raise torch.linalg.LinAlgError
-        return real(matrix, **options)
-
-    monkeypatch.setattr(torch.linalg, "svd", once)
+    failing(monkeypatch, "svd")
     deltas = random_deltas(2, 4, 6)
     assert cap_delta(sum(deltas), deltas, singular_value_cap=0.5)[1]["retries"] == "jitter"
 
@@ -85,15 +78,7 @@ def test_caps_on_factors_are_those_on_the_matrices(limits, shape):
 
 def test_caps_on_factors_keep_the_dtype_and_record_retries(monkeypatch):
     deltas = [factors(8, 7, 2, seed=s).to(torch.float32) for s in (1, 2)]
-    real, calls = torch.linalg.svd, []
-
-    def once(matrix, **options):
-        calls.append(matrix)
-        if len(calls) == 1:
-            raise torch.linalg.LinAlgError
-        return real(matrix, **options)
-
-    monkeypatch.setattr(torch.linalg, "svd", once)
+    failing(monkeypatch, "svd")
     found, stats = cap_lowrank(weighted_sum(deltas, [1, 1]), deltas, singular_value_cap=0.5)
     assert found.b_OR.dtype == found.a_RI.dtype == torch.float32
     assert stats["retries"] == "jitter"

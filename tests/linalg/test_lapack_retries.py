@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.helpers.lapack import failing
 from tests.helpers.spectra import orthogonal, random_deltas
 from tests.tolerances import relative_error
 
@@ -14,20 +15,6 @@ from actmat.linalg.lapack import economy_svd, eigh, only_singular_values, retry_
 def symmetric(values: list[float], seed: int = 0) -> torch.Tensor:
     basis = orthogonal(len(values), seed)
     return (basis * torch.tensor(values, dtype=torch.float64)) @ basis.T
-
-
-def failing(monkeypatch: pytest.MonkeyPatch, name: str, failures: int) -> list[torch.dtype]:
-    """The first `failures` calls of a torch.linalg function fail as LAPACK does; returns the dtypes of all calls."""
-    real, calls = getattr(torch.linalg, name), []
-
-    def attempt(matrix: torch.Tensor, **options: object) -> object:
-        calls.append(matrix.dtype)
-        if len(calls) <= failures:
-            raise torch.linalg.LinAlgError("did not converge")
-        return real(matrix, **options)
-
-    monkeypatch.setattr(torch.linalg, name, attempt)
-    return calls
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.lapack import failing
 from tests.helpers.spectra import graded, random_deltas, with_spectrum
 from tests.tolerances import F32_ELEMENTWISE, F64_IDENTITY, relative_error
 
@@ -167,30 +168,17 @@ def test_values_that_are_not_finite_are_named(value, dtype):
         thin_svd(matrix)
 
 
-class Stubborn:
-    """A decomposition that fails to converge the first `times`."""
-
-    def __init__(self, function, times):
-        self.function, self.times = function, times
-
-    def __call__(self, *args, **kwargs):
-        self.times -= 1
-        if self.times >= 0:
-            raise torch.linalg.LinAlgError("did not converge")
-        return self.function(*args, **kwargs)
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("eigh", torch.float32), ("svd", torch.float64)])
 def test_a_decomposition_that_does_not_converge_is_tried_again_and_recorded(monkeypatch, name, dtype):
     (matrix,) = random_deltas(1, 6, 9, dtype=dtype)
     expected = rebuilt(thin_svd(matrix))
-    original = getattr(torch.linalg, name)
-    monkeypatch.setattr(torch.linalg, name, Stubborn(original, 1))
+    failing(monkeypatch, name)
     parts = thin_svd(matrix)
     assert parts.retries == ("jitter",)
     assert relative_error(rebuilt(parts), expected) < 1e-13
 
-    monkeypatch.setattr(torch.linalg, name, Stubborn(original, 2))
+    monkeypatch.undo()
+    failing(monkeypatch, name, 2)
     with pytest.raises(NumericalError, match="did not converge"):
         thin_svd(matrix)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from tests.helpers.adapters import save_adapter
-from tests.helpers.hub import HubStandIn, hub_stand_in
+from tests.helpers.hub import HubStandIn
 from tests.helpers.merging import Family
 
 import actmat
@@ -92,12 +91,6 @@ def test_a_folder_with_a_slash_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     actmat.merge("models/base", ["models/expert0"], out="out", durable=False)
     assert "base_model" not in card("out")[0]
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]:
-    with hub_stand_in(monkeypatch, tmp_path / "cache") as stand_in:
-        yield stand_in
 
 
 def test_inputs_from_the_hub_are_related_and_their_cards_read_at_the_merged_commit(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.helpers.experts import OnePass
 from tests.helpers.interference import EPS32, naive, self_grams
+from tests.helpers.lapack import failing
 from tests.helpers.spectra import random_deltas, shared_rows
 from tests.tolerances import relative_error
 
@@ -166,15 +167,7 @@ def test_finish_leaves_the_state_for_the_next_variant_and_decomposes_once(monkey
 
 
 def test_retries_are_recorded(monkeypatch):
-    real, calls = torch.linalg.eigh, []
-
-    def once(matrix):
-        calls.append(matrix.dtype)
-        if len(calls) == 1:
-            raise torch.linalg.LinAlgError
-        return real(matrix)
-
-    monkeypatch.setattr(torch.linalg, "eigh", once)
+    calls = failing(monkeypatch, "eigh")
     stats = solve([d.float() for d in shared_rows(2, 8, 1e-5)], InterferenceRule()).stats
     assert calls == [torch.float64, torch.float64]  # the solver decomposes in float64 from the start
     assert stats["retries"] == "jitter"
