@@ -75,13 +75,25 @@ def pickled_code(family: Family) -> None:
         pickle.dump({"x": Evil()}, file)
 
 
-def not_a_checkpoint(family: Family) -> None:
-    weights(family.experts[0]).unlink()
+def added(**tensors: torch.Tensor) -> Callable[[Family], None]:
+    """Tensors of the second expert, by the endings of their names."""
+    named = {f"{Q0.removesuffix('weight')}{ending}": tensor for ending, tensor in tensors.items()}
+    return lambda family: family.change(family.experts[1], lambda t: t.update(named))
 
 
 FILES: dict[str, tuple[Callable[[Family], None], tuple[str, ...]]] = {
     "expert missing": (rename_expert, ("has no 'expert0'", "Did you mean")),
-    "not a checkpoint": (not_a_checkpoint, ("expert0",)),
+    "not a checkpoint": (lambda f: weights(f.experts[0]).unlink(), ("expert0",)),
+    "no tensors": (
+        lambda f: weights(save_checkpoint(f.experts[0], {})) and None,
+        ("expert 'expert0'", "holds no tensors"),
+    ),
+    "integers": (added(weight=torch.zeros(8, 8, dtype=torch.int32)), (Q0, "int32 in expert 'expert1'", "quantized")),
+    "gptq": (added(qweight=torch.zeros(2, 8, dtype=torch.int32)), ("expert 'expert1'", "GPTQ", "qweight")),
+    "bitsandbytes": (
+        added(**{"weight": torch.zeros(32, 1, dtype=torch.uint8), "weight.absmax": torch.zeros(4)}),
+        ("expert 'expert1'", "bitsandbytes", "uint8 weights"),
+    ),
     "missing shard": (shards_without_one, ("model-00002-of-00002.safetensors", "missing")),
     "index outside": (index_that_escapes, ("../../x.safetensors", "not a plain file name")),
     "truncated": (truncated, ("model.safetensors", "interrupted download")),
@@ -132,25 +144,6 @@ def test_tensors_that_do_not_fit_are_all_named(family: Family) -> None:
         ),
     )
     assert outcome.err.count("another vocabulary") == 1
-
-
-def test_an_integer_tensor_in_an_expert_is_named(family: Family) -> None:
-    family.change(family.experts[0], lambda t: t.update({NORM: torch.zeros(8, dtype=torch.int32)}))
-    refused(family, says=(NORM, "int32 in expert 'expert0'", "quantized"))
-
-
-def test_gptq_weights_are_named(family: Family) -> None:
-    def edit(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[Q0.replace("weight", "qweight")] = torch.zeros(2, 8, dtype=torch.int32)
-
-    family.change(family.experts[1], edit)
-    refused(family, says=("expert 'expert1'", "GPTQ", "qweight"))
-
-
-def test_bitsandbytes_codes_are_named(family: Family) -> None:
-    family.change(family.experts[1], lambda t: t.update({Q0: torch.zeros(32, 1, dtype=torch.uint8)}))
-    family.change(family.experts[1], lambda t: t.update({Q0 + ".absmax": torch.zeros(4)}))
-    refused(family, says=("expert 'expert1'", "bitsandbytes", "uint8 weights"))
 
 
 def test_fp8_weights_are_named(family: Family) -> None:
@@ -250,11 +243,6 @@ def test_overwrite_replaces_an_earlier_merge(family: Family) -> None:
     assert hidden(family.root) == []
 
 
-def test_an_empty_output_folder_is_fine(family: Family) -> None:
-    family.out.mkdir()
-    assert actmat(family.argv()).code == 0
-
-
 @pytest.mark.parametrize("place", ["base", "expert0", "base/inside", "."])
 def test_an_output_on_an_input(family: Family, place: str) -> None:
     before = weights(family.base).read_bytes()
@@ -284,28 +272,3 @@ def test_a_float16_overflow_is_a_failure_while_running(family: Family) -> None:
     assert f"'{Q0}' has values beyond float16's range (65504)" in outcome.err
     assert not family.out.exists()
     assert hidden(family.root) == []
-
-
-def test_a_base_beyond_float16_is_told_also_where_it_is_copied(family: Family) -> None:
-    family.change(family.base, lambda t: t[Q0].fill_(3e5))
-    outcome = actmat(family.argv("--keep", Q0, "--dtype", "float16"))
-    assert (outcome.code, "in the base" in outcome.err) == (3, True)
-
-
-def test_infinities_that_all_inputs_share_are_kept_in_float16(family: Family) -> None:
-    for folder in (family.base, *family.experts):
-        family.change(folder, lambda t: t[NORM][0].fill_(-torch.inf))
-    assert actmat(family.argv("--dtype", "float16")).code == 0
-
-
-def test_a_result_beyond_its_dtype_fails_loudly(family: Family) -> None:
-    family.change(family.experts[0], lambda t: t[Q0].fill_(3e38))
-    outcome = actmat(family.argv("--method", "task_arithmetic", "--scale", "10"))
-    assert outcome.code == 3, outcome
-    assert Q0 in outcome.err
-    assert not family.out.exists()
-
-
-def test_an_empty_checkpoint(family: Family) -> None:
-    save_checkpoint(family.experts[0], {})
-    refused(family, says=("expert 'expert0'", "holds no tensors"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat, contents, hidden, save_checkpoint
+from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat, hidden, save_checkpoint
 
 import actmat as actmat_package
 from actmat.methods import all_methods
@@ -213,30 +213,6 @@ def test_names_that_look_like_markup_are_printed_as_they_are(family: Family) -> 
     assert odd in outcome.out.replace("\n", "")
 
 
-def test_verify_finds_what_changed(family: Family) -> None:
-    assert actmat(family.argv()).code == 0
-    intact = actmat(["verify", str(family.out)])
-    assert intact.code == 0
-    assert "intact" in intact.out
-    family.change(family.experts[1], lambda t: t[Q0].add_(1))
-    outcome = actmat(["verify", str(family.out)])
-    assert outcome.code == 1
-    assert "expert1" in outcome.out
-    assert Q0 in outcome.out.replace("\n", "")
-    assert actmat(["verify", str(family.out), "--no-inputs"]).code == 0
-    family.change(family.out, lambda t: t[NORM].add_(1))
-    assert actmat(["verify", str(family.out), "--no-inputs"]).code == 1
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"actmat_manifest": 99}', '{"actmat_manifest": 1}'])
-def test_verify_refuses_a_damaged_manifest(family: Family, text: str) -> None:
-    assert actmat(family.argv()).code == 0
-    (family.out / "actmat_manifest.json").write_text(text)
-    outcome = actmat(["verify", str(family.out)])
-    assert outcome.code == 1
-    assert "actmat_manifest.json" in outcome.err
-
-
 def test_a_merge_prints_a_summary(family: Family) -> None:
     outcome = actmat(
         [a for a in family.argv("--set", "allow_nonfinite=true", "--set", "sha256=true") if a != "--quiet"]
@@ -247,12 +223,6 @@ def test_a_merge_prints_a_summary(family: Family) -> None:
     manifest = json.loads((family.out / "actmat_manifest.json").read_text())
     assert len(manifest["output"]["sha256"]["model.safetensors"]) == 64
     assert hidden(family.root) == []
-
-
-def test_the_number_of_threads_changes_no_byte(family: Family) -> None:
-    assert actmat(family.argv("--threads", "1")).code == 0
-    assert actmat(family.argv("--threads", "3", "--out", str(family.root / "three"))).code == 0
-    assert contents(family.out) == contents(family.root / "three")
 
 
 def test_names_and_weights_of_experts(family: Family) -> None:

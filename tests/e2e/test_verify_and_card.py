@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from tests.helpers.hub import HubStandIn
-from tests.helpers.models import BY_NAME, save_family, stored
+from tests.helpers.merging import card
+from tests.helpers.models import BY_NAME, save_family
 from typer.testing import CliRunner
 
 import actmat
 from actmat.cli.main import app
-from actmat.errors import CheckpointError, MergeError
+from actmat.errors import MergeError
 from actmat.run.automatic import TABLE
 
 LLAMA = BY_NAME["llama"]
@@ -46,19 +46,6 @@ def flip_last_bit(file: Path) -> None:
     file.write_bytes(bytes(content))
 
 
-def edit(manifest: Path, change: Any) -> None:
-    data = json.loads(manifest.read_text())
-    change(data)
-    manifest.write_text(json.dumps(data))
-
-
-def test_an_untouched_merge_is_intact(project: Path) -> None:
-    result = actmat.verify(project / "out")
-    assert result.ok
-    assert result.tensors == len(stored(project / "out"))
-    assert result.inputs == ("base", "expert1", "expert2")
-
-
 def test_a_flipped_bit_of_the_output(project: Path) -> None:
     flip_last_bit(project / "out" / "model.safetensors")
     (problem,) = actmat.verify(project / "out").problems
@@ -72,19 +59,6 @@ def test_a_flipped_bit_of_an_input(name: str, project: Path) -> None:
     (problem,) = actmat.verify(project / "out").problems
     assert f"'{name}'" in problem
     assert actmat.verify(project / "out", inputs=False).ok
-
-
-def test_an_edited_manifest(project: Path) -> None:
-    manifest = project / "out" / "actmat_manifest.json"
-    edit(manifest, lambda data: data["tensors"][0].update(hash="0" * len(data["tensors"][0]["hash"])))
-    problems = actmat.verify(project / "out").problems
-    assert [p for p in problems if "edited" in p]
-    manifest.write_text("{")
-    with pytest.raises(CheckpointError, match="damaged"):
-        actmat.verify(project / "out")
-    manifest.unlink()
-    with pytest.raises(CheckpointError, match="no actmat_manifest"):
-        actmat.verify(project / "out")
 
 
 def test_missing_and_extra_tensors(project: Path) -> None:
@@ -119,12 +93,6 @@ def test_the_command_reports_and_exits(project: Path) -> None:
     bad = runner.invoke(app, ["verify", str(project / "out")])
     assert bad.exit_code == 1
     assert "differs" in bad.output
-
-
-def card(out: Path) -> tuple[dict[str, Any], str]:
-    """YAML head and body of the model card."""
-    _, head, body = (out / "README.md").read_text().split("---\n", 2)
-    return yaml.safe_load(head), body
 
 
 def test_the_card_of_a_local_merge(project: Path) -> None:

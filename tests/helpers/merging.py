@@ -9,9 +9,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -141,3 +143,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 def hidden(folder: Path) -> list[str]:
     """What a merge left beside its output."""
     return sorted(p.name for p in folder.iterdir() if ".actmat-" in p.name)
+
+
+def card(out: Path) -> tuple[dict[str, Any], str]:
+    """YAML head and body of a model card."""
+    _, head, body = (out / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(head), body

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from tests.helpers.adapters import save_adapter
 from tests.helpers.hub import HubStandIn
-from tests.helpers.merging import Family
+from tests.helpers.merging import Family, card
 
 import actmat
 from actmat.report.licenses import LicensedInput, combine, read_card
@@ -20,11 +19,6 @@ MODELS = Path(__file__).parents[1] / "data" / "mergekit"
 
 def origin(label: str, *licenses: str) -> LicensedInput:
     return LicensedInput(label, "", licenses)
-
-
-def card(out: Any) -> tuple[dict[str, Any], str]:
-    _, head, body = (Path(out) / "README.md").read_text().split("---\n", 2)
-    return yaml.safe_load(head), body
 
 
 @pytest.mark.parametrize(
@@ -90,7 +84,7 @@ def test_a_folder_with_a_slash_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.
     Family.make(tmp_path / "models", layers=1)
     monkeypatch.chdir(tmp_path)
     actmat.merge("models/base", ["models/expert0"], out="out", durable=False)
-    assert "base_model" not in card("out")[0]
+    assert "base_model" not in card(tmp_path / "out")[0]
 
 
 def test_inputs_from_the_hub_are_related_and_their_cards_read_at_the_merged_commit(

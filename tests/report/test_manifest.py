@@ -249,11 +249,27 @@ def test_a_deep_manifest(out: Path, depth: int) -> None:
         assert not verify(out).ok
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"actmat_manifest": ' + "1" * 5000 + "}", '{"a": 1, "a": 2}', "\xff"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"actmat_manifest": 1}',
+        '{"actmat_manifest": ' + "1" * 5000 + "}",
+        '{"a": 1, "a": 2}',
+        "\xff",
+    ],
+)
 def test_manifests_that_are_no_json_of_ours(out: Path, text: str) -> None:
     (out / NAME).write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError, match="is damaged"):
         read_manifest(out)
+    done = actmat(["verify", str(out)])
+    assert (done.code, NAME in done.err) == (1, True)
+    (out / NAME).unlink()
+    with pytest.raises(CheckpointError, match="no actmat_manifest"):
+        verify(out)
 
 
 def test_inputs_are_named_as_they_were_given_and_no_folder_above_them(
