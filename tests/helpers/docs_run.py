@@ -32,7 +32,12 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[\w+-]*)")
 MARK = re.compile(r"^ *<!-- (?P<kind>not run|file): *(?P<text>.*?) *-->$")
 RUN = ("python", "bash", "console")
 WIDTH = 80
-PRELOADED = ["torch", "actmat.api", "actmat.methods", "actmat.cli.main"]
+PRELOADED = [
+    "torch", "torch.distributed.tensor", "transformers.models.llama.modeling_llama", "rich.progress", "actmat.api",
+    "actmat.methods", "actmat.cli.main", "actmat.run.recipes", "actmat.extras.research.matrices",
+    "actmat.extras.pages.html",
+]  # fmt: skip
+"""What most pages use; `torch.testing.assert_close` imports torch's distributed tensors, with sympy below them."""
 VARIES = re.compile(r"\b(?:\d+(?:\.\d+)? s\b|[0-9a-f]{32,64}\b|\d{4}-\d\d-\d\dT[\d:+]+)")
 
 
@@ -216,15 +221,17 @@ def execute(name: str, todo: list[dict[str, object]], outputs: dict[int, list[st
             exec(compile("\n" * (line - 1) + code, name, "exec"), scope)
         elif step["language"] == "console":
             _console(name, code, line, outputs)
-        elif (done := _bash(code)).returncode:
-            sys.exit(f"{name}:{line}: exit status {done.returncode} of\n{code}{done.stdout}")
+        else:
+            simple = [_simple(row) for row in code.replace("\\\n", " ").splitlines()]
+            for work in simple if all(simple) else [code]:
+                done = _run(work)
+                if done.returncode:
+                    sys.exit(f"{name}:{line}: exit status {done.returncode} of\n{code}{done.stdout}")
 
 
 def _console(name: str, code: str, line: int, outputs: dict[int, list[str]]) -> None:
     for command in commands(code):
-        plain = command.text.replace("\\\n", " ")
-        simple = plain.startswith("actmat ") and not set(plain) & set("|&;<>$`()*?\n")
-        done = actmat_in_fork(shlex.split(plain)) if simple else _bash(command.text)
+        done = _run(_simple(command.text.replace("\\\n", " ")) or command.text)
         rows = [piece for row in done.stdout.splitlines() for piece in _fold(row) or [""]]
         outputs[line + command.line] = _stripped([row.rstrip() for row in rows])
         if done.returncode:
@@ -235,9 +242,17 @@ def _fold(row: str) -> list[str]:
     return textwrap.wrap(row, WIDTH, drop_whitespace=False, break_on_hyphens=False)
 
 
-def _bash(script: str) -> subprocess.CompletedProcess[str]:
+def _simple(command: str) -> list[str]:
+    """Arguments of a command of actmat in which a shell has nothing to do; none for others."""
+    return shlex.split(command) if command.startswith("actmat ") and not set(command) & set("|&;<>$`()*?\n") else []
+
+
+def _run(work: list[str] | str) -> subprocess.CompletedProcess[str]:
+    """A command of actmat in a fork, or a script in a shell."""
+    if isinstance(work, list):
+        return actmat_in_fork(work)
     return subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
+        ["bash", "-euo", "pipefail", "-c", work],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

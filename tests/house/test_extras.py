@@ -173,9 +173,7 @@ class Shell:
 def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     """The package with its extras removed."""
     folder = tmp_path_factory.mktemp("core")
-    shutil.copytree(
-        ROOT / "src" / "actmat", folder / "src" / "actmat", ignore=shutil.ignore_patterns("extras", "__pycache__")
-    )
+    shutil.copytree(ROOT / "src" / "actmat", folder / "src" / "actmat", ignore=shutil.ignore_patterns("extras"))
     for name, k in (("base", 0.0), ("a", 1.0), ("b", 2.0)):
         save_checkpoint(folder / name, {"w": torch.full((4, 4), k)})
     shell = Shell(folder, folder / "src")
@@ -189,7 +187,7 @@ MERGE = ("-b", "base", "-e", "a", "-e", "b", "-m", "average", "--set", "scope=al
 def test_run_needs_neither_extras_nor_api_nor_cli(core: Shell, tmp_path: Path) -> None:
     """`run` and all layers above it work with the three folders deleted."""
     bare = tmp_path / "src"
-    gone = shutil.ignore_patterns("extras", "api", "cli", "__pycache__")
+    gone = shutil.ignore_patterns("extras", "api", "cli")
     shutil.copytree(ROOT / "src" / "actmat", bare / "actmat", ignore=gone)
     code = """
 from actmat.recipe import make_recipe

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,12 +43,6 @@ WIDE: dict[str, str] = {
     "actmat.extras.research.knots.merge_lowrank": "options of a method are parameters of its function",
 }
 """Function of more than `MOST_PARAMETERS` parameters -> reason."""
-
-SILENT = frozenset({
-    tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-    tokenize.ENDMARKER,
-})  # fmt: skip
-"""Tokens that are no code."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -134,10 +127,21 @@ def test_outputs_have_the_same_bytes_on_every_system() -> None:
 
 def code_lines(path: Path) -> int:
     """Lines on which code stands, imports included: without blank lines, comments and docstrings."""
-    with path.open("rb") as file:
-        tokens = [t for t in tokenize.tokenize(file.readline) if t.type not in SILENT]
-    code = {line for t in tokens for line in range(t.start[0], t.end[0] + 1)}
-    return len(code - set(documentation(tree(path))))
+    lines = enumerate(path.read_text(encoding="utf-8").split("\n"), start=1)
+    code = {number for number, line in lines if line.strip() and line.lstrip()[0] != "#"}
+    documentation: set[int] = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno != node.lineno:
+            code.update(range(node.lineno, (node.end_lineno or 0) + 1))  # with the blank lines of a text
+        elif isinstance(node, ast.Module | ast.ClassDef | Function) and node.body:
+            first = node.body[0]
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                documentation.update(range(first.lineno, (first.end_lineno or 0) + 1))
+    return len(code - documentation)
 
 
 def passes_names_on(tree: ast.Module) -> bool:
@@ -150,13 +154,6 @@ def passes_names_on(tree: ast.Module) -> bool:
 def test_lists_of_names_stand_where_names_are_passed_on() -> None:
     files = [p for p in modules(PACKAGE) if p.name != "__init__.py" and "__all__" in p.read_text()]
     assert not [p for p in files if not passes_names_on(tree(p))], "an underscore says the same with less"
-
-
-def documentation(tree: ast.Module) -> Iterator[int]:
-    """Numbers of the lines of docstrings of modules, classes and functions."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node, clean=False) is not None:
-            yield from range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
 
 
 def test_every_room_keeps_to_its_bound() -> None:
