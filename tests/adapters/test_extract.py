@@ -185,7 +185,7 @@ def test_a_stopped_extraction_goes_on_with_the_same_bytes(
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({}, "either a rank"),
+        ({}, "pass a rank"),
         ({"rank": 2, "energy": 0.5}, "found a rank and an energy"),
         ({"rank": 0}, "rank: Input should be greater than 0"),
         ({"energy": 1.5}, "energy: Input should be less than or equal to 1"),
@@ -229,7 +229,7 @@ def test_the_command_says_what_was_done(place: Path, tmp_path: Path) -> None:
     stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert {t.dtype for t in stored.values()} == {torch.bfloat16}
     again = CliRunner().invoke(app, [*given, "--rank", "4", "--dtype", "bfloat16"])
-    assert "is complete: an earlier run" in " ".join(again.output.split())
+    assert "already complete from an earlier run" in " ".join(again.output.split())
 
 
 def test_full_experts_are_merged_into_an_adapter(place: Path, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_kohya_file_is_scaled_by_alpha_over_rank(place: Path, tmp_path: Path) 
 
 def test_the_other_component_is_left_out_and_named(place: Path, tmp_path: Path) -> None:
     plan = actmat.plan(place / "unet", [place / "kohya1.safetensors"])
-    assert any("the base is no text_encoder: 2 modules of the adapter" in n for n in map(str, plan.notes))
+    assert any("the base has no text_encoder: the adapter's 2 modules" in n for n in map(str, plan.notes))
     found = merged(place, tmp_path / "out", "kohya1.safetensors", base="text")
     expected = added(weights_of(tiny_text()), random_factors(tiny_text(), TEXT, 1, alpha=1.0))
     for name, tensor in expected.items():
@@ -141,10 +141,10 @@ def test_one_component_is_written_for_peft(place: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("experts", "to", "words"),
     [
-        (("kohya1.safetensors",), "peft", "it is of several models (text_encoder, unet)"),
-        (("peft",), "kohya", "does not say which component of a pipeline"),
-        (("sgm.safetensors",), "diffusers", "they are not all of one architecture that is known here"),
-        (("pairs.pt",), "kohya", "a list of pairs without names"),
+        (("kohya1.safetensors",), "peft", "it has modules of several models (text_encoder, unet)"),
+        (("peft",), "kohya", "does not name the pipeline component"),
+        (("sgm.safetensors",), "diffusers", "they are not all of one supported architecture"),
+        (("pairs.pt",), "kohya", "a list of factor pairs without module names"),
     ],
 )
 def test_what_a_layout_cannot_hold_is_refused(
@@ -168,7 +168,7 @@ DAMAGE: list[tuple[dict[str, Tensor | None], str]] = [
     ({"m.alpha": torch.ones(2)}, "has 2 entries; expected one number"),
     ({"m.alpha": torch.tensor(float("nan"))}, "is nan; expected a finite number"),
     ({"m.lora_up.weight": torch.ones(3, 2, dtype=torch.int8)}, "is int8; a quantized adapter"),
-    ({"n.lora_A.weight": torch.ones(1, 4), "n.lora_B.weight": torch.ones(4, 1)}, "1 modules have an alpha and 1 have"),
+    ({"n.lora_A.weight": torch.ones(1, 4), "n.lora_B.weight": torch.ones(4, 1)}, "1 modules have no alpha"),
     ({"m.hada_w1_a": torch.ones(2, 2)}, "is of LoHa (LyCORIS)"),
     ({"m.lokr_w1": torch.ones(2, 2)}, "is of LoKr (LyCORIS)"),
     ({"m.dora_scale": torch.ones(3, 1)}, "is of DoRA"),
@@ -202,7 +202,7 @@ def test_a_base_that_cannot_tell_modules_apart_is_refused() -> None:
     specs = {n: s for n in ("a.b_c.weight", "a_b.c.weight") if (s := _spec(n))}
     found, problems = find_flat_names(specs, ["a_b_c"])
     assert not found
-    assert "may be any of a.b_c.weight, a_b.c.weight" in problems[0]
+    assert "is ambiguous: a.b_c.weight, a_b.c.weight" in problems[0]
     twice = {n: _spec(n) for n in ("one.q.weight", "two.q.weight")}
     assert "under each of the prefixes 'one.' and 'two.'" in find_flat_names(twice, ["q"])[1][0]
 
@@ -244,7 +244,7 @@ def test_names_of_other_tensors_are_no_factors() -> None:
 
 def test_the_metadata_of_diffusers_must_be_json(tmp_path: Path) -> None:
     tensors = {n: t for n, t in FILE.items() if n != "m.alpha"}
-    for text, words in (("{", "is no JSON object"), (json.dumps({"use_dora": True, "r": 2}), "use_dora is set")):
+    for text, words in (("{", "is not a JSON object"), (json.dumps({"use_dora": True, "r": 2}), "use_dora is set")):
         save_file(tensors, tmp_path / "lora.safetensors", {"lora_adapter_metadata": text})
         with open_adapter(tmp_path / "lora.safetensors") as adapter:
             assert any(words in p for p in adapter.problems), adapter.problems

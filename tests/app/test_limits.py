@@ -31,9 +31,9 @@ def test_the_form_makes_the_arguments_of_a_merge(tmp_path: Path) -> None:
      "a[0:1] + b", "org/a+org/b", HOSTILE, "org/a\x00", "ôrg/a", "", None, 5],
 )  # fmt: skip
 def test_visitors_name_repositories_of_the_hub_only(place: object) -> None:
-    with pytest.raises(RecipeError, match="expected a repository of the hub"):
+    with pytest.raises(RecipeError, match="expected a hub repository"):
         repository_of(place)
-    with pytest.raises(MergeError, match="expected a repository of the hub"):
+    with pytest.raises(MergeError, match="expected a hub repository"):
         Limits().pinned({"experts": [place]})
 
 

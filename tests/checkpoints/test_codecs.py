@@ -129,7 +129,7 @@ def edited(stored: Stored, change: Callable[[Stored], object]) -> Stored:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda t: t.update({f"{NAME}_scale_inv": torch.ones(7, 3)}), "fit no block"),
+        (lambda t: t.update({f"{NAME}_scale_inv": torch.ones(7, 3)}), "match no block"),
         (lambda t: t.update({f"{NAME}_zero_point": torch.ones(5)}), "zero_point"),
         (lambda t: t.update({f"{NAME}_g_idx": torch.ones(5, dtype=torch.int32)}), "g_idx"),
     ],

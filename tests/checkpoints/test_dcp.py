@@ -158,7 +158,7 @@ def test_parts_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         with mock.patch("torch.distributed.checkpoint.default_planner._validate_global_plan", return_value=[]):
             save_dcp({"w": tensor}, folder, cut={"w": boxes})
-        with pytest.raises(CheckpointError, match="do not make up its shape"):
+        with pytest.raises(CheckpointError, match="do not cover its shape"):
             open_checkpoint(folder)
 
 
@@ -284,7 +284,7 @@ def test_an_export_is_what_torch_loads(tmp_path: Path, under: str) -> None:
 def test_an_unknown_form_is_refused(tmp_path: Path) -> None:
     found = actmat(["export", str(tmp_path), "--to", "onnx", "--out", str(tmp_path / "out")])
     assert found.code == 1
-    assert "Forms: comfy, dcp, diffusers, gguf, kohya" in found.err
+    assert "Formats: comfy, dcp, diffusers, gguf, kohya" in found.err
 
 
 def test_an_export_appears_whole_or_not_at_all(tmp_path: Path) -> None:

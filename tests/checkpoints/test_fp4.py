@@ -48,20 +48,20 @@ def test_a_merge_is_written_as_floats_and_codes_are_refused(kind: str, tmp_path:
         coding = coding_of(opened, NAME)
         assert coding is not None
         assert coding.granule == 0
-    with pytest.raises(MergeError, match=r"only read\). Fix: leave out --quantize same"):
+    with pytest.raises(MergeError, match=r"read only\). Fix: leave out --quantize same"):
         actmat.plan(base, [expert], method="linear", quantize="same")
 
 
 @pytest.mark.parametrize(
     ("part", "value", "message"),
     [
-        ("weight_scale", None, "expected scales .* found none"),
+        ("weight_scale", None, "the float scales .* are missing"),
         ("weight_scale", torch.ones(48, 6), "found float32"),
         ("weight_scale", torch.ones(48, 5).to(torch.float8_e4m3fn), "one scale per 16 of its 96 columns"),
         ("weight_global_scale", None, "expected one float32 .*_global_scale', found none"),
         ("weight_global_scale", torch.ones(2), "expected one float32 .*_global_scale', found"),
         ("weight_zero_point", torch.zeros(48, 6), "with zero points"),
-        ("weight_scale", torch.ones(48, 3, dtype=torch.uint8), "beside scales that are powers of two"),
+        ("weight_scale", torch.ones(48, 3, dtype=torch.uint8), "together with power-of-two scales"),
     ],
 )
 def test_damaged_parts_are_named(part: str, value: torch.Tensor | None, message: str, tmp_path: Path) -> None:

@@ -135,15 +135,15 @@ def test_refusals_say_what_to_do_and_leave_nothing(tmp_path: Path) -> None:
         assert not out.exists()
         return str(caught.value)
 
-    assert "llama-quantize OUT.gguf OUT-q4_k_m.gguf Q4_K_M" in refused("not as 'q4_k_m'", like=str(base), type="q4_k_m")
-    assert "convert_hf_to_gguf.py" in refused("give --like")
-    refused("expected a GGUF file as the pattern", like=str(model))
+    assert "llama-quantize OUT.gguf OUT-q4_k_m.gguf Q4_K_M" in refused("got 'q4_k_m'", like=str(base), type="q4_k_m")
+    assert "convert_hf_to_gguf.py" in refused("needs --like")
+    refused("is not a GGUF file", like=str(model))
     stored = load_file(model / "model.safetensors")
     head = tmp_path / "head"
     head.mkdir()
     save_file({**stored, "lm_head.weight": torch.ones(80, 64)}, head / "model.safetensors")
-    assert "'lm_head.weight' has no place in the pattern" in refused("does not fit the pattern", head, like=str(base))
-    with pytest.raises(MergeError, match="no form 'ggfu' to export to"):
+    assert "'lm_head.weight' has no counterpart" in refused("does not match", head, like=str(base))
+    with pytest.raises(MergeError, match="Unknown export format 'ggfu'"):
         actmat.export(model, out=out, to="ggfu")
     with pytest.raises(MergeError, match="takes no option under; its options: like, type"):
         actmat.export(model, out=out, to="gguf", under="model")

@@ -72,7 +72,7 @@ def test_the_packing_of_gptq_is_read_by_both_of_its_names(tmp_path: Path) -> Non
         ("gptq", {"is_marlin_format": True}, "config.json sets is_marlin_format"),
         ("gptq", {"adapter": {"rank": 8}}, "config.json sets adapter: EoRA"),
         ("awq", {"format": "gemv"}, "sets format: expected gemm, found 'gemv'"),
-        ("awq", {"backend": "llm-awq"}, "AWQ in the layout 'llm-awq'"),
+        ("awq", {"backend": "llm-awq"}, "the AWQ layout 'llm-awq'"),
     ],
 )
 def test_a_setting_that_changes_the_weights_is_refused(

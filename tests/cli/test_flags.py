@@ -192,7 +192,7 @@ def test_experts_have_names_weights_and_statistics() -> None:
     ]
     with pytest.raises(RecipeError, match="2 experts and 1 weights"):
         recipes(weight=[1.0])
-    with pytest.raises(RecipeError, match="--weight goes with --expert"):
+    with pytest.raises(RecipeError, match="--weight needs one --expert each"):
         RecipeFlags({"weight": [1.0]}).recipes(Path("recipe.yaml"))
     with pytest.raises(RecipeError, match="given twice for one expert"):
         recipes(statistics=["math=a", "math=b"])

@@ -58,7 +58,7 @@ def test_libraries_are_repeated_in_one_sentence(models: Path, tmp_path: Path) ->
     assert done.code == 1
     assert "model type `nonesuch`" in done.err
     assert "pip install" not in done.err
-    assert "Choose another class (--model-class)" in " ".join(done.err.split())
+    assert "pass another class (--model-class)" in " ".join(done.err.split())
 
 
 def test_a_merge_of_adapters_says_its_size_once(models: Path, tmp_path: Path) -> None:
@@ -74,6 +74,6 @@ def test_several_experts_after_one_flag_are_explained(models: Path) -> None:
     experts = [str(models / "experts" / name) for name in ("math", "code")]
     done = actmat(["plan", "-b", str(models / "base"), "-e", *experts, str(models / "base")])
     assert done.code == 2
-    assert "Each expert needs a flag of its own: -e A -e B" in " ".join(done.err.replace("\u2502", " ").split())
+    assert "Each expert needs its own flag: -e A -e B" in " ".join(done.err.replace("\u2502", " ").split())
     assert "of its own" not in actmat(["verify", "a", "b", "c"]).err
     assert "of its own" not in actmat(["merge", "a.yml", "b.yml"]).err

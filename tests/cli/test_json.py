@@ -40,7 +40,7 @@ def test_every_command_has_json_quiet_and_exit_codes(name: str) -> None:
     home = name.split()[0]
     assert {"--json", "--quiet", "-q"} <= spelled
     (quiet,) = (p for p in commands()[name].params if "--quiet" in p.opts)
-    assert quiet.help == "Print only errors, and output for scripts."
+    assert quiet.help == "Print only errors and output for scripts."
     exits = info_of(declared_command(home)).exits
     assert home in LAYOUTS
     assert set(exits) == {0, 1}

@@ -20,8 +20,8 @@ models:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["outdir"], "unexpected extra arguments (outdir); the output is named by --out OUT"),
-        (["--cuda"], "GPUs are named by --device cuda"),
+        (["outdir"], "unexpected extra arguments (outdir); name the output with --out OUT"),
+        (["--cuda"], "For GPUs use --device cuda"),
     ],
 )
 def test_arguments_of_mergekit_are_answered(more: list[str], words: str) -> None:

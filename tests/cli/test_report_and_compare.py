@@ -66,7 +66,7 @@ def test_page_report_and_the_command_that_explains_a_warning_are_named(family: F
     warned = next(n for n, line in enumerate(lines) if "warning AM403: the merged delta exploded; see" in line)
     assert lines[warned + 1] == f"    actmat diagnose '{far}'"  # in one line, to be copied
     again = " ".join(actmat(merge).out.split())
-    assert "is complete: an earlier run" in again
+    assert "already complete from an earlier run" in again
     assert "size: " in again
     assert "warning AM403" in again
     told = actmat([*merge, "--overwrite", "--diagnose"]).out

@@ -58,7 +58,7 @@ def test_the_lines_of_an_adapter_load_it_on_its_base(outputs: Path, monkeypatch:
     ("fields", "said"),
     [
         ({"r": 20}, "--max-lora-rank 32"),
-        ({"r": 600}, "rank 600 is above vLLM's largest, 512"),
+        ({"r": 600}, "rank 600 exceeds vLLM's maximum, 512"),
         ({"rank_pattern": {"q_proj": 4}}, "several ranks"),
         ({"modules_to_save": ["lm_head"]}, "full tensors"),
         ({"task_type": "SEQ_CLS"}, "not causal language modelling"),
@@ -124,6 +124,6 @@ def test_the_command_prints_lines_json_or_the_one_command(outputs: Path, tmp_pat
     refused = edited(outputs / "adapter", tmp_path, "adapter_config.json", r=600)
     silent = run(["inspect", "--serve", refused, "-q"])
     assert (silent.code, silent.out, run(["inspect", "--serve", refused]).code) == (1, "", 0)
-    assert "rank 600 is above vLLM's largest" in silent.err
+    assert "rank 600 exceeds vLLM's maximum" in silent.err
     with pytest.raises(CheckpointError, match=r"no actmat_manifest\.json"):
         serving_commands(str(outputs / "base"))

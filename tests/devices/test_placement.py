@@ -109,7 +109,7 @@ def test_the_screen_shows_where_and_why(family: Family) -> None:
     said = " ".join(outcome.out.split())
     assert outcome.code == 0
     assert "devices: cuda:0,2, one worker each: 4 of 7 tensors" in said
-    assert "needs most, 4.2 MB of one, which has 24 GB for a tensor" in said
+    assert "needs the most, 4.2 MB; limit per tensor 24 GB" in said
     assert "1-D norm: mean of the deltas, on the host: elementwise" in said
     assert "name ends in q_proj: actmat, on cuda" in said
     assert "devices" not in actmat(family.argv(command="plan")).out

@@ -116,7 +116,7 @@ def test_a_converted_adapter_opens_again_elsewhere(place: Path) -> None:
                 assert torch.equal(one.a_RI, two.a_RI)
                 assert module.shape[1] == WIDTH
     plan = actmat.plan(None, [place / "kohya.safetensors", place / "comfy.safetensors"])
-    assert "expert 'comfy.safetensors': is converted from comfy's layout to kohya's, as an adapter of Flux" in map(
+    assert "expert 'comfy.safetensors': converted from the layout of comfy to kohya, as an adapter of Flux" in map(
         str, plan.notes
     )
 
@@ -150,7 +150,7 @@ def test_a_file_says_what_it_was_made_of(place: Path) -> None:
 def test_only_files_of_ours_are_replaced(place: Path) -> None:
     out = summed(place, "mix.safetensors", "kohya", "comfy")
     before = out.read_bytes()
-    with pytest.raises(OutputError, match="exists; choose another place or pass --overwrite"):
+    with pytest.raises(OutputError, match="exists; choose another path or pass --overwrite"):
         summed(place, "mix.safetensors", "kohya", "comfy")
     summed(place, "mix.safetensors", "kohya", "comfy", overwrite=True, rank=1)
     assert out.read_bytes() != before

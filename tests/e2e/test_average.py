@@ -64,7 +64,7 @@ def test_the_plan_lists_order_weights_and_formula(run: list[Path]) -> None:
     shown = " ".join(actmat(["merge", "--average", "linear", *map(str, run), "--plan"]).out.split())
     assert "w_t = 2 t / (T (T + 1))" in shown
     assert "step-30 0.166667, step-200 0.333333, step-1000 0.5" in shown
-    assert "those of the last checkpoint, step-1000" in shown
+    assert "come from the last checkpoint, step-1000" in shown
 
 
 def test_listed_numbers_want_checkpoints_in_order(run: list[Path], tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_float64_accumulation_and_output(run: list[Path], tmp_path: Path) -> Non
 def test_nothing_to_average_is_an_error(tmp_path: Path) -> None:
     assert actmat(["merge", "--average", "uniform"]).code == 1
     assert actmat(["merge", "--average", "uniform", str(tmp_path)]).code == 2
-    with pytest.raises(RecipeError, match="nothing to average"):
+    with pytest.raises(RecipeError, match="needs at least two checkpoints"):
         library.average([], out=tmp_path / "out")
 
 

@@ -139,7 +139,7 @@ class TestRay(ExecutorConformance):
             worst = run.units[3].name
             trouble = self.trouble(tmp_path, "kill always", item=worst)
             run.spec = dataclasses.replace(run.spec, observers=trouble)
-            with pytest.raises(MergeError, match=rf"{ATTEMPTS} workers were lost while they merged '{worst}'"):
+            with pytest.raises(MergeError, match=rf"{ATTEMPTS} workers were lost while merging '{worst}'"):
                 run.take(executor.run(run.spec, run.units))
             assert len(run.records) > len(run.units) // 2, "results of other units are lost"
 

@@ -279,7 +279,7 @@ def test_a_worker_with_other_software_says_so(merged: Any, opened: Any) -> None:
     spec = merged[0]
     plan = dataclasses.replace(spec.plans[0], versions={**spec.plans[0].versions, "torch": "1.0"})
     _, answer = opened(spec=dataclasses.replace(spec, plans=(plan,), surveys={}))
-    assert "other software" in str(answer.error)
+    assert "software differs" in str(answer.error)
     assert "the driver 1.0" in str(answer.error)
 
 
@@ -358,7 +358,7 @@ def test_units_go_where_the_plan_places_them(tmp_path: Path) -> None:
 
 def test_ray_gives_out_the_gpus() -> None:
     for device in ("cuda:1", "cpu:0,1", "mps"):
-        with pytest.raises(RecipeError, match=f"found the device '{device}'. Write --device cuda"):
+        with pytest.raises(RecipeError, match=f"found the device '{device}'. Fix: --device cuda"):
             find_executor("ray", device)
 
 

@@ -147,7 +147,7 @@ def mixed(place: Path) -> Path:
 
 def test_each_component_gets_its_modules(place: Path, mixed: Path, tmp_path: Path) -> None:
     plan = actmat.plan(place / "unet", [mixed])
-    assert any("the base is no text_encoder: 1 modules" in n for n in map(str, plan.notes))
+    assert any("the base has no text_encoder: the adapter's 1 modules" in n for n in map(str, plan.notes))
     base = load_file(place / "text" / "model.safetensors")
     actmat.merge(place / "text", [mixed], out=tmp_path / "out", **RUN, **SUM)
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -192,9 +192,9 @@ def test_inspect_says_what_is_in_it(mixed: Path) -> None:
         ({"lokr_w1": random(2, 2)}, "no Kronecker product"),
         ({"on_input": torch.tensor(1)}, "has no weight"),
         ({"lora_up.weight": random(4, 2), "dora_scale": random(4, 1)}, "has no lora_down"),
-        ({"hada_w1_a": random(4, 2), "oft_blocks": random(2, 2)}, "LyCORIS's other algorithms are not read"),
+        ({"hada_w1_a": random(4, 2), "oft_blocks": random(2, 2)}, "LyCORIS's other algorithms are not supported"),
         ({"dora_scale": random(4, 1)}, "has dora_scale and no factors"),
-        ({**whole_lokr(torch.empty(8, 8))[0], "dora_scale": random(1, 8)}, "magnitudes of inputs"),
+        ({**whole_lokr(torch.empty(8, 8))[0], "dora_scale": random(1, 8)}, "scales inputs"),
         ({**loha(torch.empty(8, 9))[0]}, "does not fit|its delta is 8 x 9"),
         ({**loha(torch.empty(8, 8))[0], "alpha": torch.tensor(float("nan"))}, "expected a finite number"),
     ],
@@ -211,5 +211,5 @@ def test_modules_of_another_model_and_outputs_without_a_base_are_refused(place: 
     with pytest.raises(MergeError, match="with its base only"):
         actmat.plan(None, [mixed])
     save_file(named("lora_unet_", "x.y", loha(torch.empty(4, 4))[0]), place / "other.safetensors")
-    with pytest.raises(MergeError, match="none of its modules is in the base"):
+    with pytest.raises(MergeError, match="contains none of its modules"):
         actmat.plan(place / "unet", [place / "other.safetensors"])

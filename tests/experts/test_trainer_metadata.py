@@ -76,8 +76,8 @@ def loha(folder: Path) -> dict[str, torch.Tensor]:
         ({"ss_network_module": "networks.lora_flux", "ss_network_args": "null"}, ""),
         ({"ss_network_args": json.dumps({"curl": "0.5", "later": "False"})}, "not obeyed: curl"),
         ({"ss_network_args": json.dumps({"algo": "Twist"})}, "not obeyed: algo=twist"),
-        ({"ss_network_module": "networks.twist"}, "a trainer's module that is not known here: 'networks.twist'"),
-        ({"ss_network_args": "{"}, "ss_network_args is no JSON object"),
+        ({"ss_network_module": "networks.twist"}, "an unknown trainer module: 'networks.twist'"),
+        ({"ss_network_args": "{"}, "ss_network_args is not a JSON object"),
     ],
 )
 def test_a_setting_of_a_trainer_that_is_not_known_is_noted(
@@ -105,7 +105,7 @@ def test_a_field_of_diffusers_metadata_that_is_not_known_is_noted(place: Path, t
         ("oft_blocks", "of the algorithm 'diag-oft or boft'"),
         ("diff", "of the algorithm 'full'"),
         ("lambda_layer", "of the algorithm 'tlora'"),
-        ("curl", "is no part of LoRA, LoHa"),
+        ("curl", "does not belong to LoRA, LoHa"),
     ],
 )
 def test_a_tensor_of_another_algorithm_is_named(role: str, words: str, place: Path, tmp_path: Path) -> None:

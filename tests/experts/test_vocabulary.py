@@ -59,7 +59,7 @@ def test_rows_are_taken_by_token(folder: Path) -> None:
     base, experts = aligned("base", "expert")
     expert = experts["expert"]
     assert not isinstance(base, TokenRowsCheckpoint), "its rows stay as they are"
-    assert "2 tokens that it lacks are lent to it, 2 that the new vocabulary lacks" in expert.notes[0]
+    assert "2 missing tokens come from other inputs, 2 tokens outside the new vocabulary" in expert.notes[0]
     assert "16 of its own, 2 from base, 2 of padding, from base" in expert.notes[0]
     for name in (EMBEDDING, HEAD):
         assert expert.specs[name].shape == base.specs[name].shape
@@ -183,7 +183,7 @@ def test_a_tokenizer_is_needed(folder: Path) -> None:
     (folder / "expert" / "tokenizer.json").unlink()
     refused = actmat(["plan", "-b", "base", "-e", "expert", "--vocabulary", "base"])
     assert refused.code == 1
-    assert "found none. Fix: save the tokenizer beside the weights" in " ".join(refused.err.split())
+    assert "needs it to match rows by token. Fix: save the tokenizer next" in " ".join(refused.err.split())
 
 
 def test_a_merge_takes_the_rows_of_the_base(folder: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_merge_takes_the_rows_of_the_base(folder: Path) -> None:
     assert done.code == 0, done.err
     got = load_file("out/model.safetensors")
     torch.testing.assert_close(got[EMBEDDING], wanted(folder, EMBEDDING), rtol=F32_ELEMENTWISE, atol=F32_ELEMENTWISE)
-    assert "its rows are taken by token; 2 tokens that it lacks" in " ".join(done.out.split())
+    assert "its rows are matched by token; 2 missing tokens" in " ".join(done.out.split())
     assert actmat(["merge", *flags, "--out", "out"]).code == 0, "a finished merge is recognized"
     assert actmat(["verify", "out"]).out.startswith("intact")
     without = actmat(["plan", *flags[:4]])

@@ -36,7 +36,7 @@ FAILING = {  # mergekit fails too
     "err_t_per_model": "method 'slerp' needs 't' for every tensor",
     "err_filter_without_default": "its filters leave some without",
     "err_linear_base_unweighted": "method 'linear' needs 'weight' for every tensor",
-    "err_slice_lengths": "all sources of a slice have the same number of layers",
+    "err_slice_lengths": "all sources of a slice need the same number of layers",
     "err_models_and_slices": "expected exactly one of 'models', 'slices' and 'modules', found models and slices",
     "err_base_not_in_slice": "'./base' is no source of this slice",
 }

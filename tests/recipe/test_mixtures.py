@@ -281,14 +281,14 @@ def test_a_missing_key_and_value_heads_is_what_the_dense_model_means(
             "expected 1 to 1, the number of experts, found 2; it is 2 unle",
         ),
         ({"experts": experts(0, 1), "experts_per_token": 3}, "expected 1 to 2, the number of experts, found 3"),
-        ({"experts": [{"source_model": "./0"}] * 2, "gate_mode": "hidden"}, "expected 'positive_prompts', from which"),
-        ({"experts": [experts(0)[0], experts(0)[0]], "gate_mode": "hidden"}, "the prompts of all experts are the same"),
+        ({"experts": [{"source_model": "./0"}] * 2, "gate_mode": "hidden"}, "'positive_prompts' are missing"),
+        ({"experts": [experts(0)[0], experts(0)[0]], "gate_mode": "hidden"}, "the prompts of all experts are equal"),
         (
             {"experts": experts(0, 1), "architecture": "mamba"},
             "'architecture: mamba': expected one of Mixtral, DeepSeek",
         ),
         ({"experts": [{"source_model": "../qwen3/0"}, {"source_model": "./1"}]}, "found llama, qwen3"),
-        ({"experts": experts(0, 1), "shared_experts": experts(0, 1)}, "expected one shared expert at most, found 2"),
+        ({"experts": experts(0, 1), "shared_experts": experts(0, 1)}, "expected at most one shared expert, found 2"),
         ({"experts": experts(0, 1), "shared_experts": experts(0)}, "Mixtral has no shared expert"),
         (
             {
@@ -303,7 +303,7 @@ def test_a_missing_key_and_value_heads_is_what_the_dense_model_means(
         ({"experts": [{"source_model": "./0", "residual_scale": "much"}] * 2}, "expected a number, found 'much'"),
         ({"experts": [{"source_model": "./0"}, {"source_model": "./missing"}]}, "has no 'missing'"),
         ({"experts": [{"source_model": "./0", "positive_prompts": "a"}] * 2}, "expected a list of texts, found 'a'"),
-        ({"base_model": None, "experts": experts(0, 1)}, "expected 'base_model', the donor of attention"),
+        ({"base_model": None, "experts": experts(0, 1)}, "'base_model' is missing"),
     ],
 )
 def test_what_is_refused_says_why(fields: dict[str, Any], words: str, build: Build, tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_a_base_without_a_tokenizer_leaves_no_output(models: Path, build: Build,
     shutil.copytree(models / "llama" / "0", bare)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (bare / name).unlink()
-    with pytest.raises(MergeError, match="read with the tokenizer of the base model"):
+    with pytest.raises(MergeError, match="the tokenizer of the base model"):
         build("llama", base_model=str(bare), experts=experts(0, 1), gate_mode="cheap_embed")
     assert not (tmp_path / "out").exists()
 
@@ -343,7 +343,7 @@ def test_remarks_of_a_configuration(models: Path, tmp_path: Path) -> None:
     assert "a mixture of experts (mergekit-moe): no weights are merged" in notes
     assert "'exprts' is ignored, as mergekit ignores it. Did you mean 'experts'?" in " ".join(recipe.warnings)
     assert "all experts are the same model" in " ".join(recipe.warnings)
-    assert "3 experts are no power of two" in notes
+    assert "3 experts: llama.cpp expects a power of two" in notes
 
 
 def test_a_mixture_can_be_the_base_of_a_merge(models: Path, build: Build, tmp_path: Path) -> None:

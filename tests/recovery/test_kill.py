@@ -150,7 +150,7 @@ def test_an_interruption_is_told_and_can_be_resumed(
     assert hidden(place) == [".out.actmat-partial"]
     status, errors = server.start(loud(command(family, out))).wait()
     assert status == 0, errors
-    assert f"Going on with an interrupted merge: {said[1]} tensors are done" in errors
+    assert f"Continuing an interrupted merge: {said[1]} tensors are done" in errors
     assert is_complete(out, reference)
     assert hidden(place) == []
 

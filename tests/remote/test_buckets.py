@@ -223,7 +223,7 @@ def test_a_finished_output_whose_mark_is_left_is_not_replaced_unasked(
     assert {MANIFEST_NAME, MARK_NAME} <= names(url)
     refused = merge(family, url, "--method", "average")
     assert refused.code == 1
-    assert "holds a finished output" in refused.err
+    assert "contains a finished output" in refused.err
     done = merge(family, url)
     assert done.code == 0, done.err
     assert not any(n.startswith(".actmat") for n in names(url))
@@ -270,7 +270,7 @@ def test_values_that_cannot_be_merged_leave_nothing(family: Family, memory: str,
 
 def test_places_that_cannot_be_written_are_told_before_the_work(family: Family, memory: str) -> None:
     for out, said in (
-        ("https://host/out", "web servers take no files"),
+        ("https://host/out", "web servers are read only"),
         ("hf://org/name@main", "outputs are written to its main branch"),
         ("gs://bucket/out", "pip install 'actmat[gcs]'"),
     ):

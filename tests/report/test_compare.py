@@ -222,7 +222,7 @@ def test_other_tensors_and_shapes_are_refused(family: Family, tmp_path: Path) ->
     (place / "actmat_manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(AlignmentError, match=r"1 tensor\(s\) are only in .*model.norm.weight") as error:
         compare(family.root / "actmat", place)
-    assert f"1 tensor(s) have other shapes ({Q0})" in error.value.problems
+    assert f"1 tensor(s) have different shapes ({Q0})" in error.value.problems
 
 
 def test_an_output_that_lost_a_tensor_is_told(family: Family, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_the_same_diagnosis_gives_the_same_page(tmp_path: Path) -> None:
     assert render_html(found) == render_html(again)
     assert write_html(found, tmp_path / "a" / "r.html").read_bytes() == render_html(again).encode()
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["r.html"]
-    with pytest.raises(OutputError, match=r"found the directory .*add a name"):
+    with pytest.raises(OutputError, match=r"is a directory.*add a name"):
         write_html(found, tmp_path)
 
 

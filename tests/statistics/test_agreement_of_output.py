@@ -168,7 +168,7 @@ def test_a_model_without_a_tokenizer_says_where_one_is_missing(place: Path, tmp_
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["MERGED", "--data", "math=DATA", "--data", "DATA"], "given once, for all experts"),
+        (["MERGED", "--data", "math=DATA", "--data", "DATA"], "once for all experts"),
         (["MERGED", "--data", "math=DATA", "--data", "math=DATA"], "twice for expert 'math'"),
         (["MERGED", "--data", "DATA", "--dtype", "int8"], "'int8' is not one of 'float32'"),
         (["MERGED", "--data", "DATA", "--expert", "x"], "names its own base"),

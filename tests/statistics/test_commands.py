@@ -249,7 +249,7 @@ def test_staged_statistics_of_two_experts(family: Path, tmp_path: Path) -> None:
     assert "'code' has no batches" in refused.err
     same = ["-e", "a/m", "-e", "b/m", "--data=m=d"]
     twice = run(["statistics", "staged", "-b", "x", *same, "--out", str(tmp_path / "u")])
-    assert "two experts have one name" in twice.err
+    assert "two experts have the same name" in twice.err
 
 
 @pytest.mark.parametrize("tokens", [{"eos_token": "</s>"}, {"unk_token": "<unk>"}, {}])

@@ -86,7 +86,7 @@ def test_the_function_searches_the_scales_that_are_given(family: Path, tmp_path:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--scale", "0.5"], "drop --scale"),
+        (["--scale", "0.5"], "remove --scale"),
         (["--tune-scale", "more.jsonl"], "--tune-scale is given once, for all"),
     ],
 )

@@ -178,9 +178,9 @@ def test_benchmarks_are_asked_of_the_model_in_memory(family: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ([], "ask something"),
-        (["--prompt", "x", "--classes", "a"], "--classes goes with --images"),
-        (["--prompt", "x", "--limit", "3"], "--limit with --lm-eval"),
+        ([], "no query given"),
+        (["--prompt", "x", "--classes", "a"], "--classes needs --images"),
+        (["--prompt", "x", "--limit", "3"], "--limit needs --lm-eval"),
         (["--prompt", "x", "--model-dtype", "int3"], "is not one of 'float32'"),
     ],
 )

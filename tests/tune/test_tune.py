@@ -291,7 +291,7 @@ def test_the_command_prints_the_choice_and_the_comparison(family: Path, tmp_path
     assert max(map(len, done.out.splitlines())) <= 80
     for flags, says in (
         (["--score", "beauty"], "divergence"),
-        (["--space", "x.yaml", "--methods", "ties"], "drop --methods"),
+        (["--space", "x.yaml", "--methods", "ties"], "remove --methods"),
         (["--budget", "soon"], "number of evaluations"),
         (["--methods", "tis"], "ties"),
     ):

@@ -1,4 +1,4 @@
-"""Measure a merge without making it, or one that was made."""
+"""Measure a merge, planned or finished."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def diagnose(
     progress: Progress | None = None,
     **fields: Any,
 ) -> Diagnosis:
-    """Measure what `merge` with the same arguments would do to every matrix; nothing is written.
+    """Measure the effect of `merge` with the same arguments on every matrix; nothing is written.
 
     Args:
         base, experts, method, weights, statistics, progress, fields: as for `merge`.
@@ -34,7 +34,7 @@ def diagnose(
         Measures per matrix and the outcome of every check.
 
     Raises:
-        MergeError: whatever `merge` would raise for the same inputs.
+        MergeError: the same errors as `merge` for these inputs.
     """
     recipe, settings = make_arguments(base, experts, {"method": method} | fields, weights, statistics)
     return diagnose_recipe(recipe, settings, progress or usual_progress("measuring"))
@@ -43,14 +43,14 @@ def diagnose(
 def diagnose_output(
     directory: str | Path, settings: RunSettings | None = None, progress: Progress | None = None
 ) -> Diagnosis:
-    """The report of a merged model: the one that lies in it, else its merge is measured again from the manifest.
+    """The report of a merged model: the stored one, or the merge of its manifest measured again.
 
     Args:
         directory: output of `merge`.
-        settings, progress: of the measurement.
+        settings, progress: for the measurement.
 
     Raises:
-        MergeError: it has neither, or its inputs are gone.
+        MergeError: the output has neither report nor manifest, or its inputs are missing.
     """
     folder = Path(directory)
     if os.path.isfile(folder / REPORT_NAME):
@@ -59,10 +59,10 @@ def diagnose_output(
 
 
 def write_report(diagnosis: Diagnosis, path: str | Path) -> list[Path]:
-    """Write one file if its name ends in .html (the page) or .json, else both into a directory, which is made.
+    """Write a page if the name ends in .html, JSON if it ends in .json, else both into a directory.
 
     Returns:
-        The written files; each is whole or not there.
+        The written files; each is written atomically.
 
     Raises:
         OSError: writing failed.

@@ -1,4 +1,4 @@
-"""Write a checkpoint in the form of another tool."""
+"""Write a checkpoint in the format of another tool."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from actmat.experts.locate import locate
 from actmat.recipe.arguments import Location
 
 Exporter = Callable[..., str]
-"""`(located, out, *, options)`: writes a form and returns in words what was written."""
+"""`(located, out, *, options)`: writes one format and returns a sentence about the result."""
 
 
 def export(checkpoint: Location, *, out: Location, to: str = "dcp", **options: str) -> str:
-    """Write a checkpoint, such as a merged model, in the form of another tool; returns in words what was written.
+    """Write a checkpoint, such as a merged model, in the format of another tool; returns a sentence about the result.
 
     Args:
         checkpoint: directory, file, hub id or URL of anything that `merge` reads.
-        out: what to write, which does not exist: a directory for dcp, a file for the others.
-        to: `dcp`, of `torch.distributed.checkpoint`; `gguf`, of llama.cpp; `comfy`, `kohya` or `diffusers`, of a LoRA
-            of an image or video model.
-        options: of the form. dcp: `under`, the key of the state dict below which the tensors are saved, such as
+        out: output that must not exist: a directory for dcp, a file for the other formats.
+        to: `dcp` (`torch.distributed.checkpoint`), `gguf` (llama.cpp), or `comfy`, `kohya` or `diffusers` for a LoRA
+        of an image or video model.
+        options: of the format. dcp: `under`, the key of the state dict below which the tensors are saved, such as
             `model`. gguf: `like`, a GGUF file of the base, and `type` of the matrices: f32, f16, bf16 or q8_0.
 
     Raises:
-        RecipeError: an unknown form or option.
-        MergeError: the checkpoint or the place; nothing is at `out`.
+        RecipeError: an unknown format or option.
+        MergeError: the checkpoint or `out` is invalid; nothing is written.
     """
     form = _exporter(to)
     taken = [p.name for p in inspect.signature(form).parameters.values() if p.kind is p.KEYWORD_ONLY]
     if strange := [name for name in options if name not in taken]:
         listed = ", ".join(taken) or "none"
-        raise RecipeError(f"The form {to} takes no option {', '.join(strange)}; its options: {listed}.")
+        raise RecipeError(f"--to {to} takes no option {', '.join(strange)}; its options: {listed}.")
     with locate(str(checkpoint)) as found:
         return form(found, Path(out), **options)
 
@@ -47,5 +47,5 @@ def _exporter(form: str) -> Exporter:
     forms |= {"gguf": write_gguf, "kohya": export_kohya}
     if form not in forms:
         known = ", ".join(forms)
-        raise RecipeError(f"There is no form '{form}' to export to.{did_you_mean(form, forms)} Forms: {known}.")
+        raise RecipeError(f"Unknown export format '{form}'.{did_you_mean(form, forms)} Formats: {known}.")
     return forms[form]

@@ -21,7 +21,7 @@ LABEL = "model"
 """Name of the fine-tuned model in plans and records."""
 
 SHOWN_LAYERS = 10
-"""Layers that a notebook shows of an extraction."""
+"""Number of layers of an extraction shown in a notebook."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,8 +29,8 @@ class ExtractReport:
     """Result of an extraction.
 
     Args:
-        merge: the run, as of any other merge.
-        record: `relative_error`, `notes` and, for every tensor that was looked at, a row in `tensors`.
+        merge: the report of the run, as of any other merge.
+        record: `relative_error`, `notes` and, for every examined tensor, a row in `tensors`.
     """
 
     merge: MergeReport
@@ -53,12 +53,12 @@ class ExtractReport:
 
     @property
     def was_finished(self) -> bool:
-        """True if an earlier call with the same inputs made it; it was only verified."""
+        """True if an earlier call with the same inputs finished the output, so that it was only verified."""
         return self.merge.was_finished
 
     @property
     def relative_error(self) -> float:
-        """`||D - B A||_F / ||D||_F` over all layers that are factored."""
+        """`||D - B A||_F / ||D||_F` over all factored layers."""
         return float(self.record["relative_error"])
 
 
@@ -78,13 +78,13 @@ def extract(
 
     Args:
         base: directory, file, hub id or URL of the checkpoint `W_0`.
-        model: likewise, of what was fine-tuned from it: a full checkpoint, or an adapter of any family but LoRA.
-        out: directory to write, or its URL; must not exist, or be empty, unless `overwrite`.
-        rank: of every layer.
+        model: the same for the fine-tuned model: a full checkpoint, or an adapter of any family except LoRA.
+        out: directory to write, or its URL; must be missing or empty, unless `overwrite` is set.
+        rank: rank of every layer.
         energy: instead of a rank, the share of each layer's squared norm to keep, such as 0.99.
         others: changed tensors that LoRA cannot hold (norms, tables, convolutions, biases) are kept whole in the
-            adapter (`save`), or left out (`leave`).
-        dtype: of the adapter: float64, float32, bfloat16 or float16; default: the base's, tensor by tensor.
+        adapter (`save`), or left out (`leave`).
+        dtype: dtype of the adapter: float64, float32, bfloat16 or float16; default: the base's, tensor by tensor.
         progress: see `Progress`; None: a line in a notebook, nothing elsewhere.
         settings: of the run (`threads`, `max_memory`, `overwrite`, `diagnose`, ...; see `settings.RunSettings`).
 
@@ -100,23 +100,23 @@ def extract(
 
 
 def extract_recipe(base: str | Path, model: str | Path, **fields: Any) -> Recipe:
-    """The recipe of an extraction; `fields`: those of `extract`.
+    """The recipe of an extraction, from the arguments of `extract`.
 
     Raises:
-        RecipeError: neither a rank nor an energy, or values out of their range; the model is LoRA already.
+        RecipeError: neither a rank nor an energy is given, a value is out of range, or the model is already LoRA.
     """
     given = {name: str(value) if name == "out" else value for name, value in fields.items() if value is not None}
     rank, energy = fields.get("rank"), fields.get("energy")
     if rank is None and energy is None:
-        raise RecipeError("Say how much of each delta is kept: either a rank (--rank 64) or a share of its squared "
-                          "norm (--energy 0.99).")  # fmt: skip
+        raise RecipeError("The size of the adapter is not given: pass a rank (--rank 64) or a share of each "
+        "delta's squared norm (--energy 0.99).")  # fmt: skip
     experts = [{"path": str(model), "name": LABEL}]
     made = {"base": str(base), "experts": experts, "method": "average", "output": "extracted"}
     recipe = make_recipe(with_output(made, given))
     with located(recipe) as inputs:
         if rank is not None and inputs.have_factors:
             raise RecipeError(
-                f"{model} is a LoRA adapter: no base is needed to cut its rank. Fix: actmat merge -e {model} "
+                f"{model} is a LoRA adapter; its rank is reduced without a base. Fix: actmat merge -e {model} "
                 f"--rank {rank} --out OUT"
             )
         wide = inputs.base is not None and any(s.dtype == "float64" for s in inputs.base.header.values())
@@ -124,7 +124,7 @@ def extract_recipe(base: str | Path, model: str | Path, **fields: Any) -> Recipe
 
 
 def report_of(report: MergeReport) -> ExtractReport:
-    """The report of a merge whose output is an extracted adapter, with its rows."""
+    """The extraction report of a merge whose output is an extracted adapter, with its rows."""
     manifest = report.manifest
     notes, error = list(manifest["notes"]), manifest["output"]["relative_error"]
     return ExtractReport(report, {"relative_error": error, "notes": notes, "tensors": extracted_rows(manifest)})

@@ -30,12 +30,12 @@ def merge(
     Args:
         base: directory, file, hub id `org/name[@revision]` or URL of the checkpoint that all experts come from; None
             merges adapters into an adapter.
-        experts: likewise; a mapping may give `path`, `name` and `weight`.
-        out: directory to write, or its URL; must not exist, or be empty, unless `overwrite`.
-        method: merge method, see `actmat methods`; auto takes the one that measurements prefer.
+        experts: the same, one per expert; a mapping gives `path`, `name` and `weight`.
+        out: directory to write, or its URL; must be missing or empty, unless `overwrite` is set.
+        method: merge method, see `actmat methods`; `auto` chooses by the inputs, from benchmark results.
         weights: one per expert, for methods that take weights.
-        statistics: output of `actmat statistics collect`, by the experts' names or one each in their order, for
-            methods that need it.
+        statistics: outputs of `actmat statistics collect`, by expert name or in the order of the experts, for
+        methods that need them.
         progress: see `Progress`; None: a line in a notebook, nothing elsewhere. `NoProgress()` is silent anywhere.
         fields: any other field of a recipe (`options`, `scale`, `scope`, `rules`, `keep`, `dtype`, `seed`, ...; see
             `recipe.Recipe`) or of the settings of a run (`device`, `max_memory`, `threads`, `overwrite`, `diagnose`,
@@ -54,7 +54,7 @@ def merge(
 def merge_recipes(
     recipes: Sequence[Recipe], settings: RunSettings, progress: Progress | None = None
 ) -> list[MergeReport]:
-    """`run_recipes` with the page of every measured merge; LoRA in one file become one file, if `out` is named so."""
+    """`run_recipes`, plus a page per measured merge; if `out` ends in .safetensors, LoRA is written as one file."""
     if recipes and all(str(r.out).endswith(".safetensors") for r in recipes):
         from actmat.extras.diffusion.files import run_into_files
 
@@ -72,10 +72,10 @@ def plan(
     statistics: Mapping[str, Location] | Sequence[Location] | None = None,
     **fields: Any,
 ) -> MergePlan:
-    """Plan what `merge` would do, tensor by tensor, from headers only. Arguments as for `merge`.
+    """Plan a merge tensor by tensor, from headers only. Arguments as for `merge`.
 
     Raises:
-        MergeError: the inputs do not fit; carries all problems.
+        MergeError: the inputs are incompatible; lists all problems.
     """
     recipe, settings = make_arguments(base, experts, {"method": method} | fields, weights, statistics)
     return plan_recipe(recipe, device=settings.device, device_memory=settings.device_memory)

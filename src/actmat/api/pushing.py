@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from actmat.extras.remote.push import HubPlace, PushedFile
 
 ADDED = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
-"""Beginnings of names of files that are pushed although no merge wrote them."""
+"""Prefixes of files that are pushed although they are not listed in the manifest."""
 CARD = "README.md"
 
 
@@ -29,14 +29,14 @@ class PushReport:
 
     Args:
         repo_id: `org/name`.
-        files: of the output, by name.
+        files: names of the output's files.
         removed: files of an earlier output that the commit removed.
-        nbytes: of the files that the repository did not have.
+        nbytes: size of the files that the repository did not have.
         private: whether the repository is private.
-        is_new: it was made for this output.
-        left_out: files of the folder that no merge wrote, which stay here.
+        is_new: whether the repository was created for this output.
+        left_out: files of the folder that are not in the manifest, which are not sent.
         notes: sentences for the user.
-        url: of the commit; empty after a dry run.
+        url: address of the commit; empty after a dry run.
     """
 
     repo_id: str
@@ -61,20 +61,20 @@ def push(
 ) -> PushReport:
     """Send a finished output to a model repository of the hub, with its card and manifest, in one commit.
 
-    Only files that the manifest lists are sent, and license texts. Files that the repository has are left out; what an
-    interrupted push sent is not sent again.
+    Only license texts and files listed in the manifest are sent. Files that the repository already has, also from an
+    interrupted push, are not sent again.
 
     Args:
         out: folder of the output.
         repo_id: `org/name`.
-        public: make a new repository public.
-        overwrite: replace another output in the repository; the files of that one are removed.
-        dry_run: send nothing; a hub that is out of reach is a note.
-        check: hash every tensor and file first, and compare with the manifest; an edited card is no difference.
+        public: create a new repository as public.
+        overwrite: replace another output in the repository and remove its files.
+        dry_run: send nothing; an unreachable hub is a note.
+        check: hash every tensor and file first, and compare with the manifest; the card may be edited.
 
     Raises:
-        OutputError: the output is not as it was written, or the hub does not take it; nothing shows there then.
-        CheckpointError: `out` is no output of actmat.
+        OutputError: the output was modified, or the hub rejects it; the repository is then unchanged.
+        CheckpointError: `out` is not an output of actmat.
     """
     from actmat.extras.remote.push import hub_name, look_up, plan_push, send
 
@@ -98,13 +98,13 @@ def push(
 
 
 def _files(folder: Path) -> tuple[list[str], tuple[str, ...]]:
-    """Names of the files to push, and of the others."""
+    """Names of the files to push, and of the files to leave out."""
     ours = {*listed_files(read_manifest(folder)), MANIFEST_NAME}
     found = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
     there = [n for n in found if n.split("/")[0] not in VERSIONING]
     names = [n for n in there if n in ours or n.upper().startswith(ADDED)]
     if missing := sorted(ours - set(there)):
-        raise OutputError(f"{folder} is not whole.", [f"file '{n}' of the manifest is missing" for n in missing])
+        raise OutputError(f"{folder} is incomplete.", [f"file '{n}' of the manifest is missing" for n in missing])
     return names, tuple(n for n in there if n not in names)
 
 
@@ -113,17 +113,17 @@ def _check(folder: Path) -> None:
     allowed = (f"file '{CARD}' of the output ", "the output has an extra file ")
     problems = [p for p in verify(folder, inputs=False).problems if not p.startswith(allowed)]
     if problems:
-        raise OutputError(f"{folder} is not as it was written, so it is not pushed. Fix: merge again.", problems)
+        raise OutputError(f"{folder} was modified after the merge, so it is not pushed. Fix: merge again.", problems)
 
 
 def _unknown(place: HubPlace) -> tuple[str, ...]:
-    """Note that the hub could not be asked, if so."""
-    text = "the hub was not asked for its files, which may be there already, nor whether it takes these"
+    """Note that the hub was not reachable, if so."""
+    text = "the hub was not asked, so its files and permissions are not known"
     return (f"{text} ({place.unknown})",) if place.unknown else ()
 
 
 def _notes(folder: Path, *, public: bool) -> tuple[str, ...]:
-    """Notes on the license that the card states, and on what everybody would learn of this machine."""
+    """Notes on the license stated in the card, and on local paths that the manifest would publish."""
     from actmat.report.licenses import read_card
 
     card = read_card((folder / CARD).read_text(encoding="utf-8"))
@@ -134,12 +134,12 @@ def _notes(folder: Path, *, public: bool) -> tuple[str, ...]:
     manifest = read_manifest(folder)
     rows = [r for r in (manifest["base"], *manifest["experts"], *manifest.get("statistics", ())) if r is not None]
     if paths := dict.fromkeys(filter(None, map(_telling_path, rows))):
-        told.append(f"the manifest tells everybody these paths of this machine: {', '.join(map(terminal, paths))}")
+        told.append(f"the manifest publishes these paths of this machine: {', '.join(map(terminal, paths))}")
     return (*card.notes, *told)
 
 
 def _telling_path(row: Mapping[str, Any]) -> str:
-    """A path in the entry of an input that names folders above the place that was given; empty if none does.
+    """A path in an input's manifest entry that reveals folders above the given location; may be empty.
 
     >>> _telling_path({"location": "models/a", "from_here": "../models/a"})
     ''

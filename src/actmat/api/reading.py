@@ -19,7 +19,7 @@ def read_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         overrides: fields that replace those of the file.
 
     Raises:
-        RecipeError: unreadable, or not a recipe; lists all fields of mergekit without a counterpart.
+        RecipeError: the file is unreadable or not a recipe; lists all mergekit fields without a counterpart.
     """
     parsed = parse_file(path)
     if parsed.is_foreign:

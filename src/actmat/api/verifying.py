@@ -16,17 +16,17 @@ def verify(
     against: str | Path | Sequence[str | Path] = (),
     progress: HashProgress = lambda name, nbytes: None,
 ) -> Verification:
-    """Hash every tensor and file of the output, and its inputs, again and compare with the manifest.
+    """Hash every tensor and file of the output and its inputs, and compare with the manifest.
 
     Args:
         out: directory of a merged model, or its URL.
-        inputs: also check base and experts, where they can still be found.
-        against: adapters (or checkpoints), one per expert of the merge and in their order: every tensor is compared
-            with `W_0 + sum_t c_t D_t`, computed again in float64.
-        progress: called with a tensor's name and size after it was hashed.
+        inputs: also check base and experts that can still be found.
+        against: adapters (or checkpoints), one per expert of the merge, in order: every tensor is compared
+        with `W_0 + sum_t c_t D_t`, computed again in float64.
+        progress: called with the name and size of each hashed tensor.
 
     Raises:
-        CheckpointError: no manifest, a damaged one, the output is not a readable checkpoint, or no sum of deltas.
+        CheckpointError: the manifest is missing or damaged, the output cannot be read, or it is not a sum of deltas.
     """
     given = [against] if isinstance(against, str | Path) else list(against)
     if not given:

@@ -18,7 +18,7 @@ FILE = "methods.json"
 
 
 def read_catalog() -> dict[str, dict[str, Any]]:
-    """Declarations by the name of the method, in the order of `all_methods`, without those of a removed extra."""
+    """Method name -> declaration, in the order of `all_methods`; methods of a removed extra are left out."""
     text = files("actmat.cli").joinpath(FILE).read_text(encoding="utf-8")
     return {entry["name"]: entry for entry in json.loads(text) if entry["name"] not in removed("actmat.methods")}
 
@@ -28,7 +28,7 @@ SIDE, EXPERTS = 4096, 4
 
 
 def gflop(m: MergeMethod) -> float:
-    """Operations of a method on the layer for which costs are shown, in 1e9; of fewer experts where it takes fewer."""
+    """Cost of a method on the reference layer in GFLOP; with fewer experts for methods that take fewer."""
     from actmat.linalg.operations import total
 
     experts = min(EXPERTS, m.max_experts or EXPERTS)
@@ -36,7 +36,7 @@ def gflop(m: MergeMethod) -> float:
 
 
 def shown(gflop: float) -> str:
-    """Three digits of a cost.
+    """Format a cost with three significant digits.
 
     >>> shown(0.0671), shown(3056.2)
     ('0.0671', '3,060')
@@ -45,7 +45,7 @@ def shown(gflop: float) -> str:
 
 
 def describe(m: MergeMethod) -> dict[str, Any]:
-    """A declaration as plain data."""
+    """Convert a declaration to plain data."""
     return {
         "name": m.name,
         "summary": m.text.summary,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from actmat.extras.pages.comparison import MergeComparison
 
 MOST = 10
-"""Largest number of tensors listed."""
+"""Maximum number of listed tensors."""
 
 
 @command("look", "compared, whether they differ or not", "not two merges of the same base and experts")
@@ -92,7 +92,7 @@ def _print_tensors(found: MergeComparison) -> None:
 
 
 def _print_rows(head: list[str], rows: list[list[str]]) -> None:
-    """Print a table and an empty line; nothing without rows."""
+    """Print a table and an empty line, or nothing if there are no rows."""
     from actmat.cli.screen import console, escape, plain_table
 
     if rows:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def compare_answers(
     merged: Path, given: DataFlags, *, base: str | None, device: str, quiet: bool
 ) -> tuple[AgreementRow, ...]:
-    """`actmat.agreement` of a merged model and its experts; `base` under adapters: by default that of the manifest."""
+    """Compute `actmat.agreement` of a merged model and its experts; `base` of adapters defaults to the manifest's."""
 
     def options(place: str) -> DataOptions:
         return given.options(place, max_samples=given.samples)
@@ -45,13 +45,13 @@ def compare_answers(
 
 
 def pairs_of(given: Sequence[str], flag: str = "--data") -> dict[str, str] | str:
-    """Expert -> data, or one data set for all; a text that is an existing path names no expert."""
+    """Expert -> data, or one data set for all; a value that is an existing path is not split at '='."""
     split = [("", text) if os.path.exists(text) else split_name(text) for text in given]
     names = [name for name, _ in split if name]
     if not names and len(split) == 1:
         return split[0][1]
     if len(names) < len(split):
-        raise typer.BadParameter(f"{flag} is given once, for all experts, or as NAME=DATA, once per expert")
+        raise typer.BadParameter(f"give {flag} once for all experts, or {flag} NAME=DATA once per expert")
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise typer.BadParameter(f"{flag} is given twice for expert '{twice[0]}'")
     return dict(split)

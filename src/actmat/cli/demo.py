@@ -1,4 +1,4 @@
-"""`actmat demo`: the embedded example, from training to a table."""
+"""`actmat demo`: train small experts, merge them with every method, and print a table."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from actmat.cli import flags
 from actmat.cli.listing import command
 
 
-@command("merge", "all merges are there", "the output folder or a method is wrong")
+@command("merge", "all merges are written", "the output folder or a method is wrong")
 def demo(
-    out: Annotated[Path, typer.Option("--out", help="Where checkpoints and results go.")] = Path("demo-output"),
-    method: Annotated[list[str] | None, typer.Option("--method", "-m", help="Only these methods.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of data splits and training.")] = 0,
+    out: Annotated[Path, typer.Option("--out", help="Folder for checkpoints and results.")] = Path("demo-output"),
+    method: Annotated[list[str] | None, typer.Option("--method", "-m", help="Only this method; repeatable.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the data splits and of training.")] = 0,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`actmat diagnose`: measure and check a merge without writing the model, or one that is written."""
+"""`actmat diagnose`: measure and check a merge, planned or written, without writing a model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from actmat.diagnostics.model import Diagnosis
 
 OF_OUTPUT = ("dtype", "quantize", "rank", "out")
-"""FlagFields of a recipe that only matter to what is written."""
+"""Recipe fields that affect only the written output."""
 MEASURING = ("device", "device_memory", "max_memory", "threads", "executor")
-"""Settings of a run that writes nothing."""
+"""Run settings that apply when nothing is written."""
 
 
 @command(
     "look",
-    "measured, whatever the checks found",
+    "measured; findings of checks do not change the code",
     f"{BAD_INPUTS}; with `--strict`, a check of severity issue found something",
 )
 def diagnose(
@@ -34,7 +34,7 @@ def diagnose(
         Path | None,
         typer.Argument(
             metavar="[RECIPE.yaml|MERGED|REPORT.json]",
-            help="A recipe file, the directory of a merged model, or a report of one.",
+            help="A recipe file, the directory of a merged model, or its report.json.",
         ),
     ] = None,
     given: Annotated[RecipeFlags, FlagFields(without=OF_OUTPUT)],
@@ -42,7 +42,7 @@ def diagnose(
     strict: flags.StrictOption = False,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Write the report: to FILE.html, to FILE.json, or both into a directory."),
+        typer.Option("--out", help="Write the report to FILE.html, to FILE.json, or both into a directory."),
     ] = None,
     shown: flags.OutputFlags,
     data: DataFlags,
@@ -66,7 +66,7 @@ def diagnose(
 
     if recipe is not None and is_report(recipe):
         if given.given or data.data:
-            raise typer.BadParameter(f"{recipe} is a report, of which nothing is measured: give no inputs")
+            raise typer.BadParameter(f"{recipe} is a report, which is only shown: remove the inputs")
         found = read_diagnosis(recipe)
     elif recipe is not None and os.path.isdir(recipe):
         found = _of_output(recipe, given, run, data, quiet=shown.quiet)
@@ -86,7 +86,7 @@ def diagnose(
 
 
 def _of_output(merged: Path, given: RecipeFlags, run: RunSettings, data: DataFlags, *, quiet: bool) -> Diagnosis:
-    """The report of a merged model, or one measured anew; with rows on data where that is asked for."""
+    """The report of a merged model, measured again if it has none, with rows on data if requested."""
     if "experts" in given or ("base" in given and not data.data):
         raise typer.BadParameter(f"{merged} is a merged model and names its own base and experts")
     from actmat.api.diagnosing import diagnose_output
@@ -123,7 +123,7 @@ def _of_recipe(file: Path | None, given: RecipeFlags, run: RunSettings, *, quiet
 
 
 def _write(found: Diagnosis, out: Path | None) -> list[Path]:
-    """Write the report if that was asked for; the files."""
+    """Write the report to `out`, if given; return the files."""
     if out is None:
         return []
     from actmat.api.diagnosing import write_report
@@ -134,7 +134,7 @@ def _write(found: Diagnosis, out: Path | None) -> list[Path]:
 
 
 def _print_json(found: Diagnosis, *, full: bool) -> None:
-    """The report, as `read_diagnosis` reads it if `full`, else without rows of tensors and matrices."""
+    """Print the report as JSON; `full` includes the rows per tensor and matrix that `read_diagnosis` needs."""
     from actmat.cli.screen import print_json, print_result
 
     data = found.to_json()

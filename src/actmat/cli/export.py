@@ -12,7 +12,7 @@ from actmat.cli.listing import command
 from actmat.cli.streams import optional_stdout
 
 
-@command("share", "written", "the checkpoint cannot be read, or the output place is wrong", imports_torch=True)
+@command("share", "written", "the checkpoint cannot be read, or the output location is invalid", imports_torch=True)
 def export(
     checkpoint: Annotated[str, typer.Argument(help="Directory, file, hub id or URL.")],
     out: Annotated[Path, typer.Option("--out", help="Directory or file to write; must not exist.")],
@@ -20,17 +20,17 @@ def export(
         str,
         typer.Option(
             "--to",
-            help="Form: dcp, of torch.distributed.checkpoint; gguf, of llama.cpp; comfy, kohya or diffusers, of LoRA.",
+            help="Format: dcp (torch.distributed.checkpoint), gguf (llama.cpp); for LoRA: comfy, kohya or diffusers.",
         ),
     ] = "dcp",
     under: Annotated[
-        str | None, typer.Option("--under", help="dcp: key of the state dict that holds the model; default: none.")
+        str | None, typer.Option("--under", help="dcp: state dict key of the model, such as model (default: no key).")
     ] = None,
     like: Annotated[
-        str | None, typer.Option("--like", help="gguf: a GGUF file of the base, for names, metadata and tokenizer.")
+        str | None, typer.Option("--like", help="gguf: a GGUF file of the base; gives names, metadata and tokenizer.")
     ] = None,
     type_: Annotated[
-        str | None, typer.Option("--type", help="gguf: type of matrices: f32, f16, bf16 (default) or q8_0.")
+        str | None, typer.Option("--type", help="gguf: type of the matrices: f32, f16, bf16 or q8_0 (default: bf16).")
     ] = None,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
@@ -41,11 +41,11 @@ def export(
     actmat export MERGED --to gguf --like BASE.gguf --out MERGED.gguf
     actmat export LORA.safetensors --to comfy --out LORA-comfy.safetensors
 
-    A folder of dcp is what torch.distributed.checkpoint.load reads, with any
-    number of processes. A GGUF file is for llama.cpp; of a LoRA adapter it is
-    an adapter. One tensor is in memory at a time. LoRA of image and video
-    models are converted exactly between the layouts of ComfyUI, kohya and
-    diffusers.
+    torch.distributed.checkpoint.load reads a dcp folder with any number of
+    processes. llama.cpp reads a GGUF file; a LoRA adapter becomes a GGUF
+    adapter. One tensor is in memory at a time. LoRA adapters of image and
+    video models are converted exactly between the layouts of ComfyUI, kohya
+    and diffusers.
     """
     from actmat.api.exporting import export as write
     from actmat.cli.screen import console, escape, print_result

@@ -16,19 +16,19 @@ from actmat.settings import RunSettings
 
 @dataclass(frozen=True)
 class ExtractFlags:
-    """The part of a delta that is kept."""
+    """Flags for the kept part of each delta."""
 
     energy: Annotated[
         float | None,
-        typer.Option("--energy", help="In place of a rank: share of each delta's squared norm to keep, such as 0.99."),
+        typer.Option("--energy", help="Instead of a rank: share of each delta's squared norm to keep, such as 0.99."),
     ] = None
     others: Annotated[
         str,
-        typer.Option("--others", help="Changed tensors that are no matrices (norms, tables): 'save' them, or 'leave'."),
+        typer.Option("--others", help="Changed tensors that LoRA cannot hold (norms, tables): 'save' or 'leave' them."),
     ] = "save"
 
 
-@command("merge", "extracted, or found complete", imports_torch=True)
+@command("merge", "extracted, or already complete", imports_torch=True)
 def extract(
     *,
     base: Annotated[str, typer.Option("--base", "-b", help="Checkpoint that the model was fine-tuned from.")],
@@ -46,8 +46,8 @@ def extract(
     actmat extract --base BASE --model MODEL --energy 0.99 --out ADAPTER
 
     The error of every layer is in actmat_manifest.json. PEFT loads the adapter;
-    verify, diagnose and inspect read it like any merge. The same command
-    continues an interrupted extraction.
+    verify, diagnose and inspect read it like a merge. To continue an
+    interrupted extraction, repeat the command.
     """
     from actmat.api.extracting import extract_recipe, report_of
     from actmat.api.merging import merge_recipes
@@ -61,7 +61,7 @@ def extract(
         show_plans([recipe], run, json=json, quiet=quiet)
         return
     if recipe.out is None:
-        raise typer.BadParameter("say where the adapter goes: --out OUT")
+        raise typer.BadParameter("no output given: pass --out OUT")
     with showing_progress(quiet=quiet or json) as progress:
         (report,) = merge_recipes([recipe], run, progress)
     with optional_stdout("The adapter is complete."):

@@ -45,19 +45,19 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     ),
     "Measures": ("strict",),
 }  # fmt: skip
-"""Panels of the help of a command that takes a recipe, the first first -> names of parameters."""
+"""Help panels of a command that takes a recipe, in order -> names of their parameters."""
 
 FIRST = (
     *PANELS["Options"],
     *("data", "budget", "methods", "scales", "score", "prompt", "images", "lm_eval", "compare", "as_recipe"),
 )
-"""Names of the parameters that `--help` of such a command describes; of the others it lists the flags."""
+"""Parameters that `--help` of such a command describes; it lists the other flags by name only."""
 
 RecipeArgument = Annotated[
     Path | None, typer.Argument(metavar="[RECIPE.yaml]", help="A recipe file; flags replace its fields.")
 ]
 _SETTINGS = ("durable", "sha256")
-"""Settings of a run without a flag of their own, for `--set`."""
+"""Run settings that have no flag and are set with `--set`."""
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -70,15 +70,15 @@ StrictOption = Annotated[
     bool, typer.Option("--strict", help="Exit with 1 if a check of severity 'issue' found something.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Full = Annotated[bool, typer.Option("--full", help="With --json: also lists with one row per tensor.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors, and output for scripts.")]
-"""The same everywhere: no words for people. A script reads JSON (with --json), and what a command is asked to print:
+Full = Annotated[bool, typer.Option("--full", help="With --json: include lists with one row per tensor.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors and output for scripts.")]
+"""Print no text for people. Scripts still get JSON (with --json) and the output that a command exists for:
 the recipe of `plan --as-recipe`, the command of `inspect --serve`, the answers of `try`, the address of `ui`."""
 
 
 @dataclass(frozen=True)
 class OutputFlags:
-    """Form of what is printed."""
+    """Flags for the form of the output."""
 
     json: Json = False
     full: Full = False
@@ -86,7 +86,7 @@ class OutputFlags:
 
 
 def shell_command(arguments: Iterable[str]) -> str:
-    """A command line of actmat, to be pasted into a shell.
+    """Command line of actmat, quoted for a shell.
 
     >>> shell_command(["merge", "a b", "--out", "x"])
     "actmat merge 'a b' --out x"
@@ -101,7 +101,7 @@ def _data_option(flag: str, text: str, **more: Any) -> Any:
 ModelClass = Annotated[
     str | None, _data_option("--model-class", "Transformers class that loads the model (default: the config's).")
 ]
-SplitOption = Annotated[str, _data_option("--split", "SplitOption of a data set on the hub or of a folder.")]
+SplitOption = Annotated[str, _data_option("--split", "Split of a data set on the hub or in a folder.")]
 Subset = Annotated[str | None, _data_option("--subset", "Configuration of a data set on the hub.")]
 TextColumn = Annotated[str | None, _data_option("--text-column", "Column of texts (default: detected).")]
 ImageColumn = Annotated[str | None, _data_option("--image-column", "Column of images (default: detected).")]
@@ -135,7 +135,7 @@ class ReadingFlags:
 
 @dataclass(frozen=True)
 class DataFlags(ReadingFlags):
-    """Data, how to read it, and how to load the models that answer."""
+    """Flags for reading data and for loading the models that run on it."""
 
     data: Annotated[
         list[str] | None,
@@ -155,7 +155,7 @@ class DataFlags(ReadingFlags):
 
 @dataclass(frozen=True)
 class RecipeFlags:
-    """Flags that describe recipes, by field of `Recipe` and `ExpertRef`; None for a flag that is not given."""
+    """Values of recipe flags by field of `Recipe` and `ExpertRef`; None for a flag that is not given."""
 
     values: Mapping[str, Any]
 
@@ -164,11 +164,11 @@ class RecipeFlags:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The flags that are given, but `--set`."""
+        """The given flags except `--set`."""
         return {name: value for name, value in self.values.items() if name in self and name != "set"}
 
     def _set(self) -> dict[str, Any]:
-        """FlagFields and settings of `--set`.
+        """Recipe fields and run settings of `--set`.
 
         Raises:
             RecipeError: a name is unknown, or has a flag of its own.
@@ -176,7 +176,7 @@ class RecipeFlags:
         from actmat.recipe import Recipe, parse_option
         from actmat.recipe.output import settable_fields
 
-        pairs = map(parse_option, self.values.get("set") or ())  # of two of one name, the last counts
+        pairs = map(parse_option, self.values.get("set") or ())  # the last of two equal names counts
         found = {name: values[0] if len(values) == 1 else values for name, values in pairs}
         known = (*settable_fields(Recipe), *_SETTINGS)
         if strange := [name for name in found if name not in known]:
@@ -185,7 +185,7 @@ class RecipeFlags:
         return found
 
     def with_settings(self, run: RunSettings) -> RunSettings:
-        """The settings of a run with those of `--set`."""
+        """Run settings updated from `--set`."""
         return dataclasses.replace(run, **{name: value for name, value in self._set().items() if name in _SETTINGS})
 
     def recipes(self, file: Path | None) -> list[Recipe]:
@@ -195,7 +195,7 @@ class RecipeFlags:
             file: a recipe file; flags replace its fields.
 
         Raises:
-            RecipeError: the flags or the file do not make a recipe.
+            RecipeError: the flags or the file are not a valid recipe.
         """
         from actmat.api.reading import read_recipe
         from actmat.recipe import make_recipe, parse_option, variants
@@ -209,7 +209,7 @@ class RecipeFlags:
         if "experts" in given:
             given["experts"] = experts_of(given["experts"], weights)
         elif weights:
-            raise RecipeError("--weight goes with --expert, one each; in a recipe file each expert has its 'weight'.")
+            raise RecipeError("--weight needs one --expert each; in a recipe file, set each expert's 'weight'.")
         if "out" in given:
             given["out"] = str(given["out"])
         if len(methods) == 1:
@@ -229,13 +229,13 @@ class RecipeFlags:
 
 
 def split_name(text: str) -> tuple[str, str]:
-    """`NAME=PLACE` as a pair; the name, which has no slash or backslash, is empty where none is given."""
+    """Split `NAME=PLACE`; the name, which has no slash or backslash, may be empty."""
     name, equals, place = text.partition("=")
     return (name, place) if equals and not {"/", "\\"} & {*name} else ("", text)
 
 
 def statistics_of(given: Sequence[str], field: str = "statistics") -> dict[str, str] | list[str]:
-    """Values of --statistics, or of another field's flag: a mapping if all are NAME=VALUE, else the values in order.
+    """Values of --statistics or a similar flag: a mapping if all are NAME=VALUE, else a list.
 
     Raises:
         RecipeError: a name is given twice.
@@ -248,7 +248,7 @@ def statistics_of(given: Sequence[str], field: str = "statistics") -> dict[str, 
 
 
 def _check_complete(given: Mapping[str, Any]) -> None:
-    """Refuse flags without experts, or without a base for a model."""
+    """Raise if experts are missing, or the base of full checkpoints."""
     missing = [flag for flag, field in (("--base", "base"), ("--expert", "experts")) if not given.get(field)]
     if missing == ["--expert"] and stack_parts(given["base"]):
         return
@@ -257,13 +257,13 @@ def _check_complete(given: Mapping[str, Any]) -> None:
 
 
 def experts_of(given: Sequence[str], weights: Sequence[float] | None) -> list[dict[str, Any]]:
-    """Values of --expert, NAME=PATH or PATH, and of --weight, as fields of a recipe.
+    """Recipe fields from the values of --expert (NAME=PATH or PATH) and --weight.
 
     Raises:
-        RecipeError: another number of weights than of experts.
+        RecipeError: the numbers of experts and weights differ.
     """
     if weights and len(weights) != len(given):
-        raise RecipeError(f"There are {len(given)} experts and {len(weights)} weights; give one --weight each.")
+        raise RecipeError(f"Got {len(given)} experts and {len(weights)} weights; give one --weight per expert.")
     experts: list[dict[str, Any]] = []
     for i, text in enumerate(given):
         name, path = ("", text) if os.path.exists(text) else split_name(text)
@@ -284,7 +284,7 @@ def _with_own(recipe: Recipe, given: Mapping[str, str] | Sequence[str], field: s
 
 @dataclass(frozen=True)
 class FlagFields:
-    """Annotation of a group of flags: the command takes `only` these fields, or all `without` these."""
+    """Annotation of a group of flags: the command takes `only` these fields, or all fields `without` these."""
 
     only: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
@@ -292,14 +292,14 @@ class FlagFields:
 
 @dataclass(frozen=True)
 class _FlagGroup:
-    """Flags that together make one argument of a command."""
+    """Flags that together form one argument of a command."""
 
     parameters: list[inspect.Parameter]
     make: Callable[[dict[str, Any]], Any]
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with a flag for each field, in place of parameters that are `RecipeFlags` or a dataclass.
+    """Replace parameters of type `RecipeFlags` or a dataclass by one flag per field.
 
     A field of the recipe is a flag if it is annotated with a `Flag`; a field of a dataclass if it is annotated with a
     `Flag` or with a `typer.Option`. `Annotated[..., FlagFields(...)]` selects some of them. Typer reads the new
@@ -331,7 +331,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _in_panels(parameters: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
-    """Arguments, then options in the order of `PANELS`, each in its panel, others last in one more."""
+    """Sort arguments first, then options by their panel in `PANELS`, the others in a last panel."""
     panels = {name: panel for panel, names in PANELS.items() for name in names}
     for parameter in parameters:
         option = typing.get_args(parameter.annotation)[1]
@@ -363,7 +363,7 @@ def _group(annotation: Any) -> _FlagGroup | None:
 
 
 def _of_model(model: type[BaseModel]) -> Iterator[inspect.Parameter]:
-    """Flags of a recipe's fields. None stands for a flag that is not given: then a recipe file decides."""
+    """Yield flags of a recipe's fields. Their default is None, so that a recipe file can decide."""
     from actmat.recipe import ExpertRef, Recipe
     from actmat.recipe.output import KINDS
 
@@ -412,7 +412,7 @@ def _sentence(description: str) -> str:
 
 
 def _spelled(flag: Flag, default: Any) -> str:
-    """A default as it is written on the command line: that of a switch is its name."""
+    """Format a default as on the command line; a switch's default is its name."""
     if isinstance(default, bool):
         on, _, off = flag.names[0].partition("/") if flag.names else ("", "", "")
         return on if default else off
@@ -420,7 +420,7 @@ def _spelled(flag: Flag, default: Any) -> str:
 
 
 def _typed(annotation: Any) -> Any:
-    """Type of a flag's value. Texts are passed on for choices and structures: the recipe's schema judges them."""
+    """Type of a flag's value. Choices and structures stay strings, which the recipe's schema checks."""
     origin = typing.get_origin(annotation)
     kinds = [_typed(a) for a in typing.get_args(annotation) if a is not types.NoneType]
     if origin is Annotated:

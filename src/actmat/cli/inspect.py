@@ -1,4 +1,4 @@
-"""`actmat inspect`: the content of a checkpoint or of an adapter, from its headers; how to load it."""
+"""`actmat inspect`: show the content of a checkpoint or an adapter from its headers, and how to load it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @command(
     "look",
     "described",
-    "no checkpoint or adapter that can be read; with `--serve --quiet`, vLLM cannot serve it",
+    "the checkpoint or adapter cannot be read; with `--serve --quiet`: vLLM cannot serve it",
 )
 def inspect(
     place: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="Directory, file, hub id or URL.")],
@@ -36,8 +36,8 @@ def inspect(
 
     actmat inspect MERGED --serve                                (how to load it)
 
-    With --serve --quiet, only the command of vLLM is printed; if vLLM cannot
-    serve the model, the reason, with exit code 1.
+    With --serve --quiet, only the vLLM command is printed. If vLLM cannot
+    serve the model, the reason is printed and the exit code is 1.
     """
     if serve:
         _print_serving(place, json=json, quiet=quiet)
@@ -46,7 +46,7 @@ def inspect(
 
 
 def _print_serving(out: str, *, json: bool, quiet: bool) -> None:
-    """Print the commands that load an output."""
+    """Print the commands that load a merged model."""
     from actmat.cli.screen import print_result
     from actmat.cli.streams import say
     from actmat.extras.serving import serving_commands
@@ -133,7 +133,7 @@ def _print(data: Mapping[str, Any], *, every: bool) -> None:
     console.print(f"{data['parameters']:,} parameters, {format_size(data['bytes'])}, family: {escape(family)}")
     console.print("dtypes: " + ", ".join(f"{escape(k)} ({n})" for k, n in data["dtypes"].items()))
     for scheme, n in data["schemes"].items():
-        console.print(f"quantized: {n} tensors in {escape(scheme)}; read as floats")
+        console.print(f"quantized: {n} tensors in {escape(scheme)}; decoded to floats on reading")
     if data["schemes"]:
         console.print(f"stored in {format_size(data['stored_bytes'])}")
     files = ", ".join(list(data["files"])[:3]) + (", ..." if len(data["files"]) > 3 else "")
@@ -192,7 +192,7 @@ def _print_adapter(data: Mapping[str, Any], *, every: bool) -> None:
 
 
 def _print_factors(data: Mapping[str, Any], *, every: bool) -> None:
-    """An adapter of pairs of factors, which can be merged without a base."""
+    """Print an adapter of factor pairs, which merges without a base."""
     from actmat.cli.screen import console, escape, first_to_last, plain_table
     from actmat.errors import format_size
 
@@ -206,7 +206,7 @@ def _print_factors(data: Mapping[str, Any], *, every: bool) -> None:
     else:
         console.print(
             f"{place}: a list of {len(data['modules'])} (up, down) pairs without names, alpha or config. Modules are "
-            "called by their place in the list, the scaling is taken as 1. PEFT cannot load it"
+            "named by their position in the list, and the scaling is assumed to be 1. PEFT cannot load this file"
         )
     console.print(f"{data['parameters']:,} parameters, {format_size(data['bytes'])}, " + ", ".join(data["dtypes"]))
     table = plain_table("modules", "kind", "rank", "scaling", "O x I", "which")
@@ -220,7 +220,7 @@ def _print_factors(data: Mapping[str, Any], *, every: bool) -> None:
 
 
 def _print_changes(data: Mapping[str, Any], *, every: bool) -> None:
-    """An adapter whose deltas are formed with its base, or of more than two factors."""
+    """Print an adapter whose deltas need its base, or that has more than two factors."""
     from actmat.cli.screen import console, escape, first_to_last, plain_table
     from actmat.errors import format_size
 

@@ -1,8 +1,7 @@
-"""The commands: their groups in `actmat --help`, their exit codes, and those that other distributions add.
+"""Registry of commands: groups in `actmat --help`, exit codes, and commands of other distributions.
 
-A command is a function, or a `typer.Typer`, that `command` marks with its group and exit codes. Its module is imported
-for `actmat --help`, which shows the first line of its help, and when the command is invoked: it must be light. Its
-flags are built only when it is invoked.
+A command is a function or a `typer.Typer` that `command` marks with its group and exit codes. Its module must import
+fast: `actmat --help` imports it to show the first line of its help. Its flags are built only when it is invoked.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ COMMANDS = (
     *("merge", "plan", "extract", "inspect", "verify", "diagnose", "methods", "push"),
     *("compare", "demo", "export", "statistics", "try", "tune"),
 )
-"""Commands of this distribution: a module of `actmat.cli` each, which has a function of the module's name; those whose
-name is a keyword of Python have an underscore behind it."""
+"""Commands of this distribution. Each is the function `name` of the module `actmat.cli.name`; Python keywords get a
+trailing underscore."""
 
 GROUPS = ("merge", "look", "choose", "share", "research", "more")
-"""Panels of `actmat --help`, in their order."""
+"""Panels of `actmat --help`, in order."""
 
 DISTRIBUTIONS = {"analyze": "actmat-experiments", "experiment": "actmat-experiments", "ui": "actmat-app"}
-"""Commands that are documented here but installed by another distribution."""
+"""Commands documented here but installed by another distribution."""
 
 COMMON: Mapping[int, str] = {
     2: "the command line is wrong",
@@ -46,7 +45,7 @@ COMMON: Mapping[int, str] = {
     130: "interrupted (Ctrl-C); 143: SIGTERM, 129: SIGHUP",
     141: "the reader of stdout closed it, as 'head' does",
 }
-"""Exit codes that every command may return."""
+"""Exit codes that every command can return."""
 
 BAD_INPUTS = "the inputs, the recipe or the output folder are wrong; all problems are listed"
 
@@ -55,12 +54,12 @@ Declared = TypeVar("Declared", bound=Callable[..., Any] | typer.Typer)
 
 @dataclass(frozen=True)
 class CommandInfo:
-    """Facts about a command.
+    """Group, exit codes and import cost of a command.
 
     Args:
         group: panel of `actmat --help`.
-        exits: exit code -> meaning, besides `COMMON`.
-        imports_torch: the command begins with importing torch, which takes seconds, and says so.
+        exits: exit code -> meaning, in addition to `COMMON`.
+        imports_torch: the command starts by importing torch, which takes seconds, and announces it.
     """
 
     group: Literal["merge", "look", "choose", "share", "research", "more"] = "more"
@@ -88,18 +87,18 @@ def command(
 
 
 def info_of(declared: Any) -> CommandInfo:
-    """The marks of a command; the defaults for one without marks."""
+    """The `CommandInfo` of a command; defaults for a command without one."""
     return getattr(declared, "command_info", None) or CommandInfo()
 
 
 @functools.cache
 def plugged_in() -> dict[str, EntryPoint]:
-    """Name of a plug-in's command -> entry point."""
+    """Command name -> entry point, for commands of plug-ins."""
     return dict(entries(ENTRY_POINTS))
 
 
 def declared_command(name: str) -> Any:
-    """The function or application of a command, imported; None if it is unknown or cannot be imported."""
+    """Import the function or application of a command; None if it is unknown or cannot be imported."""
     if name in COMMANDS:
         own = f"{name}_" if keyword.iskeyword(name) else name
         return getattr(importlib.import_module(f"actmat.cli.{own}"), own)
@@ -110,7 +109,7 @@ def declared_command(name: str) -> Any:
 
 
 def _shorten(made: Any) -> None:
-    """Describe in the help of a command only the flags in `FIRST`; list the others by panel."""
+    """Limit a command's help to the flags in `FIRST`; list the others by panel."""
     hidden: dict[str, list[str]] = {}
     for option in made.params:
         if option.param_type_name == "option" and option.name not in (*FIRST, "help"):
@@ -121,7 +120,7 @@ def _shorten(made: Any) -> None:
 
 
 def _typer_command(name: str, declared: Any, *, flags: bool) -> Any:
-    """The typer command of a function, without its flags unless asked for, or the group of a `typer.Typer`."""
+    """Build the typer command of a function, with flags if requested, or the group of a `typer.Typer`."""
     info = info_of(declared)
     codes = "; ".join(f"{code} {meaning.replace('`', '')}" for code, meaning in info.exits.items())
     epilog = f"Exit codes: {codes}. Others: see 'actmat --help'." if codes else None
@@ -142,18 +141,18 @@ class Commands(typer.core.TyperGroup):
     """The group of all commands. Ours take precedence over those of other distributions."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """All commands that can be imported, group by group."""
+        """Names of all importable commands, ordered by group."""
         names = [*COMMANDS, *(n for n in plugged_in() if n not in COMMANDS)]
         found = {n: declared for n in names if (declared := declared_command(n)) is not None}
         return sorted(found, key=lambda n: GROUPS.index(info_of(found[n]).group))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command as `actmat --help` lists it, without flags; None if absent."""
+        """The command without flags, as `actmat --help` lists it; None if absent."""
         declared = declared_command(cmd_name)
         return None if declared is None else _typer_command(cmd_name, declared, flags=False)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command of the arguments, with its flags; name a missing distribution."""
+        """Find the command named by the arguments, with its flags; name a missing distribution."""
         name = args[0]
         declared = declared_command(name)
         if declared is not None:
@@ -166,8 +165,8 @@ class Commands(typer.core.TyperGroup):
             return name, made, given
         if name in DISTRIBUTIONS:
             ctx.fail(
-                f"'{name}' belongs to the distribution {DISTRIBUTIONS[name]}, which is not installed here or does not "
-                f"match this version of actmat. Install it with: pip install {DISTRIBUTIONS[name]}, or in a checkout "
+                f"'{name}' belongs to the distribution {DISTRIBUTIONS[name]}, which is not installed or does not "
+                f"match this version of actmat. Fix: pip install {DISTRIBUTIONS[name]}, or in a checkout "
                 f"of actmat: pip install packages/{DISTRIBUTIONS[name]}"
             )
         names: Any = dict.fromkeys(self.list_commands(ctx))

@@ -1,4 +1,4 @@
-"""`actmat`: the command line: settings of the process, signals, exit codes of errors."""
+"""Entry point of the command line: process settings, signals, exit codes of errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from actmat.foreign import terminal
 from actmat.version import __version__
 
 MOST_FRAMES = 5
-"""Calls that the message about a bug lists."""
+"""Number of calls that a bug message lists."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -57,7 +57,7 @@ def stopped_by_signals() -> Iterator[None]:
 
 
 class _Application(Commands):
-    """All commands. An interruption says how to go on; a broken stdout ends the command."""
+    """All commands. An interruption prints how to continue; a broken stdout ends the command."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with checked_stdout(), _printable_usage_errors():  # --help prints here
@@ -75,17 +75,17 @@ class _Application(Commands):
 
 
 def _notes(error: BaseException) -> tuple[str, ...]:
-    """Notes that were added to an error on its way, such as what is kept of an unfinished merge."""
+    """Notes attached to an error, such as the kept state of an unfinished merge."""
     return tuple(getattr(error, "__notes__", ()))
 
 
 _UsageError: Any = typer.BadParameter.__base__
-"""Base of all errors of the command line; its module is another in each version of typer."""
+"""Base class of all usage errors; its module depends on the version of typer."""
 
 
 @contextlib.contextmanager
 def _printable_usage_errors() -> Iterator[None]:
-    """Show errors of the command line in one line of printable characters: arguments can hold names of files."""
+    """Print usage errors as one line of printable characters; arguments can contain file names."""
     try:
         yield
     except _UsageError as error:
@@ -94,20 +94,20 @@ def _printable_usage_errors() -> Iterator[None]:
 
 
 def _hint(error: Any) -> str:
-    """The meaning of `-e experts/*`: a flag takes one value, and the shell wrote several; and mergekit's flag."""
+    """Suggest a fix for `-e experts/*` (the shell passes several values), mergekit's flags, and recipe fields."""
     if "No such option: --cuda" in error.message:
-        return ". GPUs are named by --device cuda"
+        return ". For GPUs use --device cuda"
     if (found := re.match(r"No such option: --([a-z0-9-]+)", error.message)) is not None:
         from actmat.recipe import Recipe
         from actmat.recipe.output import settable_fields
 
         field = found[1].replace("-", "_")
-        return f". Set this field by --set {field}=VALUE" if field in settable_fields(Recipe) else ""
+        return f". Set this field with --set {field}=VALUE" if field in settable_fields(Recipe) else ""
     parameters = getattr(getattr(error.ctx, "command", None), "params", ())
     experts = [p.name for p in parameters if "--expert" in p.opts and error.ctx.params.get(p.name)]
     if "unexpected extra argument" not in error.message or not experts:
         return ""
-    return ". Each expert needs a flag of its own: -e A -e B; all of a folder: $(printf ' -e %s' experts/*)"
+    return ". Each expert needs its own flag: -e A -e B; for all in a folder: $(printf ' -e %s' experts/*)"
 
 
 app = typer.Typer(
@@ -125,17 +125,17 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: bool = typer.Option(False, "--version", help="Print the version and stop.", is_eager=True)) -> None:
+def _root(version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True)) -> None:
     if version:
         typer.echo(f"actmat {__version__}")
         raise typer.Exit
 
 
 def _keep_pages_warm() -> None:
-    """Ask for huge pages and let malloc keep freed pages: page faults would take a fifth of a merge's time.
+    """Request huge pages and let malloc keep freed pages; page faults would take a fifth of a merge's time.
 
-    Buffers of a pass are 0.5 to 2 MB, which glibc by default returns to the system after each pass. These are settings
-    of a process, so the library does not make them. Without glibc this does nothing.
+    Buffers of a pass have 0.5 to 2 MB, which glibc by default returns to the system after each pass. The settings are
+    process-wide, so the library does not change them. Without glibc this does nothing.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read by torch when it is imported
     with contextlib.suppress(OSError, AttributeError, TypeError):  # TypeError: Windows
@@ -146,7 +146,7 @@ def _keep_pages_warm() -> None:
 
 
 def _allow_many_files() -> None:
-    """Raise the soft limit of open files to the hard one: a trajectory of 1000 checkpoints has as many files."""
+    """Raise the soft limit of open files to the hard limit; averaging 1000 checkpoints opens 1000 files."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -155,9 +155,9 @@ def _allow_many_files() -> None:
 
 
 def main() -> None:
-    """Run the command line; a `MergeError` becomes a message and its exit code, another error a report of a bug."""
-    gc.set_threshold(200_000, 10, 10)  # imports create 300,000 objects: the usual 700 would mean hundreds of searches
-    atexit.register(gc.freeze)  # a search through all objects at the end would take half a second
+    """Run the command line. A `MergeError` is printed with its exit code; any other error is printed as a bug."""
+    gc.set_threshold(200_000, 10, 10)  # imports create 300,000 objects: a threshold of 700 collects often
+    atexit.register(gc.freeze)  # a final collection over all objects would take half a second
     _keep_pages_warm()
     _allow_many_files()
     open_closed_streams()
@@ -167,25 +167,25 @@ def main() -> None:
             app()
     except MergeError as error:
         _fail(str(error), error, error.exit_code)
-    except Exception as error:  # noqa: BLE001 - no error ends in a traceback
+    except Exception as error:  # noqa: BLE001 - users never see a traceback
         _fail(_describe_bug(error), error, MergeError.exit_code)
 
 
 def _describe_bug(error: Exception) -> str:
-    """Message for an error that actmat does not raise on purpose: the last calls, and how to report it."""
+    """Message for an unexpected error: the last calls, and how to report the bug."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "actmat" in f.filename][-MOST_FRAMES:]
     calls = ", ".join(f"{Path(f.filename).name}:{f.lineno}" for f in frames)
     found = terminal(f"{type(error).__name__}: {error}")[:200]  # it may quote an input
     return (
         f"this is a bug: {found} ({calls}; actmat {__version__})\n"
-        "Please report it with the repository's form 'Something is wrong': these lines, the command, the recipe, and "
-        "'actmat inspect' of the base and of one expert. Inputs are untouched; what a merge finished is kept for its "
-        "next run."
+        "Please report it with the repository's form 'Something is wrong': include these lines, the command, the "
+        "recipe, and 'actmat inspect' of the base and of one expert. The inputs are unchanged; repeating the command "
+        "continues the merge."
     )
 
 
 def _fail(message: str, error: Exception, code: int) -> None:
-    """End the process with a message, in red on a terminal."""
+    """Print a message, in red on a terminal, and exit."""
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
     say("\n".join([f"actmat: {message}", *_notes(error)]), fg="red" if is_terminal else None)
     sys.exit(code)

@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 OF_AVERAGE = ("out", "dtype", "compute_dtype", "max_shard_size", "allow_nonfinite", "ties")
-"""FlagFields of a recipe that an average of checkpoints takes as flags."""
+"""Recipe fields that `--average` accepts as flags."""
 
 
 @dataclass(frozen=True)
 class MergeFlags:
-    """Ways to merge, and what follows a merge."""
+    """Flags for the kind of merge and for steps after it."""
 
-    plan: Annotated[bool, typer.Option("--plan", help="Show the plan, like 'actmat plan'.")] = False
+    plan: Annotated[bool, typer.Option("--plan", help="Show the plan and write nothing, like 'actmat plan'.")] = False
     average: Annotated[
         str | None,
         typer.Option(
             "--average",
             metavar="WEIGHTS",
-            help="Average checkpoints of one run, without a base: uniform, linear, ema:DECAY, wsd, or a number per "
-            "checkpoint.",
+            help="Average checkpoints of one training run, without a base. Weights: uniform, linear, ema:DECAY such as "
+            "ema:0.9, wsd, or a number per checkpoint.",
         ),
     ] = None
     tune_scale: Annotated[
@@ -45,24 +45,24 @@ class MergeFlags:
         typer.Option(
             "--tune-scale",
             metavar="DATA",
-            help="Choose the scale with unlabeled inputs of the experts: NAME=DATA, once per expert.",
+            help="Choose the scale from unlabeled inputs: NAME=DATA once per expert, such as math=math.jsonl.",
         ),
     ] = None
     strict: flags.StrictOption = False
 
     def refuse_contradictions(self, recipes: Sequence[Recipe], given: RecipeFlags, run: RunSettings) -> None:
-        """Raise `typer.BadParameter` for flags that do not go together."""
+        """Raise `typer.BadParameter` for flags that contradict each other."""
         if self.strict and not run.diagnose:
-            raise typer.BadParameter("--strict goes with --diagnose")
+            raise typer.BadParameter("--strict needs --diagnose, which runs the checks")
         if any(r.out is None for r in recipes):
-            raise typer.BadParameter("say where the merged model goes: --out OUT, or 'out' in the recipe")
+            raise typer.BadParameter("no output given: pass --out OUT, or set 'out' in the recipe")
         if self.tune_scale and "scale" in given:
-            raise typer.BadParameter("--tune-scale chooses the scale: drop --scale")
+            raise typer.BadParameter("--tune-scale chooses the scale: remove --scale")
 
 
 @command(
     "merge",
-    "merged, or found complete and intact",
+    "merged, or already complete and intact",
     f"{BAD_INPUTS}; with `--strict`, a check of severity issue found something (the output stays)",
     imports_torch=True,
 )
@@ -87,12 +87,12 @@ def merge(
     actmat merge recipe.yaml --out MERGED
     actmat merge --average uniform step-*/ --out MERGED (of one training run)
 
-    Several --method, or several values of an --option, give one output each,
+    Several --method, or several values of an --option, write one output each,
     below OUT. An output is a directory that from_pretrained loads. It appears
-    when it is complete; the same command continues an interrupted merge.
+    when it is complete; to continue an interrupted merge, repeat the command.
     --tune-scale math=math.jsonl --tune-scale code=code.jsonl chooses the scale
     at which the merged model's answers are nearest to the experts' ('actmat
-    tune' searches methods, too).
+    tune' also searches methods).
     """
     recipes = _recipes(inputs, given, how.average)
     if how.plan:
@@ -119,22 +119,22 @@ def merge(
 
 
 def _recipes(inputs: list[str] | None, given: RecipeFlags, average: str | None) -> list[Recipe]:
-    """The recipes of the flags, or that of an average."""
+    """Recipes from the flags, or the recipe of an average."""
     if average is None:
         if inputs and len(inputs) > 1:
             raise typer.BadParameter(
-                f"unexpected extra arguments ({' '.join(inputs[1:])}); the output is named by --out OUT"
+                f"unexpected extra arguments ({' '.join(inputs[1:])}); name the output with --out OUT"
             )
         return given.recipes(Path(inputs[0]) if inputs else None)
     if others := sorted(given.given.keys() - set(OF_AVERAGE)):
-        raise typer.BadParameter(f"--average takes checkpoints and no {', '.join(others)}")
+        raise typer.BadParameter(f"--average takes checkpoints only: remove {', '.join(others)}")
     from actmat.extras.averaging.recipe import average_recipe
 
     return [average_recipe(inputs or [], average, **given.given)]
 
 
 def _merge(recipes: Sequence[Recipe], run: RunSettings, *, quiet: bool) -> list[MergeReport]:
-    """Merge, with a progress bar, and print a summary."""
+    """Merge with a progress bar and print a summary."""
     from actmat.api.merging import merge_recipes
 
     with _showing(recipes, quiet=quiet) as progress:
@@ -149,7 +149,7 @@ def _merge(recipes: Sequence[Recipe], run: RunSettings, *, quiet: bool) -> list[
 
 @contextmanager
 def _showing(recipes: Sequence[Recipe], *, quiet: bool) -> Iterator[MergeProgress | None]:
-    """A bar over the tensors; bars of the hub's library where an output goes there."""
+    """Show a bar over the tensors, and the hub library's bars if an output goes to the hub."""
     from actmat.cli.screen import hub_bars, showing_progress
 
     to_hub = any(str(r.out).startswith("hf://") for r in recipes)

@@ -1,4 +1,4 @@
-"""`actmat methods`: the merge methods, from their declarations."""
+"""`actmat methods`: list the merge methods from their declarations."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from actmat.cli import flags
 from actmat.cli.listing import command
 
 
-@command("choose", "listed", "there is no such method")
+@command("choose", "listed", "unknown method")
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Show this method in full.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Method to show in full, such as ties.")] = None,
     json: flags.Json = False,
-    full: Annotated[bool, typer.Option("--full", help="With --json: all of every method.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="With --json: include every field of every method.")] = False,
     quiet: flags.Quiet = False,
 ) -> None:
     """List the merge methods; with a NAME, its equation, options, defaults, needs and reference."""
@@ -37,7 +37,7 @@ def methods(
 
 
 def _more(known: Collection[str]) -> list[dict[str, Any]]:
-    """Methods of other distributions."""
+    """Declarations of methods from other distributions."""
     from actmat.plugins import entries
 
     if set(entries("actmat.methods")) <= set(known):
@@ -49,7 +49,7 @@ def _more(known: Collection[str]) -> list[dict[str, Any]]:
 
 
 def _one(name: str) -> dict[str, Any]:
-    """A method in a user's file or of another distribution."""
+    """Declaration of a method in a user's file or from another distribution."""
     from actmat.cli.catalog import describe
     from actmat.methods import get_method
 
@@ -80,13 +80,13 @@ def _show(m: dict[str, Any]) -> None:
     if m["notes"]:
         with console.capture() as shown_notes:
             console.print(Markdown(m["notes"]))
-        lines = [line.rstrip() for line in shown_notes.get().splitlines()]  # rich fills them up with spaces
+        lines = [line.rstrip() for line in shown_notes.get().splitlines()]  # rich pads lines with spaces
         console.print("\n".join([*lines, ""]), markup=False, highlight=False)
     acts = {"matrix": "matrices (linear layers)", "tensor": "whole tensors", "elementwise": "entries"}
     preset = f"; a preset of {m['preset_of']}" if m["preset_of"] else ""
     console.print(f"acts on {acts[m['acts_on']]}{preset}")
     needs = m["needs"]
-    data = ", ".join(needs["data"]) or "nothing: it is data-free"
+    data = ", ".join(needs["data"]) or "nothing (data-free)"
     answers = {"weights": needs["takes_weights"], "base weights": needs["base"], "random": needs["random"]}
     words = {need: "yes" if answer else "no" for need, answer in answers.items()}
     if needs["weights_need_overlap"]:

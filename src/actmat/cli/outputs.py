@@ -1,4 +1,4 @@
-"""Results of a merge with several outputs in one table, so that what they share is said once."""
+"""Results of a merge with several outputs in one table; common facts are printed once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from actmat.run import MergeReport
 
 SEVERAL = 3
-"""Number of outputs from which a table is shorter than a summary of each."""
+"""Number of outputs from which a table is shorter than separate summaries."""
 
 
 def print_outputs(reports: Sequence[MergeReport]) -> None:
-    """A summary of each output; of `SEVERAL` and more, a row of a table."""
+    """Print a summary of each output, or a table if there are at least `SEVERAL`."""
     outs = [str(r.out) for r in reports]
     if len(reports) < SEVERAL or any(r.plan.is_extracted or not r.plan.experts for r in reports):
         for report in reports:
@@ -57,7 +57,7 @@ def _table(reports: Sequence[MergeReport], names: Mapping[str, str]) -> object:
 
 
 def _remarks(report: MergeReport) -> list[str]:
-    """Facts in which one output may differ from the others."""
+    """Facts that can differ between outputs."""
     remarks = ["complete before"] if report.was_finished else []
     lost = report.totals.relative_error
     remarks += [f"rank cut: relative error {lost:.2g}"] if lost and lost > ROUNDING else []
@@ -69,7 +69,7 @@ def _remarks(report: MergeReport) -> list[str]:
 
 
 def _print_warnings(reports: Sequence[MergeReport], names: Mapping[str, str]) -> None:
-    """Every warning once, in the words of the first output that has it; a diagnosis says more."""
+    """Print every warning once, with the text of the first output that has it."""
     found: dict[str, list[tuple[str, str]]] = {}
     for report in reports if reports[0].diagnosis is None else ():
         for warning in warnings_of(report.totals, report.plan.recipe.mute):
@@ -82,7 +82,7 @@ def _print_warnings(reports: Sequence[MergeReport], names: Mapping[str, str]) ->
 
 
 def _print_notes(reports: Sequence[MergeReport], names: Mapping[str, str]) -> None:
-    """Every note once, with the outputs that have it unless all do."""
+    """Print every note once, with the outputs that have it unless all do."""
     notes: dict[Note, list[str]] = {}
     for report in reports:
         for note in dict.fromkeys(report.plan.notes):

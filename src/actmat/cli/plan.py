@@ -1,4 +1,4 @@
-"""`actmat plan`: show what a merge would do to every tensor, and why."""
+"""`actmat plan`: show the action for every tensor of a merge, and its reason."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from actmat.recipe import Recipe
 
 
-@command("merge", "the merge can be done")
+@command("merge", "the merge is possible")
 def plan(
     *,
     recipe: flags.RecipeArgument = None,
     given: Annotated[RecipeFlags, FlagFields(without=("out",))],
     run: Annotated[RunSettings, FlagFields(only=("device", "device_memory"))],
     as_recipe: Annotated[
-        bool, typer.Option("--as-recipe", help="Print the recipe as YAML; converts mergekit configurations, too.")
+        bool, typer.Option("--as-recipe", help="Print the recipe as YAML; also converts mergekit configurations.")
     ] = False,
     full: Annotated[bool, typer.Option("--full", "--all", help="One line per tensor instead of groups.")] = False,
     json: flags.Json = False,
@@ -35,10 +35,10 @@ def plan(
     actmat plan mergekit.yml --as-recipe > recipe.yaml
 
     Prints the action and the reason for groups of tensors, the bytes to read
-    and write, the peak memory and a rough time. If the inputs do not fit
-    together, all problems are listed and the exit code is 1. --as-recipe opens
-    no model; fields of mergekit without a counterpart are an error that lists
-    all of them.
+    and write, the peak memory and a rough time. If the inputs are
+    incompatible, all problems are listed and the exit code is 1. --as-recipe
+    opens no model; mergekit fields without a counterpart are listed as an
+    error.
     """
     recipes = given.recipes(recipe)
     if as_recipe:
@@ -70,9 +70,9 @@ def show_plans(recipes: Sequence[Recipe], run: RunSettings, *, full: bool = Fals
 
 
 def _print_recipe(recipes: Sequence[Recipe], *, json: bool, quiet: bool) -> None:
-    """Print a recipe on stdout, and its notes on stderr unless `quiet`."""
+    """Print a recipe on stdout, and its notes on stderr unless `quiet` is set."""
     if len(recipes) > 1:
-        raise typer.BadParameter("--as-recipe goes with one method and one value of each option")
+        raise typer.BadParameter("--as-recipe takes one method and one value per option")
     from actmat.cli.screen import print_result
     from actmat.cli.streams import say
     from actmat.recipe import recipe_yaml

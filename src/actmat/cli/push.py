@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from actmat.api.pushing import PushReport
 
 
-@command("share", "sent, or listed with `--dry-run`", "no finished merge, or the hub refuses it")
+@command("share", "sent, or listed with `--dry-run`", "the merge is not finished, or the hub rejects it")
 def push(
     out: Annotated[Path, typer.Argument(help="Directory of a merged model or adapter.")],
-    repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository of the hub; made if it is not there.")],
+    repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository on the hub; created if missing.")],
     public: Annotated[bool, typer.Option("--public", help="Make a new repository public (default: private).")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another output that is there.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List files and sizes, and send nothing.")] = False,
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Hash the output again before it is sent.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another output in the repository.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List files and sizes; send nothing.")] = False,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Hash the output again before sending it.")] = True,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
@@ -33,8 +33,8 @@ def push(
     actmat push MERGED org/name --dry-run
 
     The repository is private unless --public is given. All files appear in one
-    commit. Files that the hub has already are not sent again, so the same
-    command continues an interrupted push. First log in: hf auth login.
+    commit. Files that the hub already has are not sent again: to continue an
+    interrupted push, repeat the command. First log in: hf auth login.
     """
     from actmat.api.pushing import push as send
     from actmat.cli.screen import hub_bars, print_result
@@ -62,7 +62,7 @@ def _print(report: PushReport, out: Path) -> None:
     would = "sent" if report.url else "to send"
     console.print(f"[bold]{escape(report.repo_id)}[/bold] ({place}): {format_size(report.nbytes)} {would}")
     if report.left_out:
-        console.print(f"  not sent, since no merge wrote them: {escape(', '.join(report.left_out))}")
+        console.print(f"  not sent, because they are not files of the merge: {escape(', '.join(report.left_out))}")
     for note in report.notes:
         console.print(f"  note: {escape(note)}")
     if report.url:

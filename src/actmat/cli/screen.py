@@ -1,12 +1,12 @@
 """Output of commands: consoles for stdout and stderr, tables, progress bars, JSON.
 
-Lines that are longer than the terminal are continued with an indentation, on a terminal and in a pipe: a part of a long
-name in a downloaded file could otherwise begin a line and be taken for one of ours.
+Lines longer than the terminal continue with an indentation, also in a pipe. Otherwise part of a long name from a
+downloaded file could begin a line and look like a message of actmat.
 
-JSON is one object per command on stdout, compact unless all is wanted. It begins with `schema`, the name and version of
-its layout, such as `actmat.verify/1`. A version grows when a field is renamed, is removed or means something else;
-new fields may appear at any time. Lists with a row per tensor are left out unless `--full` is given; `left_out` says
-which, and how long they are. `docs/commands/README.md` has the table.
+JSON is one object per command on stdout. It begins with `schema`, the name and version of its layout, such as
+`actmat.verify/1`. The version grows when a field is renamed, removed or changes its meaning; new fields may appear at
+any time. Lists with a row per tensor are left out unless `--full` is given; `left_out` names them with their lengths.
+`docs/commands/README.md` has the table.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ LAYOUTS: Mapping[str, int] = dict.fromkeys(
     ),
     1,
 )
-"""Version of each layout of JSON."""
+"""JSON layout -> version."""
 
 CELL_INDENT = 2
-"""Of what does not fit into the width of a first column."""
+"""Indentation of lines that continue a first column."""
 
 
 class Hanging:
-    """Text whose lines, where they do not fit, go on in indented ones; wide characters count twice."""
+    """Text whose long lines continue with an indentation; wide characters count twice."""
 
     def __init__(self, text: str | Text, *, indent: int = INDENT) -> None:
         self._text, self._indent = text, indent
@@ -80,23 +80,23 @@ class Hanging:
 
 
 class SafeConsole(Console):
-    """A console that shows characters which are not printable in place of sending them to the terminal.
+    """Console that escapes unprintable characters.
 
-    It cannot tell newlines of foreign text from ours: `escape` and `terminal` replace those where a text is inserted.
+    It cannot distinguish newlines of foreign text from ours: `escape` and `terminal` replace those on insertion.
     """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Segments of what is shown; colors and cursor movements are segments of rich's own."""
+        """Yield escaped segments; colors and cursor movements are control segments of rich."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else terminal(text, keep="\n"), style, control)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print; what does not fit on a line is continued with an indentation, unless `soft_wrap` keeps it in one."""
+        """Print; long lines continue with an indentation, unless `soft_wrap` keeps them whole."""
         wraps = not options.get("soft_wrap")
         super().print(*(Hanging(o) if wraps and isinstance(o, str) else o for o in objects), **options)
 
     def on_broken_pipe(self) -> None:
-        """Raise the error that is being handled: the command line decides what a broken pipe means."""
+        """Re-raise the current error; the command line handles broken pipes."""
         raise  # rich calls this in an except clause
 
 
@@ -105,17 +105,17 @@ note_console = SafeConsole(file=cast(IO[str], Notes()), highlight=False, emoji=F
 
 
 def escape(text: object) -> str:
-    """Foreign text for a line with rich's markup: printable, in one line, without markup of its own."""
+    """Escape foreign text for a line with rich markup: printable, one line, its own markup disabled."""
     return escape_markup(terminal(text))
 
 
 def print_result(layout: str, data: Mapping[str, Any], *, long: Collection[str] = (), full: bool = False) -> None:
-    """Print the JSON of a command.
+    """Print the result of a command as JSON.
 
     Args:
         layout: name in `LAYOUTS`.
         data: plain data.
-        long: fields with a row per tensor, which are left out unless `full`.
+        long: fields with a row per tensor, left out unless `full` is set.
     """
     left = {} if full else {name: len(data[name]) for name in long if name in data}
     kept = {name: value for name, value in data.items() if name not in left}
@@ -123,12 +123,12 @@ def print_result(layout: str, data: Mapping[str, Any], *, long: Collection[str] 
 
 
 def print_json(data: Any) -> None:
-    """Print data as JSON on stdout, in ASCII; JSON leaves one control character as it is."""
+    """Print data as ASCII JSON on stdout; also escapes DEL, which JSON does not."""
     typer.echo(json.dumps(data, indent=1).replace("\x7f", "\\u007f"))
 
 
 class _PlainTable(Table):
-    """A table in whose first column nothing but the start of a cell stands at the start of a line."""
+    """Table whose wrapped first column is indented, so that only a cell's start begins a line."""
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
         """Add a row."""
@@ -137,7 +137,7 @@ class _PlainTable(Table):
 
 
 def plain_table(*columns: str, numbers: Collection[str] = ()) -> Table:
-    """A table without lines; columns named in `numbers` are aligned to the right and never broken."""
+    """Create a table without rules; columns named in `numbers` are right-aligned and never wrapped."""
     table = _PlainTable(box=None, pad_edge=False, header_style="bold")
     for name in columns:
         is_number = name in numbers
@@ -146,12 +146,12 @@ def plain_table(*columns: str, numbers: Collection[str] = ()) -> Table:
 
 
 def first_to_last(names: Sequence[str]) -> str:
-    """`first ... last`, or the only one."""
+    """`first ... last`, or the only name."""
     return names[0] + (f" ... {names[-1]}" if len(names) > 1 else "")
 
 
 def progress_bar(*columns: str | ProgressColumn, quiet: bool = False) -> Progress:
-    """A bar on stderr that vanishes at its end; none if `quiet`, or where stderr is no terminal."""
+    """Create a transient bar on stderr; disabled if `quiet` is set or stderr is not a terminal."""
     from rich.progress import Progress
 
     return Progress(*columns, console=note_console, transient=True, disable=quiet or not note_console.is_terminal)
@@ -159,7 +159,7 @@ def progress_bar(*columns: str | ProgressColumn, quiet: bool = False) -> Progres
 
 @contextlib.contextmanager
 def counting(doing: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A bar for work that counts tensors; yields a function of (done, total) that advances it."""
+    """Show a bar for work that counts tensors; yields its callback `(done, total)`."""
     with progress_bar(quiet=quiet) as bar:
         task = bar.add_task(doing, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -167,7 +167,7 @@ def counting(doing: str, *, quiet: bool = False) -> Iterator[Callable[[int, int]
 
 @contextlib.contextmanager
 def hub_bars(*, quiet: bool) -> Iterator[None]:
-    """Progress bars of the hub's library; none if `quiet`, or where stderr is no terminal."""
+    """Enable the hub library's progress bars, unless `quiet` is set or stderr is not a terminal."""
     utils: Any = importlib.import_module("huggingface_hub.utils")
     shown = not utils.are_progress_bars_disabled()
     if quiet or not note_console.is_terminal:
@@ -181,7 +181,7 @@ def hub_bars(*, quiet: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def showing_progress(doing: str = "merging", *, quiet: bool) -> Iterator[MergeProgress | None]:
-    """A bar over the tensors of a merge, or None if `quiet`."""
+    """Show a bar over the tensors of a merge; yields None if `quiet` is set."""
     if quiet:
         yield None
         return
@@ -193,7 +193,7 @@ def showing_progress(doing: str = "merging", *, quiet: bool) -> Iterator[MergePr
 
 
 class MergeProgress:
-    """Shows a merge on a bar; implements `actmat.progress.Progress`."""
+    """Progress of a merge on a bar; implements `actmat.progress.Progress`."""
 
     def __init__(self, bar: Progress, doing: str) -> None:
         self._bar, self._doing = bar, doing
@@ -201,10 +201,10 @@ class MergeProgress:
         self._nodes: dict[str, TaskID] = {}
 
     def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
-        """Show the bar; say so when an interrupted run goes on."""
+        """Show the bar; print a line when an interrupted run continues."""
         total, done = tensors_to_do(plans, resumed)
         if resumed:
-            note_console.print(f"Going on with an interrupted merge: {resumed} tensors are done and intact.")
+            note_console.print(f"Continuing an interrupted merge: {resumed} tensors are done and intact.")
         self._task = self._bar.add_task(self._doing, total=total, completed=done)
 
     def tensor(self, name: str, nbytes: int) -> None:
@@ -213,17 +213,17 @@ class MergeProgress:
             self._bar.advance(self._task)
 
     def node(self, name: str, nbytes: int) -> None:
-        """Count the tensor in the line of its node."""
+        """Count the tensor on its node's line."""
         if name not in self._nodes:
             total = self._bar.tasks[0].total if self._bar.tasks else None
             self._nodes[name] = self._bar.add_task(f"  {escape(name)}", total=total)
         self._bar.advance(self._nodes[name])
 
     def note(self, text: str) -> None:
-        """Print the sentence above the bar."""
+        """Print a line above the bar."""
         note_console.print(escape(text))
 
     def finishing(self) -> None:
-        """Show that only the disk is still at work."""
+        """Show that only disk writes remain."""
         if self._task is not None:
             self._bar.update(self._task, description="flushing")

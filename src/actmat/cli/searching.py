@@ -1,4 +1,4 @@
-"""A search for a merge on the terminal: its memory plan, the best candidate so far, and the result."""
+"""Terminal output of a search: its memory plan, the best candidate so far, and the result."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 BETWEEN_LINES = 10.0
-"""Seconds between lines about the search where no bar is seen."""
+"""Seconds between lines about the search when no bar is shown."""
 
 
 @contextlib.contextmanager
 def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
-    """Progress on stderr: the memory plan, notes, the stage, the best candidate so far, and the time that is left."""
+    """Show progress on stderr: memory plan, notes, stage, best candidate so far, remaining time."""
     from rich.progress import TimeElapsedColumn
 
     from actmat.cli.screen import escape, progress_bar
@@ -67,7 +67,7 @@ def showing_search(*, quiet: bool) -> Iterator[TuneProgress]:
 
 
 class Lines:
-    """Lines with the time since the start, where no bar is seen: each stage, and the last state at regular times.
+    """Lines with the elapsed time, in place of a bar: each stage, and the latest state at regular intervals.
 
     Args:
         say: prints a line.
@@ -79,14 +79,14 @@ class Lines:
         self._on = False
 
     def show(self, text: str, *, now: bool) -> None:
-        """The state; `now`: print it at once."""
+        """Set the state; `now` prints it at once."""
         self._text = text
         if now and self._on:
             self._print()
 
     @contextlib.contextmanager
     def regularly(self) -> Iterator[None]:
-        """Print the state every `BETWEEN_LINES` seconds, also while nothing is reported."""
+        """Print the state every `BETWEEN_LINES` seconds, even if nothing changed."""
         self._on = True
         thread = threading.Thread(target=self._repeat, daemon=True)
         thread.start()
@@ -105,7 +105,7 @@ class Lines:
 
 
 def print_search(report: TuneReport) -> None:
-    """The chosen merge, the final comparison, and the folder of the rest."""
+    """Print the chosen merge, the final comparison, and the folder with the other files."""
     from actmat.cli.screen import console, escape, plain_table
 
     console.print(f"[bold]{escape(report.out)}[/bold]: {escape(report.chosen.candidate)}")
@@ -116,7 +116,7 @@ def print_search(report: TuneReport) -> None:
         interval = "" if rival.low is None else f"{rival.low:+.3g} to {rival.high:+.3g}, {rival.verdict}"
         table.add_row(escape(rival.name), f"{rival.mean:.4g}", f"{max(rival.losses.values()):.4g}", interval)
     console.print(table)
-    console.print("difference: 95 % interval, over inputs, of the mean minus that of the chosen merge")
+    console.print("difference: 95 % interval, over inputs, of the mean minus the chosen merge's mean")
     for note in report.notes:
         console.print(f"note: {escape(note)}")
     for reason in report.refused.values():
@@ -125,7 +125,7 @@ def print_search(report: TuneReport) -> None:
 
 
 def tune_scales(recipes: Sequence[Recipe], data: Sequence[str], run: RunSettings, *, quiet: bool) -> list[MergeReport]:
-    """Merge each recipe at the scale that unlabeled inputs choose (`actmat merge --tune-scale`), and print summaries.
+    """Merge each recipe at the scale chosen from unlabeled inputs (`actmat merge --tune-scale`); print summaries.
 
     Args:
         data: values of the flag: NAME=DATA, or one data set for all experts.

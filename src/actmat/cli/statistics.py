@@ -1,4 +1,4 @@
-"""`actmat statistics`: measure models on data, for the methods that need it."""
+"""`actmat statistics`: measure models on data, for methods that need statistics."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ statistics = typer.Typer(
     no_args_is_help=True,
     help="Measure experts on data: Gram matrices of layer inputs (regmean, lot, cat), diagonal Fisher (fisher).",
 )
-command("research", "measured, added up or shown", "the model, the data or the statistics are wrong")(statistics)
+command("research", "measured, added up or shown", "the model, the data or the statistics are invalid")(statistics)
 Out = Annotated[Path, typer.Option("--out", help="Folder to write.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace earlier statistics there.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace statistics that already exist at --out.")]
 SumDtype = Literal["float32", "float64"]
 
 
@@ -34,11 +34,11 @@ class Loading:
     """Flags for loading the model."""
 
     base: Annotated[
-        str | None, typer.Option("--base", "-b", help="Base of an adapter (default: the one that its config names).")
+        str | None, typer.Option("--base", "-b", help="Base of an adapter (default: the base that its config names).")
     ] = None
     model_class: flags.ModelClass = None
     dtype: flags.ModelDtype = "float32"
-    device: Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:N or mps.")] = "cpu"
+    device: Annotated[str, typer.Option("--device", help="Device the model runs on: cpu, cuda, cuda:N or mps.")] = "cpu"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class DataReading(flags.ReadingFlags):
     samples: Annotated[int | None, typer.Option("--samples", help="Maximum number of samples (default: all).")] = None
 
     def options(self, location: str, **more: Any) -> DataOptions:
-        """Options to read the data set at `location`."""
+        """Options for reading the data set at `location`."""
         return super().options(location, max_samples=self.samples, label_column=self.label_column, **more)
 
 
@@ -61,7 +61,7 @@ class Measuring:
 
     gram: Annotated[bool, typer.Option("--gram/--no-gram", help="Measure Gram matrices.")] = True
     fisher: Annotated[
-        bool, typer.Option("--fisher", help="Measure the diagonal Fisher, with one backward pass per sample.")
+        bool, typer.Option("--fisher", help="Measure the diagonal Fisher; takes one backward pass per sample.")
     ] = False
     fisher_labels: Annotated[
         Literal["drawn", "given"],
@@ -72,12 +72,12 @@ class Measuring:
     )
     store_dtype: Annotated[SumDtype, typer.Option("--store-dtype", help="Dtype of the stored sums.")] = "float32"
     share: Annotated[
-        bool, typer.Option("--share/--no-share", help="Store one Gram for layers that read the same input.")
+        bool, typer.Option("--share/--no-share", help="Store one Gram matrix for layers that read the same input.")
     ] = True
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the labels drawn for the Fisher.")] = 0
+    seed: Annotated[int, typer.Option("--seed", help="Seed for drawing the labels of the Fisher.")] = 0
 
     def options(self, data: DataOptions) -> dict[str, Any]:
-        """Options of `extras.collect.collect` for a data set."""
+        """Arguments of `extras.collect.collect` for a data set."""
         return {
             "gram": self.gram,
             "fisher": self.fisher,
@@ -109,7 +109,7 @@ def collect(
     actmat statistics collect EXPERT --data texts.jsonl --out STATS
     actmat statistics collect ADAPTER --base BASE --data images/ --out STATS
 
-    The file has the hashes of the model's weights: a merge refuses statistics of another model.
+    The file records the hashes of the model's weights: a merge refuses statistics of another model.
     """
     from rich.progress import BarColumn, TimeRemainingColumn
 
@@ -148,13 +148,13 @@ def collect(
 
 @dataclass(frozen=True)
 class StageFlags:
-    """Flags of the stages."""
+    """Flags of the block-wise measurement."""
 
     blocks: Annotated[
-        str | None, typer.Option("--blocks", help="The module whose children are the blocks (default: found).")
+        str | None, typer.Option("--blocks", help="Module with the blocks, such as model.layers (default: detected).")
     ] = None
     off_diagonal: Annotated[
-        float, typer.Option("--off-diagonal", help="Factor on off-diagonal entries when a block is merged.")
+        float, typer.Option("--off-diagonal", help="Factor on off-diagonal Gram entries when merging a block.")
     ] = 0.95
     compute_dtype: Annotated[
         SumDtype, typer.Option("--compute-dtype", help="Dtype of products and merges; sums are float64.")
@@ -164,14 +164,14 @@ class StageFlags:
 @statistics.command()
 @with_flags
 def staged(
-    base: Annotated[str, typer.Option("--base", "-b", help="The checkpoint that all experts come from.")],
+    base: Annotated[str, typer.Option("--base", "-b", help="Checkpoint that all experts were fine-tuned from.")],
     expert: Annotated[
         list[str],
-        typer.Option("--expert", "-e", help="A fine-tuned checkpoint; once per expert. NAME=PATH gives it a name."),
+        typer.Option("--expert", "-e", help="Fine-tuned checkpoint, once per expert: PATH, or NAME=PATH to name it."),
     ],
     data: Annotated[
         list[str],
-        typer.Option("--data", help="NAME=DATA: file, folder or hub id of expert NAME's data set; once per expert."),
+        typer.Option("--data", help="Data set of expert NAME, once per expert: NAME=DATA, a file, folder or hub id."),
     ],
     out: Out,
     *,
@@ -184,7 +184,7 @@ def staged(
 
     actmat statistics staged -b BASE -e math=MATH -e code=CODE --data math=a.jsonl --data code=b.jsonl --out STATS
 
-    Writes STATS/NAME for every expert, for 'actmat merge -m regmean'. The same command continues an interrupted one.
+    Writes STATS/NAME for every expert, for 'actmat merge -m regmean'. The same command continues an interrupted run.
     """
     from actmat.cli.flags import split_name
     from actmat.extras.collect.data import make_batches
@@ -196,7 +196,7 @@ def staged(
     named = [split_name(text) for text in expert]
     experts = {name or ExpertRef(path=place).label: place for name, place in named}
     if len(experts) < len(expert):
-        raise typer.BadParameter("two experts have one name; give them as NAME=PATH")
+        raise typer.BadParameter("two experts have the same name; name them with NAME=PATH")
     loaded = load_model(base, model_class=loading.model_class, dtype=loading.dtype, device=loading.device)
     sources = {name: reading.options(place) for name, place in map(split_name, data)}
     written = staged_statistics(
@@ -227,7 +227,7 @@ def merge(
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Add up statistics of one model that were measured on several sets of batches; sums add, so this is exact."""
+    """Add up statistics of one model measured on several data sets; the result is exact, because they are sums."""
     from actmat.extras.collect.combine import merge_statistics
 
     header = merge_statistics(inputs, out, dtype=store_dtype, overwrite=overwrite)
@@ -236,11 +236,11 @@ def merge(
 
 @statistics.command()
 def show(
-    path: Annotated[Path, typer.Argument(help="What 'actmat statistics collect' wrote.")],
+    path: Annotated[Path, typer.Argument(help="Output of 'actmat statistics collect'.")],
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Show the content of a statistics file: model, data, measured tensors, and the others with the reasons."""
+    """Show the content of a statistics file: model, data, measured tensors, and reasons for those not measured."""
     from actmat.statistics import open_statistics
 
     with open_statistics(path) as opened:
@@ -248,7 +248,7 @@ def show(
 
 
 def _show(headers: Mapping[Path, StatisticsHeader], *, json: bool, quiet: bool, every: bool = False) -> None:
-    """Print what was measured, as JSON if that was asked for."""
+    """Print the measured tensors, as text or JSON."""
     if json:
         from actmat.cli.screen import print_result
 
@@ -258,7 +258,7 @@ def _show(headers: Mapping[Path, StatisticsHeader], *, json: bool, quiet: bool, 
 
 
 def _data(path: Path, header: StatisticsHeader) -> dict[str, Any]:
-    """One file of statistics, without a row per tensor."""
+    """Summary of a statistics file, without a row per tensor."""
     from actmat.statistics.header import amount, contents, is_of_images, patches
 
     sources = [d.source for d in header.data]

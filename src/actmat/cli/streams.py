@@ -1,4 +1,4 @@
-"""Standard streams of the command line: closed, broken or full ones never spoil what a command does."""
+"""Standard streams: a closed, broken or full stream never damages a command's work."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from typing import Any, TextIO
 import typer
 
 BROKEN_PIPE = 141
-"""Exit code after the reader of stdout went away, as shells report a process that SIGPIPE ended."""
+"""Exit code after the reader of stdout closed it; the same as of a process ended by SIGPIPE."""
 
 
 INDENT = 4
 _START = re.compile(r"\s*(?:- )?")
-"""Beginning of a line that is not broken: its indentation and the mark of a problem."""
+"""Start of a line that stays whole: its indentation and the mark of a problem."""
 _WORD = re.compile(r"\S+\s*|\s+")
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null as every standard stream that is closed: else a weight file would get its number."""
+    """Open /dev/null for every closed standard stream; otherwise a weight file would get its descriptor."""
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(handle)
 
 
 def show_any_text() -> None:
-    """Escape what a stream's encoding lacks, such as Greek letters on a console of Windows, in place of failing."""
+    """Escape characters that a stream's encoding lacks, such as Greek letters on a Windows console."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
 
 def say(message: str, **style: Any) -> None:
-    """Print a message on stderr, if that can be written to; a terminal gets its lines wrapped with an indentation."""
+    """Print a message on stderr, if writable; on a terminal, wrapped lines are indented."""
     try:
         if sys.stderr is not None and sys.stderr.isatty():
             message = wrapped(message, shutil.get_terminal_size().columns)
@@ -49,7 +49,7 @@ def say(message: str, **style: Any) -> None:
 
 
 def starting(what: str, arguments: Sequence[str]) -> None:
-    """Say on a terminal what begins, before torch is imported, which takes seconds; not with --quiet or --help."""
+    """Print on a terminal that torch is being loaded, which takes seconds; not with --quiet or --help."""
     asked = {"--quiet", "--help"} & set(arguments)
     short = any(a[:1] == "-" and a[:2] != "--" and not {"q", "h"}.isdisjoint(a) for a in arguments)
     if not asked and not short and "torch" not in sys.modules and sys.stderr is not None and sys.stderr.isatty():
@@ -58,7 +58,7 @@ def starting(what: str, arguments: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def checked_stdout() -> Iterator[None]:
-    """End the command if stdout breaks: quietly with 141 if its reader went away, else with a message and 1."""
+    """End the command if stdout breaks: silently with 141 if its reader closed it, else with a message and 1."""
     try:
         yield
         _flush()
@@ -78,7 +78,7 @@ def checked_stdout() -> Iterator[None]:
 
 @contextlib.contextmanager
 def optional_stdout(done: str) -> Iterator[None]:
-    """Print what is not needed: if stdout breaks, a note says so and what is `done`, and the command goes on."""
+    """Print optional output. If stdout breaks, print a note with `done` on stderr and continue."""
     try:
         yield
         _flush()
@@ -90,7 +90,7 @@ def optional_stdout(done: str) -> Iterator[None]:
 
 
 class Notes(io.TextIOBase):
-    """The present stderr; text that it does not take is dropped, so that a progress bar cannot stop a merge."""
+    """The current stderr; write errors are ignored, so that a progress bar cannot stop a merge."""
 
     @property
     def _stream(self) -> TextIO | None:
@@ -118,7 +118,7 @@ class Notes(io.TextIOBase):
         return self._stream is not None and self._stream.isatty()
 
     def fileno(self) -> int:
-        """Number of stderr, from which the width of the terminal is found."""
+        """File descriptor of stderr, used to find the terminal's width."""
         if self._stream is None:
             raise io.UnsupportedOperation("fileno")
         return self._stream.fileno()
@@ -135,7 +135,7 @@ def _flush() -> None:
 
 
 def _is_of_stdout(error: OSError) -> bool:
-    """True if the error came from stdout: what it could not write then is still there and fails again."""
+    """True if the error came from stdout: its unwritten buffer then fails again."""
     try:
         _flush()
     except OSError:
@@ -145,7 +145,7 @@ def _is_of_stdout(error: OSError) -> bool:
 
 
 def _mute(stream: TextIO | None) -> None:
-    """Point a stream at /dev/null, so that what it still holds does not fail again when the process ends."""
+    """Point a stream at /dev/null, so that its buffer does not fail again at exit."""
     if stream is None:
         return
     with contextlib.suppress(OSError, ValueError):
@@ -157,7 +157,7 @@ def _mute(stream: TextIO | None) -> None:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Plain text with every line that is longer than `width` cells continued in indented ones.
+    """Wrap every line of a plain text longer than `width` cells, with an indentation.
 
     >>> print(wrapped("the tensor 'all good' differs", 16))
     the tensor 'all
@@ -173,7 +173,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 def line_breaks(line: str, width: int, indent: int) -> list[int]:
-    """Positions at which a line is broken: between words, inside those that are longer than a line."""
+    """Positions at which a line is wrapped: between words, or inside words longer than a line."""
     from rich.cells import cell_len, chop_cells
 
     found = _START.match(line)

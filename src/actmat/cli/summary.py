@@ -1,4 +1,4 @@
-"""Plans, results and diagnoses of merges on a terminal of 80 columns, and as JSON."""
+"""Format plans, results and diagnoses of merges for a terminal of 80 columns and as JSON."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from actmat.run import MergeReport
 
 WORST = 3
-"""Layers of an extraction that are listed by name."""
+"""Number of layers of an extraction listed by name."""
 
 ROUNDING = 1e-5
-"""Relative error of a layer below which it is that of rounding the factors, and worth no line."""
+"""Relative error of a layer explained by rounding the factors; smaller errors are not listed."""
 
 MOST_PATTERNS = 4
-"""Patterns of names that are shown of one group."""
+"""Maximum number of name patterns shown per group."""
 
 
 def print_plan(plan: MergePlan, *, full: bool) -> None:
-    """Groups of outputs with what happens to them and why; `full`: one line per output."""
+    """Print groups of outputs with action and reason; `full` prints one line per output."""
     from_adapters = plan.output == "adapter" and not plan.is_extracted
     over = plural(len(plan.experts), "adapter" if from_adapters else "expert")
     over += ", into an adapter" if from_adapters else f" of {escape(plan.recipe.base)}"
@@ -75,7 +75,7 @@ def _print_notes(plan: MergePlan, severity: str, indent: str = "") -> None:
 
 
 def print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str], *, full: bool) -> None:
-    """A table of outputs, in groups of the same action and reason, each with the patterns of its names."""
+    """Print outputs grouped by action and reason, with their name patterns."""
     counted = "modules" if plan.output == "adapter" and not plan.is_extracted else "tensors"
     if full:
         for item in items:  # line by line: a table of 100,000 rows would take gigabytes
@@ -96,24 +96,24 @@ def print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str],
 
 
 def _devices(plan: MergePlan) -> str:
-    """Number of tensors that devices merge, and the memory for them."""
+    """Line with the number of tensors merged on devices, and the memory for them."""
     moved = len(plan.on_device)
     most = max(plan.on_device, key=lambda item: item.cost.device_bytes, default=None)
-    needs = "" if most is None else f"; {escape(most.name)} needs most, {format_size(most.cost.device_bytes)} of one"
-    has = "" if plan.device_memory is None else f", which has {format_size(plan.device_memory)} for a tensor"
+    needs = "" if most is None else f"; {escape(most.name)} needs the most, {format_size(most.cost.device_bytes)}"
+    has = "" if plan.device_memory is None else f"; limit per tensor {format_size(plan.device_memory)}"
     return f"devices: {escape(plan.device)}, one worker each: {moved} of {len(plan.items)} tensors{needs}{has}"
 
 
 def _ranks(plan: MergePlan) -> str:
     ranks = Counter(m.pair.rank for m in plan.modules)
     return (
-        f"ranks written: {', '.join(f'{r} ({n} modules)' for r, n in sorted(ranks.items()))}; exact would be up to "
+        f"ranks written: {', '.join(f'{r} ({n} modules)' for r, n in sorted(ranks.items()))}; exact merges need up to "
         f"{max((m.pair.exact_rank for m in plan.modules), default=0)}"
     )
 
 
 def print_summary(report: MergeReport) -> None:
-    """Result of a merge: what was done, norms of an adapter, traffic, notes, findings if it was diagnosed."""
+    """Print the result of a merge: counts, norms of an adapter, bytes, notes, and findings of a diagnosis."""
     plan = report.plan
     from_adapters = plan.output == "adapter" and not plan.is_extracted
     of = plural(len(plan.experts), "adapter" if from_adapters else "expert")
@@ -122,10 +122,10 @@ def print_summary(report: MergeReport) -> None:
     console.print(f"[bold]{escape(report.out)}[/bold]  ({escape(what)})")
     _print_notes(plan, "warning")
     if report.was_finished:
-        checked = "all its tensors, and its inputs, are intact"
+        checked = "all its tensors and inputs are intact"
         if isinstance(report.out, str):
-            checked = "its files have their sizes ('actmat verify' reads them)"
-        console.print(f"  is complete: an earlier run of the same command finished it; {checked}")
+            checked = "its file sizes are right ('actmat verify' checks the content)"
+        console.print(f"  already complete from an earlier run of the same command; {checked}")
         _print_report_size(report)
         _print_findings(report)
         return
@@ -147,26 +147,26 @@ def print_summary(report: MergeReport) -> None:
 
 
 def print_nonfinite(totals: Totals) -> None:
-    """Number of NaN and Inf entries, if there are any."""
+    """Print the number of NaN and Inf entries, if any."""
     if totals.nonfinite:
         console.print(f"  note: {totals.nonfinite} NaN or Inf entries of experts were treated as unchanged")
 
 
 def _print_report_size(report: MergeReport) -> None:
-    """Size of the merged delta, unless it is one model extracted; warnings, unless a diagnosis has them."""
+    """Print the size of the merged delta, except for an extraction, and warnings, except after a diagnosis."""
     sized = len(report.plan.experts) > 1 or not report.plan.is_extracted
     print_size(report.totals, report.out, sized=sized, warn=report.diagnosis is None, muted=report.plan.recipe.mute)
 
 
 def _print_findings(report: MergeReport) -> None:
-    """Findings, and the page that shows them, where they were asked for."""
+    """Print findings and the report page of a diagnosed merge."""
     if report.diagnosis is not None:
         print_checks(report.diagnosis.checks)
         console.print(f"report: {escape(report.out)}/report.html", soft_wrap=True)
 
 
 def print_extracted(report: MergeReport) -> None:
-    """Layers, ranks and errors of an adapter that was extracted, and what it holds besides them or lacks."""
+    """Print layers, ranks and errors of an extracted adapter, and tensors saved whole or left out."""
     rows = extracted_rows(report.manifest)
     factored = [r for r in rows if r["kind"] == "factored"]
     ranks = sorted({r["rank"] for r in factored})
@@ -191,20 +191,20 @@ def print_extracted(report: MergeReport) -> None:
 def print_size(
     totals: Totals, out: Path | str, *, sized: bool = True, warn: bool = True, muted: Sequence[str] = ()
 ) -> None:
-    """Size of a merged delta against the sum of the experts' and a mean expert's, and what is wrong with the merge.
+    """Print the size of a merged delta relative to the experts', and warnings.
 
     Args:
         totals: of a finished merge.
-        out: where it is.
-        sized: print the size, where anything was merged.
-        warn: warn where it or the error of the rank is far off; a diagnosis says more.
-        muted: codes of checks that shall not count.
+        out: location of the merge.
+        sized: print the size, if anything was merged.
+        warn: warn if the size or the error of a rank cut is far off.
+        muted: codes of checks to ignore.
     """
     norms = totals.norms
     if sized and norms is not None and (words := size_words(norms)):
         console.print(f"  size: {words}")
     for warning in warnings_of(totals, muted) if warn else ():
-        where = f" {shlex.quote(str(out))}" if isinstance(out, Path) else ""  # what is at a URL is diagnosed by recipe
+        where = f" {shlex.quote(str(out))}" if isinstance(out, Path) else ""  # at a URL: diagnose the recipe
         severity = next(check.severity for check in SIZE_CHECKS if check.code == warning.code)
         console.print(f"  [{'red' if severity == 'issue' else 'yellow'}]warning {warning.code}[/]: {warning.text}; see")
         console.print(f"    actmat diagnose{escape(where)}", soft_wrap=True)
@@ -215,7 +215,7 @@ def _model_lines(report: MergeReport) -> list[str]:
     words = {"merge": "merged", "average": "averaged", "copy": "copied", "tie": "tied"}
     counts = ", ".join(f"{n} {words[a]}" for a, n in count_actions(report.plan.items).items() if n)
     unchanged = report.totals.unchanged
-    return [counts + (f"; {unchanged} of them unchanged by every expert" if unchanged else "")]
+    return [counts + (f"; {unchanged} of them not changed by any expert" if unchanged else "")]
 
 
 def _adapter_lines(report: MergeReport) -> list[str]:
@@ -233,7 +233,7 @@ def _adapter_lines(report: MergeReport) -> list[str]:
 
 
 def merge_data(report: MergeReport) -> dict[str, Any]:
-    """One output of a merge."""
+    """One output of a merge as plain data."""
     plan, totals, found = report.plan, report.totals, report.diagnosis
     return {
         "out": str(report.out),
@@ -271,7 +271,7 @@ def extraction_data(report: ExtractReport) -> dict[str, Any]:
 
 
 def compact_plan(plan: MergePlan) -> dict[str, Any]:
-    """A plan without its tensors: how many have the same action for the same reason, and totals."""
+    """A plan without its tensors: counts by action and reason, and totals."""
     groups = Counter((i.action, i.call.method if i.call else None, i.reason) for i in plan.items)
     first = {key: i.name for i in reversed(plan.items) for key in [(i.action, i.call and i.call.method, i.reason)]}
     rows = [
@@ -297,7 +297,7 @@ def compact_plan(plan: MergePlan) -> dict[str, Any]:
 
 
 def size_data(norms: Norms | None, muted: Collection[str] = ()) -> dict[str, Any] | None:
-    """Norms of a merge, and the code of the check that finds them far off; None where nothing was merged."""
+    """Norms of a merge, and the code of a check that finds them far off; None if nothing was merged."""
     if norms is None:
         return None
     found = size_finding(norms, muted)
@@ -309,11 +309,11 @@ def size_data(norms: Norms | None, muted: Collection[str] = ()) -> dict[str, Any
 
 
 CONTESTED = 10
-"""Largest number of matrices listed."""
+"""Maximum number of listed matrices."""
 
 
 def print_diagnosis(found: Diagnosis, files: Sequence[Path] = ()) -> None:
-    """Print the experts, the checks, the matrices on which the experts disagree most, and the files of the report."""
+    """Print experts, checks, the matrices on which experts disagree most, and the report's files."""
     totals = found.totals
     console.print(
         f"[bold]{escape(found.method)}[/bold] over {len(found.experts)} experts"
@@ -343,7 +343,7 @@ def print_diagnosis(found: Diagnosis, files: Sequence[Path] = ()) -> None:
 
 
 def print_checks(checks: Sequence[CheckResult]) -> None:
-    """Print findings, and how many checks were clear, did not apply, or were muted."""
+    """Print findings, and the numbers of checks that were clear, not applicable or muted."""
     for check in checks:
         if check.verdict == "found":
             color = "red" if check.severity == "issue" else "yellow"
@@ -356,7 +356,7 @@ def print_checks(checks: Sequence[CheckResult]) -> None:
 
 
 def _experts(found: Diagnosis) -> Table:
-    """A row per expert, over all matrices."""
+    """Table with a row per expert, over all matrices."""
     table = _table("expert", "norm", "of base", "snr", "overlap", "rho")
     for t, summary in enumerate(found.experts):
         rows = [m for m in found.measures if m.norms[t] > 0]

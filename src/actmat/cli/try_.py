@@ -1,4 +1,4 @@
-"""`actmat try`: merge into memory and ask the result something."""
+"""`actmat try`: merge in memory and query the result."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ def _option(flag: str, text: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class QuestionFlags:
-    """Flags of the question."""
+    """Flags of the queries."""
 
     prompt: Annotated[list[str] | None, _option("--prompt", "Text to continue, or a question. Repeatable.")] = None
-    new_tokens: Annotated[int, _option("--new-tokens", "Maximum number of tokens of an answer.", min=1)] = 64
+    new_tokens: Annotated[int, _option("--new-tokens", "Maximum number of tokens per answer.", min=1)] = 64
     plain: Annotated[bool, _option("--plain", "Do not use the tokenizer's chat template.")] = False
     images: Annotated[str | None, _option("--images", "Folder of images, with or without one subfolder per class.")] = (
         None
     )
     classes: Annotated[
-        str | None, _option("--classes", "Classes of images, for CLIP: a,b,c (default: the folders' names).")
+        str | None, _option("--classes", "Classes of images, for CLIP: a,b,c (default: the names of the folders).")
     ] = None
-    template: Annotated[str, _option("--template", "Prompt of a class, for CLIP.")] = "a photo of a {}."
-    lm_eval: Annotated[str | None, _option("--lm-eval", "Tasks of lm-eval, as a,b.")] = None
-    limit: Annotated[int | None, _option("--limit", "Questions per lm-eval task.", min=1)] = None
+    template: Annotated[str, _option("--template", "Prompt for CLIP; {} is the class.")] = "a photo of a {}."
+    lm_eval: Annotated[str | None, _option("--lm-eval", "Tasks of lm-eval, such as gsm8k,arc_easy.")] = None
+    limit: Annotated[int | None, _option("--limit", "Questions per lm-eval task (default: all).", min=1)] = None
     model_class: flags.ModelClass = None
     model_dtype: Annotated[flags.RunDtype, _option("--model-dtype", "Dtype of the model while it runs.")] = "float32"
-    compare: Annotated[bool, _option("--compare", "Ask the base and every expert, too.")] = False
+    compare: Annotated[bool, _option("--compare", "Also query the base and every expert.")] = False
 
     def check(self) -> None:
-        """Refuse no question, and flags that no question uses."""
+        """Raise if there is no query, or a flag that no query uses."""
         if not (self.prompt or self.images or self.lm_eval):
-            raise typer.BadParameter("ask something: --prompt TEXT, --images FOLDER or --lm-eval TASK")
+            raise typer.BadParameter("no query given: pass --prompt TEXT, --images FOLDER or --lm-eval TASK")
         if (self.classes and not self.images) or (self.limit is not None and not self.lm_eval):
-            raise typer.BadParameter("--classes goes with --images, --limit with --lm-eval")
+            raise typer.BadParameter("--classes needs --images, and --limit needs --lm-eval")
 
     def asker(self, recipe: Recipe) -> Callable[[Loaded], dict[str, Any]]:
-        """A function from a model to its answers, as plain data.
+        """Function from a model to its answers as plain data.
 
         Raises:
-            RecipeError: lm-eval is missing, or has no such task.
+            RecipeError: lm-eval is not installed, or does not know the task.
         """
         from actmat.extras.tune.harness import LmEval
         from actmat.extras.tune.trying import answer, classify, images_of
@@ -63,7 +63,7 @@ class QuestionFlags:
             tasks = [t.strip() for t in self.lm_eval.split(",") if t.strip()]
             scored = LmEval(tasks, recipe.base or recipe.experts[0].path, limit=self.limit)
         if self.images:
-            images_of(self.images)  # before anything is merged
+            images_of(self.images)  # fail before merging
 
         def ask(loaded: Loaded) -> dict[str, Any]:
             found: dict[str, Any] = {}
@@ -93,7 +93,7 @@ def try_(
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Merge in memory and ask the result something; nothing is written.
+    """Merge in memory and query the result; nothing is written.
 
     actmat try -b BASE -e EXPERT1 -e EXPERT2 --prompt "2 + 2 ="
     actmat try -b BASE -e E1 -e E2 -m ties -m actmat --prompt "2 + 2 ="
@@ -101,8 +101,8 @@ def try_(
     actmat try -b BASE -e E1 -e E2 --lm-eval gsm8k --limit 50
 
     Takes the recipe and the flags of 'actmat merge'. Several methods or option
-    values are asked one after the other. --compare asks the base and every
-    expert, too. Answers are not sampled: the same command gives the same text.
+    values are queried one after the other. --compare also queries the base and
+    every expert. Answers are not sampled: the same command gives the same text.
     """
     question.check()
     recipes = given.recipes(recipe)
@@ -122,7 +122,7 @@ def try_(
 def _models(
     recipes: Sequence[Recipe], run: RunSettings, question: QuestionFlags, *, quiet: bool
 ) -> Iterator[tuple[str, Loaded]]:
-    """Name and model of each merge, and of the inputs if they are compared; one at a time is in memory."""
+    """Yield name and model of each merge, and of the inputs with --compare; one at a time is in memory."""
     from actmat.cli.screen import showing_progress
     from actmat.extras.models.in_memory import run_in_memory
     from actmat.extras.models.loading import load_model
@@ -170,4 +170,4 @@ def _print(found: dict[str, Any], prompts: Sequence[str]) -> None:
         console.print(f"  {escape(task)}: {escape(shown)}")
 
 
-try_.__name__ = "try"  # the command's name, which is no name of a function in Python
+try_.__name__ = "try"  # 'try' is a Python keyword

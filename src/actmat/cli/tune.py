@@ -31,12 +31,12 @@ class SearchFlags:
     """Flags of the search."""
 
     methods: Annotated[
-        str | None, _option("--methods", "Methods to try, as a,b@pico,c, or 'all' (default: some twelve).")
+        str | None, _option("--methods", "Methods to try, such as ties,actmat@pico, or 'all' (default: about twelve).")
     ] = None
-    scales: Annotated[str | None, _option("--scales", "Scales to try, as 0.3,0.5,1.")] = None
-    groups: Annotated[str, _option("--groups", "Factors by group: none, kind, depth or kind-depth.")] = "none"
-    weights: Annotated[bool, _option("--tune-weights", "Search the experts' weights too.")] = False
-    space: Annotated[Path | None, _option("--space", "YAML file with methods, options, scales, groups.")] = None
+    scales: Annotated[str | None, _option("--scales", "Scales to try, such as 0.3,0.5,1.")] = None
+    groups: Annotated[str, _option("--groups", "Search factors by group: none, kind, depth or kind-depth.")] = "none"
+    weights: Annotated[bool, _option("--tune-weights", "Also search the weights of the experts.")] = False
+    space: Annotated[Path | None, _option("--space", "YAML file with methods, options, scales and groups.")] = None
     score: Annotated[
         str,
         _option("--score", "divergence, disagreement, perplexity, accuracy (with labels), or lm-eval:TASK,TASK."),
@@ -47,47 +47,47 @@ class SearchFlags:
         list[str] | None,
         _option("--classes", "Classes of images, for CLIP: [NAME=]a,b,c or a file (default: the folders' names)."),
     ] = None
-    template: Annotated[str, _option("--template", "Prompt of a class, for CLIP.")] = "a photo of a {}."
-    budget: Annotated[str | None, _option("--budget", "Number of evaluations (200) or time (15m).")] = None
+    template: Annotated[str, _option("--template", "Prompt for CLIP; {} is the class.")] = "a photo of a {}."
+    budget: Annotated[str | None, _option("--budget", "Limit: evaluations (200) or a time (15m).")] = None
     least_agreement: Annotated[
         float,
-        _option("--least-agreement", "Smallest share of its predictions that every expert must keep.", min=0, max=1),
+        _option("--least-agreement", "Share of its predictions that every expert must keep, 0 to 1.", min=0, max=1),
     ] = 0.0
     inputs: Annotated[
         int,
         _option(
             "--samples",
-            "Inputs per expert; half for the search, half for the final comparison.",
+            "Inputs per expert: half for the search, half for the final comparison.",
             min=2,
         ),
     ] = 128
     new_tokens: Annotated[
-        int, _option("--new-tokens", "Tokens with which a language model continues each input.", min=0)
+        int, _option("--new-tokens", "Tokens that a language model generates after each input.", min=0)
     ] = 32
     model_dtype: Annotated[flags.RunDtype, _option("--model-dtype", "Dtype of the models while they run.")] = "float32"
     keep_work: Annotated[bool, _option("--keep-work", "Keep the merges that were tried.")] = False
 
     def chosen_space(self) -> SearchSpace:
-        """The space of the file, or of the flags.
+        """The search space from the file or the flags.
 
         Raises:
-            RecipeError: it is not valid.
+            RecipeError: the space is not valid.
         """
         from actmat.extras.tune.space import load_space, make_space
 
         if self.space is not None:
             if self.methods or self.scales:
-                raise typer.BadParameter("--space names methods and scales itself: drop --methods and --scales")
+                raise typer.BadParameter("--space already lists methods and scales: remove --methods and --scales")
             return load_space(self.space)
         listed = {"methods": self.methods, "scales": self.scales}
         fields: dict[str, Any] = {k: [x.strip() for x in v.split(",") if x.strip()] for k, v in listed.items() if v}
         return make_space(fields | {"groups": self.groups, "weights": self.weights})
 
     def chosen_score(self, recipe: Recipe, batch_size: int) -> Score:
-        """The score of the flags.
+        """The score from the flags.
 
         Raises:
-            RecipeError: lm-eval is missing, or has no such task.
+            RecipeError: lm-eval is not installed, or does not know the task.
         """
         from actmat.extras.tune.evaluate import ScoreName
         from actmat.extras.tune.harness import PREFIX, LmEval
@@ -97,7 +97,7 @@ class SearchFlags:
             files = recipe.base or recipe.experts[0].path
             return LmEval(tasks, files, limit=self.limit, batch_size=batch_size)
         if self.limit is not None:
-            raise typer.BadParameter("--limit goes with --score lm-eval:TASK,TASK; inputs are limited by --samples")
+            raise typer.BadParameter("--limit needs --score lm-eval:TASK,TASK; to limit inputs, use --samples")
         if self.score not in get_args(ScoreName):
             raise typer.BadParameter(
                 f"--score is one of {', '.join(get_args(ScoreName))}, or lm-eval:TASK,TASK; got '{self.score}'"
@@ -105,7 +105,7 @@ class SearchFlags:
         return cast("Score", self.score)
 
     def with_classes(self, sources: dict[str, DataOptions], base: str) -> dict[str, DataOptions]:
-        """The data with the classes of the images, if the base compares images with texts."""
+        """Add the classes of the images to the data, if the base compares images with texts."""
         from dataclasses import replace
 
         from actmat.experts.locate import locate
@@ -116,19 +116,19 @@ class SearchFlags:
             compares = is_contrastive(located.config)
         if not compares:
             if given:
-                raise typer.BadParameter("--classes goes with models that compare images with texts, such as CLIP")
+                raise typer.BadParameter("--classes needs a model that compares images with texts, such as CLIP")
             return sources
         found = {name: given.get(name) or class_names(o.location) for name, o in sources.items()}
         if missing := [name for name, classes in found.items() if not classes]:
             raise typer.BadParameter(
-                f"which classes do the images of '{missing[0]}' have? Give --classes {missing[0]}=a,b,c, or a folder "
-                "of images with a folder for each class"
+                f"the image classes of '{missing[0]}' are unknown: pass --classes {missing[0]}=a,b,c, or a folder of "
+                "images with one subfolder per class"
             )
         return {n: replace(o, classes=found[n], template=self.template) for n, o in sources.items()}
 
 
 def _named_classes(given: Sequence[str], names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Expert -> names of its classes; without a name, those of all experts."""
+    """Expert -> names of its classes; classes without a name apply to all experts."""
     out: dict[str, tuple[str, ...]] = {}
     for text in given:
         name, listed = split_name(text)
@@ -136,7 +136,7 @@ def _named_classes(given: Sequence[str], names: Sequence[str]) -> dict[str, tupl
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else listed.split(",")
         classes = tuple(c.strip() for c in lines if c.strip())
         if name and name not in names:
-            raise typer.BadParameter(f"--classes names '{name}', and no expert has this name: {', '.join(names)}")
+            raise typer.BadParameter(f"--classes names '{name}', which is not an expert; experts: {', '.join(names)}")
         out |= dict.fromkeys([name] if name else names, classes)
     return out
 
@@ -150,7 +150,7 @@ def tune(
     data: Annotated[DataFlags, FlagFields(without=("samples", "dtype"))],
     search: SearchFlags,
     json: flags.Json = False,
-    full: Annotated[bool, typer.Option("--full", help="With --json: every trial.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="With --json: include every trial.")] = False,
     quiet: flags.Quiet = False,
 ) -> None:
     """Find the best merge from a few unlabeled inputs of each expert.
@@ -162,8 +162,8 @@ def tune(
     distance of the merged model's predictions from each expert's, on that
     expert's inputs. No labels are needed. Half of the inputs are held out to
     test whether the winner is better than the average. BEST.tune has the
-    recipe, all trials (tune.json) and a page (tune.html). The same command
-    continues an interrupted search.
+    recipe, all trials (tune.json) and a page (tune.html). To continue an
+    interrupted search, repeat the command.
     """
     from actmat.cli.searching import print_search, showing_search
     from actmat.extras.tune.search import parse_budget
@@ -172,9 +172,9 @@ def tune(
 
     (wanted, *_) = given.recipes(recipe)
     if wanted.out is None:
-        raise typer.BadParameter("say where the merged model goes: --out OUT, or 'out' in the recipe")
+        raise typer.BadParameter("no output given: pass --out OUT, or set 'out' in the recipe")
     if not data.data:
-        raise typer.BadParameter("give unlabeled inputs: --data NAME=DATA, once per expert")
+        raise typer.BadParameter("no inputs given: pass unlabeled inputs as --data NAME=DATA, once per expert")
     named = pairs_of(data.data)
     places = dict.fromkeys(wanted.labels, named) if isinstance(named, str) else named
     settings = TuneSettings(

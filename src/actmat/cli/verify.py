@@ -10,14 +10,14 @@ from actmat.cli import flags
 from actmat.cli.listing import command
 
 
-@command("look", "everything matches", "something differs, or there is no finished merge")
+@command("look", "everything matches", "something differs, or the merge is not finished")
 def verify(
     out: Annotated[str, typer.Argument(help="Directory of a merged model, or its URL.")],
     inputs: Annotated[bool, typer.Option("--inputs/--no-inputs", help="Also check base and experts.")] = True,
     against: Annotated[
         list[str] | None,
         typer.Option(
-            "--against", help="Adapter that was added to the base; once per expert. Adds it again and compares."
+            "--against", help="Adapter that was added to the base, once per expert: add it again and compare."
         ),
     ] = None,
     json: flags.Json = False,

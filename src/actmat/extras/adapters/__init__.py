@@ -1,1 +1,1 @@
-"""Rare families of adapters in the folders of PEFT."""
+"""Less common adapter families of PEFT."""

@@ -1,9 +1,9 @@
-"""AdaLoRA: a product of two factors with a trained scale of each direction between them.
+"""AdaLoRA: a product of two factors with a trained scale per direction.
 
     delta = alpha / (r + 1e-5) * B diag(E) A
 
-`r` is the rank that training began with or, where directions were removed since (`rank_pattern`), the one that is
-stored. PEFT divides so, and by the 1e-5, too.
+`r` is the initial rank or, if directions were removed during training (`rank_pattern`), the stored rank. The division
+and the 1e-5 are PEFT's.
 
 Source: Zhang et al. (https://arxiv.org/abs/2303.10512); PEFT, `tuners/adalora`.
 
@@ -27,7 +27,7 @@ from actmat.linalg.lowrank import LowRank
 
 ROLES = ("lora_A", "lora_B", "lora_E")
 SHIFT = 1e-5
-"""Added to the rank by PEFT."""
+"""Constant that PEFT adds to the rank."""
 _OWN = family_keys(("lora_alpha", "ensure_weight_tying"), "r", "rank_pattern")
 _UNREAD = ("use_rslora", "alpha_pattern", "init_lora_weights")
 _SCHEDULE = ("target_r", "init_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step")
@@ -36,10 +36,10 @@ KEYS = Keys(
     {
         **IRRELEVANT,
         **_OWN.irrelevant,
-        **dict.fromkeys(_UNREAD, "PEFT takes it from LoRA's config and does not read it"),
-        **dict.fromkeys(_SCHEDULE, "when which directions were removed"),
+        **dict.fromkeys(_UNREAD, "inherited from LoRA's config; PEFT does not read it"),
+        **dict.fromkeys(_SCHEDULE, "schedule of removing directions in training"),
     },
-    {**REFUSED, "target_parameters": "stacked experts are read of plain LoRA only"},
+    {**REFUSED, "target_parameters": "stacked experts are supported for plain LoRA only"},
 )
 
 
@@ -73,7 +73,7 @@ def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content
             continue
         a, b, e = (group.shape(role) for role in ROLES)
         if len(a) != 2 or len(b) != 2 or not a[0] or a[0] != b[1] or e != (a[0], 1):
-            problems.append(f"module '{group.module}': lora_A {a}, lora_B {b}, lora_E {e} do not fit together")
+            problems.append(f"module '{group.module}': lora_A {a}, lora_B {b}, lora_E {e} do not match")
             continue
         scaling = (alpha if alpha > 0 else a[0]) / (a[0] + SHIFT)
         stored = tuple(group.names[role] for role in ROLES)
@@ -85,6 +85,6 @@ ADALORA = Reader(
     "AdaLoRA",
     lambda fields: fields.get("peft_type") == "ADALORA",
     _read,
-    "each direction has a scale of its own, which is put into the factors with the base at hand",
+    "each direction has its own scale, which is folded into the delta",
     KEYS,
 )

@@ -1,4 +1,4 @@
-"""Stored tensors of an adapter by module, as families of PEFT other than LoRA name them."""
+"""Group the stored tensors of PEFT adapters other than LoRA by module."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from actmat.layout.matching import MatchError
 
 _PREFIX = "base_model.model."
 
-_IN_THE_FILE = "the shapes of the stored tensors say it"
+_IN_THE_FILE = "given by the shapes of the stored tensors"
 SCALED = ("rank_pattern", "alpha_pattern", "r", "alpha")
 """Fields that `scaled_content` reads."""
 IN_TRAINING = ("lora_dropout", "vera_dropout", "rank_dropout", "module_dropout", "rank_dropout_scale")
 
 
 def family_keys(obeyed: Sequence[str] = (), *in_the_file: str, **irrelevant: str) -> Keys:
-    """Lists of the config of a family, with the fields of every family of PEFT.
+    """Classify a family's config fields, including the fields common to all PEFT families.
 
     Args:
-        obeyed: the reader reads them.
-        in_the_file: their effect is in the stored tensors.
-        irrelevant: field -> the reason.
+        obeyed: fields that the reader uses.
+        in_the_file: fields whose effect is in the stored tensors.
+        irrelevant: field -> reason why it has no effect.
     """
     common = {
         **OF_EVERY_FAMILY,
-        "target_modules": "the file holds the modules that were adapted",
-        "bias": "the file holds the biases",
-        "fan_in_fan_out": "the layout of the base says how it is stored",
-        "init_weights": "how the tensors began; the base is as it was",
-        **dict.fromkeys(IN_TRAINING, "acts in training only"),
+        "target_modules": "given by the modules in the file",
+        "bias": "given by the biases in the file",
+        "fan_in_fan_out": "given by the base's layout",
+        "init_weights": "affects only the initial values; the base is unchanged",
+        **dict.fromkeys(IN_TRAINING, "affects training only"),
         **dict.fromkeys(in_the_file, _IN_THE_FILE),
     }
     of_peft = ("peft_type", "peft_version", "base_model_name_or_path", "auto_mapping")
@@ -46,25 +46,25 @@ def family_keys(obeyed: Sequence[str] = (), *in_the_file: str, **irrelevant: str
 
 @dataclass(frozen=True)
 class Group:
-    """The stored tensors of one module: role -> stored name, and their specs."""
+    """Stored tensors of one module: role -> stored name, and their specs."""
 
     module: str
     names: Mapping[str, str]
     specs: Mapping[str, TensorSpec]
 
     def shape(self, role: str) -> tuple[int, ...]:
-        """Shape of the tensor of a role; may be empty."""
+        """Shape of a role's tensor; empty if missing."""
         return self.specs[self.names[role]].shape if role in self.names else ()
 
     def missing(self, *roles: str) -> str:
-        """One sentence if a tensor is missing, else empty."""
+        """One sentence if a required tensor is missing, else ''."""
         lacking = [r for r in roles if r not in self.names]
         has = ", ".join(self.names.values())
         return f"module '{self.module}' has no {lacking[0]} (it has {has})" if lacking else ""
 
 
 def shape_misfit(own: Sequence[int], shape: Sequence[int]) -> str:
-    """Why a delta of the shape `own` does not fit a tensor of the base; empty where it does.
+    """Reason why a delta of shape `own` does not match a base tensor; may be empty.
 
     >>> shape_misfit((4, 2), (4, 2)), shape_misfit((4, 2), (2, 4))
     ('', 'its delta is 4 x 2')
@@ -75,7 +75,7 @@ def shape_misfit(own: Sequence[int], shape: Sequence[int]) -> str:
 def group_tensors(
     specs: Mapping[str, TensorSpec], roles: Sequence[str], family: str
 ) -> tuple[list[Group], dict[str, str], list[str]]:
-    """Stored tensors by module; tensors trained in full; and problems.
+    """Group stored tensors by module; returns groups, fully trained tensors, and problems.
 
     >>> spec = TensorSpec("base_model.model.fc.hada_w1_a", (4, 2), "float32", "")
     >>> groups, _, _ = group_tensors({spec.name: spec}, ["hada_w1_a"], "LoHa")
@@ -83,8 +83,8 @@ def group_tensors(
     ('fc', (4, 2))
 
     Args:
-        roles: last parts of the names of the family's tensors; `.weight` may follow.
-        family: for messages.
+        roles: name suffixes of the family's tensors; `.weight` may follow.
+        family: family name for messages.
     """
     own = re.compile(r"(?P<module>.+?)\.(?P<role>" + "|".join(roles) + r")(?:\.weight)?")
     found: dict[str, dict[str, str]] = {}
@@ -98,7 +98,7 @@ def group_tensors(
         elif match is not None:
             found.setdefault(match["module"], {})[match["role"]] = name
         elif re.search(r"\.(lora_|hada_|lokr_|vera_|ia3_|oft_|trainable_tokens_)", "." + bare):
-            problems.append(f"tensor '{name}' is no part of an adapter of the family {family}")
+            problems.append(f"tensor '{name}' does not belong to an adapter of the family {family}")
         elif not bare.endswith(".base_layer.weight"):
             extras[bare.replace(".base_layer.", ".")] = name
     groups = [Group(m, names, {n: specs[n] for n in names.values()}) for m, names in found.items()]

@@ -1,4 +1,4 @@
-"""(IA)^3: a factor for each output, or for each input, of a layer.
+"""(IA)^3: a factor per output or per input of a layer.
 
     W = diag(l) W_0 and b = l b_0        keys, values
     W = W_0 diag(l)                      feed-forward layers
@@ -22,7 +22,7 @@ from actmat.extras.adapters.groups import Group, family_keys, group_tensors
 
 @dataclass(frozen=True)
 class Scaled(Change):
-    """The base's rows or columns, times numbers less `unchanged`, the number that leaves them as they are."""
+    """The base's rows or columns times (factor - `unchanged`), where `unchanged` is the neutral factor."""
 
     target: str
     stored: tuple[str, ...]
@@ -36,7 +36,7 @@ class Scaled(Change):
     def misfit(self, shape: tuple[int, int]) -> str:
         """See `Change`."""
         size = shape[1] if self.of_inputs else shape[0]
-        of_channels = self.of_inputs and self.count > 0 and size % self.count == 0  # before a kernel
+        of_channels = self.of_inputs and self.count > 0 and size % self.count == 0  # channels before a kernel
         return "" if size == self.count or of_channels else f"it has {self.count} factors"
 
     def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
@@ -55,7 +55,7 @@ def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content
         of_inputs = _is_feedforward(group, fields.get("feedforward_modules"))
         if of_inputs is None:
             problems.append(f"module '{group.module}': 'feedforward_modules' of the config is a pattern, and the shape "
-                            f"{group.shape('ia3_l')} does not say which side its factors are of")  # fmt: skip
+            f"{group.shape('ia3_l')} does not show whether its factors scale inputs")  # fmt: skip
             continue
         count, stored = math.prod(group.shape("ia3_l")), (group.names["ia3_l"],)
         changes.append(Scaled(f"{group.module}.weight", stored, count, of_inputs))
@@ -65,7 +65,7 @@ def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content
 
 
 def _is_feedforward(group: Group, listed: Any) -> bool | None:
-    """True if the factors are those of inputs; None if nothing tells."""
+    """True if the factors scale inputs; None if unknown."""
     shape = group.shape("ia3_l")
     if len(shape) == 2 and shape != (1, 1):
         return shape[0] == 1
@@ -79,5 +79,5 @@ IA3 = Reader(
     lambda fields: fields.get("peft_type") == "IA3",
     _read,
     "it multiplies the base's weights",
-    family_keys(("feedforward_modules",), init_ia3_weights="how the factors began; the base is as it was"),
+    family_keys(("feedforward_modules",), init_ia3_weights="affects only the initial values; the base is unchanged"),
 )

@@ -25,7 +25,7 @@ ROLES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2
 @dataclass(frozen=True)
 class _Product(Change):
     target: str
-    stored: tuple[str, ...]  # w1_a, w1_b, w2_a, w2_b, and t1, t2 where there is a core
+    stored: tuple[str, ...]  # w1_a, w1_b, w2_a, w2_b, and t1, t2 of a core
     scaling: float
     shape: tuple[int, int]
     reads_base = False
@@ -45,7 +45,7 @@ class _Product(Change):
 
 
 def loha_change(group: Group, target: str, scaling: float) -> Change | str:
-    """The change of one module, or a problem in one sentence."""
+    """The change of one module, or a problem as one sentence."""
     if problem := _problem(group):
         return problem
     has_core = "hada_t1" in group.names
@@ -56,7 +56,7 @@ def loha_change(group: Group, target: str, scaling: float) -> Change | str:
 
 
 def _problem(group: Group) -> str:
-    """One sentence if the tensors do not fit together, else empty."""
+    """One sentence if the shapes do not match, else ''."""
     has_core = "hada_t1" in group.names or "hada_t2" in group.names
     if missing := group.missing(*(ROLES if has_core else ROLES[:4])):
         return missing
@@ -66,7 +66,7 @@ def _problem(group: Group) -> str:
             (len(middle) == 4 and middle[:2] == (left[0], right[0])) if has_core else left[1] == right[0]
         )
         if not fits or group.shape(a) != group.shape("hada_w1_a") or right[1] != group.shape("hada_w1_b")[1]:
-            return f"module '{group.module}': {a} {left}, {b} {right} {middle or ''} do not fit together"
+            return f"module '{group.module}': {a} {left}, {b} {right} {middle or ''} do not match"
     return ""
 
 

@@ -1,8 +1,8 @@
 """LoKr: a Kronecker product.
 
-    delta = alpha / r * W1 (x) W2,      W1 = W1a W1b, W2 = W2a W2b where these are stored as products
+    delta = alpha / r * W1 (x) W2,      W1 = W1a W1b, W2 = W2a W2b if stored as products
 
-Row `p` of the delta is row `p // K` of `W1` with row `p mod K` of `W2`, which has `K` rows.
+Row `p` of the delta is formed from row `p // K` of `W1` and row `p mod K` of `W2`, which has `K` rows.
 
 Source: Yeh et al., LyCORIS (https://arxiv.org/abs/2309.14859); PEFT, `tuners/lokr`.
 """
@@ -53,11 +53,11 @@ class _Kronecker(Change):
 
 
 def lokr_change(group: Group, target: str, scaling: float) -> Change | str:
-    """The change of one module, or a problem in one sentence."""
+    """The change of one module, or a problem as one sentence."""
     first, second = _shape(group, "lokr_w1"), _shape(group, "lokr_w2")
     if first is None or second is None:
         has = ", ".join(f"{n} {group.specs[n].shape}" for n in group.names.values())
-        return f"module '{group.module}': no Kronecker product can be formed of {has}"
+        return f"module '{group.module}': no Kronecker product can be formed from {has}"
     stored, roles = tuple(group.names.values()), tuple(group.names)
     return _Kronecker(target, stored, roles, scaling, first, second)
 

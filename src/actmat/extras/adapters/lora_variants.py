@@ -1,8 +1,8 @@
-"""LoRA that needs its base: DoRA, PiSSA, OLoRA, trained tokens; with plain pairs beside them.
+"""LoRA variants that need the base: DoRA, PiSSA, OLoRA, trained tokens; also mixed with plain pairs.
 
     W = m * (W_0 + s B A) / ||W_0 + s B A||        DoRA; the norm of each output, over all inputs
-    W = W_0 + s B A - U_r S_r V_r^T                PiSSA: training began with the largest singular triplets taken out
-    W = W_0 + s (B A - Q_r R_r)                    OLoRA: with the first columns of `W_0 = Q R`
+    W = W_0 + s B A - U_r S_r V_r^T                PiSSA: the largest singular triplets were removed before training
+    W = W_0 + s (B A - Q_r R_r)                    OLoRA: the first columns of `W_0 = Q R` were removed
     W[i] = t[i]                                    trained tokens: rows of a table are replaced
 
 `m`, `t` are stored; `s` is LoRA's scaling.
@@ -34,7 +34,7 @@ from actmat.linalg.lowrank import LowRank
 _MAGNITUDE = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_magnitude_vector(?:\.weight)?")
 _TOKENS = re.compile(r"(?:base_model\.model\.)?(?P<module>.+?)(?:\.token_adapter)?\.trainable_tokens_delta")
 HANDLED = ("use_dora", "trainable_token_indices", "init_lora_weights")
-"""Fields that are refused of plain LoRA, and read here."""
+"""Fields that plain LoRA refuses and this module reads."""
 _KEYS = LORA.but(*HANDLED)
 _STARTS: dict[str, Literal["pissa", "olora"]] = {"pissa": "pissa", "olora": "olora"}
 
@@ -59,7 +59,7 @@ class _Pair(Change):
 
 @dataclass(frozen=True)
 class _Residual(_Pair):
-    """`s B A` without what the initialization took out of the base."""
+    """`s B A` minus the part that the initialization removed from the base."""
 
     start: Literal["pissa", "olora"] = "pissa"
     only_straight: bool = False
@@ -79,7 +79,7 @@ class _Residual(_Pair):
 
 @dataclass(frozen=True)
 class _Dora(Change):
-    """Pairs with a magnitude of each output; of a table, of each column."""
+    """Pairs with a magnitude per output, or per column of a table."""
 
     target: str
     stored: tuple[str, ...]
@@ -123,7 +123,7 @@ class _Bias(Change):
 
 @dataclass(frozen=True)
 class _Tokens(Change):
-    """Rows of a table that are replaced."""
+    """Replaced rows of a table."""
 
     target: str
     stored: tuple[str, ...]
@@ -136,7 +136,7 @@ class _Tokens(Change):
         if shape[1] != self.width:
             return f"its rows have {self.width} entries"
         last = max(self.indices)
-        return "" if last < shape[0] else f"it replaces row {last}: were tokens added to the base?"
+        return "" if last < shape[0] else f"it replaces row {last}, beyond the base's table"
 
     def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
         assert base_PI is not None, "it reads the base"
@@ -160,7 +160,7 @@ def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content
     changes: list[Change] = []
     for module in found.modules.values():
         changes += _of_module(module, magnitudes.pop(module.name, None), start, specs, problems)
-    problems += [f"tensor '{n}' is a magnitude of DoRA without factors" for n in magnitudes.values()]
+    problems += [f"tensor '{n}' is a DoRA magnitude without factors" for n in magnitudes.values()]
     changes += _of_tables(tables, specs, fields.get("trainable_token_indices"), problems)
     return Content(changes, found.extras, problems)
 
@@ -174,7 +174,7 @@ def _of_module(
 ) -> list[Change]:
     if module.kind == "parameter":
         problems.append(
-            f"module '{module.name}' adapts bare parameters, which is read of plain LoRA only. Fold "
+            f"module '{module.name}' adapts bare parameters, which is supported for plain LoRA only. Fix: fold "
             "the adapter into its base (PeftModel.merge_and_unload) and merge full models"
         )
         return []
@@ -188,7 +188,7 @@ def _of_module(
             return []
         out.append(_Dora(target, (*pair, magnitude), module, magnitude, module.kind, is_table))
     elif start is not None and module.kind == "linear":
-        # PEFT's OLoRA decomposes a transposed layer as it is stored, which gives factors of other shapes
+        # PEFT's OLoRA decomposes a transposed layer in its stored form, so the factors have other shapes
         is_olora = start == "olora"
         out.append(_Residual(target, pair, module, 2 * module.rank, module.kind, start, is_olora))
     else:
@@ -203,14 +203,14 @@ def _read_tokens(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> 
     """Content of an adapter of type TRAINABLE_TOKENS."""
     problems: list[str] = []
     tables = {m["module"]: n for n in specs if (m := _TOKENS.fullmatch(n)) is not None}
-    problems += [f"tensor '{n}' is no part of trained tokens" for n in specs if n not in tables.values()]
+    problems += [f"tensor '{n}' does not belong to trained tokens" for n in specs if n not in tables.values()]
     return Content(_of_tables(tables, specs, fields.get("token_indices"), problems), {}, problems)
 
 
 def _of_tables(
     tables: Mapping[str, str], specs: Mapping[str, TensorSpec], given: Any, problems: list[str]
 ) -> list[Change]:
-    """Changes of tables, with the rows that the config names: for all, or by the end of the module's name."""
+    """Changes of tables, with rows from the config: for all tables, or by module name suffix."""
     out: list[Change] = []
     for module, stored in tables.items():
         rows = given
@@ -240,7 +240,7 @@ RESIDUAL = Reader(
     "PiSSA or OLoRA",
     lambda fields: _is_lora(fields) and str(fields.get("init_lora_weights")).lower() in _STARTS,
     _read,
-    "training began from a changed base, which only the base tells",
+    "training started from a modified base, which is computed from the base",
     _KEYS,
 )
 TOKENS = Reader(

@@ -1,8 +1,8 @@
-"""OFT: blocks of inputs are rotated.
+"""OFT: rotates blocks of inputs.
 
     W = W_0 R^T,    R = blockdiag(R_1, ..., R_K),    R_k = (I - S_k)(I + S_k)^-1, or its truncated Neumann series
 
-`S_k` is skew-symmetric; its upper triangle is stored. With `block_share` all blocks are one.
+`S_k` is skew-symmetric; its upper triangle is stored. With `block_share` all blocks are equal.
 
 Source: Qiu et al. (https://arxiv.org/abs/2306.07280, https://arxiv.org/abs/2506.19847); PEFT, `tuners/oft`.
 """
@@ -26,12 +26,12 @@ from actmat.extras.adapters.groups import family_keys, group_tensors
 class _Rotation(Change):
     target: str
     stored: tuple[str, ...]
-    blocks: int  # that are stored
+    blocks: int  # number of stored blocks
     size: int
     is_shared: bool
     neumann_terms: int  # 0: the exact Cayley transform
-    is_even: bool  # the last power of the series counts twice, as the others
-    eps: float | None  # of the constrained variant
+    is_even: bool  # the last power of the series counts twice, like the others
+    eps: float | None  # for the constrained variant
     reads_base = True
 
     def misfit(self, shape: tuple[int, int]) -> str:
@@ -85,11 +85,11 @@ def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content
     is_shared = bool(fields.get("block_share"))
     terms = fields.get("num_cayley_neumann_terms", 5) if fields.get("use_cayley_neumann", True) else 0
     eps = fields.get("eps", 6e-5) if fields.get("coft") else None
-    is_even = not fields.get("peft_version")  # which PEFT writes since 0.18
+    is_even = not fields.get("peft_version")  # written by PEFT since 0.18
     if "use_cayley_neumann" not in fields:
         problems.append(
-            "its config has no 'use_cayley_neumann': an older version of PEFT wrote it, whose OFT rotates in another "
-            "way. Fold it into its base with that version, and merge full models"
+            "its config has no 'use_cayley_neumann': it was written by an older PEFT, whose OFT rotates "
+            "differently. Fix: fold it into its base with that version, and merge full models"
         )
     if not isinstance(terms, int) or not 0 <= terms <= 100 or not isinstance(eps, int | float | None):
         problems.append(f"expected numbers 'num_cayley_neumann_terms' and 'eps', found {terms!r} and {eps!r}")

@@ -1,4 +1,4 @@
-"""VeRA: two frozen random factors shared by all layers, and two trained vectors for each.
+"""VeRA: two frozen random factors shared by all layers, and two trained vectors per layer.
 
     delta = diag(b) B[:O] diag(d) A[:, :I]
 
@@ -32,7 +32,7 @@ class _Shared(Change):
 
     def misfit(self, shape: tuple[int, int]) -> str:
         fits = shape[0] == self.rows_of_b and shape[1] <= self.width
-        return "" if fits else f"it has {self.rows_of_b} outputs and factors for at most {self.width} inputs"
+        return "" if fits else f"it has {self.rows_of_b} outputs, and its factors cover at most {self.width} inputs"
 
     def factors(self, tensors: Mapping[str, Tensor], base_OI: Tensor | None, shape: tuple[int, int]) -> LowRank:
         b_O, d_R, a_RI, b_OR = (tensors[n] for n in self.stored)
@@ -60,7 +60,7 @@ def _read(specs: Mapping[str, TensorSpec], fields: Mapping[str, Any]) -> Content
             continue
         rows, rank = group.shape("vera_lambda_b"), group.shape("vera_lambda_d")
         if len(rows) != 1 or rank != (a[0],) or rows[0] > b[0]:
-            problems.append(f"module '{group.module}': vectors {rows} and {rank} do not fit the factors {a} and {b}")
+            problems.append(f"module '{group.module}': vectors {rows} and {rank} do not match the factors {a} and {b}")
             continue
         stored = (group.names["vera_lambda_b"], group.names["vera_lambda_d"], SHARED_A, SHARED_B)
         changes.append(_Shared(f"{group.module}.weight", stored, rows[0], a[1], a[0]))
@@ -71,8 +71,8 @@ VERA = Reader(
     "VeRA",
     lambda fields: fields.get("peft_type") == "VERA",
     _read,
-    "only the base says how many inputs a layer has, and so which part of the shared factors it takes",
+    "the base gives a layer's number of inputs, and so its part of the shared factors",
     family_keys(
-        ("projection_prng_key",), "r", "save_projection", d_initial="how the vectors began; the base is as it was"
+        ("projection_prng_key",), "r", "save_projection", d_initial="affects only initial values; the base is unchanged"
     ),
 )

@@ -20,14 +20,14 @@ def average(
     progress: Progress | None = None,
     **fields: Any,
 ) -> MergeReport:
-    """Write `W* = sum_t w_t W_t`, the weighted average of checkpoints of one run; no base is needed.
+    """Write `W* = sum_t w_t W_t`, the weighted average of checkpoints of one run; needs no base.
 
     Args:
         checkpoints: directories, files, hub ids or URLs, in any form that `merge` reads.
         out: directory to write, or its URL.
         weights: `uniform`, `linear`, `ema:0.9`, `wsd`, or one number per checkpoint (see
             `extras.averaging.recipe.trajectory_weights`); divided by their sum.
-        as_given: keep the order of `checkpoints`; else they are put in the order of their step numbers.
+        as_given: keep the order of `checkpoints`; by default they are sorted by step number.
         progress: see `Progress`.
         fields: other fields of a recipe (`dtype`, `compute_dtype`, `max_shard_size`, ...) or of `RunSettings`.
 

@@ -1,4 +1,4 @@
-"""Checkpoints of one training run: their order, their short names, and the weights of an average over them.
+"""Checkpoints of one training run: order, short names, and averaging weights.
 
 `T` checkpoints, `t = 1 ... T` from the oldest to the newest. All weights sum to 1.
 """
@@ -19,7 +19,7 @@ FORMS = "uniform, linear, ema:DECAY (such as ema:0.9), wsd, or one number per ch
 
 
 def in_order(places: Sequence[str]) -> list[str]:
-    """Locations in the order of the numbers in them, so that step 200 comes before step 1000.
+    """Sort locations by the numbers in them, so that step 200 precedes step 1000.
 
     >>> in_order(["run/step-1000", "run/step-200", "run/step-30"])
     ['run/step-30', 'run/step-200', 'run/step-1000']
@@ -32,7 +32,7 @@ def in_order(places: Sequence[str]) -> list[str]:
 
 
 def distinct_names(places: Sequence[str]) -> list[str]:
-    """A short name per location: the last part of the path by which all differ, else the whole text.
+    """A short name per location: the last path part that differs for all, else the whole location.
 
     >>> distinct_names(["run/step-1/model", "run/step-2/model"])
     ['step-1', 'step-2']
@@ -46,22 +46,22 @@ def distinct_names(places: Sequence[str]) -> list[str]:
 
 
 def trajectory_weights(text: str, count: int) -> tuple[list[float], str]:
-    """Weights of `count` checkpoints, the oldest first, and the formula in words.
+    """Weights of `count` checkpoints, oldest first, and the formula as text.
 
     * `uniform`: `w_t = 1/T` (stochastic weight averaging, Izmailov et al., UAI 2018).
     * `linear`: `w_t = 2 t / (T (T + 1))` (WMA of Li et al., "Model merging in pre-training of LLMs", 2025).
-    * `ema:a`: `w_t = a^(T-t) / sum_s a^(T-s)`, an exponential moving average with decay `a` per checkpoint, started at
-      zero and divided by the sum of its weights, so that no checkpoint counts for those before it.
-    * `wsd`: `w_t = m((t-1)/T) - m(t/T)`, `m(x) = 1 - sqrt(x)`: to first order what the decay phase of a
-      warmup-stable-decay schedule with the factor `m` does to the updates between the checkpoints (Tian et al., "WSM:
-      decay-free learning rate schedule via checkpoint merging", 2025, theorem 3.1; `m` of Haegele et al., 2024).
-    * numbers with commas: as given, divided by their sum.
+    * `ema:a`: `w_t = a^(T-t) / sum_s a^(T-s)`, an exponential moving average with decay `a` per checkpoint, started
+    at zero and divided by the sum of its weights.
+    * `wsd`: `w_t = m((t-1)/T) - m(t/T)`, `m(x) = 1 - sqrt(x)`: to first order the effect of the decay phase of a
+    warmup-stable-decay schedule with the factor `m` on the updates between checkpoints (Tian et al., "WSM:
+    decay-free learning rate schedule via checkpoint merging", 2025, theorem 3.1; `m` of Haegele et al., 2024).
+    * comma-separated numbers: divided by their sum.
 
     >>> trajectory_weights("linear", 3)[0]
     [0.16666666666666666, 0.3333333333333333, 0.5]
 
     Raises:
-        RecipeError: no such form, or another number of weights than checkpoints.
+        RecipeError: an unknown form, or the numbers of weights and checkpoints differ.
     """
     name, _, argument = text.strip().partition(":")
     steps = range(1, count + 1)
@@ -108,21 +108,21 @@ def _normalized(weights: Sequence[float]) -> list[float]:
 def average_recipe(
     places: Sequence[str], weights: str | Sequence[float] = "uniform", *, as_given: bool = False, **fields: Any
 ) -> Recipe:
-    """The recipe of an average: `linear` on all tensors; the newest checkpoint is the point that deltas start from.
+    """The recipe of an average: `linear` on all tensors, with deltas relative to the newest checkpoint.
 
     Raises:
-        RecipeError: no checkpoints, one twice, or weights that do not fit; also numbers for checkpoints that were not
-            given in the order of their steps, as it would be open to which they belong.
+        RecipeError: checkpoints are missing or repeated, or weights are invalid; also if weights are listed for
+        checkpoints that are not in step order, because the assignment is ambiguous.
     """
     if not places:
-        raise RecipeError("There is nothing to average: give two checkpoints or more.")
+        raise RecipeError("An average needs at least two checkpoints: give more.")
     text = weights if isinstance(weights, str) else ",".join(repr(float(w)) for w in weights)
     ordered = list(places) if as_given else in_order(places)
     share, formula = trajectory_weights(text, len(places))
     if formula.startswith("as given") and ordered != list(places):
         raise RecipeError(
-            "--weights lists one number per checkpoint, but the checkpoints are not in the order of their steps, which "
-            f"is {', '.join(ordered)}. Fix: give them in this order, or use actmat.average(..., as_given=True)."
+            "--weights lists one number per checkpoint, but the checkpoints are not in step order: "
+            f"{', '.join(ordered)}. Fix: give them in this order, or use actmat.average(..., as_given=True)."
         )
     names = distinct_names(ordered)
     experts = [{"path": p, "name": n, "weight": w} for p, n, w in zip(ordered, names, share, strict=True)]
@@ -130,7 +130,7 @@ def average_recipe(
     kind = text if not formula.startswith("as given") else "numbers"
     notes = (
         f"weights '{kind}' ({formula}), oldest first: {listed}",
-        f"files and buffers are those of the last checkpoint, {names[-1]}; deltas are measured from it, which does not "
+        f"files and buffers come from the last checkpoint, {names[-1]}; deltas are relative to it, which does not "
         "change the average",
     )
     return make_recipe(

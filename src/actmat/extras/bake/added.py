@@ -1,6 +1,6 @@
-"""Check that an output is its base with the deltas of given experts added: `W = round(W_0 + sum_t c_t D_t)`.
+"""Check that an output equals its base plus the deltas of given experts: `W = round(W_0 + sum_t c_t D_t)`.
 
-The sum is formed again in float64, from the inputs and the numbers of the manifest, by other code than the merge's.
+The sum is computed again in float64, from the inputs and the manifest, by code independent of the merge.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from actmat.report.verify import ManifestInputs
 from actmat.report.words import plural
 
 CHUNK = 1 << 20
-"""Entries that are compared at a time, in float64."""
+"""Number of entries compared at a time, in float64."""
 MORE_TERMS = 8
-"""Roundings in the compute dtype that an entry may have beyond those of the terms of a product."""
+"""Allowed roundings per entry in the compute dtype, in addition to those of a product's terms."""
 SUMS = "average, linear and task_arithmetic"
 
 
@@ -39,14 +39,14 @@ class AddedTensor:
     """Comparison of one tensor that an expert changes.
 
     Args:
-        name, dtype: of the output's tensor.
-        entries: that the delta changes; `vanished`: those of them that rounding left as they are in the base.
-        differing: entries that are not the sum in float64, rounded to the dtype.
-        units: largest deviation from the rounded sum, in units of the last place of the largest number in the sum, by
-            the output's dtype or, if that is coarser, the one in which the merge computed; `most`: 1, and the
-            rounding errors of the compute dtype, which count where the output's is no coarser.
-        deviation: the same as a difference.
-        error_norm, norm: of the error that is left in the written delta `W - W_0`, and of the delta.
+        name, dtype: name and dtype of the output's tensor.
+        entries: entries changed by the delta; `vanished`: those that rounding returned to the base's value.
+        differing: entries that differ from the float64 sum rounded to the dtype.
+        units: largest deviation from the rounded sum, in units of the last place of the largest number in the sum, in
+        the coarser of the output's and the compute dtype; `most`: its limit, 1 plus the rounding errors of the
+        compute dtype if the output's is not coarser.
+        deviation: the largest deviation as a difference.
+        error_norm, norm: norm of the rounding error in the written delta `W - W_0`, and of the delta.
     """
 
     name: str
@@ -62,24 +62,24 @@ class AddedTensor:
 
     @property
     def is_sum(self) -> bool:
-        """True if it is the sum, but for rounding."""
+        """True if it equals the sum up to rounding."""
         return self.units <= self.most
 
     @property
     def relative_error(self) -> float:
-        """Error of the written delta, relative to the delta."""
+        """Norm of the written delta's error, relative to the delta."""
         return self.error_norm / self.norm if self.norm else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Outcome of the comparison.
+    """Result of the comparison.
 
     Args:
-        tensors: that an expert changes.
-        unchanged: number of tensors that have the base's values, as they should.
-        kept: tensors that an adapter changes, and that the recipe kept from the base.
-        problems: tensors that differ, and anything that is no sum of deltas.
+        tensors: tensors changed by an expert.
+        unchanged: number of tensors that correctly have the base's values.
+        kept: tensors changed by an adapter that the recipe kept from the base.
+        problems: tensors that differ, and parts that are not a sum of deltas.
     """
 
     tensors: tuple[AddedTensor, ...]
@@ -89,12 +89,12 @@ class Added:
 
     @property
     def relative_error(self) -> float:
-        """Error of all written deltas, relative to the deltas: the cost of rounding."""
+        """Error of all written deltas relative to the deltas, which is caused by rounding."""
         norm = math.hypot(*(t.norm for t in self.tensors))
         return math.hypot(*(t.error_norm for t in self.tensors)) / norm if norm else 0.0
 
     def lines(self) -> list[str]:
-        """The outcome in words, one line each."""
+        """The result as lines of text."""
         if not self.tensors:
             return []
         exact = sum(t.differing == 0 for t in self.tensors)
@@ -123,14 +123,14 @@ class Added:
 
 
 def check_added(merged: Located, inputs: ManifestInputs, against: Sequence[Located]) -> Added:
-    """Compare a merged model with the sum of its base and of the deltas of `against`, in the manifest's order.
+    """Compare a merged model with its base plus the deltas of `against`, in the manifest's order.
 
     Args:
         merged: the output.
-        inputs: those of its manifest.
+        inputs: the inputs of its manifest.
 
     Raises:
-        CheckpointError: another number of experts, an input that cannot be opened, or an output that is no such sum.
+        CheckpointError: the number of experts differs, an input cannot be opened, or the output is not such a sum.
     """
     manifest = inputs.manifest
     labels = [e["name"] for e in manifest["experts"]]
@@ -146,19 +146,19 @@ def check_added(merged: Located, inputs: ManifestInputs, against: Sequence[Locat
 
 
 def _check_form(location: str, manifest: Mapping[str, Any], given: int, labels: Sequence[str]) -> None:
-    """Refuse outputs that are no sum of a base and deltas.
+    """Raise for outputs that are not a sum of a base and deltas.
 
     Raises:
-        CheckpointError: this is one; all reasons.
+        CheckpointError: the output is not such a sum; lists all reasons.
     """
     problems = []
     if manifest.get("kind") == "adapter" or manifest["base"] is None:
-        problems.append("the output is an adapter, so nothing was added to a base. Fix: merge with --base, --to model")
+        problems.append("the output is an adapter, not a base with added deltas. Fix: merge with --base and --to model")
     if given != len(labels):
         problems.append(f"expected one --against for each of {', '.join(labels)}, in this order; found {given}")
     recipe = manifest["recipe"]
     if recipe.get("output", {}).get("vocabulary") is not None:
-        problems.append("the merge aligned vocabularies, so that rows of the output are other rows of the base")
+        problems.append("the merge aligned vocabularies, so rows of the output and of the base do not correspond")
     if caps := sorted({"norm_cap", "singular_value_cap"} & set(recipe.get("postprocess", {}))):
         problems.append(f"the merge limited its delta ({', '.join(caps)})")
     found: Counter[str] = Counter()
@@ -175,7 +175,7 @@ def _check_form(location: str, manifest: Mapping[str, Any], given: int, labels: 
 
 
 def _shares(row: Mapping[str, Any], n_experts: int) -> list[float] | None:
-    """Coefficient of every expert's delta in a tensor of the manifest; None where it is no such sum."""
+    """Coefficient of every expert's delta in a tensor of the manifest; None if it is not such a sum."""
     weights, options = row.get("weights") or [1.0] * n_experts, row["options"]
     scale = row["scale"]
     if row["method"] == "task_arithmetic":
@@ -199,13 +199,13 @@ class _SumComparison:
         self._problems: list[str] = []
 
     def result(self) -> Added:
-        """Everything that was compared."""
+        """The result of all comparisons."""
         return Added(tuple(self._tensors), self._unchanged, tuple(self._kept), tuple(self._problems))
 
     def compare(self, name: str, row: Mapping[str, Any], n_experts: int) -> None:
-        """Compare one tensor of the output, merged as a row of the manifest says (of the one that it is tied to)."""
+        """Compare one output tensor; `row` is its manifest entry, or that of the tensor it is tied to."""
         if name not in self._out.specs or name not in self._base.specs:
-            self._problems.append(f"tensor '{name}' is not in the base and in the output, as the manifest says")
+            self._problems.append(f"tensor '{name}' of the manifest is missing in the base or in the output")
             return
         terms: list[tuple[Expert, str, float]] = []
         if row.get("method"):
@@ -214,11 +214,11 @@ class _SumComparison:
             terms = list(zip(self._experts, row["sources"], shares, strict=True))
         elif any(e.needs_base and name in e.specs and e.source(name).kind != "zero" for e in self._experts):
             if self._chooser.keeps(name) is None:
-                self._problems.append(f"tensor '{name}': an expert changes it, and the merge found none that does")
+                self._problems.append(f"tensor '{name}': an expert changes it, but the manifest records no change")
                 return
             self._kept.append(name)
         if lacking := [f"{e.location} has no '{s}'" for e, s, _ in terms if s not in e.specs]:
-            self._problems.append(f"tensor '{name}': {', '.join(lacking)}; is it the expert that was merged?")
+            self._problems.append(f"tensor '{name}': {', '.join(lacking)}. Likely cause: another expert was merged")
             return
         terms = [t for t in terms if t[0].source(t[1]).kind != "zero" and t[2]]
         if not terms or not self._out.specs[name].is_floating:
@@ -239,7 +239,7 @@ class _SumComparison:
         if all(bytes(raw_bytes(w0.to(dtype))) == bytes(raw_bytes(w)) for w0, w in pairs):
             self._unchanged += 1
         else:
-            self._problems.append(f"tensor '{name}' of the output differs from the base, and no expert changes it")
+            self._problems.append(f"tensor '{name}' of the output differs from the base, but no expert changes it")
 
     def _sum(self, name: str, terms: Sequence[tuple[Expert, str, float]]) -> AddedTensor:
         spec = self._out.specs[name]
@@ -281,7 +281,7 @@ class _SumComparison:
 
 
 def _top(values: Tensor) -> float:
-    """Largest value; infinity where one is NaN."""
+    """Largest value; infinity if a value is NaN."""
     return float(values.nan_to_num(nan=math.inf).max())
 
 
@@ -296,7 +296,7 @@ def _entries(source: Checkpoint | Expert, name: str, start: int, size: int) -> T
 
 
 def _delta(expert: Expert, name: str, start: int, base: Tensor) -> tuple[Tensor, Tensor]:
-    """Entries of a delta in float64, and the largest magnitude in the sums that make them: of a product, its terms'."""
+    """Entries of a delta in float64, and the largest magnitude of the summands that form them."""
     source, stop = expert.source(name), start + base.numel()
     if source.kind == "stored":
         whole = _entries(expert, name, start, base.numel()).to(torch.float64)

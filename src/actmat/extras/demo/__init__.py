@@ -1,1 +1,1 @@
-"""The embedded demo: train a base and its experts on real data, merge them with every method, compare."""
+"""Embedded demo: train a base and experts on real data, merge them with every method, compare."""

@@ -1,11 +1,11 @@
-"""A small vision transformer in plain PyTorch, stored as an ordinary checkpoint; and frozen classification heads.
+"""A small vision transformer in plain PyTorch, stored as a normal checkpoint, and frozen classification heads.
 
 Shapes: `N` images, `H = W` pixels, `L` tokens, `D` hidden width, `C` classes.
 
 The encoder has one packed `in_proj_weight` per attention, biases, norms, a class token and a table of positions; its
-folder holds `config.json` and `model.safetensors`, so that every command takes it. One head per task is fitted on the
-features of the base, by a formula, and shared by base, expert and merged models, so that only the encoders differ; the
-vision experiments of the merging literature build such heads from text.
+folder has `config.json` and `model.safetensors`, so that every command accepts it. One head per task is fitted in
+closed form to the base's features and shared by base, expert and merged models, so that only the encoders differ; the
+vision experiments in the literature build such heads from text.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Encoder(nn.Module):
     def forward(self, images_NHW: Tensor) -> Tensor:
         """`N H W -> N D`: the class token after the last layer, normalized."""
         size = self.config.patch_size
-        squares = images_NHW.unfold(1, size, size).unfold(2, size, size)  # in reading order
+        squares = images_NHW.unfold(1, size, size).unfold(2, size, size)  # row by row
         patches_NPC = squares.reshape(len(images_NHW), -1, size * size)
         class_N1D = self.class_token.expand(len(images_NHW), -1, -1)
         x_NLD = torch.cat([class_N1D, self.patch_proj(patches_NPC)], dim=1) + self.position_embeddings.weight
@@ -85,7 +85,7 @@ class Encoder(nn.Module):
 
 
 def new_encoder(config: EncoderConfig, *, seed: int) -> Encoder:
-    """A freshly initialized encoder that depends on the seed only; the global random state stays as it was."""
+    """A newly initialized encoder that depends only on the seed; the global random state is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Encoder(config)
@@ -101,10 +101,10 @@ def save_encoder(encoder: Encoder, directory: Path) -> None:
 
 
 def load_encoder(directory: Path) -> Encoder:
-    """The encoder of a directory that `save_encoder`, or a merge of such encoders, has written.
+    """Load an encoder written by `save_encoder` or by a merge of such encoders.
 
     Raises:
-        CheckpointError: no config there, or one of another kind of model.
+        CheckpointError: the config is missing, or of another kind of model.
     """
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -134,12 +134,12 @@ class Head:
         return nn.functional.linear(features_ND, self.weight_CD, self.bias_C)
 
     def to(self, device: str) -> Head:
-        """The same head elsewhere."""
+        """The head on another device."""
         return Head(self.weight_CD.to(device), self.bias_C.to(device))
 
 
 def fit_head(features_ND: Tensor, labels_N: Tensor, n_classes: int, *, ridge: float, scale: float) -> Head:
-    """Ridge regression onto the one-hot labels, in closed form and in float64.
+    """Fit a head by ridge regression onto one-hot labels, in closed form in float64.
 
     `W = Y^T Z (Z^T Z + ridge * tr(Z^T Z)/D * I)^{-1}` with centered features `Z` and centered one-hot labels `Y`, and
     `b = mean(y) - W mean(z)`; both are multiplied by `scale`, because a regression's outputs between 0 and 1 would be
@@ -160,6 +160,6 @@ def fit_head(features_ND: Tensor, labels_N: Tensor, n_classes: int, *, ridge: fl
 
 
 def save_heads(heads: Mapping[str, Head], path: Path) -> None:
-    """All heads in one file, `<task>.weight` and `<task>.bias`."""
+    """Save all heads in one file, as `<task>.weight` and `<task>.bias`."""
     tensors = {f"{task}.weight": head.weight_CD for task, head in heads.items()}
     save_file(tensors | {f"{task}.bias": head.bias_C for task, head in heads.items()}, path)

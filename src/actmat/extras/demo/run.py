@@ -1,4 +1,4 @@
-"""The demo from end to end."""
+"""Run the demo: train, merge, test."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ def run_demo(
     console: Console | None = None,
     settings: DemoSettings | None = None,
 ) -> dict[str, Any]:
-    """Train a base and one expert per task, merge the experts with every method, compare on held-out photographs.
+    """Train a base and one expert per task, merge with every method, and compare on held-out photographs.
 
-    Below `out` it leaves `base/`, `experts/<task>/`, `merged/<method>/`, `heads.safetensors` and `results.json`.
+    Writes to `out`: `base/`, `experts/<task>/`, `merged/<method>/`, `heads.safetensors` and `results.json`.
 
     Args:
         out: folder to write; new or empty.
-        seed: split, training and random methods are drawn from it alone: the same seed gives the same weights.
-        methods: names of merge methods; default: every method that needs no data.
-        console: for tables and progress; default: none.
+        seed: seed of split, training and random methods; the same seed gives the same weights.
+        methods: names of merge methods; default: all that need no data.
+        console: console for tables and progress; default: no output.
         settings: sizes and schedules.
 
     Returns:
         The content of `results.json`.
 
     Raises:
-        OutputError: `out` is in use.
+        OutputError: `out` is not empty.
         RecipeError: a method is unknown or cannot run here.
         MergeError: scikit-learn is missing, or a merge failed.
     """
@@ -66,7 +66,7 @@ def run_demo(
     chosen, left_out = choose_methods(methods)
     data = load_data(settings, seed)
     if out.exists() and (out.is_file() or any(out.iterdir())):
-        raise OutputError(f"{out} is in use. Remove it, or choose another folder with --out.")
+        raise OutputError(f"{out} is not empty. Remove it, or choose another folder with --out.")
     experts = {task: out / "experts" / task for task in data}
     with Progress(console=console) as bars:
         with one_thread():
@@ -96,7 +96,7 @@ def run_demo(
 
 
 def choose_methods(wanted: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """Methods to run, by default all that can merge so many experts without data; and the names of the others.
+    """Methods to run (default: all that merge this many experts without data), and names of the others.
 
     Raises:
         RecipeError: a wanted method is unknown or cannot run here.
@@ -115,7 +115,7 @@ def _rows(
     models: Sequence[Path],
     bars: Progress,
 ) -> list[dict[str, Any]]:
-    """Lines of the table: the majority, the base, every task by its own expert, then the merged models."""
+    """Table rows: the majority, the base, every task by its own expert, then the merged models."""
     base, *merged = _each(partial(_correct, heads, data), models, bars, "testing the models")
     expert = {task: _correct(heads, {task: data[task]}, path)[task] for task, path in experts.items()}
     majority = {n: p.test.labels_N == torch.bincount(p.train.labels_N).argmax() for n, p in data.items()}
@@ -128,13 +128,13 @@ def _rows(
 
 
 def _correct(heads: Mapping[str, Head], data: Mapping[str, Split], model: Path) -> dict[str, Tensor]:
-    """Task -> which test photographs the checkpoint answers correctly."""
+    """Task -> mask of the test photographs that the checkpoint classifies correctly."""
     encoder, tests = load_encoder(model), {task: parts.test for task, parts in data.items()}
     return {n: heads[n](features(encoder, t.images_NHW)).argmax(1) == t.labels_N for n, t in tests.items()}
 
 
 def _each(work: Callable[[Any], Any], items: Collection[Any], bars: Progress, title: str) -> list[Any]:
-    """`work` on every item, several side by side, each in a thread that computes with one thread."""
+    """Apply `work` to all items in parallel threads, each with one compute thread."""
     workers = min(os.cpu_count() or 1, len(TASKS))
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         return list(bars.track(pool.map(work, items), total=len(items), description=title))
@@ -143,17 +143,17 @@ def _each(work: Callable[[Any], Any], items: Collection[Any], bars: Progress, ti
 def _next_step(out: Path, experts: Mapping[str, Path], left_out: Sequence[str]) -> str:
     shell = " ".join(f"-e {quote(str(path))}" for path in experts.values())
     return (
-        f"Without the methods that need data or fewer experts: {', '.join(left_out) or 'none'}.\n"
-        f"Checkpoints and all numbers are in {terminal(out)}. Go on with them:\n\n"
+        f"Left out, because they need data or fewer experts: {', '.join(left_out) or 'none'}.\n"
+        f"Checkpoints and all numbers are in {terminal(out)}. Try them:\n\n"
         f"actmat merge -b {quote(str(out / 'base'))} {shell} --out my-merge"
     )
 
 
 def row_of(name: str, kind: str, right: Mapping[str, Tensor], expert: Mapping[str, Tensor]) -> dict[str, Any]:
-    """One line of the table, from the correct answers by task, bool `N`: the model's and the experts'.
+    """One table row, from the correct answers per task (bool `N`) of the model and the experts.
 
     `half` is half the 95 % interval of the average, `z s / sqrt(N)` with `s` the standard deviation over photographs of
-    their mean scores: a photograph, not an answer, is what was drawn at random.
+    their mean scores, because photographs were drawn at random, not answers.
     """
     tasks = {task: float(right_N.double().mean()) for task, right_N in right.items()}
     score_N = torch.stack(list(right.values())).double().mean(0)

@@ -1,11 +1,11 @@
-"""Photographs of handwritten digits, their split, and six tasks on them: a look and a question each.
+"""Photographs of handwritten digits, their split, and six tasks: each has a look and a question.
 
 Shapes: `N` images, `H = W = 8` pixels. Images are float32 in [0, 1], white on black; labels int64.
 Source: the test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, UCI, 1998), which
-scikit-learn ships; nothing is downloaded.
+scikit-learn contains; nothing is downloaded.
 
-All tasks use the same photographs. A *look* changes them (negative, striped, jumbled, ...), so that the inputs of two
-tasks fill different directions of every layer; a *question* gives the labels.
+All tasks use the same photographs. A *look* transforms them (negative, striped, jumbled, ...), so that the inputs of
+two tasks span different directions in every layer; a *question* gives the labels.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Three disjoint parts: to fit, to choose settings, to report."""
+    """Disjoint parts for training, choosing settings, and reporting."""
 
     train: Examples
     validation: Examples
@@ -71,12 +71,12 @@ TASKS = (
 
 
 def _inverted_where(pattern_HW: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function that makes pixels negative where the pattern is 1."""
+    """A function that inverts pixels where the pattern is 1."""
     return lambda images_NHW: (pattern_HW - images_NHW).abs()
 
 
 def _jumble(images_NHW: Tensor) -> Tensor:
-    """Permute the pixels, in an order that belongs to the look, not to the seed of a run."""
+    """Permute the pixels in a fixed order that does not depend on the run's seed."""
     order = torch.randperm(SIDE * SIDE, generator=torch.Generator().manual_seed(SIDE * SIDE))
     return images_NHW.flatten(1)[:, order].view(-1, SIDE, SIDE)
 
@@ -91,11 +91,11 @@ LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
     "columns": _inverted_where((_column_HW % 2).float()),
     "jumbled": _jumble,
 }
-"""Functions of a batch of images; each is one-to-one, so that no look loses information."""
+"""Look -> function of a batch of images; each is invertible, so that no information is lost."""
 
 
 def generator_for(seed: int, purpose: str) -> torch.Generator:
-    """A generator of its own for every purpose, so that adding a draw in one place changes no other place."""
+    """A separate generator per purpose, so that a new draw does not change others."""
     return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{purpose}".encode()))
 
 
@@ -109,17 +109,16 @@ def load_photographs() -> Examples:
         from sklearn import datasets
     except ModuleNotFoundError as error:
         raise MergeError(
-            "The demo takes its photographs from scikit-learn, which is not installed here. "
-            "Install it with: pip install 'actmat[demo]'"
+            "The demo reads its photographs from scikit-learn, which is not installed. Fix: pip install 'actmat[demo]'"
         ) from error
     found = datasets.load_digits()
     return Examples(torch.from_numpy(found.images).float() / 16, torch.from_numpy(found.target).long())
 
 
 def split_photographs(n_validation: int, n_test: int, generator: torch.Generator) -> Split:
-    """Cut the photographs at random into `n_test` and `n_validation`, and all others to train on.
+    """Split the photographs at random into `n_test`, `n_validation`, and the rest for training.
 
-    The cut comes before the tasks, so that no expert has seen, in any look, a photograph that another is tested on.
+    The split precedes the tasks, so that no expert was trained, in any look, on a test photograph of another.
 
     Raises:
         MergeError: scikit-learn is missing.
@@ -130,14 +129,14 @@ def split_photographs(n_validation: int, n_test: int, generator: torch.Generator
 
 
 def shift(image_HW: Tensor, down: int, right: int) -> Tensor:
-    """The image moved by whole pixels; pixels that leave are lost, new ones are black."""
+    """Shift the image by whole pixels; new pixels are black."""
     height, width = image_HW.shape
     padded_HW = torch.nn.functional.pad(image_HW, (max(right, 0), max(-right, 0), max(down, 0), max(-down, 0)))
     return padded_HW[max(-down, 0) :, max(-right, 0) :][:height, :width]
 
 
 def moved_views(photographs: Examples, n_views: int, generator: torch.Generator) -> Examples:
-    """The photographs, and `n_views - 1` further copies, each moved by -1, 0 or 1 pixel down and right."""
+    """The photographs and `n_views - 1` copies, each shifted by -1, 0 or 1 pixel down and right."""
     views_NHW = [photographs.images_NHW]
     for _ in range(n_views - 1):
         steps_N2 = torch.randint(-1, 2, (len(photographs), 2), generator=generator).tolist()
@@ -147,7 +146,7 @@ def moved_views(photographs: Examples, n_views: int, generator: torch.Generator)
 
 
 def pose(photographs: Examples, look: str, question: str, generator: torch.Generator) -> Examples:
-    """Ask the question of photographs in this look. Only "turned" draws from the generator."""
+    """Apply the look and label by the question. Only "turned" uses the generator."""
     images_NHW, digits_N = photographs.images_NHW, photographs.labels_N
     if question == "turned":
         labels_N = torch.randint(4, (len(photographs),), generator=generator)
@@ -158,7 +157,7 @@ def pose(photographs: Examples, look: str, question: str, generator: torch.Gener
 
 
 def pose_split(task: DigitTask, split: Split, *, n_views: int, seed: int) -> Split:
-    """The task on all three parts; training photographs come in `n_views` views, the others as they are."""
+    """The task on all three parts; training photographs have `n_views` views, the others one."""
     train = moved_views(split.train, n_views, generator_for(seed, f"views {task.name}"))
     parts = (("train", train), ("validation", split.validation), ("test", split.test))
     draws = {name: generator_for(seed, f"pose {task.name} {name}") for name, _ in parts}

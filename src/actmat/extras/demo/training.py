@@ -1,9 +1,9 @@
-"""Settings and training: the base on digits in all looks, an expert on one task behind a frozen head.
+"""Settings and training: the base on digits in all looks, experts on one task with a frozen head.
 
 Shapes: `N` images, `H = W` pixels.
 
-Every run computes in one thread: the order of additions, and so every bit of the result, would depend on the number of
-threads. Experts are trained side by side instead.
+Every run uses one thread, because the order of additions, and so the bits of the result, depends on the number of
+threads. Experts are trained in parallel instead.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from actmat.extras.demo.tasks import TASKS, Examples, Split, generator_for
 
 @dataclass(frozen=True, slots=True)
 class DemoSchedule:
-    """One training run by AdamW: linear warm-up, then half a cosine down to zero.
+    """Schedule of an AdamW run: linear warm-up, then half a cosine to zero.
 
     Args:
         epochs: passes over the training examples.
-        batch_size: examples per step; the last, smaller batch of an epoch is left out.
-        learning_rate: its peak.
+        batch_size: examples per step; the last, smaller batch of an epoch is skipped.
+        learning_rate: peak learning rate.
         weight_decay: decoupled, per unit of learning rate.
     """
 
@@ -37,23 +37,23 @@ class DemoSchedule:
     weight_decay: float = 0.0
 
     def steps(self, n_examples: int) -> int:
-        """Optimizer steps of a run."""
+        """Number of optimizer steps of a run."""
         return self.epochs * (n_examples // self.batch_size)
 
 
 @dataclass(frozen=True, slots=True)
 class DemoSettings:
-    """Everything but the seed. The defaults were chosen on the validation photographs of seeds 0, 1 and 2.
+    """All settings except the seed. The defaults were chosen on the validation photographs of seeds 0, 1 and 2.
 
-    The base is trained for a short time only, so that there is something left for the experts to gain; the
-    experts are trained gently (a low learning rate), because several times this rate gives better experts, but
-    merges that are no better than the base, by any method.
+    The base is trained only briefly, so that the experts can improve on it. The experts use a low learning rate,
+    because several times this rate gives better experts, but merges that are not better than the base with any
+    method.
 
     Args:
         encoder: sizes of the model.
-        n_validation: photographs kept for choosing settings.
-        n_test: photographs kept for the numbers that are reported.
-        n_views: copies of every training photograph, the first as it is, the others moved by up to a pixel.
+        n_validation: photographs for choosing settings.
+        n_test: photographs for the reported numbers.
+        n_views: copies of every training photograph: the original, and others shifted by up to a pixel.
         pretraining: schedule of the base.
         finetuning: schedule of every expert.
         ridge: regularization of the heads, relative to the mean variance of a feature.
@@ -71,7 +71,7 @@ class DemoSettings:
 
 
 def load_split(settings: DemoSettings, seed: int) -> Split:
-    """The photographs in three parts, by the seed.
+    """Split the photographs into three parts, by the seed.
 
     Raises:
         MergeError: scikit-learn is missing.
@@ -80,7 +80,7 @@ def load_split(settings: DemoSettings, seed: int) -> Split:
 
 
 def load_data(settings: DemoSettings, seed: int) -> dict[str, Split]:
-    """Task -> its data, all from the same photographs."""
+    """Task -> data, all from the same photographs."""
     split = load_split(settings, seed)
     return {task.name: tasks.pose_split(task, split, n_views=settings.n_views, seed=seed) for task in TASKS}
 
@@ -98,9 +98,9 @@ def warm_cosine(step: int, n_steps: int, warm_up_steps: int | None = None) -> fl
 
 
 def train_base(settings: DemoSettings, seed: int) -> Encoder:
-    """An encoder that tells the digits in every look; its linear heads, one per look, are discarded.
+    """Train an encoder that classifies digits in every look; its linear heads, one per look, are discarded.
 
-    It knows all looks, as a large pretrained model does, but was asked only one of the questions of the tasks.
+    Like a large pretrained model, it has seen all looks, but only one of the tasks' questions.
     """
     moves = generator_for(seed, "views of the base")
     photographs = tasks.moved_views(load_split(settings, seed).train, settings.n_views, moves)
@@ -125,14 +125,14 @@ def train_base(settings: DemoSettings, seed: int) -> Encoder:
 
 
 def fit_heads(base: Encoder, data: Mapping[str, Split], settings: DemoSettings) -> dict[str, Head]:
-    """The frozen head of every task, fitted on its training images."""
+    """Fit the frozen head of every task on its training images."""
     given = {"ridge": settings.ridge, "scale": settings.logit_scale}
     train = {task.name: (data[task.name].train, task.n_classes) for task in TASKS}
     return {name: fit_head(features(base, t.images_NHW), t.labels_N, n, **given) for name, (t, n) in train.items()}
 
 
 def finetune(expert: Encoder, head: Head, examples: Examples, schedule: DemoSchedule, order: torch.Generator) -> None:
-    """Train all weights of a copy of the base, in place, on one task behind its frozen head."""
+    """Train all weights of a base copy in place on one task, with its frozen head."""
     losses = task_losses(expert, head, examples, schedule, order)
     _descend(list(expert.parameters()), losses, schedule.steps(len(examples)), schedule)
 
@@ -140,10 +140,10 @@ def finetune(expert: Encoder, head: Head, examples: Examples, schedule: DemoSche
 def task_losses(
     encoder: Encoder, head: Head, examples: Examples, schedule: DemoSchedule, order: torch.Generator
 ) -> Iterator[Tensor]:
-    """Losses of fine-tuning on one task behind its frozen head, each computed when it is asked for.
+    """Yield losses of fine-tuning on one task with its frozen head, each computed on demand.
 
     Args:
-        order: generator of the order of the examples.
+        order: generator for the order of the examples.
     """
     for _ in range(schedule.epochs):
         for index_N in torch.split(torch.randperm(len(examples), generator=order), schedule.batch_size):
@@ -153,7 +153,7 @@ def task_losses(
 
 
 def _descend(weights: Sequence[nn.Parameter], losses: Iterable[Tensor], n_steps: int, schedule: DemoSchedule) -> None:
-    """Take a step of AdamW for every loss of a stream."""
+    """Take an AdamW step for every loss."""
     rate = schedule.learning_rate
     optimizer = torch.optim.AdamW(weights, lr=rate, weight_decay=schedule.weight_decay, fused=True)
     for step, loss in enumerate(losses):

@@ -1,7 +1,7 @@
-"""Names of the modules of image and video models: diffusers' and those of the original code, which ComfyUI keeps.
+"""Module names of image and video models: diffusers' and those of the original code, which ComfyUI keeps.
 
-A module of the original code is one of diffusers', or packs several, one below the other (`Parts`). kohya's names are
-the original ones with underscores for dots; of Stable Diffusion 1 and 2, diffusers'.
+A module of the original code corresponds to one module of diffusers, or packs the rows of several (`Parts`). kohya's
+names are the original ones with underscores for dots; for Stable Diffusion 1 and 2, diffusers' names.
 
 Sources: comfyanonymous/ComfyUI, `comfy/lora.py`, `comfy/utils.py`; kohya-ss/sd-scripts, `networks`;
 huggingface/diffusers, `loaders/lora_conversion_utils.py`.
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 UNET_DEPTH = 12
-"""Transformer blocks of one attention layer: 10 at most in SDXL."""
+"""Maximum number of transformer blocks in one attention layer; SDXL has 10."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Modules of diffusers that a module of the original code is made of.
+    """Modules of diffusers that form one module of the original code.
 
     Args:
-        paths: from the first row on.
-        rows: rows of each, in multiples of the columns; empty: of one module, any number.
-        is_swapped: whether halves of the rows change places, where there are two rows per column (shift and scale).
+        paths: module names in row order.
+        rows: rows of each, in multiples of the columns; empty: one module with any number of rows.
+        is_swapped: whether the two halves of the rows (shift and scale) are exchanged.
     """
 
     paths: tuple[str, ...]
@@ -37,7 +37,7 @@ NamedShapes = Iterator[tuple[str, Parts]]
 
 @dataclass(frozen=True)
 class Text:
-    """One text encoder: its component in diffusers, and what kohya and ComfyUI put before its modules' names."""
+    """One text encoder: its component in diffusers, and the name prefixes of kohya and ComfyUI."""
 
     component: str
     kohya: str
@@ -51,15 +51,15 @@ COMFY_MODEL = "diffusion_model."
 
 @dataclass(frozen=True)
 class ImageArchitecture:
-    """One kind of model.
+    """One model architecture.
 
     Args:
-        name: in messages.
-        component: of the denoiser in diffusers.
-        listed: gives the original name and the parts of every module.
-        texts: its text encoders.
-        words: of metadata that name it, lower case.
-        widths: columns of the attention's projections (UNets: those from the text); empty: any.
+        name: name for messages.
+        component: component of the denoiser in diffusers.
+        listed: function that yields the original name and the parts of every module.
+        texts: text encoders.
+        words: lower-case words that identify it in metadata.
+        widths: input widths of the attention projections (UNets: of the text projections); empty: any.
         kohya_is_diffusers: whether kohya's trainers use diffusers' names.
     """
 
@@ -78,7 +78,7 @@ class ImageArchitecture:
 
     @cached_property
     def paths(self) -> Mapping[str, tuple[str, int]]:
-        """Name in diffusers -> original name, and the position among its parts."""
+        """Name in diffusers -> original name and position among its parts."""
         return {path: (name, i) for name, parts in self.originals.items() for i, path in enumerate(parts.paths)}
 
     @cached_property
@@ -93,7 +93,7 @@ class ImageArchitecture:
 
 
 def text_names(*, is_t5: bool) -> Iterator[str]:
-    """Names of the linear layers of a text encoder in transformers, which all layouts keep.
+    """Yield the transformers names of a text encoder's linear layers, which all layouts keep.
 
     >>> next(text_names(is_t5=True))
     'encoder.block.0.layer.0.SelfAttention.q'
@@ -111,7 +111,7 @@ def text_names(*, is_t5: bool) -> Iterator[str]:
 
 
 def _alike(names: Mapping[str, str], before: str = "", there: str = "") -> NamedShapes:
-    """Modules that both have: original name -> diffusers' name, below two prefixes."""
+    """Yield modules present in both: original name and diffusers' parts, below the two prefixes."""
     return ((before + name, Parts((there + path,))) for name, path in names.items())
 
 
@@ -127,7 +127,7 @@ _ATTENTION = {n: n for n in ("proj_in", "proj_out")} | {
 
 
 def _unet(blocks: int, first_with_attention: int) -> NamedShapes:
-    """UNet with two layers per block; `first_with_attention` among those that go up."""
+    """Modules of a UNet with two layers per block; `first_with_attention` counts up blocks."""
     yield from _alike({
         "time_embed.0": "time_embedding.linear_1", "time_embed.2": "time_embedding.linear_2",
         "label_emb.0.0": "add_embedding.linear_1", "label_emb.0.2": "add_embedding.linear_2",
@@ -201,7 +201,7 @@ def _sd3() -> NamedShapes:
         for side, end in (("x_block", ""), ("context_block", "_context")):
             yield f"{name}.{side}.mlp.fc1", Parts((f"{path}.ff{end}.net.0.proj",))
             yield f"{name}.{side}.mlp.fc2", Parts((f"{path}.ff{end}.net.2",))
-            # the last block has shift and scale only, in the other order
+            # the last block has only shift and scale, in reverse order
             modulation = Parts((f"{path}.norm1{end}.linear",), is_swapped=end != "")
             yield f"{name}.{side}.adaLN_modulation.1", modulation
 

@@ -1,8 +1,8 @@
-"""Experts in the other layout of diffusion models: a single file merged into a diffusers folder, or the reverse.
+"""Experts in another layout than the base: a single file merged into a diffusers folder, or the reverse.
 
-The correspondence is diffusers' own: its conversion functions (`loaders/single_file_utils.py`) are run on stand-ins
-that hold the numbers of rows in place of weights, so that the result says for every tensor which rows of which stored
-tensor it has. Only what those functions convert is converted; the rest of the base is copied, with the reason.
+The mapping is diffusers' own: its conversion functions (`loaders/single_file_utils.py`) run on placeholders that hold
+row numbers in place of weights, so that the result gives the stored rows of every tensor. Tensors that those functions
+do not convert are copied from the base, with the reason.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _TRANSFORMERS = (
     "cond_stage_model.transformer.", "conditioner.embedders.0.transformer.", "text_encoders.clip_l.transformer.",
     "text_encoders.clip_g.transformer.", "text_encoders.t5xxl.transformer.",
 )  # fmt: skip
-"""Prefixes below which a text encoder has the names of transformers."""
+"""Prefixes below which a text encoder has transformers names."""
 _TABLES = ("token_embedding.weight", "shared.weight")
-"""Ends of the names of the token tables of CLIP and T5."""
+"""Suffixes of the token tables of CLIP and T5."""
 _COMPONENTS_OF = {"diffusion model": ("unet", "transformer"), "VAE": ("vae",), "text encoder": ("text_encoder",)}
-"""Word in the name of a single file's part -> beginnings of the names of components that may be it."""
+"""Word in a part name of a single file -> prefixes of matching component names."""
 
 Rows = dict[str, TensorRows]
 Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
 
 def _is_in_other_layout(checkpoint: Checkpoint, base: Checkpoint) -> bool:
-    """True if one of the two is a single file of an image or video tool, and the other a folder of diffusers."""
+    """True if one checkpoint is a single file of an image or video tool and the other a diffusers folder."""
     first, second = _is_diffusers(checkpoint), _is_diffusers(base)
     if first == second:
         return False
@@ -46,10 +46,10 @@ def _is_in_other_layout(checkpoint: Checkpoint, base: Checkpoint) -> bool:
 
 
 def _open_converted(checkpoint: Checkpoint, base: Checkpoint, owns_base: bool) -> ConvertedExpert:
-    """An expert in the layout of the base, which is the other one.
+    """Open an expert converted to the layout of the base.
 
     Raises:
-        CheckpointError: diffusers is missing, or knows no conversion between the two.
+        CheckpointError: diffusers is missing, or has no conversion between the two.
     """
     single, folder = (base, checkpoint) if _is_diffusers(checkpoint) else (checkpoint, base)
     forward = _folder_rows(single, folder)
@@ -57,17 +57,17 @@ def _open_converted(checkpoint: Checkpoint, base: Checkpoint, owns_base: bool) -
     rows = forward if into_folder else _inverted(forward, single.specs)
     if unread := _unread(forward, single, folder):
         raise CheckpointError(
-            f"{checkpoint.location}: is in another layout than the base ({base.location}), and diffusers' maps do not "
-            "convert all of it. Likely cause: sizes or variants of a model that its map is not for (that of Flux is "
-            "for a width of 3072). Fix: give checkpoints in one layout, or convert one with diffusers "
+            f"{checkpoint.location}: its layout differs from the base's ({base.location}), and diffusers cannot "
+            "convert all of it. Likely cause: a size or variant of the model that diffusers does not support (for Flux "
+            "the width must be 3072). Fix: give checkpoints in one layout, or convert one with diffusers "
             "(from_single_file, save_pretrained).",
             unread,
         )
     if not rows:
         raise CheckpointError(
-            f"{checkpoint.location}: is in another layout than the base ({base.location}), and diffusers' maps convert "
-            "no tensor of it. Likely cause: models of different kinds. Fix: give checkpoints of one model, or convert "
-            "one with diffusers (from_single_file, save_pretrained)."
+            f"{checkpoint.location}: its layout differs from the base's ({base.location}), and diffusers cannot "
+            "convert any of its tensors. Likely cause: different kinds of models. Fix: give checkpoints of one model, "
+            "or convert one with diffusers (from_single_file, save_pretrained)."
         )
     shapes = {n: base.specs[n].shape for n in rows}
     kind = "diffusers folder" if folder is checkpoint else "single file"
@@ -80,7 +80,7 @@ def _is_diffusers(checkpoint: Checkpoint) -> bool:
 
 
 def _folder_rows(single: Checkpoint, folder: Checkpoint) -> Rows:
-    """Name in the folder of diffusers -> rows of the single file; of tensors whose shapes fit."""
+    """Name in the diffusers folder -> rows of the single file, for tensors with matching shapes."""
     components = component_configs(folder.config)
     configs = {"": folder.config or {}} if components is None else components
     out: Rows = {}
@@ -96,7 +96,7 @@ def _folder_rows(single: Checkpoint, folder: Checkpoint) -> Rows:
 
 
 def _unread(forward: Rows, single: Checkpoint, folder: Checkpoint) -> list[str]:
-    """One sentence for each component of the folder that nothing converts, though the file has a part like it."""
+    """One sentence per component of the folder that is not converted although the file has a similar part."""
     components = component_configs(folder.config)
     kind = single_file_of(single.specs)
     if components is None or kind is None:
@@ -108,7 +108,7 @@ def _unread(forward: Rows, single: Checkpoint, folder: Checkpoint) -> list[str]:
         if any(n.startswith(f"{name}.") for n in forward):
             continue
         alike = [f"{p}* ({part})" for part, p in idle.items() if _may_be(part, name)]
-        out += [f"component '{name}' would not be converted, and the file has {', '.join(alike)}"] if alike else []
+        out += [f"component '{name}' would not be converted, but the file has {', '.join(alike)}"] if alike else []
     return out
 
 
@@ -119,7 +119,7 @@ def _may_be(part: str, component: str) -> bool:
 def _conversions(
     single: Checkpoint, component: str, config: Mapping[str, Any], own: Mapping[str, TensorSpec]
 ) -> Iterator[Convert]:
-    """Functions of diffusers that may give a component of this config, on stand-ins of the single file."""
+    """Yield diffusers functions that may produce a component with this config, applied to placeholders."""
     try:
         from diffusers.loaders import single_file_utils as utils
         from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
@@ -144,7 +144,7 @@ def _conversions(
     for prefix in _OPEN_CLIP:
         if any(n.startswith(prefix) for n in single.specs):
             found.append(partial(utils.convert_open_clip_checkpoint, model, prefix=prefix))
-    yield from found if component in ("", "text_encoder") else reversed(found)  # the second encoder is a later part
+    yield from found if component in ("", "text_encoder") else reversed(found)  # the second encoder comes later
 
 
 def _by_keywords(convert: Any, config: dict[str, Any], standins: dict[str, Tensor]) -> Mapping[str, Tensor]:
@@ -153,19 +153,19 @@ def _by_keywords(convert: Any, config: dict[str, Any], standins: dict[str, Tenso
 
 
 def _inside(convert: Any, prefix: str, standins: dict[str, Tensor]) -> Mapping[str, Tensor]:
-    """Only the tensors below the prefix: the function takes those of every prefix that it knows."""
+    """Convert only tensors below the prefix; the function would use every prefix that it knows."""
     inside = {n: t for n, t in standins.items() if n.startswith(prefix)}
     found: Mapping[str, Tensor] = convert(inside, remove_prefix=prefix)
     return found
 
 
 def _run(convert: Convert, single: Checkpoint) -> dict[str, TensorRows]:
-    """Rows of the single file in every tensor that a conversion gives; none where it fails on these names."""
+    """Rows of the single file in every converted tensor; empty if the conversion fails on these names."""
     standins, names, starts = numbered_rows(single.specs)
     try:
         with torch.no_grad():
             found = convert(standins)
-    except (KeyError, IndexError, ValueError, RuntimeError, TypeError):  # names of another model than it is for
+    except (KeyError, IndexError, ValueError, RuntimeError, TypeError):  # not the names of its model
         return {}
     out = {}
     for name, tensor in found.items():
@@ -176,7 +176,7 @@ def _run(convert: Convert, single: Checkpoint) -> dict[str, TensorRows]:
 
 
 def _fitting(found: Mapping[str, TensorRows], own: Mapping[str, TensorSpec], single: Checkpoint) -> Rows:
-    """Those whose name the component has, and whose entries are as many; CLIP's names may lack their first part."""
+    """Keep tensors whose name and number of entries match the component; CLIP names may lack their first part."""
     out: Rows = {}
     for name, rows in found.items():
         spellings = (name, name.removeprefix("text_model."), f"text_model.{name}")
@@ -192,7 +192,7 @@ def _fitting(found: Mapping[str, TensorRows], own: Mapping[str, TensorSpec], sin
 
 
 def _inverted(forward: Rows, specs: Mapping[str, TensorSpec]) -> Rows:
-    """Rows of the folder in every tensor of the single file all of whose rows are somewhere in it."""
+    """Rows of the folder for every tensor of the single file whose rows are all in the folder."""
     pieces: dict[str, list[tuple[int, RowRange]]] = {}
     out: Rows = {}
     for name, rows in forward.items():

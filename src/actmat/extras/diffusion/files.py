@@ -1,8 +1,8 @@
-"""A LoRA as one `.safetensors` file: the output of a merge, and of a conversion.
+"""A LoRA as one `.safetensors` file: output of a merge or a conversion.
 
-A merge is made in a hidden folder beside the file, with its journal, and continues there after an interruption. The
-finished file is written alongside and renamed. Its metadata have the recipe under `actmat`, in place of manifest and
-card.
+A merge runs in a hidden folder next to the file, with its journal, and continues there after an interruption. The
+finished file is written under a temporary name and renamed. Its metadata contain the recipe under `actmat`, in place
+of manifest and card.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from actmat.version import __version__
 
 END = ".safetensors"
 KEY = "actmat"
-"""Key of the metadata that say what a file was made of, as JSON."""
+"""Metadata key of the recipe and inputs of a file, as JSON."""
 RunRecipes = Callable[[Sequence[Recipe], RunSettings, Progress], list[MergeReport]]
 
 
 def run_into_files(
     recipes: Sequence[Recipe], settings: RunSettings, progress: Progress, run: RunRecipes
 ) -> list[MergeReport] | None:
-    """Merge LoRA into files, each whole or not at all; None where an output is no such file.
+    """Merge LoRA into files atomically; None if an output is not such a file.
 
     Args:
-        recipes: whose outputs end in `.safetensors`.
-        settings: of the run.
+        recipes: recipes with outputs that end in `.safetensors`.
+        settings: run settings.
         progress: receives callbacks.
-        run: merges into folders.
+        run: function that merges into folders.
 
     Raises:
-        OutputError: a file is there, and not to be replaced, or is none of ours.
+        OutputError: a file exists and may not be replaced, or was not written by actmat.
     """
     metadata = [found for r in recipes if (found := _metadata_of_files(r)) is not None]
     if len(metadata) < len(recipes):
         return None
     outs = [Path(str(r.out)) for r in recipes]
     if settings.diagnose:
-        raise OutputError(f"{outs[0]}: a report needs a folder. Give --out a name without '{END}', or diagnose first")
+        raise OutputError(f"{outs[0]}: a report needs a folder. Fix: give --out without '{END}', or diagnose first")
     if problems := [p for r, out in zip(recipes, outs, strict=True) for p in _problems(r, out, settings.overwrite)]:
         raise OutputError("The output cannot be written.", problems)
     folders = [sibling(out, "folder") for out in outs]
@@ -69,7 +69,7 @@ def run_into_files(
 
 
 def _metadata_of_files(recipe: Recipe) -> list[Mapping[str, str]] | None:
-    """Metadata of the experts of a merge into a layout of files; None for any other merge."""
+    """Metadata of the experts of a merge into a LoRA file; None for any other merge."""
     if recipe.base or not recipe.out or is_url(recipe.out) or recipe.adapter.layout == "peft":
         return None
     try:
@@ -77,21 +77,21 @@ def _metadata_of_files(recipe: Recipe) -> list[Mapping[str, str]] | None:
             own = {e.adapter.layout if isinstance(e, LocatedAdapter) else "peft" for e in given.experts}
             layouts = own if recipe.adapter.layout == "same" else {recipe.adapter.layout}
             return [metadata_of(e.stored) for e in given.experts] if layouts <= IN_ONE_FILE else None
-    except MergeError:  # the merge says what is wrong
+    except MergeError:  # the merge reports the error
         return None
 
 
 def _problems(recipe: Recipe, out: Path, overwrite: bool) -> list[str]:
     if any(os.path.realpath(e.path) == os.path.realpath(out) for e in recipe.experts):
-        return [f"{out} is an input of this merge; write somewhere else"]
+        return [f"{out} is an input of this merge; choose another output"]
     if not os.path.lexists(out):
         return []
     if not overwrite:
-        return [f"{out} exists; choose another place or pass --overwrite"]
+        return [f"{out} exists; choose another path or pass --overwrite"]
     if not _is_ours(out):
         return [
             f"{out} was not written by actmat (its metadata have no '{KEY}'), so --overwrite will not delete it; "
-            "remove it yourself or choose another place"
+            "remove it yourself or choose another path"
         ]
     return []
 
@@ -107,7 +107,7 @@ def _is_ours(out: Path) -> bool:
 
 
 def _as_file(report: MergeReport, out: Path, given: Sequence[Mapping[str, str]], overwrite: bool) -> MergeReport:
-    """Write the weights of a finished folder as the file, with metadata, and remove the folder.
+    """Write the weights of a finished folder as one file with metadata, and remove the folder.
 
     Args:
         given: metadata of the experts.
@@ -132,7 +132,7 @@ def _as_file(report: MergeReport, out: Path, given: Sequence[Mapping[str, str]],
 
 
 def _copy(weights: Path, target: Path, metadata: Mapping[str, str]) -> None:
-    """Copy a safetensors file, with other metadata."""
+    """Copy a safetensors file with new metadata."""
     with weights.open("rb") as source, target.open("wb") as file:
         header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
         text = json.dumps({**header, "__metadata__": metadata}).encode()
@@ -145,9 +145,9 @@ def _copy(weights: Path, target: Path, metadata: Mapping[str, str]) -> None:
 
 def _convert(given: Located, out: Path, layout: FileLayout) -> str:
     if os.path.lexists(out):
-        raise OutputError(f"{out} exists; choose another place, or remove it.")
+        raise OutputError(f"{out} exists; choose another path, or remove it.")
     if not isinstance(given, LocatedAdapter):
-        raise CheckpointError(f"{given.place}: expected an adapter, found a full checkpoint")
+        raise CheckpointError(f"{given.place} is a full checkpoint; this format holds adapters only")
     own, tensors = given.adapter.layout, written(given.adapter, layout)
     metadata = kept_metadata([metadata_of(given.stored)], tensor_specs(tensors, out.name, location=str(out)))
     with whole_file(out) as building:
@@ -157,20 +157,20 @@ def _convert(given: Located, out: Path, layout: FileLayout) -> str:
 
 
 def export_comfy(given: Located, out: Path) -> str:
-    """Write a LoRA as a file for ComfyUI; returns in words what was written.
+    """Write a LoRA file for ComfyUI; returns a sentence about the result.
 
     Raises:
         OutputError: the file exists, or cannot be written.
-        CheckpointError: the adapter has no such form.
+        CheckpointError: the adapter cannot be written in this layout.
     """
     return _convert(given, out, "comfy")
 
 
 def export_kohya(given: Located, out: Path) -> str:
-    """Write a LoRA as a file in kohya's names, see `export_comfy`."""
+    """Write a LoRA file with kohya's names; see `export_comfy`."""
     return _convert(given, out, "kohya")
 
 
 def export_diffusers(given: Located, out: Path) -> str:
-    """Write a LoRA as a file in diffusers' names, see `export_comfy`."""
+    """Write a LoRA file with diffusers' names; see `export_comfy`."""
     return _convert(given, out, "diffusers")

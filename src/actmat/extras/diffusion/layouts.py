@@ -1,4 +1,4 @@
-"""A LoRA of an image or video model in another layout: diffusers' names, kohya's, or those of ComfyUI.
+"""Convert a LoRA of an image or video model between the layouts of diffusers, kohya and ComfyUI.
 
 | layout | denoiser | text encoders | factors |
 |---|---|---|---|
@@ -6,12 +6,12 @@
 | kohya | `lora_unet_`, the original code's names | `lora_te1_`, `lora_te2_` | `.lora_down.weight`, `.lora_up.weight`, `.alpha` |
 | comfy | `diffusion_model.`, the original code's names | `text_encoders.clip_l.transformer.` | as kohya's |
 
-Deltas stay what they are. A layer that packs several (`qkv`) gets their factors block by block,
+Deltas do not change. A layer that packs several (`qkv`) gets their factors block by block,
 
     [q]   [B_q  0 ] [A_q]
     [k] = [ 0  B_k] [A_k]
 
-or `B_q` over `B_k` where all have one A; the reverse takes rows of B, and of A those that B does not multiply by zero.
+or `B_q` over `B_k` if all share one A; the reverse takes rows of B, and the rows of A that B does not multiply by zero.
 
 Shapes: `O` out_features, `I` in_features, `R` rank.
 """  # noqa: E501 - a table
@@ -42,18 +42,18 @@ from actmat.extras.diffusion.names import KOHYA_PREFIXES, component_of
 FileLayout = Literal["diffusers", "kohya", "comfy"]
 _DENOISERS = ("", "unet", "transformer", "diffusion_model")
 HINTS = ("modelspec.architecture", "ss_base_model_version")
-"""Metadata that say what a file is for."""
+"""Metadata keys that name a file's model."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPiece:
-    """Rows of a stored module's delta, as rows of another module's.
+    """Rows of a stored module's delta that become rows of another module's delta.
 
     Args:
-        module: stored.
-        rows: of its delta.
-        first: where they begin in the other.
-        columns: of its B that are not zero there; None: all.
+        module: stored module.
+        rows: range of rows of its delta.
+        first: first row in the other module.
+        columns: columns of its B that are not zero there; None: all.
     """
 
     module: AdapterModule
@@ -68,11 +68,11 @@ class BlockPiece:
 
 
 class BlockFactors(CheckpointView):
-    """Factors of modules that are made of pieces of stored ones.
+    """Factors of modules assembled from pieces of stored modules.
 
     Args:
-        inner: stored factors; closed with it.
-        modules: name -> its rows, and its pieces, whose scalings are those of the first.
+        inner: stored factors; closed with this view.
+        modules: name -> number of rows and pieces; all pieces are scaled to the scaling of the first.
     """
 
     def __init__(self, inner: Checkpoint, modules: Mapping[str, tuple[int, Sequence[BlockPiece]]]) -> None:
@@ -91,7 +91,7 @@ class BlockFactors(CheckpointView):
         self.specs = MappingProxyType(specs)
 
     def read(self, name: str) -> Tensor:
-        """A factor, put together."""
+        """Read an assembled factor."""
         spec = self.find_spec(name)
         module, _, side = name.removesuffix(".weight").rpartition(".")
         pieces, is_shared = self._modules[module][1], self._shared[module]
@@ -112,7 +112,7 @@ class BlockFactors(CheckpointView):
         out[:] = raw_bytes(self.read(spec.name))[start : start + len(out)]
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Nothing: factors are small."""
+        """Do nothing: factors are small."""
 
     def _part(self, piece: BlockPiece, stored: str) -> Tensor:
         found = self.inner.read(stored)
@@ -131,7 +131,7 @@ class BlockFactors(CheckpointView):
         )
 
     def _dtype(self, name: str) -> str:
-        """That of the first piece, or float32 where it does not hold the others or what their scalings make of them."""
+        """Dtype of the first piece, or float32 if that cannot represent the other pieces after scaling."""
         _, pieces = self._modules[name]
         dtypes = {self.inner.specs[x].dtype for p in pieces for x in (p.module.a, p.module.b)}
         ratios = {p.module.scaling / pieces[0].module.scaling for p in pieces}
@@ -144,9 +144,9 @@ class ConvertedAdapter(Adapter):
     """An adapter in another layout, with the content hashes of its file.
 
     Args:
-        origin: as it is stored; closed with it.
-        weights: a view of its weights.
-        listing: its content in the layout.
+        origin: the stored adapter; closed with this one.
+        weights: view of its weights.
+        listing: its content in the new layout.
     """
 
     def __init__(self, origin: Adapter, weights: Checkpoint, listing: Listing) -> None:
@@ -155,16 +155,16 @@ class ConvertedAdapter(Adapter):
 
     @cached_property
     def hashes(self) -> Mapping[str, str]:
-        """Content hash of every tensor that is stored, by which inputs are recorded."""
+        """Content hashes of the stored tensors, which identify the input."""
         return self._origin.hashes
 
 
 def in_layout(
     adapter: Adapter, layout: AdapterLayout, metadata: Mapping[str, str] | None = None
 ) -> tuple[Adapter, list[str]]:
-    """The adapter with modules, names and factors as a layout has them, and problems, one sentence each.
+    """The adapter with modules, names and factors in a layout, and problems, one sentence each.
 
-    The result is closed with the adapter. Files of kohya in diffusers' names get the original ones.
+    The result is closed with the adapter. kohya files with diffusers' names get the original names.
     """
     if metadata is None:
         metadata = getattr(adapter.weights, "metadata", dict)()
@@ -179,17 +179,17 @@ def in_layout(
 
 
 def _renamed(adapter: Adapter, layout: AdapterLayout) -> tuple[dict[str, AdapterModule], list[str]]:
-    """Modules of an architecture that is not known here by their names in the layout: diffusers' and PEFT's only."""
+    """Modules of an unknown architecture, renamed to the layout; works only between diffusers and PEFT."""
     if adapter.layout == "pairs":
-        return {}, [f"it is a list of pairs without names, which no layout such as '{layout}' can name"]
+        return {}, [f"it is a list of factor pairs without module names, which the layout '{layout}' needs"]
     component = component_of(adapter.config.fields)
     if adapter.layout == "peft" and not component:
         return {}, [
-            "its config does not say which component of a pipeline it is of (auto_mapping.base_model_class, such as "
-            f"UNet2DConditionModel), which the layout '{layout}' puts into every name"
+            "its config does not name the pipeline component (auto_mapping.base_model_class, such as "
+            f"UNet2DConditionModel), which is part of every name in the layout '{layout}'"
         ]
     if layout == "peft" and len(adapter.parts) > 1:
-        return {}, [f"it is of several models ({', '.join(adapter.parts)}), and an adapter of PEFT is of one"]
+        return {}, [f"it has modules of several models ({', '.join(adapter.parts)}), but a PEFT adapter has one"]
     if {adapter.layout, layout} != {"peft", "diffusers"}:
         known = ", ".join(a.name for a in ARCHITECTURES)
         strange = [
@@ -199,7 +199,7 @@ def _renamed(adapter: Adapter, layout: AdapterLayout) -> tuple[dict[str, Adapter
         first = next(iter([*own, *adapter.modules]), "")
         return {}, [
             f"its {len(adapter.modules)} modules, such as '{first}', have no name in the layout '{layout}': they are "
-            f"not all of one architecture that is known here ({known})"
+            f"not all of one supported architecture ({known})"
         ]
     names = {m.inside if layout == "peft" else f"{component}.{m.inside}": m for m in adapter.modules.values()}
     return {name: dataclasses.replace(m, name=name, path=m.inside) for name, m in names.items()}, []
@@ -208,7 +208,7 @@ def _renamed(adapter: Adapter, layout: AdapterLayout) -> tuple[dict[str, Adapter
 def written(
     source: Adapter | Mapping[str, Tensor], layout: FileLayout, metadata: Mapping[str, str] | None = None
 ) -> dict[str, Tensor]:
-    """The tensors of a LoRA in a layout, whatever its own is.
+    """The tensors of a LoRA in a layout, converted from any other.
 
     >>> a, b = torch.eye(2), torch.eye(6, 2)
     >>> name = "lora_unet_double_blocks_0_img_attn_qkv"
@@ -220,12 +220,12 @@ def written(
 
     Args:
         source: an open adapter, or the tensors of a file.
-        layout: wanted. `kohya` and `comfy` keep the scales as `alpha`; diffusers has none, so that B is multiplied by
-            them (in float32 where its dtype rounds the product).
-        metadata: of the file that the tensors are of, which may say what model it is for.
+        layout: layout of the result. `kohya` and `comfy` store the scales as `alpha`; for diffusers, B is multiplied by
+        them (in float32 if its dtype rounds the product).
+        metadata: metadata of the file, which may name the model.
 
     Raises:
-        CheckpointError: the file is no plain LoRA, or has modules without a name in the layout; carries all problems.
+        CheckpointError: the file is not plain LoRA, or has modules without a name in the layout; lists all problems.
     """
     adapter = source if isinstance(source, Adapter) else adapter_of(MemoryCheckpoint(source), metadata or {})
     converted, problems = in_layout(adapter, layout, metadata)
@@ -249,9 +249,9 @@ def _scaled(b: Tensor, scaling: float) -> Tensor:
 
 
 def find_architecture(adapter: Adapter, metadata: Mapping[str, str]) -> tuple[ImageArchitecture | None, str]:
-    """The architecture that an adapter is for, by names, widths and the metadata of its file; or a problem.
+    """Find an adapter's architecture by names, widths and file metadata; else a problem.
 
-    None without a problem: names of none that is known here.
+    Returns None and no problem if the names match no supported architecture.
     """
     own = [m for m in adapter.modules.values() if _is_denoiser(adapter, m)]
     texts = [m for m in adapter.modules.values() if not _is_denoiser(adapter, m)]
@@ -271,8 +271,8 @@ def find_architecture(adapter: Adapter, metadata: Mapping[str, str]) -> tuple[Im
     if len(fitting) > 1:
         listed = " or ".join(a.name for a in fitting)
         return None, (
-            f"its {len(own)} modules, such as '{next(iter(adapter.modules))}', may be of {listed}, which other layouts "
-            f"name differently. Fix: say which in the file's metadata ({HINTS[0]}, such as 'flux-1-dev/lora')"
+            f"its {len(own)} modules, such as '{next(iter(adapter.modules))}', may be of {listed}, whose names differ "
+            f"in other layouts. Fix: name the model in the file's metadata ({HINTS[0]}, such as 'flux-1-dev/lora')"
         )
     return (fitting[0], "") if fitting else (None, "")
 
@@ -282,14 +282,14 @@ def _is_denoiser(adapter: Adapter, module: AdapterModule) -> bool:
 
 
 def _widths(modules: Sequence[AdapterModule], component: str) -> set[int]:
-    """Columns of the projections that tell models apart by their size."""
+    """Input widths of the projections that distinguish models by size."""
     ends = ("attn2.to_k", "attn2_to_k") if component == "unet" else ("attn.to_q", "attn.add_q_proj", "attn.qkv",
             "img_attn_qkv", "block_attn_qkv", "attn_to_q")  # fmt: skip
     return {m.shape[-1] for m in modules if m.inside.endswith(ends)}
 
 
 def _looks_like_xl(adapter: Adapter) -> bool:
-    """True with a second text encoder, conditions on sizes, or attention layers of more than one block."""
+    """True if there is a second text encoder, size conditioning, or an attention layer with several blocks."""
     names = " ".join(adapter.modules).replace("_", ".")
     return any(
         word in names
@@ -298,7 +298,7 @@ def _looks_like_xl(adapter: Adapter) -> bool:
 
 
 def _original(architecture: ImageArchitecture, layout: AdapterLayout, module: AdapterModule) -> tuple[str, int] | None:
-    """Original name of a module of the denoiser, and its position among the parts, -1 for all; None if unknown."""
+    """Original name of a denoiser module and its position among the parts (-1: all); None if unknown."""
     name = module.inside
     if layout in ("kohya", "comfy"):
         original = architecture.flat.get(name) if layout == "kohya" else name
@@ -309,8 +309,8 @@ def _original(architecture: ImageArchitecture, layout: AdapterLayout, module: Ad
 
 
 def _text(architecture: ImageArchitecture, layout: AdapterLayout, module: AdapterModule) -> tuple[Text, str] | None:
-    """The text encoder that a module is of, and its name there with dots; None if unknown."""
-    part = module.part or "text_encoder"  # of PEFT's folders, which hold one
+    """Text encoder of a module, and its dotted name there; None if unknown."""
+    part = module.part or "text_encoder"  # a PEFT folder holds one model
     for text in architecture.texts:
         known = {"kohya": KOHYA_PREFIXES[text.kohya], "comfy": text.comfy.rstrip(".")}.get(layout, text.component)
         if known == part:
@@ -330,12 +330,12 @@ class _LayoutConversion:
         self.problems: list[str] = []
 
     def result(self) -> tuple[Adapter, list[str]]:
-        """The adapter in the layout."""
+        """The adapter in the new layout, and problems."""
         adapter, layout = self._adapter, self._layout
         parts = {m.part for m in adapter.modules.values()}
         if layout == "peft" and len(parts) > 1:
             shown = ", ".join(adapter.parts)
-            return adapter, [f"it is of several models ({shown}), and an adapter of PEFT is of one"]
+            return adapter, [f"it has modules of several models ({shown}), but a PEFT adapter has one"]
         for name, module in adapter.modules.items():
             if module.kind not in ("linear", "convolution") or module.bias is not None:
                 self.problems.append(f"module '{name}': the layout '{layout}' holds linear layers and convolutions, "
@@ -348,7 +348,7 @@ class _LayoutConversion:
             return adapter, self.problems
         weights = BlockFactors(adapter.weights, {n: (self._rows[n], pieces) for n, pieces in self._pieces.items()})
         modules = {name: self._module(name, weights) for name in self._pieces}
-        note = f"is converted from {adapter.layout}'s layout to {layout}'s, as an adapter of {self._of.name}"
+        note = f"converted from the layout of {adapter.layout} to {layout}, as an adapter of {self._of.name}"
         notes = (*adapter.listing.notes, note)
         listing = dataclasses.replace(adapter.listing, modules=modules, layout=layout, find=None, notes=notes)
         return ConvertedAdapter(adapter, weights, listing), []
@@ -373,7 +373,7 @@ class _LayoutConversion:
         if rows != expected:
             self.problems.append(
                 f"module '{module.name}' is {rows} x {columns}; expected {expected} rows in a model of "
-                f"{self._of.name}. Is it of another architecture with the same names?"
+                f"{self._of.name}. Likely cause: another architecture with the same names"
             )
             return
         swaps = parts.is_swapped and rows == 2 * columns
@@ -393,7 +393,7 @@ class _LayoutConversion:
 
     @property
     def _is_original(self) -> bool:
-        """True if the wanted names are those of the original code."""
+        """True if the target names are those of the original code."""
         return self._layout == "comfy" or (self._layout == "kohya" and not self._of.kohya_is_diffusers)
 
     def _split(self, module: AdapterModule, parts: Parts, heights: Sequence[int]) -> None:
@@ -442,13 +442,13 @@ class _LayoutConversion:
         known = self._pieces.setdefault(name, [])
         taken = {r for p in known for r in (p.first,)}
         if any(p.first in taken for p in pieces):
-            self.problems.append(f"modules '{known[0].module.name}' and '{pieces[0].module.name}' would both be called "
-                                 f"'{name}'")  # fmt: skip
+            self.problems.append(f"modules '{known[0].module.name}' and '{pieces[0].module.name}' would both be named "
+            f"'{name}'")  # fmt: skip
         known += pieces
         self._rows[name], self._places[name] = rows, (part, path)
 
 
 def _swapped(module: AdapterModule) -> list[BlockPiece]:
-    """The rows of a module, the second half first."""
+    """The rows of a module with its halves exchanged."""
     half = module.shape[0] // 2
     return [BlockPiece(module, range(half, 2 * half), 0), BlockPiece(module, range(half), half)]

@@ -1,9 +1,9 @@
-"""LoRA files without a config, as kohya's trainers and diffusers write them: factors paired up, with their scales.
+"""LoRA files without a config, as written by kohya's trainers and diffusers: factor pairs with their scales.
 
-    delta = alpha / rank * B A        `alpha` is a tensor beside the factors
+    delta = alpha / rank * B A        `alpha` is a tensor stored with the factors
 
-Without any `alpha`, the scale is 1, as kohya's and diffusers' loaders take it, unless diffusers has stored the config
-in the file's metadata (`lora_adapter_metadata`).
+Without any `alpha`, the scale is 1, as in kohya's and diffusers' loaders, unless diffusers stored the config in the
+file's metadata (`lora_adapter_metadata`).
 
 Shapes: `O` out_features, `I` in_features, `R` rank, `k` kernel of a convolution.
 """
@@ -32,19 +32,19 @@ from actmat.extras.diffusion.names import FactorName, find_modules, foreign_fact
 from actmat.layout.matching import MatchError
 
 METADATA_KEY = "lora_adapter_metadata"
-"""Metadata in which diffusers keeps the configs of all components of a file, as JSON."""
+"""Metadata key under which diffusers stores the configs of all components of a file, as JSON."""
 
 
 @dataclass
 class _ModuleGroup:
-    """The tensors of one module: side -> stored name."""
+    """Tensors of one module: side -> stored name."""
 
     first: FactorName
     names: dict[str, str] = field(default_factory=dict)
 
 
 def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple[Listing, AdapterConfig]:
-    """The modules of a file, all problems, and a config that stands for the one it lacks; reads only scales."""
+    """List the modules of a file and all problems, and build a config; reads only scales."""
     groups: dict[str, _ModuleGroup] = {}
     problems: list[str] = []
     others: dict[str, list[str]] = {}
@@ -64,7 +64,7 @@ def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple
     layouts = {_layout(g.first): None for g in groups.values() if g.first.part or g.first.is_flat}
     if len(layouts) > 1:
         named = ", others as ".join(f"{x} does" for x in layouts)
-        problems.append(f"some modules are named as {named}: two files in one?")
+        problems.append(f"module names mix {named}. Likely cause: two files were joined")
     notes, warnings = [*metadata_notes(metadata)], distilled_warning(weights.location, metadata)
     scales = _Scales(weights, groups, _configs(metadata, problems, notes))
     modules: dict[str, AdapterModule] = {}
@@ -87,22 +87,22 @@ def _layout(name: FactorName) -> AdapterLayout:
 
 
 def _other_tensors(family: str, names: list[str]) -> str:
-    """One sentence on tensors that are no factors of LoRA."""
+    """One sentence on tensors that are not LoRA factors."""
     which = f"{len(names)} tensors, such as '{names[0]}'," if len(names) > 1 else f"tensor '{names[0]}'"
     verb = "are" if len(names) > 1 else "is"
     if family:
         return (
-            f"{which} {verb} of {family}: its delta is no product of two factors, and a file without a config is read "
-            "for LoRA only. Fold it into its base with the program that trained it, and merge full models"
+            f"{which} {verb} of {family}, but a file without a config must be plain LoRA. Fix: fold it into its base "
+            "with the program that trained it, and merge full models"
         )
     return (
-        f"{which} {verb} no factor of LoRA: only files of factors are read as adapters. Is this a model that was "
-        "saved with its adapter unmerged? Merge it first (merge_and_unload, fuse_lora)"
+        f"{which} {verb} not a LoRA factor; an adapter file contains factors only. Likely cause: a model "
+        "saved with its adapter unmerged. Fix: merge it first (merge_and_unload, fuse_lora)"
     )
 
 
 def _configs(metadata: Mapping[str, str], problems: list[str], notes: list[str]) -> dict[str, AdapterConfig]:
-    """Component -> config that diffusers stored; the component of a file of one model is empty."""
+    """Component -> config stored by diffusers; the component is '' for a file of one model."""
     text = metadata.get(METADATA_KEY)
     if text is None:
         return {}
@@ -111,7 +111,7 @@ def _configs(metadata: Mapping[str, str], problems: list[str], notes: list[str])
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        problems.append(f"the metadata '{METADATA_KEY}' is no JSON object: {shown(text)}")
+        problems.append(f"the metadata '{METADATA_KEY}' is not a JSON object: {shown(text)}")
         return {}
     by_part: dict[str, dict[str, Any]] = {}
     for key, value in fields.items():
@@ -126,7 +126,7 @@ def _configs(metadata: Mapping[str, str], problems: list[str], notes: list[str])
 
 
 class _Scales:
-    """Scale of every module, with the problems met on the way."""
+    """Scale of every module, and problems."""
 
     def __init__(
         self, weights: Checkpoint, groups: Mapping[str, _ModuleGroup], configs: Mapping[str, AdapterConfig]
@@ -138,14 +138,14 @@ class _Scales:
         lacking = [m for m in pairs if m not in set(having)]
         if having and lacking:
             self.problems.append(
-                f"{len(having)} modules have an alpha and {len(lacking)} have none, such as '{lacking[0]}': loaders "
-                "take different scales for these. Write the missing alphas (the rank, where the scale is 1)"
+                f"{len(lacking)} modules have no alpha, such as '{lacking[0]}', but {len(having)} have one: loaders "
+                "use different scales for them. Fix: write the missing alphas (for scale 1: the rank)"
             )
         if having and configs:
-            self.problems.append(f"the file has tensors 'alpha' and configs in '{METADATA_KEY}', which may disagree")
+            self.problems.append(f"the file has 'alpha' tensors and configs in '{METADATA_KEY}', which may differ")
 
     def of(self, group: _ModuleGroup, rank: int) -> float | str:
-        """Factor of `B A`, or a problem."""
+        """Scale of `B A`, or a problem."""
         stored = group.names.get("alpha")
         if stored is None:
             config = self._configs.get(group.first.part)
@@ -165,7 +165,7 @@ class _Scales:
 
 
 def _pair(module: str, group: _ModuleGroup, specs: Mapping[str, TensorSpec], scales: _Scales) -> AdapterModule | str:
-    """The module, or its problem in one sentence."""
+    """The module, or its problem as one sentence."""
     missing = [side for side in "AB" if side not in group.names]
     if missing:
         has = ", ".join(group.names.values())
@@ -194,13 +194,13 @@ def _x(shape: tuple[int, ...]) -> str:
 
 
 def adapter_of(weights: Checkpoint, metadata: Mapping[str, str]) -> Adapter:
-    """The adapter that tensors are, with the metadata of their file; reads its scales."""
+    """Build the adapter of a file's tensors and metadata; reads its scales."""
     listing, config = list_file_modules(weights, metadata)
     return Adapter(weights, config, (), listing)
 
 
 def metadata_of(weights: Checkpoint) -> Mapping[str, str]:
-    """Metadata of a file; none of other formats than safetensors."""
+    """Metadata of a file; empty for formats other than safetensors."""
     return weights.metadata() if isinstance(weights, SafetensorsCheckpoint) else {}
 
 

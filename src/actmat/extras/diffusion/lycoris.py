@@ -1,4 +1,4 @@
-"""Files of LyCORIS and of kohya's trainers that are no plain LoRA: LoHa, LoKr, (IA)^3, DoRA, with plain factors beside.
+"""Files of LyCORIS and of kohya's trainers with LoHa, LoKr, (IA)^3 or DoRA, also mixed with plain factors.
 
     delta = alpha / r * (W1a W1b) o (W2a W2b)         LoHa; r: rows of W1b
     delta = alpha / r * W1 (x) W2                     LoKr; r: rows of W1b or W2b; scale 1 where both are whole
@@ -6,10 +6,10 @@
     delta = diag(l) W_0, or W_0 diag(l)               (IA)^3; the buffer `on_input` says which
     W = m * (W_0 + delta) / ||W_0 + delta||           where `dora_scale` m is stored; the norm of each output
 
-Names of modules have underscores for dots, which only the base resolves. `alpha` is a tensor beside the others; without
-one, or where it is 0, the scale is 1.
+Module names have underscores for dots, which only the base resolves. `alpha` is a tensor of the module; if it is
+missing or 0, the scale is 1.
 
-Scales are those of LyCORIS's forward pass, with which it trains; its `get_merged_weight` (4.1.3) multiplies the deltas
+Scales are those of LyCORIS's forward pass, which training uses; its `get_merged_weight` (4.1.3) multiplies the deltas
 of LoHa and LoKr by `alpha / r` twice.
 
 Source: Yeh et al. (https://arxiv.org/abs/2309.14859); KohakuBlueleaf/LyCORIS 4.1, `modules`, `functional`.
@@ -57,7 +57,7 @@ _OTHERS = {
     "lokr with a core of its first factor": ("lokr_t1",),
 }
 TENSORS = Keys(_ROLES, {}, {role: f"is of the algorithm '{a}'" for a, roles in _OTHERS.items() for role in roles})
-"""Ends of the names of a module's tensors; `.weight` may follow."""
+"""Suffixes of a module's tensors; `.weight` may follow."""
 _NAME = re.compile(rf"(?P<module>(?:{'|'.join(_PREFIXES)})[^.]+)\.(?P<role>{'|'.join(_ROLES)})(?P<leaf>\.weight)?")
 _OWN = re.compile(rf"(?:{'|'.join(_PREFIXES)})[^.]+\.(?:hada_|lokr_|dora_scale|on_input|lora_mid)")
 _NEEDS_BASE = "its modules are named with underscores for dots, which only the base resolves"
@@ -68,8 +68,8 @@ class LycorisModule:
     """One module of a file.
 
     Args:
-        group: its tensors.
-        part: component of a pipeline; `path`: name inside of it, with underscores.
+        group: tensors of the module.
+        part: component of a pipeline; `path`: name inside it, with underscores.
         family: LoHa, LoKr, (IA)^3 or LoRA.
     """
 
@@ -80,12 +80,12 @@ class LycorisModule:
 
     @property
     def words(self) -> str:
-        """AdapterFamily for people."""
+        """Name of the family for messages."""
         return f"{self.family} with DoRA's magnitudes" if "dora_scale" in self.group.names else self.family
 
 
 def lycoris_modules(specs: Mapping[str, TensorSpec]) -> tuple[list[LycorisModule], list[str]]:
-    """Modules of a file by its header, and problems.
+    """Modules of a file from its header, and problems.
 
     >>> spec = TensorSpec("lora_unet_mid_block_fc.hada_w1_a", (4, 2), "float32", "")
     >>> modules, _ = lycoris_modules({spec.name: spec})
@@ -98,10 +98,10 @@ def lycoris_modules(specs: Mapping[str, TensorSpec]) -> tuple[list[LycorisModule
         match = _NAME.fullmatch(name)
         if match is None:
             role = name.partition(".")[2].removesuffix(".weight")
-            why = TENSORS.sort({role: True}).refused.get(role, "is no part of LoRA, LoHa, LoKr, (IA)^3 or DoRA")
-            problems.append(f"tensor '{name}' {why} in kohya's names, and LyCORIS's other algorithms are not read. "
-                            "Fold the file into its base with the program that trained it, and merge full "
-                            "models")  # fmt: skip
+            why = TENSORS.sort({role: True}).refused.get(role, "does not belong to LoRA, LoHa, LoKr, (IA)^3 or DoRA")
+            problems.append(f"tensor '{name}' {why} in kohya's names; LyCORIS's other algorithms are not supported. "
+            "Fix: fold the file into its base with the program that trained it, and merge full "
+            "models")  # fmt: skip
         elif match["role"] != "on_input" and (not spec.is_floating or spec.dtype.startswith("float8")):
             problems.append(quantized_problem(spec))
         else:
@@ -119,12 +119,12 @@ def lycoris_modules(specs: Mapping[str, TensorSpec]) -> tuple[list[LycorisModule
 
 
 _FAMILIES = {"hada_": "LoHa", "lokr_": "LoKr", "on_input": "(IA)^3", "lora_": "LoRA"}
-"""Beginning of a role -> family."""
+"""Prefix of a role -> family."""
 
 
 @dataclass(frozen=True)
 class _Factors(Change):
-    """`s B A`, or with a core `C` of a kernel: `s sum_ij C[i, j] B[:, i] A[j, :]`."""
+    """`s B A`, or with a kernel's core `C`: `s sum_ij C[i, j] B[:, i] A[j, :]`."""
 
     target: str
     stored: tuple[str, ...]  # down, up, and the core
@@ -145,7 +145,7 @@ class _Factors(Change):
 
 @dataclass(frozen=True)
 class _Decomposed(Change):
-    """Another change, whose result has outputs of stored norms."""
+    """Another change whose outputs are rescaled to stored norms."""
 
     target: str
     stored: tuple[str, ...]
@@ -167,7 +167,7 @@ class _Decomposed(Change):
 
 
 def _change(module: LycorisModule, target: str, weights: Checkpoint) -> Change | str:
-    """The change of a tensor of the base, or a problem."""
+    """The change of a base tensor, or a problem."""
     group = module.group
     scaling = _scaling(module, weights)
     if isinstance(scaling, str):
@@ -188,8 +188,8 @@ def _change(module: LycorisModule, target: str, weights: Checkpoint) -> Change |
     count = shape[0] if shape else 1
     if math.prod(shape) != count:
         return (
-            f"module '{group.module}': dora_scale is {shape}, magnitudes of inputs, of which no row of the delta "
-            "can be formed by itself; read are those of outputs (O x 1 x ...). Fold the file into its base with LyCORIS"
+            f"module '{group.module}': dora_scale {shape} scales inputs, which is not supported; expected one "
+            "magnitude per output (O x 1 x ...). Fix: fold the file into its base with LyCORIS"
         )
     return _Decomposed(target, (*found.stored, magnitude), found, magnitude, count)
 
@@ -200,7 +200,7 @@ def _without(group: Group, *roles: str) -> Group:
 
 
 def _scaling(module: LycorisModule, weights: Checkpoint) -> float | str:
-    """`alpha / r`, or a problem."""
+    """The scale `alpha / r`, or a problem."""
     group = module.group
     rank_of = {"LoHa": ("hada_w1_b",), "LoKr": ("lokr_w1_b", "lokr_w2_b"), "LoRA": ("lora_down",), "(IA)^3": ()}
     rank = next((group.shape(r)[0] for r in rank_of[module.family] if group.shape(r)), 0)
@@ -223,7 +223,7 @@ def _plain(group: Group, target: str, scaling: float) -> Change | str:
     fits = len(down) > 1 and math.prod(up[2:]) == 1
     fits = fits and (len(core) > 2 and core[:2] == inner if core else inner[0] == inner[1])
     if not fits:
-        return f"module '{group.module}': its factors {down}, {up} {core or ''} do not fit together"
+        return f"module '{group.module}': its factors {down}, {up} {core or ''} do not match"
     columns = math.prod(down[1:]) * math.prod(core[2:])
     stored = tuple(group.names[r] for r in ("lora_down", "lora_up", "lora_mid") if r in group.names)
     return _Factors(target, stored, scaling, (up[0], columns))
@@ -237,7 +237,7 @@ def _ia3(group: Group, target: str, weights: Checkpoint) -> Change | str:
 
 
 def _content(weights: Checkpoint, base: Checkpoint) -> tuple[Content, list[str]]:
-    """Changes of the base's tensors; and remarks. Components that the base is not are left out."""
+    """Changes of the base's tensors, and notes. Modules of components missing in the base are left out."""
     modules, problems = lycoris_modules(weights.specs)
     by_part: dict[str, list[LycorisModule]] = {}
     for module in modules:
@@ -247,21 +247,21 @@ def _content(weights: Checkpoint, base: Checkpoint) -> tuple[Content, list[str]]
     for part, own in by_part.items():
         found, why = find_flat_names(base.specs, [m.path for m in own])
         if not found and not why:
-            notes.append(f"the base is no {part or 'such model'}: {len(own)} modules of the adapter, those of the "
-                         f"{part or 'other'}, are left out")  # fmt: skip
+            notes.append(f"the base has no {part or 'such component'}: the adapter's {len(own)} modules of "
+            f"{part or 'other components'} are left out")  # fmt: skip
             continue
         problems += why
         for module in own if not why else ():
             change = _change(module, found[module.path], weights) if module.path in found else (
-                f"module '{module.group.module}' finds no tensor in the base ({base.location}); is it an adapter of "
-                "this base?"
+                f"module '{module.group.module}' matches no tensor of the base ({base.location}). Likely cause: an "
+                "adapter of another base"
             )  # fmt: skip
             if isinstance(change, str):
                 problems.append(change)
             else:
                 changes.append(change)
     if by_part and not changes and not problems:
-        problems.append(f"none of its modules is in the base ({base.location}); is it an adapter of this base?")
+        problems.append(f"the base ({base.location}) contains none of its modules. Likely cause: another base")
     return Content(changes, {}, problems), notes
 
 
@@ -279,13 +279,13 @@ def _fit(adapter: Adapter, base: Checkpoint) -> Expert:
 
 def _no_factors(adapter: Adapter) -> str:
     return (
-        f"a file of LyCORIS is merged with its base only: {_NEEDS_BASE}. Give the base (--base ..., --to model; or "
-        "--to adapter with --rank or --energy)"
+        f"a LyCORIS file is merged with its base only: {_NEEDS_BASE}. Fix: pass --base ... and --to model, or "
+        "--to adapter with --rank or --energy"
     )
 
 
 def _described(adapter: Adapter) -> dict[str, Any]:
-    """Why the base is needed, the modules, and the problems of a file."""
+    """Describe a file: the need for the base, modules, and problems."""
     modules, problems = lycoris_modules(adapter.weights.specs)
     families = ", ".join(dict.fromkeys(m.words for m in modules))
     rows = [

@@ -1,6 +1,6 @@
-"""Metadata of kohya's trainers and LyCORIS: what of it matters for the deltas. Tensors and their names say the rest.
+"""Metadata of kohya's trainers and LyCORIS that affect deltas; the rest follows from tensors and their names.
 
-A setting that is in no list is named in the plan.
+Settings that are in none of the lists are named in the plan.
 
 Sources: kohya-ss/sd-scripts (2026), `networks`; KohakuBlueleaf/LyCORIS 4.1, `kohya.py`.
 """
@@ -23,13 +23,13 @@ _MODULES = ("lora", "lora_fa", "lora_flux", "lora_sd3", "lora_lumina", "lora_ani
             "dylora", "oft", "oft_flux", "control_net_lllite")  # fmt: skip
 NETWORKS = Keys(
     irrelevant=dict.fromkeys(
-        (*(f"networks.{n}" for n in _MODULES), "lycoris.kohya", "locon.locon_kohya"), "the tensors' names say it"
+        (*(f"networks.{n}" for n in _MODULES), "lycoris.kohya", "locon.locon_kohya"), "given by the tensors' names"
     )
 )
 ALGORITHMS = Keys(
     irrelevant=dict.fromkeys(
         ("lora", "locon", "loha", "lokr", "ia3", "dylora", "full", "diag-oft", "boft", "glora", "tlora"),
-        "the tensors' names say it",
+        "given by the tensors' names",
     )
 )
 
@@ -49,38 +49,38 @@ _OF_OTHERS = ("constraint", "constrain", "rescaled", "sig_type", "use_data_init"
 SETTINGS = Keys(
     obeyed=("algo",),
     irrelevant={
-        **dict.fromkeys(_SIZES, "the shapes of the tensors say it"),
-        **dict.fromkeys(_WHICH, "the file holds the modules that were adapted"),
-        **dict.fromkeys(_TRAINING, "acts in training only"),
-        **dict.fromkeys(_OF_OTHERS, "of algorithms whose tensors are not read"),
-        "rs_lora": "the alpha of the file is divided by the rank all the same",
-        "use_scalar": "the factors of the file are multiplied by it",
-        "bypass_mode": "how it is computed",
+        **dict.fromkeys(_SIZES, "given by the shapes of the tensors"),
+        **dict.fromkeys(_WHICH, "given by the modules in the file"),
+        **dict.fromkeys(_TRAINING, "affects training only"),
+        **dict.fromkeys(_OF_OTHERS, "belongs to unsupported algorithms"),
+        "rs_lora": "the file's alpha is divided by the rank anyway",
+        "use_scalar": "already multiplied into the factors",
+        "bypass_mode": "affects only how the layer is computed",
     },
 )
 
 
 def metadata_notes(metadata: Mapping[str, str]) -> tuple[str, ...]:
-    """Remarks on settings of a trainer that are not known here.
+    """Notes on unknown trainer settings.
 
     >>> metadata_notes({"ss_network_module": "networks.lora", "ss_network_args": '{"conv_dim": "4", "curl": "1"}'})
     ('the metadata ss_network_args has fields that are not known here and are not obeyed: curl',)
     """
     arguments = _arguments(metadata.get(ARGUMENTS))
     if arguments is None:
-        return (f"the metadata {ARGUMENTS} is no JSON object, and is not obeyed: {shown(metadata[ARGUMENTS])}",)
+        return (f"the metadata {ARGUMENTS} is not a JSON object, so it is ignored: {shown(metadata[ARGUMENTS])}",)
     algorithm = str(arguments.get("algo") or "lora").lower()
     unknown = [f"algo={name}" for name in ALGORITHMS.sort({algorithm: True}).unknown]
     unknown += SETTINGS.sort({k: v for k, v in arguments.items() if v not in ("False", "None")}).unknown
     networks = NETWORKS.sort({metadata.get(MODULE) or "networks.lora": True}).unknown
     return (
         *unknown_note(f"the metadata {ARGUMENTS}", unknown),
-        *(f"the metadata {MODULE} names a trainer's module that is not known here: {shown(n)}" for n in networks),
+        *(f"the metadata {MODULE} names an unknown trainer module: {shown(n)}" for n in networks),
     )
 
 
 def _arguments(text: str | None) -> dict[str, Any] | None:
-    """Settings of the network; None where they cannot be read."""
+    """Network settings; None if they cannot be read."""
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -93,13 +93,13 @@ def _arguments(text: str | None) -> dict[str, Any] | None:
 _SHARED = ("ss_base_model_version", "ss_sd_model_name", "ss_sd_model_hash", "ss_new_sd_model_hash", "ss_v2",
            "ss_vae_name", "ss_clip_skip", "modelspec.architecture", "modelspec.prediction_type",
            "modelspec.resolution")  # fmt: skip
-"""Metadata on the base, which a merge has where all of its files say the same."""
+"""Metadata about the base, kept in a merge if all files agree."""
 _OUTDATED = ("sshs_", "modelspec.hash", "lora_adapter_metadata", "format")
-"""Starts of keys that no longer hold when tensors change: hashes of the file, scales that factors now include."""
+"""Prefixes of keys that are invalid after tensors change: file hashes, scales folded into factors."""
 
 
 def kept_metadata(sources: Sequence[Mapping[str, str]], tensors: Mapping[str, TensorSpec]) -> dict[str, str]:
-    """Metadata of a LoRA file that is made of others: of one file all that still holds, of several what they share.
+    """Metadata of a LoRA file made from others: of one file all that is still valid, of several the common entries.
 
     >>> kept_metadata([{"sshs_model_hash": "a1", "ss_v2": "False"}, {"ss_v2": "False"}], {})
     {'format': 'pt', 'ss_v2': 'False'}
@@ -121,12 +121,12 @@ DISTILLED = re.compile(
     r"(?<![a-z])(lightning|turbo|lcm|hyper.?sd(?:xl)?|dmd2?|distill(?:ed)?|lightx2v|causvid|accvid|flash.?sd|schnell|"
     r"\d+.?steps?)(?![a-z])"
 )
-"""Words, in lower case, by which adapters are called that replace the guidance and most steps of sampling."""
+"""Lower-case words in the names of distilled adapters, which replace guidance and most sampling steps."""
 _NAMED_IN = ("ss_output_name", "modelspec.title", "modelspec.description", "ss_tag")
 
 
 def distilled_warning(location: str, metadata: Mapping[str, str]) -> tuple[str, ...]:
-    """A warning on an adapter whose name or metadata say that it is distilled, or none.
+    """A warning if an adapter's name or metadata indicate distillation; may be empty.
 
     >>> distilled_warning("/loras/sdxl_lightning_4step.safetensors", {})[0][:44]
     "is called 'lightning', as distilled adapters"
@@ -136,7 +136,7 @@ def distilled_warning(location: str, metadata: Mapping[str, str]) -> tuple[str, 
     if found is None:
         return ()
     return (
-        f"is called '{found}', as distilled adapters are, which replace guidance and most steps of sampling. "
-        "They are trained for their full weight: scaled, or merged by a method that cuts or rotates deltas, one may do "
-        "neither. Load it alongside the merge of the others, or add it as it is (-m task_arithmetic -o scaling=1)",
+        f"is called '{found}', as distilled adapters are, which replace guidance and most sampling steps. "
+        "They work at full weight only: scaled, or merged by a method that cuts or rotates deltas, one may fail. Fix: "
+        "load it alongside the merge of the others, or add it unchanged (-m task_arithmetic -o scaling=1)",
     )

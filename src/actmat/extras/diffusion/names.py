@@ -1,4 +1,4 @@
-r"""Names in LoRA files without a config: kohya's, ComfyUI's, diffusers' old and new ones; those of other families.
+r"""Parse names in LoRA files without a config: kohya's, ComfyUI's, diffusers' old and new ones, and other families.
 
 | layout | module | A, B, scale |
 |---|---|---|
@@ -7,8 +7,8 @@ r"""Names in LoRA files without a config: kohya's, ComfyUI's, diffusers' old and
 | diffusers | dotted, after `unet.`, `text_encoder.`, `transformer.`, ... | `.lora_A.weight`, `.lora_B.weight`, maybe `.alpha` |
 | diffusers until 0.20 | as above, with `.processor.to_q_lora` or `.lora_linear_layer` | `.down.weight`, `.up.weight` |
 
-From kohya's names to the others dots must be put back: either a base says where, or the names of a known architecture
-(`architectures`); another name is an error, never a guess.
+To convert kohya's names, dots must be restored, from a base or from the names of a known architecture
+(`architectures`); any other name is an error.
 
 Sources: kohya-ss/sd-scripts, `networks/lora.py`; diffusers, `loaders/lora_conversion_utils.py`.
 """  # noqa: E501 - a table
@@ -36,13 +36,13 @@ KOHYA_PREFIXES = {
     "lora_te_": "text_encoder",
     "lora_transformer_": "transformer",
 }
-"""Beginning of kohya's module names -> the component of a pipeline."""
+"""Prefix of kohya's module names -> pipeline component."""
 
 COMPONENTS = ("unet", "transformer", "transformer_2", "text_encoder", "text_encoder_2", "text_encoder_3", "prior")
-"""Components of a pipeline as diffusers puts them before module names."""
+"""Pipeline components that diffusers puts before module names."""
 
 _COMFY = re.compile(r"(?P<part>diffusion_model|text_encoders\.\w+\.transformer)\.")
-"""Parts of a checkpoint as ComfyUI puts them before module names, which are those of the original code."""
+"""Checkpoint parts that ComfyUI puts before the original code's module names."""
 
 _SIDES: dict[str, Side] = {"down": "A", "up": "B", "A": "A", "B": "B"}
 _FACTORS = [
@@ -74,9 +74,9 @@ _FOREIGN_NAME = re.compile(r"\.(?:" + "|".join(map(re.escape, _FOREIGN)) + r")[^
 
 @dataclass(frozen=True, slots=True)
 class FactorName:
-    """One tensor name, taken apart: `part` is a component of a pipeline, or empty; `path` the module inside of it."""
+    """A parsed tensor name: `part` is a pipeline component (may be empty), `path` the module inside it."""
 
-    module: str  # name of the module in the file; in diffusers' present spelling
+    module: str  # module name in the file, in diffusers' current spelling
     part: str
     path: str
     side: Side
@@ -85,7 +85,7 @@ class FactorName:
 
 
 def parse_factor(name: str) -> FactorName | None:
-    """The parts of the name of a factor or of a scale, or None for any other tensor.
+    """Parse the name of a factor or a scale; None for any other tensor.
 
     >>> parse_factor("lora_unet_mid_block_proj_in.lora_down.weight").path
     'mid_block_proj_in'
@@ -118,7 +118,7 @@ def parse_factor(name: str) -> FactorName | None:
 
 
 def foreign_factor(name: str) -> str:
-    """The family, other than LoRA, that a tensor of this name belongs to; empty for any other.
+    """Family other than LoRA that the tensor name belongs to; may be empty.
 
     >>> foreign_factor("lora_unet_mid_block.hada_w1_a"), foreign_factor("model.norm.weight")
     ('LoHa (LyCORIS)', '')
@@ -132,16 +132,16 @@ def foreign_factor(name: str) -> str:
 def find_modules(
     specs: Mapping[str, TensorSpec], modules: Sequence[AdapterModule]
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """Tensors of a base that each module with a flat name may change, by its name; and problems."""
+    """Flat module name -> base tensors that it may change; and problems."""
     found, problems = find_flat_names(specs, [m.inside for m in modules])
     return {m.name: [found[m.inside]] if m.inside in found else [] for m in modules}, problems
 
 
 def find_flat_names(specs: Mapping[str, TensorSpec], flat: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Tensor of the base for each flat name that is found, and problems.
+    """Base tensor of each flat name, and problems.
 
-    `down_blocks_0_attentions_0_proj_in` may be `down_blocks.0.attentions.0.proj_in` or `down.blocks_0...`: only the
-    base says which. Its tensors may have one more prefix (`model.diffusion_model.`), the same for all modules.
+    `down_blocks_0_attentions_0_proj_in` can be `down_blocks.0.attentions.0.proj_in` or `down.blocks_0...`: only the
+    base resolves this. Its tensors may have an additional prefix (`model.diffusion_model.`), the same for all modules.
 
     >>> specs = {n: TensorSpec(n, (2, 2), "float32", "") for n in ("unet.mid_block.proj_in.weight", "x.weight")}
     >>> find_flat_names(specs, ["mid_block_proj_in"])
@@ -163,11 +163,11 @@ def find_flat_names(specs: Mapping[str, TensorSpec], flat: Sequence[str]) -> tup
     if tied:
         shown = " and ".join(f"'{p}'" for p in sorted([best, *tied]))
         return {}, [
-            f"{most} of its {len(wanted)} modules are found in the base under each of the prefixes {shown}, and the "
-            "file does not say which is meant. Give one of these models by itself as the base"
+            f"{most} of its {len(wanted)} modules are in the base under each of the prefixes {shown}, so the "
+            "target is ambiguous. Fix: pass one of these models separately as the base"
         ]
     problems = [
-        f"module '{found}' may be any of {', '.join(names)} of the base, which differ only in dots and underscores"
+        f"module '{found}' is ambiguous: {', '.join(names)} of the base differ only in dots and underscores"
         for found, names in by_prefix[best].items()
         if len(names) > 1
     ]
@@ -175,7 +175,7 @@ def find_flat_names(specs: Mapping[str, TensorSpec], flat: Sequence[str]) -> tup
 
 
 def _splits(module: str) -> Iterable[tuple[str, str]]:
-    """A dotted name as prefix and rest, at every dot."""
+    """Yield all splits of a dotted name into prefix and rest."""
     yield "", module
     for i, c in enumerate(module):
         if c == ".":
@@ -191,7 +191,7 @@ _CLASSES = {
 
 
 def component_of(fields: Mapping[str, Any]) -> str:
-    """The component of a pipeline that an adapter of PEFT is of, by its config; empty where that does not say.
+    """Pipeline component of a PEFT adapter, from its config; may be empty.
 
     >>> component_of({"auto_mapping": {"base_model_class": "UNet2DConditionModel"}})
     'unet'

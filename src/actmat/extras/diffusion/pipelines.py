@@ -1,8 +1,8 @@
 """Pipelines of diffusers: a folder with `model_index.json` and one folder per component, read as one checkpoint.
 
-The tensors of a component are named by its folder: `unet.conv_in.weight`. Components with weights are models of
-diffusers (`unet`, `transformer`, `vae`) or of transformers (`text_encoder`); schedulers, tokenizers and the rest are
-side files. A component that is stored as codes is decoded as its own config says.
+Tensor names begin with the component's folder: `unet.conv_in.weight`. Components with weights are models of diffusers
+(`unet`, `transformer`, `vae`) or transformers (`text_encoder`); schedulers, tokenizers and the rest are side files. A
+quantized component is decoded according to its own config.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from actmat.checkpoints.view import DelegatingCheckpoint
 from actmat.errors import CheckpointError
 
 COMPONENTS = "components"
-"""Key of a pipeline's config under which the configs of its components stand; `layout.components` reads it."""
+"""Config key of the components' configs; read by `layout.components`."""
 _INSIDE = (SAFETENSORS, TORCH_FILES)
 
 
 class PipelineCheckpoint(DelegatingCheckpoint, StoredCheckpoint):
-    """Components of a pipeline, opened; closed with it."""
+    """Checkpoint of a pipeline; closes its components."""
 
     format = "pipeline"
     is_composed = True
@@ -51,23 +51,23 @@ class PipelineCheckpoint(DelegatingCheckpoint, StoredCheckpoint):
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The class of the pipeline, and the configs of its components by their names."""
+        """The pipeline's class, and component name -> config."""
         configs = {name: dict(opened.config or {}) for name, opened in self.components.items()}
         return {"_class_name": str(self.index.get("_class_name", "DiffusionPipeline")), COMPONENTS: configs}
 
     @property
     def written_configs(self) -> Mapping[str, Mapping[str, Any]]:
-        """Configs of components that are stored as codes, as those of floats."""
+        """Configs of quantized components, without quantization."""
         written = {f"{name}/config.json": opened.written_config for name, opened in self.components.items()}
         return {path: config for path, config in written.items() if config is not None}
 
     def origin(self, name: str) -> tuple[Checkpoint, str]:
-        """The component, and the name there."""
+        """The component, and the tensor's name in it."""
         component, _, own = name.partition(".")
         return self.components[component], own
 
     def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
-        """Specs of the tensors that its component stores for it."""
+        """Specs of the tensors stored for it in its component."""
         return tuple(_moved(spec, name.partition(".")[0]) for spec in super().stored_specs(name))
 
     def identity(self) -> tuple[FileIdentity, ...]:
@@ -75,13 +75,13 @@ class PipelineCheckpoint(DelegatingCheckpoint, StoredCheckpoint):
         return tuple(i for opened in self.components.values() for i in opened.identity())
 
     def side_files(self) -> SideFiles:
-        """Files of the pipeline's folder and of its components' other than the weights that are merged."""
+        """Files of the pipeline and its components, except merged weights."""
         merged = [f"{c}/{label}" for c, opened in self.components.items() for label in _labels(opened)]
         return self.source.side_files(merged)
 
     @property
     def buffer_bytes(self) -> int:
-        """Of all components, as each may read ahead."""
+        """Sum over all components, because each may read ahead."""
         return sum(c.buffer_bytes for c in self.components.values())
 
     def close(self) -> None:
@@ -104,10 +104,10 @@ def _claims(source: Source) -> bool:
 
 
 def _open(source: Source) -> PipelineCheckpoint:
-    """Open every component that has weights.
+    """Open every component with weights.
 
     Raises:
-        CheckpointError: weights of components cannot be read, all of them named; or none has any.
+        CheckpointError: weights of components cannot be read (all are named), or no component has weights.
     """
     index = read_object(source.fetch(PIPELINE))
     problems: list[str] = []
@@ -123,14 +123,14 @@ def _open(source: Source) -> PipelineCheckpoint:
                 if form is not None:
                     opened[name] = stack.enter_context(decoded(form.open(inner)))
                 elif foreign:
-                    problems.append(f"{name}: {foreign[0]} is {foreign_format(foreign[0])}, which is not read")
+                    problems.append(f"{name}: {foreign[0]} is {foreign_format(foreign[0])}, which is not supported")
             except CheckpointError as error:
                 problems += [f"{name}: {p}" for p in error.problems]
         if not opened and not problems:
             problems = [f"no component has weights; {PIPELINE} names {', '.join(_declared(index)) or 'none'}"]
         if problems:
             raise CheckpointError(
-                f"{source.location}: components of the pipeline cannot be read. Fix: fetch the whole folder, with "
+                f"{source.location}: components of the pipeline cannot be read. Fix: fetch the complete folder, with "
                 "weights as safetensors",
                 problems,
             )
@@ -139,7 +139,7 @@ def _open(source: Source) -> PipelineCheckpoint:
 
 
 def _declared(index: Mapping[str, Any]) -> list[str]:
-    """Names of the components that the pipeline loads."""
+    """Names of the components loaded by the pipeline."""
     named = [(n, v) for n, v in index.items() if not n.startswith("_") and isinstance(v, list)]
     return [n for n, value in named if value and value[0] is not None]
 

@@ -1,1 +1,1 @@
-"""GGUF files, for reading: header, names, tensors."""
+"""GGUF files: reading and writing."""

@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints of transformers' tensors, dequantized rows by rows by the package gguf."""
+"""GGUF files as checkpoints with transformers' names, dequantized row by row with the package gguf."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ QUANTIZED = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "MXFP4"),
 )
-"""Types that the package gguf dequantizes."""
+"""Tensor types that the package gguf dequantizes."""
 
 
 class GgufFile(StoredCheckpoint):
-    """The tensors of one file, or of all parts of a split one, as stored; downloaded when it is opened.
+    """The stored tensors of one file, or of all parts of a split file; downloaded when opened.
 
     Quantized tensors are rows of bytes.
     """
@@ -43,9 +43,9 @@ class GgufFile(StoredCheckpoint):
 
     def __init__(self, source: Source, labels: Sequence[str]) -> None:
         super().__init__(source, labels)
-        self.directory = None  # its config is in the metadata, not in the folder
+        self.directory = None  # the config is in the metadata, not in the folder
         files = {label: source.fetch(label) for label in labels}
-        self.first_file = files[labels[0]]  # which has the metadata
+        self.first_file = files[labels[0]]  # has the metadata
         self._reader = FileReader(files)
         try:
             sizes = [self._reader.size(label) for label in labels]
@@ -60,7 +60,7 @@ class GgufFile(StoredCheckpoint):
             self.specs = MappingProxyType(specs)
             if why := undescribed(self.header):
                 self.notes = (
-                    f"{why}: as a base it gives no config.json; put that of the original model into the output",
+                    f"{why}: no config.json can be made from it; copy the original model's config.json into the output",
                 )
         except CheckpointError:
             self._reader.close()
@@ -69,20 +69,20 @@ class GgufFile(StoredCheckpoint):
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """The metadata as a config of transformers."""
+        """The metadata as a transformers config."""
         return config_of(self.header)
 
     @property
     def written_config(self) -> Mapping[str, Any] | None:
-        """The same, to be written; None where the file does not tell all that a config needs."""
+        """The config to write; None if the metadata is incomplete."""
         return None if undescribed(self.header) else self.config
 
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
-        """Stored bytes."""
+        """Fill with stored bytes."""
         self._reader.read_into(spec.file, spec.offset + start, out, tensor=spec.name)
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Ask the system to read ahead."""
+        """Ask the operating system to read ahead."""
         for spec in (self.specs[name] for name in names if name in self.specs):
             self._reader.prefetch(spec.file, spec.offset, spec.nbytes)
 
@@ -92,7 +92,7 @@ class GgufFile(StoredCheckpoint):
 
 
 def _type_of(tensor: GgufEntry) -> tuple[str, int, int]:
-    """Name of a tensor's type, entries per block and bytes per block; an empty name for one that is not read."""
+    """Name of a tensor's type, entries per block and bytes per block; the name is empty for an unsupported type."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
@@ -104,14 +104,14 @@ def _type_of(tensor: GgufEntry) -> tuple[str, int, int]:
 
 
 def _stored_specs(header: GgufHeader, label: str, size: int, location: str) -> dict[str, TensorSpec]:
-    """Specs of what is stored, in the order of the file; every tensor must lie in the file, apart from the others."""
+    """Specs of the stored tensors, in file order; checks that they lie within the file and do not overlap."""
     specs, problems = [], []
     for tensor in header.tensors:
         name, entries, nbytes = _type_of(tensor)
         where = f"{location}: tensor {tensor.name[:120]!r} {list(tensor.shape)}"
         columns = tensor.shape[-1] if tensor.shape else 1
         if not name:
-            problems.append(f"{where} is of type {tensor.type}, which is not read")
+            problems.append(f"{where} has the unsupported type {tensor.type}")
         elif columns % entries:
             problems.append(f"{where}: rows of {name} end within a block of {entries}")
         else:
@@ -124,11 +124,11 @@ def _stored_specs(header: GgufHeader, label: str, size: int, location: str) -> d
         if spec.offset < end or spec.offset + spec.nbytes > size:
             problems.append(
                 f"{location}: tensor {spec.name[:120]!r} has bytes {spec.offset} to {spec.offset + spec.nbytes}, "
-                f"which are not its own or beyond the file's {size}"
+                f"which overlap another tensor or are beyond the file's {size}"
             )
         end = max(end, spec.offset + spec.nbytes)
     if problems:
-        raise CheckpointError(f"{location}: tensors that cannot be read", problems)
+        raise CheckpointError(f"{location}: tensors cannot be read", problems)
     return {spec.name: spec for spec in ordered}
 
 
@@ -138,8 +138,8 @@ class GgufTensor(CodedTensor):
 
     Args:
         type: name of its type.
-        heads: heads whose rows are in llama.cpp's order; 0: rows are in order.
-        shift: what llama.cpp has added to every entry.
+        heads: number of heads whose rows are in llama.cpp's order; 0: rows are in order.
+        shift: constant that llama.cpp added to every entry.
     """
 
     type: str
@@ -147,9 +147,9 @@ class GgufTensor(CodedTensor):
     shift: float = 0.0
 
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
-        """Rows in the order of transformers: half `p`, pair `d` of a head is row `2 d + p` there in the file."""
+        """Rows in transformers' order: half `p`, pair `d` of a head is row `2 d + p` of that head in the file."""
         rows = torch.arange(start, stop) + matrix * self.rows
-        is_bias = len(self.shape) < 2  # its entries are the rows of its weight
+        is_bias = len(self.shape) < 2  # one entry per row of the weight
         if self.heads and not is_bias:
             rows = _order(rows, self.rows, self.heads)
         low, high = int(rows.min()), int(rows.max()) + 1
@@ -167,24 +167,24 @@ class GgufTensor(CodedTensor):
 
 
 def _order(rows: Tensor, count: int, heads: int) -> Tensor:
-    """Rows of the file that are these rows in transformers, of a tensor of `count` rows."""
+    """File rows of the given transformers rows, of a tensor with `count` rows."""
     pairs = count // heads // 2
     head, inside = rows // (2 * pairs), rows % (2 * pairs)
     return head * 2 * pairs + inside % pairs * 2 + inside // pairs
 
 
 def rows_in_file(header: GgufHeader, tensor: GgufEntry) -> Tensor | None:
-    """Rows in transformers of each row of a tensor of the file; None where they are in the same order."""
+    """Transformers row of each file row of a tensor; None if the order is the same."""
     heads = rotated_heads(header, tensor.name)
     count = tensor.shape[-2] if len(tensor.shape) > 1 else tensor.shape[0]
     return _order(torch.arange(count), count, heads).argsort() if heads > 0 else None
 
 
 def _open(source: Source) -> Checkpoint:
-    """Open the only GGUF file of a source, or all parts of a split one.
+    """Open the only GGUF file of a source, or all parts of a split file.
 
     Raises:
-        CheckpointError: several, or the package gguf is missing, or a file that is not read.
+        CheckpointError: there are several files, the package gguf is missing, or a file cannot be read.
     """
     found = [name for name in source.weights if name.endswith(SUFFIX)]
     parts = parts_of(source.named or (found or [""])[0])
@@ -193,13 +193,13 @@ def _open(source: Source) -> Checkpoint:
         raise CheckpointError(
             f"{source.location}: expected one GGUF file, or all parts of one, found {', '.join(found[:8])}"
             + (f" without {missing[0]}" if len(parts) > 1 and missing else "")
-            + ". Fix: give the path of one, or fetch the missing parts."
+            + ". Fix: give the path of one file, or fetch the missing parts."
         )
     try:
         import gguf  # noqa: F401
     except ImportError:
         raise CheckpointError(
-            f"{source.location}: GGUF files are read by the package gguf. Fix: pip install 'actmat[gguf]'."
+            f"{source.location}: reading GGUF files needs the package gguf. Fix: pip install 'actmat[gguf]'."
         ) from None
     inner = GgufFile(source, parts)
     try:
@@ -220,8 +220,8 @@ def _tensors(inner: GgufFile) -> list[CodedTensor]:
         rows = tensor.shape[-2] if len(tensor.shape) > 1 else tensor.shape[0] if tensor.shape else 1
         if heads and (heads < 0 or rows % (2 * heads)):
             raise CheckpointError(
-                f"{inner.location}: tensor {tensor.name[:120]!r} has {rows} rows, which {heads} heads of the metadata "
-                "do not divide into pairs: its rows cannot be put in transformers' order"
+                f"{inner.location}: tensor {tensor.name[:120]!r} has {rows} rows, which do not divide into pairs "
+                f"for the {heads} heads of the metadata, so transformers' row order is unknown"
             )
         words = "" if kind in PLAIN else f"GGUF {kind}"
         dtype = PLAIN.get(kind, "bfloat16")

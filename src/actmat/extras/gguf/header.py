@@ -17,8 +17,8 @@ from actmat.errors import CheckpointError
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MOST_TENSORS, MOST_ENTRIES = 1_000_000, 100_000
-MOST_TEXT = 1 << 24  # bytes; a chat template is one text
-MOST_LISTED = 4096  # items of a list that are kept
+MOST_TEXT = 1 << 24  # bytes; a chat template is one string
+MOST_LISTED = 4096  # items kept of a list
 MOST_ITEMS = 50_000_000
 MOST_AXES = 4
 BLOCK = 1 << 16
@@ -26,19 +26,19 @@ ALIGNMENT = 32
 
 STRING, ARRAY = 8, 9
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-LIKELY = "Likely cause: an interrupted download, or no GGUF file. Fix: fetch it again and compare its checksum."
+LIKELY = "Likely cause: an interrupted download, or another format. Fix: fetch it again and compare its checksum."
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedList:
-    """A list that was not kept: the number of its items."""
+    """Length of a list whose items were skipped."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufEntry:
-    """One tensor: name, shape (slowest axis first), number of its type, offset in the file."""
+    """One tensor: name, shape (slowest axis first), type number, offset in the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class GgufEntry:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Metadata by key, and tensors in the order of the header."""
+    """Metadata by key, and tensors in header order."""
 
     metadata: Mapping[str, Any]
     tensors: tuple[GgufEntry, ...]
@@ -67,7 +67,7 @@ class _Cursor:
         self.position = 0
 
     def take(self, length: int) -> bytes:
-        """The next bytes."""
+        """Read the next bytes."""
         self._check(length)
         low = self.position - self._start
         if low < 0 or low + length > len(self._block):
@@ -78,20 +78,20 @@ class _Cursor:
         return self._block[low : low + length]
 
     def skip(self, length: int) -> None:
-        """Go past bytes without reading them."""
+        """Skip bytes without reading them."""
         self._check(length)
         self.position += length
 
     def number(self, code: str) -> Any:
-        """The next number, of a code of `struct`."""
+        """Read the next number; `code` is a `struct` format."""
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
     def text(self) -> str:
-        """The next text."""
+        """Read the next string."""
         return self.take(self.length(MOST_TEXT, "a text of")).decode("utf-8", "replace")
 
     def length(self, most: int, what: str) -> int:
-        """The next length, at most `most`."""
+        """Read the next length; raise if above `most`."""
         found = int(self.number("Q"))
         if found > most:
             raise _Damaged(f"{what} {found}, more than {most}")
@@ -99,14 +99,14 @@ class _Cursor:
 
     def _check(self, length: int) -> None:
         if length > self._size - self.position:
-            raise _Damaged(f"{length} bytes at {self.position}, and the file ends at {self._size}")
+            raise _Damaged(f"{length} bytes at {self.position}, but the file ends at {self._size}")
 
 
 def read_gguf_header(read_at: Callable[[int, int], bytes], size: int, *, file: str) -> GgufHeader:
-    """The header of a GGUF file, through `read_at(offset, length)`; no size of a tensor is checked here.
+    """Read the header of a GGUF file through `read_at(offset, length)`; tensor sizes are not checked.
 
     Raises:
-        CheckpointError: no GGUF file, damaged, or beyond the caps.
+        CheckpointError: the file is not GGUF, is damaged, or exceeds the caps.
     """
     cursor = _Cursor(read_at, size)
     try:
@@ -151,7 +151,7 @@ def _tensor(cursor: _Cursor) -> GgufEntry:
 
 
 def _value(cursor: _Cursor, kind: int) -> Any:
-    """The next value of this type."""
+    """Read the next value of type `kind`."""
     if kind in NUMBERS:
         return cursor.number(NUMBERS[kind])
     if kind == STRING:

@@ -1,4 +1,4 @@
-"""Architectures of GGUF files that are read: names of tensors, rows out of order, and the config in the metadata."""
+"""Supported GGUF architectures: tensor names, reordered rows, and the config in the metadata."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ ARCHITECTURES = {
 """Architecture in the metadata -> class in `config.json`."""
 
 MODEL_TYPES = {"gemma3": "gemma3_text"}
-"""Architecture -> model type of transformers, where it has another name."""
+"""Architecture -> transformers model type, if the names differ."""
 
 COMPLETE = ("llama", "qwen2", "qwen3")
-"""Architectures whose metadata has all that differs between their models."""
+"""Architectures whose metadata contains a complete config."""
 
 ONE_ADDED = ("gemma2", "gemma3")
-"""Architectures to whose norms llama.cpp adds 1, which their code does itself."""
+"""Architectures whose norm weights llama.cpp stores with 1 added."""
 
 UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that transformers computes from its config."""
+"""Tensors that transformers computes from the config."""
 
 OUTSIDE = ("model.embed_tokens", "model.norm", "lm_head")
 INSIDE = (
@@ -36,7 +36,7 @@ OTHERS = {
     "gemma2": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     "gemma3": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
 }
-"""Architecture -> modules of its layers besides; a packed one takes the name of the one that others have there."""
+"""Architecture -> additional module names of its layers; a packed module takes the name of its unpacked one."""
 MOST_LAYERS = 4096
 
 CONFIG_KEYS = {
@@ -58,16 +58,16 @@ BIASES = {
     "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"),
     "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
 }
-"""Field of a Llama's `config.json` -> layers of each block that all have a bias where it is set."""
+"""Field of a Llama's `config.json` -> layers of each block that have a bias if it is set."""
 
 TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 
 
 def names_of(header: GgufHeader, location: str) -> dict[str, str]:
-    """Name in the file -> name in transformers, by the map of the package gguf.
+    """Name in the file -> name in transformers, from the map of the package gguf.
 
     Raises:
-        CheckpointError: another architecture, or tensors that it has not; names all of them.
+        CheckpointError: an unsupported architecture, or unknown tensors, which are all named.
     """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -85,8 +85,8 @@ def names_of(header: GgufHeader, location: str) -> dict[str, str]:
     strange = [t.name for t in header.tensors if t.name not in known and t.name not in UNUSED]
     if strange:
         raise CheckpointError(
-            f"{location}: tensors that no {architecture} model of transformers has. Fix: give the checkpoint in "
-            "safetensors that the file was converted from",
+            f"{location}: tensors that a transformers {architecture} model does not have. Fix: give the "
+            "safetensors checkpoint that the file was converted from",
             [f"{location}: tensor {name[:120]!r} has no name in transformers" for name in strange[:20]],
         )
     return {t.name: known[t.name] for t in header.tensors if t.name in known}
@@ -96,7 +96,7 @@ def architecture_of(header: GgufHeader, location: str) -> str:
     """The architecture that the metadata names.
 
     Raises:
-        CheckpointError: one that is not read.
+        CheckpointError: the architecture is not supported.
     """
     if (found := _arch(header)) not in ARCHITECTURES:
         raise CheckpointError(
@@ -107,7 +107,7 @@ def architecture_of(header: GgufHeader, location: str) -> str:
 
 
 def rotated_heads(header: GgufHeader, name: str) -> int:
-    """Heads of a tensor of the file whose rows are in llama.cpp's order for rotary embeddings; 0 for any other."""
+    """Number of heads of a tensor whose rows are in llama.cpp's rotary order; 0 for any other tensor."""
     if _arch(header) != "llama" or not (".attn_q." in name or ".attn_k." in name):
         return 0
     heads = header.metadata.get("llama.attention.head_count")
@@ -116,20 +116,20 @@ def rotated_heads(header: GgufHeader, name: str) -> int:
 
 
 def added(header: GgufHeader, name: str) -> float:
-    """The number that llama.cpp added to every entry of a tensor."""
+    """Constant that llama.cpp added to every entry of a tensor."""
     return 1.0 if _arch(header) in ONE_ADDED and name.endswith("norm.weight") else 0.0
 
 
 def undescribed(header: GgufHeader) -> str:
-    """The beginning of a sentence that says which values of a config the metadata lacks; empty if none."""
+    """Clause that names the config values missing in the metadata; empty if it is complete."""
     architecture = _arch(header)
     scaled = str(header.metadata.get(f"{architecture}.rope.scaling.type", "none")) != "none"
     if scaled or any(t.name in UNUSED for t in header.tensors):
-        return "its rotary embeddings are scaled, and the file does not say how"
+        return "its rotary embeddings are scaled, but the file does not contain the parameters"
     if architecture == "llama" and any(_has_biases(header, layers) is None for layers in BIASES.values()):
-        return "some layers have a bias and others of their kind have none, which no config of a Llama says"
+        return "only some layers of a kind have a bias, which a Llama config cannot express"
     if architecture not in COMPLETE:
-        return f"the metadata of {architecture} do not tell all that differs between its models"
+        return f"the metadata of {architecture} does not contain a complete config"
     return ""
 
 
@@ -154,7 +154,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
 
 
 def _has_biases(header: GgufHeader, layers: Sequence[str]) -> bool | None:
-    """True if all these layers of all blocks have a bias, False if none has, else None."""
+    """True if these layers have a bias in all blocks, False if in no block, else None."""
     there = {t.name for t in header.tensors}
     blocks = {name.split(".")[1] for name in there if name.startswith("blk.")}
     found = {f"blk.{block}.{layer}.bias" in there for block in blocks for layer in layers}

@@ -1,4 +1,4 @@
-"""Models in several GGUF files, `NAME-00001-of-00003.gguf`: the first has the metadata, each has tensors of its own."""
+"""Models split into GGUF files `NAME-00001-of-00003.gguf`: the first has the metadata, each has its own tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_PARTS = 1000
 
 
 def parts_of(name: str) -> list[str]:
-    """The files of the set that a file's name says it is of, in order; the file itself where it is of none.
+    """All file names of a split model, in order, from the name of one part; else only the given name.
 
     >>> parts_of("m-00002-of-00002.gguf")
     ['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf']
@@ -27,29 +27,29 @@ def parts_of(name: str) -> list[str]:
 
 
 def joined(headers: Sequence[GgufHeader], location: str) -> GgufHeader:
-    """The header of a whole model.
+    """Join the headers of all parts.
 
     Raises:
-        CheckpointError: files of another number of parts, in another order, or with other tensors than they say.
+        CheckpointError: the number or order of the parts, or their tensors, differ from their headers.
     """
     problems = []
     for number, header in enumerate(headers):
         said, own = _number(header, "split.count", 1), _number(header, "split.no", 0)
         if max(1, said) != len(headers):
-            problems.append(f"file {number + 1} says that it is one of {said}, and {len(headers)} are there")
+            problems.append(f"file {number + 1} belongs to {said} parts, but {len(headers)} are present")
         elif own != number:
-            problems.append(f"file {number + 1} says that it is number {own + 1}")
+            problems.append(f"file {number + 1} is numbered {own + 1} in its header")
     first = headers[0]
     tensors = tuple(t for header in headers for t in header.tensors)
     if len({t.name for t in tensors}) < len(tensors):
-        problems.append("a tensor is in two of the files")
+        problems.append("a tensor is in two files")
     wanted = _number(first, "split.tensors.count", len(tensors))
     if len(headers) > 1 and wanted != len(tensors):
         problems.append(f"expected {wanted} tensors, as the first file says, found {len(tensors)}")
     if problems:
         raise CheckpointError(
-            f"{location}: the parts of a split GGUF file do not fit together. Fix: give the folder with all of them "
-            "under their own names, or join them (llama-gguf-split --merge)",
+            f"{location}: the parts of a split GGUF file are inconsistent. Fix: give the folder with all parts "
+            "under their original names, or join them (llama-gguf-split --merge)",
             problems,
         )
     return GgufHeader(first.metadata, tensors)

@@ -1,8 +1,7 @@
 """Write models and LoRA adapters as GGUF, with the metadata and the tokenizer of a GGUF file of the same base.
 
-A GGUF file says more than a checkpoint of transformers: its tokenizer, its chat template, its hyperparameters in
-llama.cpp's words. Nothing of this is made up here: it is copied from a file that llama.cpp converted. Tensors get the
-names, the order of rows and the shifts of that file, one at a time.
+A GGUF file also contains the tokenizer, the chat template and llama.cpp's hyperparameters. They are copied from a file
+that llama.cpp converted. Tensors get the names, row order and shifts of that file, and are converted one at a time.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
-"""Types that are written; vectors stay float32, as llama.cpp has them."""
+"""Output types of matrices; vectors stay float32, as in llama.cpp."""
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 OWN_KEYS = ("GGUF.", "split.", "quantize.", "general.architecture", "general.file_type", "general.type")
-"""Beginnings of keys that are not copied: of the header, of a split or quantized file, and those that change."""
+"""Prefixes of metadata keys that are not copied: header, split, quantization, and changed values."""
 LARGEST = {"F16": 65504.0, "BF16": 3.3895e38, "Q8_0": 127 * 65504.0}
-"""Largest entry of a type; the scale of a block of Q8_0 is a float16."""
+"""Largest representable entry of a type; a Q8_0 block's scale is a float16."""
 LIKE = (
-    "llama.cpp's convert_hf_to_gguf.py makes a file of the base; --like takes that file, of any type, as the pattern "
-    "of names, metadata and tokenizer"
+    "Convert the base with llama.cpp's convert_hf_to_gguf.py (any type) and pass that file as --like: it gives names, "
+    "metadata and tokenizer"
 )
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """One tensor to write: its name there, its type, its shape in bytes or entries, and a function that makes it."""
+    """One tensor to write: GGUF name, type, shape in bytes or entries, and a function that returns it."""
 
     name: str
     type: str
@@ -56,30 +55,30 @@ class _Piece:
 
 
 def write_gguf(given: Located, out: Path, *, like: str | None = None, type: str = "bf16") -> str:
-    """Write a checkpoint, or a LoRA adapter, as one GGUF file; returns the number and types of its tensors in words.
+    """Write a checkpoint or a LoRA adapter as one GGUF file; returns a sentence with the number and types of tensors.
 
     Args:
         given: the checkpoint or adapter.
-        out: a file that does not exist.
+        out: file to create; must not exist.
         like: a GGUF file of the same base.
-        type: of matrices: f32, f16, bf16 or q8_0.
+        type: type of matrices: f32, f16, bf16 or q8_0.
 
     Raises:
-        RecipeError: no pattern, or a type that is not written.
-        AlignmentError: tensors that the pattern lacks, or that the checkpoint lacks; names all.
-        CheckpointError: an adapter that is not read.
-        NumericalError: an entry that is not finite, or beyond the type.
+        RecipeError: `like` is missing, or the type is unsupported.
+        AlignmentError: the pattern or the checkpoint lacks tensors; all are named.
+        CheckpointError: the adapter cannot be read.
+        NumericalError: an entry is not finite, or exceeds the type's range.
         OutputError: the file exists, or cannot be written.
     """
     if type not in TYPES:
         raise RecipeError(
-            f"GGUF is written as {', '.join(TYPES)}, not as {type!r}. Fix: write f16 or bf16, then "
-            f"`llama-quantize OUT.gguf OUT-{type}.gguf {type.upper()}` of llama.cpp makes the rest."
+            f"--type is one of {', '.join(TYPES)}; got {type!r}. Fix: write f16 or bf16, then run llama.cpp's "
+            f"`llama-quantize OUT.gguf OUT-{type}.gguf {type.upper()}`."
         )
     if like is None:
-        raise RecipeError(f"GGUF is written after the pattern of a GGUF file of the base: give --like. {LIKE}.")
+        raise RecipeError(f"GGUF export needs --like, a GGUF file of the base. {LIKE}.")
     if os.path.lexists(out):
-        raise OutputError(f"{out} exists; choose another place, or remove it.")
+        raise OutputError(f"{out} exists; choose another path, or remove it.")
     with _pattern(like) as pattern:
         if isinstance(given, LocatedAdapter) and given.has_factors:
             adapter = given.adapter
@@ -92,24 +91,24 @@ def write_gguf(given: Located, out: Path, *, like: str | None = None, type: str 
 
 @contextlib.contextmanager
 def _pattern(like: str) -> Iterator[GgufFile]:
-    """The pattern, of which only the header is read."""
+    """Open the pattern; only its header is read."""
     with locate(like) as found:
         inner = getattr(found.stored, "inner", None)
         if not isinstance(inner, GgufFile):
-            raise CheckpointError(f"{like}: expected a GGUF file as the pattern (--like), found another. {LIKE}.")
+            raise CheckpointError(f"{like}: --like is not a GGUF file. {LIKE}.")
         yield inner
 
 
 def _pieces_of_model(checkpoint: Checkpoint, pattern: GgufFile, type: str) -> list[_Piece]:
-    """Every tensor of the pattern, with the values of the checkpoint.
+    """Every tensor of the pattern, with the checkpoint's values.
 
     Raises:
-        AlignmentError: what does not fit; all of it.
+        AlignmentError: tensors do not match; all are listed.
     """
     header, names = pattern.header, names_of(pattern.header, pattern.location)
     pieces, problems = [], []
     for tensor in header.tensors:
-        if tensor.name in UNUSED:  # computed from the config: the same for every model of this base
+        if tensor.name in UNUSED:  # computed from the config, so equal for all models of this base
             pieces.append(_Piece(tensor.name, "F32", tensor.shape, _copied(pattern, tensor)))
             continue
         name = names[tensor.name]
@@ -119,19 +118,17 @@ def _pieces_of_model(checkpoint: Checkpoint, pattern: GgufFile, type: str) -> li
         elif spec.shape != tensor.shape:
             problems.append(f"'{name}' is {list(spec.shape)} here and {list(tensor.shape)} in the pattern")
         elif type == "q8_0" and len(tensor.shape) > 1 and tensor.shape[-1] % 32:
-            problems.append(
-                f"'{name}' has rows of {tensor.shape[-1]}, which are no whole blocks of q8_0 (32): take f16"
-            )
+            problems.append(f"'{name}' has rows of {tensor.shape[-1]}, not a multiple of q8_0's block of 32: use f16")
         else:
             own = "F32" if len(tensor.shape) < 2 else TYPES[type]
             pieces.append(_piece(tensor.name, own, tensor.shape, _values(checkpoint, spec.name, pattern, tensor)))
     tied = checkpoint.aliases.keys()
     extra = [n for n in checkpoint.specs if n not in names.values() and n not in tied and "rotary_emb" not in n]
-    problems += [f"'{name}' has no place in the pattern {pattern.location}" for name in extra]
+    problems += [f"'{name}' has no counterpart in the pattern {pattern.location}" for name in extra]
     if problems:
         raise AlignmentError(
-            f"{checkpoint.location} does not fit the pattern {pattern.location}. Likely cause: a file of another base, "
-            "or an output whose head or vocabulary was changed. Fix: convert the output itself with llama.cpp's "
+            f"{checkpoint.location} does not match the pattern {pattern.location}. Likely cause: a file of another "
+            "base, or an output with a changed head or vocabulary. Fix: convert the output itself with llama.cpp's "
             "convert_hf_to_gguf.py",
             problems,
         )
@@ -139,10 +136,10 @@ def _pieces_of_model(checkpoint: Checkpoint, pattern: GgufFile, type: str) -> li
 
 
 def _pieces_of_adapter(adapter: Adapter, pattern: GgufFile, type: str) -> list[_Piece]:
-    """Both factors of every module, rows of B in the order of the pattern.
+    """Both factors of every module, with the rows of B in the pattern's order.
 
     Raises:
-        AlignmentError: modules that llama.cpp's adapters do not hold; all of them.
+        AlignmentError: modules that a llama.cpp adapter cannot hold; all are listed.
     """
     names = {there: name for name, there in names_of(pattern.header, pattern.location).items()}
     stored = {t.name: t for t in pattern.header.tensors}
@@ -151,7 +148,7 @@ def _pieces_of_adapter(adapter: Adapter, pattern: GgufFile, type: str) -> list[_
     for name, module in adapter.modules.items():
         there = stored.get(names.get(f"{name}.weight", ""))
         if there is None or module.kind != "linear" or module.bias is not None:
-            why = "has no place in the pattern" if there is None else "is no plain LoRA of a linear layer"
+            why = "has no counterpart in the pattern" if there is None else "is not plain LoRA of a linear layer"
             problems.append(f"'{name}' {why}")
             continue
         if tuple(module.shape) != there.shape:
@@ -159,7 +156,7 @@ def _pieces_of_adapter(adapter: Adapter, pattern: GgufFile, type: str) -> list[_
             continue
         factor = module.scaling * module.rank / alpha
         order = rows_in_file(pattern.header, there)
-        own = "F16" if type == "f16" else "F32"  # factors are small, and ranks are no whole blocks
+        own = "F16" if type == "f16" else "F32"  # factors are small, and ranks do not fill blocks
         pieces.append(
             _piece(f"{there.name}.lora_a", own, (module.rank, module.shape[1]), _factor(adapter, module.a, 1.0, None))
         )
@@ -170,7 +167,7 @@ def _pieces_of_adapter(adapter: Adapter, pattern: GgufFile, type: str) -> list[_
         )
     if problems:
         raise AlignmentError(
-            f"{adapter.location} cannot be an adapter of llama.cpp. Fix: merge it into its base "
+            f"{adapter.location} cannot be written as a llama.cpp adapter. Fix: merge it into its base "
             "(`actmat merge -b BASE -e ADAPTER`), and export the model",
             problems,
         )
@@ -178,9 +175,9 @@ def _pieces_of_adapter(adapter: Adapter, pattern: GgufFile, type: str) -> list[_
 
 
 def _alpha(adapter: Adapter) -> float:
-    """The alpha of the file: `scaling = alpha / rank` of the first module; others have theirs in B.
+    """The file's alpha: `scaling = alpha / rank` of the first module; the scalings of others are folded into B.
 
-    Never 0, which llama.cpp takes for a scaling of 1.
+    Never 0, because llama.cpp reads 0 as a scaling of 1.
     """
     first = next(iter(adapter.modules.values()), None)
     return 1.0 if first is None else first.scaling * first.rank or 1.0
@@ -191,7 +188,7 @@ def _adapter_keys(adapter: Adapter) -> dict[str, Any]:
 
 
 def _values(checkpoint: Checkpoint, name: str, pattern: GgufFile, tensor: GgufEntry) -> Callable[[], Tensor]:
-    """The tensor as the file has it: rows in llama.cpp's order, and with what it adds."""
+    """Function that returns the tensor in file form: rows in llama.cpp's order, shift added."""
 
     def make() -> Tensor:
         value = checkpoint.read(name).to(torch.float32)
@@ -227,7 +224,7 @@ def _piece(name: str, type: str, shape: tuple[int, ...], make: Callable[[], Tens
         if not largest <= limit:  # NaN, too
             raise NumericalError(
                 f"tensor '{name}': expected finite entries of at most {limit:g} for {type}, found {largest:g}. Fix: "
-                "write bf16 or f32; if it is not finite, look at the checkpoint."
+                "write bf16 or f32; for a value that is not finite, inspect the checkpoint."
             )
         return quantize(value.contiguous().numpy(), kind)
 
@@ -235,7 +232,7 @@ def _piece(name: str, type: str, shape: tuple[int, ...], make: Callable[[], Tens
 
 
 def _write(out: Path, pattern: GgufFile, pieces: list[_Piece], keys: Mapping[str, Any]) -> str:
-    """Write the file next to its place, and rename it when it is complete."""
+    """Write a temporary file next to `out`, and rename it when complete."""
     with whole_file(out) as building:
         _fill(building, pattern, pieces, keys)
     counts = Counter(piece.type for piece in pieces)
@@ -243,7 +240,7 @@ def _write(out: Path, pattern: GgufFile, pieces: list[_Piece], keys: Mapping[str
 
 
 def _fill(file: Path, pattern: GgufFile, pieces: list[_Piece], keys: Mapping[str, Any]) -> None:
-    """Metadata, then tensor after tensor."""
+    """Write the metadata, then one tensor after the other."""
     from gguf import GGMLQuantizationType, GGUFWriter
 
     with contextlib.closing(GGUFWriter(file, architecture_of(pattern.header, pattern.location))) as writer:
@@ -268,7 +265,7 @@ def _stored_as(piece: _Piece) -> tuple[Any, int]:
 
 
 def _add_metadata(writer: GGUFWriter, pattern: GgufFile, keys: Mapping[str, Any]) -> None:
-    """The pattern's metadata for a model; what llama.cpp asks of an adapter otherwise."""
+    """Add the pattern's metadata for a model, or the keys that llama.cpp requires for an adapter."""
     from gguf import GGUFReader, GGUFType, GGUFValueType, Keys, LlamaFileType
 
     if "adapter" in keys:

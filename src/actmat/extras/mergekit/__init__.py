@@ -1,6 +1,6 @@
-"""Recipes of mergekit, read as recipes of actmat: text to text, no tensor and no model is opened.
+"""Convert mergekit configurations to actmat recipes; no tensor or model is opened.
 
-The meaning of every field is that of mergekit 0.1.5, as its outputs show it.
+Every field has the meaning of mergekit 0.1.5, as verified on its outputs.
 C. Goddard et al., "Arcee's MergeKit: a toolkit for merging large language models", EMNLP 2024.
 """
 

@@ -1,4 +1,4 @@
-"""A mergekit configuration: its structure, and everything that is wrong with it."""
+"""Structure of a mergekit configuration, and its problems."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ConfigFindings:
     warnings: list[str] = field(default_factory=list)
 
     def problem(self, path: str, text: str) -> None:
-        """Add a problem at a field."""
+        """Add a problem for a field."""
         self.problems.append(self._at(path, text))
 
     def note(self, text: str, *, warns: bool = False) -> None:
@@ -46,7 +46,7 @@ class ConfigFindings:
         return {"notes": [kind, *self.notes], **({"warnings": self.warnings} if self.warnings else {})}
 
     def ignored(self, path: str, keys: Iterable[str], known: Sequence[str]) -> None:
-        """Note keys that mergekit does not read."""
+        """Add notes on keys that mergekit does not read."""
         for key in keys:
             if key not in known:
                 at = f"{path}." if path else ""
@@ -62,7 +62,7 @@ class ConfigFindings:
 
 @dataclass(frozen=True)
 class SliceSource:
-    """One model of a slice; `layers` is None where all layers are meant, `path` is its place in the file."""
+    """One model of a slice; `layers` None means all layers, `path` is its field path in the file."""
 
     model: str
     layers: tuple[int, int] | None
@@ -72,7 +72,7 @@ class SliceSource:
 
 @dataclass(frozen=True)
 class ConfigSlice:
-    """Models that are merged layer by layer into consecutive layers of the output."""
+    """Models merged layer by layer into consecutive layers of the output."""
 
     sources: tuple[SliceSource, ...]
     parameters: Mapping[str, Any]
@@ -81,20 +81,20 @@ class ConfigSlice:
 
     @property
     def n_layers(self) -> int:
-        """Number of layers; 0 where it is not said."""
+        """Number of layers; 0 if not given."""
         layers = self.sources[0].layers if self.sources else None
         return layers[1] - layers[0] if layers else 0
 
 
 @dataclass(frozen=True)
 class MergekitConfig:
-    """A configuration whose structure is right.
+    """A configuration with a valid structure.
 
     Args:
-        method: mergekit's name.
+        method: mergekit's method name.
         base: `base_model`.
-        slices: one without layer ranges for the form `models`.
-        parameters: global, then those of the module, which win.
+        slices: for the form `models`, one slice without layer ranges.
+        parameters: global parameters, overridden by those of the module.
         rest: the other top-level fields.
     """
 
@@ -111,7 +111,7 @@ class MergekitConfig:
 
 
 def read_config(data: Mapping[str, Any], found: ConfigFindings) -> MergekitConfig | None:
-    """The structure of a configuration; None where it has none, with the reason among the problems."""
+    """Read the structure of a configuration; None if invalid, with the reason among the problems."""
     found.ignored("", data, (*TOP, *IGNORED))
     for key in IGNORED:
         if key in data:
@@ -129,7 +129,7 @@ def read_config(data: Mapping[str, Any], found: ConfigFindings) -> MergekitConfi
     if forms == ["modules"]:
         modules = data["modules"]
         if not isinstance(modules, Mapping) or len(modules) != 1:
-            found.problem("modules", "models of several modules have no counterpart; merge each module by itself")
+            found.problem("modules", "models with several modules have no counterpart; merge each module separately")
             return None
         ((name, whole),) = modules.items()
         prefix = f"modules.{name}."
@@ -147,7 +147,7 @@ def read_config(data: Mapping[str, Any], found: ConfigFindings) -> MergekitConfi
 
 
 def _slice_of_models(listed: Any, base: str | None, path: str, found: ConfigFindings) -> ConfigSlice | None:
-    """All layers of all models; a base model that is not listed is appended, as mergekit does."""
+    """A slice of all layers of all models; an unlisted base model is appended, as in mergekit."""
     sources = [_source(m, f"{path}.{i}", MODEL, found) for i, m in enumerate(list_at(listed, path, found))]
     known = [s for s in sources if s is not None]
     if base is not None and base not in [s.model for s in known]:
@@ -174,11 +174,11 @@ def _slices(listed: Any, path: str, found: ConfigFindings) -> list[ConfigSlice |
 def _checked(one: ConfigSlice, found: ConfigFindings) -> ConfigSlice | None:
     models = [s.model for s in one.sources]
     if twice := sorted({m for m in models if models.count(m) > 1}):
-        found.problem(one.path, f"{', '.join(twice)} is listed twice; a model appears once in a slice")
+        found.problem(one.path, f"{', '.join(twice)} is listed twice; a model may appear once per slice")
     lengths = {s.layers[1] - s.layers[0] for s in one.sources if s.layers is not None}
     if len(lengths) > 1:
         listed = ", ".join(f"{s.model} {list(s.layers)}" for s in one.sources if s.layers is not None)
-        found.problem(one.path, f"all sources of a slice have the same number of layers; found {listed}")
+        found.problem(one.path, f"all sources of a slice need the same number of layers; found {listed}")
     return one if one.sources else None
 
 
@@ -199,13 +199,13 @@ def _range(value: Any, path: str, found: ConfigFindings) -> tuple[int, int] | No
     pair = value if isinstance(value, list | tuple) else []
     whole = [v for v in pair if isinstance(v, int) and not isinstance(v, bool)]
     if len(pair) != 2 or len(whole) != 2 or not 0 <= whole[0] < whole[1]:
-        found.problem(path, f"expected 'layer_range: [first, end]', the end not included; found {str(value)[:80]!r}")
+        found.problem(path, f"expected 'layer_range: [first, end]', the end is excluded; found {str(value)[:80]!r}")
         return None
     return whole[0], whole[1]
 
 
 def model_at(value: Any, path: str, found: ConfigFindings) -> str:
-    """Location of a model, `MODEL+ADAPTER`; mergekit also takes mappings with `path` and `revision`."""
+    """Location of a model, `MODEL+ADAPTER`; mergekit also accepts mappings with `path` and `revision`."""
     if isinstance(value, Mapping) and value.get("model") is not None:
         named = [_path(value["model"]), *([_path(value["lora"])] if value.get("lora") is not None else [])]
         value = "+".join(named) if all(isinstance(n, str) for n in named) else value
@@ -217,7 +217,7 @@ def model_at(value: Any, path: str, found: ConfigFindings) -> str:
 
 
 def _path(value: Any) -> Any:
-    """The text of a mapping of path and revision; anything else as it is."""
+    """Text form of a mapping with path and revision; other values are returned unchanged."""
     if isinstance(value, Mapping) and isinstance(value.get("path"), str) and set(value) <= {"path", "revision"}:
         return value["path"] + (f"@{value['revision']}" if value.get("revision") else "")
     return value
@@ -232,8 +232,8 @@ def _parameters(data: Mapping[str, Any], path: str, found: ConfigFindings) -> Ma
 
 
 def list_at(value: Any, path: str, found: ConfigFindings) -> list[Any]:
-    """A list with one entry at least; an empty one, and a problem, for anything else."""
+    """A list with at least one entry; anything else gives an empty list and a problem."""
     if isinstance(value, list) and value:
         return value
-    found.problem(path, f"expected a list with one entry at least, found {str(value)[:80]!r}")
+    found.problem(path, f"expected a list with at least one entry, found {str(value)[:80]!r}")
     return []

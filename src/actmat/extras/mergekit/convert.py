@@ -1,4 +1,4 @@
-"""A mergekit configuration as fields of a recipe."""
+"""Convert a mergekit configuration to recipe fields."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def is_mergekit(data: Mapping[str, Any]) -> bool:
-    """True for the data of a mergekit configuration: it names a `merge_method`, or mixes experts.
+    """True if the data is a mergekit configuration: it has `merge_method`, or mixes experts.
 
     >>> is_mergekit({"merge_method": "slerp"}), is_mergekit({"method": "slerp"})
     (True, False)
@@ -36,7 +36,7 @@ def is_mergekit(data: Mapping[str, Any]) -> bool:
 
 
 def convert(data: Mapping[str, Any], where: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Fields of the recipe that does the same as a mergekit configuration; remarks are in its `notes`.
+    """Fields of the recipe equivalent to a mergekit configuration; remarks are in its `notes`.
 
     >>> fields = convert({"merge_method": "slerp", "base_model": "a", "models": [{"model": "a"}, {"model": "b"}],
     ...                   "parameters": {"t": [0, 1]}})
@@ -48,7 +48,7 @@ def convert(data: Mapping[str, Any], where: Mapping[str, str] | None = None) -> 
         where: dotted field path -> "file:line", for messages.
 
     Raises:
-        RecipeError: fields without a counterpart, or that mergekit refuses as well; all of them.
+        RecipeError: fields without a counterpart, or invalid also in mergekit; lists all.
     """
     found = ConfigFindings(where or {})
     fields: dict[str, Any] = {}
@@ -69,11 +69,11 @@ def convert(data: Mapping[str, Any], where: Mapping[str, str] | None = None) -> 
 
 
 def _mixture(data: Mapping[str, Any], found: ConfigFindings) -> dict[str, Any]:
-    """The recipe of a mixture: the file itself is the base, which is written as it is."""
+    """The recipe of a mixture: the file itself is the base, which is written unchanged."""
     read_mixture(data, found)
     file = found.where.get("", "").rpartition(":")[0]
     if not file:
-        found.problem("", "a mixture of experts (mergekit-moe) is read from a file, which is given as the recipe")
+        found.problem("", "a mixture of experts (mergekit-moe) must be a file, passed as the recipe")
     base = {"base": f"./{PurePath(file).name}", "scope": "all"}
     return base | found.remarks("a mixture of experts (mergekit-moe): no weights are merged")
 
@@ -89,14 +89,14 @@ def _method(name: str, found: ConfigFindings) -> Method | None:
 
 @dataclass
 class _RecipeConversion:
-    """One conversion."""
+    """Conversion of one configuration."""
 
     config: MergekitConfig
     method: Method
     found: ConfigFindings
 
     def fields(self) -> dict[str, Any]:
-        """Fields of the recipe, in the order in which people write them."""
+        """Fields of the recipe, in the usual order."""
         self._check_parameters()
         pairs = [self._arranged(one) for one in self.config.slices]
         if self.found.problems:
@@ -124,17 +124,17 @@ class _RecipeConversion:
         return out | self.found.remarks(f"converted from a mergekit configuration ({self.name})")
 
     def _options(self, choice: MethodMapping) -> dict[str, Any]:
-        """Options, and rules for tensors that differ in one of them."""
+        """Options, and rules for tensors with another value of an option."""
         varied = {n: v for n, v in choice.options.items() if isinstance(v, Switched)}
         if len(varied) > MOST_SWITCHES:
             listed = ", ".join(f"'{n}'" for n in varied)
-            self.found.problem("parameters", f"{listed} differ from tensor to tensor: two options can, more cannot")
+            self.found.problem("parameters", f"{listed} differ between tensors: at most two options may")
             return {}
         plain = {n: v.default if isinstance(v, Switched) else v for n, v in choice.options.items()}
         both = joined(list(varied.values()), lambda *values: values)
         rules = [
             {"match": match, "method": choice.method, "options": plain | dict(zip(varied, values, strict=True))}
-            | ({"optional": True} if isinstance(match, list) else {})  # no tensor may have the texts of both filters
+            | ({"optional": True} if isinstance(match, list) else {})  # possibly no tensor matches both filters
             for match, values in both.patterns
         ]
         return {"options": plain} | ({"rules": rules} if rules else {})
@@ -152,12 +152,12 @@ class _RecipeConversion:
         of_base = next((s for s in sources if s.model == wanted), None)
         has_base = self.method.needs_base or (self.method.takes_base and wanted is not None)
         if has_base and of_base is None:
-            what = f"'{wanted}' is no source of this slice" if wanted else "there is none"
+            what = f"'{wanted}' is not a source of this slice" if wanted else "it is missing"
             self.found.problem(one.path, f"method '{self.name}' needs a base model: {what}; name one ('base_model')")
             return sources[0], sources[1:]
         if count is not None and len(sources) - (has_base and self.method.takes_base) != count:
             listed = ", ".join(s.model for s in sources)
-            base = ", the base model among them" if self.method.needs_base else ""
+            base = ", including the base model" if self.method.needs_base else ""
             self.found.problem(
                 one.path, f"method '{self.name}' takes exactly {count} model(s){base}; found {len(sources)}: {listed}"
             )
@@ -184,7 +184,7 @@ class _RecipeConversion:
     def _experts(
         self, rows: Sequence[Sequence[SliceSource | None]], bases: Sequence[SliceSource], choice: MethodMapping
     ) -> list[dict[str, Any]]:
-        """The experts with their weights and options; none where the base is only copied."""
+        """The experts with their weights and options; empty if the base is only copied."""
         if self.name == "passthrough" and not choice.weights:
             return [] if self.config.is_stacked else [{"path": bases[0].model, "name": "copy"}]
         out, names = [], set[str]()
@@ -207,7 +207,7 @@ class _RecipeConversion:
         return out
 
     def _dtypes(self) -> dict[str, Any]:
-        """dtype of the output and of the computation."""
+        """Dtypes of the output and of the computation."""
         names = {}
         for key in ("dtype", "out_dtype"):
             text = self.config.rest.get(key)
@@ -225,13 +225,13 @@ class _RecipeConversion:
         return out | ({"compute_dtype": "float64"} if names["dtype"] == "float64" else {})
 
     def _files(self, experts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Vocabulary and tokenizer files."""
+        """Fields of the vocabulary and the tokenizer files."""
         rest = self.config.rest
         if rest.get("chat_template") is not None:
-            self.found.note("'chat_template' is not set: write it into tokenizer_config.json of the output")
+            self.found.note("'chat_template' is ignored: write it to tokenizer_config.json of the output")
         tokenizer = rest.get("tokenizer")
         if tokenizer is not None and rest.get("tokenizer_source") is not None:
-            self.found.problem("tokenizer", "'tokenizer' and 'tokenizer_source' are both given; mergekit takes one")
+            self.found.problem("tokenizer", "'tokenizer' and 'tokenizer_source' are both given; use only one")
         source = rest.get("tokenizer_source")
         if tokenizer is not None and not isinstance(tokenizer, Mapping):
             self.found.problem("tokenizer", f"expected a mapping with 'source', found {str(tokenizer)[:80]!r}")
@@ -251,7 +251,7 @@ class _RecipeConversion:
         return _vocabulary(vocabulary | ({"tokens": rows} if rows else {}))
 
     def _row(self, token: str, entry: Any, experts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Row of one token: of a model, zeros, or another token of a model."""
+        """Source row of one token: from a model, zeros, or another token of a model."""
         path = f"tokenizer.tokens.{token}"
         source = entry.get("source") if isinstance(entry, Mapping) else None
         self.found.ignored(path, entry if isinstance(entry, Mapping) else (), TOKEN)
@@ -267,7 +267,7 @@ class _RecipeConversion:
         return row | ({"force": True} if isinstance(entry, Mapping) and entry.get("force") else {})
 
     def _tokens_of(self, model: str, path: str, experts: Sequence[Mapping[str, Any]]) -> str:
-        """Name of a model here: `base`, `union` or that of an expert."""
+        """Name of a model in the recipe: `base`, `union` or an expert's name."""
         bases = {self.config.base, *(s.base for s in self.config.slices)}
         if model in ("base", "union") or model in bases:
             return model if model in ("base", "union") else "base"
@@ -278,7 +278,7 @@ class _RecipeConversion:
         return "base"
 
     def _check_parameters(self) -> None:
-        """Note parameters that this method does not read."""
+        """Add notes on parameters that this method does not read."""
         config = self.config
         places = [("", config.parameters[0]), ("modules", config.parameters[1])]
         places += [(one.path, one.parameters) for one in config.slices]
@@ -289,7 +289,7 @@ class _RecipeConversion:
             known = [n for n in self.method.reads if not in_source or n in own]
             self.found.ignored(f"{path}.parameters" if path else "parameters", parameters, known)
             if "int8_mask" in parameters:
-                self.found.note("'int8_mask' saves memory in mergekit and changes no value; there is nothing to set")
+                self.found.note("'int8_mask' saves memory in mergekit and does not change values; it is ignored")
 
     def _note_slices(self) -> None:
         if self.config.is_stacked and len(self.config.slices) > 1:
@@ -297,17 +297,17 @@ class _RecipeConversion:
 
 
 def _adapter(source: SliceSource, base: SliceSource) -> str | None:
-    """Location of the adapter where an expert is the base with an adapter: its factors are read, no whole matrices."""
+    """Location of the adapter if an expert is the base plus an adapter, so that only factors are read."""
     model, plus, adapter = source.model.partition("+")
     return adapter if plus and model == base.model else None
 
 
 def _name(model: str) -> str:
-    """Short name of a model: the last part of its path, or of its adapter's."""
+    """Short name of a model: the last part of its path or its adapter's path."""
     text = model.rpartition("+")[2].partition("@")[0]
     return PurePath(text).name or text
 
 
 def _vocabulary(chosen: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The output with this vocabulary."""
+    """Output fields with this vocabulary."""
     return {"output": {"kind": "model", "vocabulary": chosen}}

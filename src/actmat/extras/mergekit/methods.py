@@ -1,4 +1,4 @@
-"""mergekit's methods: what they read, and the method, options and weights of actmat that give the same."""
+"""mergekit's methods: their parameters, and the equivalent method, options and weights of actmat."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Arrangement:
     """Experts of a merge.
 
     Args:
-        sources: per expert, its source in each slice; None where a slice has fewer.
+        sources: per expert, its source in each slice; None if a slice has fewer.
         parameters: values of the configuration.
     """
 
@@ -33,11 +33,11 @@ class Arrangement:
 
 @dataclass
 class MethodMapping:
-    """Fields of a recipe that a method stands for.
+    """Recipe fields equivalent to a mergekit method.
 
     Args:
-        method, options, scale, normalize: of the recipe.
-        weights: one per expert; none: the method takes none.
+        method, options, scale, normalize: fields of the recipe.
+        weights: one per expert; empty if the method has no weights.
         own: options of single experts, by name.
     """
 
@@ -54,12 +54,12 @@ class Method:
     """One method of mergekit.
 
     Args:
-        convert: makes the choice.
+        convert: function that returns the `MethodMapping`.
         reads: names of its parameters.
         needs_base: whether it needs a base model.
-        takes_base: whether a base model, if there is one, is no expert but the origin of the deltas.
-        models: number of models, the base among them; None: any.
-        weighted: whether an expert can be left out of some layers by a weight of 0.
+        takes_base: whether a given base model is the origin of the deltas instead of an expert.
+        models: number of models including the base; None: any.
+        weighted: whether a weight of 0 removes an expert from some layers.
     """
 
     convert: Callable[[Arrangement], MethodMapping]
@@ -158,20 +158,20 @@ def _ram(of: Arrangement) -> MethodMapping:
 
 
 def _ramplus(of: Arrangement) -> MethodMapping:
-    """RAM+ whose ratios are those of each tensor."""
+    """RAM+ with ratios per tensor."""
     found = _ram(of)
     found.options |= {"amplify": of.parameters.shared("r", 0.1), "most": of.parameters.shared("alpha", 0.2)}
     return found
 
 
 def _passthrough(of: Arrangement) -> MethodMapping:
-    """A copy, or the one model's weights times `scale`."""
+    """A copy, or the model's weights times `scale`."""
     scales = of.own("scale", 1.0, 1.0)
     return MethodMapping("linear", {"normalize": False}, scales if scales != [1.0] else [])
 
 
 def _nuslerp(of: Arrangement) -> MethodMapping:
-    """Of deltas where there is a base, else of the weights; as a whole, by rows or by columns."""
+    """NuSLERP of deltas if there is a base, else of weights; whole, by rows or by columns."""
     flat = of.parameters.switch("nuslerp_flatten", True, ("", "tensor"))
     other = of.parameters.switch("nuslerp_row_wise", False, ("rows", "columns"))
     both = joined([flat, other], lambda whole, along: whole or along)
@@ -180,12 +180,12 @@ def _nuslerp(of: Arrangement) -> MethodMapping:
 
 
 def _multislerp(of: Arrangement) -> MethodMapping:
-    """The direction of the weighted mean of the unit vectors, times the mean norm: no step of the Karcher mean."""
+    """Direction of the weighted mean of unit vectors, times the mean norm: the Karcher mean with zero steps."""
     weights, normalized = of.weights(), of.parameters.flag("normalize_weights", True)
     scale = 1.0
     if not normalized:
         if _of(of) == "weights" or not all(isinstance(w, int | float) for w in weights):
-            what = "'normalize_weights: false' has a counterpart with a base model and one weight per model only"
+            what = "'normalize_weights: false' needs a base model and one weight per model"
             of.parameters.found.problem("parameters", what)
         else:
             scale = sum(weights)
@@ -194,14 +194,14 @@ def _multislerp(of: Arrangement) -> MethodMapping:
 
 def _arcee_fusion(of: Arrangement) -> MethodMapping:
     of.parameters.found.note(
-        "all importances decide the threshold of arcee_fusion; mergekit draws a million of them, with replacement, in "
+        "arcee_fusion computes its threshold from all importances; mergekit samples a million, with replacement, for "
         "larger tensors"
     )
     return MethodMapping("arcee_fusion")
 
 
 def _of(arrangement: Arrangement) -> str:
-    """Deltas, where the configuration or every slice names a base model; else weights."""
+    """`deltas` if the configuration or every slice names a base model, else `weights`."""
     config = arrangement.parameters.config
     have = {(one.base or config.base) is not None for one in config.slices}
     if len(have) > 1:
@@ -211,7 +211,7 @@ def _of(arrangement: Arrangement) -> str:
 
 
 def _presence(of: Arrangement, flags: Sequence[float | None]) -> Any:
-    """Weight 1 in the slices that an expert is in, 0 in the others."""
+    """Weight 1 in slices that contain the expert, 0 in the others."""
     entries: list[dict[str, Any]] = [{"layers": "before", "value": flags[0] or 0.0}]
     start = 0
     for one, flag in zip(of.parameters.config.slices, flags, strict=True):
@@ -221,16 +221,16 @@ def _presence(of: Arrangement, flags: Sequence[float | None]) -> Any:
 
 
 def _density(of: Arrangement) -> dict[str, list[Any]]:
-    """Densities; mergekit keeps all at 1 and above, nothing at 0 and below."""
+    """Densities; mergekit keeps everything at 1 and above, and nothing at 0 and below."""
     values = of.own("density", 1.0, 1.0)
     clipped = [_clipped(v, of) for v in values]
     if clipped != values:
-        of.parameters.found.note("densities outside of [0, 1] count as 0 or 1, as in mergekit")
+        of.parameters.found.note("densities outside [0, 1] are clipped, as in mergekit")
     return {"density": clipped}
 
 
 def _clipped(value: Any, of: Arrangement) -> Any:
-    """Densities within [0, 1]; mergekit clips a gradient after it was interpolated, which no list of numbers gives."""
+    """Densities clipped to [0, 1]; mergekit clips a gradient after interpolation, which a list cannot express."""
     if isinstance(value, Mapping):
         return {**value, "value": _clipped(value["value"], of)}
     if isinstance(value, list):
@@ -250,7 +250,7 @@ def _rescale(of: Arrangement, *, default: bool = True) -> Any:
 
 
 def _rescale_if_on(of: Arrangement) -> dict[str, Any]:
-    """The option of methods that do not rescale by default."""
+    """Option of methods that do not rescale by default."""
     value = _rescale(of, default=False)
     return {} if value == "none" else {"rescale": value}
 

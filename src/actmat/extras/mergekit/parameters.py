@@ -1,7 +1,7 @@
-"""Parameters of mergekit as values of a recipe: levels, filters, gradients.
+"""Convert mergekit parameters (levels, filters, gradients) to recipe values.
 
-A parameter is looked up at the source, then its slice, the module, the file; a list of filters that matches no tensor
-falls through to the next level. Filters are substrings of names. Gradients run over the layers of one slice.
+A parameter is looked up in the source, then its slice, the module, the file; if a list of filters matches no tensor,
+the next level applies. Filters are substrings of names. Gradients are interpolated over the layers of one slice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from actmat.extras.mergekit.config import ConfigFindings, MergekitConfig, SliceS
 from actmat.recipe.values import numbers
 
 REQUIRED = object()
-"""Default of a parameter that has none."""
+"""Marks a parameter without a default."""
 
 _LAYER = re.compile(r"(?P<stack>(?:^|\.)(?:layers|layer|h|blocks|block)\.)(?P<number>\d+)(?P<end>\.|$)")
 _SPECIAL = re.compile(r"([*?\[\]{}\\])")
@@ -24,7 +24,7 @@ _SPECIAL = re.compile(r"([*?\[\]{}\\])")
 
 @dataclass(frozen=True)
 class _ParameterPart:
-    """Entries for one slice: filter (None: all tensors) and value, with the first layer here and in the source."""
+    """Entries for one slice: filter (None: all tensors) and value, with the first layer in output and source."""
 
     entries: tuple[tuple[str | None, Any], ...]
     start: int
@@ -34,7 +34,7 @@ class _ParameterPart:
 
 @dataclass(frozen=True)
 class Switched:
-    """An option that some tensors have another value of: the first pattern, or list of such, that matches decides.
+    """An option whose value differs between tensors: the first matching pattern (or list of patterns) decides.
 
     `default` is the value of all other tensors.
     """
@@ -44,11 +44,11 @@ class Switched:
 
 
 MOST_SWITCHES = 2
-"""Options that may differ from tensor to tensor at once."""
+"""Maximum number of options that may differ between tensors."""
 
 
 def joined(switches: Sequence[Any], value: Callable[..., Any]) -> Switched:
-    """Two options at most as one, whose values are `value(...)` of theirs; an option may have one value for all."""
+    """Combine at most two options into one with values `value(...)`; an option may be constant."""
     full = [s if isinstance(s, Switched) else Switched((), s) for s in switches]
     if not full:
         return Switched((), None)
@@ -63,7 +63,7 @@ def joined(switches: Sequence[Any], value: Callable[..., Any]) -> Switched:
 
 
 def _both(pattern: str, other: str) -> list[str]:
-    """Patterns of the names that hold the texts of two filters, one after the other or overlapping.
+    """Patterns of names that contain two filter texts, in either order or overlapping.
 
     >>> _both("*mlp*", "*down*"), _both("*mlp.*", "*.down*"), _both("*a*", "*bar*")
     (['*mlp*down*', '*down*mlp*'], ['*mlp.*.down*', '*.down*mlp.*', '*mlp.down*'], ['*bar*'])
@@ -81,16 +81,16 @@ def _both(pattern: str, other: str) -> list[str]:
 
 
 def _glob(*texts: str) -> str:
-    """Pattern of the names that hold these texts in this order."""
+    """Pattern of names that contain these texts in this order."""
     return "*" + "*".join(_SPECIAL.sub(r"\\\1", text) for text in texts) + "*"
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of a configuration as values.
+    """Parameters of a configuration as recipe values.
 
     Args:
-        config: what was read.
+        config: the configuration.
         found: receives problems.
     """
 
@@ -98,7 +98,7 @@ class Parameters:
     found: ConfigFindings
 
     def shared(self, name: str, default: Any) -> Any:
-        """Value of a parameter of the whole merge; filters match the output's names."""
+        """Value of a merge-wide parameter; filters match the output's names."""
         parts, start = [], 0
         for one in self.config.slices:
             entries = self._levels(name, (one.parameters, *self._common), default, one.path)
@@ -107,39 +107,39 @@ class Parameters:
         return self._joined(parts)
 
     def flag(self, name: str, default: bool) -> bool:
-        """A switch, which must be the same for all tensors."""
+        """A switch that must be equal for all tensors."""
         value = self.switch(name, default, (False, True))
         if isinstance(value, Switched):
-            self.found.problem("parameters", f"'{name}' differs from tensor to tensor, which has no counterpart")
+            self.found.problem("parameters", f"'{name}' differs between tensors, which has no counterpart")
             return default
         return bool(value)
 
     def switch(self, name: str, default: bool, values: tuple[Any, Any]) -> Any:
-        """`values[1]` where a switch is on, `values[0]` where it is off; `Switched` where tensors differ."""
+        """`values[1]` if a switch is on, `values[0]` if it is off; `Switched` if tensors differ."""
         value = self.shared(name, default)
         leaves = {bool(v) for v in _leaves(value)}
         if len(leaves) == 1:
             return values[leaves.pop()]
         if not all(isinstance(e, Mapping) and "layers" not in e and not isinstance(e["value"], list) for e in value):
-            self.found.problem("parameters", f"'{name}' differs from layer to layer, which has no counterpart")
+            self.found.problem("parameters", f"'{name}' differs between layers, which has no counterpart")
             return values[default]
         *first, last = [(e.get("match"), values[bool(e["value"])]) for e in value]
         return Switched(tuple(first), last[1])
 
     def plain(self, name: str, default: Any) -> Any:
-        """A number that must be the same for all tensors."""
+        """A number that must be equal for all tensors."""
         value = self.shared(name, default)
         if isinstance(value, list):
-            self.found.problem("parameters", f"'{name}' differs from tensor to tensor, which has no counterpart")
+            self.found.problem("parameters", f"'{name}' differs between tensors, which has no counterpart")
         return value
 
     def own(self, name: str, sources: Sequence[SliceSource | None], default: Any, absent: Any) -> Any:
-        """Value of an expert's parameter; filters match names of the expert's own tensors.
+        """Value of an expert's parameter; filters match the expert's own tensor names.
 
         Args:
-            name: of the parameter.
-            sources: per slice, the expert's source there; None where the slice has none: the value is `absent`.
-            default: where no level has the parameter.
+            name: name of the parameter.
+            sources: the expert's source per slice; None if it is not in the slice: the value is `absent`.
+            default: value if no level has the parameter.
             absent: see `sources`.
         """
         parts, start = [], 0
@@ -158,9 +158,9 @@ class Parameters:
         return self._joined(parts, last)
 
     def _drops_after(self, sources: Sequence[SliceSource | None]) -> bool:
-        """True for an expert that mergekit leaves out of norm and head.
+        """True if mergekit omits the expert from norm and head.
 
-        There it takes only as many sources of the last slice as the first slice has.
+        There it uses only as many sources of the last slice as the first slice has.
         """
         first, last = self.config.slices[0], self.config.slices[-1]
         source = sources[-1]
@@ -169,8 +169,8 @@ class Parameters:
         dropped = source not in last.sources[: len(first.sources)]
         if dropped:
             self.found.note(
-                f"final norm and head leave out {source.model} of the last slice: mergekit takes only as many sources "
-                f"there as the first slice has ({len(first.sources)}), a mistake that is followed"
+                f"final norm and head omit {source.model} of the last slice: mergekit uses only as many sources "
+                f"there as the first slice has ({len(first.sources)}), which is reproduced"
             )
         return dropped
 
@@ -182,7 +182,7 @@ class Parameters:
     def _levels(
         self, name: str, levels: Sequence[Mapping[str, Any]], default: Any, path: str
     ) -> tuple[tuple[str | None, Any], ...]:
-        """Entries of all levels, highest first, up to the first that matches every tensor."""
+        """Entries of all levels, highest priority first, up to the first that matches every tensor."""
         out: list[tuple[str | None, Any]] = []
         for level in levels:
             if level.get(name) is None:
@@ -210,7 +210,7 @@ class Parameters:
         return [(None, self._scalars(name, value, path))]
 
     def _scalars(self, name: str, value: Any, path: str) -> Any:
-        """A scalar, or a list of scalars (a gradient; of one, the scalar)."""
+        """A scalar, or a gradient (a list of scalars; a list of one becomes the scalar)."""
         listed = value if isinstance(value, list) else [value]
         read = [_number(v) for v in listed]
         if not read or any(v is None for v in read):
@@ -221,7 +221,7 @@ class Parameters:
         return read if len(read) > 1 else read[0]
 
     def _joined(self, parts: Sequence[_ParameterPart], last: _ParameterPart | None = None) -> Any:
-        """One value for all slices."""
+        """Combine the parts into one value for all slices."""
         last = last or parts[-1]
         alike = len({str(p.entries) for p in (*parts, last)}) == 1
         moved = any(p.offset and any(_LAYER.search(text or "") for text, _ in p.entries) for p in parts)
@@ -235,12 +235,12 @@ class Parameters:
 
 
 def _of_all(entries: Sequence[tuple[str | None, Any]]) -> list[tuple[str | None, Any]]:
-    """Entries that may match a tensor outside of all layers."""
+    """Entries that can match a tensor outside all layers."""
     return [(text, value) for text, value in entries if not _LAYER.search(text or "")]
 
 
 def _of_layers(part: _ParameterPart, text: str | None, value: Any) -> list[dict[str, Any]]:
-    """Entries for the layers of a slice; a filter that names layers of the source names those of the output."""
+    """Entries for the layers of a slice; layer numbers in filters are mapped from source to output."""
     found = _LAYER.search(text or "")
     if not part.offset or text is None or found is None:
         return [_entry(text, value, [part.start, part.stop])]
@@ -261,7 +261,7 @@ def _entry(text: str | None, value: Any, layers: Any = None) -> dict[str, Any]:
 
 
 def _value(entries: list[dict[str, Any]]) -> Any:
-    """The entries, or the value of the first where that matches every tensor."""
+    """The entries, or the first value if it matches every tensor."""
     return entries[0]["value"] if "match" not in entries[0] else entries
 
 
@@ -270,7 +270,7 @@ def _first(value: Any) -> Any:
 
 
 def _at(value: Any, layer: int, count: int) -> Any:
-    """A gradient's value at one layer of a slice."""
+    """Interpolate a gradient at one layer of a slice."""
     if not isinstance(value, list):
         return value
     x = (layer / (count - 1) if count > 1 else 1.0) * (len(value) - 1)
@@ -279,7 +279,7 @@ def _at(value: Any, layer: int, count: int) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A number or a boolean; texts that read as numbers count as numbers; None for anything else."""
+    """A number or a boolean, also from numeric text; None for anything else."""
     if isinstance(value, str):
         try:
             return float(value)

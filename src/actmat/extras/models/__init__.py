@@ -1,1 +1,1 @@
-"""Models that run, by transformers and PEFT: of files, and of a merge in memory."""
+"""Load models with transformers and PEFT, from files or from a merge in memory."""

@@ -1,4 +1,4 @@
-"""Merge into memory: the tensors of an output, and the model that they make; nothing is written."""
+"""Merge in memory: the tensors of an output and its model; nothing is written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from actmat.settings import RunSettings
 
 
 class _TensorSink:
-    """Fills one tensor."""
+    """Sink that fills one tensor."""
 
     digest = ""
 
@@ -43,14 +43,14 @@ class _TensorSink:
 
 
 class _MemoryWriter:
-    """Gives sinks that fill tensors; aliases share memory."""
+    """Creates sinks that fill tensors; aliases share memory."""
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self._specs = {s.name: s for s in specs}
         self.tensors: dict[str, Tensor] = {}
 
     def sink(self, name: str, aliases: Sequence[str] = ()) -> _TensorSink:
-        """The sink of tensor `name`; `aliases` are the same tensor."""
+        """Sink of the tensor `name`, shared with `aliases`."""
         tensor = self._specs[name].empty()
         self.tensors |= dict.fromkeys((name, *aliases), tensor)
         return _TensorSink(tensor)
@@ -58,12 +58,12 @@ class _MemoryWriter:
 
 @dataclass(frozen=True, repr=False)
 class MemoryMerge:
-    """A merge that is only in memory.
+    """Result of a merge in memory.
 
     Args:
-        plan: what was done.
-        tensors: the output's, by name, in its dtypes; tied tensors are one tensor.
-        config: `config.json` of the model; of an adapter, that of its base, which is not loaded yet.
+        plan: the executed plan.
+        tensors: output tensors by name, in their dtypes; tied tensors share memory.
+        config: `config.json` of the model; for an adapter, of its base, which is not loaded yet.
         seconds: wall time.
     """
 
@@ -82,19 +82,19 @@ class MemoryMerge:
 
     @property
     def base(self) -> str:
-        """Location of the base; of an adapter without one, the base that its config names, or an empty text."""
+        """Location of the base; for an adapter without a base, the one named in its config, else ''."""
         config = self.plan.adapter_config or {}
         return self.plan.recipe.base or str(config.get("base_model_name_or_path") or "")
 
     def load(self, *, model_class: str | None = None, dtype: str = "float32", device: str = "cpu") -> Loaded:
-        """The model, ready to run; a merged adapter is on its base.
+        """Load the model, ready to run; a merged adapter is applied to its base.
 
         Args:
-            model_class: class of transformers; default: the config's architecture.
-            dtype, device: of the model.
+            model_class: transformers class; default: the config's architecture.
+            dtype, device: dtype and device of the model.
 
         Raises:
-            StatisticsError: transformers, or PEFT, does not load it.
+            StatisticsError: transformers or PEFT cannot load it.
         """
         recipe, base = self.plan.recipe, self.base
         files = {"base": base, **{e.label: e.path for e in recipe.experts}}[recipe.model.files_of]
@@ -122,10 +122,10 @@ def merge_in_memory(
 ) -> MemoryMerge:
     """Merge checkpoints and keep the result in memory; arguments as for `merge`, without `out`.
 
-    `found.tensors` are the bytes that `merge` would write, `found.load().model` is the model, ready to run.
+    `found.tensors` has the bytes that `merge` would write; `found.load().model` is the model, ready to run.
 
     Raises:
-        MergeError: whatever `merge` would raise, or an output that is larger than the free memory.
+        MergeError: the errors of `merge`, or the output exceeds the free memory.
     """
     recipe, settings = make_arguments(base, experts, {"method": method} | fields, weights, statistics)
     return run_in_memory(recipe, settings, progress or usual_progress())
@@ -133,30 +133,30 @@ def merge_in_memory(
 
 @memory_errors()
 def run_in_memory(recipe: Recipe, settings: RunSettings | None = None, progress: Progress | None = None) -> MemoryMerge:
-    """Carry out a recipe in memory; its `out` is ignored.
+    """Run a recipe in memory; its `out` is ignored.
 
-    Memory: that of the merge, and the whole output in its own dtypes.
+    Needs the memory of the merge plus the whole output in its dtypes.
 
     Raises:
-        MergeError: whatever merging it would raise.
-        OutputError: the output is larger than the free memory.
-        RecipeError: an executor on other machines.
+        MergeError: the errors of `run_recipes`.
+        OutputError: the output exceeds the free memory.
+        RecipeError: the executor uses other machines.
     """
     settings = settings or RunSettings()
     executor = settings.executor or recipe.executor or THREADS
     if not computes_here(executor):
-        raise RecipeError(f"The executor '{executor}' merges on other machines: merge into a folder instead.")
+        raise RecipeError(f"The executor '{executor}' merges on other machines: give --out to merge into a folder.")
     if recipe.model.quantize is not None:
-        raise RecipeError("Codes are written into a folder: leave out 'quantize' for a merge in memory, or give --out.")
+        raise RecipeError("Quantized weights are written to a folder only: remove 'quantize', or give --out.")
     with open_inputs([recipe], settings) as opened:
         if isinstance(opened.recipes[0].output, ExtractedOutput):
-            raise RecipeError("An adapter of full models is extracted into a folder (actmat merge ... --out OUT); in "
-                              "memory, merge into a model (--to model).")  # fmt: skip
+            raise RecipeError("Adapters of full models are extracted into a folder only (actmat merge ... --out OUT); "
+            "in memory, merge to a model (--to model).")  # fmt: skip
         prepared = prepare(opened, measured=False)
         (plan,) = prepared.plans
         if plan.write_bytes > (free := available_memory()):
             raise OutputError(
-                f"The merged model takes {format_size(plan.write_bytes)}, and {format_size(free)} of memory are free: "
+                f"The merged model needs {format_size(plan.write_bytes)}, but {format_size(free)} of memory are free: "
                 "merge into a folder (actmat merge ... --out OUT), or give --dtype bfloat16."
             )
         writer = _MemoryWriter(plan.specs)

@@ -1,4 +1,4 @@
-"""Load a model to run: a transformers model, or an adapter on its base. Runs no code from the hub."""
+"""Load a transformers model, or an adapter on its base. Runs no code from the hub."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from actmat.experts.lora.config import parse_adapter_config
 from actmat.foreign import in_brief
 
 POOLING = "add_pooling_layer"
-"""Argument of encoders in transformers."""
+"""Argument of transformers encoders."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model, ready to run, and its origin."""
+    """A loaded model and its origin."""
 
     model: nn.Module  # in evaluation mode
     checkpoint: str  # location of the checkpoint
@@ -40,7 +40,7 @@ class Loaded:
 
 
 def extra(name: str) -> Any:
-    """Import a library of the extra `actmat[statistics]`, or say how to install it."""
+    """Import a library of the extra `actmat[statistics]`; the error says how to install it."""
     import importlib
 
     try:
@@ -60,14 +60,14 @@ def load_model(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Loaded:
-    """Load a model, or an adapter on its base; a model with parameters that the checkpoint lacks is refused.
+    """Load a model, or an adapter on its base; raises if the checkpoint lacks parameters of the model.
 
     Args:
-        location: of the model or adapter.
-        base: of the adapter that is at `location`; default: the one that its config names.
-        adapters_base: the same, for callers that load models and adapters alike: not used for a model.
-        model_class: of transformers, such as `AutoModelForCausalLM`; default: the config's architecture.
-        dtype, device: of the model.
+        location: location of the model or adapter.
+        base: base of the adapter at `location`; default: the one named in its config.
+        adapters_base: like `base`, but ignored for a model.
+        model_class: transformers class, such as `AutoModelForCausalLM`; default: the config's architecture.
+        dtype, device: dtype and device of the model.
 
     Raises:
         StatisticsError: it cannot be loaded, or a base is given for a model.
@@ -79,7 +79,7 @@ def load_model(
             _check_for_peft(found.adapter, location)
             adapter, checkpoint = location, base or adapters_base or found.base_model
             if not checkpoint:
-                raise StatisticsError(f"{adapter} names no base; give it with --base")
+                raise StatisticsError(f"{adapter} does not name its base: pass --base BASE")
         elif base is not None:
             raise StatisticsError(f"--base goes with an adapter only; {location} is a full checkpoint")
     if adapter is not None:
@@ -95,31 +95,31 @@ def load_model(
 
 
 def _check_for_peft(adapter: Adapter, location: str) -> None:
-    """Refuse an adapter that PEFT would not load, or would read otherwise than it was trained.
+    """Raise for an adapter that PEFT cannot load, or would apply differently than in training.
 
     Raises:
-        StatisticsError: says why, and what to do.
+        StatisticsError: gives the reason and the fix.
     """
     if adapter.problems:
         raise StatisticsError(f"{location}: the adapter cannot be used.", adapter.problems)
     if adapter.layout != "peft":
         raise StatisticsError(
-            f"{location}: models are loaded with adapters of PEFT, found one in the layout '{adapter.layout}'"
+            f"{location}: only PEFT adapters can be loaded with a model; this one has the layout '{adapter.layout}'"
         )
     if adapter.unlike_peft:
         raise StatisticsError(
-            f"{location}: PEFT, which loads it into a model, would read its stacked experts otherwise than they were "
-            f"trained: {adapter.unlike_peft}. Fix: merge it into its base, which gives a model to load (actmat merge "
+            f"{location}: PEFT, which loads it into a model, would apply its stacked experts differently than in "
+            f"training: {adapter.unlike_peft}. Fix: merge it into its base and load the model (actmat merge "
             "-b BASE -e ADAPTER -m linear --out MODEL)"
         )
 
 
 @contextlib.contextmanager
 def named_base(adapter: str | None, base: str) -> Iterator[None]:
-    """Say which adapter names a base that cannot be opened, if one does.
+    """Name the adapter in errors about its base.
 
     Raises:
-        CheckpointError: with the fix added.
+        CheckpointError: the base cannot be opened; adds the fix.
     """
     try:
         yield
@@ -127,8 +127,8 @@ def named_base(adapter: str | None, base: str) -> Iterator[None]:
         if adapter is None:
             raise
         raise CheckpointError(
-            f"The base '{base}' of {adapter} cannot be opened. Without --base, it is the one that {ADAPTER_CONFIG} "
-            "names (base_model_name_or_path). Fix: say where the base is, --base BASE.",
+            f"The base '{base}' of {adapter} cannot be opened. Without --base, it comes from {ADAPTER_CONFIG} "
+            "(base_model_name_or_path). Fix: pass the base's location with --base BASE.",
             error.problems,
         ) from error
 
@@ -144,18 +144,18 @@ def load_tensors(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Loaded:
-    """A model of tensors in memory, as `load_model` gives one of files.
+    """Load a model from tensors in memory; the counterpart of `load_model`.
 
     Args:
-        tensors: named as in a checkpoint; of an adapter, as in its weight file.
-        location: of the base, for messages, and to load it for an adapter.
+        tensors: tensors named as in a checkpoint, or as in an adapter's weight file.
+        location: location of the base, for messages and to load an adapter's base.
         files: location of tokenizer and image processor.
-        config: content of `config.json`, of a whole model.
+        config: content of `config.json`, for a whole model.
         adapter: content of `adapter_config.json`; None for a whole model.
         model_class, dtype, device: as in `load_model`.
 
     Raises:
-        StatisticsError: it cannot be loaded, or PEFT would misread it, or parameters are missing.
+        StatisticsError: the model cannot be loaded, PEFT would misread it, or parameters are missing.
     """
     if adapter is not None:
         parsed, problems = parse_adapter_config(adapter)
@@ -172,7 +172,7 @@ def load_tensors(
                 model = peft.get_peft_model(loaded.model, peft.PeftConfig.from_pretrained(folder))
             found = peft.set_peft_model_state_dict(model, dict(tensors))
             if found.unexpected_keys:
-                raise StatisticsError(f"PEFT has no place for {found.unexpected_keys[0]} on {location}")
+                raise StatisticsError(f"PEFT finds no module for {found.unexpected_keys[0]} in {location}")
             return Loaded(model.to(device).eval(), location, None, files)
         Path(folder, "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
         given = extra("transformers").AutoConfig.from_pretrained(folder)
@@ -182,12 +182,11 @@ def load_tensors(
 
 
 def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> Any:
-    """A model of transformers; `more`: a config and tensors, in place of the files at `location`."""
+    """Load a transformers model; `more`: config and tensors instead of the files at `location`."""
     transformers = extra("transformers")
     if model_class is None:
         raise StatisticsError(
-            f"{location}: config.json names no architecture; say how to load it with --model-class, such as "
-            "AutoModelForCausalLM"
+            f"{location}: config.json names no architecture. Fix: pass --model-class, such as AutoModelForCausalLM"
         )
     kind = getattr(transformers, model_class, None)
     if kind is None or not hasattr(kind, "from_pretrained"):
@@ -202,7 +201,7 @@ def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> An
     except (OSError, ValueError) as error:
         raise StatisticsError(
             f"{location}: transformers {transformers.__version__} cannot load it as {model_class}: {in_brief(error)}. "
-            "Choose another class (--model-class), or a version of transformers that knows the model"
+            "Fix: pass another class (--model-class), or install a version of transformers that supports the model"
         ) from error
     missing = sorted(found.get("missing_keys") or ())
     if missing and _is_optional_pooler(kind, missing) and POOLING not in more:
@@ -211,21 +210,21 @@ def _load(location: str, model_class: str | None, dtype: str, **more: Any) -> An
         shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise StatisticsError(
             f"{location}: {model_class} has {len(missing)} parameters that the checkpoint lacks ({shown}); they would "
-            "be random, and so would the statistics of what follows them. Choose the class that it was saved from "
+            "be random, and so would all results that depend on them. Fix: pass the class that it was saved from "
             "(--model-class)."
         )
     return model
 
 
 def _is_optional_pooler(kind: Any, missing: Sequence[str]) -> bool:
-    """True if a class can be loaded without the missing parameters: encoders are often saved without their pooler."""
+    """True if only an encoder's optional pooler is missing; encoders are often saved without it."""
     optional = POOLING in inspect.signature(kind.__init__).parameters
     return optional and all(".pooler." in f".{name}" for name in missing)
 
 
 @contextlib.contextmanager
 def _without_bars(transformers: Any) -> Iterator[None]:
-    """No bars, and no table of the parameters that are missing: `_load` refuses them."""
+    """Silence transformers' progress bars and its table of missing parameters, which `_load` reports."""
     logging = transformers.utils.logging
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
@@ -239,7 +238,7 @@ def _without_bars(transformers: Any) -> Iterator[None]:
 
 
 def local_files(location: str) -> tuple[str, dict[str, str]]:
-    """Arguments of `from_pretrained`: a path or an id, and the revision."""
+    """Arguments of `from_pretrained`: path or id, and revision."""
     if (path := local_path(location)).exists():
         return str(path), {}
     match = HUB_ID.fullmatch(location)

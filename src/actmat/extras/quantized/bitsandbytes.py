@@ -1,10 +1,10 @@
-"""bitsandbytes, for reading: 4 bits (NF4, FP4) in blocks, and 8 bits with a scale per row.
+"""bitsandbytes (read only): 4 bits (NF4, FP4) in blocks, and 8 bits with a scale per row.
 
     4 bits: W[n] = table[code[n]] * absmax[n // block];  two codes per byte, the high half first
             absmax[b] = table2[code2[b]] * absmax2[b // block2] + offset     (where scales are quantized as well)
     8 bits: W[o, i] = code[o, i] * SCB[o] / 127
 
-The shape of a 4-bit tensor and its tables are tensors beside it, which are read when the checkpoint is opened.
+The shape and the tables of a 4-bit tensor are separate tensors, which are read when the checkpoint is opened.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class FourBitTensor(CodedTensor):
 
     Args:
         table: value of each code.
-        block: entries that share a scale.
-        nested: of quantized scales: their table, entries per block, and offset.
+        block: number of entries that share a scale.
+        nested: for quantized scales: their table, entries per block, and offset.
     """
 
     table: tuple[float, ...]
@@ -42,7 +42,7 @@ class FourBitTensor(CodedTensor):
     nested: tuple[tuple[float, ...], int, float] | None
 
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
-        """Table values times scales."""
+        """Decode to table values times scales."""
         length = self.columns
         low, high = (matrix * self.rows + start) * length, (matrix * self.rows + stop) * length
         first, last = low // 2, -(-high // 2)
@@ -65,17 +65,17 @@ class FourBitTensor(CodedTensor):
 
 @dataclass(frozen=True)
 class RowTensor(CodedTensor):
-    """8-bit codes with the largest magnitude of each row; `parts`: codes, these, and maybe the format."""
+    """8-bit codes with the maximum magnitude per row; `parts`: codes, magnitudes, optionally the format."""
 
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
-        """Codes times a 127th of the row's largest magnitude."""
+        """Decode to codes times 1/127 of the row's maximum magnitude."""
         codes = stored.entries(self.name, start * self.columns, (stop - start) * self.columns)
         largest = stored.entries(self.parts[1], start, stop - start).to(torch.float32)
         return codes.view(stop - start, self.columns).to(torch.float32) * largest[:, None] * (1 / 127)
 
 
 def _find(spec: TensorSpec, headers: Headers) -> CodedTensor | str | None:
-    """A weight with a `quant_state` (4 bits) or an `SCB` (8 bits)."""
+    """Recognize a weight with a `quant_state` (4 bits) or an `SCB` (8 bits)."""
     stem = spec.name.removesuffix(".weight")
     if spec.dtype == "uint8" and (state := _state_name(spec.name, headers)):
         try:
@@ -102,17 +102,17 @@ def _state_name(name: str, headers: Headers) -> str:
 
 
 def _four_bit(spec: TensorSpec, state_name: str, headers: Headers) -> FourBitTensor | str:
-    """The logical tensor of 4-bit codes, from its state; errors of a damaged state pass."""
+    """The logical tensor of 4-bit codes, from its state; errors of a damaged state propagate."""
     specs, name = headers.specs, spec.name
     if specs[state_name].numel > MOST_STATE_BYTES or specs[state_name].dtype != "uint8":
-        return "its state is no short text"
+        return "its state is not a short text"
     state: dict[str, Any] = json.loads(bytes(headers.read(state_name).tolist()).decode())
     shape = tuple(_size(n) for n in state["shape"])
     block, dtype = _size(state["blocksize"]), str(state["dtype"]).removeprefix("torch.")
     blocks = -(-count(shape) // block)
     absmax = specs[f"{name}.absmax"]
     if dtype not in WIDE or not shape or not count(shape) or -(-count(shape) // 2) != spec.numel:
-        return f"its state says {dtype} {list(shape)}, which {spec.numel} bytes of codes do not hold"
+        return f"its state says {dtype} {list(shape)}, which does not match {spec.numel} bytes of codes"
     if block > MOST_BLOCK or absmax.numel != blocks:
         return f"expected {blocks} scales, found {absmax.numel}"
     nested = None

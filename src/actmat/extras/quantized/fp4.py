@@ -4,7 +4,7 @@
     MXFP4   W[o, i] = code[o, i] * 2^(scale[o, i // 32] - 127)      scale: uint8
 
 Stored as `NAME_packed` (uint8, two codes per byte, the low half first), `NAME_scale`, and `NAME_global_scale` of NVFP4.
-Scales of activations (`input_global_scale`) belong to no weight. Source: compressed-tensors, `compressors/nvfp4`.
+Scales of activations (`input_global_scale`) are ignored. Source: compressed-tensors, `compressors/nvfp4`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from actmat.extras.quantized.settings import COMPRESSED_KEYS
 from actmat.extras.quantized.words import nibbles
 
 NV_GROUP, MX_GROUP = 16, 32
-"""Columns that share a scale."""
+"""Number of columns that share a scale."""
 
 
 @dataclass(frozen=True)
 class Fp4Tensor(CodedTensor):
-    """Packed 4-bit floats; `parts`: codes, scales and, of NVFP4, the global scale."""
+    """Packed 4-bit floats; `parts`: codes, scales and, for NVFP4, the global scale."""
 
     group: int
 
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
-        """Codes times scales."""
+        """Decode to codes times scales."""
         first, rows, groups = matrix * self.rows + start, stop - start, self.columns // self.group
         packed = stored.entries(self.parts[0], first * self.columns // 2, rows * self.columns // 2)
         codes = torch.tensor(E2M1)[nibbles(packed).long()].view(rows, groups, self.group)
@@ -45,14 +45,14 @@ class Fp4Tensor(CodedTensor):
 
     @property
     def why_not_written(self) -> str:
-        """Reason why the layout is only read."""
+        """Reason why the layout cannot be written."""
         if self.group == MX_GROUP:
-            return "MXFP4 of compressed-tensors is only read"
-        return "layers that a server joins (q, k, v; gate, up) must share a global scale, so NVFP4 is only read"
+            return "MXFP4 of compressed-tensors is read only"
+        return "layers that a server joins (q, k, v; gate, up) need a common global scale, so NVFP4 is read only"
 
 
 def _find(packed: TensorSpec, headers: Headers) -> Fp4Tensor | str | None:
-    """A `NAME_packed` of bytes with scales of one of the two kinds."""
+    """Recognize a `NAME_packed` of bytes with scales of either kind."""
     name = packed.name.removesuffix("_packed")
     if name == packed.name or packed.dtype != "uint8" or len(packed.shape) != 2:
         return None
@@ -62,7 +62,7 @@ def _find(packed: TensorSpec, headers: Headers) -> Fp4Tensor | str | None:
         found = "none" if scale is None else f"{scale.dtype}"
         return f"expected scales '{name}_scale' of float8_e4m3fn (NVFP4) or uint8 (MXFP4), found {found}"
     if f"{name}_zero_point" in headers.specs:
-        return f"4-bit floats with zero points ('{name}_zero_point') are not read"
+        return f"4-bit floats with zero points ('{name}_zero_point') are not supported"
     kind, group = kinds[scale.dtype]
     rows, columns = packed.shape[0], 2 * packed.shape[1]
     if columns % group or scale.shape != (rows, columns // group):
@@ -70,7 +70,7 @@ def _find(packed: TensorSpec, headers: Headers) -> Fp4Tensor | str | None:
     if kind == "NVFP4" and (overall is None or overall.dtype != "float32" or overall.numel != 1):
         return f"expected one float32 '{name}_global_scale', found {'none' if overall is None else overall.shape}"
     if kind == "MXFP4" and overall is not None:
-        return f"'{overall.name}' beside scales that are powers of two is not read"
+        return f"'{overall.name}' together with power-of-two scales is not supported"
     words = "one power of two" if overall is None else "one fp8 scale"
     return Fp4Tensor(
         name=name,

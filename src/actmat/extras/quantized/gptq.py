@@ -1,8 +1,8 @@
-"""GPTQ and AWQ, for reading: integers in int32 words, stored `[I, O]`, with scales and zero points per group of inputs.
+"""GPTQ and AWQ (read only): integers in int32 words, stored `[I, O]`, with scales and zero points per input group.
 
     W[o, i] = scale[g, o] * (code[i, o] - zero[g, o]),  g = g_idx[i], or i // group size
 
-GPTQ packs codes along `I` and stores zero points less one (`checkpoint_format: gptq`), or as they are (`gptq_v2`). AWQ
+GPTQ packs codes along `I` and stores zero points minus one (`checkpoint_format: gptq`) or unchanged (`gptq_v2`). AWQ
 packs along `O`, eight columns per word in the order 0, 2, 4, 6, 1, 3, 5, 7.
 Sources: the layouts of AutoGPTQ's and GPTQModel's linear layers, and of AutoAWQ's `WQLinear_GEMM`.
 """
@@ -22,24 +22,24 @@ from actmat.extras.quantized.words import group_index, unpack_words
 
 WORD_BITS = 32
 BITS = {"gptq": (2, 4, 8), "awq": (4,)}
-"""Method -> bits of codes that are read."""
+"""Method -> supported bits per code."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Column of its word's eight that each 4-bit code is, from the lowest bits on."""
+"""Column, of a word's eight, of each 4-bit code, from the lowest bits."""
 
 COLUMN = torch.tensor([AWQ_ORDER.index(c) for c in range(8)])
-"""Place of each column in its word."""
+"""Position of each column in its word."""
 
 
 @dataclass(frozen=True)
 class PackedLinear(CodedTensor):
-    """A linear layer stored transposed: a thread keeps its parts; `qweight`, `qzeros`, `scales` and maybe `g_idx`.
+    """A linear layer stored transposed as `qweight`, `qzeros`, `scales` and optionally `g_idx`; cached per thread.
 
     Args:
-        bits: of a code.
-        groups: rows of the scales.
-        stored_entries: of all parts.
-        awq: packed along the output features.
-        shift: added to a stored zero point.
+        bits: bits per code.
+        groups: number of rows of the scales.
+        stored_entries: number of entries of all parts.
+        awq: whether codes are packed along the output features.
+        shift: constant added to a stored zero point.
     """
 
     bits: int
@@ -50,11 +50,11 @@ class PackedLinear(CodedTensor):
 
     @property
     def held_bytes(self) -> int:
-        """Codes, zero points, scales (4 bytes at most) and the group of each input."""
+        """Bytes of codes, zero points, scales (at most 4 bytes each) and the group of each input."""
         return 4 * self.stored_entries
 
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
-        """Output features `start:stop`."""
+        """Decode output features `start:stop`."""
         words, zeros, scales, *order = (stored.held(p, 0, stored.inner.specs[p].numel) for p in self.parts)
         if self.awq:
             codes = self._of_columns(words.view(self.columns, -1), start, stop)
@@ -68,7 +68,7 @@ class PackedLinear(CodedTensor):
         return ((codes.to(torch.float32) - zero[group]) * scale[group]).t()
 
     def _of_columns(self, words: Tensor, start: int, stop: int) -> Tensor:
-        """Codes of columns `start:stop` of words packed along the columns."""
+        """Codes of columns `start:stop`, from words packed along the columns."""
         per_word = WORD_BITS // self.bits
         low, high = start // per_word, -(-stop // per_word)
         codes = unpack_words(words[:, low:high], self.bits)
@@ -78,7 +78,7 @@ class PackedLinear(CodedTensor):
 
 
 def _find(codes: TensorSpec, headers: Headers) -> PackedLinear | str | None:
-    """A module with `qweight`, `qzeros` and `scales`."""
+    """Recognize a module with `qweight`, `qzeros` and `scales`."""
     stem, awq = codes.name.removesuffix(".qweight"), headers.method == "awq"
     if stem == codes.name:
         return None
@@ -86,9 +86,9 @@ def _find(codes: TensorSpec, headers: Headers) -> PackedLinear | str | None:
     bits = settings.get("bits", settings.get("w_bit"))
     if bits not in BITS[headers.method]:
         expected = " or ".join(map(str, BITS[headers.method]))
-        return f"codes of {str(bits)[:20]} bits are not read; expected {expected}"
+        return f"codes of {str(bits)[:20]} bits are not supported; expected {expected}"
     if awq and settings.get("backend") == "llm-awq":
-        return "AWQ in the layout 'llm-awq' is not read; expected 'gemm'"
+        return "the AWQ layout 'llm-awq' is not supported; expected 'gemm'"
     named = (f"{stem}.{part}" for part in ("qzeros", "scales", *(() if awq else ("g_idx",))))
     others = [headers.specs[name] for name in named if name in headers.specs]
     if problem := _misfit(codes, others, WORD_BITS // bits, awq=awq):
@@ -112,7 +112,7 @@ def _find(codes: TensorSpec, headers: Headers) -> PackedLinear | str | None:
 
 
 def _misfit(codes: TensorSpec, others: Sequence[TensorSpec], per_word: int, *, awq: bool) -> str:
-    """Why zero points, scales and the order of inputs do not go with codes; empty if they do."""
+    """Reason why zero points, scales and input order do not match the codes; may be empty."""
     if [spec.name.rpartition(".")[2] for spec in others[:2]] != ["qzeros", "scales"]:
         return "expected 'qzeros' and 'scales' of the same module"
     zeros, scales, *order = others
@@ -123,9 +123,9 @@ def _misfit(codes: TensorSpec, others: Sequence[TensorSpec], per_word: int, *, a
     inputs, wide = (n * m for n, m in zip(codes.shape, (1, per_word) if awq else (per_word, 1), strict=True))
     groups, outputs = scales.shape
     if wide != outputs or zeros.shape != (groups, -(-outputs // per_word)) or (not order and inputs % groups):
-        return f"scales {list(scales.shape)} and zero points {list(zeros.shape)} do not fit {inputs} inputs"
+        return f"scales {list(scales.shape)} and zero points {list(zeros.shape)} do not match {inputs} inputs"
     if order and (order[0].shape != (inputs,) or order[0].is_floating):
-        return f"'g_idx' {list(order[0].shape)} does not name one group for each of {inputs} inputs"
+        return f"'g_idx' {list(order[0].shape)} does not have one group for each of {inputs} inputs"
     return ""
 
 

@@ -1,7 +1,7 @@
-"""MXFP4 of gpt-oss: experts as 4-bit floats (e2m1) in blocks of 32 with a power of two each.
+"""MXFP4 of gpt-oss: experts as 4-bit floats (e2m1) in blocks of 32, each with a power-of-two scale.
 
 `NAME_blocks` is `[E, O, I / 32, 16]`, two codes per byte, the low half first; `NAME_scales` is `[E, O, I / 32]`,
-exponents with an offset of 127. The logical tensor is transposed, as transformers holds it: `NAME [E, I, O]`.
+exponents with an offset of 127. The logical tensor is transposed, as in transformers: `NAME [E, I, O]`.
 Source: OCP Microscaling Formats (MX) specification 1.0.
 """
 
@@ -25,23 +25,23 @@ E2M1 = (*HALF, *(-value for value in HALF))
 
 LARGEST_EXPONENT = 2
 TIES_UP, TIES_DOWN = (0.75, 1.75, 3.5), (0.25, 1.25, 2.5, 5.0)
-"""Middles between magnitudes, which go to the code whose last bit is 0."""
+"""Midpoints between magnitudes; ties round to the code whose last bit is 0."""
 
 
 @dataclass(frozen=True)
 class Mxfp4Tensor(CodedTensor):
-    """A stack of experts, whose matrices are stored transposed: a thread keeps the codes of one matrix.
+    """A stack of experts whose matrices are stored transposed; each thread caches the codes of one matrix.
 
     `parts`: blocks and scales.
     """
 
     @property
     def held_bytes(self) -> int:
-        """Codes and scales of one matrix."""
+        """Bytes of the codes and scales of one matrix."""
         return self.rows * self.columns // BLOCK * (BLOCK // 2 + 1)
 
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
-        """Input features `start:stop`, each with all `O` outputs."""
+        """Decode input features `start:stop`, each with all `O` outputs."""
         outputs, runs = self.columns, self.rows // BLOCK
         blocks = stored.held(self.parts[0], matrix, outputs * runs * BLOCK // 2).view(outputs, runs, BLOCK // 2)
         scales = stored.held(self.parts[1], matrix, outputs * runs).view(outputs, runs)
@@ -54,11 +54,11 @@ class Mxfp4Tensor(CodedTensor):
 
     @property
     def granule(self) -> int:
-        """One matrix, as blocks lie across its rows."""
+        """One matrix, because blocks cross its rows."""
         return self.rows
 
     def encode(self, values: Tensor) -> Mapping[str, Tensor]:
-        """Exponents of the largest magnitudes, less that of the largest code; codes are the nearest, ties to even."""
+        """Encode: exponent of the block's maximum minus the largest code's; nearest codes, ties to even."""
         blocks = values.t().reshape(self.columns, -1, BLOCK)
         largest = blocks.abs().amax(-1)
         exponent = torch.frexp(largest).exponent - 1 - LARGEST_EXPONENT
@@ -77,7 +77,7 @@ class Mxfp4Tensor(CodedTensor):
 
 
 def _find(spec: TensorSpec, headers: Headers) -> Mxfp4Tensor | str | None:
-    """A pair `NAME_blocks`, `NAME_scales` of bytes."""
+    """Recognize a pair `NAME_blocks`, `NAME_scales` of bytes."""
     name = spec.name.removesuffix("_blocks")
     scales = headers.specs.get(f"{name}_scales")
     if name == spec.name or scales is None or (spec.dtype, scales.dtype) != ("uint8", "uint8"):

@@ -1,10 +1,10 @@
-"""NF4 of bitsandbytes, simulated: the values that a model has while it is trained on 4-bit weights (QLoRA).
+"""Simulated NF4 of bitsandbytes: the values of a model's 4-bit weights during QLoRA training.
 
-    W[n] = NF4[nearest(W[n] / absmax)] * absmax        absmax: the largest magnitude of 64 entries in a row
-    absmax = DYNAMIC[nearest((absmax - mean) / top)] * top + mean        of nested scales; top: the largest of 256
+    W[n] = NF4[nearest(W[n] / absmax)] * absmax        absmax: maximum magnitude of 64 entries in a row
+    absmax = DYNAMIC[nearest((absmax - mean) / top)] * top + mean        for nested scales; top: the maximum of 256
 
-Equal to bitsandbytes 0.50.2 in every entry of six random matrices up to 512 x 1536; with nested scales in all but
-0.14 % of the entries at most (2026-11-25).
+Equal to bitsandbytes 0.50.2 in every entry of six random matrices up to 512 x 1536; with nested scales at most 0.14 %
+of the entries differ (2026-11-25).
 
 T. Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 2023.
 """
@@ -24,7 +24,7 @@ NF4 = (
 
 
 def dynamic_table() -> Tensor:
-    """The 256 values of bitsandbytes' signed dynamic format: seven decades, each with twice the values of the last."""
+    """The 256 values of bitsandbytes' signed dynamic format: seven decades, each with twice as many values."""
     found = [0.0, 1.0]
     for power in range(7):
         edges = torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32)
@@ -34,7 +34,7 @@ def dynamic_table() -> Tensor:
 
 
 def rounded_nf4(values: Tensor, *, nested: bool) -> Tensor:
-    """The tensor quantized to NF4 and back, in its dtype; `nested`: the scales are quantized as well.
+    """Quantize a tensor to NF4 and back, in its dtype; `nested` also quantizes the scales.
 
     >>> rounded_nf4(torch.tensor([1.0, 0.5, -0.2, 0.0]), nested=False)
     tensor([ 1.0000,  0.4407, -0.1848,  0.0000])
@@ -54,11 +54,11 @@ def _rounded_scales(absmax: Tensor) -> Tensor:
 
 
 def _blocks(flat: Tensor, block: int) -> tuple[Tensor, int]:
-    """Entries in rows of one block, the last filled up with zeros, and their number."""
+    """Entries as one row per block, the last padded with zeros, and their number."""
     return torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block), flat.numel()
 
 
 def _nearest(blocks: Tensor, largest: Tensor, table: Tensor) -> Tensor:
-    """Values of the table that are nearest to the entries over the largest of their block."""
+    """Table values nearest to the entries divided by their block's maximum."""
     share = blocks * torch.where(largest > 0, 1 / largest, 0.0)[:, None]
     return table[torch.bucketize(share, (table[:-1] + table[1:]) / 2)]

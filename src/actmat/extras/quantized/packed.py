@@ -3,7 +3,7 @@
     W[o, i] = (code[o, i] - zero[o, g]) * scale[o, g],  g = i // group size, or g_idx[i]
 
 Stored as `weight_packed`, `weight_scale`, `weight_shape`, and `weight_zero_point` (packed along columns) or
-`weight_g_idx` where there are. Codes are stored with an offset of half their range.
+`weight_g_idx` if present. Codes are stored with an offset of half their range.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ WORD_BITS = 32
 
 @dataclass(frozen=True)
 class PackedTensor(GridTensor):
-    """Packed integers; the shape, where it is stored, is called `NAME_shape`."""
+    """Packed integers; the shape, if stored, is named `NAME_shape`."""
 
     bits: int = 4
 
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
-        """Codes less zero points, times scales."""
+        """Decode to codes minus zero points, times scales."""
         self._check_size(stored)
         words, offset = self.columns * self.bits // WORD_BITS, 1 << (self.bits - 1)
         first = matrix * self.rows + start
@@ -45,12 +45,12 @@ class PackedTensor(GridTensor):
 
     @property
     def size(self) -> str:
-        """Stored name of the shape, empty without one."""
+        """Stored name of the shape; may be empty."""
         return self.stored_as(f"{self.name}_shape")
 
     @property
     def granule(self) -> int:
-        """Rows whose zero points fill words."""
+        """Number of rows whose zero points fill words."""
         if self.order or (self.grid.rows == 1 and self.rows > 1):
             return 0
         step = WORD_BITS // self.bits if self.zero else 1
@@ -58,15 +58,15 @@ class PackedTensor(GridTensor):
 
     @property
     def why_not_written(self) -> str:
-        """Reason why the layout is only read."""
-        return "" if self.granule else "packed codes with an order of columns, or one scale, are only read"
+        """Reason why the layout cannot be written."""
+        return "" if self.granule else "packed codes with a column order, or with a single scale, are read only"
 
     def constants(self) -> Mapping[str, Tensor]:
         """The shape."""
         return {self.size: torch.tensor(self.shape, dtype=torch.int64)} if self.size else {}
 
     def encode(self, values: Tensor) -> Mapping[str, Tensor]:
-        """Scales from the extremes of each group, as compressed-tensors has them; codes are the nearest."""
+        """Encode: scales from the extremes of each group, as in compressed-tensors; nearest codes."""
         rows, groups, offset = len(values), self.grid.columns, 1 << (self.bits - 1)
         split = values.view(rows, groups, -1)
         low, high = split.amin(-1).clamp(max=0), split.amax(-1).clamp(min=0)
@@ -85,12 +85,12 @@ class PackedTensor(GridTensor):
         return parts
 
     def part(self, rows: int) -> PackedTensor:
-        """A matrix of the first rows."""
+        """The matrix restricted to its first rows."""
         parts = tuple(p for p in self.parts if p != self.size)
         return replace(self, shape=(rows, self.columns), grid=replace(self.grid, rows=rows), parts=parts)
 
     def _zeros(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
-        """Unsigned zero points of rows `start:stop`: both they and the codes carry the offset, which cancels."""
+        """Unsigned zero points of rows `start:stop`; their offset cancels that of the codes."""
         per_word, groups = WORD_BITS // self.bits, self.grid.columns
         height = -(-self.grid.rows // per_word)
         low, high = start // per_word, -(-stop // per_word)
@@ -99,29 +99,29 @@ class PackedTensor(GridTensor):
         return codes.t()[start - low * per_word : stop - low * per_word].to(torch.float32)
 
     def _check_size(self, stored: StoredParts) -> None:
-        """Refuse a row that ends within a word: `weight_shape` tells, and headers do not."""
+        """Raise if rows end within a word, which only the content of `weight_shape` shows."""
         if not self.size:
             return
         said = tuple(stored.entries(self.size, 0, len(self.shape)).tolist())
         if said != self.shape:
             raise CheckpointError(
                 f"{stored.inner.location}: tensor '{self.size}' says {list(said)}, and '{self.parts[0]}' holds "
-                f"{list(self.shape)}: rows that end within a 32-bit word are not read. Fix: save a dequantized "
+                f"{list(self.shape)}: rows that end within a 32-bit word are not supported. Fix: save a dequantized "
                 "(bfloat16) copy with compressed-tensors."
             )
 
 
 def _find(packed: TensorSpec, headers: Headers) -> PackedTensor | str | None:
-    """A `NAME_packed` of int32 with its scales."""
+    """Recognize a `NAME_packed` of int32 with its scales."""
     name, specs = packed.name.removesuffix("_packed"), headers.specs
     if name == packed.name or packed.dtype != "int32" or len(packed.shape) < 2:
         return None
     scale, zero, size, order = (f"{name}_{part}" for part in ("scale", "zero_point", "shape", "g_idx"))
     bits = _bits(headers)
     if bits not in (4, 8):
-        return f"integers of {bits or 'unknown'} bits are not read; expected 4 or 8 in config.json"
+        return f"integers of {bits or 'unknown'} bits are not supported; expected 4 or 8 in config.json"
     if scale not in specs or not specs[scale].is_floating:
-        return f"expected scales '{scale}' of floats, found none"
+        return f"the float scales '{scale}' are missing"
     *batch, rows, words = packed.shape
     columns, (*stack, height, groups) = words * WORD_BITS // bits, specs[scale].shape or (0, 0)
     if stack != batch or height not in (1, rows) or not groups or columns % groups:
@@ -129,7 +129,7 @@ def _find(packed: TensorSpec, headers: Headers) -> PackedTensor | str | None:
     of_zero = (*batch, -(-rows // (WORD_BITS // bits)), groups)
     for other, shape in ((zero, of_zero), (size, (len(packed.shape),)), (order, (columns,))):
         if other in specs and specs[other].shape != shape:
-            return f"'{other}' {list(specs[other].shape)} does not fit; expected {list(shape)}"
+            return f"'{other}' {list(specs[other].shape)} has the wrong shape; expected {list(shape)}"
     if zero in specs and specs[zero].dtype != "int32":
         return f"'{zero}' is {specs[zero].dtype}; expected int32"
     return PackedTensor(
@@ -146,7 +146,7 @@ def _find(packed: TensorSpec, headers: Headers) -> PackedTensor | str | None:
 
 
 def _bits(headers: Headers) -> int:
-    """Bits per integer that the config declares for all packed weights; 0 where it declares none, or several."""
+    """Bits per integer declared in the config for all packed weights; 0 if missing or not unique."""
     groups = headers.settings.get("config_groups")
     found = set()
     for group in groups.values() if isinstance(groups, dict) else ():

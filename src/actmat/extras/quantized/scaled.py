@@ -1,4 +1,4 @@
-"""Codes of 8 bits with scales on a grid: `W[o, i] = (code[o, i] - zero[r, c]) * scale[r, c]` in block `r, c`.
+"""8-bit codes with scales on a grid: `W[o, i] = (code[o, i] - zero[r, c]) * scale[r, c]` in block `r, c`.
 
 | stored next to the codes `NAME` | written by |
 |---|---|
@@ -6,7 +6,7 @@
 | `STEM.scale_weight`, one | single files `fp8_scaled` of image tools |
 | `NAME_scale`, one, one per row, per group of columns or per block; `NAME_zero_point` | compressed-tensors |
 
-The scale multiplies, also where its name says `inv`. Products are formed in float32 and rounded once.
+The scale is always a factor, also under the name `scale_inv`. Products are formed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ METHODS = ("", "fp8", "compressed-tensors")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 BLOCK = (128, 128)
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.5}
-"""Magnitude of codes that the largest entry of a block is put on; for int8 the middle of 127 and 128, as
-compressed-tensors has it."""
+"""Code magnitude of a block's largest entry; for int8 the midpoint of 127 and 128, as in
+compressed-tensors."""
 
 ACTIVATIONS = ("input_scale", "scale_input", "activation_scale", "input_zero_point", "output_scale",
                "k_scale", "v_scale", "q_scale", "input_global_scale")  # fmt: skip
-"""Last parts of names of scales that belong to activations and caches, which no weight needs."""
+"""Name suffixes of scales of activations and caches, which are ignored."""
 
 MARKER = "scaled_fp8"
-"""Tensor without a meaning of its own that single files carry."""
+"""Marker tensor in single files, without content."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Grid:
     """Blocks of a matrix that share a scale.
 
     Args:
-        rows, columns: number of blocks in a column, and in a row, of the grid.
-        height, width: of a block, in entries; the last ones may be smaller.
+        rows, columns: number of block rows and block columns.
+        height, width: size of a block in entries; the last blocks may be smaller.
     """
 
     rows: int
@@ -53,12 +53,12 @@ class Grid:
     width: int
 
     def expand(self, values: Tensor, start: int, stop: int, length: int, order: Tensor | None = None) -> Tensor:
-        """Values of the grid's rows that meet matrix rows `start:stop`, one per entry: `[stop - start, 1 or I]`.
+        """Expand grid values to matrix rows `start:stop`, one value per entry: `[stop - start, 1 or I]`.
 
         Args:
-            values: `[blocks, columns]`, from the block of row `start` on.
+            values: `[blocks, columns]`, starting at the block of row `start`.
             length: `I`.
-            order: block of each column, where columns are not in order (`g_idx`).
+            order: block of each column, if columns are permuted (`g_idx`).
         """
         if self.rows > 1:
             values = values[torch.arange(start, stop) // self.height - start // self.height]
@@ -67,15 +67,15 @@ class Grid:
         return values.repeat_interleave(self.width, 1)[:, :length] if self.columns > 1 else values
 
     def blocks(self, start: int, stop: int) -> tuple[int, int]:
-        """First and last + 1 row of the grid that matrix rows `start:stop` meet."""
+        """Range of grid rows that overlap matrix rows `start:stop`."""
         return (start // self.height, -(-stop // self.height)) if self.rows > 1 else (0, 1)
 
 
 @dataclass(frozen=True)
 class GridTensor(CodedTensor):
-    """Codes with a grid of scales per matrix; `parts`: codes, scales, and what else is stored.
+    """Codes with a grid of scales per matrix; `parts`: codes, scales, and other stored tensors.
 
-    Zero points and the block of each column, where they are stored, have the names `NAME_zero_point`, `NAME_g_idx`.
+    Zero points and the block of each column, if stored, are named `NAME_zero_point` and `NAME_g_idx`.
     """
 
     grid: Grid
@@ -84,22 +84,22 @@ class GridTensor(CodedTensor):
 
     @property
     def zero(self) -> str:
-        """Stored name of the zero points, empty without them."""
+        """Stored name of the zero points; may be empty."""
         return self.stored_as(f"{self.name}_zero_point")
 
     @property
     def order(self) -> str:
-        """Stored name of the block of each column, empty where columns are in order."""
+        """Stored name of the block of each column; empty if columns are in order."""
         return self.stored_as(f"{self.name}_g_idx")
 
     def column_blocks(self, stored: StoredParts) -> Tensor | None:
-        """Block of each column; None where columns are in order."""
+        """Block of each column; None if columns are in order."""
         return group_index(stored.entries(self.order, 0, self.columns), self.grid.columns) if self.order else None
 
     def of_grid(
         self, stored: StoredParts, name: str, matrix: int, start: int, stop: int, order: Tensor | None
     ) -> Tensor:
-        """Entries of the grid `name` that rows `start:stop` of a matrix meet, one per entry of these rows."""
+        """Values of the grid `name`, one per entry of matrix rows `start:stop`."""
         grid = self.grid
         low, high = grid.blocks(start, stop)
         first = 0 if self.per_tensor else (matrix * grid.rows + low) * grid.columns
@@ -114,7 +114,7 @@ class ScaledTensor(GridTensor):
     codes_dtype: str = ""
 
     def decode(self, stored: StoredParts, matrix: int, start: int, stop: int) -> Tensor:
-        """Codes times scales."""
+        """Decode to codes times scales."""
         first, length = matrix * self.rows + start, self.columns
         codes = stored.entries(self.name, first * length, (stop - start) * length)
         values, order = codes.view(stop - start, length).to(torch.float32), self.column_blocks(stored)
@@ -124,7 +124,7 @@ class ScaledTensor(GridTensor):
 
     @property
     def granule(self) -> int:
-        """Whole blocks; the whole tensor where it has one scale."""
+        """Rows of a whole block, or all rows if there is one scale."""
         if self.zero or self.order or self.codes_dtype not in LARGEST:
             return 0
         if self.per_tensor:
@@ -135,11 +135,11 @@ class ScaledTensor(GridTensor):
 
     @property
     def why_not_written(self) -> str:
-        """Reason why the layout is only read."""
-        return "" if self.granule else "codes with zero points or an order of columns are only read"
+        """Reason why the layout cannot be written."""
+        return "" if self.granule else "codes with zero points or a column order are read only"
 
     def encode(self, values: Tensor) -> Mapping[str, Tensor]:
-        """The scale of a block is its largest magnitude over that of the codes; codes are the nearest."""
+        """Encode: a block's scale is its maximum magnitude over that of the codes; nearest codes."""
         grid, rows = self.part(len(values)).grid, len(values)
         padded = torch.nn.functional.pad(
             values.abs(), (0, grid.columns * grid.width - self.columns, 0, grid.rows * grid.height - rows)
@@ -156,14 +156,14 @@ class ScaledTensor(GridTensor):
         return {self.name: codes, self.parts[1]: scale}
 
     def part(self, rows: int) -> ScaledTensor:
-        """A matrix of the first blocks."""
+        """The matrix restricted to its first blocks."""
         grid = self.grid
         few = replace(grid, rows=-(-rows // grid.height)) if grid.rows > 1 else replace(grid, height=rows)
         return replace(self, shape=(rows, self.columns), grid=few)
 
 
 def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int] | None) -> Grid | None:
-    """The grid on matrices of a shape, from the shape of their scales; None where they do not fit together.
+    """Grid of a matrix shape, from the shape of its scales; None if they do not match.
 
     >>> grid_of((300, 200), (3, 2), None)
     Grid(rows=3, columns=2, height=128, width=128)
@@ -171,14 +171,14 @@ def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, in
     Grid(rows=300, columns=1, height=1, width=200)
 
     Args:
-        block: of the config; by default 128 x 128, else the even division.
+        block: block size of the config; default: 128 x 128 if it matches, else an even division.
     """
     *batch, rows, columns = (1, *shape) if len(shape) == 1 else shape
     if count(scale) == 1:
         return Grid(1, 1, rows, columns)
     full = (*batch, rows, 1)
     if count(scale) == count(full) and scale[: len(batch) + 1] == full[:-1]:
-        return Grid(rows, 1, 1, columns)  # also of scales without the last axis
+        return Grid(rows, 1, 1, columns)  # also scales without the last axis
     if count(scale) == count(tuple(batch)) and batch:
         return Grid(1, 1, rows, columns)  # one per matrix of a stack
     found = (1, *scale) if len(shape) == 1 and len(scale) == 1 else scale
@@ -194,7 +194,7 @@ def grid_of(shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, in
 
 
 def blocks_of_config(settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Size of a block that a config declares, for the whole model; None where it declares none, or several."""
+    """Block size declared in the config for the whole model; None if missing or not unique."""
     found = {_pair(settings.get("weight_block_size"))}
     groups = settings.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
@@ -212,7 +212,7 @@ def _pair(value: Any) -> tuple[int, int] | None:
 
 
 def _find(spec: TensorSpec, headers: Headers) -> ScaledTensor | str | None:
-    """A float8 or int8 tensor with scales under one of the three names."""
+    """Recognize a float8 or int8 tensor with scales under one of the three names."""
     name, specs = spec.name, headers.specs
     is_int8 = spec.dtype == "int8" and headers.method == "compressed-tensors"
     scale = _scale_of(name, specs) if spec.shape and spec.numel and (spec.dtype in FLOAT8 or is_int8) else None
@@ -221,8 +221,8 @@ def _find(spec: TensorSpec, headers: Headers) -> ScaledTensor | str | None:
     block = blocks_of_config(headers.settings)
     grid = grid_of(spec.shape, scale.shape, block)
     if grid is None:
-        also = "" if block is None else f", also not {block[0]}x{block[1]} of config.json"
-        return f"its scales '{scale.name}' {list(scale.shape)} fit no block size{also}; a damaged or unknown layout"
+        also = "" if block is None else f", including {block[0]}x{block[1]} of config.json"
+        return f"its scales '{scale.name}' {list(scale.shape)} match no block size{also}; a damaged or unknown layout"
     zero, order = specs.get(f"{name}_zero_point"), specs.get(f"{name}_g_idx")
     if zero is not None and zero.numel != scale.numel:
         return f"expected one entry of '{zero.name}' per scale, {list(scale.shape)}, found {list(zero.shape)}"

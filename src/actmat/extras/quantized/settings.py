@@ -1,6 +1,6 @@
-"""Settings of quantized checkpoints: which ones a codec obeys, which do not matter, and which are refused.
+"""Settings of quantized checkpoints: used by a codec, irrelevant, or refused.
 
-A setting that is in no list, and is set, is named in the plan.
+Settings in none of the lists are named in the plan if set.
 
 Sources: `transformers.utils.quantization_config` of transformers 5, compressed-tensors 0.20, AutoAWQ 0.2, GPTQModel.
 """
@@ -11,10 +11,10 @@ from collections.abc import Mapping
 
 from actmat.checkpoints.keys import Keys
 
-_IN_THE_FILE = "the stored tensors say it"
-_WHICH_LAYERS = "the stored tensors say which layers were quantized"
-_CALIBRATION = "how codes were found"
-_RUN_TIME = "how they are computed with"
+_IN_THE_FILE = "given by the stored tensors"
+_WHICH_LAYERS = "the stored tensors show which layers were quantized"
+_CALIBRATION = "affects only how codes were chosen"
+_RUN_TIME = "affects only how the layer is computed"
 
 _LAYERS = ("modules_to_not_convert", "modules_to_convert", "ignored_layers", "ignore", "lm_head", "targets",
            "llm_int8_skip_modules", "block_name_to_quantize", "module_name_preceding_first_block",
@@ -51,21 +51,21 @@ def _keys(
     return Keys(obeyed, irrelevant, refused or {}, inside or {}, values or {})
 
 
-ROTATED = "weights were rotated before they were quantized, so that their deltas are in another basis"
+ROTATED = "weights were rotated before quantization, so that their deltas are in another basis"
 PACKINGS = ("gptq", "gptq_v2")
 GPTQ_KEYS = _keys(
     *_METHOD,
     "bits",
     refused={
-        "is_marlin_format": "codes in the order of a GPU kernel are not read",
+        "is_marlin_format": "codes in the order of a GPU kernel are not supported",
         "rotation": ROTATED,
-        "adapter": "EoRA adds a low-rank correction, which is in another file",
+        "adapter": "EoRA adds a low-rank correction from another file",
     },
     values={"checkpoint_format": PACKINGS, "format": PACKINGS},
 )
 AWQ_KEYS = _keys(
     *_METHOD, "bits", "w_bit", "checkpoint_format", values={"version": ("gemm",), "format": ("gemm",)}
-)  # `checkpoint_format` belongs to GPTQ, whose config class AWQ's is made of
+)  # `checkpoint_format` is a field of GPTQ, on whose config class AWQ's is based
 BITSANDBYTES_KEYS = _keys(*_METHOD)
 FP8_KEYS = _keys(*_METHOD, "weight_block_size", values={"expert_dtype": ("fp8",)})
 MXFP4_KEYS = _keys(*_METHOD)
@@ -78,7 +78,7 @@ COMPRESSED_KEYS = _keys(
     *_METHOD,
     *("transform_config", "sparsity_config"),
     refused={
-        "moe_sparsity_config": "experts were taken out, and those left have the numbers of others",
+        "moe_sparsity_config": "experts were removed, so the remaining ones are renumbered",
     },
     inside={"config_groups": Keys(inside={"*": _SCHEME})},
     values={"format": _FORMATS},

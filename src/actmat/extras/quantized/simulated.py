@@ -1,4 +1,4 @@
-"""A checkpoint of floats with the values that it has when it is loaded as codes, as trainers of adapters load it."""
+"""A float checkpoint rounded to the values it has when loaded in 4 bits for adapter training."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from actmat.layout.classify import HEAD_WORDS
 from actmat.layout.types import Role
 
 ROUNDINGS = {"nf4": partial(rounded_nf4, nested=False), "nf4-double": partial(rounded_nf4, nested=True)}
-"""Scheme -> function that quantizes a tensor and decodes it."""
+"""Scheme -> function that quantizes and decodes a tensor."""
 FORMAT = "simulated"
-"""Format of its handles, whose view is the scheme, the names and the handle of what it is made of."""
+"""Format of its handles; the view contains the scheme, the names and the inner handle."""
 BYTES_PER_ENTRY = 24
-"""Memory while a tensor is rounded."""
+"""Memory for rounding a tensor, relative to its size."""
 
 
 class SimulatedCheckpoint(CheckpointView):
-    """Tensors of a checkpoint, which is closed with it, rounded by a codec when they are read.
+    """View of a checkpoint whose tensors are rounded by a codec on reading; closes the checkpoint.
 
     Args:
-        inner: the checkpoint as stored.
-        names: tensors that are rounded, whole.
+        inner: the stored checkpoint.
+        names: tensors to round.
         scheme: key of `ROUNDINGS`.
     """
 
@@ -39,7 +39,7 @@ class SimulatedCheckpoint(CheckpointView):
         super().__init__(inner)
         self._names, self._scheme, self._round = frozenset(names), scheme, ROUNDINGS[scheme]
         self.specs, self.aliases, self.written_sidecars = inner.specs, inner.aliases, inner.written_sidecars
-        self.notes = (*inner.notes, f"{len(self._names)} tensors are rounded to {scheme} and back as they are read")
+        self.notes = (*inner.notes, f"{len(self._names)} tensors are rounded to {scheme} and back on reading")
         self._last = threading.local()
 
     @property
@@ -48,12 +48,12 @@ class SimulatedCheckpoint(CheckpointView):
         return self.inner.written_config
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, rounded."""
+        """Read the whole tensor, rounded."""
         found = self.inner.read(name)
         return self._round(found) if name in self._names else found
 
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
-        """Bytes of the tensor; a thread keeps the last one that it rounded."""
+        """Fill with the tensor's bytes; each thread caches its last rounded tensor."""
         if spec.name not in self._names:
             self.inner.read_into(spec.name, start, out)
             return
@@ -63,11 +63,11 @@ class SimulatedCheckpoint(CheckpointView):
 
     @property
     def buffer_bytes(self) -> int:
-        """A tensor that a thread keeps, and its memory while it rounds it."""
+        """Memory of a thread's cached tensor and of rounding it."""
         return self.inner.buffer_bytes + BYTES_PER_ENTRY * max((self.specs[n].numel for n in self._names), default=0)
 
     def handle(self) -> CheckpointHandle:
-        """Address of the stored checkpoint, with the tensors that are rounded."""
+        """Handle of the stored checkpoint, with the rounded tensors."""
         inner = self.inner.handle()
         return CheckpointHandle(
             inner.address, FORMAT, self.location, view=(self._scheme, tuple(sorted(self._names)), inner)
@@ -78,23 +78,23 @@ class _Simulated:
     """See `checkpoints.resolve.View`."""
 
     def open(self, view: Any, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
-        """The checkpoint of a handle's view, which may have gone through JSON."""
+        """Open the checkpoint of a handle's view, which may come from JSON."""
         scheme, names, inner = view
         return SimulatedCheckpoint(
             open_handle(inner if isinstance(inner, CheckpointHandle) else CheckpointHandle(**inner)), names, scheme
         )
 
     def of(self, base: Checkpoint, scheme: str) -> Checkpoint:
-        """The base with the linear layers rounded that bitsandbytes replaces: all but the output head.
+        """Round the linear layers that bitsandbytes quantizes: all except the output head.
 
         Raises:
-            CheckpointError: it is stored as codes already, or has no such layers in the usual orientation.
+            CheckpointError: the base is already quantized, or has no such layers in the usual orientation.
         """
         if coded := next((n for n in base.specs if base.scheme(n)), None):
             base.close()
             raise CheckpointError(
-                f"{base.location}: base_as={scheme} rounds floats, and tensor '{coded}' is stored as codes already: "
-                "the adapter is added to what they stand for. Fix: leave out base_as"
+                f"{base.location}: base_as={scheme} rounds floats, but tensor '{coded}' is already quantized: "
+                "the adapter is added to its decoded values. Fix: remove base_as"
             )
         layouts = resolve_layout(base.specs, base.config).tensors
         names = [
@@ -107,10 +107,10 @@ class _Simulated:
         turned = [n for n in names if layouts[n].orientation != "OI"]
         if turned or not names:
             base.close()
-            found = f"'{turned[0]}' is stored transposed" if turned else "none was found"
+            found = f"'{turned[0]}' is stored transposed" if turned else "it has none"
             raise CheckpointError(
-                f"{base.location}: base_as={scheme} rounds linear layers, stored as rows of outputs, and {found}. "
-                "Fix: save a copy that was loaded in 4 bits and dequantized (model.dequantize()), as the base"
+                f"{base.location}: base_as={scheme} rounds linear layers with one row per output, but {found}. "
+                "Fix: load the base in 4 bits, dequantize it (model.dequantize()), save it, and use that copy"
             )
         return SimulatedCheckpoint(base, names, scheme)
 

@@ -1,4 +1,4 @@
-"""Codes of less than a byte in bytes and words."""
+"""Pack and unpack codes of less than a byte."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def nibbles(packed: Tensor) -> Tensor:
-    """Bytes `[..., n]` as 4-bit codes `[..., 2 n]`, the low half of each byte first; uint8.
+    """Unpack bytes `[..., n]` to 4-bit codes `[..., 2 n]`, the low half of each byte first; uint8.
 
     >>> nibbles(torch.tensor([0x21, 0x43], dtype=torch.uint8)).tolist()
     [1, 2, 3, 4]
@@ -17,7 +17,7 @@ def nibbles(packed: Tensor) -> Tensor:
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """int32 words `[..., n]` as unsigned codes of 2, 4 or 8 bits `[..., n * 32 / bits]`, the lowest bits first; uint8.
+    """Unpack int32 words `[..., n]` to codes of 2, 4 or 8 bits `[..., n * 32 / bits]`, lowest bits first; uint8.
 
     >>> unpack_words(torch.tensor([0x76543210], dtype=torch.int32), 4).tolist()
     [0, 1, 2, 3, 4, 5, 6, 7]
@@ -31,7 +31,7 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Unsigned codes of 4 or 8 bits as int32 words, the lowest bits first; the inverse of `unpack_words`.
+    """Pack unsigned codes of 4 or 8 bits into int32 words, lowest bits first; the inverse of `unpack_words`.
 
     >>> pack_words(torch.tensor([0, 1, 2, 3, 4, 5, 6, 7], dtype=torch.uint8), 4).tolist() == [0x76543210]
     True
@@ -41,10 +41,10 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 
 
 def group_index(order: Tensor, groups: int) -> Tensor:
-    """Group of each column, to index with.
+    """Group of each column, as an index tensor.
 
     Raises:
-        IndexError: there are only `groups` of them.
+        IndexError: a group number is out of range.
     """
     if order.numel() and not 0 <= int(order.min()) <= int(order.max()) < groups:
         raise IndexError(f"expected groups 0 to {groups - 1}, found {int(order.min())} to {int(order.max())}")

@@ -1,7 +1,7 @@
 """Run units in a Ray cluster: actors with a session each, which write their ranges of the shards to shared storage.
 
-The plan goes to every worker once, through the object store; units go in batches, records and findings come back. No
-tensor leaves a worker but for the storage.
+The plan goes to every worker once, through the object store; units are sent in batches, records and findings come back.
+Workers send no tensors except to the storage.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Batches of units, and sizes of workers: decided from the plan's costs and the cluster's nodes, without Ray.
+"""Batches of units, and sizes of workers, from the plan's costs and the cluster's nodes; does not import Ray.
 
-Longest first: a large unit that came last would leave the other workers idle. Or in the order of the output, where its
-files are sent when they are finished. Small units travel together, so that the driver's time per tensor stays small; a
-batch is short, because a lost worker loses the batch that it was at.
+Longest first, because a large last unit would leave the other workers idle; or in output order, if finished files are
+sent early. Small units are batched to reduce the driver's time per tensor; batches are short, because a lost worker
+loses its current batch.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from actmat.engine.units import Unit, planned_seconds
 from actmat.errors import MergeError, format_size
 
 UNIT_SECONDS = 1e-3
-"""Overhead of a unit, besides its planned time."""
+"""Overhead of a unit in seconds, in addition to its planned time."""
 BATCH_SECONDS = 2.0
-"""Longest planned time of a batch of several units."""
+"""Maximum planned time of a batch of several units, in seconds."""
 BATCH_UNITS = 256
-"""Most units in a batch: their records travel in one message."""
+"""Maximum number of units in a batch, whose records are sent in one message."""
 BATCHES_PER_WORKER = 8
-"""Fewest batches per worker, while there are so many units, so that all workers end at nearly the same time."""
+"""Minimum number of batches per worker, if there are enough units, so that all workers end at about the same time."""
 
 
 @dataclass(frozen=True)
 class UnitBatch:
-    """Units that one worker merges one after another: all on an accelerator, or none."""
+    """Units that one worker merges in sequence: all on an accelerator, or none."""
 
     units: tuple[Unit, ...]
 
     @property
     def memory(self) -> int:
-        """Bytes that the largest unit takes on the host."""
+        """Host memory of the largest unit, in bytes."""
         return max(u.host_bytes for u in self.units)
 
     @property
@@ -43,7 +43,7 @@ class UnitBatch:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine of a cluster as Ray counts it: cores, accelerators, bytes of memory."""
+    """One machine of a cluster in Ray's terms: cores, accelerators, bytes of memory."""
 
     cpus: int
     gpus: int
@@ -55,9 +55,9 @@ class Offer:
     """One worker: the memory that Ray reserves for it, in bytes, and whether it has an accelerator.
 
     Args:
-        memory: reserved.
-        process: of this, what the process itself takes.
-        device: it has an accelerator.
+        memory: reserved bytes.
+        process: bytes of it that the process itself needs.
+        device: whether it has an accelerator.
     """
 
     memory: int
@@ -70,21 +70,21 @@ class Offer:
 
 
 def unit_seconds(unit: Unit) -> float:
-    """Rough time of a unit on one core, in seconds."""
+    """Estimated time of a unit on one core, in seconds."""
     return UNIT_SECONDS + planned_seconds(unit)
 
 
 def make_batches(units: Sequence[Unit], workers: int, *, in_order: bool = False) -> list[UnitBatch]:
-    """All units in batches, the longest first; a unit longer than a batch should be is alone.
+    """Divide units into batches, longest first; a unit longer than the batch limit is a batch of its own.
 
     Args:
-        units: to merge.
-        workers: that share them.
-        in_order: units keep their order, and batches have that of their first units.
+        units: units to merge.
+        workers: number of workers.
+        in_order: keep the order of units and of batches.
     """
     most = min(BATCH_SECONDS, sum(map(unit_seconds, units)) / max(1, workers * BATCHES_PER_WORKER))
     batches: list[list[Unit]] = []
-    latest: dict[bool, tuple[list[Unit], float]] = {}  # by place (accelerator or host): units, and their seconds
+    latest: dict[bool, tuple[list[Unit], float]] = {}  # on accelerator or host -> units, seconds
     for unit in units if in_order else sorted(units, key=unit_seconds, reverse=True):
         held, seconds = latest.get(unit.device_bytes > 0, ([], 0.0))
         seconds += unit_seconds(unit)
@@ -97,24 +97,24 @@ def make_batches(units: Sequence[Unit], workers: int, *, in_order: bool = False)
 
 
 def plan_offers(nodes: Sequence[Node], units: Sequence[Unit], process: int, most: int | None = None) -> list[Offer]:
-    """Workers for these units: one per core, on each node as large as the largest unit needs.
+    """Workers for these units: one per core, each large enough for the largest unit.
 
-    Where a node has too little memory for that, its first worker has that size and the others share the rest.
+    If a node has too little memory for that, its first worker has that size and the others share the rest.
 
     Args:
-        nodes: of the cluster.
-        units: to merge; at least one.
-        process: bytes of a worker without units.
-        most: workers at most.
+        nodes: nodes of the cluster.
+        units: units to merge; at least one.
+        process: memory of a worker without units, in bytes.
+        most: maximum number of workers.
 
     Raises:
-        MergeError: no node takes the largest unit, or none has the accelerator that units need.
+        MergeError: no node can hold the largest unit, or has the accelerator that units need.
     """
     device = {unit.device_bytes > 0 for unit in units}
     if True in device and not any(n.gpus for n in nodes):
         raise MergeError(
             "--device asks for GPUs, but no node of the Ray cluster offers one. Fix: start the nodes with 'ray start "
-            "--num-gpus', or leave out --device."
+            "--num-gpus', or remove --device."
         )
     offers = [offer for node in nodes for offer in _of_node(node, units, process)]
     for wanted in device:
@@ -122,7 +122,7 @@ def plan_offers(nodes: Sequence[Node], units: Sequence[Unit], process: int, most
         if not any(offer.takes(UnitBatch((worst,))) for offer in offers):
             largest = max((n.memory for n in nodes if n.cpus and (n.gpus or not wanted)), default=0)
             raise MergeError(
-                f"No node of the Ray cluster can merge '{worst.name}': its worker needs one core"
+                f"No node of the Ray cluster can merge '{worst.name}': a worker for it needs one core"
                 f"{' and a GPU' * wanted} and {format_size(process + worst.host_bytes)}; the largest of "
                 f"{len(nodes)} node(s) offers {format_size(largest)}. Ray offers 70 % of a node's memory. Fix: "
                 "larger nodes, 'ray start --memory', or a higher --max-memory."
@@ -131,7 +131,7 @@ def plan_offers(nodes: Sequence[Node], units: Sequence[Unit], process: int, most
 
 
 def _of_node(node: Node, units: Sequence[Unit], process: int) -> list[Offer]:
-    """Workers of one node, those with an accelerator first."""
+    """Workers of one node, with accelerators first."""
     peaks, moved = [u.host_bytes for u in units], [u.device_bytes > 0 for u in units]
     gpus = min(node.gpus, node.cpus) if any(moved) else 0
     count = gpus if all(moved) else node.cpus

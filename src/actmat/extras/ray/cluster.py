@@ -1,4 +1,4 @@
-"""Connection to Ray: found, started, or refused with the reason."""
+"""Connect to a Ray cluster, or start one."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from actmat.system import usable_cores
 
 AUTO, LOCAL = "auto", "local"
 ANSWER_SECONDS = 10.0
-"""Wait for a cluster to accept a connection; Ray itself goes on trying for many minutes."""
+"""Seconds to wait for a cluster to accept a connection; Ray itself would try for many minutes."""
 STORE_BYTES = 1 << 29
-"""Object store of a Ray that is started here: it holds one plan."""
+"""Bytes of the object store of a locally started Ray, which holds one plan."""
 
 
 def check_address(address: str) -> None:
-    """Refuse what `connect` cannot reach, before anything is opened.
+    """Check an address for `connect` before anything is opened.
 
     Raises:
-        RecipeError: Ray is not installed, or the address is of another kind.
+        RecipeError: Ray is not installed, or the address has an invalid form.
     """
     if importlib.util.find_spec("ray") is None:
         raise RecipeError(
@@ -37,20 +37,20 @@ def check_address(address: str) -> None:
     if address not in ("", AUTO, LOCAL) and ("://" in address or not host or not port.isdecimal()):
         raise RecipeError(
             f"The executor 'ray' takes the address HOST:PORT of a cluster, 'auto' or 'local'; found '{address}'. The "
-            "driver needs the storage of the workers: run the command on a node of the cluster, for example "
+            "driver must share the storage of the workers: run the command on a node of the cluster, for example "
             "with 'ray job submit -- actmat merge ... --executor ray=auto'."
         )
 
 
 def connect(address: str) -> bool:
-    """Connect this process to Ray, unless it is connected; True if a Ray was started for it.
+    """Connect this process to Ray unless it is already connected; returns True if a Ray was started.
 
     Args:
-        address: HOST:PORT of a cluster; "auto": the one that runs on this machine; "local": a new one; "": what
-            RAY_ADDRESS names, else the one that runs on this machine, else a new one.
+        address: HOST:PORT of a cluster; "auto": the cluster on this machine; "local": a new one; "": RAY_ADDRESS,
+        else the cluster on this machine, else a new one.
 
     Raises:
-        MergeError: nothing answers there, or this process is connected to another cluster.
+        MergeError: the address does not respond, or this process is connected to another cluster.
     """
     import ray
 
@@ -58,7 +58,7 @@ def connect(address: str) -> bool:
         here = ray.get_runtime_context().gcs_address
         if address not in ("", AUTO, LOCAL, here):
             raise MergeError(
-                f"This process is connected to the Ray cluster {here}, and the executor names {address}. Fix: "
+                f"This process is connected to the Ray cluster {here}, but the executor names {address}. Fix: "
                 "ray.shutdown() first, or the executor 'ray'."
             )
         return False
@@ -79,10 +79,10 @@ def _start(wanted: str) -> bool:
             if wanted:
                 said = " ".join(str(error).split())[:300]
                 raise MergeError(
-                    f"There is no Ray cluster at '{wanted}': {said}. Fix: 'ray start --head' on one node and "
-                    "'ray start --address HOST:PORT' on the others, and the address that the first printed."
+                    f"There is no Ray cluster at '{wanted}': {said}. Fix: run 'ray start --head' on one node and "
+                    "'ray start --address HOST:PORT' on the others, and use the address that the first one printed."
                 ) from error
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody asked for reports to Ray's makers
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports to Ray
     cores = usable_cores()
     ray.init(address=LOCAL, num_cpus=cores, include_dashboard=False, object_store_memory=STORE_BYTES, **quiet)
     return True
@@ -90,7 +90,7 @@ def _start(wanted: str) -> bool:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keep the handler of SIGTERM, in whose place Ray puts one that ends the process with its unit half done."""
+    """Keep the handler of SIGTERM; Ray's own handler would end the process in the middle of a unit."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -107,7 +107,7 @@ def _reach(address: str) -> None:
 
 
 def cluster_nodes() -> dict[str, Node]:
-    """Nodes that are alive, by their ids."""
+    """Node id -> node, for all live nodes."""
     import ray
 
     found = {}
@@ -119,14 +119,14 @@ def cluster_nodes() -> dict[str, Node]:
 
 
 def driver_node() -> str:
-    """Id of the node that this process is on."""
+    """Id of this process's node."""
     import ray
 
     return str(ray.get_runtime_context().get_node_id())
 
 
 def node_name() -> str:
-    """Name of the node that this process is on: its host's, with a part of its id where several have that name."""
+    """Name of this process's node: the host name, plus part of the id if several nodes share it."""
     import ray
 
     host, mine = socket.gethostname(), driver_node()

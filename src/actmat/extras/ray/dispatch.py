@@ -1,4 +1,4 @@
-"""The driver's side of workers: starts them in a Ray cluster, keeps them busy, replaces those that are lost."""
+"""Driver side of the workers: starts them in a Ray cluster, assigns batches, replaces lost workers."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from actmat.extras.ray.cluster import node_name
 from actmat.extras.ray.worker import Answer, Opening, Worker
 
 ATTEMPTS = 4
-"""Workers that may be lost at one unit, and workers in a row that may be lost before any has started."""
+"""Maximum number of workers lost at one unit, and lost in a row before any has started."""
 POLL_SECONDS = 10.0
 START_SECONDS = 600.0
-"""Wait for a first worker: a cluster that grows on demand needs minutes."""
+"""Seconds to wait for a first worker; an autoscaling cluster needs minutes."""
 CONTROL = "control"
 
 Send = Callable[[Any, UnitBatch], Any]
-"""`send(handle, batch)` calls an actor and returns the reference to its answer."""
+"""`send(handle, batch)` calls an actor and returns a reference to its answer."""
 
 
 @dataclass(eq=False)
 class _Hired:
-    """One worker as the driver sees it.
+    """Driver's state of one worker.
 
     Args:
-        handle: of the actor.
-        offer: what it was started with.
-        pending: reference to the answer it is at; None: idle.
-        batch: that the answer is about; None while the session is opened.
-        where: node, once it has answered.
+        handle: handle of the actor.
+        offer: resources it was started with.
+        pending: reference to its pending answer; None: idle.
+        batch: batch of the pending answer; None while the session is being opened.
+        where: name of its node, after its first answer.
     """
 
     handle: Any
@@ -45,11 +45,11 @@ class _Hired:
 
 
 class Dispatcher:
-    """Workers in a cluster, and the batches that they share.
+    """Workers of a cluster, and the batches they process.
 
     Args:
-        offers: a worker for each.
-        pin: id of the only node that may have workers; "" for any.
+        offers: one worker is started for each.
+        pin: id of the only node for workers; "": any node.
     """
 
     def __init__(self, offers: Sequence[Offer], *, pin: str = "") -> None:
@@ -65,10 +65,10 @@ class Dispatcher:
         self._workers = [self._hire(offer) for offer in offers]
 
     def open(self, opening: Callable[[Offer], Opening], spec: Any) -> None:
-        """Open a session in every worker, also in those that are hired later.
+        """Open a session in every worker, including workers hired later.
 
         Args:
-            opening: per offer, how it is opened.
+            opening: function from offer to `Opening`.
             spec: reference to the `SessionSpec` in the object store; every worker fetches it once.
         """
 
@@ -84,19 +84,19 @@ class Dispatcher:
             send(worker)
 
     def use(self, surveys: Any) -> None:
-        """Give results of surveys, a reference, to all sessions of the spec that was opened last."""
+        """Send survey results, given by reference, to all sessions of the last opened spec."""
         self._surveys = surveys
         for worker in self._workers:
             worker.handle.use.remote(surveys)
 
     def run(self, batches: Sequence[UnitBatch], send: Send) -> Generator[Answer, None, None]:
-        """Answers of all batches, as they come; a batch may be computed twice, but is answered once.
+        """Yield the answers of all batches as they arrive; a batch may be computed twice, but is answered once.
 
-        After an error and when the generator is closed, workers begin no further unit, and those that run are waited
-        for; what they finished is yielded before the error is raised.
+        After an error, or when the generator is closed, workers start no further unit. Running units are awaited, and
+        their results are yielded before the error is raised.
 
         Args:
-            batches: in the order in which they should begin.
+            batches: batches in starting order.
             send: see `Send`.
         """
         self._queue = list(batches)
@@ -114,13 +114,13 @@ class Dispatcher:
         except GeneratorExit:
             self._stop()
             raise
-        except BaseException:  # Ctrl-C too: results that a later run need not compute again are kept
+        except BaseException:  # also Ctrl-C: keep finished results for a later run
             yield from self._stop()
             raise
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences for the user since the last call."""
+        """New notes for the user since the last call."""
         notes, self._notes = tuple(self._notes), []
         return notes
 
@@ -132,7 +132,7 @@ class Dispatcher:
         import ray
 
         for worker in self._workers:
-            with contextlib.suppress(Exception):  # a cluster that is gone has no workers either
+            with contextlib.suppress(Exception):  # the cluster may be gone
                 ray.kill(worker.handle)
         self._workers = []
 
@@ -159,7 +159,7 @@ class Dispatcher:
                 worker.pending = send(worker.handle, worker.batch)
 
     def _take(self, offer: Offer) -> UnitBatch | None:
-        """The next batch that a worker can do, out of the queue; accelerators do their own batches first."""
+        """Take the next batch that a worker can merge; workers with accelerators prefer batches for them."""
         for wanted in (True, False) if offer.device else (False,):
             for k, batch in enumerate(self._queue):
                 if batch.device == wanted and offer.takes(batch):
@@ -167,7 +167,7 @@ class Dispatcher:
         return None
 
     def _next(self, send: Send) -> Answer | None:
-        """The next answer about a batch; None when something else happened. Its worker is busy again before."""
+        """The next answer to a batch, after its worker got a new batch; None if something else happened."""
         import ray
 
         busy = {w.pending: w for w in self._workers if w.pending is not None}
@@ -192,12 +192,12 @@ class Dispatcher:
         return None
 
     def _fetch(self, worker: _Hired) -> Answer | None:
-        """The answer that is ready; None if the worker was lost."""
+        """The worker's ready answer; None if the worker was lost."""
         import ray
 
         try:
             answer: Answer = ray.get(worker.pending)
-        except ray.exceptions.RayTaskError as error:  # no answer: what it was given, or the answer, does not pickle
+        except ray.exceptions.RayTaskError as error:  # arguments or answer could not be pickled
             raise MergeError(
                 f"A worker failed: {_last_line(error)}. This is a bug in actmat; please report it."
             ) from error
@@ -208,30 +208,30 @@ class Dispatcher:
         return answer
 
     def _replace(self, worker: _Hired, error: Exception) -> None:
-        """Hire another worker in place of a lost one, whose batch is done again, unit by unit.
+        """Replace a lost worker; its batch is merged again, unit by unit.
 
         Raises:
-            MergeError: too many were lost at one unit, or none starts.
+            MergeError: too many workers were lost at one unit, or none starts.
         """
         import ray
 
         self._workers.remove(worker)
-        with contextlib.suppress(Exception):  # most likely it is gone
+        with contextlib.suppress(Exception):  # it is probably gone
             ray.kill(worker.handle)
         reason = _last_line(error)
         if worker.batch is None and not worker.where:
             self._failed_starts += 1
             if self._failed_starts >= ATTEMPTS:
                 raise MergeError(
-                    f"{ATTEMPTS} workers were lost before they had started: {reason}. Likely cause: actmat, of this "
-                    "version, is not installed on the nodes of the cluster, or they have too little memory."
+                    f"{ATTEMPTS} workers were lost before they had started: {reason}. Likely cause: this version of "
+                    "actmat is not installed on the nodes of the cluster, or they have too little memory."
                 ) from error
         units = () if worker.batch is None else worker.batch.units
         self._lost.update(u.name for u in units)
         for unit in units:
             if self._lost[unit.name] >= ATTEMPTS:
                 raise MergeError(
-                    f"{ATTEMPTS} workers were lost while they merged '{unit.name}' or its neighbors, the last one on "
+                    f"{ATTEMPTS} workers were lost while merging '{unit.name}' or its neighbors, the last one on "
                     f"node {worker.where}: {reason}. Likely cause: too little memory; a worker for it reserves "
                     f"{format_size(worker.offer.memory)}. Fix: nodes with more memory, or fewer cores per node ('ray "
                     "start --num-cpus'); the same command goes on where it stopped."
@@ -245,7 +245,7 @@ class Dispatcher:
         self._workers.append(hired)
 
     def _check_start(self) -> None:
-        """Raise if no worker has answered for too long, and none is at work."""
+        """Raise if no worker has answered for too long and none is working."""
         if any(w.batch is not None for w in self._workers):
             self._alive_at = time.monotonic()
         if time.monotonic() - self._alive_at < START_SECONDS:
@@ -257,12 +257,12 @@ class Dispatcher:
         raise MergeError(
             f"No worker started in {START_SECONDS:.0f} s. One needs 1 core{' and 1 GPU' * offer.device} and "
             f"{format_size(offer.memory)} of memory; free in the Ray cluster: {free.get('CPU', 0):g} cores, "
-            f"{free.get('GPU', 0):g} GPUs, {format_size(free.get('memory', 0))}. Likely cause: other jobs hold the "
-            "rest, or nodes have gone; the same command goes on where it stopped."
+            f"{free.get('GPU', 0):g} GPUs, {format_size(free.get('memory', 0))}. Likely cause: other jobs use the "
+            "rest, or nodes are down; the same command goes on where it stopped."
         )
 
     def _check_processor(self, answer: Answer) -> None:
-        """Refuse workers whose torch uses different vector instructions: last bits may differ between them."""
+        """Raise if the workers' torch uses different vector instructions, so that last bits may differ."""
         self._processors.setdefault(answer.processor, answer.where)
         if len(self._processors) > 1:
             found = ", ".join(f"{node} has {name}" for name, node in self._processors.items())
@@ -272,7 +272,7 @@ class Dispatcher:
             )
 
     def _stop(self) -> list[Answer]:
-        """Let every worker end the unit it is at; answers of those that finished some."""
+        """Let every worker finish its current unit; returns the answers with results."""
         import ray
 
         busy = [w for w in self._workers if w.pending is not None and w.batch is not None]
@@ -281,7 +281,7 @@ class Dispatcher:
             with contextlib.suppress(ray.exceptions.RayError):
                 worker.handle.stop.options(concurrency_group=CONTROL).remote()
         for worker in busy:
-            with contextlib.suppress(ray.exceptions.RayError):  # lost: nothing is known of its units
+            with contextlib.suppress(ray.exceptions.RayError):  # lost: its units are unknown
                 answers.append(ray.get(worker.pending))
             worker.pending = worker.batch = None
         self._queue = []
@@ -289,7 +289,7 @@ class Dispatcher:
 
 
 def _last_line(error: Exception) -> str:
-    """The most telling line of an error of Ray, which has many."""
+    """The most informative line of a multi-line Ray error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [x for x in lines if "died because" in x or "out of memory" in x.lower() or "Error" in x]
     return (telling or lines or [type(error).__name__])[-1][:300].rstrip(".")

@@ -1,4 +1,4 @@
-"""`RayExecutor`: the driver of a merge in a Ray cluster."""
+"""`RayExecutor`: runs a merge in a Ray cluster."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from actmat.planning.model import Item
 
 
 class RayExecutor:
-    """One worker per core of a Ray cluster, each with a session of its own; see docs/cluster.md.
+    """One worker per core of a Ray cluster, each with its own session; see docs/cluster.md.
 
     Args:
-        inputs, writers: not used: workers open their own.
-        resources: most workers, and memory of each node, where the user set them; `cuda` for plans with GPUs.
+        inputs, writers: not used; workers open their own.
+        resources: maximum number of workers and memory of each node, if the user set them; `cuda` for plans with GPUs.
         address: see `cluster.connect`.
-        workers: that run already, and go on running; default: as many as fit, ended after `run`.
+        workers: existing workers, which are not ended; default: as many as fit, ended after `run`.
     """
 
     elsewhere = True
@@ -57,7 +57,7 @@ class RayExecutor:
 
     @classmethod
     def at(cls, address: str) -> ExecutorFactory:
-        """The executor of the cluster at an address, see `cluster.connect`; nothing is started yet.
+        """Factory of executors for the cluster at an address, see `cluster.connect`; starts nothing.
 
         Raises:
             RecipeError: Ray is not installed, or the address is of another kind.
@@ -70,7 +70,7 @@ class RayExecutor:
         """See `Executor`."""
         if device in ("cpu", "cuda"):
             return None
-        return f"gives every worker a GPU of its own; found the device '{device}'. Write --device cuda."
+        return f"gives every worker its own GPU; found the device '{device}'. Fix: --device cuda."
 
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
         """See `Executor`."""
@@ -98,7 +98,7 @@ class RayExecutor:
                     yield from _released(answer, workers)
 
     def _observe(self, spec: SessionSpec, fork: Callable[[], Any], items: Sequence[Item]) -> Iterator[Any]:
-        """One pass of a survey; every batch has a state of its own, so that a lost worker loses only that."""
+        """Run one pass of a survey; every batch has its own state, so that a lost worker loses only that."""
         import ray
 
         places = {id(item): (p, n) for p, plan in enumerate(spec.plans) for n, item in enumerate(plan.items)}
@@ -118,7 +118,7 @@ class RayExecutor:
         return make_batches(units, len(self._workers), in_order=self._resources.in_order)
 
     def _opened(self, spec: SessionSpec, units: Sequence[Unit]) -> Dispatcher:
-        """Workers with an open session for the spec; its surveys may be missing there."""
+        """Workers with an open session for the spec, possibly without its survey results."""
         import ray
 
         plain = dataclasses.replace(spec, surveys={})
@@ -151,7 +151,7 @@ class RayExecutor:
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
-        """End what was started, whatever happens."""
+        """End started workers in any case."""
         try:
             yield
         finally:
@@ -162,7 +162,7 @@ class RayExecutor:
 
     @contextlib.contextmanager
     def _ending_on_error(self) -> Iterator[None]:
-        """End what was started if the block fails; else it serves the next call."""
+        """End started workers if the block fails; otherwise keep them for the next call."""
         try:
             yield
         except BaseException:  # Ctrl-C too
@@ -177,7 +177,7 @@ def _observed(item: Item, member: Member) -> Unit:
 
 
 def _released(answer: Answer, workers: Dispatcher) -> Iterator[UnitResult]:
-    """Results of an answer, of which none is kept; the first brings what the user should know."""
+    """Yield the results of an answer without keeping them; the first carries notes for the user."""
     results = deque(answer.results)
     answer.results.clear()
     if results and (notes := workers.notes):

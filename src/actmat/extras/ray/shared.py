@@ -1,4 +1,4 @@
-"""Proof that a worker sees the storage of its driver: token files next to the outputs, and identities of the inputs."""
+"""Check that workers share the driver's storage: token files next to the outputs, identities of the inputs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from actmat.system import BINARY, NOFOLLOW
 
 
 def _token_path(folder: Path) -> Path:
-    """A sibling: everything in the folder itself becomes part of the output."""
+    """Path next to the folder, because all files inside it become part of the output."""
     return folder.parent / f"{folder.name}-token"
 
 
 @contextlib.contextmanager
 def prepared_storage(spec: SessionSpec) -> Iterator[Mapping[Path, str]]:
-    """Shards that other machines can open, and a token beside every folder of the outputs; yields folder -> its token.
+    """Create shards that other machines can open, and a token next to every output folder; yields folder -> token.
 
     Raises:
-        OutputError: the disk.
+        OutputError: a disk error.
     """
     tokens: dict[Path, str] = {}
     try:
@@ -35,10 +35,10 @@ def prepared_storage(spec: SessionSpec) -> Iterator[Mapping[Path, str]]:
                 continue
             with disk_errors(folder):
                 for shard in plan.shards:
-                    _sync(folder / shard.file)  # headers and sizes that the driver wrote reach the shared storage
+                    _sync(folder / shard.file)  # flush the driver's headers and sizes to the shared storage
                 tokens[folder] = secrets.token_hex(16)
                 path = _token_path(folder)
-                path.unlink(missing_ok=True)  # a run that was killed left it; nothing is written through a link
+                path.unlink(missing_ok=True)  # left by a killed run; never write through a link
                 with path.open("x", encoding="ascii") as file:
                     file.write(tokens[folder])
                     file.flush()
@@ -51,7 +51,7 @@ def prepared_storage(spec: SessionSpec) -> Iterator[Mapping[Path, str]]:
 
 
 def storage_problems(tokens: Mapping[Path, str], node: str) -> list[str]:
-    """Sentences on folders that this worker does not share with its driver."""
+    """Problems: folders that this worker does not share with its driver."""
     problems = []
     for folder, token in tokens.items():
         path = _token_path(folder)
@@ -61,14 +61,14 @@ def storage_problems(tokens: Mapping[Path, str], node: str) -> list[str]:
             found = ""
             said = error.strerror or type(error).__name__
         else:
-            said = "it holds another text"
+            said = "its content differs"
         if found != token:
             problems.append(f"node {node} does not see the output's folder {folder}: {path}: {said}")
     return problems
 
 
 def input_problems(spec: SessionSpec, inputs: Inputs, node: str) -> list[str]:
-    """Sentences on inputs that are other files here than those that were planned with."""
+    """Problems: inputs whose files differ from those of the plan."""
     sources: list[Checkpoint | Expert] = [*([inputs.base] if inputs.base is not None else []), *inputs.experts]
     problems = []
     planned = [s for s in spec.plans[0].inputs if inputs.base is not None or s is not spec.plans[0].base]
@@ -82,7 +82,7 @@ def input_problems(spec: SessionSpec, inputs: Inputs, node: str) -> list[str]:
 
 
 def _content(files: Sequence[FileIdentity]) -> list[tuple[str, int, int, str]]:
-    """Parts of identities that hold on every machine; the time of the last change of an inode does not."""
+    """Parts of identities that are equal on all machines; excludes the inode change time."""
     return [(Path(f.path).name, f.size, f.modified_ns, f.etag) for f in files]
 
 

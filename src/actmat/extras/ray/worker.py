@@ -1,4 +1,4 @@
-"""A worker: opens a session once and merges the units that its driver sends. Runs in a Ray actor, and anywhere else."""
+"""A worker: opens a session once and merges the units sent by its driver. Runs in a Ray actor or any process."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from actmat.planning.build import versions_of
 
 @dataclass(frozen=True)
 class Opening:
-    """Everything besides the spec that a worker needs to open its session; small.
+    """Data other than the spec that a worker needs to open its session.
 
     Args:
-        key: names the spec: a worker that has opened it does not open it again.
-        tokens: folder of an output -> the text of the token file beside it.
-        directory: working directory of the driver, to which relative paths belong.
-        synchronous: writes wait for the storage.
-        room: bytes that the worker may use for a unit.
-        device: this worker has the accelerator that the spec names.
+        key: key of the spec; a worker does not open the same spec again.
+        tokens: output folder -> text of its token file.
+        directory: working directory of the driver, the base of relative paths.
+        synchronous: whether writes wait for the storage.
+        room: memory for a unit, in bytes.
+        device: whether this worker has the accelerator named in the spec.
     """
 
     key: str
@@ -54,9 +54,9 @@ class Answer:
 
     Args:
         where: name of the node.
-        results: what is done: results of units, or one state of a survey.
-        error: ended the call.
-        processor: vector instructions that torch uses, on which last bits may depend.
+        results: results of finished units, or one state of a survey.
+        error: error that ended the call.
+        processor: vector instructions used by torch, which can affect last bits.
     """
 
     where: str
@@ -66,10 +66,10 @@ class Answer:
 
 
 class Worker:
-    """One session, for one caller at a time; only `stop` may be called meanwhile.
+    """One session for one caller at a time; only `stop` may be called concurrently.
 
     Args:
-        name: gives the name of the node that it is called on, for messages and progress.
+        name: function that returns the node's name, for messages and progress.
     """
 
     def __init__(self, name: Callable[[], str] = socket.gethostname) -> None:
@@ -85,20 +85,20 @@ class Worker:
         try:
             if self._key != opening.key:
                 self._open(opening, spec)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the driver raises it
+        except Exception as error:  # noqa: BLE001 - the driver raises it
             return Answer(self.where, error=_portable(error, self.where))
         return Answer(self.where, processor=torch.backends.cpu.get_cpu_capability())
 
     def use(self, surveys: Mapping[SurveyKey, Any]) -> None:
-        """Take the results of surveys."""
+        """Set the results of surveys."""
         session = self._opened
         session.spec = dataclasses.replace(session.spec, surveys=surveys)
 
     def merge(self, units: Sequence[Unit], *, inspect_only: bool = False) -> Answer:
-        """Merge units, in this order, until one fails or `stop` is called; `inspect_only`: see `Session`."""
+        """Merge units in order until one fails or `stop` is called; `inspect_only`: see `Session`."""
         session, answer = self._opened, Answer(self.where)
         session.inspect_only = inspect_only
-        torch.set_num_threads(1)  # of this thread: results would depend on their number
+        torch.set_num_threads(1)  # results would depend on the number of threads
         for unit, following in zip_longest(units, units[1:]):
             if self._stopped.is_set():
                 break
@@ -106,7 +106,7 @@ class Worker:
                 if following is not None:
                     session.prefetch(following)
                 result = session.merge(unit)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the driver raises it
+            except Exception as error:  # noqa: BLE001 - the driver raises it
                 self._stopped.set()
                 answer.error = _portable(error, self.where)
                 break
@@ -115,24 +115,24 @@ class Worker:
         return answer
 
     def observe(self, units: Sequence[Unit], state: Any) -> Answer:
-        """Give the items of units to a copy of an empty state of a survey; it is the only result."""
+        """Observe the items of units with a copy of an empty survey state, which is the only result."""
         session, answer = self._opened, Answer(self.where)
         torch.set_num_threads(1)
-        mine = copy.deepcopy(state)  # what Ray hands out is shared, and may not be written to
+        mine = copy.deepcopy(state)  # Ray's objects are shared and read-only
         try:
             for unit in units:
                 if self._stopped.is_set():
                     return answer
                 for (p, n), *_ in unit.groups:
                     session.observe(session.spec.plans[p].items[n], mine)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the driver raises it
+        except Exception as error:  # noqa: BLE001 - the driver raises it
             answer.error = _portable(error, self.where)
             return answer
         answer.results.append(mine)
         return answer
 
     def stop(self) -> None:
-        """Begin no further unit; may be called from another thread."""
+        """Start no further unit; may be called from another thread."""
         self._stopped.set()
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class Worker:
 
     def _open(self, opening: Opening, spec: SessionSpec) -> None:
         self.close()
-        with contextlib.suppress(OSError):  # a relative path that is missing then is told below
+        with contextlib.suppress(OSError):  # a missing relative path is reported below
             os.chdir(opening.directory)
         if problems := storage_problems(opening.tokens, self.where):
             raise MergeError(_UNSHARED, problems)
@@ -165,17 +165,17 @@ class Worker:
 
 
 _UNSHARED = (
-    "A worker does not see the files of its driver. Every node needs the inputs and the output under the same paths: "
-    "put them on storage that all nodes mount (NFS, Lustre, a volume of the pods), and give absolute paths. Copies of "
-    "inputs keep size and times (rsync -a)."
+    "A worker does not see the files of its driver. Every node needs the inputs and the output under the same paths. "
+    "Fix: put them on storage that all nodes mount (NFS, Lustre, a volume of the pods), and use absolute paths. Copies "
+    "of inputs must keep size and times (rsync -a)."
 )
 
 
 def _check_versions(spec: SessionSpec, node: str) -> None:
-    """Refuse other software than the driver's, which might give other bytes.
+    """Raise if the software differs from the driver's, because the bytes could differ.
 
     Raises:
-        MergeError: lists what differs.
+        MergeError: lists the differences.
     """
     expected = dict(spec.plans[0].versions)
     found = versions_of(spec.plans[0].items)
@@ -186,20 +186,20 @@ def _check_versions(spec: SessionSpec, node: str) -> None:
     ]
     if problems:
         raise MergeError(
-            "A worker runs other software than its driver, which may give other bytes. Fix: the same environment or "
+            "A worker's software differs from its driver's, which can change the bytes. Fix: the same environment or "
             "image on all nodes.",
             problems,
         )
 
 
 def _portable(error: Exception, node: str) -> Exception:
-    """The error as it can be sent; one that is none of ours gets its traceback as a note."""
+    """A picklable form of an error; an unexpected error gets its traceback as a note."""
     text = "".join(traceback.format_exception(error))
     if not isinstance(error, MergeError):
         error.add_note(f"on node {node}:\n{text}")
     error.__cause__ = error.__context__ = None
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - a foreign error may refuse in any way
+    except Exception:  # noqa: BLE001 - pickling can fail in any way
         return MergeError(f"A worker on node {node} failed: {' '.join(text.split())[-1000:]}")
     return error

@@ -1,8 +1,8 @@
 """Files of a web server, read by HTTP ranges (RFC 9110, section 14).
 
-fsspec's file system for HTTP hides the headers of an answer. They tell whether a range was honored (else a shard would
-be sent whole for every block) and whether the file is still the one that was opened, so requests go through the HTTP
-client of `huggingface_hub` instead. A web server has no standard way to list a folder; `list` returns None.
+fsspec's HTTP file system hides response headers. They show whether a range was honored (otherwise a whole shard would
+be sent for every block) and whether the file changed since it was opened, so requests use the HTTP client of
+`huggingface_hub`. A web server has no standard way to list a folder; `list` returns None.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from actmat.checkpoints.retry import CONTENT_RANGE, ranged, read_body
 from actmat.errors import CheckpointError
 from actmat.extras.remote.store import MissingFileError, Store, changed, versions
 
-MISSING = {404: "not found", 410: "gone", 401: "a login is wanted", 403: "forbidden"}
+MISSING = {404: "not found", 410: "gone", 401: "login required", 403: "forbidden"}
 
 
 class HttpStore(Store):
@@ -29,15 +29,15 @@ class HttpStore(Store):
         self._login = _netrc_login(urlsplit(url).hostname or "")
 
     def list(self) -> None:
-        """None: files are asked for by name."""
+        """Return None: files are requested by name."""
         return
 
     def head(self, name: str, length: int) -> tuple[RemoteFile, bytes]:
-        """The file and its first bytes, in one request."""
+        """Get the file and its first bytes in one request."""
         return self._get(name, 0, length, None)
 
     def read(self, file: RemoteFile, offset: int, length: int) -> bytes:
-        """A range; the answer's size and version are compared with those of `file`."""
+        """Read a range; the response's size and version are compared with those of `file`."""
         return self._get(file.name, offset, length, file)[1] if length else b""
 
     def _get(self, name: str, offset: int, length: int, pinned: RemoteFile | None) -> tuple[RemoteFile, bytes]:
@@ -51,24 +51,24 @@ class HttpStore(Store):
 
 
 def _size(answer: Any, url: str, offset: int, length: int) -> int:
-    """Size of the whole file, from the headers of the answer to a range; an error for any other answer."""
+    """Size of the whole file, from the headers of a range response; raises for any other response."""
     status = answer.status_code
     if status == 206:
         match = CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
         if match is None or int(match[1]) != offset:
             said = answer.headers.get("Content-Range", "")[:80]
-            raise CheckpointError(f"{url}: asked for bytes from {offset} on, the server sent the range {said!r}")
+            raise CheckpointError(f"{url}: requested bytes from {offset}, but the server sent the range {said!r}")
         return int(match[3])
     if status == 200:
         stated = answer.headers.get("Content-Length", "")
         if offset == 0 and stated.isdigit() and int(stated) <= length and not url.endswith(".safetensors"):
-            return int(stated)  # a small file as a whole
+            return int(stated)  # a small file sent whole
         raise CheckpointError(
-            f"{url}: the server does not send ranges of a file, so that every tensor would cost the whole file. "
-            "Fix: download the folder and give it, or use a server that honors Range requests."
+            f"{url}: the server ignores Range requests, so every tensor would transfer the whole file. "
+            "Fix: download the folder and pass its path, or use a server that honors Range requests."
         )
     if status in MISSING:
-        fix = "Fix: correct the address" + ("" if status in (404, 410) else ", or put a login into ~/.netrc")
+        fix = "Fix: correct the address" + ("" if status in (404, 410) else ", or add a login to ~/.netrc")
         raise MissingFileError(f"{url}: {MISSING[status]} (HTTP {status}). {fix}.")
     if status == 416:
         reason = "the file changed since it was opened" if offset else "expected a file with content"
@@ -77,18 +77,18 @@ def _size(answer: Any, url: str, offset: int, length: int) -> int:
 
 
 def _version(answer: Any, url: str) -> str:
-    """The validator of the answer: ETag, else the time of the last change."""
+    """The response's validator: ETag, else Last-Modified."""
     found = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
     if not found:
         raise CheckpointError(
-            f"{url}: the server states neither ETag nor Last-Modified, so that a change during the merge would go "
-            "unseen. Fix: download the folder and give it."
+            f"{url}: the server sends neither ETag nor Last-Modified, so a change during the merge would not "
+            "be detected. Fix: download the folder and pass its path."
         )
     return str(found)
 
 
 def _netrc_login(host: str) -> dict[str, str]:
-    """Basic authorisation of the host from ~/.netrc, if there is one."""
+    """Header for basic authorization from ~/.netrc; may be empty."""
     with suppress(OSError, netrc.NetrcParseError):
         found = netrc.netrc().authenticators(host)
         if found is not None:

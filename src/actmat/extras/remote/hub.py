@@ -1,4 +1,4 @@
-"""Outputs at `hf://org/name`: built locally, committed to a repository of the hub at the end."""
+"""Outputs at `hf://org/name`: built locally, committed to a hub repository at the end."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class _HubStorage(Storage):
 
 
 class HubStaging(RemoteStaging):
-    """Staging of an output whose final place is a repository of the hub."""
+    """Staging of an output in a hub repository."""
 
     def open(self) -> Journal:
-        """Take the local lock, read the local journal, and make the repository, private, if it is not there.
+        """Take the local lock, read the local journal, and create the repository, private, if missing.
 
         Raises:
-            OutputError: it is public, holds something else, or cannot be made.
+            OutputError: the repository is public, has other content, or cannot be created.
         """
         journal = super().open()
         there = look_up(hub_name(self.url))

@@ -1,4 +1,4 @@
-"""Files of an object store (S3, Google Cloud Storage, Azure, and every other file system of fsspec)."""
+"""Files of an object store (S3, Google Cloud Storage, Azure, and other fsspec file systems)."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ PACKAGES = {
     "abfs": ("adlfs", "azure"),
     "abfss": ("adlfs", "azure"),
 }
-"""Scheme -> the package that serves it, and the extra of actmat that installs it."""
+"""Scheme -> required package, and the extra of actmat that installs it."""
 
 VERSIONS = ("ETag", "etag", "generation", "md5Hash", "LastModified", "last_modified", "updated", "mtime", "created")
-"""Fields of fsspec's description of a file that tell two states of it apart; the first that is there counts."""
+"""Fields of fsspec's file info that identify a version; the first present one is used."""
 
 CONDITIONAL = ("s3", "s3a")
-"""Schemes whose reads the server itself refuses if the etag is another (`If-Match`); others are asked after a read."""
+"""Schemes whose server checks the etag on reading (`If-Match`); for others, the version is checked after a read."""
 
 
 class ObjectStore(Store):
-    """A folder of a bucket, or of any file system of fsspec. Credentials are those of its library."""
+    """A folder of a bucket or of any fsspec file system. Credentials come from its library."""
 
     def __init__(self, url: str, *, error: type[MergeError] = CheckpointError) -> None:
         self.url = url
@@ -46,7 +46,7 @@ class ObjectStore(Store):
         self._fresh, _ = _file_system(url, error, use_listings_cache=False)
 
     def list(self) -> dict[str, RemoteFile]:
-        """Files of the folder; sizes and etags come with the listing."""
+        """List the folder's files, with sizes and etags."""
         with self._explained(""):
             self._listed.invalidate_cache(self._root)
             rows = self._listed.ls(self._root, detail=True)
@@ -59,7 +59,7 @@ class ObjectStore(Store):
         return files
 
     def below(self) -> dict[str, RemoteFile]:
-        """Files down to a bounded depth, in one or a few requests."""
+        """List files to a bounded depth, in one or a few requests."""
         with self._explained(""):
             rows = self._listed.find(self._root, maxdepth=DEEPEST + 1, detail=True)
         files = {}
@@ -70,13 +70,13 @@ class ObjectStore(Store):
         return files
 
     def head(self, name: str, length: int) -> tuple[RemoteFile, bytes]:
-        """The file as listed, and its first bytes: one request after `list`, else two."""
+        """Get the file and its first bytes: one request after `list`, else two."""
         with self._explained(name):
             file = self._file(name, self._listed.info(self._path(name)))
         return file, self.read(file, 0, min(length, file.size))
 
     def read(self, file: RemoteFile, offset: int, length: int) -> bytes:
-        """A range; S3 compares the etag itself, elsewhere the version is asked for again after the read."""
+        """Read a range; S3 checks the etag itself, elsewhere the version is checked after the read."""
         if length == 0:
             return b""
         with self._explained(file.name), self._listed.open(self._path(file.name), "rb", cache_type="none") as opened:
@@ -89,20 +89,20 @@ class ObjectStore(Store):
                 now = self._file(file.name, self._fresh.info(self._path(file.name)))
             self._compare(file, now)
         if len(data) != length:
-            raise TransientError(f"the answer ended after {len(data)} of {length} bytes")
+            raise TransientError(f"the response ended after {len(data)} of {length} bytes")
         return data
 
     def put(self, path: Path, name: str) -> RemoteFile:
-        """Write a file; the library sends large ones in parts, of which nothing shows before the last."""
+        """Write a file; large files are sent in parts and appear after the last part."""
         with self._explained(name):
             self._fresh.put_file(str(path), self._path(name))
             written = self._file(name, self._fresh.info(self._path(name)))
         if written.size != path.stat().st_size:
-            raise TransientError(f"{path.stat().st_size} bytes were sent, the store has {written.size}")
+            raise TransientError(f"{path.stat().st_size} bytes were sent, but the store has {written.size}")
         return written
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove files that are there."""
+        """Remove existing files."""
         with self._explained(""):
             for name in names:
                 if self._fresh.exists(self._path(name)):
@@ -116,8 +116,8 @@ class ObjectStore(Store):
         version = str(found.timestamp() if isinstance(found, datetime.datetime) else found)
         if row.get("size") is None or not version:
             raise CheckpointError(
-                f"{self.url}/{name}: its store states no size or no version, so that a change during the merge would "
-                "go unseen. Fix: download the folder and give it."
+                f"{self.url}/{name}: its store gives no size or no version, so a change during the merge would "
+                "not be detected. Fix: download the folder and pass its path."
             )
         return RemoteFile(name, int(row["size"]), version.strip('"'))
 
@@ -127,7 +127,7 @@ class ObjectStore(Store):
 
     @contextmanager
     def _explained(self, name: str) -> Iterator[None]:
-        """Turn errors of the library into ours; those of the network are worth another attempt."""
+        """Convert errors of the library to ours; network errors become retryable."""
         what = f"{self.url}/{name}" if name else self.url
         try:
             yield
@@ -141,21 +141,21 @@ class ObjectStore(Store):
                 "environment variables (docs/remote.md)."
             ) from error
         except OSError as error:
-            if error.errno == errno.EBUSY:  # FileExpired of s3fs: the etag is another
+            if error.errno == errno.EBUSY:  # FileExpired of s3fs: the etag changed
                 raise changed(what, first_line(error)) from error
             raise TransientError(f"{type(error).__name__}: {first_line(error)}") from error
-        except Exception as error:  # each store raises errors of its own library
+        except Exception as error:  # each library has its own errors
             raise CheckpointError(
                 f"{what}: cannot be used: {type(error).__name__}: {first_line(error)}. Likely cause: no credentials, "
-                "or another region or endpoint (docs/remote.md)."
+                "or a wrong region or endpoint (docs/remote.md)."
             ) from error
 
 
 def open_store(url: str, *, error: type[MergeError] = CheckpointError) -> Store:
-    """The store of a folder's URL, which passed `check_url`; makes no request.
+    """Open the store of a folder's URL, already checked by `check_url`; makes no request.
 
     Raises:
-        MergeError: an unknown scheme, or its package is not installed; of the type `error`.
+        MergeError: of the type `error`; an unknown scheme, or its package is not installed.
     """
     if url.startswith(("http://", "https://")):
         from actmat.extras.remote.http import HttpStore
@@ -170,16 +170,16 @@ def _file_system(url: str, error: type[MergeError], *, use_listings_cache: bool)
 
     scheme = url.partition("://")[0]
     try:
-        more = {"auto_mkdir": True} if scheme in ("file", "local") else {}  # buckets have no folders to make
+        more = {"auto_mkdir": True} if scheme in ("file", "local") else {}  # buckets have no folders
         found, path = url_to_fs(url, use_listings_cache=use_listings_cache, **more)
     except ImportError as problem:
         package, extra = PACKAGES.get(scheme, ("", ""))
-        fix = f"pip install 'actmat[{extra}]' (or {package})" if package else "install the package that fsspec names"
+        fix = f"pip install 'actmat[{extra}]' (or {package})" if package else "install the package named by fsspec"
         raise error(f"{url}: {scheme}:// needs a package that is not installed: {problem}. Fix: {fix}.") from problem
     except ValueError as problem:
         known = ", ".join(["https", "hf", *PACKAGES])
         raise error(
-            f"{url}: expected a URL of a scheme that can be read, found {scheme}:// ({first_line(problem)}). Known: "
-            f"{known}, and every other of fsspec."
+            f"{url}: the scheme {scheme}:// is not supported ({first_line(problem)}). Supported: "
+            f"{known}, and all others of fsspec."
         ) from problem
     return found, str(path)

@@ -1,11 +1,10 @@
-"""Outputs in a model repository of the Hugging Face hub: one commit, so that they appear whole or not at all.
+"""Outputs in a model repository of the Hugging Face hub, written atomically by one commit.
 
-Large files are sent first. The hub keeps them by their content, so that a push that was interrupted sends none of them
-again. The commit that names them is the last request; it is refused if the repository has moved since it was looked at.
-Files that the repository already has with the same hash are left out, and those that only an earlier output of actmat
-had are removed by the same commit.
+Large files are sent first. The hub stores them by content, so an interrupted push does not send them again. The last
+request is the commit, which is refused if the repository changed since it was read. Files that the repository already
+has with the same hash are not sent; files that only an earlier output of actmat had are removed by the same commit.
 
-Everything goes through `huggingface_hub`: its endpoint, token, HTTP client and Xet storage.
+All requests use `huggingface_hub`: its endpoint, token, HTTP client and Xet storage.
 """
 
 from __future__ import annotations
@@ -30,49 +29,48 @@ from actmat.errors import CheckpointError, OutputError
 from actmat.foreign import in_one_line
 
 KEPT = frozenset({".gitattributes", ".gitignore"})
-"""Files of a repository that belong to git."""
+"""Files of a repository that are part of git."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 
 REFUSED = {
-    401: "the hub does not know you. Fix: log in (hf auth login), or set HF_TOKEN.",
-    403: "the token may not write there. Fix: take a token with write permission, or a name of your own.",
-    409: "the repository changed meanwhile. Fix: give the same command again.",
-    412: "the repository changed meanwhile. Fix: give the same command again.",
-    413: "the hub takes no files of this size. Fix: merge with a smaller --max-shard-size.",
+    401: "you are not logged in to the hub. Fix: log in (hf auth login), or set HF_TOKEN.",
+    403: "the token has no write permission there. Fix: use a token with write permission, or your own namespace.",
+    409: "the repository changed meanwhile. Fix: repeat the command.",
+    412: "the repository changed meanwhile. Fix: repeat the command.",
+    413: "the hub rejects files of this size. Fix: merge with a smaller --max-shard-size.",
 }
 """HTTP status -> cause and fix."""
 
 
 def hub_name(text: str) -> str:
-    """`org/name` of `hf://org/name` or `org/name`.
+    """Return `org/name` from `hf://org/name` or `org/name`.
 
     >>> hub_name("hf://org/name"), hub_name("org/name")
     ('org/name', 'org/name')
 
     Raises:
-        OutputError: something else, such as a revision.
+        OutputError: the text has another form, such as a revision.
     """
     match = HUB_ID.fullmatch(text.rstrip("/"))
     if match is None or match["revision"]:
         raise OutputError(
-            f"{text}: expected a repository of the hub, org/name or hf://org/name; outputs are written to its main "
-            "branch."
+            f"{text}: expected a hub repository, org/name or hf://org/name; outputs are written to its main branch."
         )
     return match["repo"]
 
 
 @dataclass(frozen=True, slots=True)
 class HubPlace:
-    """A repository as it is now.
+    """Current state of a repository.
 
     Args:
         repo_id: `org/name`.
-        exists: false also for a private one that the token may not see.
-        private: whether only its owners see it.
-        head: commit of its main branch; empty where it does not exist.
-        files: of that commit.
-        ours: files that an earlier output of actmat wrote.
-        unknown: reason for which the hub was not asked, so that nothing of the above is known.
+        exists: whether it exists; false also for a private one hidden from the token.
+        private: whether only its owners can see it.
+        head: commit of its main branch; empty if it does not exist.
+        files: files of that commit.
+        ours: files written by an earlier output of actmat.
+        unknown: reason why the hub was not asked; the other fields are then unknown.
     """
 
     repo_id: str
@@ -86,7 +84,7 @@ class HubPlace:
 
 @dataclass(frozen=True, slots=True)
 class PushedFile:
-    """A file to push; `same`: the repository has it."""
+    """A file to push; `same`: the repository already has it."""
 
     name: str
     size: int
@@ -95,7 +93,7 @@ class PushedFile:
 
 @dataclass(frozen=True, slots=True)
 class HubPush:
-    """One commit that is planned: its files, and those that it removes."""
+    """A planned commit: its files, and the files it removes."""
 
     place: HubPlace
     folder: Path
@@ -105,21 +103,21 @@ class HubPush:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files that the repository does not have yet."""
+        """Size of the files that the repository does not have yet, in bytes."""
         return sum(f.size for f in self.files if f.state != "same")
 
     @property
     def changes(self) -> bool:
-        """False if the repository holds all this already."""
+        """False if the repository already has this content."""
         return bool(self.nbytes or self.removed or any(f.state != "same" for f in self.files))
 
 
 def look_up(repo_id: str, *, needed: bool = True) -> HubPlace:
-    """The repository, in two requests at most.
+    """Read the state of a repository, in at most two requests.
 
     Args:
         repo_id: `org/name`.
-        needed: false where a hub that is out of reach is no error (`HubPlace.unknown`).
+        needed: if false, an unreachable hub is not an error (`HubPlace.unknown`).
 
     Raises:
         OutputError: the hub cannot be reached, or the token is wrong.
@@ -152,7 +150,7 @@ def look_up(repo_id: str, *, needed: bool = True) -> HubPlace:
 
 
 def _ours(repository: HubRepository) -> frozenset[str]:
-    """Names in the manifest of the output that is there."""
+    """File names in the manifest of the existing output."""
     if MANIFEST_NAME not in repository.files:
         return frozenset()
     with contextlib.suppress(CheckpointError):
@@ -161,42 +159,42 @@ def _ours(repository: HubRepository) -> frozenset[str]:
 
 
 def check_place(place: HubPlace, *, private: bool, overwrite: bool) -> None:
-    """Refuse a repository that is seen by others than asked for, or that holds something else.
+    """Raise for a repository with the wrong visibility or with other content.
 
     Raises:
-        OutputError: all problems in one.
+        OutputError: lists all problems.
     """
     problems = []
     if place.exists and private and not place.private:
         problems.append("it exists and is public: pass --public to 'actmat push' to write there")
     if place.exists and not private and place.private:
-        problems.append("it exists and is private: drop --public, or make it public on its page first")
+        problems.append("it exists and is private: remove --public, or make it public on its page first")
     content = place.files.keys() - KEPT
     strange = sorted(n for n in content - place.ours if n.endswith(WEIGHTS))
     if strange:
         problems.append(
-            f"it holds weights that actmat did not write ({', '.join(strange[:3])}): choose another name, or remove "
+            f"it has weights that actmat did not write ({', '.join(strange[:3])}): choose another name, or remove "
             "them on its page"
         )
     elif content and not overwrite:
         what = "a finished output" if MANIFEST_NAME in content else "files"
-        problems.append(f"it holds {what}: choose another name, or pass --overwrite (its history keeps the old files)")
+        problems.append(f"it has {what}: choose another name, or pass --overwrite (its history keeps the old files)")
     if problems:
         raise OutputError(f"Nothing is written to {place.repo_id} on the hub.", problems)
 
 
 def plan_push(place: HubPlace, folder: Path, names: Iterable[str], *, private: bool, overwrite: bool) -> HubPush:
-    """Compare local files with the repository; a file that it has in the same size is hashed.
+    """Compare local files with the repository; files of equal size are hashed.
 
     Args:
-        place: from `look_up`.
-        folder: with the files.
-        names: of the files, relative to the folder.
+        place: result of `look_up`.
+        folder: folder with the files.
+        names: file names relative to the folder.
         private: whether a new repository is private.
         overwrite: replace another output.
 
     Raises:
-        OutputError: see `check_place`; a repository that holds exactly these files is no problem.
+        OutputError: see `check_place`; a repository with exactly these files is accepted.
     """
     files = tuple(_compared(folder / name, name, place.files.get(name)) for name in sorted(names))
     removed = tuple(sorted(place.ours & place.files.keys() - {f.name for f in files}))
@@ -215,16 +213,16 @@ def _compared(path: Path, name: str, there: RemoteFile | None) -> PushedFile:
 
 
 def _blob_id(path: Path) -> str:
-    """Name of a file's content in git, by which the hub knows small files."""
+    """Git blob id of a file, by which the hub identifies small files."""
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 def create(place: HubPlace, *, private: bool) -> None:
-    """Make the repository, if it is not there; a token that may not is found out here.
+    """Create the repository if missing; fails here if the token has no permission.
 
     Raises:
-        OutputError: it cannot be made.
+        OutputError: it cannot be created.
     """
     if not place.exists:
         with push_errors(place.repo_id):
@@ -232,14 +230,14 @@ def create(place: HubPlace, *, private: bool) -> None:
 
 
 def send(push: HubPush, message: str) -> str:
-    """Send the files that the repository lacks, then commit; the address of the commit, or of the present one.
+    """Send the files that the repository lacks, then commit; returns the commit's URL, or the current one's.
 
     Raises:
-        OutputError: the hub refused, or was out of reach; nothing of it shows in the repository.
+        OutputError: the hub refused or was unreachable; the repository is unchanged.
     """
     repo_id, head = push.place.repo_id, push.place.head
     create(push.place, private=push.private)
-    if not push.place.exists:  # another process may have made it, and pushed, since it was looked up
+    if not push.place.exists:  # another process may have created it, and pushed, meanwhile
         made = look_up(repo_id)
         check_place(made, private=push.private, overwrite=False)
         head = made.head
@@ -262,20 +260,20 @@ def _status(error: BaseException | None) -> int | None:
 
 @contextlib.contextmanager
 def push_errors(repo_id: str) -> Iterator[None]:
-    """Turn errors of the hub library into an `OutputError` with the cause and the fix."""
+    """Convert errors of the hub library to an `OutputError` with cause and fix."""
     try:
         with explained(repo_id):
             yield
     except CheckpointError as error:
         status = _status(error.__cause__)
         text = REFUSED.get(status or 0)
-        kept = " What was sent is kept by the hub: the same command goes on."
+        kept = " The hub keeps the files sent: the same command goes on."
         said = f"HTTP {status}: {text}" if text else error.headline.removeprefix(f"{repo_id}: ") + kept
         raise OutputError(f"Cannot write to {repo_id} on the hub: {said}") from error
-    except (RuntimeError, ValueError) as error:  # of an upload's threads; metadata of a card that the hub refuses
+    except (RuntimeError, ValueError) as error:  # from upload threads, or for card metadata that the hub refuses
         cause = error.__cause__ or error
         status = _status(cause)
         said = REFUSED.get(status or 0) or f"{in_one_line(error)}: {in_one_line(cause)[:300]}"
         raise OutputError(
-            f"Cannot write to {repo_id} on the hub: {said} What was sent is kept by the hub: the same command goes on."
+            f"Cannot write to {repo_id} on the hub: {said} The hub keeps the files sent: the same command goes on."
         ) from error

@@ -1,8 +1,8 @@
-"""A folder or file at a URL as a `Source`: files pinned when they are first seen, small ones copied to a local folder.
+"""A folder or file at a URL as a `Source`: files are pinned at first access, small ones copied to a local folder.
 
-Opening lists the folder once (a web server, which cannot list, is asked for the names that models have) and reads the
-header of every shard with one request. Tensors are read by ranges; configs and tokenizers are downloaded into a
-temporary folder that lives as long as the source.
+Opening lists the folder once (from a web server, which cannot list, the usual names are requested) and reads the header
+of every shard with one request. Tensors are read by ranges; configs and tokenizers are downloaded into a temporary
+folder that exists as long as the source.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from actmat.extras.remote.store import MissingFileError, Store, changed, check_u
 
 MODEL_NAMES = ("model.safetensors.index.json", "model.safetensors", "config.json", ADAPTER_CONFIG, *ADAPTER_WEIGHTS)
 TORCH_NAMES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
-UNLISTED = "the web server cannot list its files: only well-known names were asked for"
+UNLISTED = "the web server cannot list its files: only well-known names were requested"
 
 SIDECAR_NAMES = (
     "LICENSE", "modules.json", "tekken.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -38,7 +38,7 @@ SIDECAR_NAMES = (
     "spiece.model", "chat_template.jinja", "chat_template.json", "processor_config.json", "preprocessor_config.json",
     "image_processor_config.json", "video_preprocessor_config.json", "feature_extractor_config.json",
 )  # fmt: skip
-"""Files that are asked for where a server cannot list."""
+"""Files requested from a server that cannot list."""
 
 PARALLEL_REQUESTS = 8
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
@@ -48,11 +48,11 @@ class RemoteSource(RemoteFiles):
     """Files at a URL.
 
     Args:
-        store: the folder.
-        location: what the user called it.
-        named: the file, where the user named one.
-        streams: read tensors by ranges; else a weight file is downloaded when a tensor of it is first read.
-        pinned: name -> (size, etag) that files must have: those of the process that gave the handle.
+        store: store of the folder.
+        location: the location as given by the user.
+        named: name of the file, if the user gave one.
+        streams: read tensors by ranges; otherwise a weight file is downloaded when first read.
+        pinned: name -> required (size, etag), from the process that created the handle.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RemoteSource(RemoteFiles):
         if not found:
             raise CheckpointError(
                 f"{location}: expected a model or an adapter, found nothing there. "
-                + ("" if listed is not None else f"Asked for: {', '.join((*MODEL_NAMES, *TORCH_NAMES))}. ")
+                + ("" if listed is not None else f"Requested: {', '.join((*MODEL_NAMES, *TORCH_NAMES))}. ")
                 + "Fix: correct the URL, log in, or give the URL of the weight file."
             )
         self.names = sorted({*found, *([named] if named else [])})
@@ -102,25 +102,25 @@ class RemoteSource(RemoteFiles):
 
     @cached_property
     def directory(self) -> Path | None:
-        """Temporary folder with `config.json`; None where the folder has none, and for a weight file."""
+        """Temporary folder with `config.json`; None if it is missing, and for a weight file."""
         return self.fetch("config.json").parent if "config.json" in self.names else None
 
     def local(self, name: str) -> Path | None:
-        """Path of a file that was downloaded, or None."""
+        """Path of a downloaded file, or None."""
         return self._copies.get(name)
 
     def fetch(self, name: str) -> Path:
-        """Path of a file's copy in the temporary folder, downloaded first.
+        """Download a file into the temporary folder; returns its path.
 
         Raises:
-            CheckpointError: a torch file, which is a pickle without a header; or a config of absurd size.
+            CheckpointError: a torch file (a pickle without a header), or an oversized config.
         """
         if not all(map(is_plain_name, name.split("/"))):
             raise CheckpointError(f"{self.location}: {name[:200]!r} is not a plain file name")
         if name.endswith(TORCH_SUFFIXES):
             raise CheckpointError(
-                f"{self.location}: {name} is a torch file, which cannot be read by ranges and is not read from "
-                "remote storage. Fix: download the folder and give it, or convert it to safetensors."
+                f"{self.location}: {name} is a torch file, which cannot be read by ranges. "
+                "Fix: download the folder and pass its path, or convert it to safetensors."
             )
         with self._lock:
             if name not in self._copies:
@@ -128,21 +128,21 @@ class RemoteSource(RemoteFiles):
             return self._copies[name]
 
     def file(self, name: str) -> RemoteFile:
-        """The pinned file; asked for when it is first wanted."""
+        """The pinned file; requested at first access."""
         return self._file(name)
 
     def start_of(self, name: str) -> bytes:
-        """The first bytes of a file, which came with its size and version."""
+        """The first bytes of a file, received with its size and version."""
         self._file(name, length=FIRST_RANGE)
         return self._heads.pop(name, b"")
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
-        """Bytes of a pinned file, with retries."""
+        """Read bytes of a pinned file, with retries."""
         file = self._file(name)
         return retried(lambda: self.store.read(file, offset, length), f"{self.store.url}/{name}")
 
     def side_files(self, merged: Sequence[str]) -> SideFiles:
-        """Files of the folder, deeper ones too; where it cannot be listed, those of well-known names."""
+        """Files of the folder and its subfolders; well-known names if it cannot be listed."""
         if self.named is not None and not self.named.endswith(INDEX_SUFFIX):
             return SideFiles()
         sizes = {name: self._file(name).size for name in (*self.names, *self._others)}
@@ -159,7 +159,7 @@ class RemoteSource(RemoteFiles):
 
     @cached_property
     def _others(self) -> list[str]:
-        """Files in folders below; of a folder that cannot be listed, those of well-known names."""
+        """Files in subfolders; well-known names if the folder cannot be listed."""
         if not self.can_list:
             if self.directory is None:
                 return []
@@ -170,23 +170,23 @@ class RemoteSource(RemoteFiles):
         return list(below)
 
     def only(self, name: str) -> RemoteSource:
-        """The same files with `name` as the named one, downloaded when it is first read: for adapters, read often."""
+        """The same files with `name` as the named file, downloaded at first read; for adapters, read often."""
         source = RemoteSource(self.store, self.location, name, streams=False, pinned=self._pinned)
         source._files, source._heads = self._files, self._heads
         return source
 
     def whole(self) -> RemoteSource:
-        """The folder of a named file."""
+        """Source of the named file's whole folder."""
         return self if self.named is None else open_remote(self.store.url)
 
     def _code_names(self) -> list[str]:
-        """Files of Python code that `config.json` names; they are copied, never run."""
+        """Python files named in `config.json`; they are copied, never run."""
         classes: Any = (read_config(self.directory) or {}).get("auto_map")
         found = [str(v).rpartition("--")[2].partition(".")[0] + ".py" for v in _strings(classes)]
         return sorted({name for name in found if is_plain_name(name)})
 
     def _probe(self, names: Iterable[str]) -> list[str]:
-        """Those of the names that the server has; their first bytes are kept."""
+        """Names that exist on the server; their first bytes are cached."""
 
         def has(name: str) -> bool:
             try:
@@ -200,7 +200,7 @@ class RemoteSource(RemoteFiles):
             return [name for name, found in zip(names, pool.map(has, names), strict=True) if found]
 
     def _file(self, name: str, *, length: int = 1) -> RemoteFile:
-        """The pinned file; asked for, with its first `length` bytes, when it is first wanted."""
+        """The pinned file; requested with its first `length` bytes at first access."""
         if name not in self._files or (length > 1 and name not in self._heads):
             known = self._files.get(name)
             if known is not None and self.can_list:
@@ -239,10 +239,10 @@ class RemoteSource(RemoteFiles):
 
 
 def open_remote(url: str, *, pinned: Mapping[str, tuple[int, str]] | None = None) -> RemoteSource:
-    """The folder or file at a URL, by its ending; makes the requests that its names and sizes take.
+    """Open the folder or file at a URL, by its suffix; requests names and sizes.
 
     Raises:
-        CheckpointError: nothing there, no access, an unknown scheme, or a package is missing.
+        CheckpointError: nothing found, no access, an unknown scheme, or a package is missing.
     """
     location = check_url(url)
     folder, name = split_url(location)

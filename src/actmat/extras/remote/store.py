@@ -1,7 +1,7 @@
 """`Store`: the files of one remote folder by name, read by ranges and written whole; one request at a time.
 
-A file is pinned when it is first seen: its size and its etag (the version that the server states). Every later read
-compares them, so that bytes of two versions are never mixed. Retries are the caller's (`checkpoints.retry.retried`).
+A file is pinned at first access: its size and its etag (the server's version). Every later read compares them, so that
+bytes of two versions are never mixed. The caller retries (`checkpoints.retry.retried`).
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from actmat.checkpoints.remote import RemoteFile
 from actmat.errors import CheckpointError
 
 FILE_SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".ckpt")
-"""Endings of names that are files; a URL that ends otherwise is a folder."""
+"""Suffixes of file names; any other URL is a folder."""
 
 
 class MissingFileError(CheckpointError):
-    """The store has no file of that name, or does not show it without other credentials."""
+    """The store has no file of that name, or hides it without other credentials."""
 
 
 def changed(what: str, found: str) -> CheckpointError:
-    """The error on a file of which there is another version now."""
+    """The error for a file whose version changed."""
     return CheckpointError(
-        f"{what}: the file changed since it was opened: {found}. Likely cause: somebody uploads it. Fix: wait until "
-        "that is done, then run again."
+        f"{what}: the file changed since it was opened: {found}. Likely cause: an upload in progress. Fix: wait until "
+        "it is finished, then run again."
     )
 
 
 def versions(before: RemoteFile, now: RemoteFile) -> str:
-    """Two states of a file in words."""
+    """Describe two versions of a file."""
     return f"{before.size} bytes, version {before.etag}; now {now.size} bytes, version {now.etag}"
 
 
@@ -48,48 +48,48 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def list(self) -> dict[str, RemoteFile] | None:
-        """Files directly in the folder, by name; None where the server cannot list.
+        """Files directly in the folder, by name; None if the server cannot list.
 
         Raises:
-            TransientError: worth another attempt.
+            TransientError: the request can be retried.
             CheckpointError: no such folder, or no access.
         """
 
     def below(self) -> dict[str, RemoteFile]:
-        """Files in folders below, by path with slashes; none where the server cannot list."""
+        """Files in subfolders, by path with slashes; empty if the server cannot list."""
         return {}
 
     @abc.abstractmethod
     def head(self, name: str, length: int) -> tuple[RemoteFile, bytes]:
-        """A file as it is now, and its first `length` bytes (all, if it is shorter).
+        """A file's current version, and its first `length` bytes (all, if it is shorter).
 
         Raises:
-            MissingFileError: no file of that name.
+            MissingFileError: the file does not exist.
         """
 
     @abc.abstractmethod
     def read(self, file: RemoteFile, offset: int, length: int) -> bytes:
-        """Bytes of a pinned file; the range must lie inside.
+        """Read bytes of a pinned file; the range must lie inside.
 
         Raises:
-            TransientError: a time-out, an error of the server, a connection that broke off.
-            CheckpointError: the file changed, is gone, or the server does not send ranges.
+            TransientError: a timeout, a server error, or a lost connection.
+            CheckpointError: the file changed or is gone, or the server ignores ranges.
         """
 
     def put(self, path: Path, name: str) -> RemoteFile:
-        """Write a local file, whole or not at all; large ones in several parts. An existing file is replaced."""
+        """Write a local file atomically, in parts if large. An existing file is replaced."""
         raise NotImplementedError(self.url)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove files; those that are missing are no error."""
+        """Remove files; missing files are ignored."""
         raise NotImplementedError(self.url)
 
 
 def check_url(url: str) -> str:
-    """The URL with its scheme in lower case and without a slash at the end.
+    """Normalize a URL: lower-case scheme, no trailing slash.
 
     Raises:
-        CheckpointError: it has credentials, which would end up in manifests, or is no address of a file or folder.
+        CheckpointError: the URL has credentials, which manifests would record, or is not a file or folder.
     """
     match = URL.fullmatch(url)
     assert match is not None, "the caller looked at `is_url`"
@@ -100,18 +100,18 @@ def check_url(url: str) -> str:
     if not rest or not url.isprintable():
         problem = "expected a host or bucket after '://', and printable characters only"
     elif scheme in ("http", "https") and "@" in parts.netloc:
-        problem = "it has a user name or password, which would be written to the manifest; put them into ~/.netrc"
+        problem = "it has a user name or password, which would be written to the manifest; put them in ~/.netrc"
     elif scheme in ("http", "https") and (parts.query or parts.fragment):
-        problem = "it has a query, such as a signature, which would be written to the manifest; give the plain address"
+        problem = "it has a query, such as a signature, which would be written to the manifest; use the plain address"
     elif any(part in (".", "..") for part in rest.split("/")):
-        problem = "it has '.' or '..' in its path; write the plain address"
+        problem = "it has '.' or '..' in its path; use the plain address"
     if problem:
         raise CheckpointError(f"{shown}: this URL cannot be used: {problem}.")
     return f"{scheme}://{rest}"
 
 
 def split_url(url: str) -> tuple[str, str | None]:
-    """URL of the folder and name of the file, None for a URL that is a folder, by its ending.
+    """Split a URL into folder and file name; the name is None if the suffix indicates a folder.
 
     >>> split_url("s3://bucket/model"), split_url("https://host/a/model.safetensors")
     (('s3://bucket/model', None), ('https://host/a', 'model.safetensors'))

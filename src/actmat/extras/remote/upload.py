@@ -1,14 +1,14 @@
-"""Outputs at URLs: built in a local folder, and sent when they are complete.
+"""Outputs at URLs: built in a local folder, and sent when complete.
 
-Objects of a bucket cannot be renamed, so the order of sending makes an output appear whole or not at all:
+Objects of a bucket cannot be renamed, so the order of sending makes an output appear atomically:
 
-1. `.actmat-upload.json` lists the files of the upload, and those of an older output that it replaces;
+1. `.actmat-upload.json` lists the files of the upload, and those of the older output it replaces;
 2. the older output is removed, its manifest first;
-3. config, tokenizer and other files, all shards but the first, the first, the index, the manifest;
+3. config, tokenizer and other files, all shards except the first, the first, the index, the manifest;
 4. the list is removed.
 
-No loader takes steps 1 to 3 for a model: weights are missing, and there is no index. A folder with a manifest holds a
-finished output, whether the list is there or not. Shards that were sent are not sent again by the same command.
+Loaders fail during steps 1 to 3, because weights and the index are missing. A folder with a manifest contains a
+finished output, with or without the list. Repeating the command does not send shards again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from actmat.extras.remote.objects import open_store
 from actmat.extras.remote.store import MissingFileError, Store, check_url
 
 MARK_NAME = ".actmat-upload.json"
-"""File that marks a remote folder as an output that is being sent, with the names of its files."""
+"""File that marks a remote folder as an upload in progress and lists its files."""
 FORMAT = 1
 WEIGHTS = ".safetensors"
 
@@ -42,13 +42,13 @@ T = TypeVar("T")
 
 
 class RemoteStaging(Staging, abc.ABC):
-    """Staging of an output whose final place is a URL.
+    """Staging of an output at a URL.
 
     Args:
-        url: of the output.
-        folder: local name of the output; it is built in a sibling of it, and never there.
-        fingerprint: of the plan.
-        overwrite: replace an output that is there.
+        url: URL of the output.
+        folder: local name of the output; it is built in a sibling folder.
+        fingerprint: fingerprint of the plan.
+        overwrite: replace an existing output.
     """
 
     def __init__(self, url: str, folder: Path, fingerprint: str, *, overwrite: bool = False) -> None:
@@ -62,7 +62,7 @@ class RemoteStaging(Staging, abc.ABC):
 
     @abc.abstractmethod
     def send(self, names: Collection[str]) -> None:
-        """Send files of the local folder; nothing looks finished before all are there."""
+        """Send files of the local folder; the output looks unfinished until all are sent."""
 
     def commit(self) -> None:
         """Send all files; then remove the local folder."""
@@ -88,23 +88,23 @@ class UploadStaging(RemoteStaging):
         """Take the local lock, and read the local journal.
 
         Raises:
-            OutputError: the folder holds something else, or a user's own files among those of the output.
+            OutputError: the folder has other content, or a user's files with names of the output.
         """
         journal = super().open()
         files = self._list()
         if files and not files.keys() & {MARK_NAME, MANIFEST_NAME}:
             raise OutputError(
                 f"{self.url} is not empty and was not written by actmat (it has no {MANIFEST_NAME}), so nothing "
-                "is written there; choose another place, or empty it"
+                "is written there; choose another location, or empty it"
             )
         if MANIFEST_NAME in files and not self.overwrite:
-            raise OutputError(f"{self.url} holds a finished output; choose another place or pass --overwrite")
+            raise OutputError(f"{self.url} contains a finished output; choose another location or pass --overwrite")
         if problems := not_ours_problems(self.url, sorted(files.keys() - self._own(files) - REPORTS)):
             raise OutputError(problems[0])
         return journal
 
     def send(self, names: Collection[str]) -> None:
-        """See the module's text."""
+        """Send the files in the order given in the module's docstring."""
         files = self._list()
         own, sent = self._own(files), self._sent(files)
         mark = {"actmat_upload": FORMAT, "files": sorted({*names, *own})}
@@ -125,7 +125,7 @@ class UploadStaging(RemoteStaging):
         self._sent_path.unlink(missing_ok=True)
 
     def _sent(self, files: Mapping[str, RemoteFile]) -> dict[str, RemoteFile]:
-        """Shards that an earlier run of the same plan sent, and that are there as it did."""
+        """Shards sent by an earlier run of the same plan that are still unchanged."""
         found: dict[str, Any] = {}
         if self._sent_path.exists():
             found = read_object(self._sent_path, error=OutputError)
@@ -133,26 +133,26 @@ class UploadStaging(RemoteStaging):
         return {n: files[n] for n, row in listed.items() if n in files and [files[n].size, files[n].etag] == row}
 
     def _check_sent(self, sent: Mapping[str, RemoteFile]) -> None:
-        """Compare all shards in the store with what was sent, before the manifest."""
+        """Compare all shards in the store with the sent ones, before sending the manifest."""
         files = self._list()
         if wrong := [n for n, file in sent.items() if files.get(n) != file]:
             raise OutputError(
-                f"{self.url}: {len(wrong)} shard(s) are not as they were sent. Likely cause: another process writes "
-                "the same output. Fix: give the same command again when it is done.",
+                f"{self.url}: {len(wrong)} shard(s) changed after they were sent. Likely cause: another process writes "
+                "the same output. Fix: repeat the command when it is finished.",
                 [f"{self.url}/{n}: sent {sent[n]}, found {files.get(n)}" for n in wrong],
             )
 
     def _own(self, files: Mapping[str, RemoteFile]) -> set[str]:
-        """Files that a finished output or an unfinished upload has there.
+        """Remote files that belong to a finished output or an unfinished upload.
 
         Raises:
-            OutputError: the manifest is damaged, so that nothing tells.
+            OutputError: the manifest is damaged, so that the files are unknown.
         """
         marked, manifest = self._read(files, MARK_NAME), self._read(files, MANIFEST_NAME)
         if manifest is None and MANIFEST_NAME in files:
             raise OutputError(
-                f"{self.url} cannot be replaced: its manifest is damaged, so that nothing tells which files are a "
-                "user's own. Remove the folder yourself, or choose another place"
+                f"{self.url} cannot be replaced: its manifest is damaged, so a user's own files cannot be "
+                "identified. Remove the folder yourself, or choose another location"
             )
         listed = (marked or {}).get("files")
         names = [n for n in listed if isinstance(n, str)] if isinstance(listed, list) else []
@@ -162,7 +162,7 @@ class UploadStaging(RemoteStaging):
         return self._call(lambda: _listed(self._store), self.url)
 
     def _read(self, files: Mapping[str, RemoteFile], name: str) -> dict[str, Any] | None:
-        """A JSON file of the folder; None if it is not there or damaged."""
+        """Read a JSON file of the folder; None if missing or damaged."""
         file = files.get(name)
         if file is None or file.size > MAX_BYTES:
             return None
@@ -175,7 +175,7 @@ class UploadStaging(RemoteStaging):
         return self._call(lambda: self._store.put(path, name), f"{self.url}/{name}")
 
     def _put_json(self, name: str, data: Mapping[str, Any]) -> None:
-        path = self.path.parent / f"{self.path.name}{name}"  # beside the folder, of which all is sent
+        path = self.path.parent / f"{self.path.name}{name}"  # next to the folder, whose whole content is sent
         with disk_errors(path):
             path.write_text(json.dumps(data), encoding="utf-8")
         try:
@@ -184,7 +184,7 @@ class UploadStaging(RemoteStaging):
             path.unlink(missing_ok=True)
 
     def _call(self, request: Callable[[], T], what: str) -> T:
-        """The result of a request, with retries; an error of the store is one of the output."""
+        """Make a request with retries; store errors become output errors."""
         try:
             return retried(request, what, error=OutputError)
         except CheckpointError as error:
@@ -192,7 +192,7 @@ class UploadStaging(RemoteStaging):
 
 
 def clear_upload(store: Store) -> None:
-    """Remove the list of an upload that is finished.
+    """Remove the file list of a finished upload.
 
     Raises:
         TransientError, CheckpointError: from the store.
@@ -201,7 +201,7 @@ def clear_upload(store: Store) -> None:
 
 
 def _listed(store: Store) -> dict[str, RemoteFile]:
-    """Files of a folder; none where there is no such folder yet."""
+    """Files of a folder; empty if the folder does not exist yet."""
     try:
         return {**(store.list() or {}), **store.below()}
     except MissingFileError as error:
@@ -211,5 +211,5 @@ def _listed(store: Store) -> dict[str, RemoteFile]:
 
 
 def _rank(name: str) -> int:
-    """Order of sending, the reverse of that of removal."""
+    """Sort key of the sending order; removal uses the reverse."""
     return 3 if name == MANIFEST_NAME else 2 if name.endswith(INDEX_SUFFIX) else 1 if name.endswith(WEIGHTS) else 0

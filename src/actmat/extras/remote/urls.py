@@ -1,4 +1,4 @@
-"""Folders of web servers (read only), of buckets, and of every other file system of fsspec."""
+"""Folders of web servers (read only), buckets, and other fsspec file systems."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Urls(Storage):
         try:
             if check_url(url).startswith(("http://", "https://")):
                 return [
-                    f"{url} cannot be written: web servers take no files; write to a folder or a bucket, then upload it"
+                    f"{url} cannot be written: web servers are read only; write to a folder or a bucket, then upload it"
                 ]
             open_store(url, error=OutputError)
         except (CheckpointError, OutputError) as error:

@@ -1,4 +1,4 @@
-"""Commands that load a finished output: in transformers or PEFT, and in vLLM where it can serve it."""
+"""Commands that load a finished output in transformers or PEFT, and in vLLM if supported."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ TASKS = {
     "TOKEN_CLS": "AutoModelForTokenClassification",
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
 }
-"""Task of an adapter, as PEFT calls it -> class of transformers."""
+"""PEFT's task name of an adapter -> transformers class."""
 DECODERS = ("ForCausalLM", "LMHeadModel")
-"""Ends of the names of classes that write text with a decoder alone."""
+"""Suffixes of decoder-only text generation classes."""
 PACKAGE = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -35,9 +35,9 @@ class Serving:
     """Ways to load an output.
 
     Args:
-        python: lines of Python that load it with transformers, or with PEFT on its base.
-        vllm: the command; empty where vLLM does not serve it.
-        notes: why it does not, or what to look at.
+        python: Python lines that load it with transformers, or with PEFT on its base.
+        vllm: the vLLM command; empty if vLLM cannot serve it.
+        notes: the reason why vLLM cannot, or hints.
     """
 
     python: tuple[str, ...]
@@ -46,10 +46,10 @@ class Serving:
 
 
 def serving_commands(out: str) -> Serving:
-    """Commands for a finished output: a folder, or `hf://org/name`.
+    """Loading commands for a finished output: a folder, or `hf://org/name`.
 
     Raises:
-        CheckpointError: it is no output of actmat, or of a kind that neither library loads.
+        CheckpointError: it is not an output of actmat, or neither library can load it.
     """
     source = find_source(out)
     file = Candidate(source).file if source.named is not None else None
@@ -68,17 +68,17 @@ def serving_commands(out: str) -> Serving:
             "from diffusers import DiffusionPipeline",
             f'pipeline = DiffusionPipeline.from_pretrained({place!r}, torch_dtype="auto")',
         )
-        return Serving(python, "", ("vLLM writes text with decoder models; this is a pipeline of diffusion models",))
+        return Serving(python, "", ("vLLM serves decoder-only text models; this is a diffusion pipeline",))
     if "config.json" not in source.names:
         raise CheckpointError(
-            f"{out} has no config.json, because its base has none: load the tensors with safetensors, into the model's "
-            "own code."
+            f"{out} has no config.json, because its base has none: load the tensors with safetensors into your own "
+            "model code."
         )
     return _of_model(place, read_object(source.fetch("config.json")))
 
 
 def _of_lora_file(place: str, name: str) -> Serving:
-    """Of a LoRA of an image or video model: a file, or a folder with one of this name."""
+    """Loading commands for a LoRA of an image or video model: a file, or a folder with a file of this name."""
     path = place if Path(place).name == name else f"{place}/{name}"
     python = (
         "from diffusers import DiffusionPipeline",
@@ -89,9 +89,9 @@ def _of_lora_file(place: str, name: str) -> Serving:
         python,
         "",
         (
-            "put the model that it was trained on in place of BASE",
-            f"ComfyUI: copy {path} to ComfyUI/models/loras/, under a name of yours, and load it with a LoRA loader; "
-            "if keys are not loaded there, write it with --to comfy",
+            "replace BASE by the model that it was trained on",
+            f"ComfyUI: copy {path} to ComfyUI/models/loras/ under any name, and load it with a LoRA loader; "
+            "if it reports keys not loaded, write the file with --to comfy",
             "vLLM serves text models only",
         ),
     )
@@ -108,15 +108,15 @@ def _of_model(place: str, config: Mapping[str, Any]) -> Serving:
         f'model = {kind}.from_pretrained({place!r}, dtype="auto"{code})',
         f"{'tokenizer' if helper == 'AutoTokenizer' else 'processor'} = {helper}.from_pretrained({place!r})",
     )
-    notes = ["its code comes from the base's folder: read it before you run it"] if code else []
+    notes = ["its code comes from the base's folder: review it before running it"] if code else []
     if not generates or config.get("is_encoder_decoder"):
         what = "an encoder-decoder model" if config.get("is_encoder_decoder") else f"a {architecture}"
-        return Serving(python, "", (*notes, f"vLLM writes text with decoder models; this is {what}"))
+        return Serving(python, "", (*notes, f"vLLM serves decoder-only text models; this is {what}"))
     return Serving(python, shlex.join(["vllm", "serve", place, *(["--trust-remote-code"] if code else [])]), (*notes,))
 
 
 def _class_of(config: Mapping[str, Any]) -> str:
-    """Class of transformers that loads a model with this config.json."""
+    """Transformers class that loads a model with this config.json."""
     architecture = str(next(iter(config.get("architectures") or ()), "AutoModel"))
     if architecture.endswith(DECODERS):
         return "AutoModelForCausalLM"
@@ -126,7 +126,7 @@ def _class_of(config: Mapping[str, Any]) -> str:
 
 
 def _config_below(adapter: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of the base of an adapter without a task: the class that PEFT records then, else what its local config says."""
+    """Config of an adapter's base, if the task is missing: the class recorded by PEFT, else the base's local config."""
     if recorded := (adapter.get("auto_mapping") or {}).get("base_model_class"):
         return {"architectures": [recorded]}
     beside = Path(str(adapter.get("base_model_name_or_path") or "")) / "config.json"
@@ -142,16 +142,16 @@ def _of_adapter(place: str, config: Mapping[str, Any]) -> Serving:
         f'model = {kind}.from_pretrained({base!r}, dtype="auto")',
         f"model = PeftModel.from_pretrained(model, {place!r})",
     )
-    notes = [] if config.get("base_model_name_or_path") else ["the adapter names no base: put it in place of BASE"]
+    notes = [] if config.get("base_model_name_or_path") else ["the adapter does not name its base: replace BASE by it"]
     pattern = config.get("rank_pattern") or {}
     rank = max([int(config.get("r") or 0), *map(int, pattern.values())])
     problems = []
     if config.get("modules_to_save") or config.get("bias", "none") != "none":
-        problems.append("it holds full tensors or biases")
+        problems.append("it has full tensors or biases")
     if pattern:
         problems.append("it has several ranks (write it with --set ranks=uniform)")
     if rank > VLLM_RANKS[-1]:
-        problems.append(f"its rank {rank} is above vLLM's largest, {VLLM_RANKS[-1]} (merge with --rank)")
+        problems.append(f"its rank {rank} exceeds vLLM's maximum, {VLLM_RANKS[-1]} (merge with --rank)")
     if kind != "AutoModelForCausalLM":
         problems.append("its task is not causal language modelling")
     if problems:
@@ -160,4 +160,4 @@ def _of_adapter(place: str, config: Mapping[str, Any]) -> Serving:
     flags = ["--max-lora-rank", str(size)] if size > VLLM_DEFAULT_RANK else []
     name = Path(place).name or "merged"
     vllm = shlex.join(["vllm", "serve", base, "--enable-lora", *flags, "--lora-modules", f"{name}={place}"])
-    return Serving(python, vllm, (*notes, f"ask for the model '{name}'"))
+    return Serving(python, vllm, (*notes, f"request the model '{name}'"))

@@ -1,7 +1,7 @@
 """A model with an adapter merged into it, as one checkpoint: `base+lora`.
 
-An entry is the model's plus the adapter's delta, computed in float32 (float64 for such a model) and rounded to the
-model's dtype once, as PEFT's `merge_and_unload` stores it.
+Each entry is the model's plus the adapter's delta, computed in float32 (float64 for a float64 model) and rounded once
+to the model's dtype, as in PEFT's `merge_and_unload`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAME = "adapted"
 
 
 class AdaptedCheckpoint(CheckpointView):
-    """The tensors of a model with those of an adapter added; both are closed with it."""
+    """Tensors of a model with an adapter's deltas added; closes both."""
 
     def __init__(self, location: str, model: Checkpoint, adapter: Expert) -> None:
         super().__init__(model)
@@ -45,17 +45,17 @@ class AdaptedCheckpoint(CheckpointView):
         return (*super().sources(), *self._adapter.sources())
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor."""
+        """Read the whole tensor."""
         spec = self.find_spec(name)
         return self._entries(name, 0, spec.numel).view(spec.shape)
 
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
-        """Bytes of the tensor; of a changed one, the delta of these entries is formed."""
+        """Fill with the tensor's bytes; for a changed tensor, computes the delta of these entries."""
         first, last = start // spec.itemsize, -(-(start + len(out)) // spec.itemsize)
         copy_range(self._entries(spec.name, first, last), start - first * spec.itemsize, out)
 
     def handle(self) -> CheckpointHandle:
-        """Address of the model, and that of the adapter."""
+        """Handles of the model and the adapter."""
         handle = self.inner.handle()
         return CheckpointHandle(handle.address, NAME, self.location, view=(handle, self._adapter.handle()))
 
@@ -68,7 +68,7 @@ class AdaptedCheckpoint(CheckpointView):
         """Entries `first:last` of the flattened tensor."""
         spec, kind = self.specs[name], self._adapter.source(name).kind
         dtype = torch_dtype(spec.dtype)
-        if kind == "stored":  # a module that was saved whole
+        if kind == "stored":  # a fully saved module
             stored = self._adapter.read(name)
             return stored.reshape(-1)[first:last].to(dtype)
         values = torch.empty(last - first, dtype=dtype)
@@ -80,19 +80,19 @@ class AdaptedCheckpoint(CheckpointView):
 
 
 class _Adapted:
-    """The plug-in: a model with its adapter, and the way back from a handle."""
+    """Plug-in: opens a model with its adapter, also from a handle."""
 
     def merged(self, location: str, model: Checkpoint, adapter: str) -> Checkpoint:
         try:
             located = locate(adapter)
             if not located.needs_base:
-                raise CheckpointError(f"{location}: expected an adapter at '{adapter}', found none")
+                raise CheckpointError(f"{location}: '{adapter}' is not an adapter")
             opened = located.expert(model)
             if opened.heads:
                 opened.close()
                 raise CheckpointError(
-                    f"{location}: the adapter unties the output head, which the model has not. Fix: give the model as "
-                    "the base and the adapter as an expert"
+                    f"{location}: the adapter unties the output head, which the model does not have. Fix: pass the "
+                    "model as the base and the adapter as an expert"
                 )
         except CheckpointError:
             model.close()

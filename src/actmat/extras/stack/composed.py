@@ -1,4 +1,4 @@
-"""A checkpoint whose tensors are those of other open checkpoints, under names of its own."""
+"""A checkpoint composed of tensors of other open checkpoints, under new names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from actmat.experts.base import Expert
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Place of a tensor: checkpoint and the name there."""
+    """Origin of a tensor: checkpoint and its name there."""
 
     checkpoint: Checkpoint
     name: str
@@ -28,11 +28,11 @@ class Origin:
 
 
 class ComposedCheckpoint(DelegatingCheckpoint):
-    """Tensors of open checkpoints, which are closed with it.
+    """Tensors of open checkpoints; closes them.
 
     Args:
-        location: as the user wrote it.
-        first: the checkpoint whose config, tokenizer and code files go with the tensors.
+        location: location as given by the user.
+        first: source of config, tokenizer and code files.
         origins: name -> origin of every tensor.
     """
 
@@ -66,11 +66,11 @@ class ComposedCheckpoint(DelegatingCheckpoint):
 
     @property
     def buffer_bytes(self) -> int:
-        """Of all checkpoints, as each may read ahead."""
+        """Sum over all checkpoints, because each may read ahead."""
         return sum(c.buffer_bytes for c in self.checkpoints)
 
     def side_files(self) -> SideFiles:
-        """Those of the first checkpoint."""
+        """Side files of the first checkpoint."""
         return self.first.side_files()
 
     def fetch_sidecars(self) -> Path | None:
@@ -88,7 +88,7 @@ def _spec(name: str, origin: Origin) -> TensorSpec:
 
 
 def models_of(sources: Iterable[Checkpoint | Expert]) -> tuple[str, ...]:
-    """Locations of the sources, with the commits of those on the hub; of one that is composed itself, of its parts."""
+    """Locations of the sources, with commits for the hub; composed sources are expanded."""
     return tuple(dict.fromkeys(name for source in sources for name in (source.models or (_pinned(source),))))
 
 

@@ -2,8 +2,8 @@
 
     base[0:16] + math[8:24]
 
-The layers are numbered anew from 0. Of the tensors outside of all layers, those that act before them (embeddings) are
-the first part's, the others (final norm, output head) the last part's.
+The layers are renumbered from 0. Tensors before the layers (embeddings) come from the first part, tensors after them
+(final norm, output head) from the last part.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from actmat.errors import CheckpointError
 from actmat.extras.stack.composed import ComposedCheckpoint, Origin
 
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-"""Names of the number of layers in configs."""
+"""Config fields with the number of layers."""
 
 SAME_KEYS = ("model_type", "hidden_size", "n_embd", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-"""Entries of configs in which all parts of a stack agree."""
+"""Config entries that must be equal in all parts."""
 
 
 def open_stack(
@@ -29,11 +29,11 @@ def open_stack(
     parts: Sequence[StackPart],
     open_part: Callable[[str], Checkpoint],
 ) -> StackedCheckpoint:
-    """Open every checkpoint of a stack, once each, with `open_part`; headers only.
+    """Open every checkpoint of a stack once with `open_part`; reads only headers.
 
     Raises:
-        CheckpointError: a checkpoint that cannot be opened, layers that it has not, or checkpoints of other shapes; all
-            problems.
+        CheckpointError: a checkpoint cannot be opened, lacks layers, or has other shapes; lists all
+        problems.
     """
     with contextlib.ExitStack() as stack:
         opened: dict[str, Checkpoint] = {}
@@ -48,17 +48,17 @@ def open_stack(
         if not problems:
             problems = _problems(parts, opened)
         if problems:
-            raise CheckpointError(f"The stack {location} cannot be made.", problems)
+            raise CheckpointError(f"The stack {location} cannot be built.", problems)
         stack.pop_all()
         return StackedCheckpoint(location, [(opened[p.location], p) for p in parts])
 
 
 class StackedCheckpoint(ComposedCheckpoint):
-    """Layers of open checkpoints, which are closed with the stack.
+    """Layers of open checkpoints; closes them.
 
     Args:
-        location: the stack as the user wrote it.
-        parts: per part, its checkpoint and its layers there.
+        location: the stack as given by the user.
+        parts: checkpoint and layers of every part.
     """
 
     def __init__(self, location: str, parts: Sequence[tuple[Checkpoint, StackPart]]) -> None:
@@ -83,17 +83,17 @@ class StackedCheckpoint(ComposedCheckpoint):
 
     @property
     def written_config(self) -> Mapping[str, Any] | None:
-        """The config, to be written in place of a copied one."""
+        """The config, written instead of a copy."""
         return self.config
 
     def handle(self) -> CheckpointHandle:
-        """Address of the stack: the handles of its parts."""
+        """Handle of the stack: the handles of its parts."""
         handles = {id(c): c.handle() for c in self.checkpoints}
         parts = tuple((handles[id(c)], p.location, p.start, p.stop) for c, p in self._parts)
         return CheckpointHandle(self.location, "stack", self.location, parts=parts)
 
     def _deepened(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """A config with the number of layers of the stack; lists with an entry per layer are stacked as well."""
+        """A config with the stack's number of layers; lists with an entry per layer are also stacked."""
         out = dict(config)
         depth = next((config[k] for k in DEPTH_KEYS if k in config), None)
         for key, value in config.items():
@@ -126,7 +126,7 @@ def _origins(parts: Sequence[tuple[Checkpoint, StackPart]]) -> dict[str, Origin]
 
 
 def _problems(parts: Sequence[StackPart], opened: Mapping[str, Checkpoint]) -> list[str]:
-    """Why these parts make no stack."""
+    """Problems that prevent stacking these parts."""
     problems: list[str] = []
     stacks: dict[str, str] = {}
     for part in dict.fromkeys(parts):
@@ -141,21 +141,21 @@ def _problems(parts: Sequence[StackPart], opened: Mapping[str, Checkpoint]) -> l
         stacks.setdefault(prefixes[0], part.location)
         if not part.start < part.stop <= count:
             problems.append(
-                f"{part}: expected layers within [0:{count}], of which the model has {count}, and one at least; the "
-                "second number is not included"
+                f"{part}: expected at least one layer within [0:{count}], the layers of the model; the "
+                "second number is excluded"
             )
     if len(stacks) > 1:
         listed = ", ".join(f"'{prefix}' in {location}" for prefix, location in stacks.items())
-        problems.append(f"the layers have other names: {listed}. Are these models of one architecture?")
+        problems.append(f"the layers have different names: {listed}. Likely cause: models of different architectures")
     return problems + _disagreements(opened)
 
 
 def _disagreements(opened: Mapping[str, Checkpoint]) -> list[str]:
-    """Entries of the configs in which the checkpoints differ, and a model has one of."""
+    """Problems: config entries that differ but must be equal."""
     problems = []
     for key in SAME_KEYS:
         values = {n: c.config[key] for n, c in opened.items() if c.config is not None and key in c.config}
         if len({str(v) for v in values.values()}) > 1:
             listed = ", ".join(f"{v} in {n}" for n, v in values.items())
-            problems.append(f"config.json: '{key}' is {listed}; layers of such models do not follow each other")
+            problems.append(f"config.json: '{key}' is {listed}; layers of these models cannot be stacked")
     return problems

@@ -1,1 +1,1 @@
-"""Checkpoints of training runs: DCP, FSDP and Megatron ranks, DeepSpeed."""
+"""Checkpoints of training runs: torch.distributed.checkpoint (DCP)."""

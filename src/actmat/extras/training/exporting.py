@@ -9,10 +9,10 @@ from actmat.experts.locate import Located
 
 
 def export_dcp(given: Located, out: Path, *, under: str = "") -> str:
-    """Write a checkpoint for `torch.distributed.checkpoint.load`; returns the number of its tensors in words.
+    """Write a checkpoint for `torch.distributed.checkpoint.load`; returns a sentence with the number of tensors.
 
     Raises:
-        MergeError: nothing is at `out`.
+        MergeError: the export failed; nothing is written to `out`.
     """
     from actmat.extras.training.writing import write_dcp
 
@@ -20,4 +20,4 @@ def export_dcp(given: Located, out: Path, *, under: str = "") -> str:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
         write_dcp(checkpoint, out, under=under)
-    return f"{len(checkpoint.specs)} tensors as they were"
+    return f"{len(checkpoint.specs)} unchanged tensors"

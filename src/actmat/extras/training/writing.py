@@ -1,7 +1,7 @@
-"""Write a checkpoint for torch.distributed.checkpoint (DCP), by torch's own writer.
+"""Write a checkpoint for torch.distributed.checkpoint (DCP) with torch's own writer.
 
-A tensor is read when it is its turn to be written, so that one is in memory at a time. The same tensors give the same
-bytes: what torch records of a save (its place, a random id) is left out.
+Each tensor is read just before it is written, so that one is in memory at a time. Equal tensors give equal bytes: the
+path and the random id that torch records are left out.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ from actmat.system import rename_folder
 
 
 def write_dcp(checkpoint: Checkpoint, out: Path, *, under: str = "") -> None:
-    """Write all tensors of a checkpoint to `out`, which appears when it is complete, with config and tokenizer files.
+    """Write all tensors, config and tokenizer files of a checkpoint to `out`, which appears when complete.
 
     Args:
-        checkpoint: open.
-        out: a folder that does not exist, or is empty.
-        under: key of the state dict below which the tensors are saved, such as `model`, which accelerate and most
-            training programs use; empty: the tensors are the state dict, as `model.state_dict()` has them.
+        checkpoint: open checkpoint.
+        out: folder that is missing or empty.
+        under: state dict key to save the tensors under, such as `model`, which accelerate and most training programs
+        use; empty: the tensors are the state dict itself, as from `model.state_dict()`.
 
     Raises:
-        OutputError: the place cannot be written.
+        OutputError: `out` cannot be written.
     """
     source = {} if checkpoint.directory is None else {"the checkpoint": checkpoint.directory}
     lock, building = OutputLock(out, sibling(out, "lock")), sibling(out, "partial")
     if problems := check_output_path(out, overwrite=False, inputs=source):
         with contextlib.suppress(OutputError, OSError):
-            if lock.path.is_file():  # of a process that was stopped after the rename
+            if lock.path.is_file():  # left by a process that was stopped after the rename
                 lock.take()
                 lock.release()
-        raise OutputError("The output cannot be written there.", problems)
+        raise OutputError("The output cannot be written.", problems)
     with disk_errors(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         lock.take()
         try:
-            if problems := occupied(out, overwrite=False):  # finished while we waited
-                raise OutputError("The output cannot be written there.", problems)
-            if building.exists():  # a process was killed here
+            if problems := occupied(out, overwrite=False):  # another process finished it meanwhile
+                raise OutputError("The output cannot be written.", problems)
+            if building.exists():  # left by a killed process
                 shutil.rmtree(building)
             building.mkdir()
             _save(checkpoint, building, under)
             folder = checkpoint.fetch_sidecars()
             sidecars = None if folder is None else SideFolder(folder, checkpoint.side_files())
             copy_sidecars(sidecars, sidecars, building, None, checkpoint.written_configs)
-            rename_folder(building, out)  # an empty folder may be there
-        except BaseException:  # Ctrl-C too: nothing is left, and it is passed on
+            rename_folder(building, out)  # replaces an empty folder
+        except BaseException:  # also Ctrl-C: clean up, then re-raise
             shutil.rmtree(building, ignore_errors=True)
             raise
         finally:
@@ -75,31 +75,31 @@ def _save(checkpoint: Checkpoint, folder: Path, under: str) -> None:
         for name, spec in checkpoint.specs.items()
     }
     state: dict[str, Any] = {under: shapes} if under else dict(shapes)
-    # torch 2.6 has no such argument, and takes a process without a group for the only one
+    # torch 2.6 lacks this argument, and treats a process without a group as the only one
     alone: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(save).parameters else {}
     try:
         save(state, storage_writer=_Writer(folder), planner=_Planner(checkpoint), **alone)
-    except CheckpointException as failed:  # holds the errors of all ranks, here of one
+    except CheckpointException as failed:  # contains the errors of all ranks, here one
         for error, _ in failed.failures.values():
             raise error from None
         raise
 
 
 class _Writer(FileSystemWriter):
-    """torch's writer of files, which records no place and no random id."""
+    """torch's file writer, without path and random id."""
 
     def storage_meta(self) -> StorageMeta:
-        """An empty record."""
+        """Return an empty record."""
         return StorageMeta()
 
 
 class _Planner(DefaultSavePlanner):
-    """torch's planner, which reads a tensor when it is written."""
+    """torch's planner, but each tensor is read when it is written."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__()
         self._checkpoint = checkpoint
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """The tensor of a write item."""
+        """Read the tensor of a write item."""
         return self._checkpoint.read(str(self.mappings[index.fqn][-1]))

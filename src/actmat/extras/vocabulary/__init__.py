@@ -1,1 +1,1 @@
-"""Merges of models with different tokens: rows of their tables put in one order."""
+"""Merges of models with different tokens: rows of token tables aligned to one vocabulary."""

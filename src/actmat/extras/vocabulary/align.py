@@ -1,9 +1,9 @@
-"""Models of different vocabularies: rows of embeddings and output heads put in one order, by the text of the tokens.
+"""Alignment of models with different vocabularies: rows of embeddings and output heads, matched by token text.
 
 The new vocabulary is that of the base, that of an expert, or the base's with the tokens that experts added. An input
-keeps its own row of a token that it has. One that lacks it is lent a row: the only one there is, else the base's, else
-the mean of those that have it; so a token that one expert has comes out as that expert's row, and one that several
-experts have starts from their mean. The rule is that of mergekit's `tokenizer_source`.
+keeps its own row for a token that it has. An input that lacks the token gets the only existing row, else the base's,
+else the mean over the inputs that have it. So a token of one expert gets that expert's row, and a token of several
+experts starts from their mean. The rule is that of mergekit's `tokenizer_source`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from actmat.extras.vocabulary.tokenizer import ADDED, TOKENIZER, config_with_tok
 
 BASE, UNION = "base", "union"
 SHOWN = 12
-"""New tokens that a note lists."""
+"""Maximum number of new tokens listed in a note."""
 MOST_GAPS = 2
-"""Rows before the first new token, over those of the table and of the tokens: a tokenizer may skip numbers."""
+"""Allowed ratio of the first new token's row to the table's rows or token count: a tokenizer may skip numbers."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _TokenInput:
     rows: int
 
     def row(self, token: str) -> int | None:
-        """Row of a token, None if the checkpoint has none: a tokenizer may know more tokens than the table."""
+        """Row of a token; None if it is beyond the table (a tokenizer may have more tokens than the table)."""
         found = self.tokens.get(token)
         return found if found is not None and found < self.rows else None
 
@@ -48,25 +48,25 @@ class _TokenInput:
 def align_vocabularies(
     base: Checkpoint, experts: Mapping[str, Checkpoint], policy: VocabularyPolicy, *, owned: bool = False
 ) -> tuple[Checkpoint, dict[str, Checkpoint]]:
-    """The base and the experts, by label, with the rows of the new vocabulary; one that needs no other rows as it is.
+    """Align base and experts to the new vocabulary; returns label -> checkpoint, the same object if nothing changes.
 
     Args:
         base, experts: open full checkpoints, each with a `tokenizer.json`.
         policy: the new vocabulary.
-        owned: closing a result closes all inputs.
+        owned: if true, closing a result closes all inputs.
 
     Raises:
-        CheckpointError: a tokenizer is missing, tokenizers cannot be joined, or a source of a row is not there; all
-            problems.
+        CheckpointError: a tokenizer is missing, tokenizers cannot be joined, or the source of a row is missing; lists
+        all problems.
     """
     inputs, problems = _inputs({BASE: base, **experts})
     if policy.source not in (*inputs, UNION) and not problems:
         problems.append(f"the vocabulary '{policy.source}' is not one of base, union, {', '.join(experts)}")
     if problems:
-        raise CheckpointError("The vocabularies cannot be put in one order.", problems)
+        raise CheckpointError("The vocabularies cannot be aligned.", problems)
     joined = _Joined(inputs, policy)
     if joined.problems:
-        raise CheckpointError("The vocabularies cannot be put in one order.", joined.problems)
+        raise CheckpointError("The vocabularies cannot be aligned.", joined.problems)
     found = {label: joined.aligned(label, owned=owned) for label in inputs}
     return found.pop(BASE), found
 
@@ -75,7 +75,7 @@ def read_vocabulary(checkpoint: Checkpoint) -> dict[str, int]:
     """Token -> row, from the `tokenizer.json` of a checkpoint.
 
     Raises:
-        CheckpointError: not found, or it holds no vocabulary.
+        CheckpointError: the file is missing or has no vocabulary.
     """
     return read_tokenizer(checkpoint)[0]
 
@@ -93,12 +93,12 @@ def _inputs(checkpoints: Mapping[str, Checkpoint]) -> tuple[dict[str, _TokenInpu
 
 
 class _Joined:
-    """The new vocabulary, and the sources of its rows.
+    """The new vocabulary and the sources of its rows.
 
     Attributes:
-        tokens: of the new vocabulary, with their rows.
-        added: those that the kept tokenizer does not have, with the label of an input that has them ('': none).
-        rows: size of the new tables.
+        tokens: token -> row in the new vocabulary.
+        added: tokens missing in the kept tokenizer -> label of an input that has them; may be ''.
+        rows: number of rows of the new tables.
     """
 
     def __init__(self, inputs: Mapping[str, _TokenInput], policy: VocabularyPolicy) -> None:
@@ -124,11 +124,11 @@ class _Joined:
         self._lent = {t: self._lent_row(t) for t in self.tokens}
 
     def aligned(self, label: str, *, owned: bool) -> Checkpoint:
-        """An input with the new rows, or as it is where its rows are these already."""
+        """An input with the new rows, or unchanged if it already has them."""
         one = self.inputs[label]
         number = self.labels.index(label)
         rows = [self._sources(one, number, row) for row in range(self.rows)]
-        same_tokens = one.tokens == self.tokens and not self.special  # then padding stays as it is, too
+        same_tokens = one.tokens == self.tokens and not self.special  # then padding is also unchanged
         as_they_lie = same_tokens or all(s == ((number, r),) for r, s in enumerate(rows))
         if not one.tables or (self.rows == one.rows and as_they_lie):
             return one.checkpoint
@@ -151,7 +151,7 @@ class _Joined:
         )
 
     def _added(self) -> dict[str, str]:
-        """Tokens that the kept tokenizer lacks, in the order of their rows, with an input that has them."""
+        """Tokens that the kept tokenizer lacks, in row order -> label of an input that has them."""
         own = self.keeper.tokens
         added: dict[str, str] = {}
         for one in self.inputs.values() if self.policy.source == UNION else ():
@@ -160,10 +160,10 @@ class _Joined:
             plain = [t for t in more if t not in listed]
             if plain:
                 self.problems.append(
-                    f"expert '{one.label}' ({one.checkpoint.location}) has {len(plain)} tokens of its own that were "
-                    f"not added to a tokenizer but are part of it ({', '.join(map(repr, plain[:4]))}):"
-                    f" how texts are cut "
-                    "into tokens cannot be joined. Fix: 'vocabulary: base', or the name of an expert"
+                    f"expert '{one.label}' ({one.checkpoint.location}) has {len(plain)} tokens of its own that are "
+                    f"part of its tokenization model, not added tokens ({', '.join(map(repr, plain[:4]))}):"
+                    f" tokenization models "
+                    "cannot be joined. Fix: 'vocabulary: base', or the name of an expert"
                 )
             added |= {t: one.label for t in more if t not in added}
         for token in self.policy.tokens:
@@ -173,7 +173,7 @@ class _Joined:
         return added
 
     def _special(self, token: str, source: TokenSource) -> Sources:
-        """Row that the recipe names for a token."""
+        """Source row that the recipe names for a token."""
         if not source.model:
             return ()
         one = self.inputs.get(source.model)
@@ -203,7 +203,7 @@ class _Joined:
         return found
 
     def _lent_row(self, token: str) -> Sources:
-        """Row of a token for inputs that lack it."""
+        """Substitute row of a token for inputs that lack it."""
         if token in self.special:
             return self.special[token]
         holders = list(self._holders(token).values())
@@ -213,7 +213,7 @@ class _Joined:
     def _sources(self, one: _TokenInput, number: int, row: int) -> Sources:
         """Sources of a row of an input's new table."""
         token = self.by_row.get(row)
-        if token is None:  # padding: as in the model whose tokenizer is kept
+        if token is None:  # padding comes from the model whose tokenizer is kept
             keeper = self.labels.index(self.keeper.label)
             return ((keeper, row),) if row < self.keeper.rows else OWN_MEAN
         forced = token in self.policy.tokens and self.policy.tokens[token].force
@@ -221,7 +221,7 @@ class _Joined:
         return ((number, own),) if own is not None and not forced else self._lent[token]
 
     def _check_tables(self, one: _TokenInput, names: Mapping[str, Sequence[str]], rows: Sequence[Sources]) -> None:
-        """Refuse a table of which another input that lends rows has no counterpart of the same width."""
+        """Raise if a donor of rows has no table of the same width."""
         lenders = {k for sources in rows for k, _ in sources if k >= 0}
         for name, found in names.items():
             shape = one.checkpoint.specs[name].shape[1:]
@@ -239,8 +239,8 @@ class _Joined:
         lost = sum(t not in self.tokens for t in one.tokens)
         lacks = sum(one.row(t) is None for t in self.tokens)
         yield (
-            f"has another vocabulary: its rows are taken by token; {lacks} tokens that it lacks are lent to it, {lost} "
-            f"that the new vocabulary lacks are left out. Its {self.rows} rows: "
+            f"has another vocabulary: its rows are matched by token; {lacks} missing tokens come from other inputs, "
+            f"{lost} tokens outside the new vocabulary are left out. Its {self.rows} rows: "
             + ", ".join(f"{n} {words}" for words, n in counts.most_common())
         )
 
@@ -256,7 +256,7 @@ class _Joined:
         return ("from " if len(sources) == 1 else "mean of ") + " and ".join(self.labels[k] for k, _ in sources)
 
     def _new_tokens(self) -> Iterator[str]:
-        """Note on the tokens that are new to the kept tokenizer."""
+        """Note on tokens that are new to the kept tokenizer."""
         if not self.added:
             return
         listed = []
@@ -274,7 +274,7 @@ class _Joined:
         return config_with_tokens(config, self.rows, self.keeper.checkpoint.config)
 
     def _sidecars(self) -> dict[str, str]:
-        """Files of the tokenizer that differ from those of the kept one."""
+        """Tokenizer files that differ from those of the kept tokenizer."""
         if not self.added:
             return {}
         entries = []
@@ -292,7 +292,7 @@ def _tokenizer_identity(checkpoint: Checkpoint) -> Iterator[FileIdentity]:
 
 
 class _Vocabulary:
-    """The plug-in: alignment, and the way back from a handle."""
+    """Plug-in: aligns vocabularies and opens aligned checkpoints from handles."""
 
     def align(
         self, base: Checkpoint, experts: Mapping[str, Checkpoint], policy: VocabularyPolicy, *, owned: bool

@@ -1,7 +1,7 @@
-"""A checkpoint with other rows in its tables of tokens: taken from several checkpoints, by number.
+"""A checkpoint whose token tables have rows from several checkpoints, chosen by row number.
 
 A new table is a list of runs: consecutive rows of one checkpoint, the mean of single rows of several, zeros, or the
-mean of the table itself (for padding). Only the rows that are wanted are read.
+mean of the table itself (for padding). Only requested rows are read.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.side_files import ModelFiles, SideFiles
 
 OWN_MEAN = ((-1, -1),)
-"""Sources of a row that is the mean of the table's other rows."""
+"""Marks a row that is the mean of the table's other rows."""
 
 BLOCK_ROWS = 4096
-"""Rows of a table that are read at a time for its mean."""
+"""Number of rows read at a time to compute a table's mean."""
 
 Sources = tuple[tuple[int, int], ...]
 
@@ -47,7 +47,7 @@ class RowRun:
 
 @dataclass(frozen=True, slots=True)
 class RowsHandle:
-    """Tables of a checkpoint that are made of rows of several; see `TokenRowsCheckpoint`. Plain data."""
+    """Tables made of rows of several checkpoints, as plain data; see `TokenRowsCheckpoint`."""
 
     own: CheckpointHandle
     sources: tuple[CheckpointHandle, ...]
@@ -56,7 +56,7 @@ class RowsHandle:
 
     @classmethod
     def of(cls, data: RowsHandle | Mapping[str, Any]) -> RowsHandle:
-        """The handle itself, or the one that `dataclasses.asdict` and JSON took apart."""
+        """The handle itself, or rebuilt from `dataclasses.asdict` and JSON."""
         if isinstance(data, cls):
             return data
         assert isinstance(data, Mapping)
@@ -69,7 +69,7 @@ class RowsHandle:
 
 
 def joined_runs(rows: Iterable[Sources]) -> tuple[RowRun, ...]:
-    """Runs of a table, from the sources of each of its rows: pairs of a checkpoint's number and a row.
+    """Group the rows of a table into runs; each row's sources are pairs (checkpoint number, row).
 
     >>> joined_runs([((0, 5),), ((0, 6),), (), ((0, 1), (1, 1))])
     (RowRun(start=0, count=2, sources=((0, 5),)), RowRun(start=2, count=1, sources=()), RowRun(start=3, count=1, \
@@ -86,7 +86,7 @@ sources=((0, 1), (1, 1))))
 
 
 def _follows(run: RowRun, sources: Sources) -> bool:
-    """True if a row continues a run: the next row of the same checkpoint, zeros after zeros, a mean after that mean."""
+    """True if a row continues a run: the next row of the same checkpoint, or zeros, or the same mean."""
     if len(run.sources) != 1 or len(sources) != 1 or run.sources == OWN_MEAN:
         return (run.sources == sources and len(sources) != 1) or run.sources == sources == OWN_MEAN
     (k, row), (other, next_row) = run.sources[0], sources[0]
@@ -95,13 +95,13 @@ def _follows(run: RowRun, sources: Sources) -> bool:
 
 @dataclass(frozen=True)
 class TableContext:
-    """Files and remarks that go with new tables.
+    """Files and notes of a checkpoint with new tables.
 
     Args:
-        config: of the new model, or None for that of the checkpoint.
-        sidecars: name -> text of files that go into an output in place of copies.
-        identity: of files other than weights that decide, such as tokenizers.
-        notes: remarks on the rows, for plans.
+        config: config of the new model; None for the checkpoint's own.
+        sidecars: name -> text of files written to an output in place of copies.
+        identity: identity of files other than weights that affect the result, such as tokenizers.
+        notes: notes on the rows, for plans.
     """
 
     config: Mapping[str, Any] | None = None
@@ -111,15 +111,15 @@ class TableContext:
 
 
 class TokenRowsCheckpoint(Checkpoint):
-    """A checkpoint whose tables are made of rows of several.
+    """A checkpoint whose tables are made of rows of several checkpoints.
 
     Args:
-        own: the checkpoint that all other tensors, and names and dtypes of the tables, are from.
-        sources: the checkpoints that rows are from, `own` among them.
-        tables: name of a table of `own` -> its name in each source (empty where a source has none).
-        runs: of every table.
-        around: files and remarks that go with the new tables.
-        owned: close the sources as well.
+        own: source of all other tensors, and of the tables' names and dtypes.
+        sources: source checkpoints of the rows, including `own`.
+        tables: name of a table of `own` -> its name in each source (empty if a source lacks it).
+        runs: table -> its runs.
+        around: files and notes that belong to the new tables.
+        owned: close the sources with this checkpoint.
     """
 
     def __init__(
@@ -152,15 +152,15 @@ class TokenRowsCheckpoint(Checkpoint):
 
     @property
     def written_config(self) -> Mapping[str, Any] | None:
-        """The config, where it is not a copy."""
+        """The config, unless it is copied."""
         return self._own.written_config if self._config is None else self._config
 
     def scheme(self, name: str) -> str:
-        """Of the checkpoint."""
+        """The checkpoint's scheme."""
         return self._own.scheme(name)
 
     def stored_bytes(self, name: str) -> int:
-        """Of the checkpoint; those of a table are as many as it has."""
+        """Stored bytes in the checkpoint; for a table, its size."""
         return self.specs[name].nbytes if name in self._tables else self._own.stored_bytes(name)
 
     def sources(self) -> tuple[ModelFiles, ...]:
@@ -172,11 +172,11 @@ class TokenRowsCheckpoint(Checkpoint):
         return self._own.side_files()
 
     def identity(self) -> tuple[FileIdentity, ...]:
-        """Identity of the weight files, and of the files that decide on the rows."""
+        """Identity of the weight files, and of the files that determine the rows."""
         return (*self._own.identity(), *self._identity)
 
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
-        """Bytes of the tensor, of a table from the sources of its rows."""
+        """Fill with the tensor's bytes; for a table, from the sources of its rows."""
         if spec.name not in self._tables:
             self._own.read_into(spec.name, start, out)
             return
@@ -195,11 +195,11 @@ class TokenRowsCheckpoint(Checkpoint):
 
     @property
     def buffer_bytes(self) -> int:
-        """Of all sources, as each may read ahead."""
+        """Sum over all sources, because each may read ahead."""
         return sum(c.buffer_bytes for c in {id(c): c for c in (self._own, *self._sources)}.values())
 
     def handle(self) -> CheckpointHandle:
-        """Address of the checkpoint, with the addresses of the others and the runs."""
+        """Handle of the checkpoint, with the handles of the sources and the runs."""
         rows = RowsHandle(
             self._own.handle(),
             tuple(c.handle() for c in self._sources),
@@ -213,13 +213,13 @@ class TokenRowsCheckpoint(Checkpoint):
         return self._own.fetch_sidecars()
 
     def close(self) -> None:
-        """Close the checkpoint, and the sources if they are its own."""
+        """Close the checkpoint, and the sources if it owns them."""
         self._own.close()
         for checkpoint in self._sources if self._owned else ():
             checkpoint.close()
 
     def _fill_run(self, spec: TensorSpec, run: RowRun, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes of a run, from its byte `start` on."""
+        """Fill `out` with bytes of a run, starting at its byte `start`."""
         if len(run.sources) == 1 and run.sources != OWN_MEAN:
             ((k, row),) = run.sources
             name = self._tables[spec.name][k]
@@ -235,7 +235,7 @@ class TokenRowsCheckpoint(Checkpoint):
             out[low - start : high - start] = data[low - number * width : high - number * width]
 
     def _row(self, spec: TensorSpec, run: RowRun, number: int) -> Tensor:
-        """Row `number` of a run: zeros, a row, a mean, in float64 where it is computed."""
+        """Row `number` of a run: zeros, a row, or a mean, which is computed in float64."""
         if run.sources == OWN_MEAN:
             return self._own_mean(spec)
         found = [
@@ -257,7 +257,7 @@ class TokenRowsCheckpoint(Checkpoint):
         return out
 
     def _own_mean(self, spec: TensorSpec) -> Tensor:
-        """Mean of all rows of a table but those that are this mean."""
+        """Mean of all rows of a table except the rows that hold this mean."""
         if spec.name not in self._means:
             total, count = torch.zeros(spec.shape[1:] or (1,), dtype=torch.float64), 0
             width = math.prod(spec.shape[1:]) * spec.itemsize

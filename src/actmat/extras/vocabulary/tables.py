@@ -1,4 +1,4 @@
-"""Tables of tokens of a checkpoint: embeddings, output heads and their biases; their names in another checkpoint."""
+"""Token tables of a checkpoint (embeddings, output heads, their biases) and their names in another checkpoint."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ HEAD_BIASES = tuple(
 
 
 def token_tables(checkpoint: Checkpoint) -> tuple[tuple[str, ...], int]:
-    """Names of the tensors with one row per token, and the number of rows.
+    """Names of tensors with one row per token, and the number of rows.
 
-    That number is `vocab_size` of the config where a token embedding has it, else that of the longest embedding.
+    The number is `vocab_size` of the config if a token embedding has that many rows, else the longest embedding's.
     """
     specs = checkpoint.specs
     heights = {s.shape[0] for n, s in specs.items() if len(s.shape) == 2 and is_token_table(n)}
@@ -35,7 +35,7 @@ def token_tables(checkpoint: Checkpoint) -> tuple[tuple[str, ...], int]:
 
 
 def table_names(name: str, own: Checkpoint, checkpoints: Sequence[Checkpoint]) -> tuple[str, ...]:
-    """Name of a table in each of the checkpoints: the same, one with or without a prefix, or the one tied to a head."""
+    """Name of a table in each checkpoint: the same, with or without a prefix, or the table tied to a head."""
     return tuple(name if c is own else _name_in(name, c) for c in checkpoints)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers as files: the tokens of a `tokenizer.json`, the files of one with more tokens, and the config for it."""
+"""Tokenizer files: read tokens from `tokenizer.json`, write a tokenizer with added tokens, update the config."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ ADDED: Mapping[str, Any] = {
 
 
 def read_tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """Token -> row, and the entries of the tokens that were added, from the `tokenizer.json` of a checkpoint.
+    """Token -> row, and the entries of added tokens, from the `tokenizer.json` of a checkpoint.
 
     Raises:
-        CheckpointError: not found, or it holds no vocabulary.
+        CheckpointError: the file is missing or has no vocabulary.
     """
     folder = checkpoint.fetch_sidecars()
     if folder is None or not (Path(folder) / TOKENIZER).exists():
         raise CheckpointError(
-            f"{checkpoint.location}: expected a {TOKENIZER}, by which rows are put in order ('vocabulary'), "
-            "found none. Fix: save the tokenizer beside the weights (AutoTokenizer.from_pretrained, save_pretrained)"
+            f"{checkpoint.location}: {TOKENIZER} is missing; 'vocabulary' needs it to match rows by token. "
+            "Fix: save the tokenizer next to the weights (AutoTokenizer.from_pretrained, save_pretrained)"
         )
     data = read_object(member(Path(folder), TOKENIZER))
     model = data.get("model")
@@ -55,7 +55,7 @@ def _is_row(value: object) -> bool:
 
 
 def _tokens(listed: Any) -> dict[str, int]:
-    """Vocabulary of a BPE or WordPiece model, a mapping, or of a Unigram model, a list of pairs."""
+    """Vocabulary of a BPE or WordPiece model (a mapping) or of a Unigram model (a list of pairs)."""
     if isinstance(listed, Mapping):
         return {str(t): i for t, i in listed.items() if _is_row(i)}
     if isinstance(listed, list):
@@ -64,11 +64,11 @@ def _tokens(listed: Any) -> dict[str, int]:
 
 
 def written_tokenizer(folder: Path, entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Files of a tokenizer with more tokens: name -> text, of those in the folder that list added tokens.
+    """Files of a tokenizer with added tokens: name -> text, for the files in the folder that list added tokens.
 
     Args:
-        folder: of the tokenizer that the tokens are added to.
-        entries: the tokens, as `tokenizer.json` has them, with their rows as `id`.
+        folder: folder of the tokenizer to extend.
+        entries: the tokens, in the form of `tokenizer.json`, with their rows as `id`.
     """
     data = read_object(member(folder, TOKENIZER))
     data["added_tokens"] = [*(data.get("added_tokens") or []), *entries]
@@ -86,7 +86,7 @@ def written_tokenizer(folder: Path, entries: Sequence[Mapping[str, Any]]) -> dic
 
 
 def config_with_tokens(config: Mapping[str, Any], rows: int, of_tokenizer: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A `config.json` for tables of so many rows, with the special tokens' numbers of the tokenizer's own model."""
+    """A `config.json` for tables with `rows` rows, with the special token ids of the tokenizer's own model."""
     out = dict(config)
     inner = config.get("text_config")
     if isinstance(inner, Mapping):

@@ -1,1 +1,1 @@
-"""Mixtures of experts made of dense models (mergekit-moe): router, attention of one model, MLPs of several."""
+"""Mixtures of experts from dense models (mergekit-moe): a router, one model's attention, several models' MLPs."""

@@ -1,4 +1,4 @@
-"""Architectures of mixtures: names of tensors, entries of config.json, and the dense models that they are made of."""
+"""Architectures of mixtures: tensor names, config.json entries, and supported dense models."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ DENSE: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "num_key_value_heads": 32},
     "qwen3": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
 }
-"""Model type -> defaults of transformers that a config may leave out, and that the mixture's type has otherwise."""
+"""Model type -> transformers defaults that a config may omit and that differ for the mixture's type."""
 ROPE_THETA = 10000.0
-"""Default of all of `DENSE`."""
+"""Default for all types in `DENSE`."""
 HUB_CODE = "deepseek-ai/deepseek-moe-16b-base"
-"""Repository of the code of DeepSeek's first mixture, which transformers does not have."""
+"""Repository with the code of DeepSeek's first mixture, which transformers lacks."""
 
 
 @dataclass(frozen=True)
 class MixtureArchitecture:
-    """One kind of output.
+    """One architecture of the output.
 
     Args:
-        name: mergekit's.
-        inputs: model types that it is made of; all models have the same one.
-        model_type, model_class: of the output's config.
-        block: module of a layer that holds router and experts.
-        projections: of an expert, by their names in the dense model.
-        shared: module of the shared expert; empty: there is none.
-        gated: whether a shared expert is needed, and has a gate.
-        biases: names of modules of the attention that may have one.
+        name: mergekit's name.
+        inputs: supported model types; all models must have the same type.
+        model_type, model_class: fields of the output's config.
+        block: layer module with router and experts.
+        projections: an expert's projections, by their names in the dense model.
+        shared: module of the shared expert; may be empty.
+        gated: whether a shared expert is required and has a gate.
+        biases: attention modules that may have a bias.
         entries: further entries of config.json.
     """
 
@@ -52,7 +52,7 @@ class MixtureArchitecture:
     entries: Mapping[str, Any] = field(default_factory=dict)
 
     def objection(self, mixture: Mixture, types: set[str]) -> str:
-        """Why it cannot be made of a mixture's models; empty if it can."""
+        """Reason why a mixture's models do not fit; may be empty."""
         found = ", ".join(sorted(types))
         if len(types) > 1 or not types <= set(self.inputs):
             return f"is made of {' or '.join(self.inputs)} models, all of one type; found {found}"
@@ -63,7 +63,7 @@ class MixtureArchitecture:
         if self.gated and mixture.gate_mode not in RANDOM and not all(e.positive for e in mixture.shared):
             return "needs 'positive_prompts' of the shared expert, for its gate"
         has_prompts = any(e.positive or e.negative for e in mixture.shared)
-        return "has no gate for the shared expert: drop its prompts" if has_prompts and not self.gated else ""
+        return "has no gate for the shared expert: remove its prompts" if has_prompts and not self.gated else ""
 
     def config(self, base: Mapping[str, Any], mixture: Mixture) -> dict[str, Any]:
         """config.json of the output."""
@@ -132,7 +132,7 @@ ARCHITECTURES = (
 
 
 def choose(mixture: Mixture, types: set[str]) -> MixtureArchitecture:
-    """The first architecture, Mixtral before all, that can be made of models of these types.
+    """Choose the first architecture, beginning with Mixtral, that supports these model types.
 
     Raises:
         CheckpointError: no architecture fits; gives the reason for each.
@@ -148,6 +148,6 @@ def choose(mixture: Mixture, types: set[str]) -> MixtureArchitecture:
     chosen = next((a for a in named if not objections[a.name]), None)
     if chosen is None:
         raise CheckpointError(
-            "No mixture of experts can be made of these models.", [f"{n} {why}" for n, why in objections.items()]
+            "No mixture of experts supports these models.", [f"{n} {why}" for n, why in objections.items()]
         )
     return chosen

@@ -1,7 +1,7 @@
-"""A mixture of experts as a checkpoint: the file that describes it is opened like a file of weights.
+"""A mixture of experts as a checkpoint: its description file is opened like a weight file.
 
-Attention, norms, embeddings and config are the base model's, the experts the MLPs of the other models. A tensor is
-read from its model when it is wanted, so that a merge of no experts into it writes it in bounded memory.
+Attention, norms, embeddings and config come from the base model, the experts from the MLPs of the other models. Tensors
+are read from their models on demand, so that a merge without experts writes the mixture in bounded memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from actmat.recipe.load import MAX_BYTES, local_location
 from actmat.recipe.text import UnreadableError, parse_yaml
 
 NAME = "mixture"
-"""Of the format and of the view."""
+"""Name of the format and of the view."""
 COMPUTED = "<gates>"
 _MLP = re.compile(r"model\.layers\.(?P<layer>\d+)\.mlp\.(?P<rest>.+)")
 _BIAS = re.compile(r"model\.layers\.\d+\.self_attn\.(?P<module>\w+)\.bias")
@@ -50,11 +50,11 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers")
 
 
 class MixtureCheckpoint(ComposedCheckpoint):
-    """Tensors of a mixture, of models that are closed with it.
+    """Tensors of a mixture; closes its models.
 
     Args:
-        location: the file, as the user wrote it.
-        mixture: its content, with the locations of the models as they are opened.
+        location: the file as given by the user.
+        mixture: its content, with resolved locations of the models.
         models: location -> open model.
     """
 
@@ -74,13 +74,13 @@ class MixtureCheckpoint(ComposedCheckpoint):
         gates = f"gates: {mixture.gate_mode}"
         if mixture.gate_mode in RUNS:
             running = format_size(2 * sum(s.numel for s in base.specs.values() if s.is_floating))
-            gates += f", for which the base runs in bfloat16: {running} of memory besides that of this plan"
+            gates += f", for which the base runs in bfloat16: {running} of memory in addition to this plan"
         self.notes = (f"mixture of {len(mixture.experts)} experts, {mixture.per_token} per token, as "
                       f"{self._architecture.name}; {gates}",)  # fmt: skip
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The base's config with the entries of a mixture."""
+        """The base's config with the mixture's entries."""
         base = self.first.config or {}
         out = self._architecture.config(base, self.mixture)
         key = "torch_dtype" if "torch_dtype" in base else "dtype"
@@ -88,11 +88,11 @@ class MixtureCheckpoint(ComposedCheckpoint):
 
     @property
     def written_config(self) -> Mapping[str, Any]:
-        """The config, to be written in place of a copied one."""
+        """The config, written instead of a copy."""
         return self.config
 
     def identity(self) -> tuple[FileIdentity, ...]:
-        """Identity of all weight files, and of the description by its content: a run goes on with the same one only."""
+        """Identity of all weight files and of the description's content, which must be equal to continue a run."""
         text = json.dumps(asdict(self.mixture)).encode()
         described = FileIdentity(self.location, len(text), etag=hashlib.sha256(text).hexdigest())
         return (described, *super().identity())
@@ -102,11 +102,11 @@ class MixtureCheckpoint(ComposedCheckpoint):
         return ""
 
     def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
-        """Of the model that holds it; gates are not stored."""
+        """Specs in the tensor's model; gates are not stored."""
         return super().stored_specs(name) if name in self.origins else (self.specs[name],)
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor: a model's, as the mixture has it, or gates."""
+        """Read the whole tensor: a converted tensor of a model, or gates."""
         spec = self.find_spec(name)
         origin = self.origins.get(name)
         if origin is None:
@@ -114,7 +114,7 @@ class MixtureCheckpoint(ComposedCheckpoint):
         return self._changed(name, origin.checkpoint.read(origin.name), 0)
 
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
-        """Bytes of the tensor; of one that another dtype or factor changes, its entries in that range."""
+        """Fill with the tensor's bytes; a tensor with another dtype or factor is converted for this range only."""
         origin = self.origins.get(spec.name)
         if origin is None:
             copy_range(self.read(spec.name), start, out)
@@ -128,11 +128,11 @@ class MixtureCheckpoint(ComposedCheckpoint):
         copy_range(self._changed(spec.name, values, first), start - first * spec.itemsize, out)
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Pass the hint on, for what is stored."""
+        """Pass the hint on for stored tensors."""
         super().prefetch(name for name in names if name in self.origins)
 
     def handle(self) -> CheckpointHandle:
-        """The mixture and the handles of its models: another process reads the file no more."""
+        """The mixture and the handles of its models; another process does not read the file again."""
         models = tuple((n, c.handle()) for n, c in self._models.items())
         view = (self.location, json.dumps(asdict(self.mixture)), models)
         return CheckpointHandle(self.location, NAME, self.location, view=view)
@@ -141,7 +141,7 @@ class MixtureCheckpoint(ComposedCheckpoint):
         return replace(spec, dtype=self.dtype) if self.dtype and spec.is_floating else spec
 
     def _changed(self, name: str, values: Tensor, first: int) -> Tensor:
-        """Entries of a model's tensor from `first` on, as the mixture has them: computed in their dtype, then cast."""
+        """Convert entries of a model's tensor, starting at `first`: computed in their dtype, then cast."""
         expert = self._changes.get(name)
         if expert is not None and expert.noise is not None:
             generator = torch.Generator().manual_seed(self.mixture.seed + zlib.crc32(name.encode()))
@@ -155,10 +155,10 @@ class MixtureCheckpoint(ComposedCheckpoint):
         return f".{self._architecture.projections['down_proj']}." in name
 
     def _origins(self, base: Checkpoint) -> dict[str, Origin]:
-        """Places of all stored tensors.
+        """Origins of all stored tensors.
 
         Raises:
-            CheckpointError: what the architecture has no place for, or a model lacks; all problems.
+            CheckpointError: tensors that the architecture does not support or a model lacks; lists all problems.
         """
         kind, mixture = self._architecture, self.mixture
         known = {f"{p}.weight": f"{new}.weight" for p, new in kind.projections.items()}
@@ -167,7 +167,7 @@ class MixtureCheckpoint(ComposedCheckpoint):
         for name, spec in base.specs.items():
             bias, mlp = _BIAS.fullmatch(name), _MLP.fullmatch(name)
             if bias is not None and bias["module"] not in kind.biases:
-                problems.append(f"{base.location}: {kind.name} has no place for the bias '{name}'")
+                problems.append(f"{base.location}: {kind.name} does not support the bias '{name}'")
             elif mlp is not None and mlp["rest"] not in known:
                 problems.append(f"{base.location}: expected {', '.join(known)} in every MLP, found '{name}'")
             elif mlp is None:
@@ -192,11 +192,11 @@ class MixtureCheckpoint(ComposedCheckpoint):
         if not any(_MLP.fullmatch(n) for n in base.specs):
             problems.append(f"{base.location}: expected model.layers.N.mlp.*, found none of that name")
         if problems:
-            raise CheckpointError("The mixture cannot be made.", list(dict.fromkeys(problems)))
+            raise CheckpointError("The mixture cannot be built.", list(dict.fromkeys(problems)))
         return out
 
     def _computed(self, base: Checkpoint) -> dict[str, TensorSpec]:
-        """Specs of the gates, and of biases that the architecture has and the models lack."""
+        """Specs of the gates, and of biases that the architecture requires and the models lack."""
         kind, config = self._architecture, base.config or {}
         dtype = self.dtype or next(s.dtype for s in base.specs.values() if s.is_floating)
         size = int(config["hidden_size"])
@@ -222,10 +222,10 @@ class MixtureCheckpoint(ComposedCheckpoint):
 
 
 def open_mixture(location: str, mixture: Mixture, open_model: Callable[[str], Checkpoint]) -> MixtureCheckpoint:
-    """Open every model of a mixture, once each; headers only.
+    """Open every model of a mixture once; reads only headers.
 
     Raises:
-        CheckpointError: a model that cannot be opened, or does not go with the others; all problems.
+        CheckpointError: a model cannot be opened or is incompatible with the others; lists all problems.
     """
     with contextlib.ExitStack() as stack:
         models: dict[str, Checkpoint] = {}
@@ -243,17 +243,17 @@ def open_mixture(location: str, mixture: Mixture, open_model: Callable[[str], Ch
                     f"{config.get('model_type')!r}. Mixtures are made of dense models of these types"
                 )
         if problems:
-            raise CheckpointError(f"The mixture {location} cannot be made.", problems)
+            raise CheckpointError(f"The mixture {location} cannot be built.", problems)
         made = MixtureCheckpoint(location, mixture, models)
         stack.pop_all()
         return made
 
 
 def _open(source: Source) -> Checkpoint:
-    """The mixture that a file describes; its models' paths are relative to the file's folder.
+    """Open the mixture described by a file; paths of its models are relative to the file's folder.
 
     Raises:
-        CheckpointError: the file is none, or its models cannot be opened.
+        CheckpointError: the file does not describe a mixture, or its models cannot be opened.
     """
     assert source.named is not None
     path = source.fetch(source.named)
@@ -266,7 +266,7 @@ def _open(source: Source) -> Checkpoint:
     if mixture is None:
         raise CheckpointError(
             f"{source.location}: expected a mixture of experts in the form of mergekit-moe (base_model, experts with "
-            "source_model), found something else" if not found.problems else f"{source.location}: no mixture",
+            "source_model), found something else" if not found.problems else f"{source.location}: invalid mixture",
             found.problems,
         )  # fmt: skip
     folder = path.parent
@@ -284,7 +284,7 @@ def _claims(source: Source) -> bool:
 
 
 class _MixtureView:
-    """The way back from a handle."""
+    """Opens a mixture from a handle."""
 
     def open(self, view: Any, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
         location, text, models = view

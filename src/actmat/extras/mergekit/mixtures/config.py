@@ -1,4 +1,4 @@
-"""A configuration of mergekit-moe: its structure, and everything that is wrong with it. Text only."""
+"""Structure of a mergekit-moe configuration, and its problems; opens no model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actmat.extras.mergekit.config import ConfigFindings, list_at, model_at
 TOP = ("base_model", "experts", "gate_mode", "dtype", "experts_per_token", "shared_experts", "architecture")
 EXPERT = ("source_model", "positive_prompts", "negative_prompts", "noise_scale", "residual_scale")
 SEED = "random_seed"
-"""A field of ours: mergekit takes the seed from its command line."""
+"""Field of actmat: mergekit takes the seed from its command line."""
 RUNS = ("hidden", "hidden_avg", "hidden_last")
 RANDOM = ("random", "uniform_random")
 GATE_MODES = (*RUNS, "cheap_embed", *RANDOM)
@@ -22,11 +22,11 @@ SUFFIXES = (".yml", ".yaml")
 
 @dataclass(frozen=True)
 class MixedExpert:
-    """One model whose MLPs are experts.
+    """One model whose MLPs become experts.
 
     Args:
-        model: location.
-        positive, negative: prompts.
+        model: location of the model.
+        positive, negative: prompts for the gate.
         noise: standard deviation of the noise on its MLPs; None: no noise.
         residual: factor of its `down_proj`; None: 1.
     """
@@ -40,7 +40,7 @@ class MixedExpert:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A configuration whose structure is right; `shared` has one expert at most."""
+    """A configuration with a valid structure; `shared` has at most one expert."""
 
     base: str
     experts: tuple[MixedExpert, ...]
@@ -53,18 +53,18 @@ class Mixture:
 
     @property
     def gated(self) -> tuple[MixedExpert, ...]:
-        """The experts that have rows in the gates: a shared one with prompts, or any where gates are random."""
+        """Experts with rows in the gates: a shared one needs prompts, unless gates are random."""
         has_gate = self.gate_mode in RANDOM or any(e.positive for e in self.shared)
         return (*self.experts, *self.shared) if has_gate else self.experts
 
     @property
     def models(self) -> list[str]:
-        """Locations of all models, each once."""
+        """Distinct locations of all models."""
         return list(dict.fromkeys([self.base, *(e.model for e in (*self.experts, *self.shared))]))
 
 
 def is_mixture(data: Mapping[str, Any]) -> bool:
-    """True for the data of a configuration of mergekit-moe.
+    """True if the data is a mergekit-moe configuration.
 
     >>> is_mixture({"experts": [{"source_model": "a"}]}), is_mixture({"experts": [{"path": "a"}]})
     (True, False)
@@ -75,15 +75,15 @@ def is_mixture(data: Mapping[str, Any]) -> bool:
 
 
 def read_mixture(data: Mapping[str, Any], found: ConfigFindings) -> Mixture | None:
-    """The mixture; None where there are problems, which are among the findings."""
+    """Read the mixture; None if there are problems, which are added to the findings."""
     found.ignored("", data, (*TOP, SEED))
     if data.get("base_model") is None:
-        found.problem("", "expected 'base_model', the donor of attention, norms and embeddings; found none")
+        found.problem("", "'base_model' is missing; it gives attention, norms and embeddings")
     base = model_at(data["base_model"], "base_model", found) if data.get("base_model") is not None else ""
     experts = _experts(data.get("experts"), "experts", found)
     shared = _experts(data["shared_experts"], "shared_experts", found) if data.get("shared_experts") else ()
     if len(shared) > 1:
-        found.problem("shared_experts", f"expected one shared expert at most, found {len(shared)}")
+        found.problem("shared_experts", f"expected at most one shared expert, found {len(shared)}")
     mode = _choice(data, "gate_mode", GATE_MODES, "hidden", found)
     dtype = data.get("dtype")
     name = str(dtype).removeprefix("torch.") if dtype is not None else None
@@ -93,7 +93,7 @@ def read_mixture(data: Mapping[str, Any], found: ConfigFindings) -> Mixture | No
     if experts and not 1 <= per_token <= len(experts):
         found.problem(
             "experts_per_token", f"expected 1 to {len(experts)}, the number of experts, found {per_token}" +
-            ("; it is 2 unless the file says otherwise" if "experts_per_token" not in data else "")
+            ("; the default is 2" if "experts_per_token" not in data else "")
         )  # fmt: skip
     architecture = data.get("architecture")
     if architecture is not None and not isinstance(architecture, str):
@@ -118,7 +118,7 @@ def _count(data: Mapping[str, Any], key: str, default: int, found: ConfigFinding
     value = data.get(key, default)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63:
         return value
-    found.problem(key, f"expected a whole number from 0 on, found {str(value)[:80]!r}")
+    found.problem(key, f"expected a non-negative integer, found {str(value)[:80]!r}")
     return default
 
 
@@ -143,7 +143,7 @@ def _prompts(data: Mapping[str, Any], key: str, path: str, found: ConfigFindings
         return ()
     if isinstance(value, list) and all(isinstance(v, str) for v in value):
         return tuple(value)
-    found.problem(f"{path}.{key}", f"expected a list of texts, found {str(value)[:80]!r}")
+    found.problem(f"{path}.{key}", f"expected a list of strings, found {str(value)[:80]!r}")
     return ()
 
 
@@ -164,13 +164,13 @@ def _number(data: Mapping[str, Any], key: str, path: str, found: ConfigFindings)
 def _check_prompts(
     experts: tuple[MixedExpert, ...], shared: tuple[MixedExpert, ...], mode: str, found: ConfigFindings
 ) -> None:
-    """Refuse gates that could not tell the experts apart; note experts that are one model."""
+    """Add problems for gates that cannot distinguish the experts, and notes on experts from one model."""
     if mode not in RANDOM:
         for i, expert in enumerate(experts):
             if not expert.positive:
                 found.problem(
-                    f"experts.{i}", f"expected 'positive_prompts', from which gate_mode {mode} makes the gate; found "
-                    "none. Fix: add prompts of its kind, or 'gate_mode: random' for a model that is trained further"
+                    f"experts.{i}", f"'positive_prompts' are missing; gate_mode {mode} computes the gate from them. "
+                    "Fix: add typical prompts, or set 'gate_mode: random' for a model that is trained further"
                 )  # fmt: skip
         if (
             len(experts) > 1
@@ -178,8 +178,8 @@ def _check_prompts(
             and len({(e.positive, e.negative) for e in experts}) == 1
         ):
             found.problem(
-                "experts", "the prompts of all experts are the same, so that the gates would be, too. Fix: give each "
-                "prompts of what it is good at"
+                "experts", "the prompts of all experts are equal, so the gates would be equal too. Fix: give each "
+                "expert prompts of its own task"
             )  # fmt: skip
     if len(experts) > 1 and len({e.model for e in experts}) == 1:
         found.note(
@@ -188,4 +188,4 @@ def _check_prompts(
             warns=True,
         )
     if len(experts) & (len(experts) - 1):
-        found.note(f"{len(experts)} experts are no power of two; llama.cpp expects one")
+        found.note(f"{len(experts)} experts: llama.cpp expects a power of two")

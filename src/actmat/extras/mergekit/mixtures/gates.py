@@ -1,7 +1,7 @@
-"""Gates of a mixture: rows of the routers, from prompts that the base model reads, or at random.
+"""Gates of a mixture: rows of the routers, computed from prompts with the base model, or random.
 
-The prompts of an expert, as mergekit reads them: the states of the last token before each layer, meaned over the
-prompts, minus those of the negative prompts, of norm 1. The same file gives the same gates in every process.
+As in mergekit, an expert's gate is the hidden state of the last token before each layer, averaged over its prompts,
+minus that of the negative prompts, scaled to norm 1. The same file gives the same gates in every process.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from actmat.extras.models.loading import extra, load_model, local_files
 
 EMBEDDINGS = "model.embed_tokens.weight"
 NEARLY_ZERO = 1e-8
-"""Smallest norm that a state is divided by."""
+"""Lower bound of the norm in divisions."""
 DEGENERATE = 5.0
 """Condition number of a router's rows above which mergekit warns."""
 
 _lock = threading.Lock()
 _known: dict[Any, Tensor] = {}
-"""Gates of the last mixture of this process: its workers read them, and the base model runs once."""
+"""Gates of this process's last mixture, cached for its workers so that the base model runs once."""
 
 
 def gates_of(mixture: Mixture, base: Checkpoint, n_layers: int, hidden_size: int) -> Tensor:
-    """Rows of the routers: layers x gated experts x hidden size.
+    """Rows of the routers, `layers x gated experts x hidden size`.
 
     Raises:
         MergeError: the base model or its tokenizer cannot be loaded.
@@ -53,7 +53,7 @@ def gates_of(mixture: Mixture, base: Checkpoint, n_layers: int, hidden_size: int
 
 
 def _warn_of_degenerate(gates: Tensor) -> None:
-    """Warn of layers whose router can hardly tell the experts apart, as mergekit does: the gates are made in a run."""
+    """Warn, like mergekit, about layers whose router can hardly distinguish the experts."""
     layers = [str(i) for i, rows in enumerate(gates) if float(torch.linalg.cond(rows.float())) > DEGENERATE]
     if layers:
         named = "all layers" if len(layers) == len(gates) else f"layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
@@ -75,7 +75,7 @@ def _random(mixture: Mixture, n_layers: int, hidden_size: int) -> Tensor:
 
 
 def _read(mixture: Mixture, base: Checkpoint) -> Tensor:
-    """Gates of what the base makes of the prompts."""
+    """Compute gates from the base model's states for the prompts."""
     tokenizer = _tokenizer(mixture.base)
     states: Callable[[Any], Tensor]
     if mixture.gate_mode in RUNS:
@@ -104,14 +104,14 @@ def _read(mixture: Mixture, base: Checkpoint) -> Tensor:
 
 
 def _tokenizer(location: str) -> Any:
-    """The base's tokenizer, which pads on the left with its first token, as mergekit sets it."""
+    """The base's tokenizer with left padding by its first token, as in mergekit."""
     path, revision = local_files(location.partition("+")[0])
     try:
         tokenizer = extra("transformers").AutoTokenizer.from_pretrained(path, **revision)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{location}: the prompts are read with the tokenizer of the base model, which cannot be loaded: {error}. "
-            "Fix: put its files beside the weights, or take gate_mode random"
+            f"{location}: the tokenizer of the base model, needed for the prompts, cannot be loaded: {error}. "
+            "Fix: put its files next to the weights, or use gate_mode random"
         ) from error
     tokenizer.padding_side = "left"
     tokenizer.pad_token_id = tokenizer.bos_token_id
@@ -119,8 +119,8 @@ def _tokenizer(location: str) -> Any:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
         raise CheckpointError(
-            f"{location}: prompts are padded with the first or the last token of a text, and the tokenizer names "
-            "neither. Fix: set bos_token or eos_token in its tokenizer_config.json"
+            f"{location}: prompts are padded with bos_token or eos_token, but the tokenizer has "
+            "neither. Fix: set one in its tokenizer_config.json"
         )
     return tokenizer
 
@@ -131,7 +131,7 @@ def _tokens(tokenizer: Any, prompts: Sequence[str]) -> Any:
 
 
 def _hidden(model: Any, tokens: Any, *, average: bool) -> Tensor:
-    """States before each layer: of the last token, or the mean over all; meaned over the prompts."""
+    """States before each layer: of the last token, or averaged over all tokens; averaged over the prompts."""
     with torch.no_grad():
         found = model(**tokens, output_hidden_states=True, return_dict=True)
     states = torch.stack(found.hidden_states[:-1])  # layers x prompts x tokens x hidden size
@@ -140,7 +140,7 @@ def _hidden(model: Any, tokens: Any, *, average: bool) -> Tensor:
 
 
 def _embedded(embeddings: Tensor, tokens: Any, n_layers: int) -> Tensor:
-    """Sum of the embeddings of all tokens, of norm 1, for every layer."""
+    """Sum of all token embeddings scaled to norm 1, repeated for every layer."""
     rows = embeddings[tokens["input_ids"]].float() * tokens["attention_mask"].unsqueeze(-1)
     total: Tensor = rows.sum(dim=1).sum(dim=0, keepdim=True)
     total /= total.norm(dim=-1, keepdim=True).clamp(min=NEARLY_ZERO)

@@ -25,21 +25,21 @@ from actmat.report.totals import Norms, recorded_totals
 
 Manifest = Mapping[str, Any]
 MOST = 3
-"""Names listed in one problem."""
+"""Maximum number of names listed in one problem."""
 
 
 def matched_experts(first: Manifest, second: Manifest, names: tuple[str, str]) -> list[tuple[str, str]]:
-    """Names of the same experts in both merges, in the order of the first.
+    """Pair the names of equal experts in both merges, in the order of the first.
 
-    Experts are the same where every tensor that both merges read has one hash, under whatever name.
-    Where no tensor was read by both, name and location decide.
+    Experts are equal if all tensors read by both merges have equal hashes; names may differ. If no tensor was read
+    by both, name and location decide.
 
     Args:
         first, second: manifests.
-        names: of the two merges, for errors.
+        names: names of the two merges, for errors.
 
     Raises:
-        AlignmentError: another base, other experts, or another kind of output; lists all differences.
+        AlignmentError: base, experts or kind of output differ; lists all differences.
     """
     headline = f"{names[0]} and {names[1]} cannot be compared: they are not merges of the same base and experts."
     kinds = [m.get("kind", "model") for m in (first, second)]
@@ -47,7 +47,7 @@ def matched_experts(first: Manifest, second: Manifest, names: tuple[str, str]) -
         raise AlignmentError(headline, [f"{n} is a merged {k}" for n, k in zip(names, kinds, strict=True)])
     if first["hash"] != second["hash"]:
         found = f"{names[0]} has {first['hash']}, {names[1]} has {second['hash']}"
-        raise AlignmentError(headline, [f"the inputs were hashed in two ways: {found}; merge one of them again"])
+        raise AlignmentError(headline, [f"the inputs have hashes of different kinds: {found}; merge one again"])
     pairs, problems = _matched(first, second, names)
     problems = [*_base_problems(first, second, names), *problems, *_item_problems(first, second, names)]
     if problems:
@@ -56,7 +56,7 @@ def matched_experts(first: Manifest, second: Manifest, names: tuple[str, str]) -
 
 
 def _matched(first: Manifest, second: Manifest, names: tuple[str, str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Pairs of names, and a problem for every expert without a counterpart."""
+    """Pairs of names, and a problem per expert without a counterpart."""
     left = {e["name"]: e for e in second["experts"]}
     pairs: list[tuple[str, str]] = []
     problems = []
@@ -95,13 +95,13 @@ def _same(a: Mapping[str, Any], b: Mapping[str, Any], first: Manifest, second: M
 
 
 def _differing(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Names that both have with another value."""
+    """Names in both mappings with different values."""
     return [n for n in mine if n in other and mine[n] != other[n]]
 
 
 def _base_problems(first: Manifest, second: Manifest, names: tuple[str, str]) -> list[str]:
     if first["base"] is None or second["base"] is None:
-        return []  # adapters, merged without one
+        return []  # adapters merged without a base
     mine, other = ({r["name"]: r["input_hashes"]["base"] for r in m["tensors"]} for m in (first, second))
     differing = _differing(mine, other)
     if not differing:
@@ -119,7 +119,7 @@ def _item_problems(first: Manifest, second: Manifest, names: tuple[str, str]) ->
         return [f"{len(found)} {word}(s) are only in {name} ({_some(found)})"] if found else []
 
     shapes = _differing(mine, other)
-    said = [f"{len(shapes)} {word}(s) have other shapes ({_some(shapes)})"] if shapes else []
+    said = [f"{len(shapes)} {word}(s) have different shapes ({_some(shapes)})"] if shapes else []
     return [*only(mine, other, names[0]), *only(other, mine, names[1]), *said]
 
 
@@ -134,7 +134,7 @@ def items_of(manifest: Manifest) -> dict[str, Manifest]:
 
 @dataclass(frozen=True, slots=True)
 class OpenedMerge:
-    """An opened output: its manifest and items, the stored tensors, and the adapter if it is one."""
+    """An opened output: manifest, items, stored tensors, and the adapter if it is one."""
 
     directory: Path
     manifest: Manifest
@@ -143,36 +143,36 @@ class OpenedMerge:
     adapter: Adapter | None = None
 
     def factors(self, item: str) -> LowRank | None:
-        """The item's delta in float64, where it is stored as factors."""
+        """The item's delta in float64; None unless it is stored as factors."""
         module = None if self.adapter is None else self.adapter.modules.get(item)
         return None if module is None or self.adapter is None else self.adapter.factors(module, torch.float64)
 
     def stored_name(self, item: str) -> str:
-        """Name under which an item that has no factors is stored."""
+        """Stored name of an item without factors."""
         return item if self.adapter is None else self.adapter.extras.get(item, item)
 
     def shape(self, item: str) -> tuple[int, ...] | None:
-        """Shape of the stored item, None where it is missing."""
+        """Shape of the stored item; None if missing."""
         if self.adapter is not None and item in self.adapter.modules:
             return self.adapter.modules[item].shape
         spec = self.checkpoint.specs.get(self.stored_name(item))
         return None if spec is None else spec.shape
 
     def identity(self, item: str) -> tuple[str, str] | None:
-        """Hash and dtype of the stored bytes, where the manifest gives a hash per item.
+        """Hash and dtype of the stored bytes; None if the manifest has no hash per item.
 
-        The dtype matters: small integers and zeros may have the same bytes in two dtypes by chance.
+        The dtype is included because small integers and zeros can have equal bytes in two dtypes.
         """
         found, stored = self.items[item].get("hash"), self.checkpoint.specs.get(item)
         return None if found is None or stored is None else (found, stored.dtype)
 
     def action(self, item: str) -> str:
-        """`copy`, `tie`, ..., or the method's name where one was used."""
+        """`copy`, `tie`, ..., or the name of the method used."""
         row = self.items[item]
         return str(row["method"] if row["action"] == "merge" else row["action"])
 
     def missing(self) -> list[str]:
-        """Problems: items that the output does not store in the shape that the manifest gives."""
+        """Problems: items not stored in the shape of the manifest."""
         return [
             f"{self.checkpoint.location} has no tensor '{n}' of shape {row['shape']}, which its manifest lists"
             for n, row in self.items.items()
@@ -187,7 +187,7 @@ class OpenedMerge:
 
 
 def open_output(directory: Path, manifest: Manifest) -> OpenedMerge:
-    """Open the output in `directory`, whose manifest was read already.
+    """Open the output in `directory` with its manifest.
 
     Raises:
         CheckpointError: its files cannot be read.
@@ -198,12 +198,12 @@ def open_output(directory: Path, manifest: Manifest) -> OpenedMerge:
 
 
 CHUNK = 1 << 20
-"""Entries of a tensor that are in memory at once, times three inputs: about 50 MB at most."""
+"""Entries of a tensor in memory at once; times three inputs at most about 50 MB."""
 
 
 @dataclass(slots=True)
 class PairSums:
-    """Sums of squares and products of `D_1 - D_2`, `D_1`, `D_2`; those of single deltas are None without a base."""
+    """Sums of squares and products of `D_1 - D_2`, `D_1`, `D_2`; sums of single deltas are None without a base."""
 
     apart: float
     first: float | None = None
@@ -236,7 +236,7 @@ def factored_sums(first: LowRank, second: LowRank) -> PairSums:
     """
     if torch.equal(first.b_OR, second.b_OR) and torch.equal(first.a_RI, second.a_RI):
         square = frobenius_norm(first) ** 2
-        return PairSums(0.0, square, square, square)  # without the rounding of a difference
+        return PairSums(0.0, square, square, square)  # avoids rounding of a difference
     # <b_1 a_1, b_2 a_2> = sum (b_1^T b_2) * (a_1 a_2^T), over batches too
     inner = float(((first.b_OR.mT @ second.b_OR) * (first.a_RI @ second.a_RI.mT)).sum())
     apart = frobenius_norm(weighted_sum((first, second), (1.0, -1.0)))
@@ -250,15 +250,15 @@ def difference(
     sums: PairSums,
     dtypes: tuple[str, str] | None = None,
 ) -> model.TensorDifference:
-    """The difference of two tensors from their sums; without norms only the distance.
+    """Build the difference of two tensors from their sums; without norms it has only the distance.
 
     >>> difference("w", (2,), ("a", "b"), PairSums(4.0, 1.0, 1.0, -1.0)).relative
     2.0
 
     Args:
-        name, shape, actions: of the tensor.
-        sums: over its entries.
-        dtypes: in which it is stored, where these differ: then it is not the same at any distance.
+        name, shape, actions: fields of the tensor.
+        sums: sums over its entries.
+        dtypes: stored dtypes if they differ; the tensors are then different at any distance.
     """
     distance = math.sqrt(sums.apart)
     same = distance == 0 and dtypes is None
@@ -272,7 +272,7 @@ def difference(
 
 
 def _chunk(checkpoint: Checkpoint, name: str, start: int) -> Tensor:
-    """Up to `CHUNK` entries from entry `start` on, as float64."""
+    """At most `CHUNK` entries, starting at `start`, in float64."""
     spec = checkpoint.specs[name]
     count = min(CHUNK, spec.numel - start)
     buffer = bytearray(count * spec.itemsize)
@@ -290,14 +290,14 @@ ExpertNames = Sequence[tuple[str, str]]
 def compare(
     first: str | Path, second: str | Path, *, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> model.MergeComparison:
-    """Compare two outputs of `actmat merge`, models or adapters; memory is bounded whatever the size of a tensor.
+    """Compare two outputs of `actmat merge`, models or adapters, in bounded memory.
 
     Args:
-        progress: called with the number of tensors compared so far, and of all.
+        progress: called with the number of compared tensors and the total number.
 
     Raises:
-        CheckpointError: no manifest, or an output that cannot be read.
-        AlignmentError: not merges of the same base and experts; lists every difference.
+        CheckpointError: a manifest is missing, or an output cannot be read.
+        AlignmentError: the merges have different bases or experts; lists every difference.
     """
     outs = str(first), str(second)
     manifests = read_manifest(Path(first)), read_manifest(Path(second))
@@ -327,7 +327,7 @@ def compare(
 
 
 def _norms(manifest: Mapping[str, Any]) -> Norms | None:
-    """Norms on record; None where somebody else wrote none."""
+    """Recorded norms; None if the manifest has none."""
     try:
         return recorded_totals(manifest).norms
     except CheckpointError:
@@ -339,7 +339,7 @@ def _tensors(
 ) -> list[model.TensorDifference]:
     """Differences of all items of the outputs, in the order of the first."""
     if problems := [*one.missing(), *two.missing()]:
-        raise CheckpointError("An output is not what its manifest says; actmat verify tells more.", problems)
+        raise CheckpointError("An output differs from its manifest; 'actmat verify' lists the differences.", problems)
     found = []
     with _opened_base((one, two), notes) as base:
         for name in one.items:
@@ -351,7 +351,7 @@ def _tensors(
 
 
 def _difference(one: OpenedMerge, two: OpenedMerge, base: Checkpoint | None, name: str) -> model.TensorDifference:
-    """Difference of one item: from hashes where they agree, from factors where there are any, else from the bytes."""
+    """Difference of one item: from equal hashes, else from factors if both have them, else from the bytes."""
     shape, actions = one.shape(name) or (), (one.action(name), two.action(name))
     if one.identity(name) is not None and one.identity(name) == two.identity(name):
         return model.TensorDifference(name, shape, actions, same=True, distance=0.0)
@@ -366,7 +366,7 @@ def _difference(one: OpenedMerge, two: OpenedMerge, base: Checkpoint | None, nam
 
 @contextlib.contextmanager
 def _opened_base(outputs: tuple[OpenedMerge, OpenedMerge], notes: list[str]) -> Iterator[Checkpoint | None]:
-    """The base, where a merge can still find it with the same names and shapes; else None and a note why.
+    """Open the base, if it still exists with the same names and shapes; else yield None and add a note.
 
     Merges without a base, those of adapters, yield None.
     """
@@ -385,7 +385,7 @@ def _opened_base(outputs: tuple[OpenedMerge, OpenedMerge], notes: list[str]) -> 
             if all(n in opened.specs and opened.specs[n].shape == s for n, s in shapes.items()):
                 yield opened
                 return
-        reasons.append(f"{location} holds other tensors now")
+        reasons.append(f"the tensors at {location} have changed")
     if reasons:
         notes.append(f"the base was not read, so distances are not relative to deltas: {reasons[0]}")
     yield None
@@ -399,7 +399,7 @@ def _method_of(manifest: Mapping[str, Any]) -> str:
 def _setting_differences(
     first: Mapping[str, Any], second: Mapping[str, Any], experts: ExpertNames
 ) -> Iterator[model.Difference]:
-    """Fields that differ: of recipes without locations and names of inputs (their contents agree), versions, device."""
+    """Differing fields of recipes (without locations and names of inputs), versions and device."""
     mine = _flat(first, {a: a for a, _ in experts})
     other = _flat(second, {b: a for a, b in experts})
     for field in dict.fromkeys([*mine, *other]):
@@ -421,7 +421,7 @@ def _flat(manifest: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
 
 
 def _by_expert(experts: ExpertNames, *values: Mapping[str, float]) -> tuple[model.Difference, ...]:
-    """A number of the experts that both merges have; `values`: of each merge, by name."""
+    """Differences of a number per expert; `values`: expert name -> number, one mapping per merge."""
     if not values:
         return ()
     one, two = values
@@ -429,7 +429,7 @@ def _by_expert(experts: ExpertNames, *values: Mapping[str, float]) -> tuple[mode
 
 
 def _check_differences(first: Diagnosis, second: Diagnosis) -> tuple[model.Difference, ...]:
-    """Checks with other outcomes, in the order of their codes."""
+    """Checks with different outcomes, ordered by code."""
     one, two = ({f"{c.code} {c.title}": _outcome(c) for c in r.checks} for r in (first, second))
     found = (model.Difference(c, one.get(c), two.get(c)) for c in sorted(one | two))
     return tuple(c for c in found if c.first != c.second)

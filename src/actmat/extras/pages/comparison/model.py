@@ -1,4 +1,4 @@
-"""The result of a comparison: frozen, JSON-able."""
+"""The result of a comparison as frozen, JSON-able data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something of both merges: a field of the recipe, an expert's residual, a check's outcome. None: not there."""
+    """A value in both merges, such as a recipe field, an expert's residual or a check's outcome. None: missing."""
 
     name: str
     first: Any
@@ -28,16 +28,16 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """One tensor (of adapters, one module) of both outputs.
+    """One tensor (for adapters: one module) of both outputs.
 
     Args:
-        name, shape: of the tensor.
-        actions: done to it in each merge; the method's name where one was used.
-        same: both outputs stored the same values in the same dtype, or factors of the same delta.
+        name, shape: name and shape of the tensor.
+        actions: its action in each merge, or the method's name.
+        same: whether both outputs store equal values in the same dtype, or factors of equal deltas.
         distance: `||W_1 - W_2||`.
-        norms: of the merged deltas; None without the base.
-        relative, cosine: between the merged deltas; None where a norm is zero or unknown.
-        dtypes: in which the outputs store it, where these differ.
+        norms: norms of the merged deltas; None without the base.
+        relative, cosine: between the merged deltas; None if a norm is zero or unknown.
+        dtypes: stored dtypes, if they differ.
     """
 
     name: str
@@ -63,15 +63,15 @@ class MergeComparison:
     Args:
         outs: the two outputs.
         methods: their methods.
-        base: of both, as the first recipe writes it; None for adapters.
+        base: the common base, as written in the first recipe; None for adapters.
         experts: names of the experts, in the first and in the second.
-        settings: fields of recipes, versions and device that differ.
-        tensors: every tensor (of adapters, every module), in the order of the output, without ties.
-        diagnosed: which of the two have a report.
-        answers, residuals: by expert, where both reports have them: share of answers kept, and rho.
-        checks: with different outcomes.
-        notes: what could not be compared, and why.
-        totals: norms of each merge, of its sum and of its experts, over what a method merged; None: not on record.
+        settings: differing recipe fields, versions and device.
+        tensors: every tensor (for adapters: every module) in output order, without ties.
+        diagnosed: whether each of the two has a report.
+        answers, residuals: by expert, if both reports have them: share of answers kept, and rho.
+        checks: checks with different outcomes.
+        notes: parts that could not be compared, with reasons.
+        totals: norms of each merge, of its sum and of its experts, over merged tensors; None: not recorded.
     """
 
     outs: tuple[str, str]
@@ -99,7 +99,7 @@ class MergeComparison:
 
     @property
     def tables(self) -> list[tuple[str, list[list[str]]]]:
-        """Everything but the tensors as titled rows of text: a name, the first merge, the second."""
+        """All differences except tensors, as titled rows of text: a name, the first merge, the second."""
         return [
             ("differs in", [[s.name, _short(s.first), _short(s.second)] for s in self.settings]),
             ("size of the change", self.size_rows),
@@ -110,7 +110,7 @@ class MergeComparison:
 
     @property
     def names(self) -> tuple[str, str]:
-        """Names that tell the two apart: their methods, else the ends of their places, else their order."""
+        """Distinct names of the two: their methods, else the last parts of their paths, else their order."""
         ends = (PurePath(self.outs[0]).name, PurePath(self.outs[1]).name)
         for first, second in (self.methods, ends):
             if first != second:
@@ -119,7 +119,7 @@ class MergeComparison:
 
     @property
     def size_rows(self) -> list[list[str]]:
-        """Distance of each merge from the base, in words for a table; empty where both are not on record."""
+        """Size of each merge's change as table rows; empty unless both are recorded."""
         words = {"a mean expert": "against one expert, on average", "the experts' sum": "against all experts added up"}
         first, second = map(size_ratios, self.totals)
         return [
@@ -130,7 +130,7 @@ class MergeComparison:
 
     @property
     def sizes(self) -> tuple[float, float] | None:
-        """Norms of both merged deltas over the tensors that differ; None where they are not known."""
+        """Norms of both merged deltas over the differing tensors; None if unknown."""
         norms = [t.norms for t in self.tensors if not t.same]
         known = [n for n in norms if n is not None]
         if not known or len(known) < len(norms):
@@ -145,24 +145,24 @@ class MergeComparison:
 
     @property
     def relative(self) -> float | None:
-        """Distance of all differing tensors together, relative to their deltas; None where those are not known."""
+        """Distance over all differing tensors, relative to their deltas; None if those are unknown."""
         sizes = self.sizes
         return 2 * self.distance / math.fsum(sizes) if sizes is not None and any(sizes) else None
 
     @property
     def differing(self) -> tuple[TensorDifference, ...]:
-        """Tensors that differ, the furthest apart first: by relative distance, or by distance without a base."""
+        """Differing tensors, the largest relative distance first, or the largest distance without a base."""
         found = [t for t in self.tensors if not t.same]
         known = all(t.relative is not None for t in found)
         return tuple(sorted(found, key=lambda t: -(t.relative or 0.0) if known else -t.distance))
 
     @property
     def in_other_dtypes(self) -> int:
-        """Number of differing tensors whose values are equal: only their dtypes differ."""
+        """Number of differing tensors with equal values in different dtypes."""
         return sum(t.dtypes is not None and t.distance == 0 for t in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, as `actmat compare --json` prints it."""
+        """Plain data as printed by `actmat compare --json`."""
         counted = {"relative": self.relative, "differing": len(self.differing), "names": list(self.names)}
         return {"format": FORMAT, "kind": "comparison"} | dataclasses.asdict(self) | counted
 

@@ -1,7 +1,7 @@
-"""Geometry of figures: lines over layers and heat maps; the templates `charts.html` draw them.
+"""Geometry of figures: lines over layers and heat maps, drawn by the template `charts.html`.
 
-Plot areas are SVG stretched to the width of the page; labels are text of the page next to them, so that they keep their
-size on any screen and on paper. Coordinates inside run from 0 to 1, or count cells.
+Plot areas are SVG stretched to the page width. Labels are page text next to them, so that they keep their size on any
+screen and on paper. Coordinates run from 0 to 1, or count cells.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from actmat.extras.pages.html.scales import Axis, HeatScale, number, spread, tic
 
 Point = tuple[float, float]
 Ticks = Sequence[tuple[float, str]]
-"""Labels of an axis: position from 0 to 1, text."""
+"""Labels of an axis: position from 0 to 1, and text."""
 
 MOST_KINDS = 14
-"""Kinds of matrices that a heat map shows."""
+"""Maximum number of matrix kinds in a heat map."""
 
 
 class Drawn(NamedTuple):
-    """A path: its SVG description, its classes and its tool tip."""
+    """A path: SVG description, classes and tooltip."""
 
     d: str
     style: str
@@ -34,13 +34,13 @@ class Plot:
     """A plot area with its axes.
 
     Args:
-        label: for screen readers.
-        axis: upward.
-        x_ticks, x_title: labels below.
-        paths: drawn in this order.
-        names: class and name of each line, for a legend.
-        wide: width of the area in its own units; its height is 1.
-        hits: a tool tip per unit of width.
+        label: text for screen readers.
+        axis: vertical axis.
+        x_ticks, x_title: labels of the horizontal axis.
+        paths: paths in drawing order.
+        names: class and name of each line, for the legend.
+        wide: width of the area in units of its height.
+        hits: a tooltip per unit of width.
     """
 
     label: str
@@ -54,12 +54,12 @@ class Plot:
 
     @property
     def y_ticks(self) -> Ticks:
-        """Labels of the upward axis."""
+        """Labels of the vertical axis."""
         return [(self.axis.position(t), number(t)) for t in self.axis.ticks]
 
 
 def layer_ticks(columns: Sequence[str]) -> Ticks:
-    """Labels below one column per layer, as many as fit a narrow screen, always with the last if it is no layer."""
+    """Labels of the layer columns, as many as fit a narrow screen; includes a last column that is not a layer."""
     wide = len(columns)
     ticks = tick_indices(wide, 10)
     if columns[-1] == "other" and wide - 1 not in ticks:
@@ -68,7 +68,7 @@ def layer_ticks(columns: Sequence[str]) -> Ticks:
 
 
 class Line(NamedTuple):
-    """One line: its class, name and a value per layer."""
+    """One line: class, name and a value per layer."""
 
     style: str
     name: str
@@ -80,7 +80,7 @@ def layer_lines(lines: Sequence[Line], columns: Sequence[str], axis: Axis, *, la
     paths = []
     for line in lines:
         points = [(i + 0.5, axis.top(v)) for i, v in enumerate(line.values)]
-        along = points[:-1] if columns[-1] == "other" else points  # matrices outside the layers are no next layer
+        along = points[:-1] if columns[-1] == "other" else points  # 'other' is not the next layer
         paths += [Drawn(curve(along), f"line {line.style}"), Drawn(dots(points), f"dot {line.style}")]
     hits = [
         f"{'outside the layers' if column == 'other' else 'layer ' + column}: "
@@ -102,14 +102,14 @@ def dots(points: Iterable[Point]) -> str:
 
 
 class HeatCell(NamedTuple):
-    """One cell: its color class and its tool tip."""
+    """One cell: color class and tooltip."""
 
     color: str
     tip: str
 
 
 class Strip(NamedTuple):
-    """One row of cells, None where there is none, with its name to the left and `total` to the right."""
+    """One row of cells (None: empty), with its name on the left and `total` on the right."""
 
     name: str
     cells: Sequence[HeatCell | None]
@@ -118,12 +118,12 @@ class Strip(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeatMap:
-    """Rows over layers on the scale of their numbers.
+    """Rows over layers, colored by value.
 
     Args:
-        rows, columns: cells, and labels of the columns.
-        total_title: of the numbers to the right.
-        values: all numbers shown, from 0 to 1 and above.
+        rows, columns: rows of cells, and column labels.
+        total_title: title of the numbers on the right.
+        values: all shown numbers, 0 and above.
     """
 
     rows: Sequence[Strip]
@@ -133,22 +133,22 @@ class HeatMap:
 
     @property
     def scale(self) -> HeatScale:
-        """Colors of the numbers."""
+        """Color scale of the values."""
         return HeatScale.over(self.values)
 
     @property
     def alike(self) -> tuple[float, float] | None:
-        """The smallest and the largest number, where all look the same: a sentence says more than colors."""
+        """Smallest and largest value if all look alike, so that a sentence replaces the colors; else None."""
         return spread(self.values)
 
     @property
     def ticks(self) -> Ticks:
-        """Labels below the columns."""
+        """Labels of the columns."""
         return layer_ticks(self.columns)
 
 
 def kind_of(name: str, part: str = "") -> str:
-    """Name of a matrix without its layer: the last two words of the tensor's name, and the part.
+    """Name of a matrix without its layer: the last two parts of the tensor's name, and the block.
 
     `model.layers.3.self_attn.q_proj.weight` -> `self_attn.q_proj`; `h.2.attn.c_attn.weight`, q -> `attn.c_attn [q]`.
     """
@@ -170,7 +170,7 @@ def largest_strips(
     text: Callable[[float], str],
     scale: HeatScale,
 ) -> list[Strip]:
-    """One row per kind, those with the largest values first, one cell per depth: of the largest value there."""
+    """One row per kind, largest values first; each cell shows the largest value at a depth."""
     rows = []
     for kind, items in sorted(kinds.items(), key=lambda kind: -max(map(value, kind[1])))[:MOST_KINDS]:
         largest = [max((i for i in items if depth(i) == d), key=value, default=None) for d in depths]

@@ -12,13 +12,13 @@ from actmat.extras.pages.html.scales import HeatScale, number
 
 MOST_TENSORS = 10
 FURTHEST = 2.0
-"""Relative distance at the end of a bar: no larger one exists."""
+"""Relative distance of a full bar, which is its maximum."""
 COLORS = ("e0", "e1")
-"""Of the first merge and of the second, in every figure."""
+"""Styles of the first and the second merge in all figures."""
 
 
 def render_comparison(comparison: MergeComparison) -> str:
-    """Two merges side by side as one HTML page; the same comparison gives the same page."""
+    """Render a comparison as one HTML page; equal comparisons give equal pages."""
     top = comparison.differing[:MOST_TENSORS]
     return render(
         "comparison.html",
@@ -34,12 +34,12 @@ def render_comparison(comparison: MergeComparison) -> str:
 
 
 def write_comparison(comparison: MergeComparison, path: str | Path) -> Path:
-    """Write the page to a file; errors as of `write_document`."""
+    """Write the page to a file; raises the errors of `write_document`."""
     return write_document(render_comparison(comparison), path)
 
 
 def _sizes(comparison: MergeComparison) -> list[tuple[str, float, str, str]]:
-    """Bars of both merged changes, and of the distance between them."""
+    """Bars of both merged deltas and of the distance between them."""
     if comparison.sizes is None:
         return []
     lengths = (*comparison.sizes, comparison.distance)
@@ -49,7 +49,7 @@ def _sizes(comparison: MergeComparison) -> list[tuple[str, float, str, str]]:
 
 
 def _heat(tensors: Sequence[TensorDifference]) -> HeatMap | None:
-    """Depth x kind where relative distances are known, the most different kinds first; halved, from 0 to 1."""
+    """Heat map of relative distances by kind and depth, largest first, halved to 0 to 1; None if unknown."""
     kinds: dict[str, list[TensorDifference]] = {}
     for t in tensors:
         if t.depth is not None and (t.same or t.relative is not None) and len(t.shape) > 1:

@@ -1,7 +1,7 @@
-"""The templates of the pages: their environment, the texts they show, and whole documents as files.
+"""Environment of the page templates, formatting of texts, and writing of documents.
 
-Every text that a template shows is escaped, and signs that are not printable are written out; only `Markup` is taken as
-it is. A document is one file that opens from disk, runs no script and loads nothing from a network.
+Templates escape all text and unprintable characters; only `Markup` is inserted unchanged. A document is one file that
+opens from disk, runs no script and loads nothing from a network.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OWN = "actmat.extras.pages.html"
 
 @cache
 def environment(package: str = OWN) -> Environment:
-    """The environment of templates in the folder `templates` of a package, which may extend and import those here."""
+    """Jinja environment of a package's folder `templates`, whose templates can extend and import those here."""
     made = Environment(
         loader=ChoiceLoader([PackageLoader(name) for name in dict.fromkeys((package, OWN))]),
         autoescape=True,
@@ -52,23 +52,23 @@ def environment(package: str = OWN) -> Environment:
 
 
 def render(template: str, package: str = OWN, **values: Any) -> str:
-    """A whole document; the same values give the same document."""
+    """Render a whole document; equal values give equal documents."""
     return environment(package).get_template(template).render(values)
 
 
 def listed(words: Sequence[str], most: int = 8) -> str:
-    """`a, b and c`; words beyond `most` are counted."""
+    """Join words as `a, b and c`; words beyond `most` are counted."""
     if len(words) > most:
         return f"{', '.join(words[:most])} and {len(words) - most} more"
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 LONG_WORD = 20
-"""Characters of a name without a dot that a narrow column still holds."""
+"""Number of characters without a break that fit a narrow column."""
 
 
 def dotted(name: str) -> Markup:
-    """A name that a narrow page breaks after a dot or a slash; in long words also after an underscore."""
+    """Name with line break opportunities after dots and slashes, in long words also after underscores."""
     pieces = [
         piece
         for word in re.split(r"(?<=[./])(?=[^._/\d])", name)
@@ -78,10 +78,8 @@ def dotted(name: str) -> Markup:
 
 
 def write_document(text: str, path: str | Path) -> Path:
-    """Write a document to a file, whole or not at all; halves of surrogate pairs become `?`, a directory is refused."""
+    """Write a document to a file atomically; lone surrogates become `?`, and a directory is refused."""
     file = Path(path)
     if os.path.isdir(file):
-        raise OutputError(
-            f"Expected a file to write the page to, found the directory {file}: add a name such as x.html."
-        )
+        raise OutputError(f"{file} is a directory; the page needs a file: add a name such as x.html.")
     return write_whole(file, text.encode("utf-8", "replace"))

@@ -1,4 +1,4 @@
-"""The page of a diagnosis: is it good, the experts, the layers, the size, the recipe.
+"""Report page of a diagnosis: quality, experts, layers, size, recipe.
 
 `T` experts; every vector has `T` entries. Norms add in squares, since matrices are blocks of one long vector.
 """
@@ -20,11 +20,11 @@ from actmat.recipe.load import printable_yaml
 from actmat.report.words import SIZE_CODES, measure_answers
 
 MOST_MATRICES = 10
-"""Matrices that are listed by name."""
+"""Number of matrices listed by name."""
 
 
 def render_html(diagnosis: Diagnosis) -> str:
-    """The report of a diagnosis as one HTML page; the same diagnosis gives the same page."""
+    """Render the report of a diagnosis as one HTML page; equal diagnoses give equal pages."""
     found = sorted((c for c in diagnosis.checks if c.verdict == "found"), key=lambda c: (c.severity != "issue", c.code))
     return render(
         "report.html",
@@ -44,7 +44,7 @@ def render_html(diagnosis: Diagnosis) -> str:
 
 
 def write_html(diagnosis: Diagnosis, path: str | Path) -> Path:
-    """Write the report of a diagnosis to a file; errors as of `write_document`."""
+    """Write the report of a diagnosis to a file; raises the errors of `write_document`."""
     return write_document(render_html(diagnosis), path)
 
 
@@ -52,7 +52,7 @@ def write_html(diagnosis: Diagnosis, path: str | Path) -> Path:
 
 
 class ShownExpert(NamedTuple):
-    """One expert of the table: its entry, its residual on data, norms and rounding over the measured matrices."""
+    """Table row of one expert: entry, residual on data, norms and rounding over the measured matrices."""
 
     entry: ExpertRow
     on_data: str
@@ -76,7 +76,7 @@ def _expert(diagnosis: Diagnosis, t: int, entry: ExpertRow) -> ShownExpert:
 
 
 class PairTable(NamedTuple):
-    """Numbers of pairs of experts: a colored table of (text, class, value), and the ends where they are all alike."""
+    """Numbers per pair of experts: a colored table of (text, class, value), and their range if all are alike."""
 
     title: str
     note: str
@@ -85,7 +85,7 @@ class PairTable(NamedTuple):
 
 
 def overlap(diagnosis: Diagnosis) -> list[PairTable]:
-    """Cosine of whole deltas, and overlap of their subspaces against chance."""
+    """Cosines of whole deltas, and overlaps of their subspaces relative to chance."""
     measures = diagnosis.measures
     entries = [m.shape[0] * m.shape[1] for m in measures]
     weighted = list(zip(entries, measures, strict=True))
@@ -96,14 +96,14 @@ def overlap(diagnosis: Diagnosis) -> list[PairTable]:
     return [
         _pairs(
             "Cosine",
-            "Of whole changes. 0: unrelated; 1: the same direction; below 0: against each other.",
+            "Between whole changes. 0: unrelated; 1: the same direction; below 0: opposed.",
             overall_cosine(measures),
             lambda v: f"{v:z.2f}",
             scales.diverging,
         ),
         _pairs(
             "Shared subspace",
-            f"How far two experts change the same input directions, weighted by how much; by chance "
+            f"Extent to which two experts change the same input directions, weighted by size; by chance "
             f"{scales.percent(chance)}.",
             shared,
             scales.percent,
@@ -113,7 +113,7 @@ def overlap(diagnosis: Diagnosis) -> list[PairTable]:
 
 
 def overall_cosine(measures: Sequence[MatrixRow]) -> Matrix:
-    """Cosine between whole experts: `sum_m <D_s, D_t> / (||D_s|| ||D_t||)` over all measured matrices; 0 for a zero."""
+    """Cosine of whole experts: `sum_m <D_s, D_t> / (||D_s|| ||D_t||)` over all measured matrices; 0 for zero deltas."""
     size = range(len(measures[0].norms))
     norms = [math.hypot(*(m.norms[t] for m in measures)) for t in size]
 
@@ -140,7 +140,7 @@ def _pairs(
 
 
 def layers_of(measures: Sequence[MatrixRow]) -> dict[int | None, list[MatrixRow]]:
-    """Matrices by depth; those without a depth come last."""
+    """Matrices by depth; matrices without a depth come last."""
     found: dict[int | None, list[MatrixRow]] = {}
     for m in sorted(measures, key=lambda m: (m.layer is None, m.layer or 0)):
         found.setdefault(m.layer, []).append(m)
@@ -156,7 +156,7 @@ def _title(depth: int | None) -> str:
 
 
 def residual_over(measures: Sequence[MatrixRow], expert: int) -> float | None:
-    """`sqrt(sum_m ||D_t||^2 rho_t^2 / sum_m ||D_t||^2)`: energy-weighted rms; None where nothing changed."""
+    """`sqrt(sum_m ||D_t||^2 rho_t^2 / sum_m ||D_t||^2)`, the energy-weighted rms; None if nothing changed."""
     energy = math.fsum(m.norms[expert] ** 2 for m in measures)
     if energy == 0:
         return None
@@ -164,7 +164,7 @@ def residual_over(measures: Sequence[MatrixRow], expert: int) -> float | None:
 
 
 def residuals(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Heat maps of the residuals by expert and by kind of matrix over layers, and the matrices of the largest."""
+    """Heat maps of residuals over layers by expert and by kind, and the matrices with the largest."""
     layers, names = layers_of(diagnosis.measures), [e.name for e in diagnosis.experts]
     columns = list(map(_label, layers))
     by_expert = [[residual_over(ms, t) for ms in layers.values()] for t in range(len(names))]
@@ -210,7 +210,7 @@ def residuals(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def sizes(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Norms of the merged change, the experts' sum and their mean: of all, and by layer."""
+    """Norms of the merged delta, the experts' sum and their mean: total, and by layer."""
     layers = layers_of(diagnosis.measures)
     fields = ("sum_norm", "merged_norm", "mean_norm")
     whole = [math.hypot(*(getattr(m, field) for m in diagnosis.measures)) for field in fields]

@@ -1,4 +1,4 @@
-"""Positions, colors and texts of numbers."""
+"""Positions, colors and text formats of numbers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 LEAST = 1e-150
-"""Smallest number that an axis shows; smaller ones are zero for every reader."""
+"""Smallest number shown on an axis; smaller ones are shown as zero."""
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Three significant digits; a dash for None."""
+    """Format with three significant digits; None becomes a dash."""
     if value is None:
         return "–"
     if value and (abs(value) >= 1e5 or abs(value) < 1e-3):
@@ -23,7 +23,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def percent(share: float | None) -> str:
-    """`12 %`; one digit more below ten."""
+    """Format as `12 %`, with one more digit below ten."""
     if share is None:
         return "–"
     value = 100 * share
@@ -31,14 +31,14 @@ def percent(share: float | None) -> str:
 
 
 def residual_text(value: float | None) -> str:
-    """Two decimals; more would not be significant in a residual."""
+    """Format with two decimals, which is the significance of a residual."""
     if value is None:
         return "–"
     return "< 0.01" if 0 < value < 0.005 else f"{value:.2f}"
 
 
 def residual_level(value: float | None) -> str:
-    """Class of a residual: tenths from 0 to 1, then two levels of 'further away than the base'."""
+    """Color class of a residual: tenths from 0 to 1, then two levels for values above 1."""
     if value is None:
         return "none"
     if value >= 1:
@@ -47,7 +47,7 @@ def residual_level(value: float | None) -> str:
 
 
 ALIKE = 0.1
-"""Numbers on a scale from 0 to 1 that differ by less look the same in any color: a sentence says as much."""
+"""Smallest difference, on a scale from 0 to 1, that colors can show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class HeatScale:
 
     @classmethod
     def over(cls, values: Iterable[float]) -> HeatScale:
-        """From the tenth below the smallest to the tenth above the largest number that is less than 1."""
+        """Scale from the tenth below the smallest to the tenth above the largest value below 1."""
         below = [v for v in values if v < 1]
         if not below:
             return cls(0.0, 1.0)
@@ -78,7 +78,7 @@ class HeatScale:
 
 
 def spread(values: Iterable[float]) -> tuple[float, float] | None:
-    """The smallest and the largest of numbers that are all alike; None where they are not, or where there are none."""
+    """Smallest and largest value if all are alike, else None; None also for no values."""
     found = list(values)
     if not found or max(found) - min(found) >= ALIKE:
         return None
@@ -86,30 +86,30 @@ def spread(values: Iterable[float]) -> tuple[float, float] | None:
 
 
 def diverging(value: float) -> str:
-    """Class of a cosine: five levels of each sign, finer near zero."""
+    """Color class of a cosine: five levels per sign, finer near zero."""
     level = sum(abs(value) >= bound for bound in (0.05, 0.15, 0.3, 0.5))
     return f"{'p' if value >= 0 else 'm'}{level}"
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A linear axis from `low` to `high`, and the numbers with a label."""
+    """A linear axis from `low` to `high` with labeled numbers."""
 
     low: float
     high: float
     ticks: tuple[float, ...]
 
     def position(self, value: float) -> float:
-        """Position of a value: 0 at the low end, 1 at the high end; values outside are moved to the end."""
+        """Position of a value: 0 at the low end, 1 at the high end; values outside are clipped."""
         return min(1.0, (max(value, self.low) - self.low) / (self.high - self.low))
 
     def top(self, value: float) -> float:
-        """Distance of a value from the high end of an upward axis, as SVG counts."""
+        """Distance of a value from the top of a vertical axis, as in SVG coordinates."""
         return 1 - self.position(value)
 
 
 def positive_axis(values: Sequence[float]) -> Axis:
-    """From zero to a round number above the largest, with about four steps."""
+    """Axis from zero to a round number above the largest value, with about four steps."""
     top = max([v for v in values if v > LEAST], default=1.0)
     step = _round_step(top)
     count = math.ceil(top / step - 1e-9)
@@ -117,7 +117,7 @@ def positive_axis(values: Sequence[float]) -> Axis:
 
 
 def range_axis(values: Sequence[float]) -> Axis:
-    """From a round number at or below the smallest value to one at or above the largest, in about four steps."""
+    """Axis between round numbers around all values, with about four steps."""
     low, high = min(values), max(values)
     if high - low <= 1e-9 * max(abs(low), abs(high), LEAST):
         high, low = low + (abs(low) or 1.0) / 2, low - (abs(low) or 1.0) / 2
@@ -133,7 +133,7 @@ def _round_step(length: float) -> float:
 
 
 def tick_indices(count: int, wanted: int = 8) -> list[int]:
-    """Indices, of `count` along an axis, that get a label: the first, then in even round steps."""
+    """Indices of labels among `count` positions: the first, then in even round steps."""
     if count <= wanted:
         return list(range(count))
     step = next(s for s in (2, 4, 5, 8, 10, 16, 20, 25, 50, 100, 200, 500, 1000, count) if count / s <= wanted)

@@ -1,8 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint (DCP): a `.metadata` and `*.distcp` files.
 
 FSDP, torchtitan and accelerate (`pytorch_model_fsdp_0` in a checkpoint's folder) write them. A tensor is cut into
-boxes, one per rank that held a part of it. Opening reads the metadata only; a range of a tensor is put together from
-the rows of its boxes, wherever the axes were cut.
+boxes, one per rank that held a part of it. Opening reads only the metadata; a range of a tensor is assembled from the
+rows of its boxes, for any sharded axes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from actmat.extras.training.dcp.names import model_part
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 1_000_000_000
 FOREIGN = "common.pt"
-"""File of Megatron-core, which stacks layers and packs projections in its own order: such folders are refused."""
+"""File of Megatron-core, whose stacked layers and packed projections are not supported; such folders are refused."""
 NESTED = re.compile(r"pytorch_model_fsdp_\d+|model")
-"""Folders in which accelerate and torch's trainers keep the model of a checkpoint."""
+"""Subfolders in which accelerate and torch's trainers store the model."""
 
 
 class DcpCheckpoint(StoredCheckpoint):
-    """Tensors of the model in a distributed checkpoint.
+    """Model tensors of a distributed checkpoint.
 
     Args:
         source: the checkpoint, with its config and tokenizer files.
-        files: the folder with the metadata, `source` itself or one in it.
+        files: the folder with the metadata: `source` itself or a subfolder.
     """
 
     format = "dcp"
@@ -62,7 +62,7 @@ class DcpCheckpoint(StoredCheckpoint):
         self._check_sizes()
 
     def identity(self) -> tuple[FileIdentity, ...]:
-        """Identity of the metadata and of every file with tensors of the model."""
+        """Identity of the metadata and of every file with model tensors."""
         return self._folder.identity(self.labels)
 
     def close(self) -> None:
@@ -71,12 +71,12 @@ class DcpCheckpoint(StoredCheckpoint):
 
     def _specs(self) -> dict[str, TensorSpec]:
         problems = [
-            f"tensor {n[:120]!r} is stored as torch.{t.dtype}, which is not read"
+            f"tensor {n[:120]!r} has the unsupported dtype torch.{t.dtype}"
             for n, t in self._stored.items()
             if t.dtype not in DTYPES
         ]
         if problems:
-            raise CheckpointError(f"{self.location}: tensors that cannot be used", problems)
+            raise CheckpointError(f"{self.location}: tensors cannot be used", problems)
 
         def first(name: str) -> tuple[str, int]:
             chunks = self._stored[name].chunks
@@ -88,7 +88,7 @@ class DcpCheckpoint(StoredCheckpoint):
         }
 
     def _check_sizes(self) -> None:
-        """Refuse files that end before an item does."""
+        """Raise if a file ends before an item does."""
         sizes = {label: self._reader.size(label) for label in self._local}
         problems = [
             f"tensor {name[:120]!r}: the metadata places it at {c.offset} to {c.offset + c.length} of {c.file}, which "
@@ -106,8 +106,8 @@ class DcpCheckpoint(StoredCheckpoint):
         if problems:
             self._reader.close()
             raise CheckpointError(
-                f"{self.location}: the files are shorter than the metadata says. Likely cause: an interrupted save or "
-                "download. Fix: fetch the folder again, or take the checkpoint before.",
+                f"{self.location}: files are shorter than the metadata says. Likely cause: an interrupted save or "
+                "download. Fix: fetch the folder again, or use the previous checkpoint.",
                 problems,
             )
 
@@ -119,14 +119,14 @@ class DcpCheckpoint(StoredCheckpoint):
         return self._folder.read_range(label, offset, length)
 
     def _item(self, spec: TensorSpec, stored: DcpTensor, k: int) -> DcpItem:
-        """The item of box `k`, looked up once."""
+        """The item of box `k`, cached after the first lookup."""
         key = spec.name, k
         if key not in self._items:
             chunk = stored.chunks[k]
             try:
                 item = locate(lambda at, n: self._read_at(chunk.file, at, n), chunk.offset, chunk.length)
                 if (item.dtype, item.shape) != (stored.dtype, chunk.sizes):
-                    raise PickleError(f"{item.dtype} {item.shape}, and the metadata says {stored.dtype} {chunk.sizes}")
+                    raise PickleError(f"{item.dtype} {item.shape}, but the metadata has {stored.dtype} {chunk.sizes}")
             except PickleError as error:
                 raise CheckpointError(
                     f"{self.location}: tensor {spec.name[:120]!r} in {chunk.file} at {chunk.offset}: expected a tensor "
@@ -137,7 +137,7 @@ class DcpCheckpoint(StoredCheckpoint):
         return self._items[key]
 
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
-        """Put bytes together: by runs where boxes are runs of rows, else by rows of the first axis."""
+        """Assemble bytes: by runs if boxes are runs of rows, else by rows of the first axis."""
         if self._reader.closed:
             raise ValueError(f"{self.location}: read from a checkpoint that is closed")
         if not len(out):
@@ -157,7 +157,7 @@ class DcpCheckpoint(StoredCheckpoint):
                 self._rows(spec, chunk, item, (start, max(low, first), min(high, last)), out)
 
     def _run(self, chunk: Chunk, item: DcpItem, places: tuple[int, int, int], out: memoryview) -> None:
-        """Copy a box of whole rows; `places`: first byte that is wanted, and those at which the box begins and ends."""
+        """Copy a box of whole rows; `places`: first requested byte, begin and end of the box in bytes."""
         start, low, high = places
         begin, end = max(start, low), min(start + len(out), high)
         target = out[begin - start : end - start]
@@ -169,7 +169,7 @@ class DcpCheckpoint(StoredCheckpoint):
     def _rows(
         self, spec: TensorSpec, chunk: Chunk, item: DcpItem, places: tuple[int, int, int], out: memoryview
     ) -> None:
-        """Copy the rows `places[1]` to `places[2]` of a box that does not span the other axes, or lies transposed."""
+        """Copy rows `places[1]` to `places[2]` of a box that does not span the other axes, or is transposed."""
         start, low, high = places
         dtype, inner = torch_dtype(spec.dtype), chunk.sizes[1:]
         per_row = math.prod(inner)
@@ -196,7 +196,7 @@ class DcpCheckpoint(StoredCheckpoint):
 
     @staticmethod
     def _part_of_row(spec: TensorSpec, chunk: Chunk, box: Tensor, begin: int, target: Tensor) -> None:
-        """Copy a box's entries of one row into the bytes that are wanted of it; `begin`: where the row begins there."""
+        """Copy a box's entries of one row into `target`; `begin`: byte of `target` at which the row begins."""
         row = torch.zeros(spec.shape[1:], dtype=box.dtype)
         mask = torch.zeros(spec.shape[1:], dtype=torch.bool)
         row[_slices(chunk)], mask[_slices(chunk)] = box, True
@@ -211,7 +211,7 @@ def _slices(chunk: Chunk) -> tuple[slice, ...]:
 
 
 def _files_of(source: Source) -> Source | None:
-    """The folder with the metadata: the source itself, or the only known one in a local source."""
+    """The folder with the metadata: the source itself, or the only known subfolder of a local source."""
     if source.named is not None or FOREIGN in source.names:
         return None
     if METADATA in source.names:

@@ -1,6 +1,6 @@
-"""One item of a `.distcp` file: a tensor as `torch.save` wrote it, of which only the needed bytes are read.
+"""One item of a `.distcp` file: a tensor written by `torch.save`; only the needed bytes are read.
 
-An item is a zip archive inside the file. Its directory and its pickle, some kilobytes, say where the entries lie.
+An item is a zip archive inside the file. Its directory and its pickle, a few kilobytes, locate the entries.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALLOWED = frozenset(
 )
 MAX_PICKLE_BYTES = 1_000_000
 LOCAL_HEADER = 30
-"""Bytes of a zip's local header before name and extra field."""
+"""Length of a zip's local header before name and extra field, in bytes."""
 
 DAMAGED = (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, LookupError, OSError)
 
@@ -39,7 +39,7 @@ ReadAt = Callable[[int, int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class DcpItem:
-    """Entries of an item: dtype, shape, strides in entries, and the place of the first one in the file."""
+    """Entries of an item: dtype, shape, strides in entries, and file offset of the first entry."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class DcpItem:
 
     @property
     def is_contiguous(self) -> bool:
-        """True if the entries lie in row-major order, without gaps."""
+        """True if the entries are in row-major order without gaps."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != expected:
@@ -58,7 +58,7 @@ class DcpItem:
 
     @property
     def span(self) -> int:
-        """Bytes from the first entry to the last."""
+        """Number of bytes from the first entry to the last."""
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         return (last + 1) * int(torch_dtype(self.dtype).itemsize) if math.prod(self.shape) else 0
 
@@ -75,7 +75,7 @@ def locate(read_at: ReadAt, offset: int, length: int) -> DcpItem:
             pickled = records["data.pkl"]
             if any(r.compress_type != zipfile.ZIP_STORED for r in records.values()):
                 raise PickleError("a compressed record")
-            # both sizes: the file is read by the stored one
+            # check both sizes: the stored one is used for reading
             sizes = [s for r in (pickled, records.get("byteorder", pickled)) for s in (r.file_size, r.compress_size)]
             if max(sizes) > MAX_PICKLE_BYTES:
                 raise PickleError(f"a description of {max(sizes)} bytes")
@@ -96,11 +96,11 @@ def locate(read_at: ReadAt, offset: int, length: int) -> DcpItem:
 
 
 def _described(value: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...]]:
-    """dtype, storage, first entry, shape and strides of a pickled tensor or parameter."""
+    """Dtype, storage, first entry, shape and strides of a pickled tensor or parameter."""
     if isinstance(value, Inert) and value.name == PARAMETER and value.args:
         value = value.args[0]
     if not isinstance(value, Inert) or value.name not in REBUILD or len(value.args) < 6:
-        raise PickleError(f"{value!r:.120} in place of a tensor")
+        raise PickleError(f"{value!r:.120} instead of a tensor")
     storage, first, shape, strides, *rest = value.args
     mark = storage.args[0] if isinstance(storage, Inert) and storage.name == "persistent" else ()
     if not isinstance(mark, tuple) or len(mark) != 5 or mark[0] != "storage" or not isinstance(mark[1], Inert):
@@ -125,7 +125,7 @@ def _counts(value: Any) -> tuple[int, ...]:
 
 
 class _Window(io.RawIOBase):
-    """An item as a file of its own."""
+    """File object restricted to one item."""
 
     def __init__(self, read_at: ReadAt, offset: int, length: int) -> None:
         self._read_at, self._offset, self._length = read_at, offset, length

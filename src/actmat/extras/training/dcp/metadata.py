@@ -1,7 +1,7 @@
-"""The `.metadata` of a checkpoint of torch.distributed.checkpoint (DCP): which bytes hold which part of which tensor.
+"""The `.metadata` of torch.distributed.checkpoint (DCP): the bytes of every part of every tensor.
 
-The file is a pickle. It is read as inert data (`formats.pickles`): only classes of the metadata may be named in it, and
-none is ever called.
+The file is a pickle. It is read as inert data (`formats.pickles`): only metadata classes may be named in it, and they
+are never called.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ALLOWED = frozenset(
     + [f"torch {n}" for n in (*DTYPES, "Size", "device", "strided", "float8_e4m3fnuz", "float8_e5m2fnuz", "complex64")]
     + ["torch.serialization _get_layout", "collections OrderedDict", "collections defaultdict", "builtins dict"]
 )
-"""Names that the metadata of torch 2.0 and later, of torchtitan and of accelerate has."""
+"""Class names in the metadata of torch 2.0 and later, torchtitan and accelerate."""
 
 MAX_AXES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, and the bytes of a file that hold it as one item."""
+    """A box of a tensor, and the file bytes of its item."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -45,7 +45,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """One tensor: shape, dtype (a torch name) and the boxes that make it up; without those that are empty."""
+    """One tensor: shape, dtype (a torch name) and its boxes, without empty ones."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -58,7 +58,7 @@ class DcpMetadata:
 
     Args:
         tensors: by fully qualified name.
-        paths: name -> keys of the nested state dict that was flattened, where that is on record.
+        paths: name -> keys of the original nested state dict, if recorded.
     """
 
     tensors: Mapping[str, DcpTensor]
@@ -66,10 +66,10 @@ class DcpMetadata:
 
 
 def read_metadata(content: bytes, where: str) -> DcpMetadata:
-    """The metadata in a file's bytes.
+    """Parse the metadata from a file's bytes.
 
     Raises:
-        CheckpointError: damaged, hostile, of no known form, or with tensors whose parts do not make them up.
+        CheckpointError: the metadata is damaged, hostile or of an unknown form, or a tensor's parts do not cover it.
     """
     try:
         root = parse_pickle(content, ALLOWED)
@@ -86,7 +86,7 @@ def read_metadata(content: bytes, where: str) -> DcpMetadata:
     except PickleError as error:
         raise CheckpointError(
             f"{where}: expected the metadata of a distributed checkpoint, found {error}. Nothing in it was run. Likely "
-            "cause: a damaged or hostile file, or one of a version of torch that is not known. Fix: fetch it again, or "
+            "cause: a damaged or hostile file, or an unsupported version of torch. Fix: fetch it again, or "
             "convert it where you trust it (python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR OUT)"
         ) from None
 
@@ -94,7 +94,7 @@ def read_metadata(content: bytes, where: str) -> DcpMetadata:
 def _fields(value: Any, name: str) -> Mapping[str, Any]:
     """Attributes of an object of the class `name`."""
     if not isinstance(value, Inert) or value.name.rpartition(" ")[2] != name:
-        raise PickleError(f"{type(value).__name__ if not isinstance(value, Inert) else value!r} in place of {name}")
+        raise PickleError(f"{type(value).__name__ if not isinstance(value, Inert) else value!r} instead of {name}")
     return _mapping(value.state, name)
 
 
@@ -135,8 +135,8 @@ def _places(listed: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...]], _Pla
         if start < 0 or length < 0:
             raise PickleError(f"{name[:120]!r} at {start}, {length} bytes long")
         if how := info.get("transform_descriptors"):
-            raise PickleError(f"items that were transformed when they were saved ({shown(how)})")
-        if offset is not None:  # else of a value that is no tensor
+            raise PickleError(f"items that were transformed on saving ({shown(how)})")
+        if offset is not None:  # None: not a tensor
             out[name, _size(offset)] = (str(file), start, length)
     return out
 
@@ -156,12 +156,12 @@ def _tensor(name: str, value: Inert, places: Mapping[tuple[str, tuple[int, ...]]
             raise PickleError(f"no place of the part of {name[:120]!r} at {offsets}")
         chunks.append(Chunk(offsets, sizes, *place))
     if not covers([(c.offsets, c.sizes) for c in chunks], shape):
-        raise PickleError(f"parts of {name[:120]!r} that do not make up its shape {shape}")
+        raise PickleError(f"parts of {name[:120]!r} that do not cover its shape {shape}")
     return DcpTensor(shape, _dtype(name, fields.get("properties")), tuple(chunks))
 
 
 def _dtype(name: str, properties: Any) -> str:
-    """Name of the dtype of a `TensorProperties`, whose state is a tuple or, of early versions, a mapping."""
+    """Dtype name of a `TensorProperties`, whose state is a tuple or, in early versions, a mapping."""
     state = properties.state if isinstance(properties, Inert) else None
     found = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
     if not isinstance(found, Inert) or not found.name.startswith("torch "):
@@ -173,7 +173,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """True if boxes (offsets, sizes) make up the shape: each entry once.
+    """True if the boxes (offsets, sizes) cover the shape exactly once.
 
     A sharding cuts an axis into intervals, and each of these again along the next axes; anything else is refused.
     """
@@ -193,7 +193,7 @@ def covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
 
 
 def _paths(data: Any) -> dict[str, tuple[str, ...]]:
-    """Keys of the nested state dict by flat name; empty where none are recorded, or in another form."""
+    """Keys of the nested state dict by flat name; empty if not recorded or in an unknown form."""
     if isinstance(data, Inert):
         data = data.state
     if not isinstance(data, dict):

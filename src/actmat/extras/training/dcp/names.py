@@ -1,4 +1,4 @@
-"""The model's tensors among all those of a training checkpoint: what its nested state dict calls the model."""
+"""Select the model's tensors from a training checkpoint, by the keys of its nested state dict."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import NamedTuple
 from actmat.errors import CheckpointError
 
 WRAPPERS = ("app", "state", "state_dict", "model", "model_state_dict", "module")
-"""Keys under which training programs put the model's state dict."""
+"""Keys under which training programs store the model's state dict."""
 
 TRAINING = frozenset(
     {"optim", "optims", "optimizer", "optimizers", "optim_state", "optimizer_state", "opt", "opt_state"}
     | {"lr_scheduler", "lr_schedulers", "scheduler", "dataloader", "train_state", "rng", "rng_state", "scaler"}
 )
-"""Keys of what training needs and a model does not have."""
+"""Keys of training state that is not part of the model."""
 
 
 class ModelPart(NamedTuple):
-    """The model's tensors, name -> name in the checkpoint, and a note for each kind of tensor that is left out."""
+    """Model tensors (name -> name in the checkpoint) and a note per kind of tensor left out."""
 
     names: dict[str, str]
     notes: tuple[str, ...]
@@ -37,7 +37,7 @@ def model_part(names: Iterable[str], paths: Mapping[str, tuple[str, ...]], locat
     ModelPart(names={'a': 'model.a'}, notes=("1 tensors of training ('optim') are left out",))
 
     Raises:
-        CheckpointError: there is no model, or there are two.
+        CheckpointError: the checkpoint has no model, or two.
     """
     groups: dict[tuple[str, ...], dict[str, str]] = {}
     training: Counter[str] = Counter()
@@ -55,8 +55,8 @@ def model_part(names: Iterable[str], paths: Mapping[str, tuple[str, ...]], locat
     if len(wrapped) > 1 or not groups:
         found = " and ".join("'" + ".".join(w) + "'" for w in wrapped) or "only state of training"
         raise CheckpointError(
-            f"{location}: expected the tensors of one model, found {found}. Fix: save the state dict that is meant on "
-            "its own: dcp.save({'model': model.state_dict()}, checkpoint_id=...)"
+            f"{location}: expected the tensors of one model, found {found}. Fix: save the intended state dict "
+            "separately: dcp.save({'model': model.state_dict()}, checkpoint_id=...)"
         )
     chosen = wrapped[0] if wrapped else ()
     notes = []
@@ -70,7 +70,7 @@ def model_part(names: Iterable[str], paths: Mapping[str, tuple[str, ...]], locat
 
 
 def _unwrapped(path: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The keys of `WRAPPERS` in front of a path, each once, and the rest."""
+    """Split a path into leading keys of `WRAPPERS`, each once, and the rest."""
     count = 0
     while count < len(path) - 1 and path[count] in WRAPPERS and path[count] not in path[:count]:
         count += 1
