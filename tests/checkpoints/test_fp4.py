@@ -55,7 +55,7 @@ def test_a_merge_is_written_as_floats_and_codes_are_refused(kind: str, tmp_path:
 @pytest.mark.parametrize(
     ("part", "value", "message"),
     [
-        ("weight_scale", None, "the float scales .* are missing"),
+        ("weight_scale", None, "expected scales .* found none"),
         ("weight_scale", torch.ones(48, 6), "found float32"),
         ("weight_scale", torch.ones(48, 5).to(torch.float8_e4m3fn), "one scale per 16 of its 96 columns"),
         ("weight_global_scale", None, "expected one float32 .*_global_scale', found none"),

@@ -51,7 +51,7 @@ def test_the_lines_of_an_adapter_load_it_on_its_base(outputs: Path, monkeypatch:
     scope: dict[str, Any] = {}
     exec("\n".join(found.python), scope)
     assert any("lora" in n for n, _ in scope["model"].named_parameters())
-    assert found.notes == ("ask for the model 'adapter'",)
+    assert found.notes == ("request the model 'adapter'",)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_setting_of_a_trainer_that_is_not_known_is_noted(
     notes = [
         *map(str, actmat.plan(place / "unet", [tmp_path / "lora.safetensors"], method="average", scope="all").notes)
     ]
-    found = [n for n in notes if "known here" in n or "no JSON" in n]
+    found = [n for n in notes if "known here" in n or "unknown trainer" in n or "JSON object" in n]
     assert [words in n for n in found] == ([True] if words else [])
 
 

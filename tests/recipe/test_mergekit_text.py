@@ -125,7 +125,7 @@ def test_norm_and_head_follow_the_mistake_with_a_note() -> None:
         {"layers": [2, 4], "value": 3},
         {"layers": "after", "value": 0.0},
     ]
-    assert any("final norm and head leave out c" in n and "which is reproduced" in n for n in fields["notes"])
+    assert any("final norm and head omit c" in n and "which is reproduced" in n for n in fields["notes"])
 
 
 def test_passthrough_is_a_copy() -> None:
@@ -238,7 +238,7 @@ def test_densities_are_clipped_as_mergekit_clips_them() -> None:
     models = "[{model: a, parameters: {weight: 1, density: 1.5}}, {model: c, parameters: {weight: 1, density: -0.2}}]"
     fields = converted(f"{{merge_method: ties, base_model: b, models: {models}}}")
     assert [e["options"]["density"] for e in fields["experts"]] == [1.0, 0.0]
-    assert any("outside of [0, 1]" in note for note in fields["notes"])
+    assert any("outside [0, 1]" in note for note in fields["notes"])
     gradient = models.replace("1.5", "[1.5, 0.5]")
     with pytest.raises(RecipeError, match="clips it layer by layer"):
         converted(f"{{merge_method: ties, base_model: b, models: {gradient}}}")
@@ -308,7 +308,7 @@ def test_ignored_keys_of_a_tokenizer_are_noted() -> None:
         ("{merge_method: linear, models: [{model: a, parameters: {weight: 1}}, {model: a}]}", "listed twice"),
         (
             "{merge_method: karcher, models: [{model: a}], parameters: {tol: [0, 1]}}",
-            "'tol' differs from tensor to tensor",
+            "'tol' differs between tensors",
         ),
         ("{gate_mode: hidden, experts: [{source_model: a}]}", "'base_model' is missing"),
         (

@@ -302,7 +302,7 @@ def test_a_missing_key_and_value_heads_is_what_the_dense_model_means(
         ({"experts": experts(0, 1), "dtype": "int8"}, "expected one of float32, bfloat16, float16, found 'int8'"),
         ({"experts": [{"source_model": "./0", "residual_scale": "much"}] * 2}, "expected a number, found 'much'"),
         ({"experts": [{"source_model": "./0"}, {"source_model": "./missing"}]}, "has no 'missing'"),
-        ({"experts": [{"source_model": "./0", "positive_prompts": "a"}] * 2}, "expected a list of texts, found 'a'"),
+        ({"experts": [{"source_model": "./0", "positive_prompts": "a"}] * 2}, "expected a list of strings, found 'a'"),
         ({"base_model": None, "experts": experts(0, 1)}, "'base_model' is missing"),
     ],
 )
@@ -320,7 +320,7 @@ def test_biases_without_a_place_are_refused(models: Path, build: Build, tmp_path
     biased = {"source_model": str(tmp_path / "biased")}
     with pytest.raises(MergeError) as refused:
         build("llama", base_model=str(tmp_path / "biased"), experts=[biased, biased])
-    assert "Mixtral has no place for the bias 'model.layers.0.self_attn.q_proj.bias'" in str(refused.value)
+    assert "Mixtral does not support the bias 'model.layers.0.self_attn.q_proj.bias'" in str(refused.value)
     assert "in every MLP, found 'model.layers.0.mlp.gate_proj.bias'" in str(refused.value)
 
 
