@@ -278,7 +278,7 @@ def test_a_missing_key_and_value_heads_is_what_the_dense_model_means(
         ({"experts": experts(0, 1), "gate_mode": "hiden"}, "expected one of hidden, hidden_avg"),
         (
             {"experts": experts(0), "gate_mode": "hidden"},
-            "expected 1 to 1, the number of experts, found 2; it is 2 unle",
+            "expected 1 to 1, the number of experts, found 2; the default is 2",
         ),
         ({"experts": experts(0, 1), "experts_per_token": 3}, "expected 1 to 2, the number of experts, found 3"),
         ({"experts": [{"source_model": "./0"}] * 2, "gate_mode": "hidden"}, "'positive_prompts' are missing"),
