@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from actmat_experiments.harness.cache import (
     code_digest,
     digest,
     file_digest,
-    library_versions,
     meaning,
 )
 from actmat_experiments.harness.merging import merging_code
@@ -121,20 +121,8 @@ def test_a_key_that_does_not_say_what_it_contains_is_refused(value):
 
 
 def test_dataclasses_and_tuples_are_plain_data():
-    assert json.loads(canonical({"schedule": Schedule(1, 2, 0.5), "names": ("a", "b")})) == {
-        "names": ["a", "b"],
-        "schedule": {
-            "epochs": 1,
-            "batch_size": 2,
-            "learning_rate": 0.5,
-            "weight_decay": 0.0,
-            "warm_up_steps": None,
-            "micro_batches": 1,
-            "constant": False,
-            "optimizer": "adamw",
-            "clip": 1.0,
-        },
-    }
+    found = json.loads(canonical({"schedule": Schedule(1, 2, 0.5), "names": ("a", "b")}))
+    assert found == {"names": ["a", "b"], "schedule": asdict(Schedule(1, 2, 0.5))}
 
 
 def test_another_key_under_the_same_digits_is_an_error(tmp_path):
@@ -149,9 +137,6 @@ def test_a_place_that_cannot_be_written_is_said_so(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="--cache"):
         Cache(tmp_path / "file").get("train", {"seed": 1}, Maker())
-
-
-def test_a_stage_cannot_leave_the_cache(tmp_path):
     with pytest.raises(ValueError, match="no name of a stage"):
         Cache(tmp_path).get("../train", {}, Maker())
 
@@ -163,12 +148,6 @@ def test_the_hash_of_files_is_that_of_names_and_bytes(tmp_path):
     assert file_digest([tmp_path / "b", tmp_path / "a"]) == before
     (tmp_path / "b").write_text("3")
     assert file_digest([tmp_path / "a", tmp_path / "b"]) != before
-
-
-def test_versions_of_libraries_that_are_not_there():
-    found = library_versions("torch", "no-such-library")
-    assert found["no-such-library"] == "absent"
-    assert found["torch"][0].isdigit()
 
 
 MODULE = '''"""What it is."""

@@ -9,7 +9,6 @@ from actmat.errors import CheckpointError, RecipeError
 from actmat_experiments.harness.results import Score, append_scores, majority_share, read_scores
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.table import average_table, markdown_table, over_tasks, summarize, task_table
-from actmat_experiments.paper import paper_figures
 from actmat_experiments.vision.small import SmallSettings
 
 TASKS = ("a", "b")
@@ -118,12 +117,6 @@ def test_markdown_holds_everything():
     assert rows[0] == ["method", "scale", "average", "of expert", "paper", "a", "b"]
     assert rows[6] == ["`actmat`", "tuned: 0.5", "76.0 ±5.9", "110.8", "70.0", "76.0", "76.0"]
     assert len({len(row) for row in rows}) == 1
-
-
-def test_the_papers_figures_are_found_by_model_and_regime():
-    assert paper_figures("ViT-B/32", "full")["actmat", "default"] == 82.9
-    assert paper_figures("T5-large", "lora")["knots_tsv", "default"] == 71.1
-    assert paper_figures("", "full") == {}
 
 
 def test_settings_are_changed_by_text_of_their_type():

@@ -13,7 +13,6 @@ from tests.tolerances import F32_PRODUCT, relative_error
 from actmat.engine.resources import one_thread
 from actmat.statistics import open_statistics
 from actmat_experiments.harness.measuring import measure_expert
-from actmat_experiments.harness.merging import Candidate, needs_statistics
 from actmat_experiments.language.exams import training_tensors
 from actmat_experiments.language.models import load_t5
 
@@ -64,8 +63,3 @@ def test_the_fisher_is_there_for_linear_layers(measured: tuple[Path, Path]) -> N
         assert fisher.shape == (16, 16)
         assert bool((fisher >= 0).all())
         assert bool((fisher > 0).any())
-
-
-def test_rows_say_whether_they_need_statistics() -> None:
-    assert needs_statistics([Candidate("average", "average"), Candidate("mine", "regmean")])
-    assert not needs_statistics([Candidate("average", "average")])

@@ -16,11 +16,9 @@ from actmat.engine.resources import one_thread
 from actmat.errors import RecipeError
 from actmat_experiments.harness.report import balanced
 from actmat_experiments.harness.results import Score, read_scores
-from actmat_experiments.harness.settings import changed, names_of
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.language.exams import counts
 from actmat_experiments.language.models import load_t5
-from actmat_experiments.language.small.suite import SmallSettings
 from actmat_experiments.language.train import LanguageSettings
 from actmat_experiments.suites import RunRequest, TableRequest, get_suite
 
@@ -259,15 +257,6 @@ def test_default_settings_are_the_protocol() -> None:
     assert settings.shuffled
     assert (settings.samples, settings.measured) == (320, "train")
     assert (settings.experts.rank, settings.experts.alpha) == (16, 16)
-
-
-def test_nested_settings_are_set_by_dotted_names() -> None:
-    settings = changed(SmallSettings(), {"experts.lora.patience": "9", "architecture.layers": "2", "keep": "true"})
-    assert (settings.experts.lora.patience, settings.architecture.layers, settings.keep) == (9, 2, True)
-    assert settings.experts.full == SmallSettings().experts.full
-    assert {"experts.full.learning_rate", "pretraining.updates", "n_test"} <= set(names_of(settings))
-    with pytest.raises(RecipeError, match="bf16"):
-        changed(settings, {"experts.full.precision": "fp8"})
 
 
 def test_balanced_accuracy_does_not_reward_the_frequent_answer() -> None:

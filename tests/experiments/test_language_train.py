@@ -56,11 +56,6 @@ def test_batches_pass_over_all_items_again_and_again(n: int, size: int, epochs: 
         assert sorted(stream[epoch * n : (epoch + 1) * n]) == list(range(n))
 
 
-def test_the_order_depends_on_seed_purpose_and_epoch() -> None:
-    orders = {tuple(batch_at(20, u, 20, seed, p)) for u in (0, 1) for seed in (0, 1) for p in ("a", "b")}
-    assert len(orders) == 8
-
-
 def test_the_loss_is_that_of_transformers_and_pieces_add_up() -> None:
     model = tiny_model()
     items = TRAIN[:6]
@@ -70,23 +65,6 @@ def test_the_loss_is_that_of_transformers_and_pieces_add_up() -> None:
     (item,) = TRAIN[:1]
     own = model(input_ids=torch.tensor([item.prompt]), labels=torch.tensor([item.target])).loss * len(item.target)
     assert relative_error(summed_loss(model, [item], 0, "cpu").detach(), own.detach()) < F32_PRODUCT
-
-
-@pytest.mark.slow
-def test_training_learns_and_piece_size_changes_nothing_but_rounding(tmp_path) -> None:
-    longer = replace(SETTINGS, max_updates=48, validate_every=16)
-    model, done = fit(tmp_path / "a", settings=longer)
-    labels = torch.tensor([item.label for item in VALIDATION])
-    assert done.update == 48
-    assert done.best >= 0.9  # the first token tells the answer
-    assert float((chosen(model, VALIDATION) == labels).double().mean()) == done.best
-    few = replace(SETTINGS, max_updates=1)
-    one_piece = replace(few, piece_tokens=10_000)
-    (a, _), (b, _) = fit(tmp_path / "b", settings=few), fit(tmp_path / "c", settings=one_piece)
-    gap = max(float((x - y).detach().abs().max()) for x, y in zip(a.parameters(), b.parameters(), strict=True))
-    assert gap < 1e-2  # Adam's first step is the sign of the gradient: at most twice the rate where that is rounding
-    changed = [float((x - y).detach().abs().mean()) for x, y in zip(a.parameters(), b.parameters(), strict=True)]
-    assert sum(changed) / len(changed) < 1e-4
 
 
 def test_adafactor_moves_every_tensor_by_a_share_of_its_size(tmp_path) -> None:
@@ -103,7 +81,7 @@ class Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize(("dropout", "optimizer"), [(0.0, "adamw"), (0.1, "adamw"), (0.0, "adafactor")])
+@pytest.mark.parametrize(("dropout", "optimizer"), [(0.1, "adamw"), (0.0, "adafactor")])
 def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, dropout: float, optimizer) -> None:
     chosen_settings = replace(SETTINGS, optimizer=optimizer)
 
@@ -150,8 +128,7 @@ def test_patience_ends_a_run_and_the_best_weights_are_kept(tmp_path, monkeypatch
 
 
 def test_bfloat16_autocast_trains_float32_weights(tmp_path) -> None:
-    settings = FineTuning(learning_rate=1e-2, batch_size=8, max_updates=2, validate_every=2, precision="bf16")
-    model, done = fit(tmp_path, settings=settings)
+    model, done = fit(tmp_path, settings=replace(SETTINGS, max_updates=2, validate_every=2, precision="bf16"))
     assert done.update == 2
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert all(p.isfinite().all() for p in model.parameters())

@@ -14,6 +14,7 @@ from tests.tolerances import F32_ELEMENTWISE, F64_ORACLE
 
 from actmat.errors import CheckpointError, RecipeError
 from actmat_experiments.harness.cache import Cache
+from actmat_experiments.harness.lines import json_lines
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.rows import candidates
@@ -24,7 +25,7 @@ from actmat_experiments.pretrained.decoder import Coder, load_decoder
 from actmat_experiments.pretrained.generated import Question
 from actmat_experiments.pretrained.instructions import suite
 from actmat_experiments.pretrained.instructions.options import rows_of, scores_of
-from actmat_experiments.pretrained.instructions.texts import MOST_WORDS, TASKS, load_options
+from actmat_experiments.pretrained.instructions.texts import TASKS, load_options
 from actmat_experiments.suites import RunRequest, get_suite
 
 SIZES = {"train": 8, "validation": 4, "test": 6}
@@ -103,14 +104,6 @@ def test_rows_are_asked_as_written(name, i, expected):
     assert asked_of(name, i) == expected
 
 
-def test_texts_are_cut_and_long_premises_left_out():
-    long = " ".join(f"w{i}" for i in range(MOST_WORDS + 1))
-    (cut,) = TASKS["mr"].read([{"text": long, "label": 0}])
-    assert cut.question.prompt.endswith("w31<|im_end|>\n<|im_start|>assistant\n")
-    rows = [{"premise": long, "hypothesis": "h", "label": "entailment"}, row("rte", 0)]
-    assert len(list(TASKS["rte"].read(rows))) == 1
-
-
 def test_wikiqa_has_one_right_and_one_wrong_sentence_of_a_question():
     rows = [{"qid": "1", "question": "q", "sentence": f"s{i}", "label": label} for i, label in enumerate((0, 0, 1, 1))]
     found = [q.question for q in TASKS["wikiqa"].read(rows)]
@@ -123,9 +116,7 @@ def test_no_group_is_in_two_parts_and_all_draws_stay(data):
     for task in tasks:
         assert [len(getattr(task, part)) for part in SIZES] == list(SIZES.values())
         source = TASKS[task.name]
-        every = [
-            a for f in (*source.learnt, *source.tested) for a in source.read(list(map(json.loads, (data / f).open())))
-        ]
+        every = [a for f in (*source.learnt, *source.tested) for a in source.read(json_lines((data / f).read_text()))]
         group = {a.question: a.group for a in every}
         parts = [{group[q] for q in getattr(task, part)} for part in SIZES]
         assert len(set.union(*parts)) == sum(map(len, parts)), task.name

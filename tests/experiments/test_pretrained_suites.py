@@ -21,7 +21,6 @@ from actmat.errors import CheckpointError, RecipeError
 from actmat.extras.demo.tasks import generator_for
 from actmat.statistics import open_statistics
 from actmat_experiments.harness import experiment as driver
-from actmat_experiments.harness.merging import kinds_needed
 from actmat_experiments.harness.models import in_place
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.harness.results import read_scores
@@ -231,15 +230,6 @@ def test_subsets_are_merges_of_the_first_experts(finished):
     assert rows[0]["correct"] == score.correct
 
 
-def test_the_fisher_is_measured_for_rows_that_need_it_only(finished):
-    assert kinds_needed([driver.Candidate("r", "regmean"), driver.Candidate("a", "average")]) == ("gram",)
-    assert kinds_needed([driver.Candidate("r", "regmean"), driver.Candidate("f", "fisher")]) == ("gram", "fisher")
-    made = next(iter({"text-minilm": text, "vision-vits14": vision}[finished.suite].experiments(finished, Watch())))
-    place = made.statistics(kinds=("gram",))[finished.tasks[0]].path
-    with open_statistics(place) as statistics:
-        assert list(statistics.header.kinds) == ["gram"]
-
-
 def test_any_scale_is_that_of_the_merged_tensors(requests, tmp_path):
     asked = requests("vision-vits14")
     made = next(iter(vision.experiments(asked, Watch())))
@@ -261,17 +251,6 @@ def test_any_scale_is_that_of_the_merged_tensors(requests, tmp_path):
     save_file(twins, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="is the value of 2 parameters of the model, not of one"):
         in_place(made.read, tmp_path / "merged", tmp_path / "merged", names)
-
-
-def test_full_fine_tuning_of_texts_leaves_the_embeddings(requests):
-    made = next(iter(text.experiments(requests("text-minilm"), Watch())))
-    base = load_file(made.base.path / "model.safetensors")
-    expert = load_file(made.experts()["mr"].path / "model.safetensors")
-    assert set(base) == set(expert)
-    assert not any("pooler" in name for name in base)
-    changed = {name for name in base if not torch.equal(base[name], expert[name])}
-    assert changed
-    assert all(name.startswith("encoder.") for name in changed)
 
 
 @pytest.mark.parametrize(

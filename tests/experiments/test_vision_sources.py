@@ -78,11 +78,7 @@ def test_what_is_wrong_with_an_npz_is_told_at_once(tmp_path):
         open_npz(tmp_path / "bad.npz")
     assert "x_train must be uint8" in caught.value.problems[0]
     assert "labels 5 to 6, but there are 2 classes" in caught.value.problems[1]
-
-
-def test_pickled_objects_are_not_opened(tmp_path):
-    evil = arrays(0, 2, 8, gray=False) | {"class_names": np.array([{"a": 1}], dtype=object)}
-    np.savez(tmp_path / "evil.npz", **evil)
+    np.savez(tmp_path / "evil.npz", **good | {"class_names": np.array([{"a": 1}], dtype=object)})
     with pytest.raises(ValueError, match="allow_pickle"):
         open_npz(tmp_path / "evil.npz")
 
@@ -189,27 +185,16 @@ def test_pixels_are_scaled_as_clip_was_trained():
 
 def test_the_papers_tasks_have_their_prompts():
     tasks = {t.name: t for t in clip_tasks()}
-    assert sorted(tasks) == ["cars", "dtd", "eurosat", "gtsrb", "mnist", "resisc45", "sun397", "svhn"]
     assert all(template.count("{}") == 1 for task in tasks.values() for template in task.templates)
-    assert {n: len(t.templates) for n, t in tasks.items()} == {
-        "cars": 8,
-        "dtd": 8,
-        "eurosat": 3,
-        "gtsrb": 3,
-        "mnist": 1,
-        "resisc45": 18,
-        "sun397": 2,
-        "svhn": 1,
-    }
-    assert {n: t.epochs for n, t in tasks.items()} == {
-        "cars": 35,
-        "dtd": 76,
-        "eurosat": 12,
-        "gtsrb": 11,
-        "mnist": 5,
-        "resisc45": 15,
-        "sun397": 14,
-        "svhn": 4,
+    assert {n: (len(t.templates), t.epochs) for n, t in tasks.items()} == {
+        "cars": (8, 35),
+        "dtd": (8, 76),
+        "eurosat": (3, 12),
+        "gtsrb": (3, 11),
+        "mnist": (1, 5),
+        "resisc45": (18, 15),
+        "sun397": (2, 14),
+        "svhn": (1, 4),
     }
     assert len(tasks["gtsrb"].classes) == 43
     published = {n: t.names for n, t in tasks.items() if t.classes is None}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.helpers.analyses import gaussian
 from tests.tolerances import F64_IDENTITY
 
-from actmat_experiments.analyses.angles import RIGHT_ANGLE, angle, cosine, drift_angles, gram_of, relative_scale
+from actmat_experiments.analyses.angles import RIGHT_ANGLE, angle, cosine, drift_angles, gram_of
 
 
 def test_known_angles():
@@ -42,11 +42,6 @@ def test_zero_has_no_direction_and_shapes_must_agree():
     assert math.isnan(cosine(torch.eye(2), torch.zeros(2, 2)))
     with pytest.raises(ValueError, match=r"\(2, 2\) and \(3, 3\)"):
         angle(torch.eye(2), torch.eye(3))
-
-
-def test_relative_scale():
-    assert relative_scale(6 * torch.eye(3), 2 * torch.eye(3)) == pytest.approx(3)
-    assert relative_scale(torch.eye(3), torch.zeros(3, 3)) == math.inf
 
 
 @settings(max_examples=60, deadline=None)

@@ -16,7 +16,7 @@ from actmat_experiments.analyses.demo_bounds import demo_transfer
 from actmat_experiments.analyses.stages import outputs_of, stages_of
 from actmat_experiments.analyses.theorem1 import new_mlp
 from actmat_experiments.analyses.theorem2 import Sample, merge_mlps, transfer_bound
-from actmat_experiments.analyses.transfer import TransferResult, transfer
+from actmat_experiments.analyses.transfer import TransferResult, _norms, transfer
 
 NAMES = ("a", "b", "c")
 
@@ -110,6 +110,24 @@ def test_stages_cover_every_parameter_once_in_the_order_of_execution():
         with outputs_of(stage) as outputs, torch.no_grad():
             encoder(x)
         assert len(outputs) == 1, stage.name
+
+
+def test_a_change_that_samples_share_counts_for_each():
+    shared, own = gaussian(1, 4, 3), gaussian(6, 4, 3)
+    assert torch.allclose(_norms(shared, 6), shared.norm().expand(6))
+    assert torch.allclose(_norms(own, 6), own.flatten(1).norm(dim=1))
+
+
+def test_a_stage_whose_output_is_no_tensor_has_none():
+    class Pair(nn.Linear):
+        def forward(self, x):
+            return x, None
+
+    model, x = nn.Sequential(Pair(3, 3)), gaussian(2, 3).float()
+    (stage,) = stages_of(model, lambda: model(x))
+    with outputs_of(stage) as outputs:
+        model(x)
+    assert outputs == []
 
 
 def test_the_inputs_of_a_replaced_layer_are_the_experts(demo, transferred):

@@ -8,21 +8,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.helpers.analyses import gaussian, gram
-from tests.helpers.merging import Q0, UP0, expert_of, llama_tensors, save_checkpoint
+from tests.helpers.merging import Q0, UP0, expert_of, llama_tensors
 from tests.tolerances import F32_PRODUCT, F64_ORACLE, relative_error
 
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.errors import AlignmentError, CheckpointError, MergeError, RecipeError
 from actmat.extras.collect.collect import collect
 from actmat.extras.demo.model import load_encoder
-from actmat.extras.demo.tasks import TASKS
 from actmat.statistics import open_statistics
 from actmat_experiments.analyses import correlation, cosine, drift, interference, scale
 from actmat_experiments.analyses.correlation import token_records
 from actmat_experiments.analyses.demo import (
     demo_correlation,
     demo_cosine,
-    demo_grams,
     demo_interference,
     demo_scale,
     input_grams,
@@ -61,14 +59,6 @@ def test_interference_is_the_relative_error_of_outputs(family):
         sum(v for layer in result.values["mean"].values() for v in layer.values()) / 4
     )
     assert result.mean("mean") < result.mean("base")
-
-
-def test_an_expert_does_not_interfere_with_itself(family):
-    base, experts, _, grams = family
-    own = checkpoints({n: experts[n] for n in NAMES})
-    result = interference(MemoryCheckpoint(base), own, checkpoints({"one": experts["math"]}), grams)
-    assert result.task_mean("one", "math") == 0
-    assert result.task_mean("one", "code") > 0
 
 
 def test_scale_and_cosine_written_out(family):
@@ -171,13 +161,6 @@ def test_input_grams_written_out():
     found = input_grams(model, [lambda: model(x[:4]), lambda: model(x[4:])])
     for name, z in zip(("linear.0.weight", "linear.1.weight"), model.inputs(x), strict=True):
         assert relative_error(found[name], z.detach().mT @ z.detach() / 9) < F64_ORACLE
-
-
-def test_the_experts_grams_are_of_their_own_tasks(demo):
-    models = load_demo(demo)
-    grams = demo_grams(models)
-    assert set(grams) == {t.name for t in TASKS}
-    assert relative_error(grams["digit"]["patch_proj.weight"], grams["parity"]["patch_proj.weight"]) > 0.1
 
 
 # On a demo
@@ -283,11 +266,3 @@ def test_correlation_refuses_what_it_cannot_do():
         correlation(model, lambda n: model(x).sum(), (2,))
     with pytest.raises(MergeError, match="takes part"):
         correlation(model, lambda n: (gaussian(n).requires_grad_() * model.linear[0].weight.sum()).sum(), (2,))
-
-
-def test_checkpoints_on_disk_may_be_given_by_path(tmp_path, family):
-    base, experts, _, grams = family
-    places = {n: save_checkpoint(tmp_path / n, t) for n, t in experts.items()}
-    by_path = scale(save_checkpoint(tmp_path / "base", base), places, grams)
-    in_memory = scale(MemoryCheckpoint(base), checkpoints(experts), grams)
-    assert by_path.kappa == in_memory.kappa

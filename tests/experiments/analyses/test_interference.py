@@ -96,11 +96,3 @@ def test_the_bound_is_attained_in_one_dimension():
     assert float(merged) == pytest.approx(0.75)
     assert gap.gap == pytest.approx(0.25)
     assert gap.bound == pytest.approx(0.25)
-
-
-def test_true_grams_leave_no_gap():
-    deltas, grams = [gaussian(3, 4, seed=i) for i in range(2)], [gram(2, 4, 10 + i) for i in range(2)]
-    gap = minimizer_gap(least_interference(deltas, grams), deltas, grams, grams)
-    assert gap.gap < F64_ORACLE
-    assert gap.errors == (0, 0)
-    assert gap.weighted_error < F64_ORACLE

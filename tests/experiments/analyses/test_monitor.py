@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.helpers.tinymodels import build
 from tests.helpers.tokens import NaiveAttention, naive_sums
-from tests.tolerances import F32_PRODUCT, F64_ORACLE, relative_error
+from tests.tolerances import F64_ORACLE, relative_error
 from torch import nn
 
 from actmat.errors import MergeError, RecipeError
@@ -95,6 +95,7 @@ def test_gpt2_with_its_packed_transposed_projections():
     plain, monitor = copy.deepcopy(model), DriftMonitor().attach(model)
     run(model, [gpt2_loss(model, b) for b in batches], monitor)
     monitor.detach()
+    assert not [label for label in monitor.labels if "wte" in label or "lm_head" in label], "a tied head"
     names = ["transformer.h.0.attn.c_attn", "transformer.h.1.mlp.c_proj"]
     kept = captured(plain, names, [gpt2_loss(plain, b) for b in batches])
     assert_same(monitor, "transformer.h.1.mlp.c_proj.weight", kept[names[1]])
@@ -102,22 +103,6 @@ def test_gpt2_with_its_packed_transposed_projections():
         rows = slice(32 * index, 32 * (index + 1))
         cut = [(z, g[:, rows]) for z, g in kept[names[0]]]
         assert_same(monitor, f"{names[0]}.weight[{block}]", cut)
-
-
-def test_vit():
-    model = build("vit").double()
-    images, labels = gaussian(3, 3, 16, 16).double(), torch.tensor([0, 1, 4])
-
-    def loss(m):
-        return lambda: m(pixel_values=images, labels=labels).loss
-
-    plain, monitor = copy.deepcopy(model), DriftMonitor(layers=["*layer*"]).attach(model)
-    run(model, [loss(model)] * 2, monitor)
-    monitor.detach()
-    names = [label.removesuffix(".weight") for label in monitor.labels]
-    assert len(names) >= 12
-    for name, steps in captured(plain, names, [loss(plain)] * 2).items():
-        assert_same(monitor, f"{name}.weight", steps)
 
 
 def test_torchs_own_attention_which_calls_no_modules():
@@ -244,19 +229,6 @@ def test_a_callback_of_the_shared_training_loop():
     assert seen[-1][1].optimizer > 1e-3  # AdamW is not gradient descent
 
 
-def test_float32_sums_are_near():
-    model, x = new_mlp((6, 5, 4), seed=1), gaussian(50, 6).double()
-    exact, near = DriftMonitor().attach(model), DriftMonitor(dtype=torch.float32).attach(model)
-    with exact.step(0), near.step(0):
-        model(x).square().sum().backward()
-    for key in ("gradient", "second", "decoupled"):
-        found = near.sums("linear.1.weight")[key]
-        assert found.dtype == torch.float32
-        assert relative_error(found, exact.sums("linear.1.weight")[key]) < F32_PRODUCT
-    exact.detach()
-    near.detach()
-
-
 # What it refuses, and what it cannot see
 
 
@@ -272,6 +244,8 @@ def test_it_says_what_it_has_not_seen():
         monitor.attach(model)
     with monitor.inputs(), pytest.raises(MergeError, match="inside 'inputs'"), monitor.step(0):
         pass
+    with pytest.raises(MergeError, match="sees 5 tokens, the mask is for 6"), monitor.inputs(mask=torch.ones(2, 3)):
+        model(gaussian(5, 4).double())
     monitor.detach()
 
 
@@ -300,14 +274,6 @@ def test_a_pass_under_way_when_it_is_detached_counts_nowhere():
     assert not monitor.sums("linear.0.weight")["gradient"].any()
 
 
-def test_a_mask_of_another_batch():
-    model = new_mlp((4, 3, 2))
-    monitor = DriftMonitor().attach(model)
-    with pytest.raises(MergeError, match="sees 5 tokens, the mask is for 6"), monitor.inputs(mask=torch.ones(2, 3)):
-        model(gaussian(5, 4).double())
-    monitor.detach()
-
-
 def test_unknown_layers_and_bad_settings():
     with pytest.raises(RecipeError, match=r"No linear layer is called 'linear\.9\.weight'.*Did you mean 'linear"):
         DriftMonitor(layers=["linear.9.weight"]).attach(new_mlp((4, 3, 2)))
@@ -323,12 +289,6 @@ def test_layers_that_cannot_be_read_are_named_and_frozen_ones_left_out():
     model.linear[0].requires_grad_(False)
     monitor = DriftMonitor().attach(model)
     assert monitor.labels == ["linear.1.weight"]
-    monitor.detach()
-
-
-def test_a_tied_head_is_no_linear_layer():
-    monitor = DriftMonitor().attach(build("gpt2"))
-    assert not [label for label in monitor.labels if "wte" in label or "lm_head" in label]
     monitor.detach()
 
 

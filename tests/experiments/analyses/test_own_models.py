@@ -50,21 +50,6 @@ def opened(folder, name="even"):
     return open_subject(str(folder / "base"), DataOptions(str(folder / f"{name}.jsonl"), batch_size=4, max_length=16))
 
 
-def test_the_half_normal_is_what_permutations_of_independent_tokens_give():
-    z, size = gaussian(200, 12), gaussian(200, seed=1).square()
-    generator = torch.Generator().manual_seed(3)
-    found = torch.cat(
-        [
-            entry_correlations(z, size[torch.randperm(200, generator=generator)])[
-                torch.ones(12, 12, dtype=torch.bool).triu()
-            ].abs()
-            for _ in range(40)
-        ]
-    )
-    measured = torch.quantile(found, torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
-    assert all(abs(a / b - 1) < 0.12 for a, b in zip(measured, half_normal(200), strict=True))
-
-
 def test_distribution_is_that_of_the_entries_on_and_above_the_diagonal():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 3)).double()

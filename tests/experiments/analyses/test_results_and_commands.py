@@ -96,23 +96,6 @@ def test_theorem1(tmp_path):
     assert said == {"schema": "actmat.analyze/1", **stored, "files": files}
 
 
-def test_theorem2(tmp_path, monkeypatch):
-    monkeypatch.setattr("actmat_experiments.analyses.theorem2", _short_theorem2)
-    outcome = run("analyze", "theorem2", "--tasks", 2, "--width", 8, "--out", tmp_path)
-    assert outcome.code == 0
-    assert "sum_l gamma_l E[local error" in outcome.out
-    stored = json.loads((tmp_path / "theorem2.json").read_text())
-    assert stored["left"] <= stored["propagated"] <= stored["right"]["sum"]
-    assert stored["right"]["sum"] == pytest.approx(stored["right"]["local"] + stored["right"]["estimates"])
-    assert len(stored["layers"]) == 3
-
-
-def _short_theorem2(**given):
-    from actmat_experiments.analyses.theorem2 import theorem2
-
-    return theorem2(**given, pretraining_steps=4, finetuning_steps=3)
-
-
 @pytest.mark.parametrize(
     ("command", "flags", "key"),
     [

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from actmat.errors import MergeError
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.progress import Watch
 from actmat_experiments.reasoning.benchmarks import get_benchmarks
@@ -16,15 +15,6 @@ from actmat_experiments.reasoning.evaluate import unsolvable
 
 HUMANEVAL, PLUS = get_benchmarks(["humaneval", "humaneval_plus"])
 DATA = Path(__file__).parent / "data"
-
-
-@pytest.fixture
-def fenced() -> None:
-    """Code is run only where it can be fenced."""
-    try:
-        HUMANEVAL.ready([])
-    except MergeError as error:
-        pytest.skip(str(error))
 
 
 def problem(number: int, test: str) -> dict[str, Any]:

@@ -6,8 +6,6 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from actmat_experiments.reasoning.small.model import LONGEST, new_tokenizer
 from actmat_experiments.reasoning.small.puzzles import PUZZLES, Puzzle, split, unreliable
@@ -51,12 +49,6 @@ def test_answers_are_right_and_spoilt_ones_wrong(puzzle: Puzzle) -> None:
         spoilt = puzzle.spoil(prompt, answer, draw)
         assert not puzzle.right(prompt, spoilt), (prompt, answer, spoilt)
         assert abs(len(spoilt) - len(answer)) <= 1
-
-
-@given(st.text(alphabet="0123456789abcdefghjk+= ", max_size=12))
-def test_any_answer_has_a_verdict(answer: str) -> None:
-    for puzzle in PUZZLES:
-        assert puzzle.right(puzzle.prompts()[5], answer) in (True, False)
 
 
 def test_text_is_as_unreliable_as_it_was_told(puzzle: Puzzle) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import io
-import shutil
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from actmat.errors import RecipeError
-from actmat_experiments.harness import experiment as driver
 from actmat_experiments.harness.results import read_scores
-from actmat_experiments.reasoning.small import experiment, suite
+from actmat_experiments.reasoning.small import suite
 from actmat_experiments.suites import RunRequest, TableRequest
 
 pytestmark = pytest.mark.slow  # the other small suites run the same driver in every run of the tests
@@ -60,45 +58,6 @@ def test_all_rows_and_columns_are_scored(cache: Path) -> None:
     assert len(scores) == len(rows) * len(columns)
     assert {s.detail["scale"] for s in scores if s.scale == "tuned"} <= {0.5, 1.0}
     assert all(s.total == 6 for s in scores)
-
-
-def test_the_experts_row_is_every_task_by_its_own_expert(cache: Path) -> None:
-    scores = read_scores(cache / "scores" / "reasoning-small.jsonl")
-    share = {(s.method, s.task): s.share for s in scores if s.scale == "default"}
-    for task in ("add", "sort", "form"):
-        assert share["experts", f"{task}@2"] == share[f"expert {task}", f"{task}@2"]
-
-
-def test_what_is_done_is_not_made_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def again(*_: object, **__: object) -> None:
-        raise AssertionError("made again")
-
-    for name in ("pretrain", "reinforce", "right_answers"):
-        monkeypatch.setattr(experiment, name, again)
-    monkeypatch.setattr(driver, "measure_expert", again)
-    monkeypatch.setattr(driver, "merge_candidates", again)
-    before = read_scores(cache / "scores" / "reasoning-small.jsonl")
-    suite.run(request(cache))
-    assert read_scores(cache / "scores" / "reasoning-small.jsonl") == before
-
-
-def count(cache: Path, stage: str) -> int:
-    return len(list((cache / stage).glob("*/scores.json")))
-
-
-def test_another_method_costs_no_training_and_no_old_answers(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = Path(shutil.copytree(cache, tmp_path / "cache"))
-
-    def again(*_: object, **__: object) -> None:
-        raise AssertionError("trained again")
-
-    monkeypatch.setattr(experiment, "pretrain", again)
-    monkeypatch.setattr(experiment, "reinforce", again)
-    before, made = count(cache, "answers"), count(cache, "merge")
-    suite.run(request(cache, methods=["average", "tsv"]))
-    assert (count(cache, "answers"), count(cache, "merge")) == (before, made + 1), "tsv"
 
 
 def shown(cache: Path, width: int = 80, **how: object) -> str:

@@ -43,7 +43,7 @@ class Subject:
         """
         found = getattr(self.model(**batch), "loss", None)
         if not isinstance(found, Tensor):
-            raise no_loss(self.location, self.model)
+            raise _no_loss(self.location, self.model)
         return found
 
     def whole(self, n_samples: int) -> Tensor:
@@ -73,7 +73,7 @@ class Subject:
         return {k: torch.cat([b[k] for b in self.batches])[:n_samples] for k in keys}
 
 
-def no_loss(location: str, model: nn.Module) -> RecipeError:
+def _no_loss(location: str, model: nn.Module) -> RecipeError:
     """Error about a model that computes no loss."""
     return RecipeError(
         f"{location}: {type(model).__name__} gives no loss on this data. It needs a head that computes one, and "
@@ -90,7 +90,7 @@ def open_subject(location: str, data: DataOptions, *, model_class: str | None = 
     """
     loaded = load_model(location, model_class=model_class, device=device)
     if data.label_column is None and type(loaded.model).__name__.endswith("ForSequenceClassification"):
-        raise no_loss(location, loaded.model)
+        raise _no_loss(location, loaded.model)
     batches = list(make_batches(loaded, data, labels=True))
     if not batches:
         raise RecipeError(f"{data.location} is empty: expected at least one sample.")

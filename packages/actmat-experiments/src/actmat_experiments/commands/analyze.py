@@ -17,7 +17,6 @@ from actmat.cli.listing import BAD_INPUTS, command
 from actmat.errors import RecipeError
 from actmat_experiments.commands.own import (
     OwnCheckpoints,
-    OwnMerge,
     OwnModel,
     OwnRun,
     named,
@@ -230,21 +229,13 @@ def theorem2(
 @_analysis
 def transfer(
     demo: Demo = DEMO,
-    method: Annotated[
-        str | None, typer.Option("--method", "-m", help="One of the demo's merges; actmat if none is given.")
-    ] = None,
-    *,
-    own: OwnMerge,
+    method: Annotated[str, typer.Option("--method", "-m", help="One of the demo's merges.")] = "actmat",
 ) -> Any:
     """Theorem 3.3 on real networks: mean absolute negative transfer of every task, and its bounds."""
     from actmat_experiments.analyses.demo_bounds import demo_transfer
 
     with _working("replacing layers", None):
-        if found := own.measure():
-            if method is not None:
-                raise RecipeError("--method chooses among the merges of a demo; your own merge is --merged.")
-            return found
-        return demo_transfer(demo, method=method or "actmat")
+        return demo_transfer(demo, method=method)
 
 
 @_analysis

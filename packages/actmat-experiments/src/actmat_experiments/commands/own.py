@@ -14,24 +14,19 @@ from actmat.errors import RecipeError
 
 if TYPE_CHECKING:
     from actmat_experiments.analyses.subjects import Finetuning, Subject
-    from actmat_experiments.analyses.transfer import TransferResult
     from actmat_experiments.core import Statistics as StatisticsFile
-
-
-Base = Annotated[str | None, typer.Option("--base", "-b", help="Your own base, in place of a demo: folder or hub id.")]
-Experts = Annotated[
-    list[str] | None, typer.Option("--expert", "-e", help="NAME=CHECKPOINT of an expert, once per expert.")
-]
-Device = Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:N or mps.")]
-LabelColumn = Annotated[str | None, typer.Option("--label-column", help="Column of class labels.")]
 
 
 @dataclass(frozen=True)
 class OwnCheckpoints:
     """Checkpoints of the user with statistics, in place of a demo."""
 
-    base: Base = None
-    expert: Experts = None
+    base: Annotated[
+        str | None, typer.Option("--base", "-b", help="Your own base, in place of a demo: folder or hub id.")
+    ] = None
+    expert: Annotated[
+        list[str] | None, typer.Option("--expert", "-e", help="NAME=CHECKPOINT of an expert, once per expert.")
+    ] = None
     statistics: Annotated[
         list[str] | None,
         typer.Option("--statistics", help="NAME=FOLDER of the expert's Gram matrices, once per expert."),
@@ -64,12 +59,12 @@ class OwnModel:
     ] = None
     data: Annotated[str | None, typer.Option("--data", help="Its data: file, folder or hub id of a data set.")] = None
     model_class: flags.ModelClass = None
-    device: Device = "cpu"
+    device: Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:N or mps.")] = "cpu"
     split: flags.SplitOption = "train"
     text_column: flags.TextColumn = None
     image_column: flags.ImageColumn = None
     target_column: flags.TargetColumn = None
-    label_column: LabelColumn = None
+    label_column: Annotated[str | None, typer.Option("--label-column", help="Column of class labels.")] = None
     limit: Annotated[int, typer.Option("--limit", min=1, help="Samples of the data set that are read.")] = 256
     batch_size: flags.BatchSize = 8
     max_length: flags.MaxLength = 512
@@ -90,47 +85,6 @@ class OwnModel:
             del given[other]
         data = DataOptions(self.data, max_samples=given.pop("limit"), **given)
         return open_subject(self.model, data, model_class=self.model_class, device=self.device)
-
-
-@dataclass(frozen=True)
-class OwnMerge:
-    """A merged model of the user with base, experts and their data, in place of a demo."""
-
-    base: Base = None
-    expert: Experts = None
-    merged: Annotated[str | None, typer.Option("--merged", help="Their merge: folder or hub id.")] = None
-    data: Annotated[
-        list[str] | None, typer.Option("--data", help="NAME=DATA of the expert's task, once per expert.")
-    ] = None
-    model_class: flags.ModelClass = None
-    device: Device = "cpu"
-    split: flags.SplitOption = "test"
-    text_column: flags.TextColumn = None
-    image_column: flags.ImageColumn = None
-    target_column: flags.TargetColumn = None
-    label_column: LabelColumn = None
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Samples of every data set, in one batch.")] = 32
-    max_length: flags.MaxLength = 512
-
-    def measure(self) -> TransferResult | None:
-        """`transfer` of these models; None where none are given, which means a demo."""
-        experts, data = named(self.expert, "--expert"), named(self.data, "--data")
-        if not (self.base or self.merged or experts or data):
-            return None
-        if not self.base or not self.merged or not experts or experts.keys() != data.keys():
-            raise RecipeError(
-                "Models of your own take --base, --merged, and --expert and --data under the same names; "
-                f"got base {self.base}, merged {self.merged}, experts {sorted(experts)} and data {sorted(data)}."
-            )
-        from actmat_experiments.analyses.own_transfer import transfer_of_models
-        from actmat_experiments.core import DataOptions
-
-        columns = ("split", "text_column", "image_column", "target_column", "label_column", "max_length")
-        how = {name: getattr(self, name) for name in columns}
-        options = {n: DataOptions(p, batch_size=self.limit, max_samples=self.limit, **how) for n, p in data.items()}
-        return transfer_of_models(
-            self.base, experts, self.merged, options, model_class=self.model_class, device=self.device
-        )
 
 
 @dataclass(frozen=True)
