@@ -57,7 +57,7 @@ def request_of(tmp_path_factory):
 
     def made(**changes):
         settings = SETTINGS | {"base": str(root / "clip")} | changes.pop("settings", {})
-        fields = {"models": ["ViT-B/32"], "tasks": TASKS, "methods": ("average", "actmat", "regmean"), "threads": 2}
+        fields = {"models": ["ViT-B/32"], "tasks": TASKS, "methods": ("actmat", "regmean"), "threads": 2}
         return RunRequest("vision", root / "cache", data=root / "data", settings=settings, **fields | changes)
 
     return made
@@ -77,7 +77,7 @@ def prepared(request):
 def test_every_stage_runs_and_is_scored(finished):
     scores = read_scores(score_file(finished.cache, "vision"))
     rows = {(s.regime, s.method) for s in scores}
-    expected = ("majority", "base", "experts", "average", "actmat", "regmean")
+    expected = ("majority", "base", "experts", "actmat", "regmean")
     assert rows == {(r, m) for r in ("full", "lora") for m in expected}
     assert {(s.model, s.total) for s in scores} == {("ViT-B/32", 30)}
     made = prepared(finished)
