@@ -1,4 +1,4 @@
-"""Reading of files that others wrote: only regular files, and sizes are checked before anything is parsed.
+"""Read files that others wrote: only regular files, whose sizes are checked before anything is parsed.
 
 Checkpoints, recipes, manifests, reports and journals come with downloads or lie in folders that others write to. A
 pipe would block its reader, a device has no end, and a small text can describe an object that fills the memory. Every
@@ -24,7 +24,7 @@ MAX_BYTES = 200_000_000
 """Largest JSON file. The index of a model with 100,000 tensors takes 10 MB."""
 
 MAX_VALUES = 4_000_000
-"""Most values in a JSON text of others; a header with 500,000 tensors has as many. Each takes about 100 bytes."""
+"""Most values in a JSON text; a header of 500,000 tensors has that many. Each takes about 100 bytes."""
 
 MAX_WRITTEN_VALUES = 20_000_000
 """Most values in a manifest or a report, which hold about 100 per tensor."""
@@ -38,7 +38,7 @@ MAX_PATH_BYTES = 4095
 CHUNK = 1 << 20
 
 URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
-"""A scheme has two letters at least: `C://models` is a path on Windows."""
+"""A scheme has at least two letters: `C://models` is a path on Windows."""
 
 KINDS = {
     stat.S_IFDIR: "a directory",
@@ -95,7 +95,7 @@ def local_path(text: str | Path, *, error: type[MergeError] = CheckpointError) -
         return Path(given).expanduser()
     except RuntimeError:
         user = given.partition("/")[0]
-        raise error(f"{given}: there is no user '{user.removeprefix('~')}' on this machine. Fix: write the whole path, "
+        raise error(f"{given}: there is no user '{user.removeprefix('~')}' on this machine. Fix: write the full path, "
                     f"or ./{given} for a folder of that name.") from None  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def list_folder(folder: Path, *, error: type[MergeError] = CheckpointError) -> l
     """Names in a folder, sorted.
 
     Raises:
-        MergeError: the system does not list it; of the type `error`.
+        MergeError: the folder cannot be listed; of the type `error`.
     """
     with _explained(folder, "listed", error):
         return sorted(os.listdir(folder))
@@ -114,7 +114,7 @@ def open_regular(path: Path, *, error: type[MergeError] = CheckpointError) -> It
     """Open a regular file for reading, without waiting for the writer of a pipe.
 
     Raises:
-        MergeError: missing, unreadable, or no regular file; of the type `error`.
+        MergeError: missing, unreadable, or not a regular file; of the type `error`.
     """
     with _explained(path, "read", error):
         handle = os.open(path, os.O_RDONLY | NONBLOCK | BINARY)
@@ -130,7 +130,7 @@ def read_bytes(path: Path, *, most: int = MAX_BYTES, error: type[MergeError] = C
     """Content of a regular file of at most `most` bytes.
 
     Raises:
-        MergeError: missing, unreadable, no regular file, or larger; of the type `error`.
+        MergeError: missing, unreadable, not a regular file, or larger; of the type `error`.
     """
     with open_regular(path, error=error) as file, _explained(path, "read", error):
         size = os.fstat(file.fileno()).st_size
@@ -149,7 +149,7 @@ def read_object(
     """The object in a JSON file; `unique` refuses a key given twice.
 
     Raises:
-        MergeError: unreadable, too large, no JSON, or no object; of the type `error`.
+        MergeError: unreadable, too large, not JSON, or not an object; of the type `error`.
     """
     return parse_object(read_bytes(path, error=error), str(path), values=values, unique=unique, error=error)
 

@@ -36,7 +36,7 @@ class MergeError(Exception):
     """Exit code of the command line: 1 if inputs, recipe or output location are wrong, 3 for a failure at run time."""
 
     recurs: bool = False
-    """True if only another recipe or other inputs can mend it: what a run had finished then is of no use."""
+    """True if only another recipe or other inputs can fix it, so that partial results are useless."""
 
     def __init__(self, headline: str, problems: Iterable[str] = ()) -> None:
         self.headline = headline
@@ -89,7 +89,7 @@ class StatisticsError(MergeError):
 
 
 class OutputError(MergeError):
-    """The output cannot be written where it was asked for (exists, is an input, disk full, no permission)."""
+    """The output cannot be written to its place (exists, is an input, disk full, no permission)."""
 
     exit_code = 1
 
@@ -128,8 +128,8 @@ def memory_errors() -> Iterator[None]:
         found = " ".join(text.split())[:200]
         raise MergeError(
             f"Too little memory{f': {found}' if found else ''}. Likely cause: other programs, or a limit on this "
-            "process (ulimit -v, a container's), that the free memory does not show. Fix: --max-memory with less than "
-            "there is, --threads 1, or a machine with more; the same command goes on where it stopped."
+            "process (ulimit -v, a container's), that the free memory does not show. Fix: a smaller --max-memory, "
+            "--threads 1, or a machine with more memory; the same command goes on where it stopped."
         ) from error
 
 
@@ -147,7 +147,7 @@ def format_size(nbytes: float) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question that offers the nearest known word; empty if none is near.
+    """A question that suggests the most similar known word; empty without one.
 
     >>> did_you_mean("tise", ["ties", "dare"])
     " Did you mean 'ties'?"
@@ -187,7 +187,7 @@ class Problems:
 
     @contextlib.contextmanager
     def noted(self, kind: type[MergeError] = MergeError) -> Iterator[None]:
-        """Note an error of a kind, and go on."""
+        """Collect an error of a kind, and continue."""
         try:
             yield
         except kind as error:

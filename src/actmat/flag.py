@@ -11,7 +11,7 @@ class Flag:
 
     Args:
         names: spellings, such as `("--base", "-b")`, or `("--on/--off",)` for a switch; default: from the field's name.
-        help: a sentence; default: the field's description. What follows "; default: " is the text for the default.
+        help: a sentence; default: the field's description. Text after "; default: " is shown as the default.
         type: type of the value on the command line; default: from the field's type.
         repeated: the flag may be given several times, although the field holds one value.
     """

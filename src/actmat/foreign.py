@@ -1,4 +1,4 @@
-r"""Texts from outside (names of tensors, paths, options, messages of libraries), made safe for where they are shown.
+r"""Texts from outside (names of tensors, paths, options, messages of libraries), made safe to show.
 
 A name in a downloaded file can hold escape sequences that rewrite a terminal, newlines that forge a line of output,
 marks that reverse the reading direction, and Markdown or HTML. Each function returns text that shows such characters
@@ -51,7 +51,7 @@ def html(text: object) -> Markup:
 
 
 def html_table(title: object, head: Sequence[object], rows: Iterable[Sequence[object]]) -> Markup:
-    """A title and a table for notebooks; nothing but a title where there are no rows.
+    """A title and a table for notebooks; only the title without rows.
 
     >>> print(html_table("<b>", ["n"], [[1]]))
     <p><b>&lt;b&gt;</b></p><table><tr><th>n</th></tr><tr><td>1</td></tr></table>

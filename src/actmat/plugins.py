@@ -3,8 +3,8 @@
     [project.entry-points."actmat.formats"]
     gguf = "actmat.extras.gguf.file:GGUF"
 
-The parts of this distribution in `actmat.extras` come in like those of any other. A plug-in is imported when it is
-needed first.
+The parts of this distribution in `actmat.extras` come in like those of any other. A plug-in is imported on first
+use.
 
 Seven registries, and the objects that they hold:
 
@@ -95,7 +95,7 @@ def _loaded(group: Registry, name: str) -> object:
 
 
 def load(group: Registry, name: str, kind: type[T]) -> T | None:
-    """The plug-in of that name; None if absent.
+    """The plug-in of that name, or None.
 
     Args:
         group: the registry.
@@ -121,7 +121,7 @@ def needed(group: Registry, name: str, kind: type[T]) -> T:
     """The plug-in of that name.
 
     Raises:
-        MergeError: there is none, or see `load`.
+        MergeError: it is missing, or see `load`.
     """
     found = load(group, name, kind)
     if found is None:

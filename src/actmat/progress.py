@@ -17,7 +17,7 @@ class Progress(Protocol):
     """Callbacks of a running merge."""
 
     def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
-        """Plans are made; `resumed` tensors of an interrupted run are taken over."""
+        """Plans are made; `resumed` tensors of an interrupted run are reused."""
 
     def tensor(self, name: str, nbytes: int) -> None:
         """One tensor is done; called from any thread."""
@@ -100,5 +100,5 @@ class NotebookProgress(NoProgress):
 
 
 def usual_progress(doing: str = "merging") -> Progress:
-    """The progress of calls that name none: a bar in a notebook, else nothing."""
+    """Default progress of a call: a bar in a notebook, else nothing."""
     return NotebookProgress(doing) if in_notebook() else NoProgress()

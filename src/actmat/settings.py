@@ -1,4 +1,4 @@
-"""Settings of a run: where and how a merge computes. Unlike a recipe, they do not decide what the result is."""
+"""Settings of a run: where and how a merge computes. Unlike a recipe, they do not decide the result."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Calls of the operating system that are not on every one, each with a way to do without it.
+"""Calls that not every operating system has, each with a substitute.
 
-Linux is the system that is tested. Tests take these calls away and imitate those of others; on macOS and on Windows
-nothing has been run.
+Tested on Linux only. Tests remove these calls and imitate those of other systems; nothing was run on macOS and
+Windows.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ NONBLOCK: int = getattr(os, "O_NONBLOCK", 0)
 DSYNC: int = getattr(os, "O_DSYNC", getattr(os, "O_SYNC", 0))
 
 UNKNOWN_MEMORY = 2 << 30
-"""Bytes that are taken for free where no call tells; --max-memory says better."""
+"""Bytes of memory that are assumed to be free if no call tells; --max-memory overrides it."""
 
 WINDOWS = os.name == "nt"
 
 NOT_ON_WINDOWS = re.compile(
     r'[<>:"|?*\\]|[. ]$|^(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9\u00b9\u00b2\u00b3])\s*(\.|$)', re.IGNORECASE
 )
-"""Names that are no files there: a drive or a stream (`:`), a device with any suffix, and an end that is cut."""
+"""Names that are not files on Windows: a drive or a stream (`:`), a device with any suffix, and an end that is cut."""
 
 BUSY_WAITS = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Seconds between attempts at a rename on Windows, where a virus scanner holds new files open for a moment."""
@@ -43,11 +43,11 @@ _NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM})
 """Errors of file systems (network, FUSE) that sync no folders."""
 
 _position = threading.Lock()
-"""Held while a file's position is moved, where reading at a place is no call of its own."""
+"""Held while a file's position is moved, on systems without positional reads."""
 
 
 def optional_module(name: str) -> Any:
-    """A module of the standard library, or None on a system that has none of that name."""
+    """A module of the standard library, or None on a system without it."""
     try:
         found: ModuleType = importlib.import_module(name)
     except ImportError:
@@ -63,7 +63,7 @@ def usable_cores() -> int:
 
 
 def read_at(handle: int, out: memoryview, offset: int) -> int:
-    """Fill the start of `out` with bytes of a file from `offset` on; their number, 0 at the end of the file."""
+    """Fill the start of `out` with bytes of a file from `offset` on; returns their number, 0 at the end of the file."""
     if hasattr(os, "preadv"):
         return os.preadv(handle, [out], offset)
     if hasattr(os, "pread"):
@@ -77,7 +77,7 @@ def read_at(handle: int, out: memoryview, offset: int) -> int:
 
 
 def write_at(handle: int, data: memoryview, offset: int) -> int:
-    """Write the start of `data` to a file at `offset`; the number of bytes that were taken."""
+    """Write the start of `data` to a file at `offset`; returns the number of bytes written."""
     if hasattr(os, "pwrite"):
         return os.pwrite(handle, data, offset)
     with _position:
@@ -123,7 +123,7 @@ def is_file_name(name: str) -> bool:
 
 
 def replace_file(source: Path, target: Path) -> None:
-    """Rename a file, over one that is there."""
+    """Rename a file, replacing an existing one."""
     _patiently(lambda: os.replace(source, target))
 
 
@@ -137,7 +137,7 @@ def rename_folder(source: Path, target: Path) -> None:
 
 
 def _patiently(rename: Callable[[], None]) -> None:
-    """Rename; on Windows again while another program has a file open."""
+    """Rename; on Windows, retry while another program has a file open."""
     for wait in BUSY_WAITS if WINDOWS else ():
         try:
             return rename()
@@ -147,13 +147,13 @@ def _patiently(rename: Callable[[], None]) -> None:
 
 
 def stored_bytes(status: os.stat_result) -> int:
-    """Bytes that a file takes on the disk; its size where the system does not say."""
+    """Bytes that a file takes on the disk; its size if the system does not say."""
     blocks: int | None = getattr(status, "st_blocks", None)
     return status.st_size if blocks is None else blocks * 512
 
 
 def peak_memory() -> int:
-    """Most bytes of memory that this process had; 0 where the system does not say."""
+    """Most bytes of memory that this process had; 0 if the system does not say."""
     resource = optional_module("resource")
     if resource is None:
         return 0
@@ -162,9 +162,9 @@ def peak_memory() -> int:
 
 
 def free_memory() -> int:
-    """Bytes of memory that are free, before caches are given back and limits of containers counted.
+    """Bytes of memory that are free, before caches are released and limits of containers counted.
 
-    Without a call that tells it is half of the machine's memory, or `UNKNOWN_MEMORY`.
+    Without a call that tells: half of the machine's memory, or `UNKNOWN_MEMORY`.
     """
     status = _windows_memory()
     if status is not None:
@@ -179,7 +179,7 @@ def total_memory() -> int:
 
 
 def _pages(name: str) -> int:
-    """Bytes of so many pages as the system states under a name; 0 where it does not."""
+    """Bytes of the pages that the system states under a name; 0 if it states none."""
     with contextlib.suppress(AttributeError, OSError, ValueError):
         pages, size = os.sysconf(name), os.sysconf("SC_PAGE_SIZE")
         return int(pages) * int(size)

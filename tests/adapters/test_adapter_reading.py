@@ -93,13 +93,21 @@ def test_deltas_are_what_peft_merges(case: str, safetensors: bool, tmp_path: Pat
         ("trainable_token_indices", [3], "trainable tokens"),
         ("r", 0, "positive integer rank"),
         ("lora_alpha", None, "lora_alpha"),
-        ("rank_pattern", {"(": 3}, "no pattern"),
+        ("rank_pattern", {"(": 3}, "not a pattern"),
         ("r", 3, "adapter_config.json says 3"),
         ("r", 10**400, "adapter_config.json: expected a positive integer rank 'r' of at most 2147483647, found 1000"),
         ("lora_alpha", 10**400, "adapter_config.json: expected a finite number 'lora_alpha' of at most 3.40282e+38"),
         ("lora_alpha", 1e308, "found 1e+308"),
-        ("rank_pattern", {"q_proj": 10**400}, "rank_pattern: 'q_proj' with 1000"),
-        ("alpha_pattern", {"q_proj": 1e308}, "alpha_pattern: 'q_proj' with 1e+308"),
+        (
+            "rank_pattern",
+            {"q_proj": 10**400},
+            "rank_pattern: expected a pattern with a number, found 'q_proj' with 1000",
+        ),
+        (
+            "alpha_pattern",
+            {"q_proj": 1e308},
+            "alpha_pattern: expected a pattern with a number, found 'q_proj' with 1e+308",
+        ),
     ],
 )
 def test_what_has_no_low_rank_delta_is_named(field: str, value: object, word: str, tmp_path: Path) -> None:

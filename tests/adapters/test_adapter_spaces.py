@@ -139,8 +139,8 @@ def test_the_plan_says_what_a_space_does(groups: Path) -> None:
         return " | ".join({i.reason for i in plan.items})
 
     assert "average in the core space (equal to the full space)" in reasons(method="average", space="core")
-    assert "tsv in the core space (equal to the full space but for counts" in reasons(method="tsv", space="core")
-    assert "ties in the core space (another result than in the full space" in reasons(method="ties", space="core")
+    assert "tsv in the core space (equal to the full space except for counts" in reasons(method="tsv", space="core")
+    assert "ties in the core space (not the result of the full space" in reasons(method="ties", space="core")
     assert "ties of A and of B apart" in reasons(method="ties", space="factors")
     assert ", then isotropize" in reasons(method="average", post="isotropize")
     ranks = {s: {i.pair.exact_rank for i in actmat.plan(None, both(group), method="ties", space=s).items} for s in

@@ -283,7 +283,7 @@ def test_rows_that_nothing_tells_apart_are_refused_in_one_sentence(tmp_path: Pat
         actmat.plan(tmp_path / "base", [tmp_path / "a"])
     text = str(error.value)
     assert "4 modules such as 'model.layers.0.self_attn.q_proj' have a delta each" in text
-    assert "packs them, as in 'model.layers.0.self_attn.qkv_proj.weight', of whose rows nothing says" in text
+    assert "packs them, as in 'model.layers.0.self_attn.qkv_proj.weight', whose row layout is unknown" in text
     assert "32 rows fit neither thirds of 3 x 16 nor the config's heads" in text
     assert "finds no tensor" not in text
 
@@ -292,8 +292,8 @@ def test_layers_of_other_sizes_and_tensors_trained_in_full_are_refused(tmp_path:
     save(packed(tiny("llama").state_dict()), tmp_path / "base", PHI)
     layer = "model.layers.0.self_attn"
     cases = {
-        "rows": ({f"{layer}.k_proj": pair(16, 16, seed=1)}, "does not fit the 8x16 that are k in"),
-        "parts": ({f"{layer}.q_proj": pair(16, 12, seed=1)}, "does not fit the 16x16 that are q in"),
+        "rows": ({f"{layer}.k_proj": pair(16, 16, seed=1)}, "does not fit the 8x16 of k in"),
+        "parts": ({f"{layer}.q_proj": pair(16, 12, seed=1)}, "does not fit the 16x16 of q in"),
     }
     for name, (modules, words) in cases.items():
         save_lora(tmp_path / name, modules)
@@ -311,7 +311,7 @@ def test_layers_of_other_sizes_and_tensors_trained_in_full_are_refused(tmp_path:
     (tmp_path / "llama").mkdir()
     save(tiny("llama").state_dict(), tmp_path / "llama" / "base", PHI)
     save_lora(tmp_path / "odd", {f"{layer}.qkv_proj": pair(30, 16, seed=2)})
-    with pytest.raises(MergeError, match="in its place, which do not make it up"):
+    with pytest.raises(MergeError, match="in its place, which do not add up to it"):
         actmat.plan(tmp_path / "llama" / "base", [tmp_path / "odd"])
 
 

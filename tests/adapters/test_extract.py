@@ -124,7 +124,7 @@ def test_what_is_not_changed_or_cannot_be_held_is_said(tmp_path: Path) -> None:
     kinds = {n: r["kind"] for n, r in rows_of(report).items()}
     assert [n for n, k in kinds.items() if k == "factored"] == [Q, Q.replace("0", "1", 1)]
     assert kinds["model.norm.weight"] == "left out"
-    assert rows_of(report)["model.norm.weight"]["reason"] == "left out as asked for: no LoRA holds it"
+    assert rows_of(report)["model.norm.weight"]["reason"] == "left out as requested: no LoRA holds it"
     assert kinds["lm_head.weight"] == "unchanged"
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["modules_to_save"] is None

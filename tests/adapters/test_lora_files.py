@@ -71,7 +71,7 @@ def test_a_kohya_file_is_scaled_by_alpha_over_rank(place: Path, tmp_path: Path) 
 
 def test_the_other_component_is_left_out_and_named(place: Path, tmp_path: Path) -> None:
     plan = actmat.plan(place / "unet", [place / "kohya1.safetensors"])
-    assert any("the base is no text_encoder: 2 modules of the adapter" in n for n in map(str, plan.notes))
+    assert any("the base is not a text_encoder: the adapter's 2 modules" in n for n in map(str, plan.notes))
     found = merged(place, tmp_path / "out", "kohya1.safetensors", base="text")
     expected = added(weights_of(tiny_text()), random_factors(tiny_text(), TEXT, 1, alpha=1.0))
     for name, tensor in expected.items():

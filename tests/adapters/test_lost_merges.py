@@ -42,7 +42,7 @@ def told(place: Path, out: Path, *flags: str) -> dict[str, str]:
 
 
 LOST: dict[str, tuple[tuple[str, ...], str]] = {
-    "ties at a low rank": (("-m", "ties", "--rank", "2"), "warning AM404: the adapter is 0."),
+    "ties at a low rank": (("-m", "ties", "--rank", "2"), "warning AM404: the adapter's rank is too low"),
     "near zero": (("-m", "average", "--scale", "0.1"), "warning AM403: the merged delta collapsed"),
 }
 

@@ -164,7 +164,7 @@ def test_the_order_of_the_columns_of_b_is_obeyed(order: str, where: str, square:
         ({"lora_B_layout": "sideways"}, "expected lora_B_layout rank_major or grouped_by_expert, found 'sideways'"),
         ({"lora_B_layout": "mixed"}, "found 'mixed'"),
         ({"auto_mapping": {"unsloth_fixed": True}}, "comes from Unsloth and has no lora_B_layout"),
-        ({"sparsity": 0.5}, r"fields that are not known here \(sparsity\)"),
+        ({"sparsity": 0.5}, r"unknown fields \(sparsity\)"),
     ],
 )
 def test_an_order_or_a_field_that_is_not_known_is_refused(fields: dict[str, Any], problem: str, square: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_field_that_is_not_known_is_noted_in_other_adapters(tmp_path: Path) ->
     edit_config(tmp_path / "adapter", sparsity=0.5, later=None)
     for base in (tmp_path / "base", None):
         plan = actmat.plan(base, [tmp_path / "adapter"], method="linear")
-        assert sum("not known here and are not obeyed: sparsity" in note for note in map(str, plan.notes)) == 1
+        assert sum("unknown fields, which are ignored: sparsity" in note for note in map(str, plan.notes)) == 1
 
 
 def test_every_field_of_peft_is_in_one_list() -> None:

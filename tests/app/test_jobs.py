@@ -121,7 +121,7 @@ def test_names_in_files_are_shown_and_have_no_effect(visitors: Jobs) -> None:
     [
         (Limits(), "org/math\norg/other", "the adapters name different bases"),
         (Limits(), "org/pickled\norg/math", "Expected weights in safetensors, found"),
-        (Limits(), "org/math\norg/nobody", "org/nobody: no local path, and no such repository"),
+        (Limits(), "org/math\norg/nobody", "org/nobody: not a local path, and not on the hub"),
         (Limits(max_bytes=1000), BOTH, "more than this page merges, 1 kB. Nothing was downloaded"),
     ],
 )

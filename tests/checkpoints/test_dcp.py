@@ -239,10 +239,10 @@ def test_inspect_recognizes_training_checkpoints(tmp_path: Path) -> None:
     ("names", "says"),
     [
         (("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"), "zero_to_fp32.py"),
-        (("layer_00-model_states.pt", "mp_rank_00_model_states.pt"), "states of DeepSpeed"),
+        (("layer_00-model_states.pt", "mp_rank_00_model_states.pt"), "DeepSpeed states"),
         (("latest", "zero_to_fp32.py", "global_step100"), "the folders global_step100. Fix: give one of them"),
-        ((".metadata", "__0_0.distcp", "common.pt", "metadata.json"), "of Megatron-core"),
-        (("common.pt", "metadata.json"), "of Megatron-core"),
+        ((".metadata", "__0_0.distcp", "common.pt", "metadata.json"), "a Megatron-core file"),
+        (("common.pt", "metadata.json"), "a Megatron-core file"),
         (("shard-00001-model-00001-of-00001.safetensors",), "consolidate_safetensors_files"),
     ],
 )

@@ -115,7 +115,7 @@ def test_offline_reads_the_cache_and_says_what_it_lacks(
     assert len(hub.requests) == sent
     with pytest.raises(CheckpointError, match=f"cached commits: {commit}"):
         open_hub("org/tiny", "other-branch")
-    with pytest.raises(CheckpointError, match="nothing of it is cached"):
+    with pytest.raises(CheckpointError, match="no commit of it is cached"):
         open_hub("org/unknown")
 
 
@@ -132,7 +132,7 @@ def test_offline_with_a_shard_missing_from_the_cache(
 
 def test_errors_name_the_cause_and_the_fix(hub: HubStandIn, tmp_path: Path) -> None:
     publish(hub, tmp_path / "repo")
-    with pytest.raises(CheckpointError, match="no such repository on the hub"):
+    with pytest.raises(CheckpointError, match="not on the hub, or private"):
         open_checkpoint("org/absent")
     with pytest.raises(CheckpointError, match="no such revision"):
         open_checkpoint("org/tiny@absent")

@@ -30,8 +30,8 @@ LEFT_OUT = {
     "trainer_state.json": "training",
     "eval_results.json": "training",
     "events.out.tfevents.17.host": "training",
-    "logo.png": "picture",
-    "paper.pdf": "picture",
+    "logo.png": "image",
+    "paper.pdf": "image",
     ".gitattributes": "hidden",
     "huge.json": str(LARGEST),
 }
@@ -96,7 +96,7 @@ def test_an_output_has_all_that_its_loader_reads(sentences: tuple[Path, Path], t
     assert "1_Pooling/config.json" in output["copied_files"]
     assert output["left_out"].keys() == {"trainer_state.json", "onnx/"}
     (note,) = [n for n in map(str, report.plan.notes) if n.startswith("not copied")]
-    assert "trainer_state.json (record of a training)" in note
+    assert "trainer_state.json (training record)" in note
     assert actmat.verify(report.out).ok
     (report.out / "1_Pooling" / "config.json").write_text("{}")
     (problem,) = actmat.verify(report.out).problems

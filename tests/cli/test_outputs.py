@@ -46,7 +46,7 @@ def test_eleven_methods_take_a_row_each_and_say_what_they_share_once(models: Pat
 
 def test_a_note_of_one_method_is_said_with_its_name(models: Path, tmp_path: Path) -> None:
     said = " ".join(_merged(models, tmp_path / "grid", ["average", "linear", "dc_merge"]).split())
-    assert "note (dc_merge): dc_merge: one expert alone is not returned unchanged" in said
+    assert "note (dc_merge): dc_merge: a single expert is not returned unchanged" in said
 
 
 def test_findings_of_a_diagnosis_are_in_the_table(models: Path, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ CASES = (
     Case("AM402", lambda: measured(merged_norm=3.5), r"3\.5 times the mean", lambda: measured(norms=(0.0, 0.0))),
     Case("AM403", lambda: measured(merged_norm=0.01), "below 0.1 times", lambda: some_facts(measures=[])),
     Case("AM403", lambda: measured(merged_norm=11.0), "above 10 times", lambda: some_facts(measures=[])),
-    Case("AM404", lambda: truncated(0.43), r"is 0\.43 of its norm away", some_facts, lambda: truncated(0.2)),
+    Case("AM404", lambda: truncated(0.43), r"its relative error is 0\.43", some_facts, lambda: truncated(0.2)),
     Case("AM501", lambda: with_table(2.0), r"'code' changes embed by 0\.2", lambda: some_facts(tensors=[])),
     Case("AM502", lambda: with_twins("actmat"), "embed and lm_head", some_facts, lambda: with_twins("average")),
 )

@@ -62,14 +62,14 @@ def test_a_call_without_the_law_is_made(fields: dict[str, Any], models: Path) ->
 @pytest.mark.parametrize("method", [*ALONE, *CHANGING])
 def test_the_plan_says_what_becomes_of_one_expert(method: str, models: Path) -> None:
     plan = actmat.plan(models / "base", [models / "adapters" / "math"], method=method)
-    notes = [n for n in map(str, plan.notes) if "does not add as it is: '-m linear' does" in n]
+    notes = [n for n in map(str, plan.notes) if "changes its delta: use -m linear to add it unchanged" in n]
     assert len(notes) == (method in CHANGING)
     merged = [i for i in plan.items if i.action == "merge"]
     if method not in (*CHANGING, "linear", "average"):
         assert all(i.call is not None and i.call.options == WHOLE for i in merged)
-        assert all(i.reason.endswith(f"{method} of one expert, which is its delta: added whole") for i in merged)
+        assert all(i.reason.endswith(f"{method} of one expert is its delta: added whole") for i in merged)
     assert not [
-        n for n in map(str, actmat.plan(models / "base", [models / "adapters" / "math"]).notes) if "as it is:" in n
+        n for n in map(str, actmat.plan(models / "base", [models / "adapters" / "math"]).notes) if "-m linear" in n
     ]
 
 

@@ -79,7 +79,7 @@ def test_the_record_names_the_pool(family, tmp_path: Path) -> None:
 
 def test_a_pool_that_cannot_be_is_refused(family, tmp_path: Path) -> None:
     base, experts = family
-    with pytest.raises(AlignmentError, match="not all merged by one rule"):
+    with pytest.raises(AlignmentError, match="not all merged by one method"):
         merge_tensors(base, experts, tmp_path / "a", pool=POOL, rules=[{"match": NAMES[1], "method": "tsv"}])
     with pytest.raises(AlignmentError, match="matches no tensor"):
         merge_tensors(base, experts, tmp_path / "b", pool=["*.nothing"])

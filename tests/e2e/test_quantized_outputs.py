@@ -75,7 +75,7 @@ def test_one_and_many_threads_give_the_same_bytes(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
     coded, plain = family(tmp_path, [(fp8_scaled, {"quant_method": "fp8"})] * 2)
     cases: list[tuple[list[Path], dict[str, Any], str]] = [
-        (plain, {}, "stores none of its own"),
+        (plain, {}, "is not quantized"),
         (coded, {}, "scales of activations"),
         (coded, {"dtype": "float16"}, "--dtype float16"),
     ]

@@ -135,7 +135,7 @@ def test_all_problems_are_told_at_once(family: Family, tmp_path: Path) -> None:
         "post: Unknown post-processing step 'isotropise'. Did you mean 'isotropize'?",
         "post: post-processing 'isotropize' has no option 'beta'",
         "'space: core' works on the factors of one module; drop 'pool'",
-        "'space: core' merges factors of adapters, and expert0, expert1 have none",
+        "'space: core' merges factors of adapters, but expert0, expert1 have none",
     ):
         assert words in str(error.value), words
     with pytest.raises(MergeError, match="expected NAME or NAME:OPTION=VALUE"):

@@ -51,7 +51,7 @@ def test_rows_and_hashes(dtypes: Sequence[torch.dtype], compute: torch.dtype, wi
         assert [torch.equal(row, whole) for row, whole in zip(found, wanted, strict=True)] == [True] * len(wanted)
     assert setup.reader.hashes() == (digest(base), tuple(map(digest, experts)))
     assert setup.findings.problems() == []
-    with pytest.raises(TypeError, match="not given as a whole"):
+    with pytest.raises(TypeError, match="cannot be read as a whole"):
         stack[0]
 
 

@@ -79,10 +79,10 @@ def changed(place: Path, name: str, folder: Path, **fields: Any) -> Path:
 @pytest.mark.parametrize("name", [n for n in CONFIGS if n != "pissa"])
 def test_a_field_that_is_not_known_is_noted(name: str, place: Path, tmp_path: Path) -> None:
     found = [*map(str, actmat.plan(place / "base", [place / name], method="linear").notes)]
-    assert not [note for note in found if "not known here" in note]
+    assert not [note for note in found if "unknown fields" in note]
     adapter = changed(place, name, tmp_path / "a", sparsity=0.5, later=None)
     notes = [*map(str, actmat.plan(place / "base", [adapter], method="linear").notes)]
-    assert sum("not known here and are not obeyed: sparsity" in note for note in notes) == 1
+    assert sum("unknown fields, which are ignored: sparsity" in note for note in notes) == 1
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def loha(folder: Path) -> dict[str, torch.Tensor]:
     [
         ({"ss_network_args": json.dumps({"conv_dim": "4", "rank_dropout": "0.1", "rs_lora": "True"})}, ""),
         ({"ss_network_module": "networks.lora_flux", "ss_network_args": "null"}, ""),
-        ({"ss_network_args": json.dumps({"curl": "0.5", "later": "False"})}, "not obeyed: curl"),
-        ({"ss_network_args": json.dumps({"algo": "Twist"})}, "not obeyed: algo=twist"),
+        ({"ss_network_args": json.dumps({"curl": "0.5", "later": "False"})}, "ignored: curl"),
+        ({"ss_network_args": json.dumps({"algo": "Twist"})}, "ignored: algo=twist"),
         ({"ss_network_module": "networks.twist"}, "an unknown trainer module: 'networks.twist'"),
         ({"ss_network_args": "{"}, "ss_network_args is not a JSON object"),
     ],
@@ -87,7 +87,7 @@ def test_a_setting_of_a_trainer_that_is_not_known_is_noted(
     notes = [
         *map(str, actmat.plan(place / "unet", [tmp_path / "lora.safetensors"], method="average", scope="all").notes)
     ]
-    found = [n for n in notes if "known here" in n or "unknown trainer" in n or "JSON object" in n]
+    found = [n for n in notes if "unknown fields" in n or "unknown trainer" in n or "JSON object" in n]
     assert [words in n for n in found] == ([True] if words else [])
 
 
@@ -96,7 +96,7 @@ def test_a_field_of_diffusers_metadata_that_is_not_known_is_noted(place: Path, t
     factors = random_factors(tiny_unet(), UNET, 1)
     folder = save_diffusers(tmp_path / "lora", factors, {}, unet_lora_adapter_metadata=fields)
     notes = [*map(str, actmat.plan(place / "unet", [folder], method="average", scope="all").notes)]
-    assert sum("metadata of unet has fields that are not known here and are not obeyed: curl" in n for n in notes) == 1
+    assert sum("metadata of unet has unknown fields, which are ignored: curl" in n for n in notes) == 1
 
 
 @pytest.mark.parametrize(

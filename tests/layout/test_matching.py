@@ -82,7 +82,7 @@ def test_patterns_that_cannot_be_matched_are_refused_with_the_reason(pattern: st
             Regex(pattern)
         with pytest.raises(RecipeError, match=re.escape(REFUSED[pattern])):
             compile_pattern(f"re:{pattern}")
-        with pytest.raises(MatchError, match="no pattern"):
+        with pytest.raises(MatchError, match="not a pattern"):
             PatternTable({pattern: 1})
 
 

@@ -192,7 +192,7 @@ def test_flat_spectra_are_refused_after_the_first_look(
 
 def test_what_no_proof_tells_from_rounding_is_refused_after_the_first_look() -> None:
     sym_NN = symmetric(padded(torch.linspace(1, 0.01, 25)))
-    assert leading(sym_NN, Largest(40, 1e-13), torch.float64) == "no proof tells directions so small from none"
+    assert leading(sym_NN, Largest(40, 1e-13), torch.float64) == "no proof distinguishes directions so small from none"
 
 
 def test_too_many_largest_are_refused_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:

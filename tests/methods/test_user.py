@@ -67,7 +67,7 @@ def test_an_edited_rule_is_another_merge(rule: Path, tmp_path: Path) -> None:
     [
         ("", "FIRTS", "Did you mean 'FIRST'"),
         ("1 / 0", "FIRST", "cannot be imported: ZeroDivisionError"),
-        (None, "FIRST", "there is none"),
+        (None, "FIRST", "does not exist"),
         (
             "from actmat.methods import MergeMethod\nMergeMethod('x', 1, 'matrices')",
             "FIRST",

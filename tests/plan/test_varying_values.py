@@ -86,7 +86,7 @@ def test_entries_decide_in_order() -> None:
         ([0.1, "x"], "found 'x'"),
         ([{"value": 0.1}, {"match": "*", "vlue": 2}], "expected a number, a list of numbers"),
         ([{"value": 0.1, "lyers": [0, 1]}], "lyers"),
-        ([{"value": []}], "one value at least"),
+        ([{"value": []}], "at least one value"),
         (float("nan"), "finite"),
         (1e39, "float32 holds"),
         ([0.0, 1e39], "float32 holds"),
@@ -168,7 +168,7 @@ def test_options_of_single_experts() -> None:
         ({"experts": [{"path": "e", "weight": [{"match": "x[", "value": 1}, {"value": 1}]}], "method": "ties"}, "x\\["),
         (
             {"method": "ties", "options": {"trim": "global", "density": {"gradient": [0, 1]}}},
-            "looks at the whole model",
+            "measures the whole model",
         ),
     ],
 )

@@ -64,7 +64,7 @@ def test_what_flags_and_a_recipe_write(fields: dict[str, Any], output: AnyOutput
         (BASE | {"to": "adapter", "rank": 8, "energy": 0.9}, ("a rank and an energy",)),
         (BASE | {"to": "kohya", "energy": 0.9}, ("energy", "the output is an adapter")),
         (BARE | {"to": "adapter", "quantize": "same"}, ("quantize", "goes with a model", "an adapter")),
-        (BASE | {"output": {"kind": "extracted", "any_base": True}}, ("any_base", "an adapter that is extracted")),
+        (BASE | {"output": {"kind": "extracted", "any_base": True}}, ("any_base", "an extracted adapter")),
         (BASE | {"output": {"rank": 8}}, ("output: name its kind: model, adapter, extracted",)),
         (BASE | {"to": "onnx"}, ("output", "'onnx'", "'model', 'adapter', 'extracted'")),
         (BASE | {"output": {"kind": "model", "files_form": "x"}}, ("no field 'files_form'", "'files_from'")),
@@ -119,7 +119,7 @@ def test_the_experts_decide_once(tmp_path: Path) -> None:
     for fields, words in (
         ({"experts": full}, "--base must be given"),
         ({"experts": lora, "to": "model"}, "A full model is merged into a base"),
-        ({"base": base, "experts": full, "to": "adapter"}, "needs adapters"),
+        ({"base": base, "experts": full, "to": "adapter"}, "works on adapters only"),
         ({"experts": full, "to": "extracted", "rank": 2}, "give --base"),
     ):
         with pytest.raises(MergeError, match=words):

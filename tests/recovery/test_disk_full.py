@@ -155,7 +155,7 @@ def test_a_limit_on_the_size_of_files(family: Family) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        refused(family, family.out, says="does not take a file of this size")
+        refused(family, family.out, says="does not accept a file of this size")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 

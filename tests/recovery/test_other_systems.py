@@ -190,7 +190,7 @@ def test_names_that_are_no_files_on_windows(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(system, "WINDOWS", True)
     assert [n for n in (*bad, *good) if is_plain_name(n)] == good
     (problem,) = check_output_path(tmp_path / "aux.merged", overwrite=False, inputs={})
-    assert "no name of a folder on Windows" in problem
+    assert "not a folder name on Windows" in problem
     assert check_output_path(tmp_path / "merged", overwrite=False, inputs={}) == []
 
 

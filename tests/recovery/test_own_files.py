@@ -35,7 +35,7 @@ def test_a_users_own_files_stop_a_merge_and_are_all_named(family: Family) -> Non
     refused = actmat(family.argv("--overwrite", "--method", "average"))
     assert refused.code == 1
     said = " ".join(refused.err.split())
-    assert "--overwrite will not delete it: MY_NOTES.txt, empty/, eval/, link. Move it elsewhere" in said
+    assert "--overwrite will not delete: MY_NOTES.txt, empty/, eval/, link. Move them elsewhere" in said
     assert sorted(p.relative_to(family.out) for p in family.out.rglob("*")) == before
     assert hidden(family.root) == []
     for name in ("MY_NOTES.txt", "link"):
@@ -92,4 +92,4 @@ def test_a_damaged_manifest_lists_nothing(family: Family) -> None:
 def test_many_own_files_are_counted(family: Family) -> None:
     for n in range(SHOWN_FILES + 3):
         (family.out / f"{n:02}.txt").touch()
-    assert "19.txt and 3 more. Move it elsewhere" in " ".join(actmat(family.argv("--overwrite")).err.split())
+    assert "19.txt and 3 more. Move them elsewhere" in " ".join(actmat(family.argv("--overwrite")).err.split())

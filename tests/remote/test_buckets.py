@@ -247,7 +247,7 @@ def test_only_outputs_of_actmat_are_replaced(family: Family, memory: str, tmp_pa
         before = names(url)
         refused = merge(family, url, "--method", "average", "--overwrite", size="1GB")
         assert refused.code == 1
-        assert "holds what its merge did not write" in refused.err.replace("\n", " ")
+        assert "holds files that its merge did not write" in refused.err.replace("\n", " ")
         assert names(url) == before
         found, path = opened(f"{url}/{own}")
         assert found.cat_file(path) == b"mine"

@@ -24,7 +24,7 @@ def origin(label: str, *licenses: str) -> LicensedInput:
 @pytest.mark.parametrize(
     ("inputs", "head", "said"),
     [
-        ([origin("base", "mit"), origin("a", "mit")], {"license": "mit"}, "That of this model: `mit`."),
+        ([origin("base", "mit"), origin("a", "mit")], {"license": "mit"}, "License of this model: `mit`."),
         ([origin("base", "mit"), origin("a", "apache-2.0")], {"license": ["mit", "apache-2.0"]}, "`apache-2.0`: a"),
         ([origin("base", "llama3.1"), origin("a", "mit")], {"license": "llama3.1"}, "notices of `mit` must be kept"),
         ([origin("base", "mit"), origin("a")], {}, "None was found for a. The license of this model is not stated"),

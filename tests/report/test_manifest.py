@@ -168,7 +168,7 @@ def test_every_problem_is_listed_with_its_place(out: Path) -> None:
 def test_what_is_not_checked_is_printed(out: Path) -> None:
     done = actmat(["verify", str(out), "--no-inputs"])
     assert done.code == 0
-    assert "not checked: inputs base, expert0, expert1: not asked for" in done.out.replace("\n", " ")
+    assert "not checked: inputs base, expert0, expert1: not requested" in done.out.replace("\n", " ")
 
 
 HUGE: tuple[Any, ...] = (None, True, -1, 10**400, 1e308, float("nan"), "", "x" * 10**5, "\ud800", "\0", "../..", [], {})
@@ -289,5 +289,5 @@ def test_inputs_are_named_as_they_were_given_and_no_folder_above_them(
     assert files == [["base/model.safetensors"], ["expert0/model.safetensors"], ["expert1/weights.blob"]]
     assert merge("base", experts, out="out", durable=False).was_finished
     edit(family.root / "out", lambda m: m["base"]["files"][0].update(size=1), hashed=True)
-    with pytest.raises(MergeError, match="the inputs are others"):
+    with pytest.raises(MergeError, match="the inputs differ"):
         merge("base", experts, out="out", durable=False)

@@ -131,7 +131,7 @@ def check_tampered_statistics(out: Path, files: list[Path]) -> None:
     assert "has changed since the merge" in said()
     files[0].write_bytes(whole[1])
     assert "statistics of expert 'expert1'" in said()
-    assert "are others than the merge read" in said()
+    assert "differ from those that the merge read" in said()
     files[0].write_bytes(whole[0][:100])
     assert "cannot be checked" in said()
     files[0].unlink()
@@ -199,15 +199,15 @@ def test_missing_and_misplaced_statistics_are_said(bert: Measured, tmp_path: Pat
     one = bert.statistics["expert1"]
     for changed, error, says in (
         ({"statistics": {"expert1": one}}, AlignmentError, "needs statistics measured on data"),
-        ({"statistics": {"expert7": one}}, RecipeError, r"'expert7', and no expert has this name.* Did you mean"),
-        ({"statistics": [one]}, RecipeError, "2 experts and 1 statistics"),
+        ({"statistics": {"expert7": one}}, RecipeError, r"'expert7', but no expert has this name.* Did you mean"),
+        ({"statistics": [one]}, RecipeError, "2 experts, but 1 statistics"),
         ({"statistics": dict.fromkeys(bert.statistics, tmp_path)}, StatisticsError, r"expert 'expert1': .*found none"),
         ({"pool": "*.{query,key,value}.weight"}, AlignmentError, "pool"),
     ):
         with pytest.raises(error, match=says):
             actmat.plan(**bert.arguments | changed)
     unused = actmat.plan(**bert.arguments | {"method": "ties"})
-    assert any("nothing uses them" in n for n in map(str, unused.notes))
+    assert any("no chosen method uses them" in n for n in map(str, unused.notes))
 
 
 def test_a_recipe_names_statistics_relative_to_itself(bert: Measured, tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_statistics_are_bound_to_the_state_of_an_adapter(tmp_path: Path) -> None
         assert not (tmp_path / out).exists()
     copy = tmp_path / "base2"
     BY_NAME["gpt2"].loader.from_pretrained(base).save_pretrained(copy)
-    with pytest.raises(AlignmentError, match=r"expert 'base2' is a full model, and its statistics .* an adapter"):
+    with pytest.raises(AlignmentError, match=r"expert 'base2' is a full model, but its statistics .* an adapter"):
         actmat.plan(base, [copy], method="regmean", statistics=[statistics["math"]])
     model: Any = BY_NAME["gpt2"].loader.from_pretrained(base)
     from peft import PeftModel

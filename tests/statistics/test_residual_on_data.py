@@ -96,7 +96,7 @@ def test_adapters_into_a_model(place: Path, tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(place: Path, stats: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="Did you mean 'math'"):
         actmat.residual_on_data(place / "merged", {"maths": stats / "math"})
-    with pytest.raises(StatisticsError, match="not of the models that are merged"):
+    with pytest.raises(StatisticsError, match="do not belong to the merged models"):
         actmat.residual_on_data(place / "merged", {"math": stats / "code"})
     collect(place, str(place / "experts" / "math"), "math", tmp_path / "fisher", "--no-gram", "--fisher")
     with pytest.raises(StatisticsError, match="no Gram matrix of a merged matrix") as caught:

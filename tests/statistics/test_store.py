@@ -120,7 +120,10 @@ def test_a_damaged_gram_is_noticed_when_it_is_read(tmp_path: Path) -> None:
     raw = bytearray(file.read_bytes())
     raw[-3] ^= 4
     file.write_bytes(bytes(raw))
-    with open_statistics(tmp_path / "s") as found, pytest.raises(StatisticsError, match="not what was written"):
+    with (
+        open_statistics(tmp_path / "s") as found,
+        pytest.raises(StatisticsError, match="differs from what was written"),
+    ):
         [found.raw(n) for n in found.specs]
 
 
@@ -207,8 +210,8 @@ def parts_of(raw: bytes, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any
     ("change", "message"),
     [
         (lambda h, t: h["grams"]["0.weight"].update(width=2**19), "expected 137439215616 floats, found 15"),
-        (lambda h, t: h["places"]["0.weight"][0].update(gram="../x"), "reads '../x', which is not there"),
-        (lambda h, t: h["places"]["0.weight"][0].update(rows=[3, 1]), "are no range"),
+        (lambda h, t: h["places"]["0.weight"][0].update(gram="../x"), "reads '../x', which is missing"),
+        (lambda h, t: h["places"]["0.weight"][0].update(rows=[3, 1]), "are not a range"),
         (lambda h, t: t.update(extra=torch.zeros(3)), "'extra' is stored, but not listed"),
         (lambda h, t: t.pop("gram.0.weight"), "'gram.0.weight' is listed, but not stored"),
         (lambda h, t: h["grams"]["0.weight"].update(stack="s"), "of the stack 's', which is not listed"),

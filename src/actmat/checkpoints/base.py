@@ -44,10 +44,10 @@ DTYPES: dict[str, tuple[torch.dtype, str]] = {
 
 
 SHOWN = 20
-"""Tensors that a notebook shows of a checkpoint."""
+"""Most tensors of a checkpoint that a notebook shows."""
 
 MAX_DID_YOU_MEAN = 2000
-"""Tensors among which near names are looked for."""
+"""Most tensors that are searched for similar names."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -93,7 +93,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """Size and times of a file, which tell two states of it apart without reading it.
+    """Size and times of a file, by which a change is detected without reading it.
 
     `change_ns` (ctime) cannot be set by a user, so an edit that keeps size and modification time still shows.
     Remote files have an `etag` instead of times: the content hash on the hub, elsewhere what the server states.
@@ -126,7 +126,7 @@ class CheckpointHandle:
     heads: tuple[tuple[str, str], ...] = ()  # output heads that are untied, and the token table of each
 
     def __post_init__(self) -> None:
-        """Take parts that come from JSON."""
+        """Accept parts that come from JSON."""
         parts = tuple((h if isinstance(h, CheckpointHandle) else CheckpointHandle(**h), *p) for h, *p in self.parts)
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "heads", tuple((head, table) for head, table in self.heads))
@@ -141,11 +141,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         specs: name -> spec, in storage order (file by file, by offset).
         aliases: name -> name of the tensor that shares its storage, where the format records that (torch files).
             An alias has a spec too.
-        notes: remarks on what was read and what was left out, for plans.
+        notes: remarks for the plan on tensors that were read or left out.
         unused: stored tensors that are in no spec, such as scales of activations.
-        models: locations of the models it is made of, where it is not one that is stored as it is.
-        is_composed: made of checkpoints that have configs of their own, and are decoded by them.
-        written_sidecars: name -> text of files that go into an output in place of copies, such as a new tokenizer's.
+        models: locations of the models it is composed of; empty for one stored model.
+        is_composed: composed of checkpoints that are each decoded by their own config.
+        written_sidecars: name -> text of files that an output gets instead of copies, such as a new tokenizer's.
     """
 
     location: str
@@ -161,11 +161,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     @property
     @abc.abstractmethod
     def config(self) -> Mapping[str, Any] | None:
-        """Parsed `config.json`; None if absent."""
+        """Parsed `config.json`, or None without one."""
 
     @property
     def written_config(self) -> Mapping[str, Any] | None:
-        """A `config.json` to be written in place of a copy of the folder's; None: the copy is right."""
+        """`config.json` to write instead of a copy of the folder's; None if the copy is right."""
         return None
 
     @property
@@ -174,15 +174,15 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return {} if self.written_config is None else {"config.json": self.written_config}
 
     def scheme(self, name: str) -> str:
-        """Layout of a tensor of codes, in words; empty for a tensor that is stored as it is read."""
+        """Description of a quantized tensor's layout; empty for any other tensor."""
         return ""
 
     def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
-        """Specs of the stored tensors that a tensor is made of: itself, where it is not stored as codes."""
+        """Specs of the stored tensors that make up a tensor; its own spec if it is not quantized."""
         return (self.specs[name],)
 
     def stored_bytes(self, name: str) -> int:
-        """Bytes that are read from storage for a tensor: less than its own where it is stored as codes."""
+        """Bytes read from storage for a tensor; fewer than `nbytes` if it is quantized."""
         return sum(spec.nbytes for spec in self.stored_specs(name))
 
     @abc.abstractmethod
@@ -190,7 +190,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """Identity of every weight file, for fingerprints; reads no tensor."""
 
     def find_spec(self, name: str) -> TensorSpec:
-        """Spec of a tensor; if it is missing, the error offers the name nearest to it."""
+        """Spec of a tensor; the error for a missing one suggests the most similar name."""
         spec = self.specs.get(name)
         if spec is None:
             near = did_you_mean(name, self.specs) if len(self.specs) <= MAX_DID_YOU_MEAN else ""
@@ -198,7 +198,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return spec
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor: CPU, contiguous, storage dtype, memory of its own."""
+        """The whole tensor: CPU, contiguous, storage dtype, newly allocated."""
         spec = self.find_spec(name)
         tensor = spec.empty()
         self.fill(spec, 0, raw_bytes(tensor))
@@ -215,20 +215,20 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             raise ValueError("read_into needs a writable, contiguous memoryview of one-byte items: use .cast('B')")
         if start < 0 or start + len(out) > spec.nbytes:
             raise ValueError(
-                f"tensor {spec.name!r} has {spec.nbytes} bytes; bytes {start} to {start + len(out)} were asked for"
+                f"tensor {spec.name!r} has {spec.nbytes} bytes; bytes {start} to {start + len(out)} were requested"
             )
         self.fill(spec, start, out)
 
     @abc.abstractmethod
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes of a tensor from byte `start` on; the caller has checked that they lie in it."""
+        """Fill `out` with bytes of a tensor from byte `start` on; the caller has checked the range."""
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Hint that these tensors are wanted soon (disk read-ahead). Never fails."""
+        """Hint that these tensors will be read soon (disk read-ahead). Never fails."""
 
     @property
     def buffer_bytes(self) -> int:
-        """Most memory that each thread which reads takes for reading ahead; 0 for local files."""
+        """Most bytes that each reading thread takes for read-ahead; 0 for local files."""
         return 0
 
     def handle(self) -> CheckpointHandle:
@@ -239,11 +239,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         )
 
     def sources(self) -> tuple[ModelFiles, ...]:
-        """Files of every model that it is made of; none in memory."""
+        """Files of every model it is composed of; empty for tensors in memory."""
         return ()
 
     def side_files(self) -> SideFiles:
-        """Files of the folder other than the weights, sorted into those that go with an output and the rest."""
+        """Files of the folder except the weights: those that are copied to an output, and the rest."""
         return side_files_of(self.directory)
 
     def fetch_sidecars(self) -> Path | None:

@@ -65,7 +65,7 @@ class FileReader:
         self.closed = False
 
     def add(self, label: str, path: Path) -> None:
-        """Make one more file readable."""
+        """Register a file for reading."""
         with self._lock:
             self._files[label] = path
 

@@ -34,9 +34,9 @@ FOREIGN = {
     "*.onnx": "an ONNX graph",
     "*.npz": "a NumPy archive",
     "*.tflite": "a TensorFlow Lite graph",
-    "*.nemo": "an archive of NeMo, which its scripts export to the Hugging Face form",
-    "common.pt": "of Megatron-core, whose converters write the Hugging Face form",
-    "*_states.pt": "states of DeepSpeed (convert them: python zero_to_fp32.py . OUT --safe_serialization)",
+    "*.nemo": "a NeMo archive (NeMo's scripts export it to the Hugging Face format)",
+    "common.pt": "a Megatron-core file (its converters write the Hugging Face format)",
+    "*_states.pt": "DeepSpeed states (convert them: python zero_to_fp32.py . OUT --safe_serialization)",
     "shard-?????-model-*.safetensors": "one rank's part of a checkpoint (torch's consolidate_safetensors_files joins "
     "them)",
 }
@@ -44,7 +44,7 @@ FOREIGN = {
 
 
 def read_config(directory: Path | None) -> Mapping[str, Any] | None:
-    """Parsed `config.json` of a folder, or None where there is no folder or no such file."""
+    """Parsed `config.json` of a folder, or None without the folder or the file."""
     if directory is None or not os.path.lexists(directory / "config.json"):
         return None
     return read_object(member(directory, "config.json"))
@@ -76,7 +76,7 @@ def member(folder: Path, name: str) -> Path:
 
 
 def nested_member(folder: Path, name: str) -> Path:
-    """Path of a file below the folder, its name with slashes; links as for `member`, none on the way."""
+    """Path of a file below the folder, its name with slashes; a link as in `member`, but no folder on the way."""
     if not all(is_plain_name(part) for part in name.split("/")):
         raise CheckpointError(f"{folder}: {name[:200]!r} is not a path below the folder")
     path = folder / name

@@ -1,12 +1,12 @@
 """One commit of a model repository on the Hugging Face hub: its files, pinned, and the cached ones among them.
 
-Opening a checkpoint there lists the files and reads the header of every safetensors shard through two small requests
-at most, so that a merge can be planned before a weight is downloaded. After that a shard is downloaded into the hub's
-cache when a tensor of it is first read, or, if the repository was named by its URL (`hf://`), read by ranges and kept
-nowhere. Torch files have no header to read: they are downloaded when they are opened.
+Opening a checkpoint lists the files and reads the header of every safetensors shard with at most two small requests,
+so that a merge can be planned before a weight is downloaded. After that a shard is downloaded into the hub's
+cache when a tensor of it is first read, or, if the repository was named by its URL (`hf://`), read by ranges and not
+cached. Torch files have no header: they are downloaded when they are opened.
 
 Everything goes through `huggingface_hub`: its endpoint, token, cache, offline switch and HTTP client. The revision is
-pinned to a commit before anything else, so that two files are never of two commits.
+pinned to a commit before anything else, so that all files are of one commit.
 
 With `HF_HUB_OFFLINE=1` the commit and the files come from the cache only. Without it an unreachable hub is an error:
 the cached commit of a branch may be an old one, and using it must be the user's decision.
@@ -36,7 +36,7 @@ REFUSALS: dict[type[Exception], str] = {
     "or HF_TOKEN).",
     errors.RevisionNotFoundError: "the hub repository has no such revision. Fix: give a branch, tag or commit that it "
     "has.",
-    errors.RepositoryNotFoundError: "no local path, and no such repository on the hub, or it is private. Fix: correct "
+    errors.RepositoryNotFoundError: "not a local path, and not on the hub, or private there. Fix: correct "
     "the name, or log in (hf auth login or HF_TOKEN).",
     errors.OfflineModeIsEnabled: "offline (HF_HUB_OFFLINE) and not in the cache. Fix: go online.",
 }
@@ -46,8 +46,7 @@ REFUSALS: dict[type[Exception], str] = {
 class HubRepository(RemoteFiles):
     """One pinned commit.
 
-    `commit` is the full hash, whatever branch was asked for; `files` are those of the top folder, or of the one inside
-    it that `folder` names, and below, by name.
+    `commit` is the full hash; `files` maps names to the files in and below the top folder, or the subfolder `folder`.
     """
 
     cache_dir: Path
@@ -80,7 +79,7 @@ class HubRepository(RemoteFiles):
 
     @cached_property
     def directory(self) -> Path | None:
-        """Folder of `config.json` in the cache, downloaded first; None where the commit has none, or for a file."""
+        """Folder of `config.json` in the cache, downloaded first; None without it in the commit, or for a file."""
         return self.fetch("config.json").parent if self.named is None and "config.json" in self.files else None
 
     def local(self, name: str) -> Path | None:
@@ -199,7 +198,7 @@ def _cached_commit(home: Path, wanted: str, location: str) -> str:
     if reference.is_file() and (home / "snapshots" / (commit := reference.read_text().strip())).is_dir():
         return commit
     cached = sorted(p.name for p in (home / "snapshots").glob("*")) if home.is_dir() else []
-    has = f"cached commits: {', '.join(cached[:4])}" if cached else "nothing of it is cached"
+    has = f"cached commits: {', '.join(cached[:4])}" if cached else "no commit of it is cached"
     raise CheckpointError(
         f"{location}: {NO_PATH}offline (HF_HUB_OFFLINE), '{wanted}' is not in the hub's cache; {has}. "
         "Fix: correct the path, go online once, or name a cached commit with @."
@@ -220,7 +219,7 @@ def _cached_files(snapshot: Path) -> dict[str, RemoteFile]:
 def _remember_commit(home: Path, revision: str, commit: str) -> None:
     """Write the commit of a branch to the cache, as the hub library does, so that offline runs find it."""
     reference = home / "refs" / revision
-    with suppress(OSError):  # a read-only cache is no reason to stop
+    with suppress(OSError):  # a read-only cache must not stop the run
         if revision != commit and not (reference.is_file() and reference.read_text() == commit):
             reference.parent.mkdir(parents=True, exist_ok=True)
             reference.write_text(commit)
@@ -232,7 +231,7 @@ def explained(location: str, lead: str = "") -> Iterator[None]:
 
     Args:
         location: of the repository.
-        lead: of the sentence on a hub that cannot be used.
+        lead: start of the message if the hub cannot be used.
     """
     try:
         yield
@@ -241,7 +240,7 @@ def explained(location: str, lead: str = "") -> Iterator[None]:
         raise CheckpointError(f"{location}: {text}") from error
     except errors.EntryNotFoundError as error:
         offline = constants.is_offline_mode()
-        cause = "offline (HF_HUB_OFFLINE) and not in the cache" if offline else "gone or out of reach"
+        cause = "offline (HF_HUB_OFFLINE) and not in the cache" if offline else "deleted or unreachable"
         raise CheckpointError(f"{location}: a file is {cause}: {first_line(error)}") from error
     except errors.HFValidationError as error:
         raise CheckpointError(f"{location}: not a hub id: {first_line(error)}") from error

@@ -1,6 +1,6 @@
 """Keys of another tool's config: each is obeyed, known not to matter, or refused. All others are named to the user.
 
-The lists are data beside the code that reads a config; tests hold them against the tool's own classes.
+The lists are data next to the code that reads a config; tests compare them with the tool's own classes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from actmat.checkpoints.folder import shown
 
 
 class Sorted(NamedTuple):
-    """Keys of one config that are set and not simply read: refused -> the reason; and those in no list."""
+    """Keys that one config sets: refused -> the reason; and unknown ones."""
 
     refused: dict[str, str]
     unknown: list[str]
@@ -28,7 +28,7 @@ class Keys:
         irrelevant: key -> the reason why no weight depends on it.
         refused: key -> the reason why weights cannot be read if it is set.
         inside: key -> lists of the mapping that is its value; `*` stands for any key.
-        values: key -> the texts in small letters that are read; another one is refused.
+        values: key -> the accepted values in lower case; any other value is refused.
     """
 
     obeyed: Collection[str] = ()
@@ -77,6 +77,6 @@ class Keys:
 
 
 def unknown_note(where: str, unknown: Collection[str]) -> tuple[str, ...]:
-    """A remark for plans on keys that are in no list of the config called `where`; empty without any."""
+    """Remark for plans on unknown keys of the config called `where`; empty without any."""
     listed = ", ".join(unknown)
-    return (f"{where} has fields that are not known here and are not obeyed: {listed}",) if unknown else ()
+    return (f"{where} has unknown fields, which are ignored: {listed}",) if unknown else ()

@@ -2,7 +2,7 @@
 
     base[0:16] + math[8:24]
 
-is a *stack*: layers 0 to 15 of `base`, then layers 8 to 23 of `math`, numbered anew from 0. `base+lora` is the model
+is a *stack*: layers 0 to 15 of `base`, then layers 8 to 23 of `math`, renumbered from 0. `base+lora` is the model
 `base` with the adapter `lora` merged into it.
 """
 
@@ -29,7 +29,7 @@ class StackPart:
 
 
 def stack_parts(text: str) -> tuple[StackPart, ...]:
-    """The parts of a location that is a stack; none for any other text.
+    """The parts of a location that is a stack; empty for any other text.
 
     >>> [str(part) for part in stack_parts("base[0:16] + ./math[8:24]")]
     ['base[0:16]', './math[8:24]']
@@ -52,7 +52,7 @@ def stack_parts(text: str) -> tuple[StackPart, ...]:
 
 
 def adapted_parts(text: str) -> tuple[str, str] | None:
-    """Locations of a model and of the adapter that is merged into it; None for a text that is no `MODEL+ADAPTER`.
+    """Locations of a model and of the adapter that is merged into it; None for text that is not `MODEL+ADAPTER`.
 
     >>> adapted_parts("org/base+./lora"), adapted_parts("org/base")
     (('org/base', './lora'), None)

@@ -1,6 +1,6 @@
 """Signs of quantized weights in the config, tensor names and dtypes of a checkpoint.
 
-Stored integers are codes, not weights: the difference of two codes is no delta, and merging them would produce a
+Stored integers are codes, not weights: the difference of two codes is not a delta, and merging them would produce a
 file that loads and computes nonsense.
 """
 

@@ -74,7 +74,7 @@ def plan_blocks(specs: Iterable[TensorSpec]) -> list[CachedBlock]:
 
 @dataclass(slots=True)
 class _Held:
-    """A block that was asked for."""
+    """A requested block."""
 
     data: Future[bytes]
     unread: int
@@ -99,7 +99,7 @@ class RangeReader:
         self.closed = False
 
     def add(self, label: str, specs: Iterable[TensorSpec]) -> None:
-        """Make a file readable, at the bytes of its tensors."""
+        """Register a file; only the bytes of its tensors can be read."""
         blocks = plan_blocks(specs)
         self._files[label] = _RangeFile(blocks, [b.start for b in blocks])
 
@@ -118,7 +118,7 @@ class RangeReader:
             try:
                 data = held.data.result()
             except CheckpointError as error:
-                with self._lock:  # the next read asks anew
+                with self._lock:  # the next read sends a new request
                     self._held.pop((label, number), None)
                 raise CheckpointError(f"tensor {tensor!r}: {error}" if tensor else str(error)) from error
             count = min(block.stop - position, len(out) - done)
@@ -136,7 +136,7 @@ class RangeReader:
             self._hint(label, max(bisect.bisect_right(file.starts, offset) - 1, 0))
 
     def close(self) -> None:
-        """End requests that nobody waits for, and forget all blocks. May be called twice."""
+        """Cancel requests without a waiting reader and drop all blocks. May be called twice."""
         with self._lock:
             self.closed = True
             self._held.clear()
@@ -145,7 +145,7 @@ class RangeReader:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _ask(self, label: str, number: int) -> _Held:
-        """The block, asked for if it is not there; the least recently used ones make room for it."""
+        """The block, requested if it is missing; the least recently used ones are dropped for it."""
         with self._lock:
             if len(self._threads) < MOST_THREADS:
                 self._threads.add(threading.get_ident())

@@ -17,7 +17,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(f"expected a contiguous CPU tensor, found strides {tensor.stride()} on {tensor.device}")
     if tensor.is_neg():
-        raise ValueError("expected a tensor that is what its memory says, found a lazily negated one")
+        raise ValueError("expected a tensor without lazy negation (resolve_neg), found a lazily negated one")
     nbytes = tensor.numel() * tensor.itemsize
     if nbytes == 0:
         return memoryview(bytearray())

@@ -92,20 +92,20 @@ class Storage(abc.ABC):
         Raises:
             CheckpointError: nothing there, no access, or a package is missing.
         """
-        raise CheckpointError(f"{url}: expected a URL that can be read as a checkpoint, found one that cannot")
+        raise CheckpointError(f"{url}: checkpoints cannot be read from this kind of URL")
 
     @abc.abstractmethod
     def upload_problems(self, url: str) -> list[str]:
-        """Reasons why the URL cannot be written that show without a request, as sentences."""
+        """Reasons, as sentences, why the URL cannot be written; sends no request."""
 
     @abc.abstractmethod
     def stage(self, url: str, folder: Path, fingerprint: str, *, overwrite: bool = False) -> Staging:
-        """Staging of an output at a URL that has no problems.
+        """Staging of an output at a URL without `upload_problems`.
 
         Args:
-            folder: local name of the output, whose sibling it is built in.
+            folder: local path of the output, which is built in a sibling of it.
             fingerprint: of the plan.
-            overwrite: replace an output that is there.
+            overwrite: replace an existing output.
         """
 
     @abc.abstractmethod
@@ -120,7 +120,7 @@ def storage_of(url: str) -> Storage:
     """The plug-in for a URL.
 
     Raises:
-        CheckpointError: not found.
+        CheckpointError: no plug-in serves the URL.
     """
     scheme = url.partition("://")[0].lower()
     found = plugins.load(GROUP, scheme, Storage) or plugins.load(GROUP, "other", Storage)
@@ -138,7 +138,7 @@ def check_upload_url(url: str) -> list[str]:
 
 
 def staging_folder(url: str) -> Path:
-    """Local folder beside which an output for `url` is built, in the user's cache."""
+    """Local folder next to which an output for `url` is built, in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     name = url.rstrip("/").rpartition("/")[2][:80] or "output"
     return Path(cache).expanduser() / "actmat" / "uploads" / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"

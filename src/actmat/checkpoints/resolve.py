@@ -41,7 +41,7 @@ class AdaptedView(View, Protocol):
     """Models with an adapter merged into them."""
 
     def merged(self, location: str, model: Checkpoint, adapter: str) -> Checkpoint:
-        """The model, which is closed with it, with the adapter at a location."""
+        """The model with the adapter at a location merged into it; closing it closes the model."""
 
 
 @runtime_checkable
@@ -68,7 +68,7 @@ def commit_of(address: str) -> str:
 
 
 def pinned_stack(handle: CheckpointHandle) -> str:
-    """Text of a stack with the commits of its parts on the hub; empty if none is there, or if it is no stack."""
+    """Text of a stack with the commits of its parts on the hub; empty if no part is there, or without a stack."""
     if not any(commit_of(part.address) for part, *_ in handle.parts):
         return ""
     places = ((part.address if commit_of(part.address) else place, a, b) for part, place, a, b in handle.parts)
@@ -108,7 +108,7 @@ def is_composed(location: str | Path) -> bool:
 
 
 def open_source(source: Source) -> Checkpoint:
-    """Open the checkpoint in a source; its tensors are decoded where they are stored as codes."""
+    """Open the checkpoint in a source; quantized tensors are decoded."""
     return decoded(find_format(source).open(source))
 
 
@@ -135,7 +135,7 @@ def _open_stack(location: str, parts: Sequence[StackPart], open_part: Callable[[
 def find_source(
     location: str | Path, *, cache_dir: str | Path | None = None, handle: CheckpointHandle | None = None
 ) -> Source:
-    """The folder, file, hub repository or URL that `location` names; that of a `handle` is as it was."""
+    """The folder, file, hub repository or URL that `location` names; a `handle` pins its version."""
     text = str(location)
     if not text or "\0" in text:
         raise CheckpointError(f"expected a folder, a weight file, a hub id or a URL, found {text!r}")

@@ -16,7 +16,7 @@ FIRST_PAUSE = 0.5
 """Seconds before the second attempt; each later pause is twice as long: 15 s in all."""
 
 LONGEST_PAUSE = 60.0
-"""Most seconds that a server's Retry-After is followed."""
+"""Longest Retry-After of a server that is obeyed, in seconds."""
 
 FIRST_RANGE = 256 * 1024
 """Bytes of the first request for a file: nearly every safetensors header is shorter."""
@@ -25,7 +25,7 @@ TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses after which another attempt may succeed."""
 
 TIMEOUT = 30.0
-"""Seconds without a byte."""
+"""Seconds without a byte after which a request fails."""
 
 PATIENCE = 60.0
 """Seconds after which an answer must have come at `SLOWEST` or faster, in bytes per second."""
@@ -55,7 +55,7 @@ def retried(request: Callable[[], T], what: str, *, error: type[MergeError] = Ch
     Args:
         request: one attempt.
         what: name of the file in messages.
-        error: type of what is raised in the end.
+        error: type of the error that is raised in the end.
 
     Raises:
         MergeError: every attempt failed; names the file and the last reason.
@@ -67,7 +67,7 @@ def retried(request: Callable[[], T], what: str, *, error: type[MergeError] = Ch
             if attempt + 1 == ATTEMPTS:
                 raise error(
                     f"{what}: {ATTEMPTS} attempts failed, the last with: {failure}. Likely cause: the network, or a "
-                    "server that is overloaded. Fix: give the same command again, what is finished is kept."
+                    "server that is overloaded. Fix: run the same command again; finished work is kept."
                 ) from failure
             # the jitter keeps workers that failed together from coming back together; no result depends on it
             pause = FIRST_PAUSE * 2**attempt * (0.75 + 0.5 * random.random())
@@ -79,8 +79,8 @@ def read_body(answer: Any, length: int) -> bytes:
     """The first `length` bytes of an answer that is streamed; stops early, a server may send more.
 
     Raises:
-        TransientError: it ended before, or comes so slowly that it may never end.
-        CheckpointError: it is compressed although that was not asked for: a range of it means nothing.
+        TransientError: it ended early, or arrives too slowly.
+        CheckpointError: it is compressed although this was not requested, so that a range is meaningless.
     """
     if (coding := answer.headers.get("Content-Encoding", "identity").strip().lower()) != "identity":
         raise CheckpointError(

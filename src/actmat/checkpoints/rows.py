@@ -31,9 +31,9 @@ class RowRange:
 
 @dataclass(frozen=True, slots=True)
 class TensorRows:
-    """A tensor made of ranges of rows, in order; `transposed`: of the one matrix that is named, transposed.
+    """A tensor made of ranges of rows, in order; `transposed`: rows of the transpose of the one matrix named.
 
-    `columns` are the entries of a row where it is not all that one index of the first axis has: those of a stack.
+    `columns`: entries of a row in a stack, where one index of the first axis holds several rows.
     """
 
     ranges: tuple[RowRange, ...]

@@ -1,9 +1,9 @@
-"""Side files: what a folder holds besides the weights that are merged, sorted by rule into kept and left out.
+"""Side files: all files of a folder except the merged weights, sorted by rule into kept and left out.
 
 A loader may ask for any small file of the folder it is given: tokenizers of many kinds (`tekken.json`), chat templates,
 code, `modules.json` and the folders of sentence-transformers, configs of a pipeline's components, a license. So
-everything is kept but what is known to be something else: weights, another form of the whole model, records of a
-training, files that the output has of its own, pictures, hidden files, and what is too large to be a config.
+everything is kept except files known to be something else: weights, another form of the whole model, training
+records, files that the output writes itself, media, hidden files, and files too large to be a config.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGEST = 200_000_000
 DEEPEST = 4
 """Folders below the top one that are searched."""
 MOST_IN_FOLDER = 500
-"""Files in a folder of side files, deeper ones included; more are data."""
+"""Most files in a folder of side files, subfolders included; a folder with more is taken for data."""
 
 _SUFFIXES = """
 .safetensors .bin .pt .pth .pt2 .pte .ckpt .gguf .ggml .h5 .keras .msgpack .onnx .onnx_data .npz .npy .tflite .mlmodel
@@ -36,7 +36,7 @@ WEIGHT_SUFFIXES = tuple(_SUFFIXES.split())
 """Endings of files with weights in any format, of pickles and archives: none is a small text that a loader reads."""
 
 OWN = frozenset({"README.md", "actmat_manifest.json", "report.json", "report.html"})
-"""Files that the output has of its own, at the top."""
+"""Top-level files that the output writes itself."""
 
 _TRAINING = (
     "trainer_state.json",
@@ -66,7 +66,7 @@ class ModelFiles(Protocol):
     names: Sequence[str]
 
     def fetch(self, name: str) -> Path:
-        """Path of a file, downloaded first where it is not local."""
+        """Path of a file, downloaded first if it is not local."""
 
     def whole(self) -> ModelFiles:
         """The folder of a named file."""
@@ -79,7 +79,7 @@ class SideFiles:
     Args:
         kept: to be copied, sorted.
         left_out: path of a file, or of a whole folder with a slash at its end -> why.
-        modules: folders of modules that are no part of the merged model, kept with their weights.
+        modules: folders of modules outside of the merged model, kept with their weights.
     """
 
     kept: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ def is_weights(name: str) -> bool:
 
 
 def is_of_architecture(name: str, whole: Collection[str] = ()) -> bool:
-    """True for files that go with the base's tensors, whoever gives the tokenizer: config, code, modules."""
+    """True for files that belong to the base's tensors, whichever input gives the tokenizer: config, code, modules."""
     top = name.partition("/")[0]
     of_it = PurePosixPath(name).name == "config.json" or name in (MODULES, PIPELINE) or name.endswith(".py")
     return of_it or (top in whole and "/" in name)
@@ -144,7 +144,7 @@ def _why_not_folder(top: str, paths: list[str], is_part: bool) -> str | None:
     if top.startswith("."):
         return "hidden"
     if any(fnmatch.fnmatchcase(top, pattern) for pattern in _TRAINING):
-        return "records of a training"
+        return "training records"
     found = next((p for p in paths if is_weights(p)), None)
     if found is not None and not is_part:
         return f"a folder with weights of its own, such as {PurePosixPath(found).name}"
@@ -154,21 +154,21 @@ def _why_not_folder(top: str, paths: list[str], is_part: bool) -> str | None:
 
 
 def _why_not_file(path: str, size: int, *, weights_too: bool) -> str | None:
-    """The reason why a file is left out; empty for an index of weights, which needs no word; None: it is kept."""
+    """The reason why a file is left out; empty for an index of weights, which is not mentioned; None if it is kept."""
     name = PurePosixPath(path).name
     if name.startswith("."):
         return "hidden"
     if path in OWN:
         return "written anew"
     if name == ADAPTER_CONFIG:
-        return "of an adapter, with which loaders would look for its weights"
+        return "file of an adapter, whose weights loaders would look for"
     if is_weights(name) and not weights_too:
         return "" if name.endswith(".json") else "weights that are not merged, or a pickle"
     if any(fnmatch.fnmatchcase(name, pattern) for pattern in _TRAINING):
-        return "record of a training"
+        return "training record"
     kind = (_TYPES.guess_type(name)[0] or "").partition("/")[0]
     if kind in _MEDIA or name.endswith(".pdf"):
-        return "a picture, sound or film"
+        return "an image, audio or video file"
     if size > LARGEST and not weights_too:
         return f"{size} bytes, more than the {LARGEST} of a side file"
     return None
@@ -177,7 +177,7 @@ def _why_not_file(path: str, size: int, *, weights_too: bool) -> str | None:
 def list_tree(folder: Path | None) -> dict[str, int]:
     """Path below a local folder -> bytes, of all files down to `DEEPEST`; links to folders are not followed.
 
-    Links to files, and what is no regular file, count with size 0: `folder.member` judges them when they are copied.
+    Links to files and non-regular files count with size 0: `folder.member` judges them when they are copied.
     """
     found: dict[str, int] = {}
     if folder is None or not os.path.isdir(folder):
@@ -202,14 +202,14 @@ def side_files_of(folder: Path | None, merged: Collection[str] = ()) -> SideFile
 
 
 def side_files_in(sizes: Mapping[str, int], merged: Collection[str], fetch: Callable[[str], Path]) -> SideFiles:
-    """The side files among files of these sizes; `fetch` gives the path of one, to read what names the folders."""
+    """The side files among files of these sizes; `fetch` returns the path of one, for tables that name folders."""
     modules = _modules(fetch(MODULES)) if MODULES in sizes else []
     parts = [n for n in read_object(fetch(PIPELINE)) if not n.startswith("_")] if PIPELINE in sizes else []
     return sort_side_files(sizes, merged, modules, parts)
 
 
 def _modules(path: Path) -> list[str]:
-    """Folders of modules that `modules.json` names, but for that of the model itself, which is the top one."""
+    """Folders of modules that `modules.json` names, except the top folder, which is the model itself."""
     try:
         listed = json.loads(read_bytes(path))
         paths = [str(module["path"]) for module in listed]

@@ -42,7 +42,7 @@ class Source(abc.ABC):
         hub_id: `org/name` of a repository of the hub, else empty.
         cache_dir: folder of downloads that outlives the process, or None.
         streams: tensors of files that are not local are read by ranges, through `read_range`.
-        can_list: `names` has all files of the folder; a web server knows only those that it is asked for.
+        can_list: `names` has all files of the folder; a web server cannot list its files.
     """
 
     location: str
@@ -74,11 +74,11 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def local(self, name: str) -> Path | None:
-        """Path of a file, or None where it would have to be downloaded."""
+        """Path of a file, or None if it is not local."""
 
     @abc.abstractmethod
     def fetch(self, name: str) -> Path:
-        """Path of a file, downloaded first where it is not local."""
+        """Path of a file, downloaded first if it is not local."""
 
     @abc.abstractmethod
     def weight_map(self, index: str) -> dict[str, str]:
@@ -96,15 +96,15 @@ class Source(abc.ABC):
         """Bytes of a file that is not local, with retries; the same version of the file as in `identity`.
 
         Raises:
-            CheckpointError: the file changed, or is out of reach; names it.
+            CheckpointError: the file changed, or is unreachable; names it.
         """
         raise NotImplementedError(f"{self.location}: {name} is local")
 
     def child(self, name: str) -> Source | None:
-        """The files of a folder inside this one, or None where there is no such folder.
+        """The files of a folder inside this one, or None without such a folder.
 
         Raises:
-            CheckpointError: folders inside folders are not read from here.
+            CheckpointError: this kind of source has no subfolders.
         """
         raise CheckpointError(
             f"{self.location}: a pipeline of several models is read from a local folder or from the hub. Fix: download "
@@ -120,11 +120,11 @@ class Source(abc.ABC):
         """The folder of a named file."""
 
     def side_files(self, merged: Sequence[str]) -> SideFiles:
-        """Files that go with an output, given the weight files that are merged; downloads none but tables of them."""
+        """Files to copy to an output, given the merged weight files; downloads only the tables that name folders."""
         return SideFiles()
 
     def fetch_sidecars(self) -> Path | None:
-        """Local folder of the side files, downloaded first where they are not local."""
+        """Local folder of the side files, downloaded first if they are not local."""
         return self.directory
 
 
@@ -197,7 +197,7 @@ class LocalSource(Source):
         return self if self.named is None else LocalSource(self._folder, self.location)
 
     def side_files(self, merged: Sequence[str]) -> SideFiles:
-        """Files of the folder; none where a weight file was named."""
+        """Files of the folder; empty if a weight file was named."""
         return side_files_of(self.directory, merged)
 
     def identity(self, names: Iterable[str]) -> tuple[FileIdentity, ...]:

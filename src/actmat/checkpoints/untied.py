@@ -1,4 +1,4 @@
-"""A checkpoint whose output head is a tensor of its own, though it is stored as one with the token table."""
+"""A checkpoint whose output head is a separate tensor, though it is stored tied to the token table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIE = "tie_word_embeddings"
 class UntiedCheckpoint(DelegatingCheckpoint, CheckpointView):
     """The tensors of a checkpoint, with a copy of the token table for each output head that is tied to it.
 
-    Its config says `tie_word_embeddings: false`, also in what is written.
+    Its config says `tie_word_embeddings: false`, also the config of an output.
 
     Args:
         inner: the stored one, closed with this.
@@ -41,7 +41,7 @@ class UntiedCheckpoint(DelegatingCheckpoint, CheckpointView):
 
     @property
     def written_config(self) -> Mapping[str, Any] | None:
-        """The same for an output; None where the stored checkpoint gives none."""
+        """The same for an output; None if the stored checkpoint has none."""
         written = self.inner.written_config
         if written is None:
             return None if self.directory is None else self.config

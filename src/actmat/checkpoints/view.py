@@ -1,4 +1,4 @@
-"""Bases of checkpoints that are read from others: what a view does not change, it passes on."""
+"""Base classes of checkpoints that are views of others; unchanged properties are passed on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from actmat.checkpoints.side_files import ModelFiles, SideFiles
 
 
 class CheckpointView(Checkpoint):
-    """The tensors of a stored checkpoint, which is closed with it, seen in another way.
+    """A view of the tensors of a stored checkpoint, which it closes.
 
     Args:
         inner: the stored checkpoint. Its location, folder, notes and unused tensors are those of the view; `specs` and
@@ -28,7 +28,7 @@ class CheckpointView(Checkpoint):
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """That of the stored checkpoint, as all below."""
+        """Config of the stored checkpoint; all methods below delegate to it as well."""
         return self.inner.config
 
     def identity(self) -> tuple[FileIdentity, ...]:
@@ -53,7 +53,7 @@ class CheckpointView(Checkpoint):
         return self.inner.sources()
 
     def side_files(self) -> SideFiles:
-        """Files beside the weights."""
+        """Files other than the weights."""
         return self.inner.side_files()
 
     def fetch_sidecars(self) -> Path | None:
@@ -66,19 +66,19 @@ class CheckpointView(Checkpoint):
 
 
 class DelegatingCheckpoint(Checkpoint):
-    """Tensors that are stored in other checkpoints, under names of their own there."""
+    """Tensors that are stored in other checkpoints, where they may have other names."""
 
     @abc.abstractmethod
     def origin(self, name: str) -> tuple[Checkpoint, str]:
         """The checkpoint that holds a tensor of `specs`, and its name there."""
 
     def scheme(self, name: str) -> str:
-        """Of the checkpoint that holds it."""
+        """Description of the layout, from the checkpoint that holds the tensor."""
         held, own = self.origin(name)
         return held.scheme(own)
 
     def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
-        """Of the checkpoint that holds it, with its names."""
+        """Specs from the checkpoint that holds the tensor, with their names there."""
         held, own = self.origin(name)
         return held.stored_specs(own)
 

@@ -1,4 +1,4 @@
-"""From the plan and the records of a run to its diagnosis."""
+"""Build the diagnosis of a run from its plan and records."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def measure_dense(
     """Measure dense deltas `O I` and the merged delta `D* = scale * merged`.
 
     Args:
-        generator: of the probes; None: exact, whatever it costs.
+        generator: of the probes; None: exact, at any cost.
         kept: number of leading directions of its own `S` that a method with a cut-off used.
         rule: the problem that a method of the interference family solved.
 
@@ -166,7 +166,7 @@ def _root(gram_RR: Tensor) -> Tensor:
 
 
 def tidy(value: float) -> float:
-    """Round to six significant digits: more than is known of most of these numbers, and short in a file.
+    """Round to six significant digits: more than the accuracy of most of these numbers, and short in a file.
 
     >>> tidy(1234567.0)
     1234570.0

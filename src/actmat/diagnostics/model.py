@@ -131,7 +131,7 @@ class MatrixRow(_Strict):
 
     @property
     def contested(self) -> float:
-        """The largest residual of an expert: large where the experts want different things."""
+        """The largest residual of an expert: large where the experts conflict."""
         return max(self.residual, default=0.0)
 
 
@@ -182,11 +182,11 @@ class Diagnosis(_Strict):
 
     Args:
         source: "merge": measured while merging; "diagnose": without writing; "adapters": on the factors of adapters.
-        base, out: locations; None if absent.
+        base, out: locations, or None.
         tensors: in the order of the output.
         measures: in the order of the tensors.
-        agreement: of the merged model with those experts whose inputs were given, in their order; None: none were.
-        residual_on_data: of the merged model, for those experts whose statistics were given; None: none were.
+        agreement: of the merged model with those experts whose inputs were given, in their order; None without inputs.
+        residual_on_data: of the merged model, for those experts whose statistics were given; None without statistics.
     """
 
     actmat: str
@@ -286,7 +286,7 @@ def _measures_type() -> TypeAdapter[tuple[MatrixRow, ...]]:
 
 
 def is_report(path: Path) -> bool:
-    """True for a file that is called or begins as a report; a recipe may be a JSON file as well."""
+    """True for a file with the name or the first bytes of a report; a recipe may be a JSON file as well."""
     if path.name == REPORT_NAME:
         return True
     if path.suffix != ".json" or not path.is_file():

@@ -1,7 +1,7 @@
-"""Measures an item while it is merged: cuts what a method was given into logical matrices and measures each.
+"""Measure an item while it is merged: split the method's input into logical matrices and measure each.
 
-Matrices are measured; of other merged tensors (tables, norms, biases) only norms are taken. An elementwise method is
-given chunks of any size: they are gathered until a matrix is whole.
+Matrices are measured; of other merged tensors (tables, norms, biases) only norms are taken. An elementwise method
+receives chunks of any size: they are buffered until a matrix is complete.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ItemObserver:
             self._gather(merged, merged.value)
 
     def finish(self) -> dict[str, Any]:
-        """Measures, or norms; results of the sample."""
+        """Measures of matrices, norms of other tensors, and results of the sample."""
         out: dict[str, Any] = {"measures": self._measures}
         if self._sample:
             out["sample"] = self._sample

@@ -101,7 +101,7 @@ def measure_rows(rows: RowFactors) -> RowMeasures:
 
 
 def normalized(products_TT: Tensor) -> Tensor:
-    """`x_st / sqrt(x_ss x_tt)`; 0 where one of them is zero.
+    """`x_st / sqrt(x_ss x_tt)`; 0 if one of them is zero.
 
     >>> normalized(torch.tensor([[4.0, 1.0], [1.0, 1.0]])).tolist()
     [[1.0, 0.5], [0.5, 1.0]]

@@ -1,4 +1,4 @@
-"""A look at a few thousand entries of a tensor: traces that rounding and quantization leave in stored numbers.
+"""Sample a few thousand entries of a tensor for the traces of rounding and quantization.
 
 The first entries in the order of storage, at most `ENTRIES`. What an expert stored is found again by adding its delta
 to the base and rounding to its dtype; that is exact for 16-bit dtypes, which are the ones that matter here.
@@ -16,19 +16,19 @@ from actmat.engine.observer import ObservedMerge
 from actmat.planning.model import Item
 
 ENTRIES = 4096
-"""Entries looked at."""
+"""Most entries that are sampled."""
 
 GROUP = 64
-"""Entries that share a scale in common 4-bit formats, or half of them: few values within a group tell of one."""
+"""Entries that share a scale in common 4-bit formats, or half of them: few values within a group are a sign of one."""
 
 
 def take_sample(item: Item, merged: ObservedMerge) -> dict[str, Any]:
-    """Counts in the first entries of a part; per expert where there is a list.
+    """Counts in the first entries of a part; lists have one entry per expert.
 
-    entries      how many were looked at
+    entries      number of sampled entries
     levels       different values of the expert's weights; `base_levels` of the base's
     group_levels the same within groups of `GROUP`, mean over groups; `base_group_levels`
-    rounded      the expert equals the base rounded to the expert's dtype, where that is another than the base's
+    rounded      the expert equals the base rounded to the expert's dtype, if that differs from the base's
     """
     assert merged.base is not None, "a stored tensor has a base"
     base = merged.base[:ENTRIES]
@@ -56,7 +56,7 @@ def _levels(values: Tensor) -> int:
 
 
 def _group_levels(values: Tensor) -> float | None:
-    """Mean number of different values in a group, or None where there is no whole group."""
+    """Mean number of different values in a group, or None without a complete group."""
     groups = values.float()[: values.numel() // GROUP * GROUP].view(-1, GROUP)
     if not groups.numel():
         return None

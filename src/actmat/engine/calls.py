@@ -37,7 +37,7 @@ def named_errors(task: Task) -> Iterator[None]:
 
     Raises:
         NumericalError: the method's own, or a factor that the compute dtype does not hold.
-        RecipeError: for a ValueError: an option or a weight that only the values show to be wrong.
+        RecipeError: from a ValueError: an option or a weight is invalid for these values.
     """
     kind = "tensor" if task.item.factors is None else "module"
     where = f"{kind} '{task.item.name}', method '{task.call.method}'"
@@ -69,8 +69,8 @@ class CallContext:
 
     Args:
         statistics: of the experts.
-        dtype, device: of what the method is given.
-        base: `W_0` on the region in that dtype, shaped like the region; None where no method takes it.
+        dtype, device: of the method's input.
+        base: `W_0` on the region in that dtype, shaped like the region; None if no method takes it.
         stages: first stages that were computed, by `stage_key`, for variants of one family and observers; None where
             nothing else takes them, so that a method may write its result over them.
     """
@@ -82,7 +82,7 @@ class CallContext:
     stages: dict[Any, Any] | None = None
 
     def first_stages(self, task: Task) -> Mapping[int, Any]:
-        """Logical matrix -> what the first stage of a task's method gave for it."""
+        """Logical matrix -> result of the first stage of a task's method."""
         if task.method.stages is None or self.stages is None:
             return {}
         of_task = stage_key(task, 0)[:2]
@@ -112,13 +112,13 @@ def needs_of(task: Task, region: Region, k: int, label: str, context: CallContex
 
 
 def generator_for(seed: int, name: str, label: str) -> torch.Generator:
-    """A generator of its own for every tensor and region: order, threads and shards change nothing."""
+    """A separate generator for every tensor and region, so that order, threads and shards change nothing."""
     digest = hashlib.sha256(f"{seed}\0{name}\0{label}".encode()).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def _statistics(task: Task, region: Region, k: int, context: CallContext) -> Mapping[str, Sequence[Tensor]]:
-    """Statistics of all experts for matrix `k` of a region, read when asked for."""
+    """Statistics of all experts for matrix `k` of a region, read on request."""
     method, files = task.method, context.statistics.files
     if "fisher" in method.needs_statistics:
         return {"fisher": _kept(method, len(files), lambda t: _fisher(task, t, context))}
@@ -143,13 +143,13 @@ def _fisher(task: Task, t: int, context: CallContext) -> Tensor:
 
 
 def _kept(method: MergeMethod, count: int, read: Callable[[int], Tensor]) -> Sequence[Tensor]:
-    """One at a time for a method that takes one pass over the experts; any other may ask again, so they are kept."""
+    """Read one at a time for a method that takes one pass over the experts; cached for any other."""
     lazy = LazySequence(count, read)
     return lazy if method.access.one_pass else list(lazy)
 
 
 _ALIGNMENT = 64
-"""Bytes: what torch's CPU allocator gives every new tensor."""
+"""Alignment in bytes of a new tensor of torch's CPU allocator."""
 
 
 def finish_matrix(task: Task, merged: Tensor, deltas: Sequence[Tensor], layout: TensorLayout, label: str) -> Tensor:
@@ -167,7 +167,7 @@ def finish_matrix(task: Task, merged: Tensor, deltas: Sequence[Tensor], layout: 
 
 
 def finish_tensor(task: Task, merged: Tensor, deltas: Sequence[Tensor], whole: Region) -> Tensor:
-    """`finish_matrix` after a method that knows no matrices, for each matrix of the tensor all the same."""
+    """`finish_matrix` for each matrix of the tensor, after an elementwise method."""
     if not task.looks_again:
         return merged
     out = torch.empty_like(merged).reshape(-1)
@@ -224,7 +224,7 @@ def narrowed(whole: Tensor, own: Region) -> Tensor:
 
 
 def _each(label: str, *deltas: LowRank) -> Iterator[tuple[str, Sequence[LowRank]]]:
-    """Deltas matrix by matrix where they are stacks of experts, with the labels that a full model gives them."""
+    """Deltas matrix by matrix if they are stacks of experts, with the labels that a full model gives them."""
     if deltas[0].b_OR.ndim == 2:
         yield label, deltas
         return
@@ -250,7 +250,7 @@ def apply_method(task: Task, region: Region, deltas: Sequence[Tensor], context: 
 
 
 def apply_to_factors(task: Task, region: Region, factors: Sequence[Sequence[LowRank]], context: CallContext) -> Tensor:
-    """`apply_method` by the method's low-rank form; multiplied out once.
+    """`apply_method` by the method's low-rank form; its result is expanded once.
 
     Args:
         factors: per logical matrix of the region, the factors of every expert, float64.
@@ -302,7 +302,7 @@ def _merge_matrices(task: Task, region: Region, deltas: Sequence[Tensor], contex
 
 
 def _call(task: Task, region: Region, k: int, label: str, deltas: Sequence[Tensor], context: CallContext) -> Merged:
-    """Result of the method for one logical matrix, from its first stage where that was computed."""
+    """Result of the method for one logical matrix, from its first stage if that was computed."""
     method, call, stages = task.method, task.call, context.stages
     needs = needs_of(task, region, k, label, context)
     if method.stages is None or stages is None:
@@ -320,7 +320,7 @@ def stage_key(task: Task, k: int) -> tuple[Any, ...]:
 
 
 def checked_finite(value: Tensor, task: Task) -> Tensor:
-    """The value itself, once it is known to be finite.
+    """Return the value, if all of it is finite.
 
     Raises:
         NumericalError: not all of it is finite.

@@ -1,4 +1,4 @@
-"""Checks of contents: tensors that are tied are one, statistics are of the models that are merged.
+"""Check contents: tied tensors are equal, and statistics belong to the merged models.
 
 A config that says "tied" while a checkpoint stores two different tensors is not rare (a head that was trained apart, a
 table that was resized on its own). Merging one of them for both would silently drop the other.
@@ -46,7 +46,7 @@ def broken_ties(item: Item, inputs: Inputs, base_hash: str, expert_hashes: Seque
         if source is not None:
             groups.append((f"expert '{label}'", expert, source.name, digest, twins))
     return [
-        f"'{name}' and '{first}' of {who} are tied by config.json, but their values differ; to merge each by itself, "
+        f"'{name}' and '{first}' of {who} are tied by config.json, but their values differ; to merge them separately, "
         "write 'ties: false' in the recipe (--set ties=false) and check 'tie_word_embeddings'"
         for who, stored, first, digest, names in groups
         for name in names
@@ -58,7 +58,7 @@ PROBES = 8
 """Tensors per expert that are compared before the work begins: the smallest, norms and biases as a rule."""
 
 FOREIGN = (
-    "Statistics are not of the models that are merged; collect them again (actmat statistics collect), or give the "
+    "Statistics do not belong to the merged models; collect them again (actmat statistics collect), or give the "
     "experts that they were measured on."
 )
 
@@ -92,7 +92,7 @@ def foreign_tensors(item: Item, inputs: Inputs, base_hash: str, expert_hashes: S
     """One sentence for each expert whose statistics were measured with another content of this tensor.
 
     Args:
-        base_hash, expert_hashes: content hashes of what was read.
+        base_hash, expert_hashes: content hashes of the tensors read.
     """
     problems = []
     rows = zip(inputs.labels, inputs.statistics.files, inputs.experts, item.sources, expert_hashes, strict=False)

@@ -26,7 +26,7 @@ from actmat.planning.regions import CHUNK, Region
 
 
 class LazySequence(Sequence[Tensor]):
-    """One tensor per expert, made when it is asked for."""
+    """One tensor per expert, made on request."""
 
     def __init__(self, count: int, make: Callable[[int], Tensor]) -> None:
         self._count = count
@@ -89,7 +89,7 @@ class Deltas(LazySequence):
             self.held()
 
     def each(self) -> Iterator[Tensor]:
-        """One delta after the other, each in the memory of the one before it."""
+        """Yield the deltas in order, each in the memory of the previous one."""
         return iter(self)
 
     def held(self) -> Sequence[Tensor]:
@@ -105,7 +105,7 @@ class Deltas(LazySequence):
         return self._whole
 
     def walk(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """`(start, pieces_TP)` of consecutive chunks; what is not held is read anew and overwritten by the next."""
+        """`(start, pieces_TP)` of consecutive chunks; chunks not held are read again, and overwritten by the next."""
         if self._whole is None:
             scratch = self._reader.scratch
             yield from self._chunks(0, lambda start, numel: [
@@ -124,7 +124,7 @@ class Deltas(LazySequence):
         return self._reader.result(self._region)
 
     def release(self) -> None:
-        """Forget what is held: a device has no memory to wait for a collection of garbage."""
+        """Release held deltas at once: device memory cannot wait for garbage collection."""
         self._whole, self._shared, self._flat = None, None, []
 
     def _get(self, t: int) -> Tensor:
@@ -148,7 +148,7 @@ class Deltas(LazySequence):
         return delta
 
     def _hold(self) -> None:
-        """Memory for all deltas; entries arrive chunk by chunk, when they are first needed."""
+        """Allocate memory for all deltas; entries arrive chunk by chunk, when they are first needed."""
         self._flat = [self._reader.buffer(self._region) for _ in range(len(self))]
         self._whole = [buffer.view(self._region.shape) for buffer in self._flat]
 
@@ -171,7 +171,7 @@ class Deltas(LazySequence):
 
 
 def mapped(deltas: Sequence[Tensor], view: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
-    """A view of every delta, made when it is asked for."""
+    """A view of every delta, made on request."""
     return LazySequence(len(deltas), lambda t: view(deltas[t]))
 
 
@@ -221,7 +221,7 @@ class RowDeltas(Sequence[Tensor]):
         return len(self._chunk.basis)
 
     def __getitem__(self, t: int) -> Tensor:  # type: ignore[override]  # slices have no use here
-        raise TypeError("what is streamed is not given as a whole")
+        raise TypeError("streamed deltas cannot be read as a whole")
 
     def result(self) -> Tensor:
         """See `Streamed`."""

@@ -31,7 +31,7 @@ class DeviceNames:
 
     Args:
         kind: `cpu`, `cuda` or `mps`.
-        numbers: of the devices; None where none is given: the host for `cpu`, all that there are for `cuda`.
+        numbers: of the devices; None if none is given: the host for `cpu`, all devices for `cuda`.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Device:
 
     @property
     def torch_device(self) -> torch.device:
-        """The same for torch."""
+        """The device in torch's form."""
         return torch.device("cpu" if self.name.startswith("cpu") else self.name)
 
     def total_bytes(self) -> int | None:
@@ -74,7 +74,7 @@ def parse_devices(text: str) -> DeviceNames:
     """The devices that a text names; a plan may be made for devices that only another machine has.
 
     Raises:
-        RecipeError: it names none; says everything that is wrong with it.
+        RecipeError: invalid text; lists everything that is wrong with it.
 
     >>> parse_devices("cuda:0,2")
     DeviceNames(kind='cuda', numbers=(0, 2))
@@ -96,10 +96,10 @@ def parse_devices(text: str) -> DeviceNames:
 
 
 def open_devices(text: str) -> list[Device]:
-    """The devices of a text such as `cuda:0,2`; none for the host.
+    """The devices of a text such as `cuda:0,2`; empty for the host.
 
     Raises:
-        RecipeError: it names no device.
+        RecipeError: invalid text.
     """
     names = parse_devices(text)
     if names.kind == "mps":
@@ -113,7 +113,7 @@ def check_device(text: str) -> None:
     """Refuse devices that torch cannot compute on.
 
     Raises:
-        RecipeError: some are not here; names all of them, and says what there is.
+        RecipeError: some are missing; names them and the available ones.
     """
     if problem := _missing(text):
         raise RecipeError(problem)
@@ -134,14 +134,14 @@ def _missing(text: str) -> str:
 
 
 def device_room(text: str, memory: str | int | None = None) -> DeviceRoom:
-    """The memory for an item that plans count on: that of the smallest device; the devices need not be here.
+    """Memory per item that plans count on: that of the smallest device; the devices need not be on this machine.
 
     Args:
         text: see `parse_devices`.
-        memory: what each may use; default: nine tenths of what it has, if it is here.
+        memory: limit of each; default: nine tenths of its memory, if it is on this machine.
 
     Raises:
-        RecipeError: a limit without devices, or a text that names none.
+        RecipeError: a limit without devices, or invalid text.
     """
     limit = None if memory is None else parse_size(memory)
     if parse_devices(text).is_host:

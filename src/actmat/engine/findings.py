@@ -23,7 +23,7 @@ class Findings:
     foreign_statistics: list[str] = field(default_factory=list)
 
     def add(self, other: Findings) -> None:
-        """Take over all findings of another unit."""
+        """Add all findings of another unit."""
         self.nonfinite.update(other.nonfinite)
         self.broken_ties += other.broken_ties
         self.foreign_statistics += other.foreign_statistics
@@ -34,7 +34,7 @@ class Findings:
 
     @property
     def fatal(self) -> bool:
-        """True if the merge must be given up."""
+        """True if the merge must stop."""
         return bool(self.foreign_statistics or self.broken_ties) or (bool(self.nonfinite) and not self.tolerated)
 
     def problems(self) -> list[str]:

@@ -17,7 +17,7 @@ class Inputs:
 
     Args:
         labels: names of the experts, for messages.
-        base: None where adapters are merged into an adapter.
+        base: None if adapters are merged into an adapter.
         experts: in the order of the recipe.
         statistics: of the experts, for methods that need them.
     """

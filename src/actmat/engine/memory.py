@@ -12,7 +12,7 @@ from torch import Tensor
 from actmat.system import free_memory
 
 _ALIGNMENT = 64
-"""Bytes: what torch's CPU allocator gives every new tensor; the last bits of a BLAS may depend on it."""
+"""Alignment in bytes of a new tensor of torch's CPU allocator; the last bits of a BLAS may depend on it."""
 
 
 class Buffer:
@@ -68,7 +68,7 @@ class Room:
 
     Args:
         keep: bytes that this worker may use at any time, its block and all else that a tensor takes; where a tensor
-            would take more on top of a block of an earlier one, that block is given back first. 0 keeps nothing.
+            would take more on top of a block of an earlier one, that block is released first. 0 keeps nothing.
     """
 
     def __init__(self, *, keep: int = 0) -> None:
@@ -83,7 +83,7 @@ class Room:
 
     @contextlib.contextmanager
     def opened(self, nbytes: int, elsewhere: int) -> Iterator[None]:
-        """Room of `nbytes` for one tensor, which takes so many bytes `elsewhere`."""
+        """Room of `nbytes` for one tensor, which takes `elsewhere` bytes outside of it."""
         held = 0 if self._block is None else self._block.numel()
         if max(held, nbytes) + elsewhere > self.keep or held < nbytes:
             self._block = None
@@ -101,7 +101,7 @@ class Room:
         self._used = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D CPU tensor of `numel` entries, contents arbitrary, its own until `restart`."""
+        """A 1-D CPU tensor of `numel` entries, contents arbitrary, valid until `restart`."""
         nbytes = numel * dtype.itemsize
         start, stop = self._used, self._used + nbytes
         if self._block is None or stop > self._block.numel():

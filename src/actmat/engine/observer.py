@@ -1,7 +1,7 @@
 """The observer of a merge: receives a method's inputs and output, and measures them; and the sinks of its bytes.
 
-An observer belongs to one item of one output and to one thread at a time. What it returns goes, as it is, into the
-item's record, so that an interrupted merge keeps what was measured.
+An observer belongs to one item of one output and to one thread at a time. Its result goes unchanged into the
+item's record, so that an interrupted merge keeps its measurements.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class ObservedMerge:
 
     Args:
         region: which entries.
-        deltas: one per expert, shaped like the region; empty where the method worked on factors.
-        factors: per logical matrix of the region, the experts' factors; None where the method took dense deltas.
-        base: the base's entries as stored, flat; None where there is no base.
+        deltas: one per expert, shaped like the region; empty if the method worked on factors.
+        factors: per logical matrix of the region, the experts' factors; None if the method took dense deltas.
+        base: the base's entries as stored, flat; None without a base.
         value: the merged delta before its scale: flat, or as factors of the one logical matrix of the region.
-        stages: logical matrix -> what the first stage of the method gave for it; empty where it has none.
+        stages: logical matrix -> result of the method's first stage; empty if it has no first stage.
         stats: what the method reported of this item so far.
     """
 
@@ -44,7 +44,7 @@ class Observer(Protocol):
     """Measures the regions of one item, in order."""
 
     def region(self, merged: ObservedMerge) -> None:
-        """One region is merged."""
+        """Measure one merged region."""
 
     def finish(self) -> dict[str, Any]:
         """Plain data for the record; called once, after the last region."""
@@ -72,7 +72,7 @@ class Sink(Protocol):
 
 
 class SinkSource(Protocol):
-    """Gives sinks."""
+    """Factory of sinks."""
 
     def sink(self, name: str, aliases: Sequence[str] = ()) -> Sink:
         """The sink of tensor `name`; `aliases` get the same bytes."""

@@ -28,7 +28,7 @@ from actmat.planning.item import Item, Reading
 from actmat.planning.regions import CHUNK, Region
 
 PREFIX_BYTES = 256
-"""Bytes that are compared before all are."""
+"""Bytes that are compared first, before the rest."""
 
 
 class TensorReader:
@@ -43,7 +43,7 @@ class TensorReader:
         device: where methods compute; deltas are formed on the host, chunk by chunk, and sent. None: the host.
 
     Attributes:
-        reading: of the deltas, for all outputs that share them; None where none is read.
+        reading: of the deltas, for all outputs that share them; None if no delta is read.
         regions: in which the tensor is read.
         planned_bytes: memory on the host that is planned for all of it.
         inspect_only: nothing of this run will be kept; values are read to find all problems.
@@ -83,7 +83,7 @@ class TensorReader:
 
     @property
     def is_futile(self) -> bool:
-        """True if nothing that is merged now will be kept."""
+        """True if the results of this run are discarded."""
         return self.inspect_only or self.findings.fatal
 
     @property
@@ -132,7 +132,7 @@ class TensorReader:
     def load(
         self, t: int, region: Region, base_raw: Tensor | StreamedBase, into: Tensor | None = None
     ) -> tuple[Tensor, bool]:
-        """Delta of expert `t` on this region, shaped like it, and whether it is anything but zero.
+        """Delta of expert `t` on this region, shaped like it, and True if it has a nonzero entry.
 
         `into`: memory for it, if it is read; by default the worker's, where the next region overwrites it.
         """
@@ -156,7 +156,7 @@ class TensorReader:
         return delta.view(region.shape), changed
 
     def buffer(self, region: Region) -> Tensor:
-        """Memory for one delta of the region, flat, overwritten by what is read of the next region."""
+        """Memory for one delta of the region, flat, overwritten when the next region is read."""
         return self.scratch.room.take(region.numel, self.compute_dtype) if self.on_host else self.passing_buffer(region)
 
     def passing_buffer(self, region: Region) -> Tensor:
@@ -164,7 +164,7 @@ class TensorReader:
         return torch.empty(region.numel, dtype=self.compute_dtype, device=self.device)
 
     def chunk_buffer(self, region: Region) -> Tensor:
-        """Memory for one delta after the other of a region of one chunk at most: however many experts, one buffer."""
+        """Memory for the delta of a region of at most one chunk; all experts use the same buffer in turn."""
         return self.scratch.delta(0).take(region.numel, self.compute_dtype)
 
     @property
@@ -184,7 +184,7 @@ class TensorReader:
         return (self.passing_buffer(region) if small else self.buffer(region)).view(region.shape)
 
     def read_chunk(self, t: int, start: int, base_raw: Tensor, out: Tensor) -> bool:
-        """Write the delta of expert `t` from entry `start` on; whether a first look finds anything but zeros."""
+        """Write the delta of expert `t` from entry `start` on; True if a first check finds a nonzero entry."""
         raw, data = self._read(t, start, out.numel())
         if same_bits(raw, data, base_raw):
             out.zero_()
@@ -195,16 +195,16 @@ class TensorReader:
     def check(
         self, t: int, start: int, out: Tensor, raw: Tensor, base_raw: Tensor, *, same: bool = False, new: bool = True
     ) -> bool:
-        """Clear what is not finite of the delta of expert `t` from entry `start` on, in `out`.
+        """Clear the non-finite entries of the delta of expert `t`, from entry `start` on, in `out`.
 
-        The entries of an expert are looked at once, in order; after that only if some were not finite.
+        The entries of an expert are checked once, in order; after that only if some were not finite.
 
         Args:
             same: the expert has the bits of the base there.
-            new: whether this may be the first look.
+            new: this may be the first check.
 
         Returns:
-            Whether a first look finds anything but zeros.
+            True if a first check finds a nonzero entry.
         """
         new = new and start == self._checked[t]
         if new:
@@ -263,7 +263,7 @@ class TensorReader:
         self._finite[t] = False
         bad = ~torch.isfinite(raw)
         bad_base = ~torch.isfinite(base_raw)
-        if raw.dtype == base_raw.dtype:  # the same non-finite bits in both are unchanged, no one's mistake
+        if raw.dtype == base_raw.dtype:  # the same non-finite bits in both are unchanged, not an error
             kept = bad & (_bits(raw) == _bits(base_raw))
             delta.masked_fill_(kept, 0.0)
             bad, bad_base = bad & ~kept, bad_base & ~kept
@@ -301,7 +301,7 @@ class TensorReader:
 
 
 class StreamedBase:
-    """The base on one region as stored, flat, cut like a tensor; every slice is read when it is asked for."""
+    """The base on one region as stored, flat, cut like a tensor; every slice is read on request."""
 
     def __init__(self, reader: TensorReader, region: Region) -> None:
         self._reader = reader
@@ -338,7 +338,7 @@ class AdapterReader:
 
     Args:
         inputs: experts that are all adapters.
-        compute_dtype: of deltas that a method is given dense.
+        compute_dtype: of dense deltas.
     """
 
     def __init__(self, inputs: Inputs, compute_dtype: torch.dtype) -> None:
@@ -360,7 +360,7 @@ class AdapterReader:
         return out
 
     def biases(self, item: Item) -> list[Tensor | None]:
-        """Addition of each expert to the bias of a module's layer, in float64; None where it has none."""
+        """Addition of each expert to the bias of a module's layer, in float64; None without one."""
         return [
             None if s is None else (a := _adapter(e)).bias_delta(a.modules[s.name], torch.float64)
             for e, s in zip(self.inputs.experts, item.sources, strict=True)
@@ -401,7 +401,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def same_bits(raw: Tensor, data: memoryview, base_raw: Tensor, base_data: memoryview | None = None) -> bool:
-    """True if an expert is the base bit by bit, both also given as bytes; a few bytes rule most others out."""
+    """True if an expert is the base bit by bit, both also given as bytes; the first bytes rule out most others."""
     if raw.dtype != base_raw.dtype:
         return False
     base_data = raw_bytes(base_raw) if base_data is None else base_data

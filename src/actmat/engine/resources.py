@@ -51,9 +51,9 @@ def share_resources(
     """Workers and memory for these plans.
 
     Args:
-        plans: what is to be done.
+        plans: of all outputs.
         device: names of the devices that merge items; each has a worker.
-        max_memory: limit for the whole process, such as "4GB"; default: nine tenths of what is free now.
+        max_memory: limit for the whole process, such as "4GB"; default: nine tenths of the free memory.
         threads: workers; default: one per core that this process may use.
         observers: of a run that is measured, which takes memory too.
         buffer_bytes: what each worker takes to read inputs ahead.
@@ -87,9 +87,9 @@ def share_resources(
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """PyTorch's operations use one thread inside, and their former number afterwards.
+    """Limit PyTorch to one thread inside the block, and restore the former number afterwards.
 
-    For workers side by side, and for tensors so small that more threads are slower. PyTorch has no narrower switch than
+    For parallel workers, and for tensors so small that more threads are slower. PyTorch has no narrower switch than
     the process.
     """
     before = torch.get_num_threads()

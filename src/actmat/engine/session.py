@@ -3,7 +3,7 @@
     with Session.open(spec) as session:
         result = session.merge(unit)
 
-No callbacks and no state shared with other sessions: a session in another process, on another machine, gives the same.
+No callbacks, no state shared with other sessions: one in another process or on another machine gives the same bytes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class UnitResult:
         unit: which one.
         records: (position of the plan, record) for every output whose bytes are written.
         findings: problems with the values that were read.
-        where: node that did it, for progress; empty for this machine.
+        where: node that merged it, for progress; empty for this machine.
         notes: sentences about the run for the user, such as a worker that was lost.
     """
 
@@ -97,10 +97,10 @@ class Session:
     Its results are the same for any number of sessions if torch uses one thread inside, see `resources.one_thread`.
 
     Args:
-        spec: what is to be done.
+        spec: plans, inputs and outputs.
         inputs: opened.
         writers: per plan, receives the output's bytes.
-        device: that it uses for items with `device_bytes`; default: all items are merged on the host.
+        device: for items with `device_bytes`; default: all items are merged on the host.
 
     Attributes:
         inspect_only: set it when the run has failed and values are read only to find all problems.
@@ -124,7 +124,7 @@ class Session:
         """A session with inputs and output files of its own, for a worker in another process.
 
         Args:
-            spec: what is to be done; the driver has prepared the output files.
+            spec: plans, inputs and outputs; the driver has prepared the output files.
             synchronous: every write waits for the storage; needed where workers on several machines share files.
 
         Raises:
@@ -200,7 +200,7 @@ class Session:
             deltas.release()
 
     def _check(self, task: Task, record: Record, findings: Findings, outputs: Sequence[Task]) -> None:
-        """Compare the content that was read of a tensor with ties and with what statistics were measured on."""
+        """Compare the content hashes of a tensor with its ties and with the inputs of the statistics."""
         item = task.item
         if item is _leader([t.item for t in outputs]) and item.base_dtype:
             contents = record.base_hash, record.expert_hashes
@@ -220,7 +220,7 @@ class Session:
         )
 
     def _coding(self, plan: int, item: Item) -> CodedTensor | None:
-        """Layout of codes of an item that is written as the base's tensor is stored."""
+        """Quantized layout of an item that is written as the base stores it."""
         if not item.encoding or self.inputs.base is None or isinstance(self._writers[plan], NoWriter):
             return None
         return coding_of(self.inputs.base, item.name)
@@ -229,7 +229,7 @@ class Session:
         return self.spec.plans[member[0]].items[member[1]]
 
     def _opened(self, unit: Unit, findings: Findings) -> TensorReader | PoolReader | AdapterReader:
-        """The reader of a unit's tensors, or of what adapters have of them; bad values go to `findings`."""
+        """The reader of a unit's tensors or modules of adapters; bad values go to `findings`."""
         groups = [[self._item(member) for member in group] for group in unit.groups]
         if not groups[0][0].base_dtype:
             return AdapterReader(self.inputs, self._compute)
@@ -250,5 +250,5 @@ class Session:
 
 
 def _leader(items: Sequence[Item]) -> Item:
-    """The item that decides what is read: one that merges, where there is one; else only the base is read."""
+    """The item that determines what to read: the first that merges, else any (only the base is read then)."""
     return next((i for i in items if i.call is not None), items[0])

@@ -1,11 +1,11 @@
-"""Size of a merged delta beside those of the experts, from a sample of entries that every merge can afford.
+"""Norms of the merged delta and of the experts' deltas, from a sample of entries that is cheap in every merge.
 
     sampled of a tensor of N entries: all of them, or `RUNS` evenly spread runs of `RUN` consecutive ones
     ||D||^2 ~ N / sampled * sum over the sample of D^2
 
 The sample is taken from bytes as they are hashed and from the merged delta as it is written: nothing is read twice.
-It does not depend on chunks, workers or devices, so records are the same for all of them. Of the base and of the merged
-delta it is kept; of an expert, the run that is being read, so that many experts take little more memory than two.
+It does not depend on chunks, workers or devices, so records are the same for all of them. It is kept for the base and
+the merged delta; of an expert, only the run that is being read, so that many experts take little more memory than two.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def sample_runs(numel: int) -> list[tuple[int, int]]:
 
 
 class Runs:
-    """Cuts entries of one tensor, which are given in order, to those that are sampled.
+    """Select the sampled entries of one tensor, whose entries are given in order.
 
     Attributes:
         each: `(start, stop)` of the runs.
@@ -58,7 +58,7 @@ class Runs:
         self.wanted_from: float = self.each[0][0] if self.each else math.inf
 
     def cut(self, start: int, flat: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """`(run, position in it, entries)` of what is wanted of the entries from `start` on."""
+        """`(run, position in it, entries)` of the wanted entries from `start` on."""
         stop = start + flat.numel()
         while self.complete < len(self.each) and self.each[self.complete][0] < stop:
             run = self.complete
@@ -80,7 +80,7 @@ class Runs:
 
 
 class Sample:
-    """Sampled entries of one tensor, in float32 or, where it is stored so, float64; entries are given in order."""
+    """Sampled entries of one tensor, in float32 or, if stored in float64, float64; entries are given in order."""
 
     def __init__(self, numel: int) -> None:
         self._runs = Runs(numel)
@@ -92,7 +92,7 @@ class Sample:
         return self._runs.wanted_from
 
     def add(self, start: int, flat: Tensor, scale: float = 1.0) -> None:
-        """Take what is wanted of the entries from `start` on."""
+        """Store the wanted entries from `start` on."""
         for run, position, entries in self._runs.cut(start, flat):
             if not self._entries.numel():
                 wide = torch.float64 if entries.dtype == torch.float64 else torch.float32
@@ -108,7 +108,7 @@ class Sample:
 
     @property
     def entries(self) -> Tensor | None:
-        """The sample in float64; None where nothing was given."""
+        """The sample in float64; None if nothing was given."""
         return self._entries.double() if self._entries.numel() else None
 
 
@@ -116,12 +116,12 @@ class InputSample:
     """Sum of the sampled deltas of one tensor, and their squared norms, from bytes of the base and of every expert.
 
     Run by run, each sum expert by expert in the recipe's order: the bits do not depend on the pieces in which bytes
-    come, nor on whose come first, nor on threads. Entries that are not finite count as unchanged.
+    come, nor on their order among experts, nor on threads. Entries that are not finite count as unchanged.
 
     Args:
         item: the tensor.
         sources: of the experts.
-        experts: those whose deltas are formed are asked for them.
+        experts: give the deltas that are formed, not stored.
 
     Attributes:
         total: sum over the experts, complete after `finish`.
@@ -141,7 +141,7 @@ class InputSample:
         self.squares = [0.0] * len(sources)
 
     def take(self, k: int, offset: int, data: memoryview) -> None:
-        """Look at bytes of the base (`k = 0`) or of expert `k - 1` from byte `offset` on, given in order."""
+        """Sample bytes of the base (`k = 0`) or of expert `k - 1` from byte `offset` on, given in order."""
         dtype, runs = self._dtypes[k], self._runs[k - 1]
         start = offset // dtype.itemsize
         if start + len(data) // dtype.itemsize <= (runs if k else self._base).wanted_from:

@@ -21,7 +21,7 @@ from actmat.planning.regions import Region
 from actmat.recipe import Postprocess
 
 OBSERVED = "watched"
-"""Key of a record's JSON under which lies what its observer measured."""
+"""Key in a record's JSON that holds the observer's measurements."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Task:
         plan, item: what is wanted.
         writer: receives the output's bytes.
         survey: result of the method's survey of the whole model, if it has one.
-        observer: measures the merge, if one was asked for.
+        observer: measures the merge, if requested.
         stats: what the method reported so far.
         coding: layout of codes in which the tensor is written; None: as floats, or not at all.
 
@@ -69,7 +69,7 @@ class Task:
 
     @property
     def looks_again(self) -> bool:
-        """True if something looks at the deltas after the method: steps of post-processing, or caps."""
+        """True if the deltas are needed after the method: by steps of post-processing, or by caps."""
         return self.caps.caps or bool(self.call.post)
 
     @property
@@ -83,7 +83,7 @@ class Task:
         return regions_of(self.item, self.caps)
 
     def note(self, label: str, stats: Mapping[str, Any]) -> None:
-        """Keep what the method reported of the region with this label."""
+        """Keep the method's numbers on the region with this label."""
         if not stats:
             return
         if label:
@@ -94,7 +94,7 @@ class Task:
 
 
 def join_stats(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Both records in one; the retries of both."""
+    """Join the numbers of two records; retries are listed for both."""
     retries = [name for stats in (one, other) if "retries" in stats for name in stats["retries"].split(", ")]
     return {**one, **other, **retry_stats(retries)}
 
@@ -138,7 +138,7 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Record | None:
-        """The record of a journal's line; None for a line that is none, or has a field of another type."""
+        """The record of a journal's line; None for a line that is not a record, or has a field of a wrong type."""
         names = {f.name for f in dataclasses.fields(cls)} - OPTIONAL
         if not names <= data.keys() or not all(_is_a(data[n], t) for n, t in _TYPES.items()):
             return None
@@ -154,11 +154,11 @@ class Record:
 
 
 OPTIONAL = {"observed", "size"}
-"""Fields of a record that it may lack."""
+"""Optional fields of a record."""
 
 
 def _size(found: Any) -> Mapping[str, Any] | None:
-    """Sizes from a journal's line, or None where they are not as `engine.size.size_of` gives them."""
+    """Sizes from a journal's line, or None if they do not have the form of `engine.size.size_of`."""
     if not isinstance(found, dict) or not isinstance(found.get("expert_norms"), list):
         return None
     numbers = [found.get("norm"), found.get("sum_norm"), found.get("sampled"), *found["expert_norms"]]
@@ -173,7 +173,7 @@ _TYPES: Mapping[str, type] = {
 
 
 def _is_a(value: Any, wanted: type) -> bool:
-    """True if a value read from JSON has this type; an integer is a number, a truth value is none."""
+    """True if a value read from JSON has this type; an integer counts as a number, a bool does not."""
     if wanted in (int, float):
         return isinstance(value, (int, wanted)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     return isinstance(value, wanted)

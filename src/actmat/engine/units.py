@@ -42,14 +42,14 @@ class Unit:
 
 
 def planned_seconds(unit: Unit) -> float:
-    """Planned time of a unit on a usual core, by which units are ordered and shared out."""
+    """Planned time of a unit on a typical core, by which units are ordered and shared out."""
     return nominal_seconds(unit.flops, unit.traffic)
 
 
 def plan_units(
     plans: Sequence[MergePlan], done: Sequence[Collection[str]], observers: ObserverFactory | None
 ) -> list[Unit]:
-    """Everything that is still to do, in the order of the plans; ties go with their tensor, a pool is done whole.
+    """All unfinished units, in the order of the plans; ties go with their tensor, a pool is done whole.
 
     Args:
         done: per plan, names of the items that an earlier run finished.

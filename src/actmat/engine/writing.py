@@ -40,14 +40,14 @@ def rounded(spec: TensorSpec, value: Tensor) -> Tensor:
         raise NumericalError(
             f"tensor '{spec.name}' has values beyond {dtype}'s range; write with --dtype bfloat16 or float32"
             if bool(torch.isfinite(value).all())
-            else f"tensor '{spec.name}' came out with NaN or Inf for finite factors. Likely cause: options out of "
+            else f"tensor '{spec.name}' has NaN or Inf, but its factors are finite. Likely cause: options out of "
             "proportion to the deltas; try other options, or another method for this module"
         )
     return out
 
 
 def write_tensor(writer: SinkSource, spec: TensorSpec, value: Tensor) -> str:
-    """Write a whole tensor, rounded; its content hash.
+    """Round and write a whole tensor; returns its content hash.
 
     Raises:
         NumericalError: see `rounded`.
@@ -97,12 +97,12 @@ class Output(abc.ABC):
 
     @property
     def stats(self) -> Mapping[str, Any]:
-        """Numbers for the record on what was written, after `finish`."""
+        """Numbers for the record about the written tensor, after `finish`."""
         return {}
 
 
 class TensorOutput(Output):
-    """Writes `W_0 + scale * D*` in the output dtype, or in codes; where there is no delta, the base's bits.
+    """Writes `W_0 + scale * D*` in the output dtype, or in codes; without a delta, the base's bits.
 
     Args:
         item, writer: see `Task`.
@@ -187,7 +187,7 @@ def check_range(item: Item, value: Tensor, cast: Tensor, base_raw: Tensor) -> No
         value: merged entries; `cast`: the same in the output dtype.
 
     Raises:
-        NumericalError: there are some.
+        NumericalError: there are such entries.
     """
     lost = torch.isfinite(base_raw) & ~torch.isfinite(cast)
     if not bool(lost.any()):
@@ -206,7 +206,7 @@ def check_sign(item: Item, cast: Tensor, base_raw: Tensor) -> None:
     """Refuse variances that are negative where the base's are not.
 
     Raises:
-        NumericalError: there are some.
+        NumericalError: there are such entries.
     """
     lost = (cast < 0) & (base_raw >= 0)
     if bool(lost.any()):

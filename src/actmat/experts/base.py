@@ -37,7 +37,7 @@ class DeltaSource:
 
     name: str  # as the expert calls it
     kind: SourceKind
-    dtype: str  # of `W_t`; that of the base for what is formed or zero
+    dtype: str  # of `W_t`; that of the base for a formed or zero delta
     nbytes: int  # bytes read for it
     rank: int = 0  # of a product of factors, else 0
 
@@ -70,11 +70,11 @@ class Expert(abc.ABC):
 
     @property
     def needs_base(self) -> bool:
-        """True for changes to a base, which are no model by themselves."""
+        """True for changes to a base, which are not a model by themselves."""
         return self.kind == "adapter"
 
     def scheme(self, name: str) -> str:
-        """Layout of a stored source of codes, in words, see `Checkpoint.scheme`; empty where it is not."""
+        """Description of a quantized source's layout, see `Checkpoint.scheme`; empty for any other source."""
         return ""
 
     def read(self, name: str) -> Tensor:
@@ -95,7 +95,7 @@ class Expert(abc.ABC):
         """The delta of a formed source with a rank, or of a zero source, as a product. The default serves the latter.
 
         Args:
-            shape: `*batch O I` of the wanted product, a convolution's kernel flattened into `I`. A zero source gives a
+            shape: `*batch O I` of the requested product, a convolution's kernel flattened into `I`. A zero source is a
                 product of zeros of this shape, of rank 1; a formed source has its own.
         """
         if self.source(name).kind != "zero":
@@ -104,7 +104,7 @@ class Expert(abc.ABC):
         return LowRank(torch.zeros(*batch, rows, 1, dtype=dtype), torch.zeros(*batch, 1, columns, dtype=dtype))
 
     def content(self, name: str) -> str:
-        """Hash of all that a formed or zero delta is made of."""
+        """Hash of the stored tensors behind a formed or zero delta."""
         self._refuse(name, "formed")
 
     def hashes(self) -> Mapping[str, str] | None:
@@ -138,7 +138,7 @@ class Expert(abc.ABC):
         """
 
     def prefetch(self, names: Iterable[str]) -> None:  # noqa: B027 - an optional hint, doing nothing is right
-        """Hint that these tensors are wanted soon (disk read-ahead). Never fails."""
+        """Hint that these tensors will be read soon (disk read-ahead). Never fails."""
 
     @property
     def buffer_bytes(self) -> int:
@@ -150,7 +150,7 @@ class Expert(abc.ABC):
         return ()
 
     def side_files(self) -> SideFiles:
-        """Files of a full model's folder other than the weights; none of an adapter's."""
+        """Files of a full model's folder other than the weights; empty for an adapter."""
         return SideFiles()
 
     def fetch_sidecars(self) -> Path | None:
@@ -158,7 +158,7 @@ class Expert(abc.ABC):
         return None
 
     def adopt(self, base: Checkpoint) -> None:
-        """Take over the base that it was opened with: closed with the expert, or now where it is not read again."""
+        """Take ownership of its base: close it with the expert, or at once if it is not read again."""
         base.close()
 
     @abc.abstractmethod
@@ -176,7 +176,7 @@ class Expert(abc.ABC):
         self.close()
 
     def _spec(self, name: str) -> TensorSpec:
-        """Spec of a tensor, or a `CheckpointError` that offers the near name."""
+        """Spec of a tensor, or a `CheckpointError` that suggests the most similar name."""
         spec = self.specs.get(name)
         if spec is None:
             hint = did_you_mean(name, self.specs)
@@ -208,11 +208,11 @@ class AdapterFamily:
     describe: Callable[[Adapter], dict[str, Any]] = field(default=lambda adapter: {})
 
     def why_no_factors(self, adapter: Adapter) -> str:
-        """See `no_factors`; a family that does not say has none."""
+        """See `no_factors`; a general reason for a family without that function."""
         if self.no_factors is not None:
             return self.no_factors(adapter)
         return (
-            f"a {self.name} adapter has no factors that an adapter could be merged from. Fix: give the base and write "
+            f"a {self.name} adapter has no factors from which an adapter could be merged. Fix: give the base and write "
             "a model (--base ..., --to model)"
         )
 
@@ -236,7 +236,7 @@ class AdapterHandle:
     """Address from which `locate.open_handle` opens an adapter again, also in another process. Plain data.
 
     A relative `location` is one of the working directory; `base` is what the adapter was fitted to; `etags` are name,
-    size and version of remote files, which must be the same. `stacks` is what the user said of stacked experts,
+    size and version of remote files, which must be the same. `stacks` is the user's statement on stacked experts,
     `layout` the one that it was converted to.
     """
 

@@ -26,11 +26,11 @@ _FACTOR = re.compile(
     r"|(?:hada|lokr|oft|boft|ia3|glora|bora)_[^.]*(?:\.\w+)?"
     r"|(?:dora_scale|lora_magnitude_vector|lora_mid|on_input)[^.]*(?:\.\w+)?)$"
 )
-"""Names of factors of LoRA and of the families in its place, in every layout."""
+"""Names of factors of LoRA and of related families, in every layout."""
 
 
 def holds_factors(names: Iterable[str]) -> bool:
-    """True if a tensor is a factor of an adapter; a scale by itself is none.
+    """True if a tensor is a factor of an adapter; a scale by itself is not.
 
     >>> holds_factors(["a.lora_up.weight"]), holds_factors(["a.weight", "block.alpha"])
     (True, False)
@@ -39,11 +39,11 @@ def holds_factors(names: Iterable[str]) -> bool:
 
 
 class Candidate:
-    """A place that families of adapters are asked about, and that is a full checkpoint if it is none of theirs.
+    """A place that is offered to each family of adapters, and is a full checkpoint if no family claims it.
 
     Args:
         source: its files.
-        stacks: what the user says of stacked experts in an adapter.
+        stacks: the user's statements on stacked experts in an adapter.
     """
 
     def __init__(self, source: Source, stacks: tuple[StackWord, ...] = ()) -> None:
@@ -51,7 +51,7 @@ class Candidate:
 
     @cached_property
     def file(self) -> Checkpoint | None:
-        """The single file that may hold factors, open, its header read; None where there is no such file."""
+        """The single file that may hold factors, open, its header read; None without such a file."""
         names = [self.source.named] if self.source.named is not None else self.source.names
         name = (_local_file if isinstance(self.source, LocalSource) else _remote_file)(names, self.source.named)
         if name is None:
@@ -69,7 +69,7 @@ class Candidate:
         return open_source(self.source)
 
     def close(self) -> None:
-        """Close the file where it was opened."""
+        """Close the file, if it was opened."""
         if (opened := self.__dict__.get("file")) is not None:
             opened.close()
 

@@ -34,7 +34,7 @@ class CheckpointExpert(Expert):
         return DeltaSource(name, "stored", spec.dtype, nbytes)
 
     def scheme(self, name: str) -> str:
-        """Of the checkpoint."""
+        """Description of the layout, from the checkpoint."""
         return self.checkpoint.scheme(name)
 
     def read(self, name: str) -> Tensor:
@@ -64,15 +64,15 @@ class CheckpointExpert(Expert):
 
     @property
     def buffer_bytes(self) -> int:
-        """Of the checkpoint."""
+        """Bytes of read-ahead of the checkpoint."""
         return self.checkpoint.buffer_bytes
 
     def sources(self) -> tuple[ModelFiles, ...]:
-        """Of the checkpoint."""
+        """Files of the checkpoint's models."""
         return self.checkpoint.sources()
 
     def side_files(self) -> SideFiles:
-        """Those of the checkpoint."""
+        """Side files of the checkpoint."""
         return self.checkpoint.side_files()
 
     def fetch_sidecars(self) -> Path | None:

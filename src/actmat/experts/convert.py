@@ -11,7 +11,7 @@ from actmat.experts.restacked import RESTACKED
 
 
 def convert(checkpoint: Checkpoint, base: Checkpoint, *, owns_base: bool = False) -> Expert | None:
-    """The checkpoint as an expert in another layout, that of the base; None if it needs no conversion, or has none.
+    """The checkpoint as an expert in another layout, that of the base; None if it needs no conversion, or none applies.
 
     Raises:
         CheckpointError: not all of it can be converted.

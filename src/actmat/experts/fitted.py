@@ -89,7 +89,7 @@ class FittedAdapter(StoredAdapter):
         self._base, self.heads = parts.base, parts.heads
 
     def _take(self, parts: TiedParts, full: Mapping[str, str], hidden: frozenset[str], problems: Sequence[str]) -> None:
-        """Take the tensors that were trained in full, and the base's that the adapter may change.
+        """Record the tensors that were trained in full, and the base's tensors that the adapter may change.
 
         Args:
             full: name in the base -> stored name.
@@ -112,11 +112,11 @@ class FittedAdapter(StoredAdapter):
         self.specs = MappingProxyType(specs)
 
     def _parts_of(self, name: str) -> tuple[str, ...]:
-        """Stored names of the tensors that a formed delta is made of; none for a zero delta."""
+        """Stored names of the tensors that a formed delta is made of; empty for a zero delta."""
         raise NotImplementedError
 
     def content(self, name: str) -> str:
-        """Hash over the stored tensors of the delta; that of nothing for a zero delta."""
+        """Hash over the stored tensors of the delta; the hash of no data for a zero delta."""
         if self.source(name).kind == "stored":
             self._refuse(name, "formed")
         return hash_names((n, self._stored.hashes[n]) for n in self._parts_of(name))

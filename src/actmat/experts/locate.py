@@ -1,8 +1,8 @@
 """`locate`: one look at a place that a user named; `Located`: what it is, open, its header and config read.
 
-Whatever asks later (is it an adapter, has it factors, what is its config) asks the `Located`, and looks no more.
+All later questions (is it an adapter, does it have factors, its config) are answered by the `Located`.
 Families of adapters beyond PEFT's are plug-ins of the group `actmat.experts`. Those of `SIGNED` are imported for a
-single file whose tensors have the names of factors; any other is asked about every place that is no adapter of PEFT.
+single file whose tensors have the names of factors; any other is asked about every place that is not a PEFT adapter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SIGNED = ("lycoris", "lora_file")
 
 @runtime_checkable
 class ConvertLayout(Protocol):
-    """Gives an adapter the modules, names and factors of a layout, and says what has no form there."""
+    """Convert an adapter to the modules, names and factors of a layout; list parts that have no form there."""
 
     def __call__(self, adapter: Adapter, layout: AdapterLayout) -> tuple[Adapter, list[str]]:
         """The adapter in the layout, and problems."""
@@ -48,7 +48,7 @@ class ConvertLayout(Protocol):
 
 @runtime_checkable
 class SimulatedView(Protocol):
-    """Checkpoints of floats as they are when they are loaded as codes."""
+    """Checkpoints of floats with the values that they have when loaded quantized."""
 
     def of(self, base: Checkpoint, scheme: str) -> Checkpoint:
         """The base with its linear layers rounded by a scheme."""
@@ -71,7 +71,7 @@ class Located(AbstractContextManager["Located"]):
 
     @property
     def needs_base(self) -> bool:
-        """True for changes to a base, which are no model by themselves."""
+        """True for changes to a base, which are not a model by themselves."""
         return self.kind == "adapter"
 
     @property
@@ -82,14 +82,14 @@ class Located(AbstractContextManager["Located"]):
     @property
     @abc.abstractmethod
     def config(self) -> Mapping[str, Any]:
-        """Fields of `config.json`, or of `adapter_config.json`; none where there is no such file."""
+        """Fields of `config.json`, or of `adapter_config.json`; empty without such a file."""
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of every weight file."""
         return self.stored.identity()
 
     def paths(self) -> dict[str, Path]:
-        """Local folders and files that it is read from, which no output may replace, by what the user calls them."""
+        """Local folders and files that it is read from, which no output may replace, by the user's names."""
         if os.path.exists(self.place):
             return {self.place: Path(self.place)}
         return {s.location: Path(s.address) for s in self.stored.sources() if isinstance(s, LocalSource)}
@@ -99,10 +99,10 @@ class Located(AbstractContextManager["Located"]):
         """The full checkpoint that it is.
 
         Args:
-            scheme: of codes, to which its linear layers are rounded and back, as `Recipe.base_as` says.
+            scheme: quantization to which its linear layers are rounded, see `Recipe.base_as`.
 
         Raises:
-            CheckpointError: an adapter, or factors of one, which are no weights of a model; or stored as codes already.
+            CheckpointError: it is an adapter, or a file of factors, or already quantized.
         """
 
     @abc.abstractmethod
@@ -146,7 +146,7 @@ class LocatedModel(Located):
         if (first := next((n for n in self.header if holds_factors([n])), None)) is not None:
             raise CheckpointError(
                 f"{self.place}: expected a full checkpoint, found factors of an adapter, such as '{first}', which are "
-                "no weights of a model. Fix: a LoRA file by itself is read from a .safetensors file (safetensors."
+                "not weights of a model. Fix: a LoRA file by itself is read from a .safetensors file (safetensors."
                 "torch.save_file); merge one that is part of a model into it first (merge_and_unload, fuse_lora)"
             )
         if scheme is None:
@@ -188,18 +188,18 @@ class LocatedAdapter(Located):
         return self.adapter.config.base_model
 
     def description(self) -> dict[str, Any]:
-        """Entries of `inspect` that its family has of its own; none for plain LoRA."""
+        """Additional entries of `inspect` from its family; empty for plain LoRA."""
         return self.family.describe(self.adapter)
 
     def model(self, scheme: str | None = None) -> Checkpoint:
-        """An error: it is no model."""
+        """Raise an error: an adapter is not a model."""
         raise CheckpointError(
             f"{self.place}: expected a full checkpoint, found a {self.family.name} adapter. Fix: give it where an "
             "adapter is accepted, or fold it into its base first (PeftModel.merge_and_unload, save_pretrained)."
         )
 
     def expert(self, base: Checkpoint | None) -> Expert:
-        """The adapter on its base, or its factors; why it has none is then among its problems."""
+        """The adapter on its base, or its factors; if it has none, the reason is among its problems."""
         if base is not None:
             return self.family.fit(self.adapter, base)
         adapter = self.adapter
@@ -211,10 +211,10 @@ def locate(place: str | Path | Mapping[str, Tensor] | Checkpoint, stacks: tuple[
 
     Args:
         place: its text, or tensors, or an open checkpoint.
-        stacks: what the user says of stacked experts in an adapter.
+        stacks: the user's statements on stacked experts in an adapter.
 
     Raises:
-        CheckpointError: nothing there, damaged, or of no format that is read.
+        CheckpointError: nothing there, damaged, or in an unsupported format.
     """
     text = str(place) if isinstance(place, str | Path) else "<memory>"
     if not isinstance(place, str | Path) or is_composed(place):
@@ -257,7 +257,7 @@ def _families(candidate: Candidate) -> Iterator[AdapterFamily]:
 def in_layout(expert: Expert, layout: AdapterLayout) -> Expert:
     """An adapter that was opened without a base, with modules, names and factors as a layout has them.
 
-    It is open as long as the other. What has no form there is among the problems of its `adapter`.
+    It stays open as long as the other. Parts that have no form there are among the problems of its `adapter`.
     """
     adapter = expert.adapter
     assert adapter is not None, "only adapters have layouts"
@@ -312,7 +312,7 @@ def _as_it_was(expert: Expert, handle: AdapterHandle) -> Expert:
     if problems:
         expert.close()
         raise CheckpointError(
-            f"{handle.location}: the adapter changed since it was opened. Likely cause: somebody uploads it. Fix: wait "
+            f"{handle.location}: the adapter changed since it was opened. Likely cause: a running upload. Fix: wait "
             "until that is done, then run again.",
             problems,
         )

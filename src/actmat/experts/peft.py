@@ -1,4 +1,4 @@
-"""Adapters in PEFT's folders, whatever their family: fitted by what their config says."""
+"""Adapters in PEFT's folders, of any family: fitted as their config says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from actmat.experts.untied import keeps_ties
 
 
 def reader_of(fields: Mapping[str, Any]) -> Reader | None:
-    """The first reader that claims this config; None for plain LoRA, and for what is not read.
+    """The first reader that claims this config; None for plain LoRA and for unsupported types.
 
     >>> reader_of({"peft_type": "LORA", "use_dora": True}).name
     'DoRA'
@@ -64,7 +64,7 @@ def _lost_biases(adapter: Adapter, expert: Expert, base: Checkpoint) -> Sequence
         return ()
     return (
         f"bias is 'lora_only', and its file has none of the {len(lost)} biases such as '{lost[0]}': PEFT before 0.21 "
-        "did not save them. The base's stay, as PEFT loads it; what was trained of them is lost",
+        "did not save them. The base's stay, as PEFT loads it; their training is lost",
     )
 
 
@@ -72,14 +72,14 @@ def _no_factors(adapter: Adapter) -> str:
     """The reason why no adapter can be merged from it; empty for LoRA."""
     reader = reader_of(adapter.config.fields)
     return "" if reader is None else (
-        f"an adapter of the family {reader.name} has no factors that an adapter could be merged from: "
+        f"an adapter of the family {reader.name} has no factors from which an adapter could be merged: "
         f"{reader.why_no_factors}. Give the base and write a model (--base ..., --to model), or with --to adapter one "
         "that is extracted: exact for VeRA, PiSSA, OLoRA and AdaLoRA, else with --rank or --energy ('actmat extract')"
     )  # fmt: skip
 
 
 def _described(adapter: Adapter) -> dict[str, Any]:
-    """Entries of `inspect` for a family that is no plain LoRA; none for LoRA."""
+    """Entries of `inspect` for a family that is not plain LoRA; empty for LoRA."""
     specs = adapter.weights.specs
     reader = reader_of(adapter.config.fields)
     if reader is None:
@@ -98,7 +98,7 @@ def _described(adapter: Adapter) -> dict[str, Any]:
 
 
 def _role(name: str) -> str:
-    """Last part of a stored name that is no `weight`."""
+    """Last part of a stored name that is not `weight`."""
     return next(part for part in reversed(name.split(".")) if part != "weight")
 
 

@@ -41,7 +41,7 @@ class _Stack:
     singles: dict[tuple[int, str], str] = field(default_factory=dict)
 
     def in_order(self, part: str) -> list[str] | None:
-        """All tensors, or None where one is missing."""
+        """All tensors, or None if one is missing."""
         parts = _OF_STACK[part]
         count = 1 + max(e for e, _ in self.singles)
         keys = [(e, p) for e in range(count) for p in parts]
@@ -137,7 +137,7 @@ def _open(checkpoint: Checkpoint, base: Checkpoint, owns_base: bool) -> Converte
         raise CheckpointError(
             f"{checkpoint.location}: stores the experts of its layers in another layout than the base "
             f"({base.location}), in which they cannot be read: {'; '.join(problems[:SHOWN])}{more}. Fix: load the one "
-            "that is not as transformers writes it in transformers and save it again (save_pretrained)"
+            "that transformers did not write in transformers and save it again (save_pretrained)"
         )
     shapes = {n: base.specs[n].shape for n in rows}
     expert = ConvertedExpert(RowsCheckpoint(checkpoint, shapes, rows), base, {}, RESTACKED, owns=owns_base)

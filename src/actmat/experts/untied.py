@@ -1,7 +1,7 @@
 """Experts that train the output head and the token table of a tied base apart, and the base that they are merged into.
 
-PEFT unties what `modules_to_save` names, unless `ensure_weight_tying` is set: the saved table or head is replaced, the
-other one stays as it was. A base with a head of its own gives the same. A delta of LoRA on a tied head is refused:
+PEFT unties the modules of `modules_to_save`, unless `ensure_weight_tying` is set: the saved table or head is replaced,
+the other one stays as it was. A base with a head of its own gives the same. A delta of LoRA on a tied head is refused:
 PEFT applies it to the head in training, and to the table as well in `merge_and_unload`.
 
 Source: PEFT 0.21 (https://github.com/huggingface/peft), `tuners/tuners_utils.py`.
@@ -121,7 +121,7 @@ def tied_parts(
 
 
 def own_heads(expert: Expert, base: Checkpoint, *, ties: bool) -> Mapping[str, str]:
-    """Output heads that a full checkpoint has of its own -> table of the base that ties them.
+    """Separate output heads of a full checkpoint -> table of the base that ties them.
 
     A checkpoint whose config ties them too stores one tensor twice, which is compared when it is read.
     """

@@ -27,7 +27,7 @@ MOST_FOCAL_LEVELS = 8
 
 
 def branch_packing(name: str, rows: int, cols: int, partner: tuple[int, ...] | None) -> Packing | None:
-    """The maps of a layer of parallel branches; None for another layer, and where the shapes do not fit.
+    """The maps of a layer of parallel branches; None for another layer, or if the shapes do not fit.
 
     `partner` is the stored shape of the layer that reads them (`PARTNERS_OF_BRANCHES`), if there is one.
 
@@ -47,7 +47,7 @@ def branch_packing(name: str, rows: int, cols: int, partner: tuple[int, ...] | N
 
 
 def _single_stream(rows: int, cols: int, inputs: int | None) -> Packing:
-    """q, k, v and the feed-forward branch, which is gated where it is twice as high as what is read of it."""
+    """q, k, v and the feed-forward branch, which is gated if it has twice as many rows as are read of it."""
     attention, rest = (("q", cols), ("k", cols), ("v", cols)), rows - 3 * cols
     if inputs is not None and rest == 2 * (inputs - cols):
         halves = (("gate", rest // 2), ("up", rest // 2))

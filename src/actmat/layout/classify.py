@@ -77,7 +77,7 @@ EXPERT_COUNTS = (
 _MATRIX_PARAMETER = re.compile(r"[qkv]_proj_weight|(?:gate|up|down)_proj|[wv]\d")
 _LONGEST_UNNAMED_KERNEL = 16
 _INDEX = re.compile(r"(?:^|\.)\d+\.")
-ROUTER_REASON = "router of a mixture: only the order of its few outputs counts, which no rule for activations keeps; "
+ROUTER_REASON = "router of a mixture: only the order of its few outputs counts, which no method for activations keeps; "
 
 
 def owner_of(name: str) -> tuple[str, str, bool]:

@@ -41,7 +41,7 @@ _KINDS = (
     ("encoder.middle.0.residual.0.gamma", "VAE of Wan"),
     ("encoder.mid.block_1.norm1.weight", "VAE of latent diffusion"),
 )
-"""A name that only this kind of file has (a star: also below the diffusion model's prefix); the first there counts."""
+"""A name that only this kind of file has (a star: also below the diffusion model's prefix); the first one counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def component_configs(config: Mapping[str, Any] | None) -> Mapping[str, Any] | N
 
 
 def parts_of(names: Iterable[str], config: Mapping[str, Any] | None) -> dict[str, str]:
-    """Name of each part of a checkpoint -> prefix of its tensors; none where it is one model."""
+    """Name of each part of a checkpoint -> prefix of its tensors; empty for one model."""
     components = component_configs(config)
     if components is not None:
         return {name: f"{name}." for name in components}

@@ -98,7 +98,7 @@ def find_by_name(base: Checkpoint, names: Sequence[str]) -> dict[str, TensorOnDi
 
 
 def names_in_memory(base: Checkpoint) -> tuple[dict[str, str], str]:
-    """Name in memory of every stored tensor that is one there too, and the reason if names on disk had to do.
+    """Name in memory of every stored tensor that is one there too, and the reason if names on disk are used instead.
 
     Tensors that are put together in memory, such as experts of a mixture, are left out.
     """
@@ -209,7 +209,7 @@ def _packed(
     converter: Any,
     state: Mapping[str, Any],
 ) -> dict[str, TensorOnDisk]:
-    """Tensors in memory that are rows of one on disk, or one that is made of several; none for other conversions."""
+    """Tensors in memory that are rows of one on disk, or one that is made of several; empty for other conversions."""
     steps = [(type(o).__name__, getattr(o, "dim", None)) for o in converter.operations]
     sources, targets = converter.source_patterns, converter.target_patterns
     if steps == [("Concatenate", 0)] and len(members) == len(sources):

@@ -16,7 +16,7 @@ from typing import Any
 import re2
 
 LONGEST = 10_000
-"""Characters of a pattern."""
+"""Most characters of a pattern."""
 MEMORY = 1 << 18
 """Bytes of a compiled pattern, about 4,000 instructions; a step of the matcher costs at most that many."""
 
@@ -37,7 +37,7 @@ _REASONS = (
     (r"escape sequence: \Z", r"\Z is not supported; the whole name is matched anyway"),
     ("escape sequence: \\", "it has an escape that is not supported, such as a backreference: write it without"),
 )
-"""Words of RE2's message, and what to do about them."""
+"""Words of RE2's messages -> our text, with the fix."""
 
 
 class MatchError(ValueError):

@@ -27,7 +27,7 @@ class Packing:
     words: str = ""  # its description in a reason
 
     def blocks(self, rows: int) -> tuple[Block, ...] | None:
-        """The blocks of a tensor with this many rows, or None where the packing does not fit them."""
+        """The blocks of a tensor with this many rows, or None if the packing does not fit them."""
         per_group = sum(size for _, size in self.parts)
         unit, rest = divmod(rows, self.groups * per_group)
         if rest or unit == 0 or (self.unit is not None and self.unit != unit):

@@ -71,7 +71,7 @@ def _glob_to_regex(text: str) -> str:
 
 def _character_set(body: str) -> str:
     negated = body.startswith("!")
-    # '-' keeps its meaning of a range; what is special to `re` alone is escaped
+    # '-' keeps its meaning of a range; characters that are special only to `re` are escaped
     members = re.sub(r"([\\^&~|\[])", r"\\\1", body[1:] if negated else body)
     return f"[{'^' if negated else ''}{members}]"
 

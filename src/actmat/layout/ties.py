@@ -61,7 +61,7 @@ def ties_embeddings(config: Config | None) -> bool:
 
 
 def find_ties(specs: Mapping[str, TensorSpec], config: Config | None) -> dict[str, str]:
-    """Tied name -> canonical name, for ties of which both names are stored with one shape and dtype."""
+    """Tied name -> canonical name, for ties whose names are both stored, with one shape and dtype."""
     ties: dict[str, str] = {}
     stored = _NamesByEnd(specs)
     for name, spec in specs.items():
@@ -73,7 +73,7 @@ def find_ties(specs: Mapping[str, TensorSpec], config: Config | None) -> dict[st
 
 
 def tied_partner(name: str, stored: Iterable[str], config: Config | None) -> str | None:
-    """The stored tensor that holds the values of `name`, where `name` is tied and not stored itself.
+    """The stored tensor that holds the values of `name`, if `name` is tied and not stored itself.
 
     Needed to align a checkpoint that stores `lm_head.weight` with one, saved by another tool, that does not.
     """
@@ -85,7 +85,7 @@ def tied_partner(name: str, stored: Iterable[str], config: Config | None) -> str
 
 
 UNTIED_HEAD = "lm_head.weight"
-"""End of the name of a head of which nothing else is tied, so that a model loads whose config unties it."""
+"""End of the name of a head without other ties, so that a model loads whose config unties it."""
 _DECODER_TABLE = re.compile(
     r"(?:(?:model|transformer|language_model)\.)*(?:embed_tokens|wte)\.weight|transformer\.word_embeddings\.weight"
 )
@@ -97,7 +97,7 @@ def tied_heads(
 ) -> dict[str, str]:
     """Output heads among `specs` -> the token table, of those `stored`, that the config ties each to.
 
-    A name that ends like a head's is one only if it has the table's shape, but for `UNTIED_HEAD`. None where the
+    A name that ends like a head's counts only with the table's shape, except for `UNTIED_HEAD`. Empty if the
     architecture has no head.
     """
     out = {}
@@ -111,7 +111,7 @@ def tied_heads(
 
 
 def can_untie(head: str, table: str) -> bool:
-    """True for a head that a config unties from its table without more: a table that encoders share is tied to others.
+    """True for a head that the config can untie from its table; a table that encoders share has other ties too.
 
     >>> can_untie("lm_head.weight", "model.embed_tokens.weight"), can_untie("lm_head.weight", "shared.weight")
     (True, False)
@@ -120,7 +120,7 @@ def can_untie(head: str, table: str) -> bool:
 
 
 def head_of(table: str) -> str | None:
-    """Name of the output head that is tied to a decoder's token table; None where families differ.
+    """Name of the output head that is tied to a decoder's token table; None if families differ.
 
     >>> head_of("model.embed_tokens.weight"), head_of("language_model.model.embed_tokens.weight")
     ('lm_head.weight', 'language_model.lm_head.weight')

@@ -118,7 +118,7 @@ class LayoutMap:
     """Layouts of all tensors of a checkpoint, and its ties.
 
     `ties` maps a tied tensor's name to the name of the tensor it shares (the canonical one, merged once).
-    `family` names the architecture family that was recognized, or None when names and shapes had to do.
+    `family` names the architecture family that was recognized, or None if only names and shapes decided.
     """
 
     tensors: Mapping[str, TensorLayout]

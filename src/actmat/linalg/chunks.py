@@ -27,7 +27,7 @@ SHORT_CHUNK = 1 << 14
 
 @runtime_checkable
 class AllocatesResult(Protocol):
-    """Deltas that bring the memory for the merged delta."""
+    """Deltas that provide the memory for the merged delta."""
 
     def result(self) -> Tensor:
         """An uninitialized, contiguous tensor of the shape of a delta; called once."""
@@ -110,7 +110,7 @@ def shape_and_dtype(deltas: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dt
 
 
 def prepend(first: Tensor, deltas: Sequence[Tensor]) -> Sequence[Tensor]:
-    """`[first, *deltas]`, streamed where the deltas are."""
+    """`[first, *deltas]`, streamed if the deltas are."""
     return Prepended(first.reshape(-1), deltas) if isinstance(deltas, Streamed) else [first, *deltas]
 
 

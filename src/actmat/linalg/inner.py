@@ -1,7 +1,7 @@
 """Inner products and weighted sums of whole tensors, in chunks that stay in the cache.
 
 Methods that treat a tensor as one long vector (slerp, Karcher mean, Model Stock) need only the `T x T` matrix of
-inner products and one weighted sum: two passes over memory, whatever they compute in between.
+inner products and one weighted sum: two passes over memory.
 
 Products are formed in float64, or of short runs in float32 that are added up in float64, which takes 0.15 to 0.27 of
 the time. Rounding makes the cosine of one product wrong by less than 1e-8, and that of a tensor by less, because the
@@ -68,7 +68,7 @@ class Products:
         return self._of_rows(parts_TS).cpu()
 
     def _of_runs(self, parts_TS: Sequence[Tensor]) -> Tensor | None:
-        """`of` by short runs in float32; None where float32 does not hold the squares, or a tensor is all zeros."""
+        """`of` by short runs in float32; None if float32 does not hold the squares, or a tensor is all zeros."""
         rows_TS = parts_TS.rows_TS if isinstance(parts_TS, Stacked) else self._copied(parts_TS)
         if rows_TS is not self._rows_TS:
             count, size = rows_TS.shape
@@ -146,7 +146,7 @@ def frobenius_norm64(tensor: Tensor) -> float:
 
 
 def weighted_sum(tensors: Sequence[Tensor], coefficients: Sequence[float], out: Tensor | None = None) -> Tensor:
-    """`sum_t c_t X_t` in a new tensor, or in `out` (contiguous); one walk, or none where all coefficients are zero."""
+    """`sum_t c_t X_t` in a new tensor, or in `out` (contiguous); one walk, or none if all coefficients are zero."""
     out = empty_result(tensors) if out is None else out
     out_N = out.view(-1)
     if not any(coefficients):

@@ -17,7 +17,7 @@ iteration with a single vector, on `N / B` quantiles of the estimated spectrum, 
 are exact, for a ten-thousandth of the price (`basis_for`).
 
 **None missed.** A Krylov space holds no more than `BLOCK` copies of a multiple eigenvalue. `none_above` proves that
-nothing was missed; where it cannot, there is no answer.
+nothing was missed; without a proof no result is returned.
 
 Sources: G. Golub, C. Van Loan, "Matrix Computations", 4th ed., sections 10.1 to 10.3 (block Lanczos); G. Golub, G.
 Meurant, "Matrices, Moments and Quadrature with Applications", 2010, chapters 4 and 11 (weights); A. Kuijlaars,
@@ -70,7 +70,7 @@ LIMIT = 0.6
 TINY = torch.finfo(torch.float64).tiny
 
 ROUNDING = 1
-"""Smallest residual that is asked for, in eps(float64) of the largest eigenvalue."""
+"""Smallest tolerance of a residual, in eps(float64) of the largest eigenvalue."""
 
 GROWTH = 1.25
 """Largest growth of the basis between two looks, each of which decomposes `T`."""
@@ -116,7 +116,7 @@ class _Ritz:
 
 @dataclass(frozen=True, slots=True)
 class Above:
-    """All eigenvalues above `share` times the largest, of which at least `known` are known to be.
+    """All eigenvalues above `share` times the largest, of which at least `known` exist.
 
     How large a basis they take was measured on power laws: their number is an estimate itself, so that more than that
     would be in vain.
@@ -139,7 +139,7 @@ class Above:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The `known` largest eigenvalues, as far as they are above `floor` and above `share` times the largest."""
+    """Those of the `known` largest eigenvalues that are above `floor` and above `share` times the largest."""
 
     known: int
     share: float
@@ -166,7 +166,7 @@ class Largest:
 
 
 def planned_basis(size: int, wanted: int) -> int:
-    """Size of the basis that the `wanted` largest of a falling spectrum usually take; 0 where all are decomposed."""
+    """Size of the basis that the `wanted` largest of a falling spectrum usually take; 0 if all are decomposed."""
     expected = _expected(wanted)
     return math.ceil(expected) if size >= SMALLEST and expected <= WORTH * size else 0
 
@@ -230,7 +230,7 @@ class _Basis:
 
 
 def leading(sym_NN: Tensor, wanted: Above | Largest, dtype: torch.dtype) -> Leading | str:
-    """The wanted eigenpairs, proven to be all of them, or the reason why they are not computed so.
+    """The wanted eigenpairs, proven to be all of them, or the reason why they are not computed.
 
     Args:
         sym_NN: float64, symmetric, positive semidefinite up to rounding.
@@ -284,7 +284,7 @@ def _refused(ritz: _Ritz, wanted: tuple[int, float], tolerance: float, expected:
         return "no direction is kept"
     reached = count < len(ritz.values_J)  # else the bound is not the last one's
     if reached and 2 * provable_level(count, float(ritz.values_J[:count].sum())) > bound:
-        return "no proof tells directions so small from none"
+        return "no proof distinguishes directions so small from none"
     if expected > largest:
         return f"would need a basis of more than {largest:.0f} vectors"
     exact = ritz.residuals_J[:count] <= tolerance
@@ -309,7 +309,7 @@ def _cut(ritz: _Ritz, count: int, bound: float, tolerance: float) -> tuple[int, 
 
 
 def _expected(estimate: float) -> float:
-    """Size of the basis that so many wanted pairs usually need."""
+    """Size of the basis that this many wanted pairs usually need."""
     return BASIS_PER_PAIR * estimate + FIRST_LOOK * BLOCK
 
 
@@ -389,7 +389,7 @@ def quantile(values_J: Tensor, counts_J: Tensor, rank: float) -> float:
 
 
 def _quantiles(values_J: Tensor, counts_J: Tensor, count: int) -> Tensor:
-    """So many values that stand for equal shares of the spectrum."""
+    """`count` values that stand for equal shares of the spectrum."""
     return _at(values_J, counts_J, (torch.arange(count, dtype=torch.float64) + 0.5) * (float(counts_J.sum()) / count))
 
 

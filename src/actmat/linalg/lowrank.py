@@ -74,8 +74,8 @@ def common_bases(deltas: Sequence[LowRank]) -> CommonBases:
 def core_bases(deltas: Sequence[LowRank]) -> tuple[CommonBases, Retries]:
     """The core space: singular vectors of `[b_1 ... b_T]` and `[a_1; ...; a_T]`, and every delta in them, exactly.
 
-    Unlike the bases of `common_bases` these do not depend on the order of the experts, but for signs: what a rule that
-    looks at single entries gives in them is a property of the adapters. Directions of a zero singular value are zero
+    Unlike the bases of `common_bases` these do not depend on the order of the experts, except for signs, so that the
+    result of an elementwise method in them depends on the adapters only. Directions of a zero singular value are zero
     in every core; an expert both of whose factors are zero adds none. Cost `O((O + I) r'^2)` with `r' = sum_t R_t`.
     """
     spanning = [d for d in deltas if bool(d.b_OR.any()) or bool(d.a_RI.any())] or deltas
@@ -113,7 +113,7 @@ class Truncated:
 
 
 def truncate(delta: LowRank, rank: int, *, rtol: float = 2.0**-40) -> Truncated:
-    """Truncate to `rank` (Eckart-Young), or pad with zeros where the delta has fewer directions. float64 inside.
+    """Truncate to `rank` (Eckart-Young), or pad with zeros if the delta has fewer directions. float64 inside.
 
     The singular values are shared between the factors (balanced), so that neither is much larger than the other.
     `rtol` only decides what is counted as `rank`. Cost `O((O + I) R^2 + R^3)`.

@@ -48,7 +48,7 @@ def gram(rows: int, width: int) -> Operation:
 
 
 def cholesky(size: int, *, inverse: bool = False) -> Operation:
-    """Factorization of a symmetric `N x N` matrix, with its inverse if asked for."""
+    """Factorization of a symmetric `N x N` matrix, with its inverse if requested."""
     return Operation("cholesky", size**3 // 3 + (2 * size**3 // 3 if inverse else 0))
 
 

@@ -37,7 +37,7 @@ def largest_entry(tensors: Iterable[Tensor]) -> float:
 
 
 def scaled(tensor: Tensor, exponent: float, out: Tensor | None = None) -> Tensor:
-    """`tensor * 2^exponent`: the tensor itself for 0, else a new one, or `out`. Rounded once, where it underflows."""
+    """`tensor * 2^exponent`: the tensor itself for 0, else a new one, or `out`. Rounded once, if it underflows."""
     if exponent == 0 and out is None:
         return tensor
     half = exponent // 2  # float32 does not hold 2^160

@@ -20,8 +20,8 @@ compute dtype does not decide the rank.
   so `s_i` is off by `eps s_1 kappa_i / 2`, and the products `v_i . v_j` of the vectors `A^T u_i / s_i` by about
   `eps kappa_i kappa_j`. An SVD in float32 is off by `2^-24 s_1` and its vectors by `2^-24 kappa_i`; the Gram route is
   the better one while `kappa <= 2^29`, and the numerical range ends at `kappa = 2^20`. Used for float32
-  accuracy: one matrix product and a symmetric eigenproblem of the short side, instead of a bidiagonalisation. Where
-  few triplets of a large matrix are asked for, only these are computed, and proven to be the largest (`linalg.krylov`).
+  accuracy: one matrix product and a symmetric eigenproblem of the short side, instead of a bidiagonalisation. If
+  few triplets of a large matrix are requested, only these are computed, and proven to be the largest (`linalg.krylov`).
 
 Source: G. Golub, C. Van Loan, "Matrix Computations", 4th ed., sections 8.6 and 5.4.8.
 """
@@ -49,15 +49,15 @@ COLUMNS = 2048
 
 
 Way = tuple[int, str]
-"""Size of the Krylov basis that a part of the triplets came from, or 0; why there was none where one was asked for."""
+"""Size of the Krylov basis that a part of the triplets came from, or 0; and why a requested part was not used."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinSVD:
     """`A ~ u_OK diag(s_K) v_IK^T`, singular values descending, float64, zeros beyond the numerical rank.
 
-    `rank` (int64, batch shape) is the numerical rank of the whole matrix, capped at `K` where only `K`
-    triplets were computed, which `way` tells. `retries` names the retries of a decomposition that did not converge at
+    `rank` (int64, batch shape) is the numerical rank of the whole matrix, capped at `K` if only `K`
+    triplets were computed, see `way`. `retries` names the retries of a decomposition that did not converge at
     once, see `linalg.lapack`.
     """
 

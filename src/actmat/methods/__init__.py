@@ -60,7 +60,7 @@ def get_method(name: str | MergeMethod) -> MergeMethod:
     A declaration is returned as it is.
 
     Raises:
-        RecipeError: no such method, or one that cannot be loaded; the message offers the nearest name and lists all.
+        RecipeError: no such method, or one that cannot be loaded; the message suggests a similar name and lists all.
 
     >>> get_method("average").acts_on
     'elementwise'

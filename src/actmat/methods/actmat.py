@@ -31,9 +31,9 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     The layer-wise interference of a merged delta `D` on expert `t` is `tr((D - D_t) C_t (D - D_t)^T)`, `C_t` the second
     moment of the layer's inputs. Fine-tuning writes that moment into the delta, so `D_t^T D_t` takes its place, and no
     data is needed. `D*` is the minimizer of `sum_t w_t ||(D - D_t) D_t^T||_F^2` of least norm, up to the cut-off; the
-    defaults are the paper's rule. Multiplying all `K_t` by one number changes nothing. Experts whose row spaces are
-    linearly independent are all met, `D* D_t^T = D_t D_t^T`, whatever the weights; where the row spaces are orthogonal,
-    that is the plain sum.
+    defaults are the paper's rule. Multiplying all `K_t` by one number changes nothing. If the row spaces of the
+    experts are linearly independent, every expert is reproduced, `D* D_t^T = D_t D_t^T`, whatever the weights; if they
+    are orthogonal, `D*` is the plain sum.
 
     Weights are non-negative, one per expert; they multiply `K_t`. The base is used by `form="weight"` only.
 
@@ -71,7 +71,7 @@ def rule(  # noqa: PLR0913 - options of a method are parameters of its function
     if form == "weight" and not (null == "zero" and filter in ("hard", "adaptive")):
         raise RecipeError(
             f"actmat: form='weight' takes null='zero' and filter='hard' or 'adaptive'; got null='{null}' and "
-            f"filter='{filter}'. It sets cut directions to zero, which leaves nothing to fill. Take form='delta'."
+            f"filter='{filter}'. It sets cut directions to zero, which leaves nothing to fill. Use form='delta'."
         )
     return InterferenceRule(
         estimator=Estimator(trim=trim, center=center, power=power, normalize=normalize),

@@ -19,7 +19,7 @@ def merge(deltas: Sequence[Tensor], *, weights: Weights = None) -> Merged:
 
         D* = sum_t w_t D_t / sum_t w_t
 
-    All weights are 1 unless given. It is what actmat does with every tensor that the chosen method does not act on.
+    All weights are 1 unless given. Used for every tensor that the chosen method does not act on.
 
     Raises:
         RecipeError: the weights sum to zero.

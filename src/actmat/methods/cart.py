@@ -42,7 +42,7 @@ def merge(
 
     Args:
         rank: share of the directions that is kept of each expert's distance from the average.
-        scaling: of the sum (not the mean) of the kept directions.
+        scaling: factor of the sum (not the mean) of the kept directions.
         rounding: "down" as in the code of the authors' group; "up" (without the least of one) as in Core Space's.
         rtol: directions at or below `rtol ||D_t||` count as zero.
 

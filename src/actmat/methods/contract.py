@@ -83,7 +83,7 @@ class Bounds:
 Weights = Sequence[float] | None
 Fraction = Annotated[float, Bounds(0, 1)]
 Fractions = Annotated[float | list[float], Bounds(0, 1)]
-"""One number for all experts, or a list with one for each."""
+"""One number for all experts, or a list with one number each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class MergeMethod:
         laws: properties that hold for any input (default options, float64); the conformance tests check each.
         declared_by: function whose keyword-only parameters are the options and whose docstring describes the method,
             where `merge` takes `**given`; default: `merge`.
-        takes: those of `NEEDS` that such a `merge` takes.
+        takes: the members of `NEEDS` that such a `merge` takes.
         needs_statistics: kinds without which it cannot merge.
         max_experts: for which the method is defined; None: any number.
         combine: `(gram, *, <weights>, <options>) -> Combination`, where the result is a sum over `D_1 .. D_T` (with
@@ -226,7 +226,7 @@ class MergeMethod:
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """Those of `NEEDS` that the method takes."""
+        """The members of `NEEDS` that the method takes."""
         if self.declared_by is not None:
             return frozenset(self.takes)
         parameters = inspect.signature(self.merge).parameters.values()
@@ -281,7 +281,7 @@ class MergeMethod:
     def why_dense(
         self, options: Mapping[str, Any], n_experts: int, weights: Sequence[float] | None = None
     ) -> str | None:
-        """Why low-rank deltas cannot be merged in factored form; None where they can. Errors as `LowRankForm`."""
+        """The reason why low-rank deltas cannot be merged in factored form, or None. Errors as `LowRankForm`."""
         if self.lowrank is None:
             kind = "acts on single entries" if self.acts_on != "matrix" else "has no low-rank form"
             return f"{self.name} {kind}"
@@ -351,7 +351,7 @@ ELSEWHERE: Mapping[str, str] = {"normalize": _NORMALIZE, "normalise": _NORMALIZE
 
 @cache
 def _adapter(kind: Any) -> Any:
-    from pydantic import TypeAdapter  # imported late: listing methods needs none
+    from pydantic import TypeAdapter  # imported late: listing methods does not need it
 
     return TypeAdapter(kind, config={"strict": True, "arbitrary_types_allowed": True})
 

@@ -32,7 +32,7 @@ def merge(
 
         D* = rule(m_1 D_1 / d, ..., m_T D_T / d),   m_t ~ Bernoulli(d) per entry
 
-    `E[m D / d] = D`, and sparse deltas of different experts collide less. The masks depend only on the generator: one
+    `E[m D / d] = D`, and sparse deltas of different experts overlap less. The masks depend only on the generator: one
     seed per expert is drawn from it, in expert order, and each mask is drawn in the order of the entries, exact to
     2^-50 in probability (see `linalg.masks.mask.Drop`).
 

@@ -46,11 +46,11 @@ def merge(
 
     The public code is two programs: one for full fine-tuning, which does not smooth the singular values, and one for
     LoRA, which does, with 16 directions of each expert. `k` and `smoothing` choose between them. Directions beyond an
-    expert's numerical rank are left out where the code takes LAPACK's null-space vectors.
+    expert's numerical rank are left out; the code takes LAPACK's null-space vectors there.
 
     Args:
         density: share of a core's entries that is kept, at least one; of `min(O, I)^2` entries, or of `(T k)^2`
-            where `k` is given.
+            if `k` is given.
         k: directions of each expert, instead of `floor(min(O, I) / T)`; 16 in the LoRA code.
         smoothing: of an expert's kept singular values, with their sum: "none"; "mean", all equal; "linear", falling
             evenly from `min(rho, s_1 / s_K)` times the last to the last.
@@ -116,9 +116,9 @@ def _merge(
 
 
 def _top(core_JJ: Tensor, kept: int, rtol: float) -> Tensor:
-    """The entries whose magnitude reaches that of the `kept`-th, less those that are rounding of the largest.
+    """The entries whose magnitude reaches that of the `kept`-th, except those within rounding error of the largest.
 
-    Rounding has a sign, and would count as a vote: experts that have nothing in common would halve one another.
+    Rounding errors have a sign and would count as votes: disjoint experts would halve one another.
     """
     size_JJ = core_JJ.abs()
     top = size_JJ.flatten().topk(min(kept, size_JJ.numel())).values
@@ -126,7 +126,7 @@ def _top(core_JJ: Tensor, kept: int, rtol: float) -> Tensor:
 
 
 def _agreeing_mean(votes: Tensor) -> Tensor:
-    """Mean, entry by entry over the first axis, of those that have the sign of the sum; 0 where it is 0."""
+    """Mean, entry by entry over the first axis, of the votes with the sign of the sum; 0 if the sum is 0."""
     sign = votes.sum(0).sign()
     agreeing = (votes.sign() == sign) & (sign != 0)
     return (votes * agreeing).sum(0) / agreeing.sum(0).clamp_min(1)
@@ -165,7 +165,7 @@ DC_MERGE = MergeMethod(
     lowrank=in_cores(merge),
     cost=MethodCost(workspace=_workspace, operations=_operations),
     plan_note=(
-        "one expert alone is not returned unchanged: 'density' of min(O, I)^2 entries is fewer than its singular "
+        "a single expert is not returned unchanged: 'density' of min(O, I)^2 entries is fewer than its singular "
         "values in small layers ('entries_kept' in the records)"
     ),
 )

@@ -38,11 +38,11 @@ SUM_LAWS: frozenset[Law] = LINEAR_LAWS | {"zero_expert"}
 
 Options = Mapping[str, Any]
 When = bool | Callable[..., bool]
-"""A fact of a method: always, never, or a function of the arguments that its documentation names."""
+"""A property of a method: always, never, or a function of the arguments named in its documentation."""
 
 
 def holds(when: When, *given: Any) -> bool:
-    """The fact, for these arguments."""
+    """True if the property holds for these arguments."""
     return when if isinstance(when, bool) else when(*given)
 
 
@@ -115,12 +115,12 @@ class LowRankForm:
     Args:
         merge: takes the needs and options of the dense merge.
         why_not: `(options, n_experts, weights) -> reason` for which `merge` does not apply, in one sentence without a
-            full stop, or None where it does; `merge` raises ValueError exactly where a reason is given. May raise
+            full stop, or None if it applies; `merge` raises ValueError exactly if there is a reason. May raise
             RecipeError for weights that no form takes. None: it applies under all options.
         keeps_row_space: every row of the result lies in the span of the rows of all deltas, so that maps which are
             packed into one tensor and merged separately still share their rows.
-        meets_all: of `options`; experts whose row spaces are linearly independent are all met exactly, so that there
-            their weights, if positive, have no effect.
+        meets_all: of `options`; experts with linearly independent row spaces are all reproduced exactly, so that
+            positive weights have no effect on them.
     """
 
     merge: Callable[..., MergedLowRank]

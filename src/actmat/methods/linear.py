@@ -56,7 +56,7 @@ def merge_lowrank(
     """The same sum in factored form, of rank `sum_t R_t` at most; not with `normalize` off (ValueError)."""
     share, total = _shares(len(deltas), weights, normalize)
     if not normalize:
-        raise ValueError(f"{_SCALES_THE_BASE}. Take task_arithmetic with scaling=1 to sum deltas.")
+        raise ValueError(f"{_SCALES_THE_BASE}. Use task_arithmetic with scaling=1 to sum deltas.")
     return MergedLowRank(weighted_sum(deltas, [w / total for w in share]))
 
 

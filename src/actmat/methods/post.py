@@ -60,7 +60,7 @@ Step = tuple[PostStep, Mapping[str, Any]]
 
 
 def apply_steps(value: Tensor, deltas: Sequence[Tensor], steps: Sequence[Step]) -> Merged:
-    """The steps one after the other, and their records together."""
+    """Apply the steps in order, and join their records."""
     stats: dict[str, Any] = {}
     for step, options in steps:
         changed = step.apply(value, deltas, **options)
@@ -78,7 +78,7 @@ def apply_steps_lowrank(value: LowRank, deltas: Sequence[LowRank], steps: Sequen
 
 
 def boost(merged: Tensor, deltas: Sequence[Tensor], *, beta: Fraction = 0.01) -> Merged:
-    """Raise the small singular values of the merged delta to one that beta of their sum reaches.
+    """Raise the small singular values of the merged delta to the one at which the largest reach beta of their sum.
 
         D = U diag(s) V^T;   D* = U diag(max(s, s_k)) V^T,
         k the first index with (s_1 + .. + s_k) / sum(s) >= beta
@@ -105,7 +105,7 @@ def boost(merged: Tensor, deltas: Sequence[Tensor], *, beta: Fraction = 0.01) ->
 
 
 def boost_lowrank(merged: LowRank, deltas: Sequence[LowRank], *, beta: float = 0.01) -> MergedLowRank:
-    """The same on factors: only directions that the product has are raised. Exact, in float64."""
+    """The same on factors: only nonzero directions of the product are raised. Exact, in float64."""
     core_PQ, left_OP, right_IQ = orthogonal_core(merged)
     core = thin_svd(core_PQ)
     raised_K, stats = _raised(core, beta)
@@ -133,7 +133,7 @@ def isotropize(merged: Tensor, deltas: Sequence[Tensor], *, mean: SpectrumMean =
 
         D = U diag(s) V^T;   D* = mean(s) U V^T
 
-    It is `iso_c` without its sum, after any method. Null directions stay null.
+    The last step of `iso_c`, after any method. Null directions stay null.
 
     Args:
         deltas: unused.
@@ -193,7 +193,7 @@ def at_mean_norm_lowrank(merged: LowRank, deltas: Sequence[LowRank]) -> MergedLo
 
 
 def _to_mean(norms: Sequence[Tensor]) -> Tensor:
-    """The mean of the norms but the first that are not zero, by the first; 1 where it is zero."""
+    """Mean of the nonzero norms except the first, divided by the first; 1 if the first is zero."""
     norm, own = norms[0], torch.stack(list(norms[1:]))
     mean = own.sum(0) / (own > 0).sum(0).clamp(min=1)
     return torch.where(norm > 0, mean / norm.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
@@ -217,7 +217,7 @@ def get_step(name: str) -> PostStep:
     """The step called `name`.
 
     Raises:
-        RecipeError: no such step; the message offers the nearest name and lists all.
+        RecipeError: no such step; the message suggests a similar name and lists all.
 
     >>> get_step("isotropize").options["mean"].default
     'all'

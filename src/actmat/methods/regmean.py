@@ -31,8 +31,8 @@ def rule(
         off_diagonal: factor on the off-diagonal entries of every Gram. 1 as in the ACTMat paper; 0.9 in the original.
         normalize: "trace" divides every Gram by its trace, so that experts with more or larger inputs do not lead.
         form: "delta" keeps the base weights in directions that no data reached. "weight", for study, solves for the
-            weights `W_t` as first published: the same answer where the summed Gram is regular, but elsewhere it sets
-            the weights to zero, base included.
+            weights `W_t` as first published: the same answer if the summed Gram is regular; otherwise it sets the
+            weights in these directions to zero, base included.
 
     Raises:
         StatisticsError: no Gram matrices, or of the wrong number or shape.

@@ -23,9 +23,9 @@ def merge(deltas: Sequence[Tensor], *, base: Tensor, t: float = 0.5, linear_abov
 
         W* = [sin((1-t) a) X + sin(t a) Y] / sin(a),   cos a = <X, Y> / (|X| |Y|)
 
-    On the circle the norm does not shrink half-way, as it does on the chord. Each tensor is one vector, with an angle
-    `a` of its own. One expert: from the base (`X = W_0`) to it (`Y = W_1`). Two experts: from the first to the second.
-    Where the angle says nothing (|cos| above `linear_above`, or a zero tensor) the interpolation is linear.
+    On the circle the norm does not shrink half-way, as it does on the chord. Each tensor is one vector, with its own
+    angle `a`. One expert: from the base (`X = W_0`) to it (`Y = W_1`). Two experts: from the first to the second.
+    If the angle is undefined (|cos| above `linear_above`, or a zero tensor) the interpolation is linear.
 
     Args:
         t: position between the ends, 0 = first, 1 = second; outside of [0, 1] the path goes on beyond an end.

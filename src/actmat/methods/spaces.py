@@ -5,7 +5,7 @@
               side and of all `a_t` one below the other
     factors   it sees `b_1 .. b_T`, then `a_1 .. a_T`, and `D* = b a`
     pico      it sees `S b_t a_t`, where `S` damps output directions that the `b_t` share, and `D*` gets the mean norm
-              of the experts' deltas; `pico_unscaled` leaves it the norm that the method gives
+              of the experts' deltas; `pico_unscaled` keeps the method's norm
 
 Core space: A. Panariello et al., "Accurate and Efficient Low-Rank Model Merging in Core Space", NeurIPS 2025.
 Pico: Y. Tang and Y. Yang, "Crowded in B-Space: Calibrating Shared Directions for LoRA Merging", 2026, arXiv:2604.16826.
@@ -45,15 +45,15 @@ def merge_in_core(
     options: Mapping[str, Any],
     steps: Sequence[Step] = (),
 ) -> MergedLowRank:
-    """`D* = U method(M_1 .. M_T) V^T` with `M_t = U^T b_t a_t V`, which loses nothing of any delta.
+    """`D* = U method(M_1 .. M_T) V^T` with `M_t = U^T b_t a_t V`, which preserves every delta exactly.
 
     Args:
         deltas: one per expert, in two dimensions, float64.
         needs, options: keyword arguments of the method.
         steps: matrix steps of post-processing, which act in the space.
 
-    The inputs do not determine the singular vectors of a repeated singular value, nor the result of a method that looks
-    at single entries in their basis. A change of their signs changes no method that treats plus and minus alike.
+    The inputs do not determine the singular vectors of a repeated singular value, nor the result of an elementwise
+    method in their basis. A change of their signs changes no method that treats plus and minus alike.
     """
     bases, retries = core_bases(deltas)
     cores = list(bases.cores_PQ)
@@ -141,34 +141,34 @@ def space_problems(space: Space, method: MergeMethod, options: Mapping[str, Any]
     problems = []
     where = f"'space: {space}'"
     if method.uses_base(options):
-        problems.append(f"{where}: method '{method.name}' looks at the base's weights, which have no part in it")
+        problems.append(f"{where}: method '{method.name}' reads the base's weights, which do not exist in this space")
     if method.needs_statistics:
         kinds = ", ".join(method.needs_statistics)
         problems.append(f"{where}: method '{method.name}' takes statistics ({kinds}), which belong to the full space")
     if method.survey is not None and method.survey.applies(options):
         problems.append(
-            f"{where}: method '{method.name}' wants a pass over the whole model with these options, and surveys see "
+            f"{where}: method '{method.name}' needs a pass over the whole model with these options, and surveys see "
             "full deltas; rank within each tensor instead (-o trim=tensor)"
         )
     if space in CALIBRATED and (why_dense := method.why_dense(options, n_experts)):
         problems.append(
-            f"{where}: only factors are calibrated, and {why_dense}; take a method that merges factors, such as "
+            f"{where}: only factors are calibrated, and {why_dense}; use a method that merges factors, such as "
             "dc_merge, cart, tsv or average"
         )
     if space == "factors" and method.acts_on == "matrix":
         problems.append(
-            f"{where}: method '{method.name}' acts on linear maps, and a factor is half of one; take 'space: core', or "
+            f"{where}: method '{method.name}' acts on linear maps, and a factor is half of one; use 'space: core', or "
             "a method on entries such as ties, dare or linear"
         )
     return problems
 
 
 def space_words(space: Space, method: MergeMethod, options: Mapping[str, Any]) -> str:
-    """Words for the plan: in which space a method works, and whether that changes its result."""
+    """Text for the plan: the space in which a method works, and whether this changes its result."""
     if space == "full":
         return ""
     if space == "factors":
-        return " of A and of B apart (not the rule on deltas: their product mixes experts)"
+        return " of A and of B apart (unlike the method on deltas: their product mixes experts)"
     if space in CALIBRATED:
         size = " and given the experts' mean norm" if space == "pico" else ""
         return f" of deltas whose shared output directions are damped (Pico){size}"
@@ -176,5 +176,5 @@ def space_words(space: Space, method: MergeMethod, options: Mapping[str, Any]) -
     if sums and not method.uses_base(options):
         return " in the core space (equal to the full space)"
     if method.lowrank is not None and method.laws >= ROTATIONS:
-        return " in the core space (equal to the full space but for counts of its sides)"
-    return " in the core space (another result than in the full space: the rule depends on the basis)"
+        return " in the core space (equal to the full space except for counts of its sides)"
+    return " in the core space (not the result of the full space: the method depends on the basis)"

@@ -49,7 +49,7 @@ def merge(
     rescale: Literal["none", "l1"] = "none",
     variant: Variant = "original",
 ) -> Merged:
-    """Keep the largest entries of each delta, elect a sign per entry, average what agrees with it.
+    """Keep the largest entries of each delta, elect a sign per entry, average the entries that agree with it.
 
         y_t = w_t top_d(D_t);   s = sign(sum_t y_t)
         D* = sum_{t in A} y_t / sum_{t in A} w_t,   A = {t: sign(y_t) = s}
@@ -74,7 +74,7 @@ def merge(
             two or three more passes over the inputs). Over the whole model all entries equal to a threshold stay.
         reduce: mean or sum of the agreeing entries (the divisor `sum w_t` is left out).
         rescale: `l1` gives each trimmed delta its L1 norm back, by one factor (mergekit's `rescale`); `none` leaves it.
-        variant: whose counting rule and tie-breaks, see the table of variants.
+        variant: implementation whose counting rule and tie-breaks apply, see the table of variants.
 
     Source:
         P. Yadav et al., "TIES-Merging: resolving interference when merging models", NeurIPS 2023, arXiv:2306.01708.
@@ -113,7 +113,7 @@ def merge(
 
 
 def kept_entries(density: float, total: int, *, variant: Variant) -> int:
-    """Number of the `total` entries that a variant keeps; none for density 0, all for density 1."""
+    """Number of the `total` entries that a variant keeps; 0 for density 0, all for density 1."""
     if density <= 0 or density >= 1:
         return 0 if density <= 0 else total
     if variant == "actmat":
@@ -125,7 +125,7 @@ def kept_entries(density: float, total: int, *, variant: Variant) -> int:
 
 @dataclass(slots=True)
 class TrimSurvey:
-    """Rounds that find the thresholds, then one round of votes where canceled votes follow the majority."""
+    """Rounds that find the thresholds, then one round of votes if canceled votes follow the majority."""
 
     selections: list[StreamedCut]
     wants_votes: bool
@@ -181,7 +181,7 @@ def _finish(state: TrimSurvey) -> GlobalTrim:
 
 
 SURVEY = Survey(lambda options: options["trim"] == "global", _start, _observe, _fork, _join, _advance, _finish)
-"""Thresholds of a whole model, over as many passes as it takes to find them."""
+"""Thresholds of a whole model, over as many passes as needed."""
 
 TIES = MergeMethod(
     "ties",

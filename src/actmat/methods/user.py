@@ -24,17 +24,17 @@ GROUP: Final = "actmat.methods"
 
 
 def is_user_method(name: str) -> bool:
-    """True if a method's name means a file, `PATH.py:NAME`."""
+    """True if a method's name refers to a file, `PATH.py:NAME`."""
     path, colon, _ = name.rpartition(":")
     return bool(colon) and path.endswith(".py")
 
 
 def load_installed_method(name: str) -> MergeMethod | None:
-    """The method of an extra or another distribution; None where no entry point has this name.
+    """The method of an extra or another distribution; None if no entry point has this name.
 
     Raises:
         MergeError: it cannot be imported.
-        RecipeError: it is no `MergeMethod` of this name.
+        RecipeError: it is not a `MergeMethod` of this name.
     """
     found = load(GROUP, name, object)
     if found is not None and (not isinstance(found, MergeMethod) or found.name != name):
@@ -84,5 +84,5 @@ def _load(name: str, digest: str) -> MergeMethod:
 def _file(name: str) -> Path:
     path = Path(name.rpartition(":")[0])
     if not os.path.isfile(path):
-        raise RecipeError(f"method '{name}' names the file {path}, and there is none; write PATH.py:NAME.")
+        raise RecipeError(f"method '{name}' names the file {path}, which does not exist; write PATH.py:NAME.")
     return path

@@ -22,7 +22,7 @@ from actmat.recipe import Recipe
 def resolve_roles(
     recipe: Recipe, specs: Mapping[str, TensorSpec], config: Mapping[str, Any] | None
 ) -> tuple[LayoutMap, list[str]]:
-    """Layouts of all tensors, without ties where the recipe says so; and what is wrong with its `roles`."""
+    """Layouts of all tensors, without ties if the recipe says so; and problems with its `roles`."""
     overrides = [
         RoleOverride(
             match=r.match,
@@ -50,11 +50,11 @@ class Alignment:
 
     Args:
         canonical: base tensors to be merged or copied, in storage order -> tied names stored next to them.
-        sources: for each canonical tensor, its name in each expert (None where the expert lacks it).
+        sources: for each canonical tensor, its name in each expert (None if the expert lacks it).
         twins: for each canonical tensor, the other names under which each expert stores it too.
         ignored: per expert, its tensors that the base does not have.
         problems: why the merge cannot be done, one sentence each.
-        notes: what was decided on the way.
+        notes: decisions made.
     """
 
     canonical: Mapping[str, tuple[str, ...]]
@@ -128,7 +128,7 @@ def align(
 
 
 def _table_for(head: str, expert: Expert, table: str | None) -> str | None:
-    """The tensor of an expert that stands for an output head: one without a config is tied as the base was."""
+    """The tensor of an expert that stands for an output head; an expert without a config is tied like the base."""
     found = tied_partner(head, expert.specs, expert.config)
     return table if found is None and expert.config is None and table in expert.specs else found
 
@@ -140,7 +140,7 @@ def _ignored_note(label: str, extra: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Renaming:
-    """The expert's names begin otherwise: pairs of a beginning in the base, and in the expert; the first that fits."""
+    """Other beginnings of the expert's names: pairs of the base's and the expert's; the first that fits counts."""
 
     pairs: tuple[tuple[str, str], ...]
 
@@ -150,7 +150,7 @@ class _Renaming:
     def describe(self) -> str:
         (old, new), *more = self.pairs
         if more or (old and new):
-            return "names its tensors otherwise: " + ", ".join(f"'{a}' is '{b}' there" for a, b in self.pairs)
+            return "names its tensors differently: " + ", ".join(f"'{a}' is '{b}' there" for a, b in self.pairs)
         return f"stores its tensors {'without' if old else 'under'} the prefix '{old or new}'"
 
 
@@ -178,7 +178,7 @@ def _groups(specs: Mapping[str, TensorSpec], ties: Mapping[str, str]) -> dict[st
 
 
 def _renaming(base: Mapping[str, TensorSpec], expert: Mapping[str, TensorSpec]) -> _Renaming | None:
-    """The one renaming that makes more of the base's names known to the expert than its absence does, if any."""
+    """The renaming, if any, by which the expert has more of the base's names than without it."""
     direct = sum(n in expert for n in base)
     if direct == len(base):
         return None

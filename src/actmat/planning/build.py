@@ -39,15 +39,15 @@ def build_plan(
     statistics: ExpertStatistics | None = None,
     base_config: Mapping[str, Any] | None = None,
 ) -> MergePlan:
-    """The plan of a merged model, of an adapter that is extracted, or of merged adapters where no base is given.
+    """The plan of a merged model, of an adapter that is extracted, or of merged adapters without a base.
 
     Args:
-        recipe: what is wanted.
+        recipe: of the merge.
         base: the checkpoint that deltas are added to; None: the output is an adapter.
         experts: in the recipe's order; adapters for an adapter.
         room: devices that may merge items.
         statistics: of the experts, for methods that need them.
-        base_config: of an adapter's base, its `config.json`, where it is known: it tells packed projections apart.
+        base_config: `config.json` of an adapter's base, if known; it identifies packed projections.
 
     Raises:
         AlignmentError: the inputs do not fit together or the recipe does not fit them; carries all problems.
@@ -111,7 +111,7 @@ def _notes(
 
 
 def _remarks(inputs: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
-    """Remarks of named inputs; the same remark of several in one."""
+    """Remarks of named inputs; a remark that several inputs share is listed once."""
     found: dict[str, list[str]] = {}
     for name, remarks in inputs:
         for text in remarks:
@@ -125,12 +125,12 @@ def _method_notes(items: Sequence[Item], n_experts: int) -> list[str]:
     declared = [f"{name}: {method.plan_note}" for name, method in used.items() if method.plan_note]
     calls = [i.call for i in items if n_experts == 1 and i.action == "merge" and i.call is not None]
     changing = dict.fromkeys(call.method for call in calls if not _adds(call))
-    alone = [f"one expert, which {name} does not add as it is: '-m linear' does" for name in changing]
+    alone = [f"with one expert, {name} changes its delta: use -m linear to add it unchanged" for name in changing]
     return [*declared, *alone, *_weight_notes(items)]
 
 
 def _adds(call: MethodCall) -> bool:
-    """True if a call for one expert gives its delta back as it is."""
+    """True if a call for one expert returns its delta unchanged."""
     if call.method == "task_arithmetic":
         return call.options == WHOLE
     method = get_method(call.method)
@@ -138,7 +138,7 @@ def _adds(call: MethodCall) -> bool:
 
 
 def _weight_notes(items: Sequence[Item]) -> list[str]:
-    """Weights that were given and cannot matter: the ranks of adapters leave their row spaces independent."""
+    """Note on weights without effect: the ranks of adapters leave their row spaces independent."""
     given = {i.name: i.call for i in items if i.call is not None and len(set(i.call.weights or ())) > 1}
     calls = {n: c for n, c in given.items() if get_method(c.method).meets_all(c.options) and min(c.weights or ()) > 0}
     vain = [i for i in items if i.name in calls and calls[i.name].space in KEEP_ROWS and _has_independent_rows(i)]
@@ -146,10 +146,10 @@ def _weight_notes(items: Sequence[Item]) -> list[str]:
         return []
     methods = ", ".join(dict.fromkeys(calls[i.name].method for i in vain))
     return [
-        f"the weights have no effect in {len(vain)} of {len(given)} tensors, as far as the row spaces of the adapters "
-        "are independent (their ranks add up to no more than the tensor has inputs; those of adapters trained apart "
-        f"mostly are): {methods} meets every expert there, and weights change only rounding and what its cut-off "
-        "drops. Methods that obey weights: linear, task_arithmetic, ties"
+        f"the weights have no effect in {len(vain)} of {len(given)} tensors if the row spaces of the adapters are "
+        "independent (their ranks add up to at most the tensor's inputs; those of separately trained adapters "
+        f"mostly are): {methods} reproduces every expert there, and weights change only rounding and its "
+        "cut-off. Methods that use weights: linear, task_arithmetic, ties"
     ]
 
 
@@ -171,7 +171,7 @@ def _place_notes(base: Checkpoint | None, room: DeviceRoom) -> list[str]:
 
 
 def versions_of(items: Sequence[Item]) -> dict[str, str]:
-    """Versions of the software here that computes the answer, and of methods from elsewhere."""
+    """Versions of the software on this machine that determines the output, and of methods from elsewhere."""
     others = {i.call.method for i in items if i.call is not None} - {m.name for m in METHODS}
     versions = {"actmat": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return versions | {name: found for name in sorted(others) if (found := method_version(name)) is not None}
@@ -195,7 +195,7 @@ def _summary(label: str, source: Checkpoint | Expert, kind: Any, ignored: tuple[
 
 
 def _commits(source: Checkpoint | Expert) -> tuple[str, str]:
-    """Commit of a repository on the hub, and the text of a stack of such; empty for what is elsewhere."""
+    """Commit of a repository on the hub, and the text of a stack of such; empty for any other location."""
     try:
         handle = source.handle()
     except CheckpointError:  # tensors in memory have no address

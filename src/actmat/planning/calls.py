@@ -18,7 +18,7 @@ from actmat.recipe.values import Entry, Gradient, Value, is_varying, leaves
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """TensorPlace of a tensor in depth: layer number `layer` of `count`; None outside of all layers."""
+    """Position of a tensor in depth: layer number `layer` of `count`; None outside of all layers."""
 
     layer: int | None = None
     count: int = 0
@@ -34,7 +34,7 @@ def depth_of(name: str) -> int | None:
 
 
 def places_of(names: Iterable[str]) -> dict[str, TensorPlace]:
-    """Places of all tensors that are in layers.
+    """Positions of all tensors that are in layers.
 
     Names that agree before the layer's number form one stack (an encoder and a decoder count apart).
 
@@ -62,9 +62,9 @@ def depth_factors(names: list[str], first: float, last: float) -> dict[str, floa
 
 
 def resolved(value: Value, name: str, place: TensorPlace) -> Any:
-    """The scalar that a value of a recipe is for the tensor `name`.
+    """Resolve a value of a recipe to the scalar for the tensor `name`.
 
-    Gradients are read at `t = layer / (count - 1)`, 1 where there is one layer; tensors outside of all layers have
+    Gradients are read at `t = layer / (count - 1)`, 1 if there is one layer; tensors outside of all layers have
     the first value.
 
     >>> resolved((0.0, 1.0), "h.1.w", TensorPlace(1, 5))
@@ -100,7 +100,7 @@ def interpolated(values: Sequence[Any], place: TensorPlace) -> Any:
 
 
 def _within(entry: Entry, name: str, place: TensorPlace) -> TensorPlace | None:
-    """TensorPlace of the tensor in the layers that an entry is for; None if it is for others."""
+    """Position of the tensor within the layers of an entry; None if the entry is for others."""
     if entry.layers is None:
         return place
     if isinstance(entry.layers, str):
@@ -125,12 +125,12 @@ def patterns_in(values: Mapping[str, Value]) -> list[tuple[str, str]]:
 
 
 SMALLEST_SUM = 1e-8
-"""Sum of weights by which `normalize` divides at least; weights with a smaller one are left as they are."""
+"""Sum of weights by which `normalize` divides at least; weights with a smaller sum are not normalized."""
 
 
 @dataclass(frozen=True)
 class WeightsTemplate:
-    """Weights of the experts for each tensor; None where all are 1.
+    """Weights of the experts for each tensor; None if all are 1.
 
     Args:
         labels: names of the experts.
@@ -182,7 +182,7 @@ class CallTemplate:
 
     Args:
         method: the merge method.
-        options: its options, all of them, of which some may vary.
+        options: all its options, some of which may vary.
         own: per expert, its own values of options that take one number per expert.
         scale: factor of the merged delta.
         weights: of the experts; None for a method that takes none.
@@ -207,7 +207,7 @@ class CallTemplate:
         return bool(self._varying) or own or isinstance(self.scale, tuple) or weights
 
     def at(self, name: str, place: TensorPlace) -> tuple[MethodCall, str]:
-        """The call for the tensor `name`, and words for what is its own in it.
+        """The call for the tensor `name`, and the words for its individual values.
 
         Raises:
             LookupError: a value has no entry for the tensor; names the value.
@@ -227,7 +227,7 @@ class CallTemplate:
         return call, f" with {'; '.join(words)}" if words else ""
 
     def patterns(self) -> list[tuple[str, str]]:
-        """See `patterns_in`; those of the weights are not among them."""
+        """See `patterns_in`; without those of the weights."""
         own = {f"{n} of expert {k + 1}": v for k, mine in enumerate(self.own) for n, v in mine.items()}
         return patterns_in({f"option '{n}'": v for n, v in self.options.items()} | own | {"scale": self.scale})
 
@@ -262,7 +262,7 @@ class CallTemplate:
             option = self.method.options.get(name)
             if option is None:
                 known = ", ".join(self.method.options) or "none"
-                problems.append(f"an expert has an option '{name}', which {self.method.name} has not; it has: {known}")
+                problems.append(f"an expert has an option '{name}', unknown to {self.method.name}; options: {known}")
                 continue
             if option.problem([0.5] * len(self.own)) is not None:
                 problems.append(
@@ -275,14 +275,14 @@ class CallTemplate:
         survey = self.method.survey
         if self.varies and survey is not None and survey.applies(self.options):
             problems.append(
-                f"method '{self.method.name}' looks at the whole model with these options, so that its numbers must be "
+                f"method '{self.method.name}' measures the whole model with these options, so that its numbers must be "
                 "the same for all tensors: give plain numbers in place of gradients and entries"
             )
         return [f"method '{self.method.name}': {p}" for p in dict.fromkeys(problems)]
 
     @cached_property
     def _fixed(self) -> MethodCall:
-        """The call of all tensors, where nothing varies."""
+        """The call of all tensors, if nothing varies."""
         return self._at("", NOWHERE)[0]
 
     def _varies(self, name: str, value: Value) -> bool:
@@ -317,7 +317,7 @@ class CallTemplate:
 
 
 def _is_gradient(method: MergeMethod, name: str, value: Value) -> bool:
-    """True for a list where the option takes one scalar."""
+    """True for a list if the option takes one scalar."""
     option = method.options.get(name)
     return isinstance(value, list | tuple) and bool(value) and option is not None and option.problem(value) is not None
 

@@ -1,4 +1,4 @@
-"""Choice of the method for every tensor, and the words that say why."""
+"""Choice of the method for every tensor, with the reason in words."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from actmat.recipe.values import Value
 __all__ = ["WHOLE", "Chooser", "Decision", "depth_factors", "depth_of"]
 
 WHOLE = {"scaling": 1.0}
-"""Options of `task_arithmetic` by which it adds one delta as it is."""
+"""Options of `task_arithmetic` by which it adds one delta unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +106,14 @@ class Chooser:
             if has_spectrum(layout) and (self.recipe.space != "full" or self.post):  # else entries only
                 call = dataclasses.replace(call, space=self.recipe.space, post=self.post)
             if (whole := self._added_whole(method, call)) is not None:
-                call, own = whole, f"{own} of one expert, which is its delta: added whole"
+                call, own = whole, f"{own} of one expert is its delta: added whole"
             return Decision("merge", f"{reason}: {method.name}{own}{why}", layout, call)
         except LookupError as missing:
             self._note_missing(missing, spec.name)
             return Decision("average", "", layout)
 
     def _added_whole(self, method: MergeMethod, call: MethodCall) -> MethodCall | None:
-        """The call that adds one delta, where the method would compute the same one with rounding errors; else None."""
+        """The call that adds one delta, if the method would compute the same one with rounding errors; else None."""
         is_alone = len(self.recipe.experts) == 1 and "single" in method.laws and method.acts_on != "elementwise"
         is_plain = call.space == "full" and call.weights in (None, (1.0,)) and not self.recipe.pool
         if is_alone and is_plain and call.options == method.resolve_options({}):  # the law is one of the defaults
@@ -160,7 +160,7 @@ class Chooser:
         if all(side == 1 for side in spec.shape[2:]) and min(spec.shape[:2]) > 1:
             return True, f"{layout.reason}, a linear map of channels", layout
         more = "" if spec.shape[1] == 1 else " (scope: all or a rule merges it unfolded)"
-        return False, f"{layout.reason}: no linear map of one vector{more}", layout
+        return False, f"{layout.reason}: not a linear map of one vector{more}", layout
 
     def average(self, name: str) -> MethodCall:
         """The call for a tensor that the method does not apply to."""
@@ -219,7 +219,7 @@ class Chooser:
         n_experts = len(self.recipe.experts)
         if method.max_experts is not None and n_experts > method.max_experts:
             self.problems.append(
-                f"{where}method '{name}' merges at most {method.max_experts} expert(s), and there are {n_experts}"
+                f"{where}method '{name}' merges at most {method.max_experts} expert(s), but there are {n_experts}"
             )
         if self._weights.is_given and not method.is_weighted:
             self.problems.append(f"{where}method '{name}' takes no weights, but the recipe gives experts weights")

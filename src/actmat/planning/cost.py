@@ -1,4 +1,4 @@
-"""Cost of one item, from shapes, kernel and reading: memory of one worker, operations, and their time on a usual core.
+"""Cost of one item, from shapes, kernel and reading: memory of one worker, operations, and time on a typical core.
 
     peak = raw base + raw chunk of each expert, of one where they    (storage dtype; of the base as well
            are read one after another                                 where it is read with streamed deltas)
@@ -43,7 +43,7 @@ MATRIX_BYTES = 120_000_000
 workspace of a method."""
 
 NOMINAL_FLOPS, NOMINAL_BYTES = 5e10, 5e8
-"""Operations and bytes per second of a usual core. They are constants, not measured: the order of units and the shares
+"""Operations and bytes per second of a typical core. They are constants, not measured: order of units and shares
 of parts follow from them, and must be the same on all machines."""
 
 
@@ -52,11 +52,11 @@ class CallShape:
     """Everything that decides the memory of a method's calls, apart from the tensor and its reading.
 
     Args:
-        method, options: what is called.
+        method, options: of the call.
         n_experts: number of deltas.
         base_itemsize: bytes per entry of the base as stored.
         compute_dtype: dtype of the deltas.
-        caps: limits on the result, which look at the deltas again and may decompose the result.
+        caps: limits on the result, which read the deltas again and may decompose the result.
         post: whether steps of post-processing follow, which decompose the result.
     """
 
@@ -146,7 +146,7 @@ def statistics_bytes(method: MergeMethod, matrices: Sequence[Sequence[int]], n_e
 
 
 def nominal_seconds(flops: int, traffic: int) -> float:
-    """Time of one usual core for so many operations and bytes read and written.
+    """Time of one typical core for these operations and bytes read and written.
 
     >>> nominal_seconds(10**11, 10**9)
     4.0
@@ -161,7 +161,7 @@ def factored_bytes(shape: tuple[int, ...], total_rank: int) -> int:
 
 
 def factored_tensor_bytes(region: Region, call: CallShape, total_rank: int) -> int:
-    """Peak of the merge of a region by its factors: these, the base, its product in float64 and as written."""
+    """Peak of the merge of a region by its factors: the factors, the base, its product in float64 and as written."""
     columns = max(1, math.prod(region.shape[1:]))
     factors = factored_bytes((region.numel // columns, columns), total_rank)
     return factors + MATRIX_BYTES + region.numel * (call.base_itemsize + 8 + 2 * call.width) + CHUNK * 8
@@ -211,7 +211,7 @@ def item_operations(item: Item, compute_dtype: str) -> list[Operation]:
 
 
 def _steps(item: Item, call: MethodCall, *, double: bool) -> list[Operation]:
-    """Each step decomposes the merged matrix and multiplies it out; some look at every expert along its directions."""
+    """Each step decomposes the merged matrix and multiplies it out; some measure every expert along its directions."""
     if not call.post:
         return []
     shapes, inner = item.layout.matrix_shapes(item.shape), None

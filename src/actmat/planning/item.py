@@ -44,7 +44,7 @@ combine      as coefficients: one pass over chunks finds them, a second adds up 
 
 
 class Plain:
-    """Data that is read back from JSON: a field that is not known is a mistake."""
+    """Data that is read back from JSON: an unknown field is an error."""
 
     __slots__ = ()
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
@@ -79,7 +79,7 @@ class FactorPlan(Plain):
         kind, kernel: see `experts.lora.modules.AdapterModule`.
         shape: of the tensor that the delta belongs to, as a model stores it; `tensor` is its name.
         transposed: whether it is stored as `I O`; `turned`: whether `B A` is, of stacked experts.
-        ranks: rank in each expert; 0 where an expert has no delta for the module.
+        ranks: rank in each expert; 0 if an expert has no delta for the module.
         exact_rank: rank that holds every merged delta exactly; `rank`: what is written.
         blocks: rows of packed maps that are merged one by one.
         grams: per logical matrix (block), the key of each expert's Gram; empty for methods that need none.
@@ -100,13 +100,13 @@ class FactorPlan(Plain):
 
 @dataclass(frozen=True, slots=True)
 class Extraction(Plain):
-    """Form in which an adapter that is extracted holds the merged delta of one tensor, see `plan.adapter.extraction`.
+    """Form in which an extracted adapter holds the merged delta of one tensor, see `plan.adapter.extraction`.
 
     Args:
         kind: as the factors of its best approximation, as the whole merged tensor, or not at all.
         module: that holds the tensor, by its name in memory.
-        reason: why.
-        rank: of the factors; `energy`: share of the squared norm that sets it, where no rank is given.
+        reason: in words.
+        rank: of the factors; `energy`: share of the squared norm that sets it, if no rank is given.
         transposed: whether the tensor is stored as `I O`.
         bias: whether it is the bias of a layer that is factored.
         tied: other names of the tensor in the base.
@@ -195,20 +195,20 @@ class Item(Plain):
         shape: of the tensor as stored; `*batch O I` of a module's delta.
         layout: meaning of the tensor.
         action: see `Action`; `reason` says why, in words.
-        kernel: see `Kernel`; `reading`: of its deltas, None where no dense delta is read from storage.
-        outputs: what is written: the tensor and those tied to it; A, B and bias of a module.
+        kernel: see `Kernel`; `reading`: of its deltas, None if no dense delta is read from storage.
+        outputs: written tensors: the tensor and those tied to it; A, B and bias of a module.
         call: the method, for `merge` and `average`.
-        obeys_scale: the merged delta is proportional to the recipe's scale: the method makes it.
-        form: what the method is given.
-        base_dtype: dtype of the base's tensor; empty where the output needs no base.
-        sources: per expert, where its delta comes from (None: the expert lacks it); none for `copy` and `tie`.
+        obeys_scale: the merged delta is proportional to the recipe's scale, as the method makes it.
+        form: of the method's input.
+        base_dtype: dtype of the base's tensor; empty if the output needs no base.
+        sources: per expert, where its delta comes from (None: the expert lacks it); empty for `copy` and `tie`.
         twins: per expert, other names under which it stores the same tensor; their bytes must agree.
         tied_to: for `tie`, the tensor whose bytes it gets.
         pool: items with the same non-empty pool are merged as one matrix, their rows one below the other.
         factors: how A and B are written, for a module.
         cost: traffic, operations and memory.
         encoding: layout of codes in which the tensor is written, in words; empty: as floats.
-        extraction: of an adapter that is extracted, the form in which it holds the tensor.
+        extraction: form of the tensor in an extracted adapter.
     """
 
     name: str
@@ -245,7 +245,7 @@ class Item(Plain):
 
     @property
     def out_dtype(self) -> str:
-        """dtype of what is written, or of what is read of it where it is written as codes."""
+        """Output dtype; the decoded dtype if quantized."""
         return self.base_dtype if self.encoding or not self.outputs else self.outputs[0].dtype
 
     @property

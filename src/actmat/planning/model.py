@@ -52,9 +52,9 @@ class InputSummary(Plain):
     """One input as the plan saw it.
 
     Args:
-        commit: of a repository on the hub, whatever branch was asked for.
+        commit: of a repository on the hub, whatever branch was requested.
         pinned: of a stack with parts on the hub: its text with their commits.
-        models: locations of the models it is made of, where there are several; those on the hub with their commits.
+        models: locations of the models it is made of, if there are several; those on the hub with their commits.
     """
 
     label: str
@@ -86,18 +86,18 @@ class MergePlan(Plain):
     """Plan of one merge, for any inputs and any output.
 
     Args:
-        recipe: what is wanted.
-        output: what is written.
-        base: the checkpoint that deltas are added to, or are extracted from; None where only adapters are read.
+        recipe: of the merge.
+        output: kind of the output.
+        base: the checkpoint that deltas are added to, or are extracted from; None if only adapters are read.
         experts: in the recipe's order.
         items: in the order of reading.
         specs: tensors of the output in the order of writing; `max_shard_bytes`, `stem`: size and name of its files.
         stems: of a pipeline: prefix of the names of a component's tensors -> folder and name of its files.
         family: architecture that was recognized.
         adapter_config: `adapter_config.json` of an adapter.
-        kept: tensors of which an adapter holds no delta, and the recipe's pattern that says so.
+        kept: tensors without a delta in an adapter -> the recipe's pattern that keeps them.
         notes: warnings, then decisions.
-        left_out: files of the inputs' folders that do not go with the output, and why.
+        left_out: files of the inputs' folders that are not copied to the output, and why.
         device: names of the devices that merge items, such as `cuda:0,2`; `cpu`: the host does.
         device_memory: bytes that an item may take of one device; None: not known, or no device.
         versions: of the software that determines the output's bytes.
@@ -161,7 +161,7 @@ class MergePlan(Plain):
 
     @property
     def is_extracted(self) -> bool:
-        """True if an adapter is extracted from what is merged into a base; its tensors are known when it is done."""
+        """True if an adapter is extracted from a merge into a base; its tensors are known after the merge."""
         return self.output == "adapter" and self.base is not None
 
     @property
@@ -188,16 +188,16 @@ class MergePlan(Plain):
 
     @property
     def seconds(self) -> float:
-        """Time of one worker on a usual core, from counts of operations and bytes; a guide, not a measurement."""
+        """Time of one worker on a typical core, from counts of operations and bytes; a guide, not a measurement."""
         return nominal_seconds(self.flops, self.read_bytes + self.write_bytes)
 
     @property
     def process_bytes(self) -> int:
-        """Memory of a run besides the items at work: interpreter and libraries, plan, records."""
+        """Memory of a run in addition to the items in work: interpreter and libraries, plan, records."""
         return BASELINE_BYTES + len(self.items) * (ITEM_BYTES + SOURCE_BYTES * len(self.experts))
 
     def peak_bytes(self, workers: int) -> int:
-        """Estimated peak of anonymous memory with so many workers: the process + the largest items."""
+        """Estimated peak of anonymous memory with this many workers: the process + the largest items."""
         largest = sorted((i.cost.host_bytes for i in self.items), reverse=True)[:workers]
         return self.process_bytes + sum(largest)
 
@@ -249,7 +249,7 @@ class MergePlan(Plain):
         """The plan that `to_json` wrote.
 
         Raises:
-            RecipeError: not a plan of this version, with the places that do not fit.
+            RecipeError: not a plan of this version, names the invalid fields.
         """
         found = data.get("actmat_plan") if isinstance(data, Mapping) else data
         if found != FORMAT:

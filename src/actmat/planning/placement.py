@@ -29,7 +29,7 @@ class DeviceRoom:
     """The devices that a plan is made for.
 
     Args:
-        device: their names; `cpu`: there are none.
+        device: their names; `cpu`: no devices.
         memory: bytes that one item may take of one of them; None: not known, everything fits.
     """
 
@@ -47,7 +47,7 @@ HOST = DeviceRoom()
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Place, kernel and reading of an item, its memory, and the words for its place: none where there is no choice."""
+    """Place, kernel and reading of an item, its memory, and the words for its place, empty without a choice."""
 
     host_bytes: int
     device_bytes: int = 0
@@ -85,7 +85,7 @@ def place(item: Item, call: CallShape, room: DeviceRoom) -> Placed:
 
 
 def _why_on_host(call: CallShape, kernel: Kernel, room: DeviceRoom) -> str:
-    """Reason for which no device of this kind merges the item, however small it is."""
+    """Reason why no device of this kind merges the item, whatever its size."""
     if call.method.acts_on == "elementwise":
         return "elementwise"
     if kernel == "factored":

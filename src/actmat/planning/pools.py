@@ -1,7 +1,7 @@
 """Pools: linear layers that read the same input, merged as one matrix with one covariance estimate.
 
 Query, key and value of one attention layer see the same inputs; stacking their deltas along `O` lets the interference
-methods add up what each tells about those inputs: the Gram of stacked rows is the sum of the Grams.
+methods combine their information on those inputs: the Gram of stacked rows is the sum of the Grams.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def pooled(members: Sequence[Item]) -> Item:
 def _problem(members: Sequence[Item]) -> str | None:
     first = members[0]
     if any(m.call != first.call or m.action != "merge" for m in members):
-        return "they are not all merged by one rule with the same options"
+        return "they are not all merged by one method with the same options"
     if first.call is not None and get_method(first.call.method).needs_statistics:
-        return "the rule takes the statistics of each layer's inputs; without the pool it answers the same"
+        return "the method takes statistics of each layer's inputs; without the pool its result is the same"
     if any(len(m.shape) != 2 or m.layout.orientation != "OI" for m in members):
         return "they are not all stored as out_features x in_features"
     if len({m.shape[1] for m in members}) > 1:

@@ -16,7 +16,7 @@ from actmat.recipe import Recipe
 
 
 def post_calls(recipe: Recipe, problems: list[str]) -> tuple[PostCall, ...]:
-    """The recipe's steps with all their options; `problems` receives what is wrong with them."""
+    """The recipe's steps with all their options; `problems` receives their problems."""
     found = []
     for given in recipe.post:
         try:
@@ -35,12 +35,12 @@ def pool_problems(recipe: Recipe) -> list[str]:
 
 
 def has_spectrum(layout: TensorLayout) -> bool:
-    """True if the tensor holds linear maps: a table of vectors has no singular values worth the name."""
+    """True if the tensor holds linear maps: a table of vectors has no meaningful singular values."""
     return layout.role.is_matrix or layout.role is Role.CONVOLUTION
 
 
 def in_space(call: MethodCall, stored: Sequence[str]) -> tuple[MethodCall, str]:
-    """The call in its space, or in the full one where experts store the tensor whole; and the words for the plan.
+    """The call in its space, or in the full one if experts store the tensor whole; and the words for the plan.
 
     Args:
         stored: names of the experts that store it.
@@ -59,7 +59,7 @@ def space_input_problems(recipe: Recipe, full: Sequence[str]) -> list[str]:
         return []
     names, has = ", ".join(full), "have" if len(full) > 1 else "has"
     return [
-        f"'space: {recipe.space}' merges factors of adapters, and {names} {has} none; drop 'space', or give adapters"
+        f"'space: {recipe.space}' merges factors of adapters, but {names} {has} none; drop 'space', or give adapters"
     ]
 
 

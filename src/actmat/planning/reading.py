@@ -1,6 +1,6 @@
 """Kernel and reading of every item: chosen once, from the recipe and the headers.
 
-`way_of` chooses for an item alone, when it is planned; `shared_way` for the outputs of one run that share the bytes of
+`way_of` chooses for a single item, when it is planned; `shared_way` for the outputs of one run that share the bytes of
 a tensor, when units are made. The engine and the costs follow what they say.
 """
 
@@ -29,7 +29,7 @@ def regions_of(item: Item, caps: Postprocess) -> tuple[Region, ...]:
 
 
 def shared_regions(items: Sequence[Item], caps: Sequence[Postprocess]) -> tuple[Region, ...]:
-    """The regions that all outputs of a tensor want, the whole tensor where they differ; chunks where it is copied."""
+    """Regions for all outputs of a tensor: the whole tensor if they differ; chunks if it is only copied."""
     wanted = {regions_of(i, of): None for i, of in zip(items, caps, strict=True) if i.call is not None}
     if len(wanted) > 1:
         return (Region(0, items[0].numel, items[0].shape, items[0].layout),)
@@ -39,7 +39,7 @@ def shared_regions(items: Sequence[Item], caps: Sequence[Postprocess]) -> tuple[
 def way_of(
     item: Item, regions: Sequence[Region], caps: Postprocess, itemsize: int, *, on_device: bool
 ) -> tuple[Kernel, Reading | None]:
-    """Kernel and reading of an item of a model that has no other output beside it.
+    """Kernel and reading of an item of a model with a single output.
 
     Args:
         regions: see `regions_of`; of a pool, the one matrix.
@@ -77,7 +77,7 @@ def reading_of(
         itemsize: bytes per entry of the compute dtype.
         chunkable: deltas can be read chunk by chunk: all are stored, and the method computes on the CPU. Products of
             factors have the same bits for whole regions only, and a chunk is too small for an accelerator.
-        observed: something else looks at the deltas too: steps of post-processing, caps, or a diagnosis.
+        observed: the deltas are also read by others: steps of post-processing, caps, or a diagnosis.
     """
     if observed or not chunkable or not method.streams(options):
         single = all(_n_matrices(method, region) == 1 for region in regions)
@@ -98,12 +98,12 @@ def _n_matrices(method: MergeMethod, region: Region) -> int:
 def shared_way(items: Sequence[Item], *, observed: bool) -> tuple[Kernel, Reading | None]:
     """Kernel and reading of the outputs of one tensor, or of several of a pool, that share its bytes.
 
-    A method on its own may be given less than all deltas at a time. Several, or one that is observed, are given all in
-    memory; then nothing is combined chunk by chunk. Where the base is copied too, it is held.
+    A single method may receive fewer than all deltas at a time. Several methods, or an observed one, receive all in
+    memory; then nothing is combined chunk by chunk. If the base is copied too, it is held.
 
     Args:
         items: one per output.
-        observed: a diagnosis looks at the deltas.
+        observed: a diagnosis reads the deltas.
     """
     merging = [i for i in items if i.call is not None]
     if not merging:

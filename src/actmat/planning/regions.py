@@ -31,7 +31,7 @@ HELD_BYTES = 1 << 28
 class Region:
     """Entries `start:stop` of the flattened tensor, seen as `shape`, with their layout.
 
-    `label` tells the region in records: "q", "3/gate", "" for a whole tensor.
+    `label` names the region in records: "q", "3/gate", "" for a whole tensor.
     """
 
     start: int
@@ -59,9 +59,9 @@ def granularity(method: MergeMethod, postprocess: Postprocess, *, space: Space =
 
 
 def streams(method: MergeMethod, options: Mapping[str, Any], numel: int, n_experts: int, itemsize: int) -> bool:
-    """True if a method takes deltas of `numel` entries chunk by chunk, where they can be read so.
+    """True if a method takes deltas of `numel` entries chunk by chunk, if they can be read so.
 
-    One that takes several passes is given them whole where that costs at most `HELD_BYTES`: a chunk that is read again
+    A method with several passes receives them whole if that costs at most `HELD_BYTES`: a chunk that is read again
     is also converted and subtracted again.
     """
     held = method.access.walks_again and n_experts * numel * itemsize <= HELD_BYTES

@@ -1,6 +1,6 @@
 """Statistics of the experts in a plan: which Gram belongs to which matrix, and why a tensor has none.
 
-Statistics name tensors as they lie in the expert's own checkpoint; for an adapter, in the base that it was on.
+Statistics name tensors as the expert's own checkpoint does; for an adapter, as the base it was measured on.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class ExpertStatistics:
                 continue
             of, want = ("a full model", "an adapter") if is_adapter else ("a model with an adapter", "a full model")
             problems.append(
-                f"expert '{label}' is {want}, and its statistics ({file.location}) were measured on {of} "
-                f"({file.header.model.location}); collect them on what is merged"
+                f"expert '{label}' is {want}, but its statistics ({file.location}) were measured on {of} "
+                f"({file.header.model.location}); collect them on this expert"
             )
         return problems
 
     def gram_keys(self, item: Item, region: Region, k: int) -> list[str | None]:
-        """Per expert, the key of the Gram that matrix `k` of a region reads; None: none of its tokens came there."""
+        """Per expert, the key of the Gram that matrix `k` of a region reads; None if none of its tokens reached it."""
         if item.factors is not None:
             return list(item.factors.grams[k])
         pairs = zip(self.files, item.sources, strict=True)
@@ -81,7 +81,7 @@ class ExpertStatistics:
             return []
         methods = {i.call.method for i in items if i.call is not None}
         if not any(get_method(m).needs_statistics for m in methods):
-            return ["statistics are given, and nothing uses them: the rules chosen need none"]
+            return ["statistics are given, but no chosen method uses them"]
         return [
             f"statistics of '{label}': {amount(file.header)}"
             for label, file in zip(self.labels, self.files, strict=True)
@@ -96,10 +96,10 @@ class ExpertStatistics:
 
 @contextlib.contextmanager
 def opened_statistics(recipe: Recipe) -> Iterator[ExpertStatistics]:
-    """Open the statistics that the recipe names; headers alone.
+    """Open the statistics that the recipe names; headers only.
 
     Raises:
-        StatisticsError: what is wrong with any of them, together.
+        StatisticsError: some cannot be used; lists all problems.
     """
     with contextlib.ExitStack() as stack:
         files: list[Statistics | None] = []
@@ -115,7 +115,7 @@ def opened_statistics(recipe: Recipe) -> Iterator[ExpertStatistics]:
 
 
 def declared_kinds(recipe: Recipe) -> frozenset[str]:
-    """Kinds that may be there, before a file was opened: all, where every expert names statistics."""
+    """Kinds that may exist, before a file is opened: all if every expert names statistics."""
     return frozenset({"gram", "fisher"}) if all(e.statistics for e in recipe.experts) else frozenset()
 
 
@@ -127,7 +127,7 @@ def with_statistics(
     chooser: Chooser,
     problems: list[str],
 ) -> Decision:
-    """The decision, or the average where its method needs statistics that an expert lacks for this tensor."""
+    """The decision, or the average if its method needs statistics that an expert lacks for this tensor."""
     if decision.call is None or not (method := get_method(decision.call.method)).needs_statistics:
         return decision
     if not statistics.kinds >= set(method.needs_statistics):
@@ -159,7 +159,7 @@ class _Misfit:
 def _why_not(
     file: Statistics, source: str, spec: TensorSpec, layout: TensorLayout, method: MergeMethod
 ) -> str | int | _Misfit:
-    """Rows that were measured for the tensor; a reason where there are none; or that the file does not fit."""
+    """Number of measured rows for the tensor, or the reason why there are none, or a misfit of the file."""
     if "fisher" in method.needs_statistics:
         stored = file.specs.get(f"fisher.{source}")
         if stored is None:
@@ -218,10 +218,10 @@ def module_statistics(
     """`with_statistics` for a module of adapters merged without a base, and the keys of its Grams per block.
 
     Args:
-        decision: what was decided without statistics.
+        decision: made without statistics.
         tensor: the module's weight as the model calls it in memory.
         module: one expert's pair of factors, for shapes.
-        blocks: rows of a packed map that are merged apart; none: one map.
+        blocks: rows of a packed map that are merged separately; empty: one map.
         statistics, chooser, problems: see `with_statistics`.
     """
     if decision.call is None or not get_method(decision.call.method).needs_statistics or not statistics.any:

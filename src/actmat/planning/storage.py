@@ -86,7 +86,7 @@ def files_left_out(recipe: Recipe, base: Checkpoint | None, experts: Sequence[Ex
 
 
 def left_out_note(left_out: Mapping[str, str]) -> list[str]:
-    """One sentence on them; none where there is nothing to say.
+    """One sentence about these files; empty without any.
 
     >>> left_out_note({"optimizer.pt": "a pickle", ".git/": "hidden"})
     ['not copied with the output: optimizer.pt (a pickle)']
@@ -99,11 +99,11 @@ def left_out_note(left_out: Mapping[str, str]) -> list[str]:
 def scheme_words(
     name: str, base: Checkpoint, sources: Sequence[DeltaSource | None], experts: Sequence[Expert], labels: Sequence[str]
 ) -> str:
-    """Sentence part about the inputs that store a tensor as codes; empty where none does.
+    """Clause about the inputs that store a tensor as codes; empty without any.
 
     Args:
         name: of the tensor in the base.
-        sources: per expert, where its delta comes from; none where no expert is read.
+        sources: per expert, where its delta comes from; empty if no expert is read.
     """
     found: dict[str, list[str]] = {}
     if scheme := base.scheme(name):
@@ -115,7 +115,7 @@ def scheme_words(
 
 
 def encoding_problems(recipe: Recipe, base: Checkpoint, names: Mapping[str, Sequence[str]]) -> list[str]:
-    """Reasons why the output cannot be written in the base's layout of codes; none where that is not asked for.
+    """Reasons why the output cannot be written in the base's layout of codes; empty if that is not requested.
 
     Args:
         names: tensors of the base -> those tied to each.
@@ -125,7 +125,7 @@ def encoding_problems(recipe: Recipe, base: Checkpoint, names: Mapping[str, Sequ
     asked = "--quantize same writes the base's layout of codes"
     coded = {n: c for n in names if (c := coding_of(base, n)) is not None}
     if not coded:
-        return [f"{asked}, and the base ({base.location}) stores none of its own. Fix: leave it out"]
+        return [f"{asked}, but the base ({base.location}) is not quantized. Fix: leave it out"]
     problems = []
     if recipe.dtype is not None:
         problems.append(f"{asked}, which --dtype {recipe.dtype} would change. Fix: leave one of them out")
@@ -174,7 +174,7 @@ def quantization_notes(recipe: Recipe, base: Checkpoint, experts: Sequence[Exper
             "is not: their deltas hold the rounding errors of both"
         )
     elif of_base and full:
-        notes.append("base and experts were rounded to codes each by itself: deltas hold the rounding errors of both")
+        notes.append("base and experts were rounded to codes separately: deltas hold the rounding errors of both")
     return notes
 
 
@@ -200,7 +200,7 @@ def _is_bitsandbytes(settings: Mapping[str, object]) -> bool:
 
 
 def _local_config(location: str) -> Mapping[str, Any]:
-    """`config.json` of a folder here; nothing else is looked up."""
+    """`config.json` of a local folder; no other location is read."""
     path = os.path.join(location, "config.json")
     with contextlib.suppress(CheckpointError):
         return read_object(Path(path)) if location and os.path.isfile(path) else {}

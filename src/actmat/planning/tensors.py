@@ -102,7 +102,7 @@ def _check(problems: Sequence[str]) -> None:
 
 
 def _input_problems(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> list[str]:
-    """Signs that an input holds codes and no weights, and inputs that hold nothing."""
+    """Problems of inputs: signs of codes instead of weights, or no tensors."""
     inputs: list[tuple[str, Checkpoint | Expert]] = [
         ("base", base),
         *((f"expert '{n}'", e) for n, e in zip(recipe.labels, experts, strict=True)),
@@ -138,10 +138,10 @@ def _decide(spec: TensorSpec, layout: TensorLayout, chooser: Chooser, kept: Mapp
 def _of_touched(
     name: str, decision: Decision, sources: Sequence[DeltaSource | None], chooser: Chooser, *, only_adapters: bool
 ) -> Decision:
-    """A copy where there is no expert or none changes the tensor; among adapters, an average over those that train it.
+    """A copy if no expert changes the tensor; among adapters, an average over those that train it.
 
-    A copy computes nothing and rounds nothing. An adapter without a delta for a tensor says nothing about it; a full
-    checkpoint that has the base's values does, so that beside one all experts count.
+    A copy computes nothing and rounds nothing. An adapter without a delta for a tensor has no vote on it; a full
+    checkpoint with the base's values has one, so that with such an expert all count.
     """
     if decision.call is None or any(s is None for s in sources):
         return decision
@@ -188,7 +188,7 @@ class _TensorPlanner:
         return tuple(out)
 
     def out_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """Specs of the output for a tensor of the base: its codes and scales where it is written as they are."""
+        """Specs of the output for a tensor of the base: its codes and scales if it is written quantized."""
         if self.recipe.model.quantize is None or coding_of(self.base, spec.name) is None:
             return (self.out_spec(spec),)
         return tuple(dataclasses.replace(s, file="", offset=0) for s in self.base.stored_specs(spec.name))

@@ -11,7 +11,7 @@ ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "della_linear": ("della", {"rescale": "l1", "sign_election": False}),
     "breadcrumbs_ties": ("breadcrumbs", {"scaling": 1.0, "sign_election": True}),
 }
-"""Name -> method, and the options that make it what mergekit calls so."""
+"""Name -> method, and the options with which it is mergekit's method."""
 
 
 OPTION_ALIASES: Mapping[str, Mapping[str, str]] = {"dare": {"merge": "rule"}}
@@ -31,7 +31,7 @@ def real_method(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def real_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options under their real names; an alias beside its real name stays, and is refused as unknown.
+    """Options under their real names; an alias given together with its real name stays, and is refused as unknown.
 
     >>> real_options("dare", {"merge": "ties"})
     {'rule': 'ties'}
@@ -41,7 +41,7 @@ def real_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_real_method(data: Any) -> Any:
-    """Fields of a recipe or a rule with method and options in place of their aliases; options that are given win."""
+    """Fields of a recipe or a rule with method and options in place of their aliases; given options win."""
     if not isinstance(data, Mapping) or not isinstance(data.get("method"), str):
         return data
     method, preset = real_method(data["method"])

@@ -28,7 +28,7 @@ def make_arguments(
     """The recipe and the settings that the arguments of `merge` describe.
 
     Raises:
-        RecipeError: they describe none; carries all problems.
+        RecipeError: they are invalid; carries all problems.
     """
     _check_locations(base, experts)
     listed: list[dict[str, Any]] = [dict(e) if isinstance(e, Mapping) else {"path": str(e)} for e in experts]
@@ -37,7 +37,7 @@ def make_arguments(
         listed = add_statistics(listed, given)
     if weights is not None:
         if len(weights) != len(listed):
-            raise RecipeError(f"There are {len(listed)} experts and {len(weights)} weights; give one each.")
+            raise RecipeError(f"{len(listed)} experts, but {len(weights)} weights: give one each.")
         listed = [e | {"weight": w} for e, w in zip(listed, weights, strict=True)]
     settings, rest = split_fields(fields)
     rest["options"] = dict(rest.get("options") or {})
@@ -58,7 +58,7 @@ def _check_locations(base: object, experts: Sequence[object]) -> None:
     wrong = {n: v for n, v in named.items() if not isinstance(v, str | os.PathLike)}
     if wrong:
         raise RecipeError(
-            "Models are merged from where they are stored. Fix: save a model in memory first (save_pretrained); a "
+            "Models are merged from storage. Fix: save a model in memory first (save_pretrained); a "
             "Recipe is run by actmat.run.run_recipes([recipe]), and tensors are merged by actmat.merge_matrices.",
             [f"{n}: expected a path, a hub id or a URL, found {type(v).__name__}" for n, v in wrong.items()],
         )

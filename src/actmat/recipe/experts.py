@@ -15,7 +15,7 @@ from actmat.recipe.values import Strict, Weight, numbers, read_option, read_valu
 
 
 def _finite(value: Any) -> Any:
-    """`value` if all numbers in it are finite: no method has an option that NaN or infinity is a value of."""
+    """`value` if all numbers in it are finite: no option of a method may be NaN or infinity."""
     todo = [value]
     while todo:
         inner = todo.pop()
@@ -40,7 +40,7 @@ def _words(value: Any) -> Any:
 
 
 RESERVED = {"base": "the base", "union": "the tokens of all models"}
-"""Names that no expert has."""
+"""Names that no expert may have -> their meaning."""
 
 
 class ExpertRef(Strict):
@@ -53,7 +53,7 @@ class ExpertRef(Strict):
     name: str = Field(
         default="",
         description="short name for plans and records; default: last part of the path, with `-expert` after `base` or "
-        "`union`, which no expert is called",
+        "`union`, which are reserved",
     )
     weight: Annotated[
         Weight,

@@ -175,12 +175,12 @@ def _lines(root: yaml.Node, file: Path) -> dict[str, str]:
 
     visit(root, "", root.start_mark.line)
     if duplicates:
-        raise RecipeError(f"{file} says the same thing twice.", duplicates)
+        raise RecipeError(f"{file} gives the same key twice.", duplicates)
     return where
 
 
 def local_location(text: str, folder: Path) -> str:
-    """A location as seen from here, given one that is relative to `folder`; one of nothing there stays as it is."""
+    """A location as seen from here, given one that is relative to `folder`; unchanged if nothing is there."""
     parts = stack_parts(text)
     if parts and not os.path.lexists(folder / text):
         return " + ".join(str(replace(part, location=local_location(part.location, folder))) for part in parts)
@@ -193,7 +193,7 @@ def local_location(text: str, folder: Path) -> str:
 
 
 def _with_local_paths(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The fields with local paths relative to `folder`; what does not exist there stays as it is, a hub id."""
+    """The fields with local paths relative to `folder`; others stay unchanged, as hub ids."""
 
     def local(value: Any) -> Any:
         if isinstance(value, dict):  # an expert

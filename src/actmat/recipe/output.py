@@ -55,13 +55,13 @@ class Vocabulary(Strict):
     def _is_a_padding(cls, value: int | None) -> int | None:
         if value is not None and value > MOST_PADDING:
             raise ValueError(
-                f"expected at most {MOST_PADDING}, which 128 devices with tiles of 128 rows each want, found {value}: "
+                f"expected at most {MOST_PADDING}, which 128 devices with tiles of 128 rows each need, found {value}: "
                 "it is rounded up to a multiple, and more would be mostly rows of padding. Is it a number of rows?"
             )
         return value
 
     def policy(self) -> VocabularyPolicy:
-        """The same for the code that carries it out."""
+        """The same as plain data, see `experts.policy`."""
         rows = {t: TokenSource(**row.model_dump()) for t, row in self.tokens.items()}
         return VocabularyPolicy(self.source, rows, self.pad_to_multiple_of)
 
@@ -120,7 +120,7 @@ class AdapterOutput(_Ranked):
 
 
 class ExtractedOutput(_Ranked):
-    """An adapter for PEFT that is extracted from what is merged into the base."""
+    """An adapter for PEFT that is extracted from a merge into the base."""
 
     kind: Literal["extracted"] = "extracted"
     energy: Annotated[float, Field(gt=0, le=1)] | None = Field(
@@ -138,7 +138,7 @@ class ExtractedOutput(_Ranked):
     def _one_measure(self) -> ExtractedOutput:
         if self.rank is not None and self.energy is not None:
             raise ValueError(
-                "found a rank and an energy, expected one of both: a rank (--rank 64), or a share of each delta's "
+                "found a rank and an energy, expected one of them: a rank (--rank 64), or a share of each delta's "
                 "squared norm (--energy 0.99)"
             )
         return self
@@ -162,7 +162,7 @@ OF_OUTPUTS = ("quantize", "vocabulary", "files_from", "base_as", "rank", "ranks"
 
 
 def from_text(output: Any) -> Any:
-    """Fields of an output that is given in one word; anything else as it is.
+    """Fields of an output that is given in one word; anything else unchanged.
 
     >>> from_text("peft"), from_text("model")
     ({'kind': 'adapter', 'layout': 'peft'}, {'kind': 'model'})
@@ -203,7 +203,7 @@ STRUCTURES = frozenset(
 
 
 def settable_fields(recipe: type[BaseModel]) -> tuple[str, ...]:
-    """Names of the fields of a recipe and of its output that hold a value or a list and are no flags of commands."""
+    """Names of the fields of a recipe and of its output that hold a value or a list and are not flags of commands."""
     found = [n for model in (recipe, *KINDS.values()) for n, f in model.model_fields.items() if not _has_flag(f)]
     return (*dict.fromkeys(n for n in found if n not in STRUCTURES), "stacks")
 
@@ -213,7 +213,7 @@ def _has_flag(field: FieldInfo) -> bool:
 
 
 def _kind(given: Mapping[str, Any], *, has_base: bool) -> str:
-    """Kind of an output that none is named for: with a base a model, else the one that has these fields."""
+    """Default kind of an output: a model if there is a base, else the kind that has these fields."""
     if has_base:
         return "model"
     owners = [kind for kind, model in KINDS.items() if given.keys() & model.model_fields.keys()]

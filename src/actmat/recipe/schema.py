@@ -66,9 +66,7 @@ class Rule(Strict):
     options: OptionValues = Field(default_factory=dict, description="options of that method")
     scale: WeightOrNone = Field(default=None, description="factor of the merged delta; default: the recipe's")
     keep: Literal[False] | Literal["base"] = Field(default=False, description="'base': copy the base's tensor")
-    optional: bool = Field(
-        default=False, description="whether its patterns may match no tensor, which is an error else"
-    )
+    optional: bool = Field(default=False, description="true: its patterns may match no tensor, otherwise an error")
 
     @model_validator(mode="before")
     @classmethod
@@ -145,7 +143,7 @@ class PostRef(Strict):
 
 
 def _scalar(text: str) -> Any:
-    """A number where the text is one, else the text."""
+    """The number that the text is, else the text."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
@@ -314,17 +312,17 @@ class Recipe(Strict):
 
     @property
     def model(self) -> ModelOutput:
-        """Settings of a full model; the defaults where another kind of output is written."""
+        """Settings of a full model; the defaults for another kind of output."""
         return self.output if isinstance(self.output, ModelOutput) else ModelOutput()
 
     @property
     def adapter(self) -> AdapterOutput:
-        """Settings of a merged adapter; the defaults where another kind of output is written."""
+        """Settings of a merged adapter; the defaults for another kind of output."""
         return self.output if isinstance(self.output, AdapterOutput) else AdapterOutput()
 
     @property
     def extracted(self) -> ExtractedOutput:
-        """Settings of an extracted adapter; the defaults where another kind of output is written."""
+        """Settings of an extracted adapter; the defaults for another kind of output."""
         return self.output if isinstance(self.output, ExtractedOutput) else ExtractedOutput()
 
     @property
@@ -352,11 +350,11 @@ def add_statistics(
     labels = [ExpertRef.model_validate(e).label for e in experts]
     if not isinstance(given, Mapping):
         if len(given) != len(labels):
-            raise RecipeError(f"There are {len(labels)} experts and {len(given)} {field}; give one each, or by name.")
+            raise RecipeError(f"{len(labels)} experts, but {len(given)} {field}: give one each, or by name.")
         given = dict(zip(labels, given, strict=True))
     if unknown := [n for n in given if n not in labels]:
         hint = did_you_mean(unknown[0], labels)
-        raise RecipeError(f"{field.capitalize()} are given for '{unknown[0]}', and no expert has this name.{hint} "
+        raise RecipeError(f"{field.capitalize()} are given for '{unknown[0]}', but no expert has this name.{hint} "
                           f"Experts: {', '.join(labels)}")  # fmt: skip
     return [{**e, field: str(given[n])} if n in given else dict(e) for e, n in zip(experts, labels, strict=True)]
 
@@ -392,17 +390,17 @@ _MODELS: dict[str, type[BaseModel]] = {
 
 
 def _with_value(error: Mapping[str, Any]) -> str:
-    """The message of an error, with the value where it is a short one that is none of the choices."""
+    """The message of an error, with the value if it is short and not one of the choices."""
     shown = error["type"] == "literal_error" and isinstance(error["input"], str | int | float | bool)
     return f"{error['msg']}; found {str(error['input'])[:200]!r}" if shown else str(error["msg"])
 
 
 def _problem(loc: Sequence[int | str], message: str, kind: str, where: Mapping[str, str]) -> str:
     of_output = KINDS.get(str(loc[1])) if len(loc) > 1 and loc[0] == "output" else None
-    if of_output is not None:  # pydantic puts the kind into the path; flags give the field alone
+    if of_output is not None:  # pydantic puts the kind into the path; flags give only the field
         written = (loc[0], *loc[2:]) if f"{loc[0]}.{loc[-1]}" in where else loc[2:]
         if kind == "extra_forbidden" and len(loc) == 3 and (owners := _owners(str(loc[-1]))):
-            message = f"goes with {owners}, and the output is {_named(str(loc[1]))}: leave one of both out"
+            message = f"goes with {owners}, but the output is {_named(str(loc[1]))}: leave one of them out"
             kind = "other_kind"
         loc = written
     path = ".".join(str(p) for p in loc)
@@ -424,14 +422,14 @@ def _problem(loc: Sequence[int | str], message: str, kind: str, where: Mapping[s
 
 
 def _owners(field: str) -> str:
-    """Kinds of output that have this field, in words; empty where none has."""
+    """Kinds of output that have this field, in words; empty without any."""
     return " or ".join(_named(kind) for kind, model in KINDS.items() if field in model.model_fields)
 
 
 def _named(kind: str) -> str:
-    """The kind with the values of `to` that ask for it."""
+    """The kind in words, with the flags that select it."""
     return {
         "model": "a model (--to model)",
         "adapter": "an adapter (--to adapter)",
-        "extracted": "an adapter that is extracted (--to adapter, with a base)",
+        "extracted": "an extracted adapter (--to adapter, with a base)",
     }[kind]

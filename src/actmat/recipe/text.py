@@ -1,4 +1,4 @@
-"""YAML of recipes and options, read in bounded time and memory: plain data, or the line of what cannot be read."""
+"""YAML of recipes and options, read in bounded time and memory: plain data, or the line of the first error."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 import yaml
 
 MAX_VALUES = 100_000
-"""Most values of one text, its anchors written out."""
+"""Most values of one text, with anchors expanded."""
 
 MAX_DEPTH = 50
 """Deepest nesting of lists and mappings; a recipe needs five."""
 
 MAX_BITS = 64
-"""Largest integer: longer ones are no seed, rank or size, and overflow when they meet a float."""
+"""Largest integer: longer ones cannot be a seed, rank or size, and overflow as floats."""
 
 REFUSED = ("binary", "omap", "pairs", "set", "timestamp")
-"""Types of YAML that JSON lacks: no field of a recipe takes them."""
+"""Types of YAML that JSON lacks: no field of a recipe accepts them."""
 
 _TAG = "tag:yaml.org,2002:"
 _TOO_DEEP = f"lists and mappings are nested more than {MAX_DEPTH} deep"
-_TOO_MANY = f"expected at most {MAX_VALUES:,} values, anchors written out"
+_TOO_MANY = f"expected at most {MAX_VALUES:,} values, with anchors expanded"
 _RESOLVERS = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != f"{_TAG}timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -30,7 +30,7 @@ _RESOLVERS = {
 
 
 class UnreadableError(Exception):
-    """A text is not YAML, or holds what a recipe cannot hold.
+    """A text is not YAML, or holds a value that a recipe cannot.
 
     Args:
         problem: in words.

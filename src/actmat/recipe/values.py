@@ -67,7 +67,7 @@ class Strict(BaseModel):
 
 
 class Gradient(Strict):
-    """An option's value that is interpolated over depth, where a plain list would mean one number per expert."""
+    """An option's value that is interpolated over depth, if a plain list would mean one number per expert."""
 
     gradient: tuple[Any, ...] = Field(min_length=1, description="values from the first layer to the last")
 
@@ -93,7 +93,7 @@ class Entry(Strict):
     def _list_is_gradient(cls, data: Any) -> Any:
         if isinstance(data, Mapping) and isinstance(data.get("value"), list | tuple):
             if not data["value"]:
-                raise ValueError("a gradient holds one value at least")
+                raise ValueError("a gradient needs at least one value")
             return {**data, "value": tuple(data["value"])}
         return data
 
@@ -144,7 +144,7 @@ def read_value(value: Any, check: Callable[[float], float] = _held_by_float32) -
 
 
 def read_option(value: Any) -> Value:
-    """A method's option from plain data: a list of plain values stays one, as methods may want one per expert."""
+    """A method's option from plain data: a list of plain values stays a list, as some options take one per expert."""
     value = numbers(value)
     if isinstance(value, Mapping) and set(value) == {"gradient"}:
         return Gradient.model_validate(value)

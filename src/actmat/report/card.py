@@ -23,7 +23,7 @@ from actmat.report.words import copied_thing
 def model_card(plan: MergePlan, inputs: Inputs, warnings: Sequence[Note] = ()) -> str:
     """Markdown with a YAML head: `base_model`, `license`, `tags: [merge]`, the recipe, what was done.
 
-    Cards of the inputs are read, where they have any. `warnings` of the finished merge follow what was done.
+    Cards of the inputs are read, if they exist. `warnings` of the finished merge follow what was done.
     """
     recipe, is_adapter = plan.recipe, plan.output == "adapter"
     origins = origins_of(inputs)
@@ -34,7 +34,7 @@ def model_card(plan: MergePlan, inputs: Inputs, warnings: Sequence[Note] = ()) -
     equation = "\n".join(f"    {line}" for line in method.text.equation.splitlines())
     about = f"{method.text.summary}\n\n{equation}\n\nSource: {method.text.source}"
     if not recipe.experts:
-        about = f"A {copied_thing(recipe.base)}, copied as its models have the tensors."
+        about = f"A {copied_thing(recipe.base)}, copied unchanged from its models."
     thing, with_what = (
         ("module", "with norms and the error of the\ntruncation; `actmat verify` checks the hashes.")
         if is_adapter
@@ -71,7 +71,7 @@ def model_card(plan: MergePlan, inputs: Inputs, warnings: Sequence[Note] = ()) -
 
 
 def _of_model(plan: MergePlan, origins: Sequence[LicensedInput]) -> tuple[dict[str, Any], str, str, str]:
-    """Metadata, title, table of inputs, and a sentence on what was done."""
+    """Metadata, title, table of inputs, and a sentence on the merge."""
     recipe = plan.recipe
     head: dict[str, Any] = {"library_name": "transformers", "tags": ["merge", "actmat"]}
     hub_ids = list(dict.fromkeys(o.hub_id for o in origins if o.hub_id))

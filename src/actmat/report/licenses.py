@@ -19,7 +19,7 @@ from actmat.experts.base import Expert
 from actmat.foreign import in_one_line, markdown, terminal
 
 MAX_TEXT = 1 << 20
-"""Bytes of a card."""
+"""Most bytes of a card."""
 
 PERMISSIVE = frozenset(
     (
@@ -36,7 +36,7 @@ class Card:
     """The parts of a model card that a merge uses.
 
     Args:
-        licenses: identifiers, in the order of the card; the name of one that is called `other`.
+        licenses: identifiers, in the order of the card; of `other`, its name.
         notes: conflicts of a merged model, as its card states them.
     """
 
@@ -58,9 +58,9 @@ class CombinedLicense:
     """The license of a merged model.
 
     Args:
-        head: lines of the card's head; none where it must be decided by a person.
+        head: lines of the card's head; empty if a person must decide it.
         text: sentences for the card.
-        conflict: the sentence that names licenses which do not go together; empty if they do.
+        conflict: the sentence that names conflicting licenses; empty without a conflict.
     """
 
     head: Mapping[str, str | list[str]]
@@ -104,7 +104,7 @@ def origins_of(inputs: Inputs) -> list[LicensedInput]:
 
 
 def _licenses(source: ModelFiles) -> tuple[str, ...]:
-    """Licenses that the card of an input states; none without a card."""
+    """Licenses that the card of an input states; empty without a card."""
     with contextlib.suppress(MergeError, OSError):  # an input that was read, whose card cannot be: unknown
         folder = source.whole() if source.named in ADAPTER_WEIGHTS else source
         if "README.md" in folder.names:
@@ -115,9 +115,9 @@ def _licenses(source: ModelFiles) -> tuple[str, ...]:
 def combine(origins: Sequence[LicensedInput]) -> CombinedLicense:
     """The license of a model that is made of all inputs.
 
-    One that all share is its own. Of permissive ones all are listed. One that is not permissive holds for all, with the
-    notices of the others. Two of these conflict: neither allows terms beyond its own, so a person must decide. With an
-    input whose license is unknown nothing is stated.
+    A license that all share is kept. Permissive ones are all listed. One that is not permissive holds for all, with the
+    notices of the others. Two of these conflict: neither allows terms beyond its own, so a person must decide. If the
+    license of an input is unknown, nothing is stated.
 
     >>> combine([LicensedInput("base", "", ("llama3.1",)), LicensedInput("math", "", ("apache-2.0",))]).head
     {'license': 'llama3.1'}
@@ -141,7 +141,7 @@ def combine(origins: Sequence[LicensedInput]) -> CombinedLicense:
         return CombinedLicense({}, f"{text} The license of this model is not stated here: find out, and add it.")
     chosen = strict or list(by_license)
     others = [n for n in by_license if n not in chosen]
-    text += f" That of this model: {', '.join(f'`{_plain(n)}`' for n in chosen)}."
+    text += f" License of this model: {', '.join(f'`{_plain(n)}`' for n in chosen)}."
     if others:
         text += f" The notices of {', '.join(f'`{_plain(n)}`' for n in others)} must be kept."
     return CombinedLicense({"license": chosen[0] if len(chosen) == 1 else chosen}, text)

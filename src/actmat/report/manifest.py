@@ -89,7 +89,7 @@ def build_manifest(
     files: Sequence[str] = (),
     warnings: Sequence[Note] = (),
 ) -> dict[str, Any]:
-    """The manifest as plain data, but for its longest lists, which are `StreamedRows` made from the records.
+    """The manifest as plain data, except for its longest lists, which are `StreamedRows` made from the records.
 
     Everything outside `timing` is a function of the recipe, the inputs and the versions: two runs, interrupted or
     not, give the same. `write_manifest` adds the hashes of the files.
@@ -334,7 +334,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """
     path = local_path(directory) / MANIFEST_NAME
     if not os.path.lexists(path):
-        reason = "it is no merge made by actmat, or the file was removed."
+        reason = "it is not a merge made by actmat, or the file was removed."
         raise CheckpointError(f"{directory} has no {MANIFEST_NAME}: {reason}")
     try:
         manifest = read_object(path, values=MAX_WRITTEN_VALUES, unique=True)
@@ -342,7 +342,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except UnicodeEncodeError as error:
         found = ascii(error.object[error.start])
         raise CheckpointError(
-            f"{path} is damaged: it holds half of a surrogate pair, {found}, which is no text"
+            f"{path} is damaged: it holds half of a surrogate pair, {found}, which is not text"
         ) from None
     except RecursionError:
         raise CheckpointError(f"{path} is damaged: its values are nested too deeply") from None

@@ -9,7 +9,7 @@ from actmat.report.manifest import input_location, read_manifest
 
 
 def recipe_of_output(directory: str | Path) -> Recipe:
-    """The recipe of a merged model, from its manifest; inputs where they are now.
+    """The recipe of a merged model, from its manifest; inputs at their present locations.
 
     Raises:
         CheckpointError: no manifest, or a damaged one.

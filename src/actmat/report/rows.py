@@ -8,7 +8,7 @@ from typing import Any
 
 
 class StreamedRows:
-    """A list that is made anew each time it is iterated over.
+    """A list that is made again for each iteration.
 
     >>> rows = StreamedRows(lambda: iter([1, 2]))
     >>> list(rows), list(rows)

@@ -1,6 +1,6 @@
 """Structure of `actmat_manifest.json`: types, required fields, and parts that must agree with each other.
 
-A manifest comes with a download, so that nothing in it is believed: readers get it only from `read_manifest`, which
+A manifest comes with a download, so that nothing in it is trusted: readers get it only from `read_manifest`, which
 applies this schema. Fields that are not listed are left as they are: a later version may add some.
 """
 
@@ -133,7 +133,7 @@ class _Manifest(_StrictRow):
     recipe: _Recipe
     versions: dict[str, str]
     hash: str
-    experts: list[_InputRow]  # none where a stack of layers was copied
+    experts: list[_InputRow]  # empty if a stack of layers was copied
     statistics: list[_Statistics] = []
     output: _Output
     notes: list[_NoteRow] = []
@@ -166,7 +166,7 @@ def manifest_problems(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def _place(location: tuple[int | str, ...]) -> str:
-    """Dotted path of a field, with a bound on what a hostile name adds to a message."""
+    """Dotted path of a field, with a bound on the length of a hostile name."""
     text = ".".join(map(str, location))
     return text if len(text) <= 200 else f"{text[:200]}..."
 

@@ -36,7 +36,7 @@ class Totals:
         unchanged: tensors to be merged or averaged that no expert changes.
         nonfinite: NaN and Inf that counted as unchanged.
         relative_error: of the truncation of an adapter, `sqrt(sum error^2 / sum norm^2)`.
-        norms: of all that was merged by a method; of a model from a sample of entries. None where nothing was.
+        norms: over all merges by a method; of a model from a sample of entries. None without such merges.
     """
 
     unchanged: int = 0
@@ -74,7 +74,7 @@ def recorded_totals(manifest: Mapping[str, Any]) -> Totals:
     """Totals of an output that an earlier run finished, from its manifest.
 
     Raises:
-        CheckpointError: a number in it is missing, or none.
+        CheckpointError: a number in it is missing, or not a number.
     """
     is_model = manifest.get("kind") != "adapter"
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class OutputFiles(abc.ABC):
-    """Files by name; a name of a deeper one has slashes.
+    """Files by name; names of files in subfolders have slashes.
 
     Attributes:
         manifest_folder: local folder with the manifest.
@@ -51,14 +51,14 @@ class OutputFiles(abc.ABC):
 
     @abc.abstractmethod
     def names(self) -> list[str]:
-        """Everything that is stored, but folders; sorted. Links to folders are not followed."""
+        """Names of all stored files, sorted. Links to folders are not followed."""
 
     @abc.abstractmethod
     def size(self, name: str) -> int:
         """Bytes of a file.
 
         Raises:
-            CheckpointError, OSError: it is missing, or no file of the output.
+            CheckpointError, OSError: it is missing, or not a file of the output.
         """
 
     @abc.abstractmethod
@@ -98,7 +98,7 @@ class _Folder(OutputFiles):
 class _Remote(OutputFiles):
     def __init__(self, source: Source) -> None:
         if source.can_list and MANIFEST_NAME not in source.names:
-            raise CheckpointError(f"{source.location} has no {MANIFEST_NAME}: it is no finished merge made by actmat.")
+            raise CheckpointError(f"{source.location} has no {MANIFEST_NAME}: it is not a finished merge of actmat.")
         self._source = source
         self.manifest_folder = source.fetch(MANIFEST_NAME).parent
 
@@ -123,7 +123,7 @@ class _HubNames(OutputFiles):
 
     def __init__(self, source: HubRepository) -> None:
         if MANIFEST_NAME not in source.files:
-            raise CheckpointError(f"{source.location} has no {MANIFEST_NAME}: it is no finished merge made by actmat.")
+            raise CheckpointError(f"{source.location} has no {MANIFEST_NAME}: it is not a finished merge of actmat.")
         self._source = source
         self.manifest_folder = source.fetch(MANIFEST_NAME).parent
 
@@ -149,7 +149,7 @@ def open_output(out: str | Path) -> OutputFiles:
     """The files of an output.
 
     Raises:
-        CheckpointError: a URL at which no manifest is.
+        CheckpointError: a URL without a manifest.
     """
     if str(out).startswith("hf://"):
         from actmat.checkpoints.hub import HubRepository
@@ -183,7 +183,7 @@ class Comparison(Protocol):
         """The comparison in words."""
 
     def to_json(self) -> dict[str, Any]:
-        """The same as data."""
+        """The comparison as plain data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class Verification:
         problems: every difference found.
         unchecked: parts of the output and of its inputs that were not checked, each with the reason.
         files: number of the output's other files that were hashed.
-        added: comparison with the sum of base and deltas, where that was asked for; its problems are among `problems`.
+        added: comparison with the sum of base and deltas, if it was requested; its problems are among `problems`.
     """
 
     tensors: int
@@ -234,14 +234,14 @@ def verify(
 
     Args:
         out: directory of a merged model, or its URL.
-        inputs: also check base and experts, where they can still be found.
+        inputs: also check base and experts, if they can still be found.
         against: adapters (or checkpoints), one per expert of the merge and in their order: every tensor is compared
             with `W_0 + sum_t c_t D_t`, computed again in float64.
-        compare: does that.
+        compare: makes this comparison.
         progress: called with a tensor's name and size after it was hashed.
 
     Raises:
-        CheckpointError: no manifest, a damaged one, the output is not a readable checkpoint, or no sum of deltas.
+        CheckpointError: no manifest, a damaged one, the output is not a readable checkpoint, or not a sum of deltas.
     """
     output = open_output(out)
     directory, location = output.manifest_folder, str(out)
@@ -264,7 +264,7 @@ def verify(
             unchecked += _unchecked_inputs(manifest)
             checked = _check_inputs(read_from, directory, problems, progress)
         else:
-            unchecked.append(f"inputs {', '.join(read_from.places)}: not asked for")
+            unchecked.append(f"inputs {', '.join(read_from.places)}: not requested")
         added = None
         if against and compare is not None:
             added = compare(merged, read_from, [stack.enter_context(locate(e)) for e in against])
@@ -273,7 +273,7 @@ def verify(
 
 
 def _check_inputs(inputs: ManifestInputs, directory: Path, problems: list[str], progress: HashProgress) -> list[str]:
-    """Compare all inputs with what was read of them; the names of those that could be checked."""
+    """Compare all inputs with their recorded hashes; returns the names of the checked ones."""
     checked = []
     for label, place in inputs.places.items():
         try:
@@ -356,7 +356,7 @@ def _unchecked_inputs(manifest: Mapping[str, Any]) -> Iterator[str]:
         if entry is not None and (ignored := entry.get("ignored_tensors")):
             yield f"{len(ignored)} tensor(s) of input '{entry['name']}': the merge did not read them"
     if manifest["base"] is None and (base := manifest["recipe"].get("base")):
-        yield f"base ({base}): the merge read nothing but its config"
+        yield f"base ({base}): the merge read only its config"
 
 
 class ManifestInputs:
@@ -388,7 +388,7 @@ class ManifestInputs:
         """The tensors of an input.
 
         Raises:
-            MergeError: it cannot be opened, or not be read so.
+            MergeError: it cannot be opened, or not be read in this form.
         """
         found = self.located(label)
         if found.needs_base:
@@ -404,7 +404,7 @@ class ManifestInputs:
         return convert(found.stored, self.located("base").stored) or found.stored
 
     def located(self, label: str) -> Located:
-        """One look at an input, where it can be found now."""
+        """An input at its present location."""
         if label not in self._found:
             self._found[label] = self._stack.enter_context(locate(self.places[label]))
         return self._found[label]
@@ -443,7 +443,7 @@ def _statistics_problems(row: Mapping[str, Any], location: str, progress: HashPr
     try:
         with open_statistics(location) as found:
             if header_hash(found.header) != row["content"]:
-                yield f"{what} are others than the merge read"
+                yield f"{what} differ from those that the merge read"
             else:
                 yield from _compare(found, found.header.tensor_hashes(), what, progress)
     except MergeError as error:

@@ -18,7 +18,7 @@ from actmat.planning.model import Item, MergePlan, count_actions
 from actmat.report.totals import Norms, Totals
 
 SIZE_CODES = ("AM402", "AM403")
-"""Checks that find a merge of the wrong size: a residual then says nothing on its own."""
+"""Checks that find a merge of the wrong size: a residual is then meaningless by itself."""
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 """A layer's or an expert's number in a name."""
@@ -94,7 +94,7 @@ def plan_time(plan: MergePlan, workers: int) -> str:
 
 
 def size_ratios(norms: Norms | None) -> dict[str, float]:
-    """Norm of a merged delta over that of the experts' sum and of a mean expert; empty where nothing was merged.
+    """Norm of a merged delta over that of the experts' sum and of a mean expert; empty if nothing was merged.
 
     >>> size_ratios(Norms(merged=3.0, total=2.0, experts=(1.0, 1.0)))
     {"the experts' sum": 1.5, 'a mean expert': 3.0}
@@ -107,7 +107,7 @@ def size_ratios(norms: Norms | None) -> dict[str, float]:
 
 
 def size_words(norms: Norms | None) -> str:
-    """`3 x the experts' mean norm, 1.5 x the norm of their sum`; empty where nothing was merged."""
+    """`3 x the experts' mean norm, 1.5 x the norm of their sum`; empty if nothing was merged."""
     ratios = size_ratios(norms)
     of_sum = ratios.get("the experts' sum")
     more = "" if of_sum is None else f", {of_sum:.3g} x the norm of their sum"
@@ -115,13 +115,13 @@ def size_words(norms: Norms | None) -> str:
 
 
 def size_finding(norms: Norms | None, muted: Collection[str] = ()) -> tuple[str, str] | None:
-    """Code and words of what is wrong with the size of a merge; None where nothing is, or its code is muted."""
+    """Code and text of a problem with the size of a merge; None without one, or if its code is muted."""
     found = None if norms is None else size_warning(norms.merged, norms.experts)
     return None if found is None or found[0] in muted else found
 
 
 def warnings_of(totals: Totals, muted: Collection[str] = ()) -> list[Note]:
-    """All that is wrong with a merge, as far as its totals tell; without muted codes."""
+    """Warnings on all problems that the totals of a merge show, without muted codes."""
     found = (size_finding(totals.norms, muted), truncation_warning(totals.relative_error))
     return [Note("warning", words, code) for code, words in filter(None, found) if code not in muted]
 

@@ -1,4 +1,4 @@
-"""`method: auto`: the named method that the evidence prefers for what the experts are.
+"""`method: auto`: the named method that the evidence prefers for experts of this kind.
 
 The table is that of `python -m benchmarks.evidence.choice`, which computes it from the committed scores by a criterion
 that it states; `tests/house/test_benchmark_choice.py` holds both together.
@@ -21,7 +21,7 @@ AUTO = "auto"
 ModelForm = Literal["full", "adapters", "changes", "mixed"]
 """All experts are checkpoints; all are adapters with factors; all are adapters, and some have none; some of each."""
 ModelKind = Literal["encoder", "decoder", "any"]
-"""`any`: encoder-decoders, and what no config tells; of those nothing was measured."""
+"""`any`: encoder-decoders and unknown kinds, for which nothing was measured."""
 
 DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of architectures that generate, unless their config says `is_encoder_decoder`."""
@@ -29,7 +29,7 @@ DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 @dataclass(frozen=True)
 class AutoChoice:
-    """The method for experts of one form and kind, and what was measured of it.
+    """The method for experts of one form and kind, and its measurements.
 
     Args:
         method: its name.
@@ -75,7 +75,7 @@ ON_ADAPTERS: Mapping[ModelKind, AutoChoice] = {
     "encoder": AutoChoice("actmat", above=0, sets=12, gain=-12.4, worst=-24.6),
     "decoder": AutoChoice("actmat", above=3, sets=6, gain=5.6, worst=-16.3),
 }
-"""The paper's method on adapters, which a merge by it is told."""
+"""Measurements of the paper's method on adapters, noted on a merge by it."""
 
 
 def named(recipe: Recipe) -> Recipe:
@@ -93,10 +93,10 @@ def named(recipe: Recipe) -> Recipe:
 
 
 def with_method(recipe: Recipe, given: Given) -> Recipe:
-    """The recipe with a named method in place of `auto`, and the reason among its notes; `actmat` with its record.
+    """The recipe with a named method in place of `auto`, and the reason in its notes, with the measurements.
 
     Args:
-        recipe: what is wanted; options that are given have no method to belong to, see `check_options`.
+        recipe: of the merge; options without a method are refused, see `check_options`.
         given: its inputs.
     """
     if recipe.method != AUTO:
@@ -108,11 +108,11 @@ def with_method(recipe: Recipe, given: Given) -> Recipe:
 
 
 def _told(recipe: Recipe, given: Given) -> Recipe:
-    """The recipe of `actmat` on adapters, with what was measured of that among its notes."""
+    """The recipe of `actmat` on adapters, with its measurements among the notes."""
     kind = _kind(given.config)
     found = ON_ADAPTERS.get(kind, ON_ADAPTERS["encoder"])
     of, better = "a decoder" if kind == "decoder" else "an encoder", TABLE["adapters", kind]
-    note = f"actmat on adapters, measured of {of}: {found}; auto would take {better.name}: {better.gain:+.1f}"
+    note = f"actmat on adapters, measured of {of}: {found}; auto would choose {better.name}: {better.gain:+.1f}"
     return recipe if note in recipe.notes else recipe.model_copy(update={"notes": (*recipe.notes, note)})
 
 
@@ -125,9 +125,9 @@ def _chosen(recipe: Recipe, given: Given) -> tuple[str, Space, dict[str, Any], s
     if form == "full" and not recipe.base:
         return "average", space, {}, "checkpoints without a base: average, which needs none"
     if any(e.statistics for e in recipe.experts):
-        return "regmean", space, {}, "statistics of the experts' inputs: regmean, which was made for them"
+        return "regmean", space, {}, "statistics of the experts' inputs: regmean, which uses them"
     if form != "full" and any(leaf != 1.0 for e in recipe.experts for leaf in leaves(e.weight)):
-        return "linear", space, {}, "adapters with weights: linear, the weighted mean, which obeys them"
+        return "linear", space, {}, "adapters with weights: linear, the weighted mean, which uses them"
     kind = _kind(given.config) if form != "mixed" else "any"
     choice = TABLE[form, kind]
     what = {"full": "fine-tuned checkpoints", "mixed": "checkpoints and adapters"}.get(form, "adapters")
@@ -157,14 +157,14 @@ def _kind(config: Mapping[str, Any]) -> ModelKind:
 
 
 def check_options(recipe: Recipe) -> None:
-    """Refuse options without a named method: which ones there are depends on it.
+    """Refuse options without a named method: the known options depend on it.
 
     Raises:
-        RecipeError: it has some; lists them.
+        RecipeError: there are options; lists them.
     """
     if recipe.method == AUTO and (problems := _options_without_method(recipe)):
         raise RecipeError(
-            "Options belong to a method, and none is named: name the one that they are meant for (--method NAME, or "
+            "Options belong to a method, but none is named: name the one that they are meant for (--method NAME, or "
             "'method' in the recipe).",
             problems,
         )

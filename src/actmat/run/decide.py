@@ -19,10 +19,10 @@ PEFT = ("same", "peft")
 
 
 def decide(recipe: Recipe, given: Given) -> Recipe:
-    """The recipe with a named method and its kind of output, and with a base where its result depends on none.
+    """The recipe with a named method and its kind of output, and with a base if its result depends on none.
 
     Raises:
-        RecipeError: an adapter is wanted of full checkpoints, or a model without a base.
+        RecipeError: an adapter from full checkpoints, or a model without a base.
     """
     recipe = with_method(recipe, given)
     full = [label for label, e in zip(recipe.labels, given.experts, strict=True) if not e.needs_base]
@@ -31,7 +31,7 @@ def decide(recipe: Recipe, given: Given) -> Recipe:
     if recipe.base:
         return recipe
     if isinstance(recipe.output, ExtractedOutput):
-        raise RecipeError("--energy extracts an adapter from what is merged into a base: give --base.")
+        raise RecipeError("--energy extracts an adapter from a merge into a base: give --base.")
     if full:
         return _on_first(recipe, full)
     if recipe.output is None:
@@ -44,22 +44,22 @@ def decide(recipe: Recipe, given: Given) -> Recipe:
 
 
 def _adapter(recipe: Recipe, output: AdapterOutput, given: Given, full: Sequence[str]) -> Recipe:
-    """The recipe of an adapter: merged from factors, or extracted from what is merged into the base."""
+    """The recipe of an adapter: merged from factors, or extracted from a merge into the base."""
     extracts = recipe.base and output.layout in PEFT and (output.rank is not None or not full)
     if extracts and not given.have_factors:
         return recipe.model_copy(update={"output": ExtractedOutput(rank=output.rank, ranks=output.ranks)})
     if full:
         to = "adapter" if output.layout == "same" else output.layout
         raise RecipeError(
-            f"--to {to} needs adapters, and {', '.join(full)} is none. Give --base and --rank (or --energy) to extract "
-            "one of what is merged, write a model (--base ..., --to model), or make adapters first (actmat "
+            f"--to {to} works on adapters only, not {', '.join(full)}. Give --base and --rank (or --energy) to extract "
+            "one from the merge, write a model (--base ..., --to model), or make adapters first (actmat "
             "extract --base ... --model ... --rank 64 --out ...)."
         )
     return recipe
 
 
 def _on_first(recipe: Recipe, full: Sequence[str]) -> Recipe:
-    """The recipe with its first expert as the base, where its result depends on none.
+    """The recipe with its first expert as the base, if its result depends on none.
 
     Without a base, `average`, `linear`, `karcher` and `slerp` between two experts give `W*` of the experts' weights
     only. The engine works with deltas, so the first expert is the point that they are measured from.
@@ -71,20 +71,20 @@ def _on_first(recipe: Recipe, full: Sequence[str]) -> Recipe:
     if reasons or len(full) < len(recipe.experts):
         why = f"Without one: {'; '.join(reasons)}." if reasons else "Adapters are deltas of a base."
         raise RecipeError(
-            f"--base must be given: {', '.join(full)} is no adapter, so a full model is written, which is merged into "
+            f"--base must be given: {', '.join(full)} is not an adapter, so a full model is written, merged into "
             f"the checkpoint that all experts come from. {why}"
         )
     first = recipe.experts[0]
     note = (
         f"no base is given, and {recipe.method} needs none: deltas are measured from expert '{first.label}', which "
-        "does not change the result; its config and tokenizer files, and what is not merged, go into the output"
+        "does not change the result; its config and tokenizer files, and unmerged tensors, go into the output"
     )
     changes = {"base": first.path, "output": recipe.output or ModelOutput(), "notes": (*recipe.notes, note)}
     return recipe.model_copy(update=changes)
 
 
 def base_problems(recipe: Recipe) -> list[str]:
-    """Reasons for which the result of a recipe depends on a base; empty where it can be merged without one."""
+    """Reasons why the result of a recipe depends on a base; empty if it can be merged without one."""
     problems = []
     named = [(recipe.method, recipe.options, "")]
     named += [(r.method or recipe.method, r.options, f"rules.{i}: ") for i, r in enumerate(recipe.rules) if not r.keep]
@@ -113,12 +113,12 @@ def base_problems(recipe: Recipe) -> list[str]:
 
 
 def check_shared(recipes: Sequence[Recipe]) -> None:
-    """One reading serves all recipes of a run, so they must agree on what is read, and how.
+    """One reading serves all recipes of a run, so they must agree on the inputs and how they are read.
 
-    Labels decide too: they are what manifests call the inputs. Weights of experts may differ.
+    Labels decide too: manifests name the inputs by them. Weights of experts may differ.
 
     Raises:
-        RecipeError: they do not.
+        RecipeError: they do not agree.
     """
     rows = [
         {

@@ -1,4 +1,4 @@
-"""Carry out what is prepared: run the units, keep the journal, judge the findings, finish the outputs."""
+"""Carry out a prepared run: run the units, keep the journal, judge the findings, finish the outputs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def execute(outputs: Sequence[StagedOutput], prepared: Prepared, progress: Progr
 
 
 def _judge(findings: Findings) -> None:
-    """Raise what was found in the inputs that forbids the merge."""
+    """Raise findings in the inputs that forbid the merge."""
     if findings.foreign_statistics:
         raise StatisticsError(FOREIGN, sorted(findings.foreign_statistics))
     if findings.broken_ties and (findings.tolerated or not findings.nonfinite):
@@ -87,7 +87,7 @@ def _judge(findings: Findings) -> None:
 def finish(
     outputs: Sequence[StagedOutput], prepared: Prepared, progress: Progress, draw: DrawPage | None
 ) -> list[MergeReport]:
-    """Write all that goes with the weights of merged outputs: their reports; `stage` renames them afterwards."""
+    """Write the reports and other files of merged outputs; `stage` renames the outputs afterwards."""
     settings, began = prepared.place.settings, prepared.began
     progress.finishing()
     made = []

@@ -54,7 +54,7 @@ class Wanted:
 
     Args:
         recipes: as they were given.
-        given: inputs of each recipe; fewer where some have problems.
+        given: inputs of each recipe; fewer if some have problems.
         problems: with inputs that cannot be opened.
     """
 
@@ -94,7 +94,7 @@ class _Looks:
     found: dict[tuple[str, tuple[StackWord, ...]], Located | None] = field(default_factory=dict)
 
     def given(self, recipe: Recipe) -> Given | None:
-        """The inputs of a recipe; None where one has a problem."""
+        """The inputs of a recipe; None if one has a problem."""
         base = self._look(recipe.base) if recipe.base else None
         experts = [self._look(e.path, e.stacks) for e in recipe.experts]
         found = tuple(e for e in experts if e is not None)

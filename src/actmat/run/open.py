@@ -1,4 +1,4 @@
-"""The inputs of recipes: what they are decides the kind of output; opened together, all their problems in one error."""
+"""Open the inputs of recipes together, with all problems in one error; they decide the kind of output."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from actmat.settings import RunSettings
 
 @dataclass(frozen=True)
 class Opened:
-    """Recipes with what they name, opened.
+    """Recipes with their opened inputs.
 
     Args:
-        recipes: each with its kind of output, and a base where it can do without one.
+        recipes: each with its kind of output, and a base, the first expert if it needs none.
         inputs: shared by all.
         place: of the run.
         problems: found so far; planning adds its own.
@@ -57,10 +57,10 @@ class Opened:
 def open_inputs(
     recipes: Sequence[Recipe], settings: RunSettings | None = None, writes: Writes = "nothing", *, here: bool = True
 ) -> Iterator[Opened]:
-    """Base, experts and statistics of recipes that share them, opened; the places of the run are checked before.
+    """Open base, experts and statistics of recipes that share them, after a check of the run's places.
 
     Args:
-        recipes: what is wanted.
+        recipes: of the run.
         settings: of the run.
         writes: see `find_place`.
         here: whether the run takes place on this machine.
@@ -95,7 +95,7 @@ def open_inputs(
 
 
 def _decided(wanted: Wanted, problems: Problems) -> Sequence[Recipe]:
-    """The recipes as their inputs decide them; none where one has a problem."""
+    """The recipes as their inputs decide them; empty if one has a problem."""
     for recipe in wanted.recipes:
         with problems.noted():
             check_options(recipe)
@@ -164,10 +164,10 @@ def _expert(aligned: Expert | None, given: Located, base: Checkpoint) -> Expert:
 
 
 def _untied(recipes: Sequence[Recipe], base: Checkpoint, experts: Sequence[Expert]) -> Checkpoint:
-    """The base, with an output head of its own where experts train it apart from the table that it is tied to.
+    """The base, with a separate output head if experts train it apart from the table that it is tied to.
 
     Raises:
-        CheckpointError: it cannot be untied, or not in the kind of output that is wanted.
+        CheckpointError: it cannot be untied, or not in the requested kind of output.
     """
     recipe = recipes[0]
     untied = untied_base(base, experts, recipe.labels, ties=all(r.ties for r in recipes))
@@ -194,7 +194,7 @@ def _check_copied_files(recipes: Sequence[Recipe], inputs: Inputs) -> None:
     """Refuse local folders whose config or tokenizer files cannot be copied into an output.
 
     Raises:
-        CheckpointError: a file is a link out of its folder, or no regular file.
+        CheckpointError: a file is a link out of its folder, or not a regular file.
     """
     if inputs.base is None or inputs.base.directory is None or isinstance(recipes[0].output, ExtractedOutput):
         return

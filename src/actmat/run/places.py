@@ -35,7 +35,7 @@ class OutputPlace:
         settings: of the run.
         executor: name of the executor.
         room: devices that may merge items.
-        outs: final folder or URL of the output of each recipe; empty where nothing is written.
+        outs: final folder or URL of the output of each recipe; empty if nothing is written.
         finished: those of them that hold the output of the same recipe.
     """
 
@@ -58,7 +58,7 @@ def find_place(
     """The places of a run; problems with devices, executor and outputs are noted.
 
     Args:
-        recipes: what is wanted.
+        recipes: of the run.
         settings: of the run: its executor counts, else the recipe's, else `threads`.
         writes: whether outputs are written.
         problems: receives problems.
@@ -90,10 +90,10 @@ def _out_path(recipe: Recipe) -> Path | str:
     """Final directory of a recipe's output, or its URL.
 
     Raises:
-        RecipeError: it names none.
+        RecipeError: it names no output.
     """
     if recipe.out is None:
-        raise RecipeError("Where shall the merged model go? Give --out, or 'out' in the recipe.")
+        raise RecipeError("No output given: pass --out, or 'out' in the recipe.")
     if is_url(recipe.out):
         return recipe.out.rstrip("/")
     out = Path(recipe.out)
@@ -124,7 +124,7 @@ def present_output(out: Path | str) -> Iterator[Path]:
     if isinstance(out, Path):
         yield out
         return
-    if problems := check_upload_url(out):  # no request: another check tells them
+    if problems := check_upload_url(out):  # no request: another check reports them
         raise CheckpointError(problems[0])
     source = find_source(out)
     names = [n for n in (MANIFEST_NAME, REPORT_NAME) if n in source.names]
@@ -140,7 +140,7 @@ def _check_outputs(
     """Refuse folders that outputs may not be written to.
 
     Raises:
-        OutputError: in use, an input, or wanted twice; all problems in one.
+        OutputError: in use, an input, or given twice; all problems in one.
     """
     problems = []
     for out in outs:

@@ -43,7 +43,7 @@ class Prepared:
 
 
 def prepare(opened: Opened, *, measured: bool | None = None) -> Prepared:
-    """Plan the recipes and share out what the run may use.
+    """Plan the recipes and divide the resources of the run.
 
     Args:
         opened: the recipes and their inputs.
@@ -77,7 +77,7 @@ def plans_of(opened: Opened, room: DeviceRoom | None = None) -> Sequence[MergePl
         MergeError: all their problems, together with those found before.
     """
     inputs, problems, plans = opened.inputs, opened.problems, []
-    for recipe in (r.model_copy(update={"executor": None}) for r in opened.recipes):  # no part of what is merged
+    for recipe in (r.model_copy(update={"executor": None}) for r in opened.recipes):  # not a part of the merge
         with problems.noted():
             plans.append(
                 build_plan(

@@ -37,11 +37,11 @@ def run_recipes(
         recipes: each with its own `out`.
         settings: how to run them.
         progress: receives callbacks.
-        draw: writes the page of a measured merge into its output; None: there is none.
+        draw: writes the page of a measured merge into its output; None: no page.
 
     Raises:
-        MergeError: nothing is at any `out` unless that output was finished. What was done of the others is kept for
-            the same call, which a note of the error says, unless the error would recur.
+        MergeError: an `out` exists only if that output was finished. Finished parts of the others are kept for the
+            same call, and a note of the error says so, unless the error would recur.
     """
     settings, progress = settings or RunSettings(), progress or NoProgress()
     if settings.diagnose:
@@ -61,7 +61,7 @@ def plan_recipe(recipe: Recipe, *, device: str = "cpu", device_memory: str | int
     """The plan of a recipe, from headers only.
 
     Args:
-        recipe: what is wanted.
+        recipe: of the merge.
         device, device_memory: see `RunSettings`; the devices need not be on this machine.
 
     Raises:
@@ -77,7 +77,7 @@ def diagnose_recipe(recipe: Recipe, settings: RunSettings | None = None, progres
     """Measure what merging a recipe would do; nothing is written, its `out` is ignored.
 
     Raises:
-        MergeError: whatever merging it would raise.
+        MergeError: as merging it would.
     """
     began = time.perf_counter()
     check_mutes([recipe])

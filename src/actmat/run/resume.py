@@ -1,4 +1,4 @@
-"""The work of earlier runs: outputs that are finished are verified, unfinished ones whose inputs are the same go on."""
+"""The work of earlier runs: finished outputs are verified, unfinished ones with the same inputs are continued."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class MergeReport:
 
     Args:
         out: directory of the merged model, or its URL.
-        plan: what was planned.
+        plan: of the merge.
         seconds: wall time of this run.
-        resumed: items taken over from an interrupted run.
-        diagnosis: contents of `report.json`, where one was asked for.
+        resumed: items reused from an interrupted run.
+        diagnosis: contents of `report.json`, if it was requested.
         was_finished: an earlier call finished the output; it was only verified.
         totals: sums over all tensors.
     """
@@ -64,19 +64,19 @@ class MergeReport:
 
     @functools.cached_property
     def manifest(self) -> Mapping[str, Any]:
-        """Contents of `actmat_manifest.json`, read when they are first asked for: about 2 kB per tensor."""
+        """Contents of `actmat_manifest.json`, read on first use: about 2 kB per tensor."""
         with present_output(self.out) as folder:
             return read_manifest(folder)
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run, with what earlier runs have done of it.
+    """A run, with the results of earlier runs.
 
     Args:
         run: the run.
         finished: reports of outputs that are finished.
-        checked: unfinished outputs -> their journals, where their inputs were touched since and are the same.
+        checked: unfinished outputs -> their journals, if timestamps of inputs changed but content hashes match.
     """
 
     run: Prepared
@@ -85,7 +85,7 @@ class Resumed:
 
 
 def resume(prepared: Prepared) -> Resumed:
-    """Verify outputs that are finished; find unfinished ones whose inputs were touched and have the same content.
+    """Verify outputs that are finished; find unfinished ones whose inputs have new timestamps and the same content.
 
     Raises:
         OutputError: a finished output is not what its plan gives now.
@@ -164,15 +164,15 @@ def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settin
     if made_on.partition(":")[0] != plan.device.partition(":")[0]:
         yield f"it was made on {made_on}"
     if _placeless(manifest.get("statistics", [])) != _plain([dict(s) for s in plan.statistics]):
-        yield "the statistics are others"
+        yield "the statistics differ"
     found = [manifest["base"], *manifest["experts"]] if plan.base is not None else manifest["experts"]
     if len(found) != len(plan.inputs) or not all(map(_is_input, plan.inputs, found, [out] * len(found))):
-        yield "the inputs are others, or in another place"
+        yield "the inputs differ, or are in another place"
     planned = [[i.name, list(i.shape), i.action, i.reason] for i in plan.items]
     if [[row.get(k) for k in ("name", "shape", "action", "reason")] for row in rows] != planned:
         yield "other tensors would be merged"
     if not plan.is_extracted and output.get("files") != {s.file: s.size for s in plan.shards}:
-        yield "its weight files are others"
+        yield "its weight files differ"
     if settings.sha256 and "sha256" not in output:
         yield "it was made without --set sha256=true"
     if settings.diagnose and not (out / REPORT_NAME).is_file():
@@ -209,9 +209,9 @@ def _checked(plan: MergePlan, out: Path, inputs: Inputs) -> CheckedJournal | Non
 
 
 def has_same_inputs(plan: MergePlan, journal: Mapping[str, Mapping[str, Any]], inputs: Inputs) -> bool:
-    """True if everything that the journal's items were made from is as it was; reads their inputs again.
+    """True if everything that the journal's items were made from is unchanged; reads their inputs again.
 
-    False also where the journal does not tell: adapters that are merged into an adapter, and methods that look at the
+    Also False if the journal cannot show it: adapters that are merged into an adapter, and methods that measure the
     whole model before the first tensor.
     """
     from_adapters = plan.output == "adapter" and not plan.is_extracted

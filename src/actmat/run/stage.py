@@ -1,4 +1,4 @@
-"""One output of a run: where it is built, what is done, and how it is finished."""
+"""One output of a run: its folder, its finished items, and its completion."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DrawPage = Callable[[Diagnosis, Path], object]
 
 
 class JournalRecords(Mapping[str, Record]):
-    """Records of finished items, read from the journal when they are asked for: a merge keeps none in memory."""
+    """Records of finished items, read from the journal on request: a merge keeps none in memory."""
 
     def __init__(self, journal: Entries) -> None:
         self._journal = journal
@@ -61,10 +61,10 @@ class StagedOutput:
     """An output that is being built.
 
     Args:
-        plan: what is to be done.
+        plan: of the output.
         writer: receives its bytes.
         records: of everything that is done, by item.
-        stage: its partial folder; None where nothing is written.
+        stage: its partial folder; None if nothing is written.
         done: items that an earlier run finished, or that need no work.
         resumed: number of items that an earlier run finished.
     """
@@ -78,7 +78,7 @@ class StagedOutput:
 
     @classmethod
     def measured(cls, plan: MergePlan) -> StagedOutput:
-        """An output that is only measured; of copies there is nothing to measure."""
+        """An output that is only measured; copies need no measurement."""
         return cls(plan, NoWriter(), done=frozenset(i.name for i in plan.items if i.call is None))
 
     @property
@@ -97,7 +97,7 @@ class StagedOutput:
         return self.stage
 
     def keep(self, record: Record) -> None:
-        """Add a finished item to the journal, which is all that keeps it; in memory where there is none."""
+        """Add a finished item to the journal; without a journal, keep it in memory."""
         if self.stage is not None:
             self.stage.record(record.to_json())
         else:
@@ -105,7 +105,7 @@ class StagedOutput:
             self.records[record.name] = record
 
     def finish(self, inputs: Inputs, seconds: float, *, sha256: bool) -> Totals:
-        """Close the shards, write everything that goes with them; the sums over all records.
+        """Close the shards and write all other files; returns the sums over all records.
 
         Args:
             inputs: opened.
@@ -113,7 +113,7 @@ class StagedOutput:
             sha256: hash the finished files as the hub does.
 
         Raises:
-            OutputError: the disk.
+            OutputError: writing failed.
         """
         folder = self._staging
         if isinstance(self.writer, SpoolWriter):
@@ -152,7 +152,7 @@ class StagedOutput:
         return totals
 
     def _written(self, item: Item) -> Mapping[str, Any] | None:
-        """Stats of an item of an extraction; None where no expert changes it."""
+        """Stats of an item of an extraction; None if no expert changes it."""
         record = self.records[item.name]
         return None if record.unchanged or record.stats.get("norm") == 0.0 else record.stats
 
@@ -185,7 +185,7 @@ def stage(resumed: Resumed) -> Iterator[list[StagedOutput]]:
     """Outputs under construction, each locked, with what an earlier run finished; committed at the end.
 
     Whatever stops the run, finished items are kept for the same command, and a note of the error says how many; not
-    after an error that would recur, because another recipe or other inputs start anew.
+    after an error that would recur, because another recipe or other inputs start from the beginning.
 
     Raises:
         OutputError: another process writes the same output, the place cannot be written, or its disk is too small.
@@ -211,7 +211,7 @@ def stage(resumed: Resumed) -> Iterator[list[StagedOutput]]:
             yield outputs
             for staging in stages:
                 staging.commit()
-        except BaseException as error:  # Ctrl-C and bugs too: whatever stops a run, what is finished is kept
+        except BaseException as error:  # Ctrl-C and bugs too: finished items are kept whatever stops a run
             _leave(stages, plans, error)
             raise
 
@@ -232,7 +232,7 @@ def _staging(out: Path | str, plan: MergePlan, settings: RunSettings, checked: C
 
 
 def _leave(stages: Sequence[Staging], plans: Sequence[MergePlan], error: BaseException) -> None:
-    """Keep unfinished outputs of which something is done, remove the others; the error gets a note of what is kept."""
+    """Keep unfinished outputs with finished items, remove the others; the error gets a note of their number."""
     useless = isinstance(error, MergeError) and error.recurs
     kept = total = 0
     for stage, plan in reversed(list(zip(stages, plans, strict=True))):  # the first one made the folder of all
@@ -251,13 +251,13 @@ def intact_items(
     *,
     observed: bool,
 ) -> Iterator[str]:
-    """Items that an earlier run finished and whose bytes are as they were; measured ones if wanted.
+    """Items that an earlier run finished and whose bytes are unchanged; measured ones if requested.
 
     Args:
         plan: of the output.
         journal: entries by item.
         writer: compares the bytes on the disk.
-        observed: only those that were measured, where the plan measures them.
+        observed: only those that were measured, if the plan measures them.
     """
     for name, entry in journal.items():
         record, item = Record.from_json(entry), plan.by_name.get(name)
@@ -271,7 +271,7 @@ def intact_items(
 
 
 def _is_record_of(record: Record, item: Item) -> bool:
-    """True if a journal's record tells of all that the item writes and reads."""
+    """True if a journal's record covers all outputs and inputs of the item."""
     read = len(item.sources) if item.factors is None and item.base_dtype and item.call is not None else 0
     if item.extraction is not None and item.extraction.kind == "factored" and not record.hashes:
         return record.stats.get("norm") == 0.0 and len(record.expert_hashes) >= read
@@ -279,13 +279,13 @@ def _is_record_of(record: Record, item: Item) -> bool:
 
 
 def check_room(places: Sequence[tuple[Path, Path]], plans: Sequence[MergePlan]) -> None:
-    """Refuse a disk without room for all outputs that go there; what an interrupted run left counts.
+    """Refuse a disk without room for all outputs that go there; files of an interrupted run count as free space.
 
     Args:
         places: per plan, the output and the folder that it is built in.
 
     Raises:
-        OutputError: too little; says how many bytes are wanted and how many there are.
+        OutputError: too little; names the bytes that are needed and that are free.
     """
     by_disk: dict[int, list[tuple[Path, Path, int]]] = {}
     for (out, folder), plan in zip(places, plans, strict=True):

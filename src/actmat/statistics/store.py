@@ -31,7 +31,7 @@ Mean = Literal["token", "sample", "sum"]
 class Statistics(AbstractContextManager["Statistics"]):
     """An open statistics file. Thread-safe for reading. Use as a context manager.
 
-    Reading raises `StatisticsError` where the bytes are not those that were written.
+    Reading raises `StatisticsError` if the bytes changed since they were written.
     """
 
     def __init__(self, location: str, path: Path) -> None:
@@ -44,7 +44,7 @@ class Statistics(AbstractContextManager["Statistics"]):
             self.header = parse_header(found.metadata, location)
             problems = [f"{location}: {p}" for p in _disagreements(self.header, self.specs)]
             if problems:
-                raise StatisticsError(f"{location}: the statistics do not agree with themselves.", problems)
+                raise StatisticsError(f"{location}: the statistics are inconsistent.", problems)
         except CheckpointError as error:
             self._reader.close()
             raise StatisticsError(f"{location}: the statistics cannot be read.", error.problems) from None
@@ -68,7 +68,7 @@ class Statistics(AbstractContextManager["Statistics"]):
 
     def why_absent(self, name: str) -> str:
         """Reason why there is no Gram of a stored tensor."""
-        return self.header.absent.get(name, "no input of it was measured")
+        return self.header.absent.get(name, "its input was not measured")
 
     def gram(self, key: str, *, mean: Mean = "token", dtype: torch.dtype = torch.float32) -> Tensor:
         """One Gram matrix: `I I`, or `G I I` for a convolution in groups."""
@@ -89,8 +89,8 @@ class Statistics(AbstractContextManager["Statistics"]):
         self._reader.read_into(spec.file, spec.offset, raw_bytes(tensor), tensor=stored)
         if content_hash(tensor) != self._hashes[stored]:
             raise StatisticsError(
-                f"{self.location}: tensor '{stored}' is not what was written. Likely cause: a damaged copy. Fix: "
-                "copy the file again, or collect the statistics anew."
+                f"{self.location}: tensor '{stored}' differs from what was written. Likely cause: a damaged copy. Fix: "
+                "copy the file again, or collect the statistics again."
             )
         return tensor
 
@@ -135,6 +135,6 @@ def _disagreements(header: StatisticsHeader, specs: Mapping[str, TensorSpec]) ->
     for name, parts in header.places.items():
         for part in parts:
             if part.gram not in header.grams:
-                yield f"'{name}' reads '{part.gram}', which is not there"
+                yield f"'{name}' reads '{part.gram}', which is missing"
             if part.rows is not None and part.rows[0] >= part.rows[1]:
-                yield f"'{name}': rows {part.rows} are no range"
+                yield f"'{name}': rows {part.rows} are not a range"

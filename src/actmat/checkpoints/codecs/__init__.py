@@ -1,4 +1,4 @@
-"""Codecs: quantized storage <-> floats. The choice for a checkpoint.
+"""Choose the codecs (quantized storage <-> floats) of a checkpoint.
 
 A codec is a plug-in of the group `actmat.codecs`, imported when a checkpoint has signs of quantization. Each claims
 tensors that no other claims.
@@ -18,20 +18,20 @@ __all__ = ["decoded"]
 
 
 def decoded(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with its quantized tensors as floats; itself where no codec knows any of them.
+    """The checkpoint with its quantized tensors as floats; unchanged if no codec recognizes any of them.
 
     A checkpoint of several models (`is_composed`) has decoded each of them by its own config.
 
-    Tensors that look quantized and that no codec knows stay as they are stored: plans refuse them.
+    Tensors that look quantized but that no codec recognizes stay as stored; plans refuse them.
 
     Raises:
-        CheckpointError: a layout that a codec knows, and that is damaged or turned; names every tensor.
+        CheckpointError: a known layout is damaged, rotated or sparse; names every tensor.
     """
     if checkpoint.is_composed or not any(has_signs(spec, checkpoint.specs) for spec in checkpoint.specs.values()):
         return checkpoint
     try:
         config = checkpoint.config
-    except CheckpointError:  # raised again where the config is wanted, with all problems of the inputs
+    except CheckpointError:  # raised again when the config is used, with all problems of the inputs
         return checkpoint
     settings = quantization_config(config)
     method = str(settings.get("quant_method") or settings.get("quant_algo") or "").lower()
@@ -61,7 +61,7 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _turned(headers: Headers) -> list[str]:
-    """Why codes that could be read are not the weights: rotated or sparse ones."""
+    """Reasons why readable codes are not the weights: rotation or sparsity."""
     problems = []
     transform = headers.settings.get("transform_config")
     if isinstance(transform, dict) and transform.get("config_groups"):

@@ -22,13 +22,13 @@ from actmat.checkpoints.keys import Keys
 from actmat.checkpoints.raw import raw_bytes
 
 LEVELS = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Parts of a config that may have the settings of a whole text model."""
+"""Entries of a config that may hold the settings of the text model."""
 
 CONFIG_KEYS = ("quantization_config", "compression_config")
 
 
 class StoredParts:
-    """The stored tensors behind the logical ones: read by runs of entries, or kept by a thread while it needs them."""
+    """Stored tensors behind the logical ones, read by runs of entries or cached per thread."""
 
     def __init__(self, inner: Checkpoint) -> None:
         self.inner = inner
@@ -67,7 +67,7 @@ class CodedTensor(abc.ABC):
 
     Args:
         name, shape, dtype: of the logical tensor.
-        scheme: how it is stored, in words.
+        scheme: description of the storage.
         parts: names of the stored tensors that it is made of; the first holds the codes.
     """
 
@@ -78,7 +78,7 @@ class CodedTensor(abc.ABC):
     parts: tuple[str, ...]
 
     def stored_as(self, name: str) -> str:
-        """The name, if it is one of `parts`; else an empty text."""
+        """The name, if it is one of `parts`; else an empty string."""
         return name if name in self.parts else ""
 
     @property
@@ -102,13 +102,13 @@ class CodedTensor(abc.ABC):
 
     @property
     def granule(self) -> int:
-        """Rows that are encoded together, more than a matrix has where all of a stack share a scale; 0: not written."""
+        """Rows encoded together (more than a matrix has if a stack shares one scale); 0 if it cannot be written."""
         return 0
 
     @property
     def why_not_written(self) -> str:
-        """Reason why the layout is only read; empty where it is written."""
-        return "" if self.granule else "this layout is only read"
+        """Reason why the layout cannot be written; empty if it can."""
+        return "" if self.granule else "this layout can only be read"
 
     def constants(self) -> Mapping[str, Tensor]:
         """Stored parts that do not depend on the values."""
@@ -138,10 +138,10 @@ class Headers:
     Args:
         location: of the checkpoint, for messages.
         specs: stored tensors.
-        method: `quant_method` that the config declares, lower case; empty where it declares nothing.
+        method: `quant_method` that the config declares, lower case; empty if it declares none.
         settings: the config's entry about quantization; may be empty.
-        dtype: of logical tensors where the layout does not say it itself.
-        read: the whole of a stored tensor, for layouts that put shapes into tensors.
+        dtype: of logical tensors whose layout does not state it.
+        read: returns a whole stored tensor, for layouts that store shapes in tensors.
     """
 
     location: str
@@ -177,7 +177,7 @@ class Codec:
     Args:
         name: of the codec.
         methods: values of `Headers.method` with which it is asked.
-        find: the logical tensor that a stored tensor of codes is; a text where it cannot be read, None for all others.
+        find: stored tensor -> its logical tensor, the reason why it cannot be read, or None if it is not the codec's.
         unused: last parts of the names of stored tensors that no weight needs, such as scales of activations.
         keys: `quant_method` -> lists of the settings that go with it.
     """
@@ -189,7 +189,7 @@ class Codec:
     keys: Mapping[str, Keys] = field(default_factory=dict)
 
     def claims(self, headers: Headers) -> Claims:
-        """The part of a checkpoint that it reads; tensors with the same problem are one problem."""
+        """The part of a checkpoint that it reads; tensors with the same problem share one message."""
         claims = Claims()
         problems: dict[str, list[TensorSpec]] = {}
         for spec in headers.specs.values() if headers.method in self.methods else ():
@@ -218,7 +218,7 @@ def quantization_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def float_dtype(config: Mapping[str, Any] | None) -> str:
-    """dtype of the weights that a config declares; bfloat16 where it declares none that is a wide float.
+    """dtype of the weights that a config declares; bfloat16 if it declares no wide float type.
 
     >>> float_dtype({"torch_dtype": "float16"}), float_dtype({"dtype": "auto"}), float_dtype(None)
     ('float16', 'bfloat16', 'bfloat16')

@@ -1,4 +1,4 @@
-"""A checkpoint whose quantized tensors are read as floats, decoded rows by rows when they are read."""
+"""A checkpoint whose quantized tensors are read as floats, decoded by rows on reading."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BYTES_PER_ENTRY = 24
 
 
 class QuantizedCheckpoint(CheckpointView):
-    """The logical tensors of a checkpoint of codes, which is closed with it.
+    """The logical tensors of a quantized checkpoint; closing it closes the stored one.
 
     Args:
         inner: the checkpoint as stored.
         coded: tensors that are decoded.
-        unused: stored tensors that appear nowhere, such as scales of activations.
+        unused: stored tensors that are not listed, such as scales of activations.
     """
 
     def __init__(self, inner: Checkpoint, coded: Iterable[CodedTensor], unused: Iterable[str] = ()) -> None:
@@ -51,12 +51,12 @@ class QuantizedCheckpoint(CheckpointView):
 
     @property
     def written_config(self) -> Mapping[str, Any] | None:
-        """The config, in place of the folder's, which declares codes."""
+        """The config without quantization, to replace the folder's."""
         written = self.inner.written_config
         return self.config if written is None and self.directory is not None else without_quantization(written)
 
     def scheme(self, name: str) -> str:
-        """Layout of a tensor of codes, in words; empty for one that is stored as it is read."""
+        """Description of a quantized tensor's layout; empty for any other tensor."""
         return self.coded[name].scheme if name in self.coded else ""
 
     def stored_specs(self, name: str) -> tuple[TensorSpec, ...]:
@@ -66,20 +66,20 @@ class QuantizedCheckpoint(CheckpointView):
         return tuple(self.inner.specs[part] for part in self.coded[name].parts)
 
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
-        """Bytes of the tensor, decoded."""
+        """Fill `out` with decoded bytes of the tensor."""
         if spec.name in self.coded:
             self._decode(self.coded[spec.name], start, out)
         else:
             self.inner.read_into(spec.name, start, out)
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Ask for the stored parts."""
+        """Prefetch the stored parts."""
         wanted = [n for name in names for n in (self.coded[name].parts if name in self.coded else (name,))]
         self.inner.prefetch(wanted)
 
     @property
     def buffer_bytes(self) -> int:
-        """Codes that a thread keeps, and its memory while it decodes."""
+        """Bytes of the codes that a thread keeps, and of its buffers while decoding."""
         coded = self.coded.values()
         held = max((c.held_bytes for c in coded), default=0)
         widest = max((max(WINDOW, c.columns) for c in coded), default=0)
@@ -113,7 +113,7 @@ class QuantizedCheckpoint(CheckpointView):
 
 
 def coding_of(checkpoint: Checkpoint, name: str) -> CodedTensor | None:
-    """Layout of a tensor of codes, in which others can be written; None for one that is stored as it is read."""
+    """Layout of a quantized tensor, in which others can be written; None if it is not quantized."""
     return checkpoint.coded.get(name) if isinstance(checkpoint, QuantizedCheckpoint) else None
 
 

@@ -38,7 +38,7 @@ class EncodingSink:
         sinks: per stored name, what receives its bytes.
 
     Attributes:
-        digest: content hash of the tensor as it is read back, when all of it is written.
+        digest: content hash of the decoded tensor, once all of it is written.
     """
 
     def __init__(self, coded: CodedTensor, sinks: Mapping[str, _Sink]) -> None:

@@ -35,7 +35,7 @@ SIGNS: dict[str, tuple[str, ...]] = {
     "torch": ("*",),
     "gguf": ("*.gguf",),
 }
-"""Names of formats in the order in which they are asked, and patterns of file names without which they are not."""
+"""Format -> file-name patterns, in the order of asking; a format is asked only if a file matches."""
 
 
 def _candidates(source: Source) -> Iterator[Format]:
@@ -65,7 +65,7 @@ def find_format(source: Source) -> Format:
 
 
 def format_named(name: str) -> Format:
-    """The format of that name."""
+    """The installed format of this name."""
     for candidate in CORE.values():
         if candidate.name == name:
             return candidate

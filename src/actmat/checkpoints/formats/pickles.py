@@ -38,11 +38,11 @@ DAMAGED = (ValueError, IndexError, KeyError, TypeError, AttributeError, Overflow
 
 
 class PickleError(Exception):
-    """The pickle is beyond the bounds, or has a name that is not allowed; says what."""
+    """The pickle exceeds a bound or has a forbidden name; the message says which."""
 
 
 class DamagedPickleError(PickleError):
-    """The pickle is cut off, or has an opcode that no state dict or metadata has; says what."""
+    """The pickle is cut off, or has an opcode that no state dict or metadata has; the message says which."""
 
 
 class Inert:
@@ -64,7 +64,7 @@ class Inert:
 
 
 class _Tuple(tuple[Any, ...]):
-    """A tuple with the number of values in it, written out, and its depth; other containers are one value."""
+    """A tuple with its depth and its number of values when expanded; other containers count as one value."""
 
     size: int
     depth: int
@@ -112,7 +112,7 @@ def _follow(file: IO[bytes], allowed: Collection[str] | None, most: int) -> Any:
 
 
 class _Arguments:
-    """A file whose reader may not ask for an argument of any size: the memory would be taken before it is filled."""
+    """Wrapper of a file that bounds the size of an argument, whose memory is allocated before it is read."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.tell, self.readline = file.tell, file.readline

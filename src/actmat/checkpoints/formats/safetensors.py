@@ -5,7 +5,7 @@ The weights of a folder or repository, in this order:
 1. `model.safetensors.index.json`: the shards it names. A local folder that also holds a `model.safetensors` which the
    index does not name is ambiguous, and refused.
 2. `model.safetensors`. Diffusers' `diffusion_pytorch_model` counts like `model`; variants (`model.fp16.safetensors`,
-   `model.safetensors.index.fp16.json`) count where there are no weights without one.
+   `model.safetensors.index.fp16.json`) count if all weights have one.
 3. exactly one other `*.safetensors`: that file.
 4. several without an index: read as one checkpoint when they are one complete numbered set
    (`name-00001-of-00003.safetensors` ...), which says what the missing index would; refused otherwise.
@@ -82,7 +82,7 @@ class SafetensorsCheckpoint(StoredCheckpoint):
 
     @property
     def buffer_bytes(self) -> int:
-        """Blocks of remote files."""
+        """Bytes of the blocks of remote files."""
         return 0 if self._ranges is None else BLOCKS_PER_THREAD * BLOCK_BYTES
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ def _claims(source: Source) -> bool:
 
 
 def _open(source: Source) -> SafetensorsCheckpoint:
-    """Open the weights in a source, chosen as the module's text says."""
+    """Open the weights in a source, chosen by the rules in the module's docstring."""
     names, named = source.weights, source.named
     singles = [f"{stem}.safetensors" for stem in STEMS]
     index = next((f"{name}.index.json" for name in singles if f"{name}.index.json" in names), None)

@@ -136,7 +136,7 @@ def _described(tensor: Tensor) -> str:
 
 
 def load_torch(path: Path, label: str, location: str) -> Any:
-    """The object in a file of `torch.save`, tensors mapped where that is possible.
+    """The object in a file of `torch.save`, tensors mapped if possible.
 
     Args:
         path: the file.

@@ -1,7 +1,7 @@
-"""Journal: one JSON object per line and finished item; entries stay on the disk, their places in memory.
+"""Journal: one JSON object per line and finished item; entries stay on the disk, their positions in memory.
 
-A line is written with one call and is whole when its newline is there. Reading goes through the file once; an entry is
-read again from its place when it is asked for, so that a journal of 100,000 items takes a few bytes of memory for each.
+A line is written with one call and is complete if it ends in a newline. Reading goes through the file once; an entry is
+read again from its position on request, so that a journal of 100,000 items takes a few bytes of memory for each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_LINE_BYTES = 1 << 26
 """Longest line; one with the measures of a matrix takes some kilobytes."""
 
 LENGTH_BITS = 27
-"""Bits of a place that hold the line's length; the others hold its offset."""
+"""Bits of a position that hold the line's length; the others hold its offset."""
 
 
 class Journal(Mapping[str, dict[str, Any]]):
@@ -44,7 +44,7 @@ class Journal(Mapping[str, dict[str, Any]]):
         self._mutex = threading.Lock()
 
     def start(self, head: Mapping[str, Any]) -> None:
-        """Make the file, with its first line.
+        """Create the file, with its first line.
 
         Raises:
             OSError: it cannot be written; FileExistsError, it exists.
@@ -59,7 +59,7 @@ class Journal(Mapping[str, dict[str, Any]]):
         """The entries before the first damaged line, of a journal that another process may be appending to.
 
         Raises:
-            OutputError: it cannot be read, or is no regular file.
+            OutputError: it cannot be read, or is not a regular file.
         """
         journal = cls(path)
         with open_regular(path, error=OutputError) as file:
@@ -76,7 +76,7 @@ class Journal(Mapping[str, dict[str, Any]]):
         """Write one entry.
 
         Raises:
-            OSError: the disk.
+            OSError: writing failed.
         """
         with self._mutex:
             length = self._write(entry)
@@ -84,14 +84,14 @@ class Journal(Mapping[str, dict[str, Any]]):
             self._good += length
 
     def catch_up(self) -> None:
-        """Take in the lines that are in the file and were not noted, because a signal came in between."""
+        """Add lines of the file that a signal kept `append` from noting."""
         aside = contextlib.suppress(OutputError)  # it was put aside, or the disk failed: what is known stays
         with self._mutex, aside, open_regular(self.path, error=OutputError) as file:
             file.seek(self._good)
             self._scan(file)
 
     def drop(self, name: str) -> None:
-        """Forget an entry, which stays in the file."""
+        """Drop an entry from memory; its line stays in the file."""
         del self._places[name]
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Journal(Mapping[str, dict[str, Any]]):
         return name in self._places
 
     def _write(self, entry: Mapping[str, Any]) -> int:
-        """Append a line; its length."""
+        """Append a line and return its length."""
         assert self._file is not None
         text = (json.dumps(entry) + "\n").encode()
         line = memoryview(text)

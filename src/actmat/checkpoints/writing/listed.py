@@ -17,7 +17,7 @@ REPORTS = frozenset({"report.json", "report.html"})
 
 
 def listed_files(manifest: Mapping[str, Any]) -> list[str]:
-    """Names of the files that a manifest records, itself not included; of a damaged one, those that are there.
+    """Names of the files that a manifest records, itself not included; of a damaged one, those it still names.
 
     >>> listed_files({"output": {"files": {"model.safetensors": 8}, "side_files": {"config.json": {}}}})
     ['model.safetensors', 'config.json']

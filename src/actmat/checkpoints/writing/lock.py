@@ -1,4 +1,4 @@
-"""The lock of the process that builds or renames an output, on a hidden file beside it."""
+"""The lock of the process that builds or renames an output, on a hidden file next to it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class OutputLock:
         """Take the lock, or fail at once.
 
         Args:
-            required: False goes on without a lock on a file system that has none; the caller is safe without it.
+            required: False: continue without a lock on a file system that offers none.
 
         Raises:
             OutputError: another process holds it.

@@ -43,8 +43,7 @@ class Extent:
 class Shard:
     """One output file: its header bytes (length prefix included), its size, and the extent of each tensor.
 
-    `stem` is what its name has in common with the other files of its checkpoint, folder included; the file's names of
-    tensors lack `prefix`.
+    `stem`: common start of the file names of its checkpoint, folder included. Tensor names in the file lack `prefix`.
     """
 
     file: str

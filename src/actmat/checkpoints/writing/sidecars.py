@@ -21,7 +21,7 @@ DTYPE_KEYS = {"dtype", "torch_dtype"}
 
 @dataclass(frozen=True, slots=True)
 class SideFolder:
-    """A local folder and those of its files that go with an output."""
+    """A local folder and its files that are copied to an output."""
 
     folder: Path
     files: SideFiles
@@ -30,7 +30,7 @@ class SideFolder:
 def _sources(base: SideFolder | None, files_from: SideFolder | None) -> dict[str, bool]:
     """Path of every file that is copied -> True if it is the base's, False if it is that of `files_from`.
 
-    What goes with the tensors (config, code, modules) is the base's, whose tensors the output has.
+    Files that describe the tensors (config, code, modules) are the base's.
     """
     mine = SideFiles() if base is None else base.files
     others = () if files_from is None else files_from.files.kept
@@ -40,11 +40,11 @@ def _sources(base: SideFolder | None, files_from: SideFolder | None) -> dict[str
 
 
 def check_sidecars(base: SideFolder | None, files_from: SideFolder | None) -> None:
-    """Refuse folders from which `copy_sidecars` would not copy.
+    """Refuse folders whose files `copy_sidecars` could not copy.
 
     Raises:
-        CheckpointError: a file is a link out of its folder, whose target would be published with the output, or is no
-            regular file; names all of them.
+        CheckpointError: a file is a link out of its folder, whose target would be published with the output, or is
+            not a regular file; names all of them.
     """
     problems: list[str] = []
     for place in (base, files_from):
@@ -71,7 +71,7 @@ def copy_sidecars(
     """Copy the base's config and code and the other files of `files_from` into `out`; returns their paths.
 
     An output dtype is written to `config.json`, so that loaders allocate the stored dtype. `configs` (path ->
-    config) take the places of the base's.
+    config) replace those of the base.
 
     Raises:
         CheckpointError: see `check_sidecars`.
@@ -100,9 +100,9 @@ def copy_sidecars(
 
 
 def _config(path: Path, name: str, dtype: str | None, config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The config with the output's dtype, or None where the copy is right.
+    """The config with the output's dtype, or None if the copy is right.
 
-    Only transformers' configs know a dtype: that of a folder gets one, that of a pipeline's component where it has it.
+    Only transformers' configs know a dtype: the config of a folder gets one, a pipeline's component keeps its own.
     """
     written = dict(read_object(path) if config is None else config)
     keys = DTYPE_KEYS & written.keys()

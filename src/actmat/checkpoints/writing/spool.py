@@ -41,7 +41,7 @@ class SpoolSink:
 
     @property
     def digest(self) -> str:
-        """Content hash of the tensor, of which nothing is missing; its files are complete then."""
+        """Content hash of the complete tensor, whose files are then complete as well."""
         with disk_errors(self._paths[0].parent):
             while self._files:
                 file, part, path = self._files.pop(), self._parts.pop(), self._paths[len(self._parts)]
@@ -85,7 +85,7 @@ class SpoolWriter:
         """Write the output's file, and remove those of its tensors.
 
         Raises:
-            OutputError: the disk.
+            OutputError: writing failed.
         """
         writer = ShardWriter(self.directory, [shard], durable=self.durable)
         buffer = memoryview(bytearray(_CHUNK))
@@ -102,9 +102,9 @@ class SpoolWriter:
             shutil.rmtree(self._folder)
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Do nothing: no file stays open."""
 
     def _path(self, name: str) -> Path:
-        seen = ContentHash()  # a name may hold what no file's name may
+        seen = ContentHash()  # a tensor's name may hold characters that a file name may not
         seen.update(name.encode())
         return self._folder / seen.hexdigest()

@@ -38,7 +38,7 @@ def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path])
     """Problems of writing to `out`, as sentences; may be empty.
 
     `overwrite` replaces only an output of actmat, a directory with a manifest that records every file in it: neither a
-    mistyped path nor a user's notes beside a model may be deleted. An input is never replaced.
+    mistyped path nor a user's notes next to a model may be deleted. An input is never replaced.
     """
     try:
         local_path(out, error=OutputError)
@@ -47,7 +47,7 @@ def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path])
     if len(os.fsencode(sibling(out, "previous").name)) > LONGEST_NAME:
         return [f"the name of {out} is too long: while it is built, its folder has a prefix and a suffix; shorten it"]
     if not is_file_name(out.name):
-        return [f"'{out.name}' is no name of a folder on Windows (a device, a sign such as ':', or a dot at its end)"]
+        return [f"'{out.name}' is not a folder name on Windows (a device, a character such as ':', or a final dot)"]
     problems = _obstacles(out)
     resolved = Path(os.path.realpath(out))
     place, above = _identity(resolved), {_identity(p) for p in resolved.parents}
@@ -72,7 +72,7 @@ def check_output_path(out: Path, *, overwrite: bool, inputs: Mapping[str, Path])
 
 
 def _identity(path: Path) -> object:
-    """The same for all names of a file or folder: they may differ in upper and lower case (Windows, macOS)."""
+    """A value that all names of a file or folder share: they may differ in upper and lower case (Windows, macOS)."""
     with contextlib.suppress(OSError):
         status = os.stat(path)
         if status.st_ino:
@@ -81,7 +81,7 @@ def _identity(path: Path) -> object:
 
 
 def _obstacles(out: Path) -> list[str]:
-    """Problems: siblings with the names that a run needs, which no run made; a link would be written through."""
+    """Problems: siblings with the names that a run needs, which no run made (such as links)."""
     problems = []
     for suffix, is_ours, expected in (
         ("partial", stat.S_ISDIR, "the directory of an interrupted run"),
@@ -97,11 +97,11 @@ def _obstacles(out: Path) -> list[str]:
 
 
 def occupied(out: Path, *, overwrite: bool) -> list[str]:
-    """Problems: what is at `out` already, unless it is an output that may be replaced."""
+    """Problems: an existing file or folder at `out`, unless it is an output that may be replaced."""
     previous = sibling(out, "previous")
     if not os.path.exists(out) and os.path.exists(previous) and not overwrite:
         return [
-            f"{out} was being replaced when an earlier run was killed; its old content is in {previous}. Give the "
+            f"{out} was being replaced when an earlier run was killed; its old content is in {previous}. Run the "
             "same command with --overwrite again, or rename that folder back"
         ]
     if not os.path.isdir(out) or not list_folder(out, error=OutputError):
@@ -117,30 +117,30 @@ def occupied(out: Path, *, overwrite: bool) -> list[str]:
 
 
 def _not_ours(out: Path) -> list[str]:
-    """Problem: files in an output that is to be replaced, which no merge wrote."""
+    """Problem: files that no merge wrote, in an output that is to be replaced."""
     try:
         names = unlisted_files(out)
     except OutputError as error:
         return [
-            f"{out} cannot be replaced: its manifest is damaged, so that nothing tells which files are a user's own "
+            f"{out} cannot be replaced: its manifest is damaged, so your own files in it cannot be recognized "
             f"({error.problems[0]}). Remove the folder yourself, or choose another place"
         ]
     return not_ours_problems(str(out), names)
 
 
 def not_ours_problems(place: str, names: Sequence[str]) -> list[str]:
-    """Problem: files of a user's own in an output that is to be replaced; none where there are no such files."""
+    """Problem: a user's own files in an output that is to be replaced; empty without such files."""
     if not names:
         return []
     more = f" and {len(names) - SHOWN_FILES} more" if len(names) > SHOWN_FILES else ""
     return [
-        f"{place} holds what its merge did not write, and --overwrite will not delete it: "
-        f"{', '.join(names[:SHOWN_FILES])}{more}. Move it elsewhere, or choose another place"
+        f"{place} holds files that its merge did not write and --overwrite will not delete: "
+        f"{', '.join(names[:SHOWN_FILES])}{more}. Move them elsewhere, or choose another place"
     ]
 
 
 def sibling(out: Path, suffix: str) -> Path:
-    """Path of a hidden file or folder beside `out` that actmat keeps while it builds it."""
+    """Path of a hidden file or folder next to `out`, kept while `out` is built."""
     return out.parent / f".{out.name}.actmat-{suffix}"
 
 
@@ -155,7 +155,7 @@ def disk_errors(path: Path) -> Iterator[None]:
             errno.EDQUOT: "the disk quota is used up",
             errno.EROFS: "the file system is read-only",
             errno.EACCES: "permission denied" + (", or another program has a file in it open" if WINDOWS else ""),
-            errno.EFBIG: "the file system does not take a file of this size",
+            errno.EFBIG: "the file system does not accept a file of this size",
             errno.EIO: "the disk reports an input/output error",
             errno.ENOLCK: "the file system offers no locks",
         }
@@ -163,7 +163,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         if cause is None:
             raise OutputError(
                 f"Cannot write to {path}: {error.strerror or error}. Likely cause: another program changed the folder, "
-                "or its file system takes no such files. Choose another place; the inputs are untouched."
+                "or its file system does not accept such files. Choose another place; the inputs are untouched."
             ) from error
         free = ""
         with contextlib.suppress(OSError):
@@ -290,7 +290,7 @@ class Staging:
         self.close()
 
     def sweep(self) -> None:
-        """Remove what runs of the same plan left beside a finished output, and make its last rename durable.
+        """Remove what runs of the same plan left next to a finished output, and make its last rename durable.
 
         Raises:
             OutputError: another process writes the same output.
@@ -323,7 +323,7 @@ class Staging:
                 folder.rmdir()
 
     def _read_journal(self) -> Journal | None:
-        """The journal with the fingerprint of this run; None if absent."""
+        """The journal with the fingerprint of this run, or None."""
         journal = _read_journal(self.path / JOURNAL_NAME)
         if journal is None or journal.head.get("fingerprint") == self.fingerprint:
             return journal
@@ -332,7 +332,7 @@ class Staging:
 
 
 def left_journal(out: Path) -> Journal | None:
-    """The journal that an interrupted run left for `out`; None if absent. Takes no lock and changes nothing."""
+    """The journal that an interrupted run left for `out`, or None. Takes no lock and changes nothing."""
     folder, aside = sibling(out, "partial"), sibling(out, "journal")
     with contextlib.suppress(OSError):  # another process may rename them just now; `open` takes the lock, and judges
         return _read_journal(aside if aside.exists() and folder.exists() else folder / JOURNAL_NAME, folder)
@@ -340,7 +340,7 @@ def left_journal(out: Path) -> Journal | None:
 
 
 def _read_journal(path: Path, folder: Path | None = None) -> Journal | None:
-    """A journal that a run wrote, beside nothing but what runs write."""
+    """The journal of a run, or None if its folder holds anything that no run writes."""
     if not os.path.exists(path) or _foreign(folder or path.parent):
         return None
     try:
@@ -350,7 +350,7 @@ def _read_journal(path: Path, folder: Path | None = None) -> Journal | None:
 
 
 def _foreign(folder: Path) -> bool:
-    """True if the folder holds anything but files and folders: no run left it, and a link would be written through."""
+    """True if the folder holds anything except regular files and folders, such as links: no run made it."""
     with os.scandir(folder) as found:
         entries = list(found)
     folders = [e for e in entries if e.is_dir(follow_symlinks=False)]

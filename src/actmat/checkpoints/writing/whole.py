@@ -15,13 +15,13 @@ from actmat.system import replace_file, sync_directory
 
 @contextlib.contextmanager
 def whole_file(out: Path, *, may_replace: Callable[[], bool] = lambda: False) -> Iterator[Path]:
-    """A hidden file beside `out` to write to; it gets the name `out` when the block ends, and goes on any error.
+    """A hidden file next to `out` to write to; it is renamed to `out` when the block ends, and removed on any error.
 
     Args:
-        may_replace: whether what is at `out` by then may be replaced.
+        may_replace: returns True if an `out` that exists by then may be replaced.
 
     Raises:
-        OutputError: another process writes `out`, something is there that may not be replaced, or the disk.
+        OutputError: another process writes `out`, it exists and may not be replaced, or writing failed.
     """
     lock, building = OutputLock(out, sibling(out, "lock")), sibling(out, "partial")
     with disk_errors(out.parent):

@@ -105,7 +105,7 @@ class ShardWriter:
         """Open a file that another process made, for writing only; synchronous writes are never widened to a page.
 
         Raises:
-            OutputError: it is not as it was made: nothing of it can be trusted, and others may be writing to it.
+            OutputError: its size or header changed: its content cannot be trusted, and others may be writing to it.
         """
         path = self.directory / shard.file
         with disk_errors(self.directory), _read_handle(path) as handle:
@@ -209,7 +209,7 @@ def _read_handle(path: Path) -> Iterator[int]:
 
 
 def _start(handle: int, length: int) -> bytes:
-    """The first bytes of a file, fewer where it is shorter."""
+    """The first bytes of a file, fewer if it is shorter."""
     start = bytearray(length)
     return bytes(start[: read_at(handle, memoryview(start), 0)])
 

@@ -62,7 +62,7 @@ class Check:
     Args:
         code: "AM101".
         title: a few words, the heading in docs/checks.md.
-        severity: "issue": the merge is likely not what was wanted; "tip": worth knowing.
+        severity: "issue": the merge is likely wrong; "tip": worth knowing.
         judge: facts -> outcome.
     """
 

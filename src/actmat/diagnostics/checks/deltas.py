@@ -31,8 +31,8 @@ def _below_rounding(facts: Facts) -> Outcome:
             names += below
     if said:
         return found(
-            f"Deltas are smaller than half a unit in the last place of the stored weights: {'; '.join(said)}. What is "
-            "merged there is mostly rounding. Merge experts saved in float32, or adapters before they are merged in",
+            f"Deltas are smaller than half a unit in the last place of the stored weights: {'; '.join(said)}. The "
+            "deltas there are mostly rounding. Merge experts saved in float32, or adapters before they are merged in",
             names,
         )
     lowest = min((s for m, snr in rows for s, n in zip(snr, m.norms, strict=True) if n > 0), default=0.0)
@@ -52,8 +52,8 @@ def _resaved(facts: Facts) -> Outcome:
             names += same
     if said:
         return found(
-            f"{', '.join(said)}: the first entries of every tensor equal the base rounded to another dtype. That is "
-            "the base saved again, and its delta is rounding alone; leave the expert out, or find the trained one",
+            f"{', '.join(said)}: the first entries of every tensor equal the base rounded to another dtype. It is "
+            "the base saved again, and its delta is only rounding error; leave the expert out, or find the trained one",
             names,
         )
     return clear("experts in another dtype hold more than a rounded base")
@@ -73,7 +73,7 @@ def _quantized(facts: Facts) -> Outcome:
     if said:
         return found(
             f"{'; '.join(said)}: weights take as few values as a 4- or 8-bit format has: they were quantized and "
-            "expanded again, and the delta holds the error of that. Merge the expert from before its quantization",
+            "dequantized, and the delta contains that error. Merge the expert from before its quantization",
             names,
         )
     return clear("weights of experts take as many values as those of the base")
@@ -93,7 +93,7 @@ SIGNAL_CHECKS = (
 
 
 SAME = 1e-6
-"""Relative difference of norms, and of a cosine from 1, below which two deltas are one."""
+"""Relative difference of norms, and of a cosine from 1, below which two deltas count as equal."""
 
 FOREIGN = 0.5
 """Relative norm of a delta above which it is not fine-tuning: independent weights of one size differ by 1.4."""

@@ -25,8 +25,8 @@ def _dominates(facts: Facts) -> Outcome:
     if norms[top] > DOMINANT * others:
         return found(
             f"'{facts.labels[top]}' has {norms[top] / others:.3g} times the norm of the other experts (median) and "
-            f"{percent(norms[top] ** 2, math.fsum(n * n for n in norms))} of all energy. Rules that weigh by Gram "
-            "matrices follow it almost alone: normalize (wudi, or actmat with normalize=norm), or scale it down"
+            f"{percent(norms[top] ** 2, math.fsum(n * n for n in norms))} of all energy. Methods that weigh by Gram "
+            "matrices follow almost only this expert: normalize (wudi, or actmat with normalize=norm), or scale it down"
         )
     return clear(f"the largest expert has {norms[top] / others:.3g} times the norm of the others (median)")
 
@@ -34,7 +34,7 @@ def _dominates(facts: Facts) -> Outcome:
 def _cut_away(facts: Facts) -> Outcome:
     rows = [(m, m.energy_kept) for m in facts.measures if m.energy_kept is not None]
     if not rows:
-        return not_applicable("the rule cuts no directions off")
+        return not_applicable("the method cuts off no directions")
     said, names, worst = [], [], 0.0
     for t, label in enumerate(facts.labels):
         whole = math.fsum(m.norms[t] ** 2 for m, _ in rows)
@@ -75,7 +75,7 @@ COLLAPSED, EXPLODED = 0.1, 10.0
 """Norm against the mean expert's; against the largest expert's."""
 
 TRUNCATED = 0.3
-"""Relative distance of an adapter from the merge that was asked for, by its rank."""
+"""Relative error of an adapter against its merge, due to its rank."""
 
 
 def _plain_sum(facts: Facts) -> Outcome:
@@ -87,7 +87,7 @@ def _plain_sum(facts: Facts) -> Outcome:
         merged, total, mean = _sizes(hits)
         return found(
             f"In {len(hits)} of {len(facts.measures)} matrices the experts are low-rank with nearly orthogonal row "
-            f"spaces. There an interference rule has nothing to weigh and gives about the plain sum: the merged norm "
+            f"spaces. An interference method has nothing to weigh there and gives about the plain sum: the merged norm "
             f"is {merged / total:.3g} of the sum's, {merged / mean:.3g} of the mean expert's. Such merges of adapters "
             "often do worse than the average: scale down (--scale 0.3 to 0.5), cap (postprocess: norm_cap: average), "
             "or merge by average",
@@ -152,7 +152,7 @@ def _out_of_bounds(facts: Facts) -> Outcome:
 
 
 def size_warning(merged: float, experts: Sequence[float]) -> tuple[str, str] | None:
-    """Code and words of what is wrong with the size of a whole merge; None where nothing is.
+    """Code and text of a problem with the size of a whole merge; None without a problem.
 
     The thresholds of AM402 and AM403, on norms over all merged tensors: every merge has them, also without a diagnosis.
 
@@ -171,8 +171,8 @@ def size_warning(merged: float, experts: Sequence[float]) -> tuple[str, str] | N
     mean = math.hypot(*experts) / math.sqrt(len(experts))
     if merged < COLLAPSED * mean:
         return "AM403", (
-            "the merged delta collapsed: it is near zero, and the output little else than the base. Raise --scale, or "
-            "take another method (with iso_c on adapters, -o mean=rank)"
+            "the merged delta collapsed: it is near zero, and the output is almost the base. Raise --scale, or "
+            "use another method (with iso_c on adapters, -o mean=rank)"
         )
     if merged > FAR * mean:
         return "AM402", "the merged delta is much larger than the experts'"
@@ -193,7 +193,7 @@ def _truncated(facts: Facts) -> Outcome:
 
 
 def truncation_warning(error: float) -> tuple[str, str] | None:
-    """Code and words where the rank of an adapter loses much of the merge; `error`: relative, over all modules.
+    """Code and text if the rank of an adapter loses much of the merge; `error`: relative, over all modules.
 
     >>> truncation_warning(0.2) is None
     True
@@ -201,8 +201,8 @@ def truncation_warning(error: float) -> tuple[str, str] | None:
     if error <= TRUNCATED:
         return None
     return "AM404", (
-        f"the adapter is {error:.2g} of its norm away from the merge that was asked for, cut off by its rank: give a "
-        "higher --rank, write a full model (--base, --to model), or take a method with a low-rank form"
+        f"the adapter's rank is too low for the merge: its relative error is {error:.2g}. Give a "
+        "higher --rank, write a full model (--base, --to model), or use a method with a low-rank form"
     )
 
 
@@ -222,7 +222,7 @@ def _tables_move(facts: Facts) -> Outcome:
     tables = [r for r in facts.tensors if r.role == "embedding" and r.stats.get("base_norm")]
     medians = [facts.median_relative_norm(t) for t in range(len(facts.labels))]
     if not tables or not any(medians):
-        return not_applicable("no table of vectors is merged beside matrices of a base")
+        return not_applicable("no table of vectors is merged together with matrices of a base")
     said, names = [], []
     for t, label in enumerate(facts.labels):
         usual = medians[t]

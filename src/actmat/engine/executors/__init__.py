@@ -16,7 +16,7 @@ from actmat.errors import RecipeError, did_you_mean
 __all__ = ["EXECUTORS", "THREADS", "computes_here", "find_executor"]
 
 THREADS = "threads"
-"""Name of the executor of a run that names none."""
+"""Name of the default executor."""
 
 EXECUTORS: Mapping[str, ExecutorFactory] = {THREADS: ThreadExecutor}
 """The executors of the core, by the names under which a run asks for them."""

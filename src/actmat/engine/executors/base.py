@@ -15,9 +15,9 @@ from actmat.planning.model import Item
 
 
 class Executor(Protocol):
-    """Runs units somewhere and returns their results; a class that is made as `ExecutorFactory` says.
+    """Runs units somewhere and returns their results; a class that is constructed like `ExecutorFactory`.
 
-    The class may have, where the defaults do not fit:
+    Optional attributes of the class:
 
         elsewhere = True                            units run on other machines, which have devices of their own
         device_problem(device) -> str | None        static: why it cannot use these devices; ends the sentence "The
@@ -33,10 +33,10 @@ class Executor(Protocol):
     """
 
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
-        """Results of the surveys that the methods of the plans want, see `run_surveys`; empty where none does."""
+        """Results of the surveys that the methods of the plans need, see `run_surveys`; empty without any."""
 
     def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
-        """One result per unit, in any order, as they are done; a result that was yielded is not kept.
+        """Yield one result per unit, in order of completion; yielded results are not kept.
 
         After fatal findings the remaining units are still run, so that the driver can list all problems; sessions may
         then be told to `inspect_only`. An error of a unit is raised. After an error, and when the generator is closed,

@@ -99,7 +99,7 @@ class ThreadExecutor:
 
     @contextlib.contextmanager
     def _pools(self) -> Iterator[tuple[concurrent.futures.Executor, concurrent.futures.Executor]]:
-        """Threads of the host, and a thread for each device; the former for both where there is no device."""
+        """Threads of the host, and a thread for each device; without devices, the host's threads twice."""
         left = deque(self._devices)
 
         def claim() -> None:
@@ -124,7 +124,7 @@ class _Run:
 
     Args:
         budget: admits units by their memory on the host.
-        session: of the thread that asks.
+        session: returns the session of the calling thread.
     """
 
     def __init__(self, budget: MemoryBudget, session: Callable[[], Session]) -> None:
@@ -136,7 +136,7 @@ class _Run:
         """Result of a unit; None if it was not begun.
 
         Args:
-            units: that the same workers merge, in the order in which they begin.
+            units: all units of the same workers, in the order in which they begin.
             n: position of the unit.
             workers: their number.
         """

@@ -1,8 +1,8 @@
-"""Kernels: how the output of an item is made, one module each; the plan names them (`planning.item.Kernel`).
+"""Kernels make the output of an item, one module each; the plan names them (`planning.item.Kernel`).
 
-`run(tasks, reader)` merges and writes one unit, and gives the records of its tasks in their order; none where the
+`run(tasks, reader)` merges and writes one unit, and returns the records of its tasks in their order; none if the
 inputs cannot be merged. `tasks` are the outputs of the unit's items that share what `reader` reads: a `TensorReader`, a
-`PoolReader`, or an `AdapterReader` for what has no base. All write by `engine.writing`.
+`PoolReader`, or an `AdapterReader` for items without a base. All write by `engine.writing`.
 
 To add a kernel: a module with such a function, an entry here, its name in `planning.item.Kernel`, and a test that
 compares its output with the formula in float64.

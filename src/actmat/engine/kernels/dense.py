@@ -1,4 +1,4 @@
-"""Kernel `dense`: a method on deltas that are formed, for all outputs that share the reading of one tensor.
+"""Kernel `dense`: a method on dense deltas, for all outputs that share the reading of one tensor.
 
 Several outputs (methods, options, scopes) of one run share the reading, and those of one family share the first stage
 of the computation. Each is given the regions that it would be given on its own, so that its bytes do not depend on the
@@ -59,12 +59,12 @@ def _merge_group(
     *,
     changed: bool | None,
 ) -> None:
-    """Merge and write a region for tasks that want the same; `changed`: None asks the deltas once they were read."""
+    """Merge and write a region for tasks with the same call; `changed` None: ask the deltas once they were read."""
     keeps = len(group) > 1 or any(t.observer is not None for t in group)
     context = context_of(group, region, base_raw, reader, keeps_stages=keeps)
     for task in group:
         factors = None
-        if task.item.form == "factored":  # beside others that take dense deltas
+        if task.item.form == "factored":  # among others that take dense deltas
             factors, value = merged_by_factors(task, region, reader)
         else:
             value = apply_method(task, region, deltas, context)

@@ -29,7 +29,7 @@ from actmat.planning.item import Extraction
 from actmat.planning.regions import Region
 
 ROUNDING = 2.0**-40
-"""Share of the energy that rounding may hide: the smallest rank that reaches the energy is not one more for it."""
+"""Share of the energy within rounding error, so that rounding does not raise the smallest sufficient rank by one."""
 
 
 def run(tasks: Sequence[Task], reader: TensorReader) -> list[Record]:

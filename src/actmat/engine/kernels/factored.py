@@ -112,7 +112,7 @@ def _logical(item: Item) -> Region:
 
 
 def _merge_blocks(task: Task, deltas: Sequence[LowRank], context: CallContext) -> list[LowRank]:
-    """ObservedMerge delta of every block, finished."""
+    """Merged delta of every block, after steps and caps."""
     region, by_matrix = _logical(task.item), task.item.form == "factored" or task.method.acts_on == "matrix"
     whole = None if by_matrix else _merge_stored(task, deltas, context)
     values = []
@@ -127,7 +127,7 @@ def _merge_blocks(task: Task, deltas: Sequence[LowRank], context: CallContext) -
 
 
 def _merge_block(task: Task, region: Region, k: int, deltas: Sequence[LowRank], context: CallContext) -> LowRank:
-    """ObservedMerge delta of one block; random methods and spaces take a stack by matrix, as in a model."""
+    """Merged delta of one block; random methods and spaces take a stack matrix by matrix, as in a model."""
     if deltas[0].b_OR.ndim == 3 and (task.method.is_random or task.call.space != "full"):
         found = []
         for e in range(deltas[0].b_OR.shape[0]):
@@ -144,7 +144,7 @@ def _merge_block(task: Task, region: Region, k: int, deltas: Sequence[LowRank], 
 
 
 def _merge_stored(task: Task, deltas: Sequence[LowRank], context: CallContext) -> Tensor:
-    """The merged delta of a method that knows no matrices.
+    """The merged delta of an elementwise method.
 
     It is given the tensor as a model stores it, in the regions of a merge into a model, so that random methods draw the
     same masks for both.
@@ -221,7 +221,7 @@ def _norms(deltas: Sequence[LowRank], truncated: Truncated) -> dict[str, Any]:
 
 
 def _bias(task: Task, reader: AdapterReader) -> Tensor:
-    """Mean of what the experts add to the layer's bias, over those that add anything."""
+    """Mean of the experts' additions to the layer's bias, over the experts that have one."""
     total, share = torch.zeros(task.item.shape[-2], dtype=torch.float64), 0.0
     found = reader.biases(task.item)
     weights = task.call.weights if task.call.weights and sum(task.call.weights) else (1.0,) * len(found)

@@ -1,7 +1,7 @@
 """Kernel `pool`: several tensors that read the same input, merged as one matrix.
 
-Their deltas are stacked along `O`, merged once and split again; reading, hashing, adding to the base and writing stay
-with each tensor.
+Their deltas are stacked along `O`, merged once and split again; reading, hashing, adding to the base and writing are
+done per tensor.
 """
 
 from __future__ import annotations

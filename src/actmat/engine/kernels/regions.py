@@ -22,16 +22,16 @@ BaseEntries = Tensor | StreamedBase
 """Entries of the base on a region as stored, flat, held or read chunk by chunk."""
 
 MergeRegion = Callable[[Sequence[Task], Region, BaseEntries, TensorReader], bool]
-"""Merge a region for the tasks that have a method and give the result to their outputs; whether anything changed."""
+"""Merge a region for the tasks that have a method and give the result to their outputs; True if anything changed."""
 
 
 def by_regions(tasks: Sequence[Task], reader: TensorReader, merge: MergeRegion | None) -> list[Record]:
-    """Merge one tensor; records in the order of the tasks, none where the inputs cannot be merged.
+    """Merge one tensor; records in the order of the tasks, none if the inputs cannot be merged.
 
     Args:
         tasks: one per output, merges and copies alike.
         reader: reads the tensor.
-        merge: a region; None where the base is only copied.
+        merge: merges a region; None if the base is only copied.
     """
     began = time.perf_counter()
     copied, merging = ([t for t in tasks if t.merges == merges] for merges in (False, True))
@@ -52,7 +52,7 @@ def by_regions(tasks: Sequence[Task], reader: TensorReader, merge: MergeRegion |
 
 
 def _read_on(region: Region, base_raw: BaseEntries, reader: TensorReader) -> None:
-    """Read deltas that nothing will be made of, to find the other bad values."""
+    """Read the remaining deltas, whose results are discarded, to find the other bad values."""
     deltas = Deltas(reader, region, base_raw)
     for _ in deltas if isinstance(base_raw, Tensor) else deltas.walk():
         pass
@@ -85,7 +85,7 @@ def context_of(
 
 
 def record_of(task: Task, reader: TensorReader, seconds: float, *, changed: bool) -> Record:
-    """The record of a task of which all regions were given to its output.
+    """The record of a task whose regions were all given to its output.
 
     Raises:
         NumericalError: from the output.

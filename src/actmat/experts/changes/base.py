@@ -1,6 +1,6 @@
 """`Change`: the delta of one tensor of a model, formed from a few stored tensors and maybe from the base.
 
-Shapes: `O` rows and `I` columns of the logical delta, a kernel flattened into `I`; `P` rows that are wanted.
+Shapes: `O` rows and `I` columns of the logical delta, a kernel flattened into `I`; `P` requested rows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Change(abc.ABC):
         """Rows `first:last` of the delta, `P I`.
 
         Args:
-            tensors: by their stored names, in the dtype that is wanted.
+            tensors: by their stored names, in the requested dtype.
             base_PI: these rows of the base, if it `reads_base`.
         """
         raise NotImplementedError(f"{type(self).__name__} gives factors")
@@ -69,7 +69,7 @@ class Content:
         changes: deltas.
         extras: tensors trained in full: name in the model -> stored name.
         problems: one sentence each.
-        keeps_ties: a saved table and a head that is tied to it stay one, `ensure_weight_tying`.
+        keeps_ties: a saved table and its tied head stay tied, `ensure_weight_tying`.
     """
 
     changes: Sequence[Change]
@@ -87,7 +87,7 @@ class Reader:
         claims: true for the config of such an adapter.
         read: its content, from the stored tensors' headers and the config.
         why_no_factors: why an adapter cannot be merged from it without a base, as the end of a sentence.
-        keys: of its config; refused ones are problems, unknown ones remarks. None: `read` answers for all of them.
+        keys: of its config; refused ones are problems, unknown ones remarks. None: `read` checks all of them.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""An adapter of `Change`s as an expert: deltas formed row by row, with the base's own rows where they depend on it.
+"""An adapter of `Change`s as an expert: deltas formed row by row, with the base's own rows if they depend on it.
 
-Shapes: `O` rows and `I` columns of the logical delta, `P` rows that are wanted.
+Shapes: `O` rows and `I` columns of the logical delta, `P` requested rows.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class FormedExpert(FittedAdapter):
         self._take(parts, full, hidden_names(layouts, parts.base, {*self._places, *full}), problems)
 
     def source(self, name: str) -> DeltaSource:
-        """Stored if it was trained in full, formed if a change is of it, else zero."""
+        """Stored if it was trained in full, formed if a change applies to it, else zero."""
         dtype, stored = self._spec(name).dtype, self._stored.weights.specs
         if name in self._full:
             return DeltaSource(name, "stored", dtype, stored[self._full[name]].nbytes)
@@ -140,7 +140,7 @@ class FormedExpert(FittedAdapter):
         return {n: self._stored.weights.read(n).to(dtype) for n in change.stored}
 
     def _whole(self, name: str, dtype: torch.dtype) -> Tensor | LowRank:
-        """The delta of a tensor as it is stored; the last one is kept, as it is asked for in parts."""
+        """The delta of a tensor as it is stored; the last one is kept, as callers read it in parts."""
         if self._closed:
             raise ValueError(f"{self.location}: read from an adapter that is closed")
         with self._lock:

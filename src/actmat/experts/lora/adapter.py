@@ -52,7 +52,7 @@ class Adapter:
 
     @classmethod
     def of_tensors(cls, weights: Checkpoint) -> Adapter:
-        """An adapter whose tensors are no pairs of factors: its family forms the deltas."""
+        """An adapter whose tensors are not pairs of factors: its family forms the deltas."""
         return cls(weights, AdapterConfig(r=1, alpha=1.0), (), Listing({}, {}, {}, ()))
 
     @property
@@ -62,7 +62,7 @@ class Adapter:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Components of a pipeline that it changes -> number of their modules; one empty name for any other."""
+        """Components of a pipeline that it changes -> number of their modules; a single empty name for any other."""
         return dict(Counter(m.part for m in self.modules.values()))
 
     def renamed(self, names: Mapping[str, str]) -> Adapter:
@@ -76,13 +76,13 @@ class Adapter:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Remarks for plans: fields of its config that are not known here, and tensors that are not used."""
+        """Remarks for plans: unknown fields of its config, and unused tensors."""
         copies = ["it holds copies of base weights; the base's own are used"] if self.copies else []
         return (*unknown_note(ADAPTER_CONFIG, unknown_fields(self.config.fields)), *self.listing.notes, *copies)
 
     @property
     def unlike_peft(self) -> str:
-        """The reason why PEFT 0.19.1 and later, which obey no field that says so, misread its stacks; else empty."""
+        """The reason why PEFT from 0.19.1 on misreads its stacks (no field of the config prevents it); else empty."""
         stacks = [m for m in self.modules.values() if m.is_stack]
         release = release_of(self.config.version)
         is_older = release is None or release <= (0, 19, 0)

@@ -39,7 +39,7 @@ _BLOCKS: Mapping[str, tuple[str, ...]] = {
     "in_proj_b": ("beta",),
     "in_proj_a": ("decay",),
 }
-"""Layer that may be packed -> the blocks of the packed tensor that it is, in the order of its rows."""
+"""Layer that may be packed -> the blocks of the packed tensor that it occupies, in the order of its rows."""
 _ATTENTION = ("qkv_proj", *sorted(QKV - {"qkv_proj", "in_proj_weight"}), "query_key_value")
 _LINEAR_ATTENTION = ("in_proj_qkvz", "in_proj_qkv", "in_proj_ba")
 _OWNERS: Mapping[str, tuple[str, ...]] = {
@@ -57,7 +57,7 @@ _IN_ORDER: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 
 def names_of_packed(layer: str) -> list[str]:
-    """Weights that may pack a layer, most likely ones first; none for a layer that is never packed.
+    """Weights that may pack a layer, most likely ones first; empty for a layer that is never packed.
 
     >>> names_of_packed("h.0.up_proj")
     ['h.0.gate_up_proj.weight', 'h.0.gate_and_up_proj.weight']
@@ -68,14 +68,14 @@ def names_of_packed(layer: str) -> list[str]:
 
 
 def names_of_parts(layer: str) -> list[list[str]]:
-    """The weights that each part of a packed layer may have, in the order of its rows; none where nothing says it."""
+    """The weights that each part of a packed layer may have, in the order of its rows; empty if unknown."""
     block, _, leaf = layer.rpartition(".")
     dot = "." if block else ""
     return [[f"{block}{dot}{name}.weight" for name in names] for names in _IN_ORDER.get(leaf, ())]
 
 
 def rows_of(layer: str, layout: TensorLayout) -> tuple[Block, ...]:
-    """Rows of a packed tensor that are those of a layer; none where the layout does not know them."""
+    """Rows of a packed tensor that belong to a layer; empty if the layout does not know them."""
     by_name = {b.name: b for b in layout.blocks}
     names = _BLOCKS.get(layer.rpartition(".")[2], ())
     return tuple(by_name[n] for n in names) if names and all(n in by_name for n in names) else ()
@@ -108,7 +108,7 @@ def put_rows(out_OX: Tensor, values_NX: Tensor, blocks: Sequence[Block]) -> None
 
 
 def packed_product(parts: Sequence[tuple[LowRank, Sequence[Block]]], rows: int) -> LowRank:
-    """The delta of a packed tensor with so many rows, from those of the layers in it."""
+    """The delta of a packed tensor with `rows` rows, from the deltas of its layers."""
     first = parts[0][0]
     b_OR = first.b_OR.new_zeros(rows, sum(p.rank for p, _ in parts))
     column = 0

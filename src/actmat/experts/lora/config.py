@@ -45,7 +45,7 @@ from the unchanged base is not in the file. PEFT can convert such adapters when 
 class AdapterConfig:
     """Settings of an adapter that determine its deltas, and the whole file in `fields`.
 
-    `stacks` is what the user says of stacked experts, where the files do not, or are wrong.
+    `stacks`: the user's statements on stacked experts, for files that lack them or are wrong.
     """
 
     r: int
@@ -96,7 +96,7 @@ class AdapterConfig:
         return any(module[i:] in self.target_modules for i in ends)
 
     def said(self, words: Collection[StackWord]) -> StackWord | None:
-        """The one of these words that the user has said."""
+        """The user's statement among these words, if there is one."""
         return next((w for w in self.stacks if w in words), None)
 
     @property
@@ -148,7 +148,7 @@ def _targets(fields: Mapping[str, Any], problems: list[str]) -> frozenset[str] |
     try:
         return Regex(value) if isinstance(value, str) else frozenset()
     except MatchError as error:
-        problems.append(f"target_modules of adapter_config.json is no pattern that can be matched: {error}")
+        problems.append(f"target_modules of adapter_config.json is not a pattern that can be matched: {error}")
         return frozenset()
 
 
@@ -196,7 +196,7 @@ def _pattern(fields: Mapping[str, Any], name: str, problems: list[str]) -> Patte
         if is_valid and isinstance(pattern, str):
             found[pattern] = number
         else:
-            problems.append(f"{name}: {shown(pattern)} with {shown(number)} is no pattern with a number")
+            problems.append(f"{name}: expected a pattern with a number, found {shown(pattern)} with {shown(number)}")
     try:
         return PatternTable(found, name)
     except MatchError as error:

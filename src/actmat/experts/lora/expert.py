@@ -52,7 +52,7 @@ class AdapterExpert(FittedAdapter):
         self._lock = threading.Lock()
         self._last: tuple[str, torch.dtype, LowRank] | None = None
         left_out = [
-            f"the base is no {part}: {count} modules of the adapter, those of the {part}, are left out"
+            f"the base is not a {part}: the adapter's {count} modules of the {part} are left out"
             for part, count in fit.left_out.items()
         ]
         self.notes = (*adapter.notes, *left_out, *fit.notes, *parts.notes)
@@ -82,7 +82,7 @@ class AdapterExpert(FittedAdapter):
         return self._product(name, dtype) if self.source(name).rank else super().factors(name, shape, dtype)
 
     def _product(self, name: str, dtype: torch.dtype) -> LowRank:
-        """The factors on the stored tensor, `*batch O I`; the last ones are kept, as they are asked for in parts."""
+        """The factors on the stored tensor, `*batch O I`; the last ones are kept, as callers read them in parts."""
         with self._lock:
             if self._last is not None and self._last[:2] == (name, dtype):
                 return self._last[2]

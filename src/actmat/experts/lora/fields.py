@@ -43,9 +43,9 @@ IRRELEVANT: Mapping[str, str] = {
     "lora_bias": "the file holds the biases",
     "lora_dropout": "acts in training only",
     "eva_config": "how A began",
-    "loftq_config": "how factors and base began; init_lora_weights says that it was used",
-    "corda_config": "how factors and base began; init_lora_weights says that it was used",
-    "lora_ga_config": "how factors and base began; init_lora_weights says that it was used",
+    "loftq_config": "initial values of factors and base; init_lora_weights tells if it was used",
+    "corda_config": "initial values of factors and base; init_lora_weights tells if it was used",
+    "lora_ga_config": "initial values of factors and base; init_lora_weights tells if it was used",
     "qalora_group_size": "of use_qalora",
     "megatron_core": "of megatron_config",
     "runtime_config": "where it is computed",
@@ -73,7 +73,7 @@ LORA = Keys(OBEYED, IRRELEVANT, REFUSED)
 
 
 def unknown_fields(fields: Mapping[str, Any]) -> list[str]:
-    """Names that are in no list and whose values are set.
+    """Names of unknown fields whose values are set.
 
     >>> unknown_fields({"r": 8, "lora_dropout": 0.1, "sparsity": 0.5, "later": None})
     ['sparsity']

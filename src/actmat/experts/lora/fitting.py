@@ -50,8 +50,8 @@ class Fit:
 def fit_adapter(adapter: Adapter, base: Checkpoint) -> Fit:
     """Find the stored tensor, the orientation and the rows for each delta of an adapter, from headers.
 
-    Of a file that changes several components of a pipeline, those are left out of which the base has no module; at
-    least one must be there.
+    For a file that changes several components of a pipeline, components without a module in the base are left out; at
+    least one must match.
     """
     fitting = _Fitting(adapter, base)
     left_out: dict[str, int] = {}
@@ -250,7 +250,7 @@ class _Fitting:
             first, tensor = next(iter(unknown.items()))
             self.problems.append(
                 f"{len(unknown)} modules such as '{first}' have a delta each, and the base ({self._base.location}) "
-                f"packs them, as in '{tensor}', of whose rows nothing says which are whose: "
+                f"packs them, as in '{tensor}', whose row layout is unknown: "
                 f"{self.layouts.tensors[tensor].reason}. Fix: give the base with its config.json, or in the layout "
                 "that the adapter was trained on; or fold the adapter into that one (merge_and_unload), save it in "
                 "the layout of this base, and merge full models"
@@ -265,7 +265,7 @@ class _Fitting:
         if module.shape != expected:
             self.problems.append(
                 f"module '{module.name}' has a delta of {'x'.join(map(str, module.shape))}, which does not fit the "
-                f"{'x'.join(map(str, expected))} that are {', '.join(b.name for b in rows)} in '{tensor}' of the base; "
+                f"{'x'.join(map(str, expected))} of {', '.join(b.name for b in rows)} in '{tensor}' of the base; "
                 "is it an adapter of this base?"
             )
             return
@@ -282,7 +282,7 @@ class _Fitting:
             has = ", ".join(f"'{s.name}' {'x'.join(map(str, s.shape))}" for s in specs)
             self.problems.append(
                 f"module '{module.name}' has a delta of {'x'.join(map(str, module.shape))}, and the base has {has} in "
-                "its place, which do not make it up; is it an adapter of this base?"
+                "its place, which do not add up to it; is it an adapter of this base?"
             )
             return
         self._apart[module.name] = tensors[0]

@@ -105,7 +105,7 @@ def quantized_problem(spec: TensorSpec) -> str:
 
 
 def list_modules(specs: Mapping[str, TensorSpec], config: AdapterConfig) -> Listing:
-    """Pair the factors up that PEFT stored."""
+    """Pair the factors that PEFT stored."""
     halves: dict[tuple[str, bool], dict[str, str]] = {}
     extras: dict[str, str] = {}
     copies: dict[str, str] = {}
@@ -121,7 +121,7 @@ def list_modules(specs: Mapping[str, TensorSpec], config: AdapterConfig) -> List
         elif "lora_magnitude_vector" in bare:
             problems.append(f"tensor '{name}': a magnitude of DoRA, whose delta is not low rank")
         elif re.search(r"\.(lora_|hada_|lokr_|vera_|ia3_|trainable_tokens_)", "." + bare):
-            problems.append(f"tensor '{name}' is no part of a plain LoRA adapter")
+            problems.append(f"tensor '{name}' is not part of a plain LoRA adapter")
         elif bare.endswith(".base_layer.weight"):
             copies[bare.replace(".base_layer.", ".")] = name
         else:
@@ -151,16 +151,16 @@ def list_modules(specs: Mapping[str, TensorSpec], config: AdapterConfig) -> List
 
 
 def _of_stacks(modules: Mapping[str, AdapterModule], config: AdapterConfig) -> Iterator[str]:
-    """Problems that only adapters of stacked experts have, and such words about others."""
+    """Problems of adapters of stacked experts, and 'stacks' given for any other adapter."""
     has_stacks = any(m.is_stack for m in modules.values())
     if has_stacks and (unknown := unknown_fields(config.fields)):
         yield (
-            f"{ADAPTER_CONFIG} has fields that are not known here ({', '.join(unknown)}), and stacked experts, whose "
+            f"{ADAPTER_CONFIG} has unknown fields ({', '.join(unknown)}), and stacked experts, whose "
             "factors such fields have redefined before. Likely cause: a newer PEFT, or another trainer. Fix: fold it "
             "into its base with the software that wrote it, or take the fields out if they change no delta"
         )
     if config.stacks and not has_stacks:
-        yield f"'stacks' ({', '.join(config.stacks)}) says how stacked experts are stored, and it has none: leave it"
+        yield f"'stacks' ({', '.join(config.stacks)}) applies to stacked experts, and it has none: leave it"
 
 
 def _parameters(

@@ -1,7 +1,7 @@
 """Open an adapter from PEFT's folder or its weight file, wherever they are, or from a list of factor pairs.
 
 A folder is an adapter when it holds `adapter_config.json` and no weights of a full model. Only JSON and tensors are
-read; neither PEFT nor transformers is needed. LoRA files without a config are a plug-in's.
+read; neither PEFT nor transformers is needed. LoRA files without a config are read by a plug-in.
 
 The first LoRA trainer for Stable Diffusion (cloneofsimo/lora) wrote a plain list `[up_0, down_0, up_1, down_1, ...]`
 in the order of the modules, without names or alpha. Such a `.pt` file is read as an adapter whose modules are called
@@ -34,7 +34,7 @@ PAIR_LIST = "pairs"
 
 
 def look_for_peft(candidate: Candidate) -> Adapter | None:
-    """The adapter of PEFT, or list of pairs, that a place is; its config and the headers of its weights are read.
+    """The PEFT adapter or list of pairs at a place, or None; its config and the headers of its weights are read.
 
     Raises:
         CheckpointError: its files cannot be read, or a folder of several adapters. Problems of its contents are in

@@ -17,9 +17,9 @@ from typing import Any
 from actmat.layout.matching import MatchError, Regex, RegexSet
 
 MOST_ENTRIES = 200_000
-"""Of one table; models with the most experts have half as many modules."""
+"""Entries of one table; models with the most experts have half as many modules."""
 MOST_INSTRUCTIONS = 100_000
-"""Of all patterns that are no names, compiled: half a second. A pattern has about as many as it has letters."""
+"""Instructions of all compiled patterns that are not names: half a second. A pattern has about one per letter."""
 MOST_STEPS = 4_000_000_000
 """Letters of all patterns times letters of all modules: a second if each one were a step of the matcher."""
 SHAPE_STEPS = 5_000
@@ -84,13 +84,13 @@ class PatternTable(Mapping[str, Any]):
 
 
 class _Names:
-    """Patterns that are names, by their length and by the places of their dots."""
+    """Patterns that are names, by their length and by the positions of their dots."""
 
     def __init__(self) -> None:
         self._tables: dict[int, dict[tuple[int, ...], dict[str, int]]] = {}
 
     def add(self, pattern: str, index: int) -> bool:
-        """Add a pattern; False if it is no name."""
+        """Add a pattern; False if it is not a name."""
         if _NAME.fullmatch(pattern) is None:
             return False
         letters = [_DOT if m[2] else m[1] or m[3] for m in _LETTER.finditer(pattern)]
@@ -115,7 +115,7 @@ class _Names:
 
 
 def _compiled(patterns: list[str]) -> RegexSet | None:
-    """All patterns as one automaton, None without any; each is tried by itself: `a)|(b` is no pattern.
+    """All patterns as one automaton, None without any; each is tried by itself: `a)|(b` is not a pattern.
 
     Raises:
         MatchError: one cannot be matched, or all together are too large.
@@ -126,7 +126,7 @@ def _compiled(patterns: list[str]) -> RegexSet | None:
             size += Regex(pattern).size
         except MatchError as error:
             raise MatchError(
-                f"has the entry {pattern[:200]!r}, which is no pattern that can be matched: {error}"
+                f"has the entry {pattern[:200]!r}, which is not a pattern that can be matched: {error}"
             ) from None
         if size > MOST_INSTRUCTIONS:
             break

@@ -27,7 +27,7 @@ from actmat.layout.fused import GATED
 from actmat.layout.types import Orientation
 
 MOST_PARAMETERS = 6
-"""Of one module: all their orders are tried."""
+"""Wrappers of one module, all orders of which are tried."""
 TURNED_ON_LOAD = frozenset({"qwen3_vl_moe", "qwen3_vl_moe_text"})
 """Values of `model_type` whose stacks transformers 5 transposes as it loads them, and transformers 4 does not."""
 
@@ -43,7 +43,7 @@ FactorShape = Sequence[int]
 def fitting_names(
     config: AdapterConfig, owner: str, rows: Sequence[int], shapes: Sequence[FactorShape]
 ) -> list[list[str]]:
-    """For each wrapper of one module, the parameters that it may be of; empty where the config names none.
+    """For each wrapper of one module, the parameters that it may be of; empty if the config names none.
 
     All wrappers of a module share its number of experts, `rows / rank`, and a gated pair has shapes that tell.
 
@@ -77,7 +77,7 @@ def _agree(names: Sequence[str], rows: Sequence[int], shapes: Sequence[FactorSha
 
 
 def is_grouped(config: AdapterConfig, owner: str, parameters: Sequence[str]) -> bool | str:
-    """True if the columns of B are grouped by expert, False if they are rank-major; one sentence if nothing tells."""
+    """True if the columns of B are grouped by expert, False if they are rank-major; an error text if unknown."""
     said = config.said(ORDERS)
     found = {said or _written_order(config.fields, f"{owner}.{p}") for p in parameters}
     unknown = [value for value in found if value not in (*ORDERS, None)]
@@ -136,7 +136,7 @@ def ways_to_fit(
 
 
 def axes_by_version(version: str, orientation: Orientation, model_type: str) -> StackWord | None:
-    """Axes of a stack by the version of PEFT that wrote it; None where other software decides as well.
+    """Axes of a stack by the version of PEFT that wrote it; None if other software decides as well.
 
     >>> axes_by_version("0.18.1", "OI", "olmoe"), axes_by_version("0.21.2", "OI", "olmoe")
     ('e_i_o', 'e_o_i')
@@ -152,7 +152,7 @@ def axes_by_version(version: str, orientation: Orientation, model_type: str) -> 
 
 
 def release_of(version: str) -> tuple[int, ...] | None:
-    """Numbers of a version of PEFT; None for none, and for a development version of the time when axes changed."""
+    """Numbers of a version of PEFT; None without one, or for a development version from the time when axes changed."""
     match = _RELEASE.fullmatch(version)
     if match is None:
         return None

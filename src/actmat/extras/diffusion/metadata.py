@@ -64,7 +64,7 @@ def metadata_notes(metadata: Mapping[str, str]) -> tuple[str, ...]:
     """Notes on unknown trainer settings.
 
     >>> metadata_notes({"ss_network_module": "networks.lora", "ss_network_args": '{"conv_dim": "4", "curl": "1"}'})
-    ('the metadata ss_network_args has fields that are not known here and are not obeyed: curl',)
+    ('the metadata ss_network_args has unknown fields, which are ignored: curl',)
     """
     arguments = _arguments(metadata.get(ARGUMENTS))
     if arguments is None:

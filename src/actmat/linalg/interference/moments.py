@@ -88,10 +88,10 @@ class Reduced:
         return self._spectrum
 
     def spectrum_above(self, rtol: float, at_least: int = 0) -> Spectrum:
-        """At least the eigenvalues above `rtol` times the largest: only these, where they are few, otherwise all.
+        """At least the eigenvalues above `rtol` times the largest: only these if they are few, otherwise all.
 
         Args:
-            at_least: so many are known to be.
+            at_least: known minimum of their number.
         """
         have = self._spectrum
         if have is not None and (have.above is None or have.above <= rtol):

@@ -8,7 +8,7 @@ full delta), the spectral filter `f`, and `N`, which fills the directions that t
 
 `prepare` accumulates, `finish` solves; rules with equal `InterferenceRule.moments_key()` share one `prepare` and,
 through it, one eigendecomposition. Everything that is chosen for speed is an exact re-arrangement: primal or dual
-form, order of products, and a Cholesky solve where it is proven that the cut-off removes nothing.
+form, order of products, and a Cholesky solve if it is proven that the cut-off removes nothing.
 
 Maps that read the same input can share one `S` (query, key and value of one attention layer): stack their deltas
 along `O`, merge the tall matrix, split the result. The Gram of stacked rows is the sum of the Grams, and the rows
@@ -107,7 +107,7 @@ def prepare(
         state.weight_sum += share
         state.squared_norms.append(sum(squared_norms))
     assert state is not None
-    del delta  # frees it before Gram matrices are formed of what was stacked
+    del delta  # frees it before Gram matrices of the stack are formed
     state.items = [accumulator.reduced() for accumulator in moments]
     return state
 
@@ -282,7 +282,7 @@ def _add(
 
 
 def checked_weight(weight: float, dtype: torch.dtype) -> float:
-    """The weight itself, once it is known that the compute dtype holds it.
+    """Return the weight, if the compute dtype holds it.
 
     Raises:
         NumericalError: it does not.
@@ -316,7 +316,7 @@ def _fill(state: State, rule: InterferenceRule) -> tuple[Tensor, float] | None:
 
 
 def remove_outside(out_OI: Tensor, base_OI: Tensor, reduced: Reduced, rank: int) -> None:
-    """`out -= W_0 (I - V V^T)`, in place, `V` the `rank` leading eigenvectors of `S`; nothing where they are all.
+    """`out -= W_0 (I - V V^T)`, in place, `V` the `rank` leading eigenvectors of `S`; no change if they are all.
 
     By the eigenvectors: `W_0 - W_0 S S^+` would carry the rounding of `S`, which is large against a delta.
     """

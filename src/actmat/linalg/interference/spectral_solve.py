@@ -3,11 +3,11 @@
 The gain is found in the cheapest exact way:
 
 * Cholesky instead of eigenvectors for a ridge, and for a hard cut-off that is proven to remove nothing;
-* only the eigenvectors that are kept, where they are few (`linalg.krylov`);
+* only the eigenvectors that are kept, if they are few (`linalg.krylov`);
 
 and applied in panels of rows, so that the result can overwrite the numerator. `G` is never formed unless that is
 cheaper: `(X V g) V^T` or `X (V g V^T)`, whichever has fewer products, with only the kept columns of `V`; triangular
-solves in place of eigenvectors, and the inverse once where there are many rows.
+solves in place of eigenvectors, and the inverse once if there are many rows.
 
 Shapes: `O` out_features, `I` in_features, `N` side of the reduced Gram matrix, `K` kept directions, `X` rows that `G`
 is applied to.
@@ -41,7 +41,7 @@ Apply = Callable[[Tensor], Tensor]
 
 
 def _by_eigenpairs(vectors_NK: Tensor, gain_K: Tensor, rows: int) -> Apply:
-    """`G = V diag(g) V^T` of the kept eigenvectors, for so many rows in all."""
+    """`G = V diag(g) V^T` of the kept eigenvectors, for `rows` rows in all."""
     size, kept = vectors_NK.shape
     scaled_NK = vectors_NK * gain_K.to(vectors_NK.dtype)
     # forming the product costs N^2 K and then X N^2; keeping it in two factors costs 2 X N K
@@ -52,7 +52,7 @@ def _by_eigenpairs(vectors_NK: Tensor, gain_K: Tensor, rows: int) -> Apply:
 
 
 def _by_inverse(factor_NN: Tensor, dtype: torch.dtype, rows: int) -> Apply:
-    """`G = (L L^T)^-1`: two triangular solves per panel, or the inverse once where there are more rows than columns."""
+    """`G = (L L^T)^-1`: two triangular solves per panel, or the inverse once if there are more rows than columns."""
     if rows > len(factor_NN):
         inverse = torch.cholesky_inverse(factor_NN).to(dtype)
         return lambda left_XN: left_XN @ inverse
@@ -62,7 +62,7 @@ def _by_inverse(factor_NN: Tensor, dtype: torch.dtype, rows: int) -> Apply:
 def solve(
     reduced: Reduced, spectral: Filter, width: int, rows: int, *, allow_shortcuts: bool
 ) -> tuple[Apply | None, Stats, Retries]:
-    """The gain as a function, its record and the retries; None where no expert moved, so that no direction is kept.
+    """The gain as a function, its record and the retries; None if no expert moved, so that no direction is kept.
 
     Args:
         width: in_features `I` of the layer, for the default cut-off and the mean eigenvalue.
@@ -115,7 +115,7 @@ def apply_gain(reduced: Reduced, apply: Apply | None, out_OI: Tensor, fill_OI: t
 
 
 def _by_cholesky(reduced: Reduced, spectral: Filter, rtol: float, mean: float, rows: int) -> tuple[Apply, Stats] | int:
-    """Gain by a triangular solve; where the spectrum is needed, a number of directions that are known to be kept."""
+    """Gain by a triangular solve; if the spectrum is needed, a number of directions that are certainly kept."""
     if reduced.gram_NN is None:
         return 0
     if spectral.kind == "tikhonov":

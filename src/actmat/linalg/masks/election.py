@@ -157,7 +157,7 @@ class _Election:
         Arithmetic on floats throughout: boolean masks cost several times as much on a CPU.
         """
         elected_P, divisor_P, agreeing_P = work_3P
-        if self.tie_break:  # -1, 0, 1 plus half a tie-break has the sign that is wanted
+        if self.tie_break:  # -1, 0, 1 plus half a tie-break has the wanted sign
             torch.add(sign_P, 0.5 * self.tie_break, out=elected_P).sign_()
         else:
             elected_P = sign_P

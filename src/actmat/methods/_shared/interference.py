@@ -1,4 +1,4 @@
-"""The interference family as methods: one function from options to a `InterferenceRule` gives every form of a member.
+"""The interference family as methods: one function from options to an `InterferenceRule` gives every form of a member.
 
 `member` declares the dense merge, the low-rank merge, the two stages that variants share, and their cost; the options
 are read from that function.
@@ -34,12 +34,12 @@ FillOption = Annotated[Null, "what fills the filtered-out directions: nothing, t
 SolverOption = Annotated[Solver, "which exact form to use, see `actmat`."]
 
 RuleOf = Callable[..., InterferenceRule | Adam]
-"""A function of options (keyword-only parameters) to the member that they choose."""
+"""A function from options (keyword-only parameters) to the member that they choose."""
 
 GivenStatistics = Mapping[str, Sequence[Tensor]]
 
 _ADAM_NEEDS_ENTRIES = (
-    "optimizer='adam' is not available for low-rank deltas: Adam scales each entry of the O x I matrix by itself, "
+    "optimizer='adam' is not available for low-rank deltas: Adam scales each entry of the O x I matrix separately, "
     "which the factors do not show"
 )
 _TRIM_NEEDS_ENTRIES = (
@@ -65,8 +65,8 @@ def member(
 
     Args:
         rule_of: its options -> the rule. Its docstring is that of the method.
-        has_grams: given Gram matrices take the place of the estimates, as `statistics`.
-        base: the base is taken, and read under these options; see `Access`.
+        has_grams: Gram matrices (`statistics`) replace the estimates.
+        base: the base is a parameter, read under these options; see `Access`.
     """
     family = _Family(rule_of, has_grams)
     takes = (("statistics",) if has_grams else ()) + (("base",) if base else ()) + ("weights",)
@@ -93,13 +93,13 @@ def preset(rule_of: RuleOf, laws: frozenset[Law], of: str = "actmat", *, has_gra
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """All forms of one member. Each takes the needs and options `given`, and ignores the needs that it does not use."""
+    """All forms of one member. Each takes the needs and options `given`, and ignores unused needs."""
 
     rule_of: RuleOf
     has_grams: bool
 
     def rule(self, given: Mapping[str, Any]) -> InterferenceRule | Adam:
-        """The rule that the options among the needs and options choose."""
+        """The rule that the options in `given` choose."""
         return self.rule_of(**{name: value for name, value in given.items() if name not in NEEDS})
 
     def merge(self, deltas: Sequence[Tensor], **given: Any) -> Merged:
@@ -110,7 +110,7 @@ class _Family:
         """The same answer in factored form, of rank at most `sum_t R_t`."""
         rule, weights = self.rule(given), given.get("weights")
         if problem := _why_dense(rule, weights):
-            raise ValueError(f"{problem}. Merge the dense deltas, or take other options.")
+            raise ValueError(f"{problem}. Merge the dense deltas, or use other options.")
         assert isinstance(rule, InterferenceRule), "Adam has no low-rank form"
         if self.has_grams:
             return MergedLowRank(*solver.solve_lowrank_with_grams(deltas, _grams(given), rule, weights=weights))
@@ -190,6 +190,6 @@ def _grams(given: Mapping[str, Any]) -> Sequence[Tensor]:
         found = "none" if not statistics else ", ".join(statistics)
         raise StatisticsError(
             f"RegMean needs statistics of kind 'gram', one input Gram matrix per expert; found {found}. Collect them "
-            "on a few batches of each expert's data, or take a data-free method such as 'actmat'."
+            "on a few batches of each expert's data, or use a data-free method such as 'actmat'."
         )
     return statistics["gram"]

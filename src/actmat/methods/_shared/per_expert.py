@@ -18,7 +18,7 @@ def workspace_of_election(shape: Sequence[int], n_experts: int, options: Mapping
 
 
 def given_base(method: str, base: Tensor | None) -> Tensor:
-    """The base weights; RecipeError where none were given."""
+    """The base weights; RecipeError without them."""
     if base is None:
         raise RecipeError(f"{method} reads the base weights and needs the base; none was given. Pass base=W_0.")
     return base

@@ -19,14 +19,14 @@ from actmat.linalg.svd import Way, part_stats
 from actmat.methods.facets import LowRankForm, Merged, MergedLowRank
 
 KnownShape = Sequence[int] | None
-"""KnownShape of a layer's matrix where deltas are its cores; None where they are whole."""
+"""Shape of a layer's matrix if the deltas are its cores; None if they are complete."""
 
 MatrixStats = dict[str, float | int | str | bool]
 
 
 @dataclass(frozen=True, slots=True)
 class OneMatrix:
-    """The merged delta of one matrix, numbers for its record, retries of decompositions, and which were made in part.
+    """The merged delta of one matrix, numbers for its record, retries of decompositions, and partial decompositions.
 
     Over a batch, numbers whose names end in `_min` or `_max` give the smallest or largest, others add up.
     """
@@ -70,9 +70,9 @@ def in_cores(
     """The exact low-rank form of a method that commutes with rotations of rows and columns: a merge of small cores.
 
     Args:
-        merge: `(deltas, site=None, *, <needs>, <options>)`. Called with float64 cores of the common bases; `site` tells
-            what they do not show of their layer, the shape of its matrix by default.
-        refused: option, value, and the reason why there is no low-rank form with it.
+        merge: `(deltas, site=None, *, <needs>, <options>)`. Called with float64 cores of the common bases; `site` is
+            information about the layer that the cores lack; by default, the shape of its matrix.
+        refused: option, value, and the reason why that value has no low-rank form.
         site_of: `(deltas) -> (bases, site)`, of float64 deltas; the last cores of the bases may be of other matrices.
     """
 

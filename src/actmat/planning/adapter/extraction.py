@@ -1,12 +1,12 @@
-"""Items of an adapter that is extracted from what is merged into a base: one per tensor that any expert may change.
+"""Items of an adapter that is extracted from a merge into a base: one per tensor that any expert may change.
 
     D* = U diag(s) V^T,    B = U_r sqrt(s_r),  A = sqrt(s_r) V_r^T,  alpha = r
 
-`r` is given, or the smallest with `sum_(i <= r) s_i^2 >= energy * sum_i s_i^2`. What LoRA cannot hold (norms, tables,
-convolutions, biases) is saved whole beside the factors (`modules_to_save`), or left out. Which tensors are changed at
-all, and the ranks that an energy gives, are known when they are merged: `settled_plan` is then the plan of the output.
+`r` is given, or the smallest with `sum_(i <= r) s_i^2 >= energy * sum_i s_i^2`. Tensors that LoRA cannot hold (norms,
+tables, convolutions, biases) are saved whole next to the factors (`modules_to_save`), or left out. The changed tensors
+and the ranks that an energy gives are known after the merge: `settled_plan` is then the plan of the output.
 Where all experts are adapters whose deltas are products (VeRA, PiSSA, OLoRA, AdaLoRA, LoRA), the ranks add up, and the
-factors are exact but for rounding.
+factors are exact up to rounding.
 
 Source: Eckart and Young (https://doi.org/10.1007/BF02288367); PEFT's `LoraConfig`.
 """
@@ -45,7 +45,7 @@ STORED = "base_model.model.{}"
 
 
 def plan_extraction(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], statistics: ExpertStatistics) -> Draft:
-    """Decide what an extracted adapter holds of every tensor.
+    """Decide the form of every tensor in an extracted adapter.
 
     Raises:
         AlignmentError: the inputs do not fit together, or the recipe does not fit them; carries all problems.
@@ -65,7 +65,7 @@ def plan_extraction(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert],
         checked = _checked(item, extraction, factored, recipe)
         items.append(_item(item, checked, aliases[item.name], names, recipe))
     if any(i.extraction is not None and i.extraction.kind == "saved" and len(i.outputs) > 1 for i in items):
-        notes.append("a table is tied to the output head: PEFT keeps it so where it knows ensure_weight_tying")
+        notes.append("a table is tied to the output head: PEFT versions with ensure_weight_tying keep it so")
     chooser = Chooser(recipe, statistics.kinds, base.specs)
     kept = {name: pattern for name in base.specs if (pattern := chooser.keeps(name)) is not None}
     return dataclasses.replace(
@@ -82,14 +82,14 @@ def plan_extraction(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert],
 
 
 def settled_plan(plan: MergePlan, written: Callable[[Item], Mapping[str, Any] | None]) -> MergePlan:
-    """The plan of what an extraction wrote, with the ranks that were found.
+    """The plan of an extraction's output, with the ranks that were found.
 
     Args:
         plan: of an extraction.
-        written: what the record says of an item; None where no expert changes the tensor.
+        written: numbers in the record of an item; None if no expert changes the tensor.
 
     Raises:
-        AlignmentError: nothing is left.
+        AlignmentError: no tensor is left.
     """
     items = []
     for item in plan.items:
@@ -106,7 +106,7 @@ def settled_plan(plan: MergePlan, written: Callable[[Item], Mapping[str, Any] | 
     specs = tuple(s for item in items for s in item.outputs)
     if not specs:
         error = AlignmentError(
-            f"{', '.join(e.location for e in plan.experts)}: what is merged differs from {plan.recipe.base} in no "
+            f"{', '.join(e.location for e in plan.experts)}: the merge differs from {plan.recipe.base} in no "
             "tensor that an adapter could hold. Likely cause: the experts are copies of the base"
         )
         error.recurs = True
@@ -129,10 +129,10 @@ def _extraction(item: Item, in_memory: str | None, recipe: Recipe) -> Extraction
 
 
 def _with_exact_ranks(items: Sequence[Item], found: Sequence[Extraction], recipe: Recipe) -> list[Extraction]:
-    """Factored tensors with ranks that hold the merged deltas exactly, where the recipe gives none.
+    """Factored tensors with ranks that hold the merged deltas exactly, if the recipe gives no rank.
 
     Raises:
-        AlignmentError: there are no such ranks; names the tensors.
+        AlignmentError: such ranks do not exist; names the tensors.
     """
     if recipe.extracted.rank is not None or recipe.extracted.energy is not None:
         return list(found)
@@ -141,7 +141,7 @@ def _with_exact_ranks(items: Sequence[Item], found: Sequence[Extraction], recipe
     if lacking:
         raise AlignmentError(
             f"An adapter of {len(lacking)} tensors, such as '{lacking[0]}', has no rank of its own: an expert's delta "
-            "is no product of two factors, or the method does not work on factors. Fix: say how much is kept, by "
+            "is not a product of two factors, or the method does not work on factors. Fix: say how much is kept, by "
             "--rank or --energy"
         )
     largest = max((r for e, r in zip(found, ranks, strict=True) if e.kind == "factored"), default=0)
@@ -154,7 +154,7 @@ def _with_exact_ranks(items: Sequence[Item], found: Sequence[Extraction], recipe
 
 
 def _exact_rank(item: Item) -> int:
-    """Rank of anything in the joint row space of the experts' factors; 0 where an expert has none."""
+    """Rank of the joint row space of the experts' factors; 0 if an expert has no factors."""
     if len(item.shape) != 2 or any(s is None or not (s.rank or s.kind == "zero") for s in item.sources):
         return 0
     assert item.call is not None, "copies are left out"
@@ -170,11 +170,11 @@ def _checked(item: Item, found: Extraction, factored: set[str], recipe: Recipe) 
     if found.kind != "saved":
         return found
     if recipe.extracted.others == "leave":
-        return _left_out(found, "left out as asked for: no LoRA holds it")
+        return _left_out(found, "left out as requested: no LoRA holds it")
     if found.module in factored:
         if found.bias:
             return found
-        return _left_out(found, "PEFT saves no other tensor than the bias of a layer that it factors")
+        return _left_out(found, "of a layer that it factors, PEFT saves the bias only")
     if any(m.startswith(found.module + ".") for m in factored):
         return _left_out(found, "its module holds layers that are factored, and PEFT saves whole modules")
     return dataclasses.replace(found, bias=False)
@@ -234,7 +234,7 @@ def _item(item: Item, found: Extraction, aliases: Sequence[str], names: Mapping[
 
 
 def _factor_specs(item: Item, found: Extraction, dtype: str) -> tuple[TensorSpec, ...]:
-    """Specs of A and B; where the rank is not known yet, of the largest."""
+    """Specs of A and B; of the largest rank while the rank is not known."""
     rows, columns = reversed(item.shape) if found.transposed else item.shape
     rank = found.rank or min(rows, columns)
     a, b = (STORED.format(f"{found.module}.lora_{side}.weight") for side in "AB")
@@ -258,7 +258,7 @@ def _flops(item: Item, found: Extraction) -> int:
 
 
 def _config(recipe: Recipe, items: Sequence[Item]) -> dict[str, Any]:
-    """`adapter_config.json`: the commonest rank, and the others by name; scaling 1 everywhere."""
+    """`adapter_config.json`: the most frequent rank, and the others by name; scaling 1 everywhere."""
     written = [i.extraction for i in items if i.extraction is not None and i.outputs]
     ranks = {e.module: e.rank or 0 for e in written if e.kind == "factored"}
     counts = list(ranks.values())

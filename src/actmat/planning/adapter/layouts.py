@@ -30,7 +30,7 @@ def _tensor_name(name: str, found: Sequence[AdapterModule | None]) -> str:
 
 
 def _parameter_name(owner: str, module: AdapterModule) -> str:
-    """Name of the bare parameter that a module adapts; of one that the file does not name, its place in the nest."""
+    """Name of the bare parameter that a module adapts; of one that the file does not name, its position in the nest."""
     known = module.parameters[0] if len(module.parameters) == 1 else ""
     return known or module.name[len(owner) :].lstrip(".") or "weight"
 
@@ -68,7 +68,7 @@ IN_ONE_FILE = frozenset({"kohya", "diffusers", "comfy"})
 
 
 def output_layout(recipe: Recipe, adapters: Sequence[Adapter]) -> AdapterLayout:
-    """The layout that the recipe names, else that of the adapters, the first one's of files, else PEFT's."""
+    """The layout of the recipe; else the first file layout among the adapters; else PEFT's."""
     if recipe.adapter.layout != "same":
         return recipe.adapter.layout
     found = {a.layout for a in adapters}
@@ -76,7 +76,7 @@ def output_layout(recipe: Recipe, adapters: Sequence[Adapter]) -> AdapterLayout:
 
 
 def needs_one_spelling(adapters: Sequence[Adapter]) -> bool:
-    """True where files of kohya's layout share no module: they may spell the same modules in two ways."""
+    """True if files of kohya's layout share no module: they may spell the same modules in two ways."""
     spelled = [a.modules.keys() for a in adapters if a.layout == "kohya"]
     return len(spelled) > 1 and any(not (one & two) for one in spelled for two in spelled)
 
@@ -165,7 +165,7 @@ def _pattern_name(module: Item, adapters: Sequence[Adapter]) -> str:
 
 
 def stack_problems(labels: Sequence[str], adapters: Sequence[Adapter]) -> list[str]:
-    """Stacked experts whose factors may have other axes in one adapter than in another, without a base that tells."""
+    """Stacked experts whose factors may have other axes in one adapter than in another, without a base to decide."""
     having = [(label, a) for label, a in zip(labels, adapters, strict=True) if _stacks(a)]
     if len({_axes(a) for _, a in having}) < 2:
         return []
@@ -184,7 +184,7 @@ def _stacks(adapter: Adapter) -> list[AdapterModule]:
 
 
 def _axes(adapter: Adapter) -> str:
-    """Axes of stacks as they are said, else the versions of PEFT that write them alike."""
+    """Axes of stacks as stated, else the versions of PEFT that write them alike."""
     said, release = adapter.config.said(AXES), release_of(adapter.config.version)
     if said is not None or release is None:
         return said or f"peft_version {adapter.config.version or 'not given'}"

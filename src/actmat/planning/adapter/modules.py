@@ -44,7 +44,7 @@ def adapter_problems(recipe: Recipe, adapters: Sequence[Adapter]) -> list[str]:
     lists = [label for label, a in pairs if a.is_pair_list]
     if 0 < len(lists) < len(pairs):
         problems.append(
-            f"{', '.join(lists)}: a list of (up, down) pairs names no modules, and the other adapters do; nothing says "
+            f"{', '.join(lists)}: a list of (up, down) pairs names no modules, but other adapters do: it is unknown "
             "which pair belongs to which module"
         )
     bases = {a.config.base_model: label for label, a in reversed(pairs) if a.config.base_model}
@@ -58,7 +58,7 @@ def adapter_problems(recipe: Recipe, adapters: Sequence[Adapter]) -> list[str]:
 
 
 def _packing_problems(pairs: Sequence[tuple[str, Adapter]]) -> list[str]:
-    """Layers that one adapter has packed and another one has separately, which no model has side by side."""
+    """Layers that one adapter has packed and another one separately; no model has both."""
     packed = {n: label for label, a in pairs for n, m in a.modules.items() if m.kind == "linear"}
     for label, adapter in pairs:
         for name in adapter.modules:
@@ -67,19 +67,19 @@ def _packing_problems(pairs: Sequence[tuple[str, Adapter]]) -> list[str]:
                     return [
                         f"expert '{packed[other]}' adapts '{other}', in which '{name}' of expert '{label}' is packed: "
                         "no model has both layers, so that no adapter holds both. With a base (--base), write a model "
-                        "(--to model), or an adapter that is extracted of what is merged (--to extracted)"
+                        "(--to model), or an adapter that is extracted from the merge (--to extracted)"
                     ]
     return []
 
 
 def recipe_problems(recipe: Recipe, decided: Mapping[str, Decision]) -> list[str]:
-    """Wishes of the recipe that an adapter cannot hold."""
+    """Settings of the recipe that an adapter cannot hold."""
     problems = []
     for name in dict.fromkeys(d.call.method for d in decided.values() if d.call is not None):
         if get_method(name).needs_base and get_method(name).lowrank is None:
-            problems.append(f"method '{name}' looks at the base's weights; write a full model (--base ..., --to model)")
+            problems.append(f"method '{name}' reads the base's weights; write a full model (--base ..., --to model)")
     if recipe.pool:
-        problems.append("'pool' merges layers as one matrix, of which modules are no factors; write a full model")
+        problems.append("'pool' merges layers as one matrix, but modules have separate factors; write a full model")
     if recipe.allow_nonfinite:
         problems.append("'allow_nonfinite' acts on single entries of a delta, and NaN in a factor reaches whole rows")
     return problems
@@ -220,7 +220,7 @@ def plan_modules(
 
 @dataclass
 class _Found:
-    """A module of the adapters: one entry per expert, the tensor that its delta belongs to, what was decided."""
+    """A module of the adapters: one entry per expert, the tensor that its delta belongs to, the decision."""
 
     name: str
     modules: tuple[AdapterModule | None, ...]
@@ -404,7 +404,7 @@ class _ModulePlanner:
 
 
 def _exact_rank(call: MethodCall, ranks: Sequence[int], blocks: int) -> int:
-    """Rank that holds every delta that a factored merge can give, by the number of packed maps."""
+    """Rank that holds every possible delta of a factored merge, by the number of packed maps."""
     method = get_method(call.method)
     if call.space == "factors":
         return max(ranks) * (blocks if blocks and method.is_random else 1)
@@ -419,7 +419,7 @@ def _source(adapter: Adapter, module: AdapterModule) -> DeltaSource:
 
 
 def _blocks(layout: TensorLayout, module: AdapterModule) -> tuple[Block, ...]:
-    """Rows of packed maps, where they cover the rows of the delta exactly."""
+    """Rows of packed maps, if they cover the rows of the delta exactly."""
     rows = sum((b.stop - b.start) * b.groups for b in layout.blocks)
     return layout.blocks if rows == module.shape[-2] and module.kind in ("linear", "parameter") else ()
 

@@ -35,14 +35,14 @@ def plan_notes(
         missing = [n for n in names if n not in adapter.modules]
         if missing:
             shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            notes.append(f"expert '{label}' leaves {len(missing)} modules alone (a zero delta there): {shown}")
+            notes.append(f"expert '{label}' does not change {len(missing)} modules (a zero delta there): {shown}")
         if adapter.copies:
             notes.append(f"expert '{label}' holds copies of base weights ({', '.join(adapter.copies)}); not merged")
     dense = [m for m in modules if m.form == "dense"]
     if dense:
         notes.append(
             f"{len(dense)} modules are merged on dense deltas and cut to rank {max(m.pair.rank for m in dense)}: "
-            "'relative_error' in the records tells what that leaves out"
+            "'relative_error' in the records is the share that is lost"
         )
     notes += _stack_notes(modules)
     widths = {m.pair.rank for m in modules}
@@ -61,7 +61,7 @@ def plan_notes(
 
 
 def _stack_notes(modules: Sequence[Item]) -> list[str]:
-    """Methods that look at a tensor as a whole, and do so at a whole stack of experts."""
+    """Notes on methods that act on a tensor as a whole, here on a whole stack of experts."""
     stacks: dict[str, list[str]] = {}
     for item in modules:
         whole = item.call is not None and get_method(item.call.method).acts_on == "tensor"
@@ -84,9 +84,9 @@ def vllm_problems(config: Mapping[str, Any], modules: Sequence[Item]) -> list[st
     """Why vLLM would refuse, or misread, an adapter with this `adapter_config.json`; empty when it can serve it."""
     problems = []
     if config["modules_to_save"]:
-        problems.append(f"full tensors beside the factors ({', '.join(config['modules_to_save'])}): write a full model")
+        problems.append(f"full tensors and factors ({', '.join(config['modules_to_save'])}): write a full model")
     if config["bias"] != "none" or config["lora_bias"]:
-        problems.append("biases beside the factors: write a full model")
+        problems.append("biases and factors: write a full model")
     if config["rank_pattern"]:
         problems.append("it does not read rank_pattern: write one rank for all with --set ranks=uniform")
     if (rank := max((m.pair.rank for m in modules), default=0)) > VLLM_RANKS[-1]:
@@ -99,7 +99,7 @@ def vllm_problems(config: Mapping[str, Any], modules: Sequence[Item]) -> list[st
 
 
 def serving_notes(config: Mapping[str, Any], modules: Sequence[Item]) -> list[str]:
-    """A line for the plan where vLLM cannot serve the output, or not with its default settings."""
+    """A line for the plan if vLLM cannot serve the output, or not with its default settings."""
     problems = vllm_problems(config, modules)
     if problems:
         return ["vLLM cannot serve this output as an adapter. " + "; ".join(problems)]
