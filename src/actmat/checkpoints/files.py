@@ -41,7 +41,11 @@ def _subject(tensor: str, label: str) -> str:
 
 
 def file_identity(path: Path) -> FileIdentity:
-    """Identity of a local file now."""
+    """Identity of a local file now.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
     try:
         status = path.stat()
     except OSError as error:

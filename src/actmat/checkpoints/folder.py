@@ -51,7 +51,11 @@ def read_config(directory: Path | None) -> Mapping[str, Any] | None:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """`weight_map` (tensor name -> plain file name) of a `*.index.json`."""
+    """`weight_map` (tensor name -> plain file name) of a `*.index.json`.
+
+    Raises:
+        CheckpointError: not an index, or it names files outside of its folder.
+    """
     weight_map = read_object(path, unique=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
@@ -69,14 +73,22 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def member(folder: Path, name: str) -> Path:
-    """Path of a file of the folder; a link may lead out of it only to the blobs of the hub cache it lies in."""
+    """Path of a file of the folder; a link may lead out of it only to the blobs of the hub cache it lies in.
+
+    Raises:
+        CheckpointError: not a plain name, missing, not a regular file, or a link out of the folder.
+    """
     if not is_plain_name(name):
         raise CheckpointError(f"{folder}: {name[:200]!r} is not a plain file name")
     return nested_member(folder, name)
 
 
 def nested_member(folder: Path, name: str) -> Path:
-    """Path of a file below the folder, its name with slashes; a link as in `member`, but no folder on the way."""
+    """Path of a file below the folder, its name with slashes; a link as in `member`, but no folder on the way.
+
+    Raises:
+        CheckpointError: as `member`, or a link on the way.
+    """
     if not all(is_plain_name(part) for part in name.split("/")):
         raise CheckpointError(f"{folder}: {name[:200]!r} is not a path below the folder")
     path = folder / name

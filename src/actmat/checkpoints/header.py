@@ -42,7 +42,11 @@ class Header:
 
 
 def read_header(read_at: Callable[[int, int], bytes], file_size: int, *, file: str) -> Header:
-    """Read and check a header through `read_at(offset, length)`, of a file or HTTP ranges; lists every problem."""
+    """Read and check a header through `read_at(offset, length)`, of a file or HTTP ranges; lists every problem.
+
+    Raises:
+        CheckpointError: the header is not valid.
+    """
     length = header_length(read_at(0, min(PREFIX_BYTES, file_size)), file_size, file=file)
     if sys.byteorder != "little":
         raise CheckpointError(f"{file}: safetensors files are little-endian, this machine is not; use another one")
@@ -66,7 +70,11 @@ def read_header(read_at: Callable[[int, int], bytes], file_size: int, *, file: s
 
 
 def header_length(prefix: bytes, file_size: int, *, file: str) -> int:
-    """Length of the JSON text, checked against the size of the file and the cap."""
+    """Length of the JSON text, checked against the size of the file and the cap.
+
+    Raises:
+        CheckpointError: shorter than a header, or a length beyond the file or the cap.
+    """
     if len(prefix) < PREFIX_BYTES or file_size < PREFIX_BYTES:
         raise CheckpointError(
             f"{file}: expected a safetensors file, found {file_size} bytes, less than its 8-byte length. {LIKELY}"

@@ -168,6 +168,9 @@ def open_repository(
 
     Args:
         streams: read tensors by ranges; else shards are downloaded when they are first read.
+
+    Raises:
+        CheckpointError: not found, no access, or offline and not in the cache.
     """
     location = repo_id if revision is None else f"{repo_id}@{revision}"
     wanted = revision or constants.DEFAULT_REVISION

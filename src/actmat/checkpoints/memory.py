@@ -70,7 +70,11 @@ class MemoryCheckpoint(HeldTensors):
 
 
 def tensor_specs(tensors: Mapping[Any, Any], file: str, *, location: str) -> dict[str, TensorSpec]:
-    """Specs of a mapping of names to tensors; every entry that is not a dense tensor of a known dtype is listed."""
+    """Specs of a mapping of names to tensors; every entry that is not a dense tensor of a known dtype is listed.
+
+    Raises:
+        CheckpointError: there are such entries.
+    """
     specs: dict[str, TensorSpec] = {}
     problems: list[str] = []
     for name, value in tensors.items():

@@ -13,7 +13,11 @@ from torch import Tensor
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as bytes, without a copy; the view keeps the tensor alive."""
+    """The memory of a contiguous CPU tensor as bytes, without a copy; the view keeps the tensor alive.
+
+    Raises:
+        ValueError: on another device, not contiguous, or lazily negated.
+    """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(f"expected a contiguous CPU tensor, found strides {tensor.stride()} on {tensor.device}")
     if tensor.is_neg():

@@ -135,7 +135,11 @@ def _open_stack(location: str, parts: Sequence[StackPart], open_part: Callable[[
 def find_source(
     location: str | Path, *, cache_dir: str | Path | None = None, handle: CheckpointHandle | None = None
 ) -> Source:
-    """The folder, file, hub repository or URL that `location` names; a `handle` pins its version."""
+    """The folder, file, hub repository or URL that `location` names; a `handle` pins its version.
+
+    Raises:
+        CheckpointError: nothing there, or not a location.
+    """
     text = str(location)
     if not text or "\0" in text:
         raise CheckpointError(f"expected a folder, a weight file, a hub id or a URL, found {text!r}")

@@ -46,6 +46,9 @@ def merge(
         scaling: lambda of `task_arithmetic`; the other rules ignore it.
         reduce: mean or sum of the agreeing entries in `ties`; mergekit's dare_ties sums.
 
+    Raises:
+        RecipeError: `rule="average"` with weights that sum to zero.
+
     Source:
         L. Yu et al., "Language models are super mario: absorbing abilities from homologous models as a free lunch",
         ICML 2024, arXiv:2311.03099.

@@ -34,6 +34,9 @@ def merge(
             summed: `D* = sum_t w_t D_t + (sum_t w_t - 1) W_0`, which also scales the base. `task_arithmetic` with
             `scaling=1` is the sum of deltas.
 
+    Raises:
+        RecipeError: weights that sum to zero, or `normalize=False` without the base.
+
     Source:
         C. Goddard et al., "Arcee's MergeKit: a toolkit for merging large language models", EMNLP 2024 (industry track),
         arXiv:2403.13257.

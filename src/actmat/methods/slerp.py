@@ -40,7 +40,11 @@ def merge(deltas: Sequence[Tensor], *, base: Tensor, t: float = 0.5, linear_abov
 
 
 def combine(gram_BB: Tensor, *, t: float, linear_above: float) -> Combination:
-    """The coefficients of `W_0, D_1 (, D_2)`; an end of the path is a row of coordinates in them."""
+    """The coefficients of `W_0, D_1 (, D_2)`; an end of the path is a row of coordinates in them.
+
+    Raises:
+        ValueError: not two ends, the base included.
+    """
     if len(gram_BB) > 3:
         raise ValueError(f"slerp: a path has two ends, so one expert (with the base) or two, not {len(gram_BB) - 1}")
     ends = torch.eye(2).double() if len(gram_BB) == 2 else torch.eye(3).double()[1:]

@@ -76,6 +76,9 @@ def merge(
         rescale: `l1` gives each trimmed delta its L1 norm back, by one factor (mergekit's `rescale`); `none` leaves it.
         variant: implementation whose counting rule and tie-breaks apply, see the table of variants.
 
+    Raises:
+        RecipeError: `trim="global"` without a survey.
+
     Source:
         P. Yadav et al., "TIES-Merging: resolving interference when merging models", NeurIPS 2023, arXiv:2306.01708.
     """

@@ -65,7 +65,11 @@ def find_format(source: Source) -> Format:
 
 
 def format_named(name: str) -> Format:
-    """The installed format of this name."""
+    """The installed format of this name.
+
+    Raises:
+        CheckpointError: no such format is installed.
+    """
     for candidate in CORE.values():
         if candidate.name == name:
             return candidate

@@ -19,7 +19,11 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of `"5GB"` (powers of ten), `"4GiB"` (powers of two) or a plain number."""
+    """Bytes of `"5GB"` (powers of ten), `"4GiB"` (powers of two) or a plain number.
+
+    Raises:
+        RecipeError: not a size, or more than 8 EiB.
+    """
     text = f"{text:x}" if isinstance(text, int) and text >= 2**63 else str(text)  # long integers have no decimal text
     match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", text, re.ASCII)
     unit = _UNITS.get(match[2].upper()) if match else None
