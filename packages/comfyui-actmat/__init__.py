@@ -1,4 +1,4 @@
-"""Custom nodes of ComfyUI that merge LoRA files and checkpoints with actmat; ComfyUI calls `comfy_entrypoint`."""
+"""Custom ComfyUI nodes that merge LoRA files and checkpoints with actmat; ComfyUI calls `comfy_entrypoint`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 async def comfy_entrypoint() -> Any:
-    """The extension with all nodes; ComfyUI shows the error's text in its log.
+    """Return the extension with all nodes; ComfyUI logs errors.
 
     Raises:
         ImportError: actmat is not installed in ComfyUI's Python.
@@ -15,7 +15,7 @@ async def comfy_entrypoint() -> Any:
 
     if importlib.util.find_spec("actmat") is None:
         raise ImportError(
-            "comfyui-actmat needs the package actmat, which ComfyUI's Python does not have. Fix: run "
+            "comfyui-actmat needs the package actmat, which is not installed in ComfyUI's Python. Fix: run "
             "`python -m pip install -r requirements.txt` in the folder of comfyui-actmat, with the Python that runs "
             "ComfyUI (python_embeded in the portable version)."
         )

@@ -120,9 +120,9 @@ def test_names_in_files_are_shown_and_have_no_effect(visitors: Jobs) -> None:
     ("limits", "experts", "words"),
     [
         (Limits(), "org/math\norg/other", "the adapters name different bases"),
-        (Limits(), "org/pickled\norg/math", "Expected weights in safetensors, found"),
+        (Limits(), "org/pickled\norg/math", "This page reads safetensors only, found"),
         (Limits(), "org/math\norg/nobody", "org/nobody: not a local path, and not on the hub"),
-        (Limits(max_bytes=1000), BOTH, "more than this page merges, 1 kB. Nothing was downloaded"),
+        (Limits(max_bytes=1000), BOTH, "more than this page allows, 1 kB. Nothing was downloaded"),
     ],
 )
 def test_inputs_are_refused_before_a_merge(world: World, limits: Limits, experts: str, words: str) -> None:
@@ -158,7 +158,7 @@ JOB = {"do": "push", "token": SECRET}
     [
         ("import time; print('{\"event', end='', flush=True); time.sleep(600)", "was stopped after 2 s, the limit"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "Likely cause: too little memory"),
-        ("import sys; print(sys.stdin.read(), file=sys.stderr); sys.exit(3)", r"broke down \(exit code 3\)"),
+        ("import sys; print(sys.stdin.read(), file=sys.stderr); sys.exit(3)", r"failed \(exit code 3\)"),
     ],
 )
 def test_a_job_that_breaks_down_says_so_and_its_log_has_no_token(

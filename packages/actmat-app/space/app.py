@@ -1,4 +1,4 @@
-"""The file that a Space of the hub runs."""
+"""Entry point of a Space on the hub."""
 
 from actmat_app.serving import launch
 

@@ -1,1 +1,1 @@
-"""Nodes of ComfyUI for merges with actmat. `host` and `nodes` need ComfyUI, the other modules do not."""
+"""ComfyUI nodes for merging with actmat. Only `host` and `nodes` need ComfyUI."""

@@ -1,4 +1,4 @@
-"""Files that change while ComfyUI runs."""
+"""Detect files that change while ComfyUI runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Stamp = tuple[int, ...]
 
 
 def stamp(file: Path) -> Stamp:
-    """Size, times and number of a file, which tell two states of it apart; empty where there is no file."""
+    """Size, times and inode of a file, which identify its state; empty if it does not exist."""
     try:
         found = file.stat()
     except OSError:
@@ -18,10 +18,10 @@ def stamp(file: Path) -> Stamp:
 
 
 class Watched:
-    """Counts how often a watched file was seen changed.
+    """Counts changes of watched files.
 
-    ComfyUI asks a node for a fingerprint before its linked inputs are known, so a node that is given a stack cannot
-    look at the files of the stack then. It watches the files that it has merged before, and answers with this number.
+    ComfyUI requests a node's fingerprint before its linked inputs are known, so a node cannot check the files of its
+    stack. Instead, it watches the files it merged before, and returns this number.
     """
 
     def __init__(self) -> None:
@@ -29,11 +29,11 @@ class Watched:
         self._number = 0
 
     def add(self, files: Iterable[Path]) -> None:
-        """Watch these files from now on, those watched before as they were."""
+        """Watch these files; already watched files keep their recorded state."""
         self._seen = {file: stamp(file) for file in files} | self._seen
 
     def number(self) -> int:
-        """The number, one more if a file has changed since it was last asked for."""
+        """The number; increases by one if a file has changed since the last call."""
         now = {file: stamp(file) for file in self._seen}
         self._number += now != self._seen
         self._seen = now

@@ -1,4 +1,4 @@
-"""ComfyUI's side: its folders, its progress bar and interruption, its loader of LoRA files."""
+"""Interface to ComfyUI: folders, progress bar, interruption, LoRA loader."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _FACTORS = (".lora_up.weight", ".lora_B.weight", "_lora.up.weight", ".lora.up.we
 
 
 class ComfyProgress(NoProgress):
-    """Shows a merge in ComfyUI's progress bar; stops it where the user has pressed Cancel."""
+    """Shows a merge in ComfyUI's progress bar; stops it when the user presses Cancel."""
 
     def __init__(self) -> None:
         self._bar: Any = None
 
     def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
-        """Begin a bar of as many steps as there are tensors or modules."""
+        """Start a bar with one step per tensor or module."""
         comfy.model_management.throw_exception_if_processing_interrupted()
         self._bar = comfy.utils.ProgressBar(max(1, sum(len(p.items) for p in plans)))
         self._bar.update(resumed)
 
     def tensor(self, name: str, nbytes: int) -> None:
-        """One step. ComfyUI's exception for an interruption ends the merge as any other would."""
+        """Advance by one step. ComfyUI's interruption exception ends the merge like any other."""
         comfy.model_management.throw_exception_if_processing_interrupted()
         self._bar.update(1)
 
@@ -58,7 +58,7 @@ def find_checkpoint(name: str) -> Path:
     """Path of a checkpoint by its name in ComfyUI's lists.
 
     Raises:
-        RecipeError: there is none.
+        RecipeError: the checkpoint is not found.
     """
     path = folder_paths.get_full_path("checkpoints", name)
     if path is None:
@@ -69,16 +69,16 @@ def find_checkpoint(name: str) -> Path:
 
 
 def temporary_folder() -> Path:
-    """Folder of this session; ComfyUI empties it when it starts and ends."""
+    """Temporary folder of this session; ComfyUI empties it at start and exit."""
     return Path(folder_paths.get_temp_directory()) / "actmat"
 
 
 def new_file(kind: str, prefix: str) -> tuple[Path, str]:
-    """A path that does not exist yet in a folder of models, and its name in ComfyUI's lists.
+    """A new path in a model folder, and its name in ComfyUI's lists.
 
     Args:
         kind: `loras` or `checkpoints`.
-        prefix: of the name, perhaps with subfolders; ComfyUI refuses one that leads out of the folder.
+        prefix: prefix of the name, may contain subfolders; ComfyUI refuses paths outside the folder.
     """
     root = folder_paths.get_folder_paths(kind)[0]
     folder, stem, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, root)
@@ -88,12 +88,12 @@ def new_file(kind: str, prefix: str) -> tuple[Path, str]:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A LoRA file, and how many of its modules ComfyUI's loader takes.
+    """A LoRA file, and the modules that ComfyUI's loader accepts.
 
     Args:
         file: the file.
-        taken: modules that the loader finds in what is connected.
-        left: names of factors that belong to what is connected, and that the loader does not find.
+        taken: number of modules that the loader finds in the connected model and CLIP.
+        left: names of factors for the connected model and CLIP that the loader does not find.
     """
 
     file: Path
@@ -103,16 +103,16 @@ class Fit:
 
     @property
     def text(self) -> str:
-        """One line for a summary."""
+        """Summary line."""
         if not self.left:
-            return f"applied: {self.taken} modules, all that belong to what is connected"
+            return f"applied: {self.taken} modules, all for the connected model and CLIP"
         return (
             f"warning: {self.taken} modules are applied; ComfyUI does not know {len(self.left)}, such as {self.left[0]}"
         )
 
 
 def fit_lora(model: Any, clip: Any, file: Path) -> Fit:
-    """Look which modules of a file ComfyUI's loader takes, which only logs those that it does not."""
+    """Find the modules of a file that ComfyUI's loader accepts; the loader itself only logs the others."""
     tensors = comfy.utils.load_torch_file(str(file), safe_load=True)
     known: dict[str, Any] = {}
     if model is not None:
@@ -129,7 +129,7 @@ def fit_lora(model: Any, clip: Any, file: Path) -> Fit:
 
 
 class _Asked(dict[str, Any]):
-    """Tensors of a file that notes which of them the loader takes."""
+    """Tensors of a file; records those read by the loader."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         super().__init__(tensors)
@@ -141,16 +141,16 @@ class _Asked(dict[str, Any]):
 
 
 def apply_lora(model: Any, clip: Any, fit: Fit) -> tuple[Any, Any]:
-    """Model and CLIP with the LoRA file, by ComfyUI's own loader.
+    """Apply the LoRA file to model and CLIP with ComfyUI's own loader.
 
     Raises:
-        AlignmentError: it takes none of the modules.
+        AlignmentError: the loader accepts none of the modules.
     """
     if not fit.taken:
         listed = ", ".join(fit.left[:3]) or "those of the part that is not connected"
         raise AlignmentError(
-            f"ComfyUI's loader takes no module of the merged LoRA for the model and CLIP that are connected: {listed}. "
-            "Either the LoRA files were trained for another model, or ComfyUI does not read their names. Fix: connect "
+            f"ComfyUI's loader accepts no module of the merged LoRA for the connected model and CLIP: {listed}. "
+            "Likely cause: LoRA files of another model, or names that ComfyUI does not read. Fix: connect "
             "the model that the LoRA files were trained for."
         )
     model, clip = comfy.sd.load_lora_for_models(model, clip, dict(fit.tensors), 1.0, 1.0)
@@ -158,7 +158,7 @@ def apply_lora(model: Any, clip: Any, fit: Fit) -> tuple[Any, Any]:
 
 
 def load_checkpoint(file: Path) -> tuple[Any, Any, Any]:
-    """Model, CLIP and VAE of a checkpoint, as ComfyUI's own node loads them."""
+    """Load model, CLIP and VAE of a checkpoint like ComfyUI's own node."""
     embeddings = folder_paths.get_folder_paths("embeddings")
     found = comfy.sd.load_checkpoint_guess_config(
         str(file), output_vae=True, output_clip=True, embedding_directory=embeddings

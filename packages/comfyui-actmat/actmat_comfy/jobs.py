@@ -1,4 +1,4 @@
-"""Merges that nodes ask for: as values with a key, carried out once, their files kept by that key."""
+"""Merge jobs of nodes: each has a key, runs once, and its file is cached under the key."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from .scaling import at_strength
 from .stacks import Expert, Lora, expert_names
 
 LAYOUTS = ("same", "kohya", "diffusers", "comfy")
-"""Names of the tensors of a LoRA file: as in the merged files, or of one of these."""
+"""Layouts of tensor names in a LoRA file; `same`: as in the merged files."""
 
 STRENGTHS = ("scale", "weights")
-"""Meaning of the strengths of a stack: factors of the deltas, as ComfyUI applies them, or weights of the method."""
+"""Meaning of a stack's strengths: factors of the deltas, as in ComfyUI, or weights of the method."""
 
 KEPT = 8
-"""Merged LoRA files that are kept at most, in ComfyUI's temporary directory."""
+"""Maximum number of merged LoRA files kept in ComfyUI's temporary directory."""
 
 PARTS = ("first_stage_model.*", "vae.*", "cond_stage_model.*", "conditioner.*", "text_encoders.*")
-"""Tensors of a checkpoint that are no part of the diffusion model."""
+"""Tensors of a checkpoint outside the diffusion model."""
 
 
 def _key(*parts: Any) -> str:
-    """Hash of all that decides a result, with sizes and times in place of the contents of files."""
+    """Hash of everything that determines a result; files are identified by size and times."""
     return hashlib.sha256(repr((actmat.__version__, *parts)).encode()).hexdigest()[:32]
 
 
@@ -48,9 +48,9 @@ class LoraJob:
 
     Args:
         loras: at least one.
-        settings: fields of a recipe: method, its options, scale.
-        rank: of the result; 0: the exact one.
-        strengths: of `STRENGTHS`.
+        settings: recipe fields: method, options, scale.
+        rank: rank of the result; 0: exact.
+        strengths: one of `STRENGTHS`.
     """
 
     loras: tuple[Lora, ...]
@@ -60,7 +60,7 @@ class LoraJob:
 
     @contextlib.contextmanager
     def experts(self, folder: Path) -> Iterator[list[dict[str, Any]]]:
-        """Experts of the recipe; scaled copies are in `folder` until the context ends."""
+        """Yield the recipe's experts; scaled copies are in `folder` until the context ends."""
         names = expert_names([lora.name for lora in self.loras])
         if self.strengths == "weights":
             yield [{"path": str(x.file), "name": n, "weight": x.weight} for x, n in zip(self.loras, names, strict=True)]
@@ -69,7 +69,7 @@ class LoraJob:
             yield [{"path": str(file), "name": n} for file, n in zip(files, names, strict=True)]
 
     def fields(self, layout: str) -> dict[str, Any]:
-        """Arguments of `actmat.merge` but for the inputs and the output."""
+        """Arguments of `actmat.merge` except inputs and output."""
         output: dict[str, Any] = {"kind": "adapter", "layout": layout, "any_base": True}
         return {**self.settings} | {"output": output | ({"rank": self.rank} if self.rank else {})}
 
@@ -80,7 +80,7 @@ class LoraJob:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointJob:
-    """A merge of checkpoints of one base into one; `only_diffusion` keeps all else of the base."""
+    """A merge of checkpoints of one base; `only_diffusion` copies all other tensors from the base."""
 
     base: Path
     experts: tuple[Expert, ...]
@@ -93,12 +93,12 @@ class CheckpointJob:
         return _key(self, stamp(self.base), [stamp(e.file) for e in self.experts])
 
     def fields(self) -> dict[str, Any]:
-        """Arguments of `actmat.merge` but for the base and the output."""
+        """Arguments of `actmat.merge` except base and output."""
         names = expert_names([e.name for e in self.experts])
         experts: list[dict[str, Any]] = [
             {"path": str(e.file), "name": name} for e, name in zip(self.experts, names, strict=True)
         ]
-        if any(e.weight != 1.0 for e in self.experts):  # methods without weights refuse any that are given
+        if any(e.weight != 1.0 for e in self.experts):  # methods without weights refuse them
             experts = [row | {"weight": e.weight} for row, e in zip(experts, self.experts, strict=True)]
         kept = [{"match": list(PARTS), "keep": "base", "optional": True}] if self.only_diffusion else []
         return {**self.settings} | {"experts": experts, "rules": kept, "max_shard_size": "1000TB"}
@@ -106,7 +106,7 @@ class CheckpointJob:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A merged file, its manifest, and the result in a few sentences."""
+    """A merged file, its manifest, and a summary."""
 
     file: Path
     manifest: Mapping[str, Any]
@@ -114,10 +114,10 @@ class Merged:
 
 
 class MergedLoras:
-    """Merged LoRA files by their keys, in the folder of this session.
+    """Cache of merged LoRA files by key, in this session's folder.
 
     Args:
-        folder: gives the folder, which may be emptied at any time.
+        folder: function that returns the folder, which may be emptied at any time.
     """
 
     def __init__(self, folder: Callable[[], Path]) -> None:
@@ -125,18 +125,18 @@ class MergedLoras:
         self._done: dict[str, Merged] = {}
 
     def get(self, job: LoraJob, layout: str, progress: Progress) -> Merged:
-        """The merged file, merged if it is not there.
+        """The merged file, merged if missing.
 
         Raises:
-            MergeError: the files cannot be merged so; says why.
+            MergeError: the files cannot be merged.
         """
         if not job.loras:
-            raise RecipeError("The LoRA stack is empty, or all its strengths are 0: there is nothing to merge.")
+            raise RecipeError("The LoRA stack is empty, or all its strengths are 0: nothing to merge.")
         key = job.key(layout)
         found = self._done.pop(key, None)
         if found is None or not found.file.is_file():
             found = self._merge(job, layout, self._folder() / f"{key}.safetensors", progress)
-        self._done[key] = found  # the newest is last
+        self._done[key] = found  # newest last
         while len(self._done) > KEPT:
             oldest = self._done.pop(next(iter(self._done)))
             oldest.file.unlink(missing_ok=True)
@@ -150,20 +150,20 @@ class MergedLoras:
 
 
 def run_merge(out: Path, progress: Progress, **fields: Any) -> MergeReport:
-    """`actmat.merge` within ComfyUI: its nodes run in inference mode, whose tensors other threads may not change."""
+    """Run `actmat.merge` outside ComfyUI's inference mode, whose tensors other threads cannot change."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with torch.inference_mode(False), torch.no_grad():
         return actmat.merge(out=out, progress=progress, durable=False, **fields)
 
 
 def run_diagnosis(job: LoraJob, folder: Path, progress: Progress) -> Diagnosis:
-    """Measures of what the merge of a job does to every module; `folder` is for scaled copies meanwhile."""
+    """Measure the effect of a job's merge on every module; `folder` holds temporary scaled copies."""
     with job.experts(folder) as experts, torch.inference_mode(False), torch.no_grad():
         return actmat.diagnose(None, experts, progress=progress, **job.fields("same"))
 
 
 def merged_file(out: Path, report: MergeReport, inputs: Iterable[str]) -> Merged:
-    """The one weight file of an output, which is a folder or the file itself."""
+    """The weight file of an output, which is a folder or the file itself."""
     from actmat.report.words import size_words, warnings_of
 
     (file,) = out.glob("*.safetensors") if out.is_dir() else [out]
@@ -177,14 +177,14 @@ def merged_file(out: Path, report: MergeReport, inputs: Iterable[str]) -> Merged
 
 
 def write_record(target: Path, job: LoraJob | CheckpointJob, manifest: Mapping[str, Any]) -> None:
-    """Next to a saved file: what it was merged from, and actmat's manifest, which names scaled copies of LoRA files."""
+    """Write a record of the inputs and actmat's manifest next to a saved file."""
     record = {"inputs": asdict(job), "manifest": manifest}
     target.write_text(json.dumps(record, indent=1, default=str), "utf-8")
 
 
 def publish(source: Path, target: Path, *, keep: bool) -> None:
-    """Put a file at its name, whole or not at all; `keep` copies it, else it is moved, across file systems too."""
-    part = target.with_name(f"{target.name}.part")  # no ending by which ComfyUI lists models
+    """Copy (`keep`) or move a file to its target atomically, also across file systems."""
+    part = target.with_name(f"{target.name}.part")  # a suffix that ComfyUI does not list
     try:
         (shutil.copyfile if keep else shutil.move)(source, part)
         os.replace(part, target)

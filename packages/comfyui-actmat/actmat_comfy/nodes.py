@@ -1,4 +1,4 @@
-"""The nodes, by ComfyUI's node API of 2025 (`comfy_api.latest`)."""
+"""The nodes, for ComfyUI's node API of 2025 (`comfy_api.latest`)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ watched = Watched()
 merged = jobs.MergedLoras(host.temporary_folder)
 
 _STRENGTH = {"default": 1.0, "min": -10.0, "max": 10.0, "step": 0.01}
-_OPTIONS = "Options of the method, one name=value per line, such as density=0.3. Empty: its defaults."
+_OPTIONS = "Options of the method, one name=value per line, such as density=0.3. Empty: defaults."
 
 
 def methods(*, of_adapters: bool) -> list[str]:
-    """Names of methods that need no data; for adapters those that need no base either."""
+    """Names of methods that need no data, and for adapters also no base."""
     found = [m for m in all_methods() if not m.needs_statistics]
     if of_adapters:
         found = [m for m in found if not m.uses_base(m.resolve_options({}))]
@@ -38,7 +38,7 @@ def methods(*, of_adapters: bool) -> list[str]:
 
 
 def _method_inputs(*, of_adapters: bool) -> list[Any]:
-    about = "auto: the method that measurements prefer. task_arithmetic with the option scaling=1: the plain sum."
+    about = "auto: chosen by the inputs, from benchmark results. task_arithmetic with scaling=1: the plain sum."
     return [
         io.Combo.Input("method", options=methods(of_adapters=of_adapters), default="auto", tooltip=about),
         io.Float.Input("scale", **_STRENGTH, tooltip="Factor of the merged change, for model and CLIP."),
@@ -47,8 +47,8 @@ def _method_inputs(*, of_adapters: bool) -> list[Any]:
 
 def _strengths_input() -> Any:
     about = (
-        "scale: each LoRA counts at its strength, as ComfyUI would apply it. weights: the strengths are weights of "
-        "the method; for average and the actmat family that is relative importance, not size."
+        "scale: each LoRA is scaled by its strength, as in ComfyUI. weights: the strengths are the method's weights; "
+        "for average and the actmat family they set the relative importance, not the size."
     )
     return io.Combo.Input("strengths", options=list(jobs.STRENGTHS), default=jobs.STRENGTHS[0], tooltip=about)
 
@@ -68,7 +68,7 @@ def _job(stack: Any, settings: dict[str, Any], strengths: str, rank: int = 0) ->
 
 
 def _in_comfy_names(job: jobs.LoraJob, model: Any, clip: Any, fit: host.Fit) -> tuple[host.Fit, str]:
-    """The merged LoRA in ComfyUI's own names where its loader takes more of them; and a sentence that says so."""
+    """Convert the merged LoRA to ComfyUI's names if its loader then accepts more modules; also returns a note."""
     try:
         found = merged.get(job, "comfy", host.ComfyProgress())
     except MergeError as error:
@@ -76,20 +76,20 @@ def _in_comfy_names(job: jobs.LoraJob, model: Any, clip: Any, fit: host.Fit) -> 
     other = host.fit_lora(model, clip, found.file)
     if len(other.left) >= len(fit.left):
         return fit, ""
-    return other, f"note: applied in ComfyUI's names, as its loader does not know {len(fit.left)} names of the files"
+    return other, f"note: applied with ComfyUI's names; its loader does not know {len(fit.left)} names of the files"
 
 
 class ActmatLoraStack(io.ComfyNode):  # type: ignore[misc]  # ComfyUI is not there when types are checked
-    """One LoRA file, added to a stack."""
+    """Node that adds a LoRA file to a stack."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """Inputs and outputs."""
+        """Declare inputs and outputs."""
         return io.Schema(
             node_id="ActmatLoraStack",
             display_name="LoRA Stack (actmat)",
             category=CATEGORY,
-            description="Adds a LoRA file to a stack. Stacks of other node packs (LORA_STACK) fit, too.",
+            description="Adds a LoRA file to a stack. Also accepts stacks of other node packs (LORA_STACK).",
             inputs=[
                 io.Combo.Input("lora_name", options=folder_paths.get_filename_list("loras")),
                 io.Float.Input("strength_model", **_STRENGTH),
@@ -106,16 +106,16 @@ class ActmatLoraStack(io.ComfyNode):  # type: ignore[misc]  # ComfyUI is not the
 
     @classmethod
     def execute(cls, lora_name: str, strength_model: float, strength_clip: float, lora_stack: Any = None) -> Any:
-        """The longer stack; the given one is left as it is."""
+        """Return a new stack with the file; the given stack is not changed."""
         return io.NodeOutput([*(lora_stack or ()), (lora_name, strength_model, strength_clip)])
 
 
 class ActmatMergeLoras(io.ComfyNode):  # type: ignore[misc]
-    """A stack of LoRA files, merged into one and applied."""
+    """Node that merges a stack of LoRA files and applies the result."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """Inputs and outputs."""
+        """Declare inputs and outputs."""
         return io.Schema(
             node_id="ActmatMergeLoras",
             display_name="Merge LoRAs (actmat)",
@@ -140,7 +140,7 @@ class ActmatMergeLoras(io.ComfyNode):  # type: ignore[misc]
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> int:
-        """A number that grows when one of the merged files has changed."""
+        """A number that increases when one of the merged files has changed."""
         return watched.number()
 
     @classmethod
@@ -148,7 +148,7 @@ class ActmatMergeLoras(io.ComfyNode):  # type: ignore[misc]
         cls, lora_stack: Any, method: str, scale: float, rank: int, strengths: str, model: Any = None,
         clip: Any = None, options: str | None = "",
     ) -> Any:  # fmt: skip
-        """Merge, or take the merged file of an earlier run, and apply it."""
+        """Merge, or reuse the merged file of an earlier run, and apply it."""
         job = _job(lora_stack, _settings(method, scale, options), strengths, rank)
         if not job.loras:
             return io.NodeOutput(model, clip, job, "No LoRA in the stack: model and CLIP are unchanged.")
@@ -165,16 +165,16 @@ class ActmatMergeLoras(io.ComfyNode):  # type: ignore[misc]
 
 
 class ActmatSaveLora(io.ComfyNode):  # type: ignore[misc]
-    """A merged LoRA, written to ComfyUI's folder of LoRA files."""
+    """Node that writes a merged LoRA to ComfyUI's LoRA folder."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """Inputs and outputs."""
+        """Declare inputs and outputs."""
         return io.Schema(
             node_id="ActmatSaveLora",
             display_name="Save merged LoRA (actmat)",
             category=CATEGORY,
-            description="Writes the merged LoRA and a record of the merge into models/loras. Overwrites nothing.",
+            description="Writes the merged LoRA and a record of the merge to models/loras. Never overwrites a file.",
             is_output_node=True,
             inputs=[
                 MergedLora.Input("merged_lora"),
@@ -189,7 +189,7 @@ class ActmatSaveLora(io.ComfyNode):  # type: ignore[misc]
 
     @classmethod
     def execute(cls, merged_lora: jobs.LoraJob, filename_prefix: str, layout: str) -> Any:
-        """Copy the merged file, merged in the wanted layout."""
+        """Merge in the requested layout and copy the file."""
         found = merged.get(merged_lora, layout, host.ComfyProgress())
         target, name = host.new_file("loras", filename_prefix)
         jobs.publish(found.file, target, keep=True)
@@ -198,16 +198,16 @@ class ActmatSaveLora(io.ComfyNode):  # type: ignore[misc]
 
 
 class ActmatConflictReport(io.ComfyNode):  # type: ignore[misc]
-    """Conflicts between the LoRA files of a stack, as a text."""
+    """Node that reports conflicts between the LoRA files of a stack as text."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """Inputs and outputs."""
+        """Declare inputs and outputs."""
         return io.Schema(
             node_id="ActmatConflictReport",
             display_name="LoRA Conflicts (actmat)",
             category=CATEGORY,
-            description="Measures how much the LoRA files of a stack want different things. Writes no file.",
+            description="Measures how much the LoRA files of a stack contradict each other. Writes no file.",
             is_output_node=True,
             inputs=[
                 LoraStack.Input("lora_stack"),
@@ -220,7 +220,7 @@ class ActmatConflictReport(io.ComfyNode):  # type: ignore[misc]
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> int:
-        """A number that grows when one of the files has changed."""
+        """A number that increases when one of the files has changed."""
         return watched.number()
 
     @classmethod
@@ -228,17 +228,17 @@ class ActmatConflictReport(io.ComfyNode):  # type: ignore[misc]
         """Measure the merge."""
         job = _job(lora_stack, _settings(method, scale, options), strengths)
         if len(job.loras) < 2:
-            raise RecipeError(f"Conflicts are between two LoRA files or more; the stack has {len(job.loras)}.")
+            raise RecipeError(f"A conflict report needs at least two LoRA files; the stack has {len(job.loras)}.")
         text = conflict_text(jobs.run_diagnosis(job, host.temporary_folder() / "inputs", host.ComfyProgress()))
         return io.NodeOutput(text, ui=ui.PreviewText(text))
 
 
 class ActmatCheckpointStack(io.ComfyNode):  # type: ignore[misc]
-    """One fine-tuned checkpoint, added to those that are to be merged."""
+    """Node that adds a fine-tuned checkpoint to the experts of a merge."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """Inputs and outputs."""
+        """Declare inputs and outputs."""
         return io.Schema(
             node_id="ActmatCheckpointStack",
             display_name="Checkpoint Stack (actmat)",
@@ -254,39 +254,39 @@ class ActmatCheckpointStack(io.ComfyNode):  # type: ignore[misc]
 
     @classmethod
     def fingerprint_inputs(cls, ckpt_name: str, **others: Any) -> str:
-        """Size and time of the file: hashing gigabytes would take longer than a merge."""
+        """Size and time of the file, because hashing gigabytes would take longer than a merge."""
         return repr(stamp(host.find_checkpoint(ckpt_name)))
 
     @classmethod
     def execute(cls, ckpt_name: str, weight: float, experts: Any = None) -> Any:
-        """The longer list of experts."""
+        """Return the experts with the new one."""
         return io.NodeOutput((*(experts or ()), Expert(ckpt_name, host.find_checkpoint(ckpt_name), weight)))
 
 
 class ActmatMergeCheckpoints(io.ComfyNode):  # type: ignore[misc]
-    """Checkpoints of one base, merged into a file."""
+    """Node that merges checkpoints of one base into a file."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """Inputs and outputs."""
+        """Declare inputs and outputs."""
         return io.Schema(
             node_id="ActmatMergeCheckpoints",
             display_name="Merge Checkpoints (actmat)",
             category=CATEGORY,
-            description="Merges fine-tuned checkpoints of one base into a new file in models/checkpoints.",
+            description="Merges fine-tuned checkpoints of one base to a new file in models/checkpoints.",
             is_output_node=True,
             inputs=[
                 io.Combo.Input(
                     "base_name",
                     options=folder_paths.get_filename_list("checkpoints"),
-                    tooltip="The checkpoint that all experts were fine-tuned from.",
+                    tooltip="Checkpoint that all experts were fine-tuned from.",
                 ),
                 Experts.Input("experts"),
                 *_method_inputs(of_adapters=False),
                 io.Boolean.Input(
                     "only_diffusion_model",
                     default=True,
-                    tooltip="Take text encoders and VAE from the base; off: merge them, too.",
+                    tooltip="Copy text encoders and VAE from the base; off: also merge them.",
                 ),
                 io.String.Input("filename_prefix", default="merged/actmat"),
                 _options_input(),
@@ -299,7 +299,7 @@ class ActmatMergeCheckpoints(io.ComfyNode):  # type: ignore[misc]
 
     @classmethod
     def fingerprint_inputs(cls, base_name: str, **others: Any) -> str:
-        """Size and time of the base."""
+        """Size and times of the base."""
         return repr(stamp(host.find_checkpoint(base_name)))
 
     @classmethod
@@ -307,7 +307,7 @@ class ActmatMergeCheckpoints(io.ComfyNode):  # type: ignore[misc]
         cls, base_name: str, experts: tuple[Expert, ...], method: str, scale: float, only_diffusion_model: bool,
         filename_prefix: str, options: str | None = "",
     ) -> Any:  # fmt: skip
-        """Merge tensor by tensor from disk to disk; no checkpoint is in memory as a whole."""
+        """Merge tensor by tensor from disk to disk; no whole checkpoint is in memory."""
         settings = _settings(method, scale, options)
         job = jobs.CheckpointJob(host.find_checkpoint(base_name), experts, settings, only_diffusion_model)
         out = host.temporary_folder() / job.key
@@ -321,16 +321,16 @@ class ActmatMergeCheckpoints(io.ComfyNode):  # type: ignore[misc]
 
 
 class ActmatLoadCheckpoint(io.ComfyNode):  # type: ignore[misc]
-    """A checkpoint by a connected name: the lists of ComfyUI's own loader take no connection."""
+    """Node that loads a checkpoint by a connected name, which ComfyUI's own loader does not accept."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """Inputs and outputs."""
+        """Declare inputs and outputs."""
         return io.Schema(
             node_id="ActmatLoadCheckpoint",
             display_name="Load merged Checkpoint (actmat)",
             category=CATEGORY,
-            description="Loads the checkpoint that was just merged, by ComfyUI's own loader.",
+            description="Loads the merged checkpoint with ComfyUI's own loader.",
             inputs=[io.String.Input("ckpt_name", force_input=True)],
             outputs=[
                 io.Model.Output("model", display_name="MODEL"),
@@ -341,7 +341,7 @@ class ActmatLoadCheckpoint(io.ComfyNode):  # type: ignore[misc]
 
     @classmethod
     def execute(cls, ckpt_name: str) -> Any:
-        """Model, CLIP and VAE."""
+        """Return model, CLIP and VAE."""
         return io.NodeOutput(*host.load_checkpoint(host.find_checkpoint(ckpt_name)))
 
 

@@ -1,4 +1,4 @@
-"""A diagnosis as plain text of a fixed-width table, for a text box."""
+"""Format a diagnosis as fixed-width text, for a text box."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from actmat.diagnostics.model import Diagnosis, MatrixRow
 
 CONTESTED = 10
-"""Modules that are listed at most."""
+"""Maximum number of listed modules."""
 
 
 def conflict_text(found: Diagnosis) -> str:
-    """Experts, pairs of experts, findings of checks, and the modules on which the experts disagree most."""
+    """Format experts, pairs of experts, findings, and the modules on which the experts disagree most."""
     names = [e.name for e in found.experts]
     blocks = [
         f"{found.method} over {len(names)} LoRA files: {len(found.measures)} modules measured",

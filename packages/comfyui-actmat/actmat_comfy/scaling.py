@@ -1,4 +1,4 @@
-"""LoRA files at their strengths: copies whose deltas are those that ComfyUI would add."""
+"""Copies of LoRA files scaled by their strengths, with the deltas that ComfyUI would add."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from actmat.errors import CheckpointError
 from .stacks import Lora
 
 _UP = ("up.weight", "lora_B.weight", "lora_B.default.weight")
-"""Ends of the names of the second factor."""
+"""Suffixes of the second factor."""
 
 
 @contextlib.contextmanager
 def at_strength(loras: tuple[Lora, ...], folder: Path) -> Iterator[list[Path]]:
-    """Files of LoRA that, merged without weights, give what ComfyUI would add; in `folder` until the context ends."""
+    """Yield LoRA files that, merged without weights, give ComfyUI's sum; in `folder` until the context ends."""
     try:
         yield [_scaled(lora, folder / str(k)) for k, lora in enumerate(loras)]
     finally:
@@ -30,10 +30,10 @@ def at_strength(loras: tuple[Lora, ...], folder: Path) -> Iterator[list[Path]]:
 
 
 def _scaled(lora: Lora, folder: Path) -> Path:
-    """The file itself at strength 1, else a copy; its modules of strength 0 are left out.
+    """The file itself at strength 1, else a scaled copy without modules of strength 0.
 
     Raises:
-        CheckpointError: a file that is no plain LoRA, which actmat would refuse as well.
+        CheckpointError: the file is not plain LoRA, which actmat would also refuse.
     """
     if lora.model == lora.clip == 1.0:
         return lora.file
@@ -48,7 +48,7 @@ def _scaled(lora: Lora, folder: Path) -> Path:
                 is_scale = name.endswith(".alpha") if has_alpha else name.endswith(_UP)
                 tensors[name] = _times(tensor, strength) if is_scale else tensor
     if not any(name.endswith(_UP) for name in weights.specs):
-        raise CheckpointError(f"{lora.file}: expected a file of LoRA factors, found none.")
+        raise CheckpointError(f"{lora.file} has no LoRA factors.")
     if not tensors:
         raise CheckpointError(
             f"{lora.name} has no module left at strength {lora.model:g} of the model and {lora.clip:g} of CLIP. "
@@ -61,7 +61,7 @@ def _scaled(lora: Lora, folder: Path) -> Path:
 
 
 def _times(tensor: Tensor, factor: float) -> Tensor:
-    """The product, in the tensor's dtype where that holds it, else in float32."""
+    """The product, in the tensor's dtype if it is exact there, else in float32."""
     exact = tensor.double() * factor
     rounded = exact.to(tensor.dtype) if tensor.is_floating_point() else exact.float()
     return rounded if torch.equal(rounded.double(), exact) else exact.float()

@@ -1,4 +1,4 @@
-"""Stacks of LoRA files, as node packs of ComfyUI hand them on, and stacks of checkpoints."""
+"""Stacks of LoRA files, in the form of ComfyUI's node packs, and stacks of checkpoints."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any
 from actmat.errors import RecipeError
 
 NO_NAME = ("None", "none", "")
-"""Names by which node packs mark an empty row."""
+"""Names that mark an empty row in node packs."""
 
 TEXT_ENCODER = r"(base_model\.model\.)?(lora_(prior_)?te\d?_|text_encoders?\.|text_encoder_\d\.|clip_[glh]\.|t5xxl\.)"
-"""Beginning of the modules that ComfyUI scales by the strength of CLIP; all others get the strength of the model."""
+"""Prefix of modules scaled by the CLIP strength; all others use the model strength."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
     """One LoRA file with its strengths."""
 
-    name: str  # as ComfyUI lists it
+    name: str  # name in ComfyUI's lists
     file: Path
     model: float
     clip: float
 
     @property
     def weight(self) -> float | list[dict[str, Any]]:
-        """The strengths as the weight of an expert in a recipe."""
+        """The strengths as an expert's weight in a recipe."""
         if self.model == self.clip:
             return self.model
         return [{"match": f"re:{TEXT_ENCODER}.*", "value": self.clip}, {"value": self.model}]
@@ -59,14 +59,14 @@ def is_text(module: str) -> bool:
 
 
 def read_loras(stack: Any, find: Callable[[str], str | None]) -> tuple[Lora, ...]:
-    """The LoRA files of a `LORA_STACK`, without empty rows and rows whose strengths are both 0.
+    """Read the LoRA files of a `LORA_STACK`, without empty rows and rows with both strengths 0.
 
     Args:
-        stack: list of `(name, model strength, clip strength)`, as Efficiency Nodes, Comfyroll and others make it.
-        find: path of the file of a name, or None.
+        stack: list of `(name, model strength, clip strength)`, as in Efficiency Nodes, Comfyroll and others.
+        find: function from name to path, or None.
 
     Raises:
-        RecipeError: no such list, or files that do not exist; carries all problems.
+        RecipeError: the stack has another form, or files do not exist; lists all problems.
 
     >>> read_loras([("None", 1.0, 1.0), ("ink.safetensors", 0.8, 0.5)], lambda name: f"/loras/{name}")
     (Lora(name='ink.safetensors', file=PosixPath('/loras/ink.safetensors'), model=0.8, clip=0.5),)
@@ -91,7 +91,7 @@ def read_loras(stack: Any, find: Callable[[str], str | None]) -> tuple[Lora, ...
 
 
 def _lora(row: Any, find: Callable[[str], str | None]) -> Lora | str | None:
-    """One row; its problem in a sentence; None where it says nothing."""
+    """Read one row: a LoRA, a problem as one sentence, or None if the row is empty."""
     if not isinstance(row, Sequence) or isinstance(row, str) or len(row) < 3 or not isinstance(row[0], str | None):
         return f"expected (name, model strength, clip strength), found {row!r}"
     name, *strengths = row[:3]
@@ -99,8 +99,8 @@ def _lora(row: Any, find: Callable[[str], str | None]) -> Lora | str | None:
         return None
     if any(row[3:]):
         return (
-            f"'{name}' has more than two strengths, {row[3:]!r}, perhaps weights of blocks, whose meaning only the "
-            "node that made them knows. Fix: clear them there"
+            f"'{name}' has more than two strengths, {row[3:]!r}, which are not supported. Likely cause: "
+            "block weights of another node. Fix: clear them there"
         )
     try:
         model, clip = (float(s) for s in strengths)
@@ -112,12 +112,14 @@ def _lora(row: Any, find: Callable[[str], str | None]) -> Lora | str | None:
         return None
     file = find(name)
     if file is None:
-        return f"ComfyUI finds no LoRA file '{name}'. Was it renamed or removed? Fix: press R to reload the lists"
+        return (
+            f"ComfyUI finds no LoRA file '{name}'. Likely cause: renamed or removed. Fix: press R to reload the lists"
+        )
     return Lora(name, Path(file), model, clip)
 
 
 def expert_names(names: Sequence[str]) -> list[str]:
-    """Short names for records, all different.
+    """Distinct short names for records.
 
     >>> expert_names(["styles/ink.safetensors", "ink.safetensors", "oil v2.safetensors"])
     ['ink', 'ink-2', 'oil_v2']
@@ -132,10 +134,10 @@ def expert_names(names: Sequence[str]) -> list[str]:
 
 
 def read_options(text: str) -> dict[str, Any]:
-    r"""Options of a method from lines `name=value`; a value is JSON, or else a text.
+    r"""Parse method options from lines `name=value`; a value is JSON, else a string.
 
     Raises:
-        RecipeError: a line without `=`, or a name given twice.
+        RecipeError: a line has no `=`, or a name is given twice.
 
     >>> read_options("density=0.3\nsolver=stacked\n")
     {'density': 0.3, 'solver': 'stacked'}

@@ -190,7 +190,7 @@ def test_an_empty_stack_changes_nothing_and_cannot_be_saved(two: Any) -> None:
 def test_a_lora_of_another_model_is_refused(two: Any) -> None:
     model, _ = parts(two)
     model.weights = {"lora_unet_other": torch.zeros(2, 2)}
-    with pytest.raises(MergeError, match="takes no module of the merged LoRA"):
+    with pytest.raises(MergeError, match="accepts no module of the merged LoRA"):
         two.nodes.ActmatMergeLoras.execute(STACK, rank=0, strengths="scale", model=model, **CONTRACT)
 
 
@@ -205,7 +205,7 @@ def test_names_that_comfyui_does_not_know_are_translated(comfy: Any) -> None:
     out = comfy.nodes.ActmatMergeLoras.execute([("d.safetensors", 0.5, 1.0)], rank=0, strengths="scale", model=model,
                                                **CONTRACT)  # fmt: skip
     assert error(out.args[0].weights[name], 0.5 * (b.double() @ a.double())) < F32_ELEMENTWISE
-    assert "applied in ComfyUI's names, as its loader does not know 1" in out.args[3]
+    assert "applied with ComfyUI's names; its loader does not know 1" in out.args[3]
     saved = comfy.nodes.ActmatSaveLora.execute(out.args[2], "x", "comfy")
     assert f"{name}.alpha" in load_file(saved.args[1])
 
@@ -225,7 +225,7 @@ def test_a_layout_without_names_for_the_modules_is_refused(two: Any) -> None:
         ("ink", "expects a list"),
         ([("ink.safetensors", 1.0)], "row 1: expected"),
         ([("gone.safetensors", 1.0, 1.0)], "finds no LoRA file 'gone.safetensors'"),
-        ([("ink.safetensors", 1.0, 1.0, "0,0,1")], "weights of blocks"),
+        ([("ink.safetensors", 1.0, 1.0, "0,0,1")], "block weights of another node"),
         ([("ink.safetensors", float("nan"), 1.0)], "finite"),
         ([("ink.safetensors", "strong", 1.0)], "expected two numbers"),
     ],

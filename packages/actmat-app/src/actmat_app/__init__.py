@@ -1,1 +1,1 @@
-"""A page to merge models: `actmat ui` on your machine, or a Space of the hub. Only `page` and `serving` need Gradio."""
+"""Web page for merging models: `actmat ui` locally, or a Space on the hub. Only `page` and `serving` need Gradio."""

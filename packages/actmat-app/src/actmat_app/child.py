@@ -1,6 +1,6 @@
-"""One job in a process of its own: a JSON object on stdin, lines of JSON on stdout.
+"""Run one job in a separate process: a JSON object on stdin, lines of JSON on stdout.
 
-A process of its own can be stopped like a command, and has its own memory and, for visitors, its own cache and token.
+A separate process can be stopped like a command, and has its own memory and, for visitors, its own cache and token.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from actmat.planning import MergePlan
 
 INTERVAL_S = 0.2
-"""Shortest time between two lines about progress."""
+"""Minimum seconds between two progress lines."""
 
 Tell = Callable[..., None]
 Job = Mapping[str, Any]
 
 
 class Told(NoProgress):
-    """Tells the progress of a merge; implements `actmat.progress.Progress`."""
+    """Reports the progress of a merge; implements `actmat.progress.Progress`."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell, self._lock = tell, threading.Lock()
         self._done, self._total, self._last = 0, 1, 0.0
 
     def started(self, plans: Sequence[MergePlan], resumed: int, workers: int) -> None:
-        """Tell how much there is to do."""
+        """Report the amount of work."""
         self._total, self._done = tensors_to_do(plans, resumed)
         self.count(self._done, self._total)
 
@@ -47,14 +47,14 @@ class Told(NoProgress):
             self.count(self._done, self._total)
 
     def count(self, done: int, total: int) -> None:
-        """Tell how many of how many tensors are done, now and then."""
+        """Report the number of finished tensors at intervals."""
         if time.monotonic() - self._last >= INTERVAL_S or done == total:
             self._last = time.monotonic()
             self._tell("progress", done=done, total=total)
 
 
 def _fields(job: Job) -> Mapping[str, Any]:
-    """The arguments of a merge, within the limits."""
+    """Arguments of a merge, checked against the limits."""
     import actmat
     from actmat_app.limits import Limits
 
@@ -102,13 +102,13 @@ JOBS = {"plan": _plan, "merge": _merge, "compare": _compare, "push": _push}
 
 
 def main() -> None:
-    """Do the job on stdin; SIGTERM stops it, and what a merge has finished is kept."""
+    """Run the job from stdin; SIGTERM stops it, and a merge keeps its finished tensors."""
     signal.signal(signal.SIGTERM, _stop)
     lines = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    os.dup2(2, 1)  # libraries that print do not get between the lines
+    os.dup2(2, 1)  # keep prints of libraries out of the protocol
     job = json.load(sys.stdin.buffer)
     if token := job.pop("token", ""):
-        os.environ["HF_TOKEN"] = token  # of this process only
+        os.environ["HF_TOKEN"] = token  # for this process only
     elif job["limits"] is not None:
         os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
 

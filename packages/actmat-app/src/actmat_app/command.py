@@ -1,4 +1,4 @@
-"""`actmat ui`: a page in the browser to merge with."""
+"""`actmat ui`: merge in a browser page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from actmat.cli.listing import command
 
 @command("choose", "ended by Ctrl-C", "the page cannot be opened on that port")
 def ui(
-    port: Annotated[int, typer.Option("--port", help="Port on this machine; 0: one that is free.", min=0)] = 0,
+    port: Annotated[int, typer.Option("--port", help="Port on this machine; 0: any free port.", min=0)] = 0,
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
@@ -41,7 +41,7 @@ def ui(
             console.print(url, soft_wrap=True)
         if not json and not quiet:
             console.print("Ctrl-C ends this page and stops its merge.")
-        sys.stdout.flush()  # a program that reads it through a pipe waits for the address
+        sys.stdout.flush()  # a program reading a pipe waits for the address
         if browser:
             import webbrowser
 

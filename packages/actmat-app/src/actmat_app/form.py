@@ -9,7 +9,7 @@ from actmat.errors import RecipeError
 from actmat.recipe.text import UnreadableError, parse_yaml
 
 LONGEST = 20_000
-"""Characters of all fields together."""
+"""Maximum number of characters in all fields together."""
 
 
 def recipe_fields(base: str, experts: str, method: str, scale: float, rank: float, more: str) -> dict[str, Any]:
@@ -20,11 +20,11 @@ def recipe_fields(base: str, experts: str, method: str, scale: float, rank: floa
 
     Args:
         base: location; empty: adapters are merged into an adapter.
-        experts: a location per line, `NAME=` before it and a weight after it if wanted.
+        experts: one location per line, optionally with `NAME=` before it and a weight after it.
         method: a method, or auto.
         scale: factor of the merged delta.
-        rank: of an adapter to write; 0: as the inputs are.
-        more: YAML: any other fields of a recipe or settings of a run; they take precedence.
+        rank: rank of an adapter to write; 0: the rank of the inputs.
+        more: YAML with other recipe fields or run settings, which take precedence.
 
     Raises:
         RecipeError: a field is too long, or is not YAML.
@@ -44,7 +44,7 @@ def recipe_fields(base: str, experts: str, method: str, scale: float, rank: floa
 
 
 def _expert(line: str) -> dict[str, Any]:
-    """The expert of a line."""
+    """Parse one line into an expert."""
     place, _, last = line.rpartition(" ")
     try:
         (found,) = experts_of([place.strip()], [float(last)]) if place else experts_of([line], None)

@@ -1,4 +1,4 @@
-"""Jobs, each in a process of its own; those of visitors in folders of their own; their outputs are kept a while."""
+"""Run jobs in separate processes, those of visitors in separate folders; outputs are kept for a limited time."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ PASSED = (
     "HF_HUB_DISABLE_XET", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "HTTPS_PROXY", "https_proxy", "HTTP_PROXY",
     "http_proxy", "NO_PROXY", "no_proxy",
 )  # fmt: skip
-"""Variables of the environment that a visitor's job sees: no secret of the server, such as its token."""
+"""Environment variables passed to a visitor's job; excludes secrets of the server, such as its token."""
 
 KILLED = -9
 """Exit code after SIGKILL, which Windows does not have."""
 
 LAST_BYTES = 4000
-"""Bytes kept of the stderr of a job that broke down."""
+"""Bytes of stderr kept from a failed job."""
 
 PATIENCE_S = 10.0
-"""Time that a job has to stop: it finishes its current tensors."""
+"""Seconds that a job has to stop, in which it finishes its current tensors."""
 
 OUT = "merged"
-"""Name of a visitor's output: relative, since reports and manifests show it."""
+"""Name of a visitor's output; relative, because reports and manifests show it."""
 
 Events = Iterator[Mapping[str, Any]]
 
 
 class Jobs:
-    """Runs jobs, and keeps the outputs of visitors.
+    """Runs jobs and stores the outputs of visitors.
 
     Args:
-        limits: of visitors' jobs; None: the user of this machine works here.
+        limits: limits of visitors' jobs; None for local use.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -57,15 +57,15 @@ class Jobs:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def run(self, user: str, job: Mapping[str, Any], keep: Path | None = None) -> Events:
-        """Events of a job of `child.JOBS`; the last one is `done`.
+        """Run a job of `child.JOBS` and yield its events; the last one is `done`.
 
         Args:
-            user: one job of each runs at a time.
-            job: of a visitor, it runs in a folder of its own, which is removed.
-            keep: place to which the folder's output moves.
+            user: id of the user; each user runs one job at a time.
+            job: the job; a visitor's job runs in a temporary folder.
+            keep: destination of the output in that folder.
 
         Raises:
-            MergeError: the one of the job; or it was stopped, broke down, or took too long.
+            MergeError: the job's error, or the job was stopped, failed, or took too long.
         """
         if user in self._running:
             raise OutputError("Another job is running. Fix: wait for it, or stop it.")
@@ -88,7 +88,7 @@ class Jobs:
                 timer.start()
                 stack.callback(timer.cancel)
             told = {**job, "limits": None if limits is None else dataclasses.asdict(limits)}
-            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # broken: it ended, see below
+            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # the process ended, see below
                 pipe.write(json.dumps(told).encode())
             for line in process.stdout:
                 event = json.loads(line) if line.endswith(b"\n") else {"event": "cut"}
@@ -102,7 +102,7 @@ class Jobs:
             raise _ended(process.wait(), job, errors, limits if late.is_set() else None)
 
     def merge(self, user: str, fields: Mapping[str, Any], out: str) -> Events:
-        """Events of a merge; the last one has the folder `out` and, of a visitor, the file `archive`."""
+        """Yield the events of a merge; the last one has the folder `out` and, for a visitor, the file `archive`."""
         if self.limits is None:
             if not out.strip():
                 raise RecipeError("No output given. Fix: fill in the field 'Output'.")
@@ -116,37 +116,37 @@ class Jobs:
             if event["event"] != "done":
                 yield event
                 continue
-            with zipfile.ZipFile(archive, "w") as file:  # not compressed: weights do not shrink
+            with zipfile.ZipFile(archive, "w") as file:  # uncompressed: weights do not shrink
                 for path in sorted(p for p in made.rglob("*") if p.is_file()):
                     file.write(path, Path(OUT) / path.relative_to(made))
             yield {**event, "out": str(made), "page": str(made / "report.html"), "archive": str(archive)}
 
     def _kept(self) -> list[Path]:
-        """Folders of visitors' outputs, the newest first."""
+        """Folders of visitors' outputs, newest first."""
         return sorted(self.root.glob("kept-*"), key=lambda p: p.stat().st_mtime, reverse=True)
 
     def push(self, user: str, out: str, repo: str, token: str, *, public: bool) -> Events:
-        """Events of a push; the token reaches only the process of this push.
+        """Yield the events of a push; only the push's process receives the token.
 
         Raises:
-            MergeError: no output, repository or token; or the hub refuses.
+            MergeError: output, repository or token is missing, or the hub refuses.
         """
         (name, revision), token = repository_of(repo), token.strip()
         if revision:
             raise RecipeError(f"Expected the repository to push to as your-name/name, found '{repo[:200]}'.")
         if not out or (self.limits is not None and not os.path.isdir(out)):
-            raise OutputError("No merged model to push; a served page keeps them for a while only. Fix: merge first.")
+            raise OutputError("No merged model to push; a served page keeps them for a limited time. Fix: merge first.")
         if (self.limits is not None and not token) or re.search(r"[^!-~]", token) or len(token) > 4000:
             raise RecipeError("No valid token given. Fix: sign in, or paste a token that may write, without spaces.")
         return self.run(user, {"do": "push", "out": out, "repo": name, "token": token, "public": public})
 
     def stop(self, user: str) -> None:
-        """Ask the running job of a user to stop; a merge keeps its finished tensors for the same merge later."""
+        """Stop the running job of a user; a merge keeps its finished tensors and can be continued."""
         if user in self._running:
             self._running[user].terminate()
 
     def close(self) -> None:
-        """Stop all jobs, wait for their end, and remove what is kept."""
+        """Stop all jobs, wait for them to end, and remove stored outputs."""
         for process in list(self._running.values()):
             process.terminate()
             _end(process)
@@ -154,7 +154,7 @@ class Jobs:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the end of a process; stop one that hangs, or whose page was closed."""
+    """Wait for a process to end; stop it if it hangs or its page was closed."""
     for stop in (process.terminate, process.kill, lambda: None):
         try:
             process.wait(PATIENCE_S)
@@ -169,7 +169,7 @@ def _kill(process: subprocess.Popen[bytes], late: threading.Event) -> None:
 
 
 def _ended(code: int, job: Mapping[str, Any], errors: IO[bytes], late: Limits | None) -> MergeError:
-    """An error for a process that ended without a result; its stderr goes to the server's."""
+    """The error for a process that ended without a result; its stderr is copied to the server's."""
     if late is not None:
         return MergeError(
             f"The {job['do']} was stopped after {late.seconds} s, the limit of this page. Fix: smaller inputs, a "
@@ -178,14 +178,14 @@ def _ended(code: int, job: Mapping[str, Any], errors: IO[bytes], late: Limits | 
     errors.seek(0)
     text, token = errors.read()[-LAST_BYTES:].decode("utf-8", "replace"), job.get("token")
     sys.stderr.write(text.replace(token, "***") if token else text)
-    if code == -signal.SIGTERM:  # before it could say so
+    if code == -signal.SIGTERM:  # before it could report
         return MergeError("Stopped.")
     cause = " Likely cause: too little memory." if code == KILLED else ""
-    return MergeError(f"The {job['do']} broke down (exit code {code}); the server's log has more.{cause}")
+    return MergeError(f"The {job['do']} failed (exit code {code}); see the server's log.{cause}")
 
 
 def _environment(work: Path) -> dict[str, str]:
-    """Environment of a visitor's job: a cache of its own, and no secret."""
+    """Environment of a visitor's job: a separate cache, no secrets."""
     quiet = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     own = {"HOME": work, "HF_HOME": work / "hub", "XDG_CACHE_HOME": work / "cache", "TMPDIR": work}
     passed = {name: os.environ[name] for name in PASSED if name in os.environ}

@@ -1,4 +1,4 @@
-"""Guards of a page that is served to others: places that are read, fields, and sizes. Local use has no limits."""
+"""Limits of a page served to others: locations, fields, and sizes. Local use has no limits."""
 
 from __future__ import annotations
 
@@ -17,47 +17,45 @@ if TYPE_CHECKING:
 PREFIX = "ACTMAT_APP_"
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
 PLACE = re.compile(rf"(?:https://huggingface\.co/|hf://)?(?P<repo>{NAME}/{NAME})(?:@(?P<revision>[A-Za-z0-9_./-]+))?")
-"""A repository of the hub."""
+"""Pattern of a hub repository."""
 
 FIELDS = {
     *("base", "experts", "method", "options", "normalize", "scale", "scope", "rules", "keep", "space", "post"),
     *("postprocess", "dtype", "compute_dtype", "seed", "output"),
 }
-"""Fields of a recipe that visitors may set: none but base and experts names a place, or a setting of the run."""
+"""Recipe fields that visitors may set: except for base and experts, none contains a location or a run setting."""
 
 EXPERT_FIELDS = {"path", "name", "weight", "options"}
-"""Fields of an expert that visitors may set."""
+"""Expert fields that visitors may set."""
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
-"""Ends of the names of files that may hold weights."""
+"""Suffixes of weight files."""
 
 
 def repository_of(place: Any) -> tuple[str, str | None]:
-    """Name and revision of a repository of the hub.
+    """Name and revision of a hub repository.
 
     >>> repository_of("hf://org/math@v2")
     ('org/math', 'v2')
 
     Raises:
-        RecipeError: any other place.
+        RecipeError: the location is not a hub repository.
     """
     match = PLACE.fullmatch(str(place).strip())
     if match is None or ".." in str(place):
-        raise RecipeError(
-            f"expected a repository of the hub, org/name or org/name@revision, found '{str(place)[:200]}'"
-        )
+        raise RecipeError(f"expected a hub repository, org/name or org/name@revision, found '{str(place)[:200]}'")
     return match["repo"], match["revision"]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one job of a visitor, and of everything that is kept.
+    """Limits of one visitor's job, and of stored outputs.
 
     Args:
-        max_bytes: of all inputs of a merge, and of its output.
-        max_experts: of a merge.
-        seconds: of a plan, a merge or a push; the job is stopped then.
-        keep: largest number of merged models on the disk; the oldest is removed first.
+        max_bytes: maximum size of all inputs of a merge, and of its output.
+        max_experts: maximum number of experts.
+        seconds: time limit of a plan, a merge or a push, after which it is stopped.
+        keep: maximum number of merged models on the disk; the oldest is removed first.
     """
 
     max_bytes: int = 2_000_000_000
@@ -67,7 +65,7 @@ class Limits:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Limits:
-        """The limits that variables such as `ACTMAT_APP_MAX_BYTES` set, and the defaults.
+        """Limits from variables such as `ACTMAT_APP_MAX_BYTES`, else the defaults.
 
         >>> Limits.from_environment({"ACTMAT_APP_MAX_BYTES": "500MB"}).max_bytes
         500000000
@@ -89,10 +87,10 @@ class Limits:
         return cls(**found)
 
     def pinned(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of a visitor's merge, with the commits of its repositories, whose listings are within the limits.
+        """Check a visitor's fields against the limits, and pin repositories to commits.
 
         Raises:
-            MergeError: lists fields and places that visitors may not name; or the files are too large.
+            MergeError: lists forbidden fields and locations, or the files are too large.
         """
         from actmat.checkpoints.hub import open_repository  # imports torch
 
@@ -110,7 +108,7 @@ class Limits:
         problems.check()
         if sum(sizes.values()) > self.max_bytes:
             raise CheckpointError(
-                f"The repositories hold {format_size(sum(sizes.values()))} of weights, more than this page merges, "
+                f"The repositories hold {format_size(sum(sizes.values()))} of weights, more than this page allows, "
                 f"{format_size(self.max_bytes)}. Nothing was downloaded. Fix: smaller inputs, or a page of your own.",
                 [f"{place}: {format_size(size)}" for place, size in sizes.items()],
             )
@@ -118,17 +116,17 @@ class Limits:
         return {**fields, "base": base, "experts": [e | {"path": found[e["path"]]} for e in experts]}
 
     def check_plan(self, plan: MergePlan) -> None:
-        """Refuse a merge that reads anything but safetensors, or that writes too much.
+        """Raise for a merge that reads other formats than safetensors, or writes too much.
 
         Raises:
-            MergeError: it does.
+            MergeError: a limit is exceeded.
         """
         read = [f.path for given in plan.inputs for f in given.files if not f.path.endswith(".safetensors")]
         if read:
-            raise CheckpointError(f"Expected weights in safetensors, found {read[0]}, which this page does not read. "
+            raise CheckpointError(f"This page reads safetensors only, found {read[0]}. "
                                   "Fix: save the model again with safe_serialization=True.")  # fmt: skip
         if plan.write_bytes > self.max_bytes:
             raise RecipeError(
-                f"The merged model would have {format_size(plan.write_bytes)}, more than this page writes, "
+                f"The merged model would have {format_size(plan.write_bytes)}, more than this page allows, "
                 f"{format_size(self.max_bytes)}. Fix: a smaller rank."
             )

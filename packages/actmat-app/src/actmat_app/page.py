@@ -1,4 +1,4 @@
-"""The page: fields, plan, merge with its progress and report, comparison, push. The work is done by `Jobs`."""
+"""The page: fields, plan, merge with progress and report, comparison, push. `Jobs` does the work."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from actmat_app.jobs import Jobs
 from actmat_app.view import error_html, frame_html
 
 TITLE = "Merge models"
-LOCAL = "Folders, files, ids of the hub, or URLs. The same form works for full models and for LoRA adapters."
-SERVED = "Public repositories of the hub with safetensors: at most {} experts, {} together."
-EXPERTS = "One per line, a weight after it if it has one; NAME=PLACE gives it a name"
-MORE = "Any other fields of a recipe, as YAML; a whole recipe may be pasted here"
-TOKEN = "Used for this push only, and not stored. Empty: {}"
+LOCAL = "Folders, files, hub ids or URLs. Works for full models and for LoRA adapters."
+SERVED = "Public hub repositories with safetensors: at most {} experts, {} in total."
+EXPERTS = "One per line, optionally followed by a weight; NAME=PATH sets a name"
+MORE = "Other recipe fields as YAML, or a whole recipe"
+TOKEN = "Used for this push only and not stored. Empty: {}"
 JOB: dict[str, Any] = {"concurrency_id": "job", "concurrency_limit": 1, "api_visibility": "private"}
-"""One job at a time, whatever its button; programs use the command line or the library."""
+"""One job at a time for all buttons; programs use the command line or the library."""
 
 KEPT_S = 3600
-"""Time for which a file can be downloaded."""
+"""Seconds for which a file can be downloaded."""
 
 SHOWN: dict[str, Any] = {
     "css_paths": Path(__file__).with_name("style.css"),
@@ -33,21 +33,21 @@ SHOWN: dict[str, Any] = {
         block_info_text_color="*neutral_500", block_info_text_color_dark="*neutral_400"
     ),
     "footer_links": [],
-    "run_history": False,  # it would keep in the browser what was typed, tokens included
+    "run_history": False,  # it would store inputs in the browser, including tokens
     "show_error": False,
     "ssr_mode": False,
 }
-"""Arguments of Gradio's `launch` and `mount_gradio_app`: nothing is fetched from elsewhere."""
+"""Arguments of Gradio's `launch` and `mount_gradio_app`; the page loads nothing from other hosts."""
 
 
 def build(jobs: Jobs, methods: Sequence[str]) -> gr.Blocks:
-    """The page over a runner of jobs."""
+    """Build the page for a job runner."""
     limits = jobs.limits
     with gr.Blocks(analytics_enabled=False, title=TITLE, delete_cache=(600, KEPT_S)) as page:
         about = LOCAL if limits is None else SERVED.format(limits.max_experts, format_size(limits.max_bytes))
         gr.Markdown(f"# {TITLE}\n{about}")
         if _signs_in():
-            gr.LoginButton()  # above all else: signing in loads the page again
+            gr.LoginButton()  # at the top, because signing in reloads the page
         with gr.Row():
             with gr.Column():
                 form = _form(methods)
@@ -91,18 +91,18 @@ def _form(methods: Sequence[str]) -> list[Any]:
     base = gr.Textbox(label="Base", info="Not needed to merge adapters into an adapter", placeholder="org/base")
     experts = gr.Textbox(label="Experts", info=EXPERTS, lines=3, placeholder="org/math 0.7\norg/code 0.3")
     with gr.Row():
-        method = gr.Dropdown(["auto", *methods], value="auto", label="Method", info="auto: the best in measurements")
-        scale = gr.Number(1.0, label="Scale", info="Factor of the change")
-        rank = gr.Number(0, label="Rank", info="Of an adapter to write", precision=0, minimum=0)
+        method = gr.Dropdown(["auto", *methods], value="auto", label="Method", info="auto: by the inputs")
+        scale = gr.Number(1.0, label="Scale", info="Factor of the merged change")
+        rank = gr.Number(0, label="Rank", info="Rank of an adapter to write; 0: as the inputs", precision=0, minimum=0)
     more = gr.Textbox(label="More", info=MORE, lines=2, placeholder="options: {density: 0.3}\ndtype: bfloat16")
     return [base, experts, method, scale, rank, more]
 
 
 def _push(jobs: Jobs, out: Any) -> None:
-    """Fields and button of a push."""
+    """Add fields and button of a push."""
     empty = "the account you signed in with" if _signs_in() else "not allowed" if jobs.limits else "this machine's own"
     with gr.Row():
-        repo = gr.Textbox(label="Repository", info="Made if it is not there", placeholder="your-name/name")
+        repo = gr.Textbox(label="Repository", info="Created if missing", placeholder="your-name/name")
         token = gr.Textbox(label="Token", info=TOKEN.format(empty), type="password")
     public = gr.Checkbox(label="Public (default: private)")
     send, pushed = gr.Button("Push"), gr.HTML()
@@ -119,7 +119,7 @@ def _push(jobs: Jobs, out: Any) -> None:
 
 
 def _compare(jobs: Jobs) -> None:
-    """Fields and button of a comparison."""
+    """Add fields and button of a comparison."""
     with gr.Row():
         first, second = gr.Textbox(label="First merge"), gr.Textbox(label="Second merge")
     start, said, frame = gr.Button("Compare"), gr.HTML(), gr.HTML()
@@ -136,7 +136,7 @@ def _compare(jobs: Jobs) -> None:
 
 
 def _result(start: Any, progress: Any = None) -> tuple[str, Mapping[str, Any]]:
-    """HTML of a job and its last event; of a job that failed, its error and nothing."""
+    """HTML of a job and its last event; for a failed job, its error and an empty event."""
     events: Iterator[Mapping[str, Any]]
     try:
         with contextlib.closing(start()) as events:
@@ -151,7 +151,7 @@ def _result(start: Any, progress: Any = None) -> tuple[str, Mapping[str, Any]]:
 
 
 def _user(jobs: Jobs, request: gr.Request) -> str:
-    """Whose job: that of the one user of this machine, or of one visitor's page."""
+    """Id of the job's owner: the local user, or one visitor's page."""
     return "" if jobs.limits is None else str(request.session_hash)
 
 

@@ -1,4 +1,4 @@
-"""Two ways to serve the page: on this machine, to the one who has the token; and to others, within limits."""
+"""Serve the page locally, protected by a token, or to others, within limits."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from actmat_app.page import SHOWN, build
 
 ADDRESS = "127.0.0.1"
 COOKIE = "actmat-token"
-REFUSED = "Open the address that 'actmat ui' printed: this one has no token, or an old one.\n"
+REFUSED = "This address has no valid token. Fix: open the address printed by 'actmat ui'.\n"
 POLICY = (
     (b"content-security-policy", b"default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; connect-src 'self'; "
      b"frame-ancestors 'none'; base-uri 'self'; form-action 'self'"),
     (b"referrer-policy", b"no-referrer"),
 )  # fmt: skip
-"""Headers of every answer: the page fetches nothing from elsewhere."""
+"""Headers of every response; the page loads nothing from other hosts."""
 
 
 class Guard:
-    """ASGI middleware: only requests with the token, to this server's own names, from its own page.
+    """ASGI middleware that accepts only requests with the token, for this server's names, from its own page.
 
-    The token comes in the printed address, and then in a cookie. A page of another origin that resolves its own name to
-    127.0.0.1, and other users of this machine, get nothing.
+    The token is in the printed address, and then in a cookie. This excludes pages of other origins, also those whose
+    name resolves to 127.0.0.1, and other users of this machine.
     """
 
     def __init__(self, app: Any, token: str, port: int) -> None:
@@ -43,10 +43,10 @@ class Guard:
         self.hosts = {f"{name}:{port}" for name in (ADDRESS, "localhost")}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request, or refuse it."""
+        """Handle a request, or refuse it."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
-        elif scope["type"] == "http":  # nothing here speaks websockets
+        elif scope["type"] == "http":  # websockets are not used
             await self._answer(Request(scope))(scope, receive, send)
 
     def _answer(self, request: Request) -> Any:
@@ -57,7 +57,7 @@ class Guard:
             return PlainTextResponse(REFUSED, 403)
         if not given:
             return self._pass
-        answer = RedirectResponse("/", 303)  # the token leaves the address bar
+        answer = RedirectResponse("/", 303)  # remove the token from the address bar
         answer.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
         return answer
 
@@ -72,10 +72,10 @@ class Guard:
 
 @contextlib.contextmanager
 def local_server(port: int = 0) -> Iterator[tuple[str, uvicorn.Server, socket.socket]]:
-    """Address, server and socket of the page on this machine; on leaving, running jobs are stopped.
+    """Yield address, server and socket of the local page; stops running jobs on exit.
 
     Args:
-        port: 0 for one that is free.
+        port: port number; 0: any free port.
 
     Raises:
         OutputError: the port is taken.
@@ -87,8 +87,8 @@ def local_server(port: int = 0) -> Iterator[tuple[str, uvicorn.Server, socket.so
         try:
             listening.bind((ADDRESS, port))
         except OSError as error:
-            raise OutputError(f"Cannot use port {port}: {error.strerror}. Fix: another --port, or none.") from None
-        listening.listen()  # who reads the address may open it at once
+            raise OutputError(f"Cannot use port {port}: {error.strerror}. Fix: another --port, or omit it.") from None
+        listening.listen()  # a reader of the address may connect at once
         port = int(listening.getsockname()[1])
         app = gr.mount_gradio_app(FastAPI(), build(jobs, list(read_catalog())), "/", **SHOWN)
         config = uvicorn.Config(Guard(app, token, port), log_level="warning", timeout_graceful_shutdown=1)
@@ -99,7 +99,7 @@ def local_server(port: int = 0) -> Iterator[tuple[str, uvicorn.Server, socket.so
 
 
 def launch(**options: Any) -> None:
-    """Serve the page to others, with the limits of the environment; `options`: of Gradio's `launch`.
+    """Serve the page to others, with limits from the environment; `options` are passed to Gradio's `launch`.
 
     Raises:
         RecipeError: a limit is invalid.

@@ -1,4 +1,4 @@
-"""Plans, results and errors as HTML; every text is escaped, because names come from files of others."""
+"""Format plans, results and errors as HTML; all text is escaped, because names come from foreign files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def plan_html(plan: MergePlan) -> Markup:
-    """A plan: the method and why, what happens to which tensors, cost, notes, and the recipe that does the same."""
+    """Format a plan: method with its reason, actions per tensor, cost, notes, and the recipe."""
     from actmat.recipe.load import recipe_yaml
     from actmat.report.words import action_counts, item_groups, plan_time, plan_traffic, plural
     from actmat.system import usable_cores
@@ -35,10 +35,10 @@ def plan_html(plan: MergePlan) -> Markup:
 
 
 def merged_html(report: MergeReport) -> Markup:
-    """A finished merge: its size, warnings, findings and notes."""
+    """Format a finished merge: size, warnings, findings and notes."""
     from actmat.report.words import size_words, warnings_of
 
-    how = "was finished before, and is intact" if report.was_finished else f"finished in {report.seconds:.1f} s"
+    how = "already complete and intact" if report.was_finished else f"finished in {report.seconds:.1f} s"
     checks = () if report.diagnosis is None else report.diagnosis.checks
     found = [f"{c.severity} {c.code}: {c.title}. {c.message}." for c in checks if c.verdict == "found"]
     found += map(str, (*warnings_of(report.totals, report.plan.recipe.mute), *report.plan.notes))
@@ -47,12 +47,12 @@ def merged_html(report: MergeReport) -> Markup:
 
 
 def compared_html(found: MergeComparison) -> Markup:
-    """A comparison in a line."""
+    """Format a comparison in one line."""
     return _section(Markup("<p>{} of {} tensors differ</p>").format(len(found.differing), len(found.tensors)))
 
 
 def pushed_html(pushed: PushReport) -> Markup:
-    """A finished push, with the address of its commit."""
+    """Format a finished push, with its commit's address."""
     url = html(pushed.url)
     if pushed.url.startswith(("https://", "http://")):
         url = Markup('<a href="{}" target="_blank" rel="noopener noreferrer">{}</a>').format(url, url)
@@ -63,7 +63,7 @@ def pushed_html(pushed: PushReport) -> Markup:
 
 
 def error_html(text: str) -> Markup:
-    """The text of an error.
+    """Format the text of an error.
 
     >>> print(error_html("<b>"))
     <pre class="am-error" role="alert">&lt;b&gt;</pre>
@@ -72,7 +72,7 @@ def error_html(text: str) -> Markup:
 
 
 def frame_html(page: str) -> Markup:
-    """One of our pages in a frame of its own: its scripts run there, and reach nothing of this page."""
+    """Embed a page in a sandboxed frame, whose scripts cannot access this page."""
     return Markup('<iframe class="am-page" sandbox="allow-scripts" title="Report" srcdoc="{}"></iframe>').format(page)
 
 
