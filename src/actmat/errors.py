@@ -62,7 +62,7 @@ class MergeError(Exception):
 
 
 class RecipeError(MergeError):
-    """The recipe or the flags cannot be carried out as written (unknown method, misspelt option, bad value)."""
+    """The recipe or the flags cannot be carried out as written (unknown method, misspelled option, bad value)."""
 
     exit_code = 1
     recurs = True

@@ -2,7 +2,7 @@ r"""Texts from outside (names of tensors, paths, options, messages of libraries)
 
 A name in a downloaded file can hold escape sequences that rewrite a terminal, newlines that forge a line of output,
 marks that reverse the reading direction, and Markdown or HTML. Each function returns text that shows such characters
-in place of having their effect; ordinary text, in any script, is returned as it is.
+in place of having their effect; ordinary text, in any script, is returned unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def markdown(text: object) -> str:
 
 
 def html(text: object) -> Markup:
-    r"""Text for an element or a quoted attribute; `Markup` is returned as it is. Newlines and tabs stay.
+    r"""Text for an element or a quoted attribute; `Markup` is returned unchanged. Newlines and tabs stay.
 
     >>> print(html("<b>\x1b"))
     &lt;b&gt;\x1b

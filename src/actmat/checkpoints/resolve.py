@@ -78,7 +78,7 @@ def pinned_stack(handle: CheckpointHandle) -> str:
 def open_checkpoint(
     location: str | Path | Mapping[str, Tensor] | Checkpoint, *, cache_dir: str | Path | None = None
 ) -> Checkpoint:
-    """Open a folder, file, hub id, tensors by name, or an open checkpoint (returned as it is); reads headers only.
+    """Open a folder, file, hub id, tensors by name, or an open checkpoint (returned unchanged); reads headers only.
 
     >>> import torch
     >>> with open_checkpoint({"w": torch.ones(2, 3)}) as checkpoint:

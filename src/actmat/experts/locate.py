@@ -1,4 +1,4 @@
-"""`locate`: one look at a place that a user named; `Located`: what it is, open, its header and config read.
+"""`locate`: one look at a place that a user named; `Located`: the opened input, with its header and config.
 
 All later questions (is it an adapter, does it have factors, its config) are answered by the `Located`.
 Families of adapters beyond PEFT's are plug-ins of the group `actmat.experts`. Those of `SIGNED` are imported for a

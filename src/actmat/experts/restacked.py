@@ -53,7 +53,7 @@ def _renamed(name: str) -> str:
 
 
 def _stacks(singles: Iterable[str], stacked: Mapping[str, TensorSpec]) -> dict[str, _Stack]:
-    """Stack in one checkpoint -> what it is made of in the other, for those that the other stores one by one."""
+    """Stack in one checkpoint -> its parts in the other, for stacks that the other stores one by one."""
     stacks = {}
     for name, spec in stacked.items():
         if len(spec.shape) == 3 and (m := _STACK.fullmatch(name)) is not None:

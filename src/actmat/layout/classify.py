@@ -87,7 +87,7 @@ def owner_of(name: str) -> tuple[str, str, bool]:
     """
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     if len(parts) > 2 and parts[-2] == "weight" and parts[-1] in ("original0", "original1", "original"):
-        del parts[-2]  # a parametrisation: layer.parametrizations.weight.original1
+        del parts[-2]  # a parametrization: layer.parametrizations.weight.original1
     leaf = parts[-1]
     if len(parts) == 1 or not (leaf in _WEIGHTS or leaf in _MAGNITUDES or leaf == "bias"):
         return leaf, "", False

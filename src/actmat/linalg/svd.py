@@ -20,7 +20,7 @@ compute dtype does not decide the rank.
   so `s_i` is off by `eps s_1 kappa_i / 2`, and the products `v_i . v_j` of the vectors `A^T u_i / s_i` by about
   `eps kappa_i kappa_j`. An SVD in float32 is off by `2^-24 s_1` and its vectors by `2^-24 kappa_i`; the Gram route is
   the better one while `kappa <= 2^29`, and the numerical range ends at `kappa = 2^20`. Used for float32
-  accuracy: one matrix product and a symmetric eigenproblem of the short side, instead of a bidiagonalisation. If
+  accuracy: one matrix product and a symmetric eigenproblem of the short side, instead of a bidiagonalization. If
   few triplets of a large matrix are requested, only these are computed, and proven to be the largest (`linalg.krylov`).
 
 Source: G. Golub, C. Van Loan, "Matrix Computations", 4th ed., sections 8.6 and 5.4.8.

@@ -57,7 +57,7 @@ METHODS: tuple[MergeMethod, ...] = (
 def get_method(name: str | MergeMethod) -> MergeMethod:
     """The method called `name`: of this package, of a user's own file (`PATH.py:NAME`), or of another distribution.
 
-    A declaration is returned as it is.
+    A declaration is returned unchanged.
 
     Raises:
         RecipeError: no such method, or one that cannot be loaded; the message suggests a similar name and lists all.

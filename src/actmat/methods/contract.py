@@ -231,7 +231,7 @@ class MergeMethod:
             return frozenset(self.takes)
         parameters = inspect.signature(self.merge).parameters.values()
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            raise TypeError(f"{self.name}: a merge function takes no **kwargs; a misspelt option must be an error")
+            raise TypeError(f"{self.name}: a merge function takes no **kwargs; a misspelled option must be an error")
         return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in NEEDS)
 
     @property

@@ -140,7 +140,7 @@ class Access:
             reads them chunk by chunk and holds none.
         walks_again: of a method that streams: it walks more than once, so that small deltas are better held.
         base: of `options`; the base is read, if `merge` takes it.
-        moves_base: of `options`; deltas that are all zero do not leave the base as it is.
+        moves_base: of `options`; zero deltas of all experts may still change the base.
         baseless: of `(options as given, n_experts)`; `W* = W_0 + D*` is the same for any `W_0`, so that experts merge
             without a base.
     """

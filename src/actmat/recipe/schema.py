@@ -371,7 +371,7 @@ def make_recipe(fields: Mapping[str, Any], *, where: Mapping[str, str] | None = 
         where: dotted field path -> "file:line", for messages about a file.
 
     Raises:
-        RecipeError: every problem, with its place and the near name of a misspelt field.
+        RecipeError: every problem, with its place and the most similar name of a misspelled field.
     """
     try:
         return Recipe.model_validate(dict(fields))

@@ -1,7 +1,7 @@
 """Structure of `actmat_manifest.json`: types, required fields, and parts that must agree with each other.
 
 A manifest comes with a download, so that nothing in it is trusted: readers get it only from `read_manifest`, which
-applies this schema. Fields that are not listed are left as they are: a later version may add some.
+applies this schema. Unlisted fields are ignored: a later version may add some.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ def _untied_twins(facts: Facts) -> Outcome:
         return found(
             f"These hold the same bytes in the base and in every expert, but are merged in different ways and will "
             f"differ afterwards: {pairs}. If the model ties them, config.json should say so (tie_word_embeddings); "
-            "else give both one rule",
+            "else merge both by one method",
             [n for pair in apart for n in pair],
         )
     return clear("tensors that hold the same bytes everywhere are merged alike")

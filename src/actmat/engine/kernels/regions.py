@@ -59,7 +59,7 @@ def _read_on(region: Region, base_raw: BaseEntries, reader: TensorReader) -> Non
 
 
 def _room_bytes(merging: Sequence[Task], reader: TensorReader) -> int:
-    """Bytes of the buffers as large as a region: the base as stored and as a method wants it, a result, deltas."""
+    """Bytes of the buffers as large as a region: the base as stored and as a method needs it, a result, deltas."""
     reading = reader.reading or Reading("each")
     passing = reading.strategy in ("each", "combine")  # deltas have memory of their own, or none
     whole = 0 if passing else reading.whole_deltas(reader.n_experts) + 1

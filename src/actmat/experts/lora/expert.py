@@ -28,8 +28,8 @@ class AdapterExpert(FittedAdapter):
     """`W_0 + scaling * B A` without the sum: `delta` gives the deltas, only tensors trained in full are stored.
 
     Args:
-        adapter: what is added; closed with the expert.
-        base: what it is added to; may be closed afterwards.
+        adapter: the deltas; closed with the expert.
+        base: of the deltas; may be closed afterwards.
 
     Raises:
         CheckpointError: it does not fit; carries all problems.

@@ -224,7 +224,7 @@ class _Fitting:
             self._put(part.name, piece)
 
     def _fit_apart(self, modules: Sequence[AdapterModule], candidates: Mapping[str, list[str]]) -> set[str]:
-        """Pieces of layers that the base packs, or that pack what it has separately; names of those that are done."""
+        """Pieces of layers that the base packs, or that pack its separate layers; returns the fitted names."""
         lost = [m for m in modules if not any(n in self.found for n in candidates[m.name])]
         inside = {m.name: m.inside.replace(".base_layer", "") for m in lost}
         packed = {m.name: names_of_packed(inside[m.name]) for m in lost}

@@ -157,7 +157,7 @@ def _of_stacks(modules: Mapping[str, AdapterModule], config: AdapterConfig) -> I
         yield (
             f"{ADAPTER_CONFIG} has unknown fields ({', '.join(unknown)}), and stacked experts, whose "
             "factors such fields have redefined before. Likely cause: a newer PEFT, or another trainer. Fix: fold it "
-            "into its base with the software that wrote it, or take the fields out if they change no delta"
+            "into its base with the software that wrote it, or remove the fields if they change no delta"
         )
     if config.stacks and not has_stacks:
         yield f"'stacks' ({', '.join(config.stacks)}) applies to stacked experts, and it has none: leave it"

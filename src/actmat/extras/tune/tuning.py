@@ -224,7 +224,7 @@ def _checked_out(recipe: Recipe) -> Path:
         RecipeError, OutputError: it has no output or one at a URL, numbers that vary, or a vocabulary of its own.
     """
     if recipe.out is None:
-        raise RecipeError("Where shall the merged model go? Give --out, or 'out' in the recipe.")
+        raise RecipeError("No output given: pass --out, or 'out' in the recipe.")
     if not isinstance(recipe.scale, float) or not all(isinstance(w, float) for w in recipe.weights):
         raise RecipeError("A search needs plain numbers: give 'scale' and weights without gradients and entries.")
     if "://" in recipe.out:
