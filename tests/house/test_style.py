@@ -20,10 +20,10 @@ ROOMS: dict[str, int] = {
     "extras": 16_300,
     "api and cli": 3_400,
     "src": 41_350,
-    "packages": 12_400,
-    "tests": 47_000,
+    "packages": 11_900,
+    "tests": 45_800,
     "benchmarks": 5_850,
-    "whole tree": 109_200,
+    "whole tree": 107_600,
 }
 """Most lines of code of each part; the core is all of `src` but `extras`, `api` and `cli`. What is added is paid for by
 what is removed: lower a bound when something goes."""

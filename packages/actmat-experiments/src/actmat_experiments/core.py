@@ -16,7 +16,7 @@ from actmat.layout import resolve_layout
 from actmat.layout.types import TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import MergeMethod, all_methods, get_method
-from actmat.recipe import Recipe, make_recipe
+from actmat.recipe import make_recipe
 from actmat.settings import RunSettings
 from actmat.statistics import Statistics, open_statistics
 
@@ -25,7 +25,6 @@ __all__ = [
     "Checkpoint",
     "DataOptions",
     "MergeMethod",
-    "Recipe",
     "RunSettings",
     "Statistics",
     "TensorLayout",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actmat_experiments.core import Recipe, RunSettings, get_method, make_recipe
+from actmat_experiments.core import RunSettings, get_method, make_recipe
 from actmat_experiments.harness.cache import code_digest
 
 KINDS = ("gram", "fisher")
@@ -70,24 +70,8 @@ def merge_candidates(
     """
     from actmat.run import run_recipes
 
-    recipes = recipes_of(base, experts, rows, outs, seed=seed, statistics=statistics)
-    reports = run_recipes(recipes, RunSettings(threads=threads, device=device, durable=False))
-    acted = [tuple(item.name for item in report.plan.items if item.action == "merge") for report in reports]
-    return {row.name: names for row, names in zip(rows, acted, strict=True)}
-
-
-def recipes_of(
-    base: Path,
-    experts: Mapping[str, Path],
-    rows: Sequence[Candidate],
-    outs: Mapping[str, Path],
-    *,
-    seed: int = 0,
-    statistics: Mapping[str, Path] | None = None,
-) -> list[Recipe]:
-    """Recipes of the rows, as `merge_candidates` runs them."""
     measured = statistics or {}
-    return [
+    recipes = [
         make_recipe(
             {
                 "base": str(base),
@@ -106,6 +90,9 @@ def recipes_of(
         )
         for row in rows
     ]
+    reports = run_recipes(recipes, RunSettings(threads=threads, device=device, durable=False))
+    acted = [tuple(item.name for item in report.plan.items if item.action == "merge") for report in reports]
+    return {row.name: names for row, names in zip(rows, acted, strict=True)}
 
 
 def needs_statistics(rows: Sequence[Candidate]) -> bool:
