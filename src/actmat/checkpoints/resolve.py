@@ -92,19 +92,24 @@ def open_checkpoint(
         return location
     if isinstance(location, Mapping):
         return decoded(MemoryCheckpoint(location))
-    if not is_composed(location):
-        return open_source(find_source(location, cache_dir=cache_dir))
-    if parts := stack_parts(str(location)):
+    parts, pair = _parts(location)
+    if parts:
         return _open_stack(str(location), parts, lambda place: open_checkpoint(place, cache_dir=cache_dir))
-    pair = adapted_parts(str(location))
-    assert pair is not None, "composed"
+    if pair is None:
+        return open_source(find_source(location, cache_dir=cache_dir))
     view = plugins.needed("actmat.formats", "view.adapted", AdaptedView)
     return view.merged(str(location), open_checkpoint(pair[0], cache_dir=cache_dir), pair[1])
 
 
 def is_composed(location: str | Path) -> bool:
     """True for a stack of layers and for `model+adapter`, unless a file or folder has that name."""
-    return bool(stack_parts(str(location)) or adapted_parts(str(location))) and not os.path.lexists(location)
+    return any(_parts(location))
+
+
+def _parts(location: str | Path) -> tuple[Sequence[StackPart], tuple[str, str] | None]:
+    text = str(location)
+    parts, pair = stack_parts(text), adapted_parts(text)
+    return (parts, pair) if (parts or pair) and not os.path.lexists(location) else ((), None)
 
 
 def open_source(source: Source) -> Checkpoint:

@@ -144,12 +144,12 @@ class ItemObserver:
     def _add_norms(self, seen: ObservedMerge, value: Tensor) -> None:
         for t, delta in enumerate(seen.deltas):
             self._squares[t] += _square(delta)
-        self._base_square += _square(_base(seen).to(value.dtype))
+        self._base_square += _square(seen.stored.to(value.dtype))
         self._merged_square += _square(value)
 
     def _gather(self, seen: ObservedMerge, value: Tensor) -> None:
         """Match the region with the matrices that it covers, wholly or partly."""
-        flat = [*(d.reshape(-1) for d in seen.deltas), value, _base(seen)]
+        flat = [*(d.reshape(-1) for d in seen.deltas), value, seen.stored]
         start = seen.region.start
         while start < seen.region.stop:
             region = self._regions[self._next]
@@ -188,7 +188,7 @@ class ItemObserver:
     def _measure_factors(self, seen: ObservedMerge, value: Tensor, factors: Sequence[Sequence[LowRank]]) -> None:
         region = seen.region
         merged = region.layout.to_matrices(value.view(region.shape))
-        base = region.layout.to_matrices(_base(seen).view(region.shape))
+        base = region.layout.to_matrices(seen.stored.view(region.shape))
         for k, deltas in enumerate(factors):
             label = _label(region, k)
             kept = self._kept(seen.stats, label) if self.plain else None
@@ -200,11 +200,6 @@ class ItemObserver:
         """eps of the coarser of the base's and the expert's dtype, per expert."""
         mine = torch.finfo(torch_dtype(self._item.base_dtype)).eps
         return [max(mine, torch.finfo(torch_dtype(d)).eps) for d in self._item.expert_dtypes]
-
-
-def _base(merged: ObservedMerge) -> Tensor:
-    assert merged.base is not None, "a stored tensor has a base"
-    return merged.base
 
 
 def _reduced(stage: object) -> Reduced | None:

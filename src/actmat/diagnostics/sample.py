@@ -30,8 +30,7 @@ def take_sample(item: Item, merged: ObservedMerge) -> dict[str, Any]:
     group_levels the same within groups of `GROUP`, mean over groups; `base_group_levels`
     rounded      the expert equals the base rounded to the expert's dtype, if that differs from the base's
     """
-    assert merged.base is not None, "a stored tensor has a base"
-    base = merged.base[:ENTRIES]
+    base = merged.stored[:ENTRIES]
     deltas = [d.reshape(-1)[:ENTRIES].cpu() for d in merged.deltas]
     wide = base.to(deltas[0].dtype)
     dtypes = [torch_dtype(d) for d in item.expert_dtypes]

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from actmat.layout.types import TensorLayout
 from actmat.linalg.caps import cap_delta, cap_lowrank
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import Merged, MergeMethod
+from actmat.methods.facets import Stages
 from actmat.methods.post import apply_steps, apply_steps_lowrank
 from actmat.methods.spaces import MERGE_IN
 from actmat.planning.post import has_spectrum
@@ -85,7 +87,7 @@ class CallContext:
         """Logical matrix -> result of the first stage of a task's method."""
         if task.method.stages is None or self.stages is None:
             return {}
-        of_task = stage_key(task, 0)[:2]
+        of_task = stage_key(task, task.method.stages, 0)[:2]
         return {key[2]: state for key, state in self.stages.items() if key[:2] == of_task}
 
 
@@ -119,27 +121,21 @@ def generator_for(seed: int, name: str, label: str) -> torch.Generator:
 
 def _statistics(task: Task, region: Region, k: int, context: CallContext) -> Mapping[str, Sequence[Tensor]]:
     """Statistics of all experts for matrix `k` of a region, read on request."""
-    method, files = task.method, context.statistics.files
+    method, files, dtype = task.method, context.statistics.complete, context.dtype
     if "fisher" in method.needs_statistics:
-        return {"fisher": _kept(method, len(files), lambda t: _fisher(task, t, context))}
+        pairs = list(zip(files, (s.name for s in task.item.sources if s is not None), strict=True))
+        read = [partial(file.fisher, name, dtype=dtype) for file, name in pairs]
+        return {"fisher": _kept(method, len(files), lambda t: read[t]().to(context.device))}
     keys = context.statistics.gram_keys(task.item, region, k)
     width = region.layout.matrix_shapes(region.shape)[k][-1]
 
     def gram(t: int) -> Tensor:
-        file, key = files[t], keys[t]
-        assert file is not None, "the plan chose a method that needs it"
+        key = keys[t]
         if key is None:
-            return torch.zeros((width, width), dtype=context.dtype, device=context.device)
-        return file.gram(key, mean=task.plan.recipe.gram_mean, dtype=context.dtype).to(context.device)
+            return torch.zeros((width, width), dtype=dtype, device=context.device)
+        return files[t].gram(key, mean=task.plan.recipe.gram_mean, dtype=dtype).to(context.device)
 
     return {"gram": _kept(method, len(files), gram)}
-
-
-def _fisher(task: Task, t: int, context: CallContext) -> Tensor:
-    file, source = context.statistics.files[t], task.item.sources[t]
-    assert file is not None, "the plan chose a method that needs it"
-    assert source is not None
-    return file.fisher(source.name, dtype=context.dtype).to(context.device)
 
 
 def _kept(method: MergeMethod, count: int, read: Callable[[int], Tensor]) -> Sequence[Tensor]:
@@ -307,16 +303,15 @@ def _call(task: Task, region: Region, k: int, label: str, deltas: Sequence[Tenso
     needs = needs_of(task, region, k, label, context)
     if method.stages is None or stages is None:
         return method.merge(deltas, **needs, **call.options)
-    key = stage_key(task, k)
+    key = stage_key(task, method.stages, k)
     if key not in stages:
         stages[key] = method.stages.prepare(deltas, **needs, **call.options)
     return method.stages.finish(stages[key], **needs, **call.options)
 
 
-def stage_key(task: Task, k: int) -> tuple[Any, ...]:
+def stage_key(task: Task, stages: Stages, k: int) -> tuple[Any, ...]:
     """Key of the first stage of a task's method on logical matrix `k`; variants with equal keys share it."""
-    assert task.method.stages is not None
-    return (task.method.stages.key(task.call.options), str(task.call.weights), k)
+    return (stages.key(task.call.options), str(task.call.weights), k)
 
 
 def checked_finite(value: Tensor, task: Task) -> Tensor:

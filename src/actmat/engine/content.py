@@ -37,10 +37,9 @@ def broken_ties(item: Item, inputs: Inputs, base_hash: str, expert_hashes: Seque
     Args:
         base_hash, expert_hashes: content hashes of the tensor that was read.
     """
-    assert inputs.base is not None
-    groups: list[tuple[str, Checkpoint | Expert, str, str, tuple[str, ...]]] = [
-        ("the base", inputs.base, item.name, base_hash, item.aliases)
-    ]
+    groups: list[tuple[str, Checkpoint | Expert, str, str, tuple[str, ...]]] = []
+    if inputs.base is not None:
+        groups.append(("the base", inputs.base, item.name, base_hash, item.aliases))
     rows = zip(inputs.labels, inputs.experts, item.sources, expert_hashes, item.twins, strict=False)
     for label, expert, source, digest, twins in rows:
         if source is not None:
@@ -71,13 +70,10 @@ def check_probes(inputs: Inputs) -> None:
     """
     problems = []
     for label, file, expert in zip(inputs.labels, inputs.statistics.files, inputs.experts, strict=True):
-        if file is None or (expert.needs_base and inputs.base is None):
+        source = inputs.base if expert.needs_base else expert
+        if file is None or source is None:
             continue
-        source: Checkpoint | Expert = expert
-        who = f"expert '{label}'"
-        if expert.needs_base:
-            assert inputs.base is not None
-            source, who = inputs.base, "the base"
+        who = "the base" if expert.needs_base else f"expert '{label}'"
         known = file.header.model.tensors
         names = sorted((n for n in source.specs if n in known), key=lambda n: (source.specs[n].nbytes, n))
         found = {n: content_hash(source, n) for n in names[:PROBES]}

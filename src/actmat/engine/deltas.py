@@ -94,15 +94,15 @@ class Deltas(LazySequence):
 
     def held(self) -> Sequence[Tensor]:
         """All deltas, in memory until the next region is read."""
-        if self._whole is None and (not self._reader.chunkable or self._region.numel <= CHUNK):
-            self._whole = [self._load(t) for t in range(len(self))]
+        whole = self._whole
+        if whole is None and (not self._reader.chunkable or self._region.numel <= CHUNK):
+            whole = self._whole = [self._load(t) for t in range(len(self))]
             self._read_entries = self._region.numel
-        elif self._whole is None:
-            self._hold()
+        elif whole is None:
+            whole = self._hold()
         for _ in self._unread():
             pass
-        assert self._whole is not None
-        return self._whole
+        return whole
 
     def walk(self) -> Iterator[tuple[int, list[Tensor]]]:
         """`(start, pieces_TP)` of consecutive chunks; chunks not held are read again, and overwritten by the next."""
@@ -147,10 +147,11 @@ class Deltas(LazySequence):
         self.changed |= changed
         return delta
 
-    def _hold(self) -> None:
+    def _hold(self) -> list[Tensor]:
         """Allocate memory for all deltas; entries arrive chunk by chunk, when they are first needed."""
         self._flat = [self._reader.buffer(self._region) for _ in range(len(self))]
         self._whole = [buffer.view(self._region.shape) for buffer in self._flat]
+        return self._whole
 
     def _unread(self) -> Iterator[tuple[int, list[Tensor]]]:
         """Read the chunks of held deltas that no pass has reached yet."""

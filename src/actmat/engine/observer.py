@@ -39,6 +39,12 @@ class ObservedMerge:
     stages: Mapping[int, Any]
     stats: dict[str, Any]
 
+    @property
+    def stored(self) -> Tensor:
+        """The base's entries, of a tensor of a model."""
+        assert self.base is not None
+        return self.base
+
 
 class Observer(Protocol):
     """Measures the regions of one item, in order."""

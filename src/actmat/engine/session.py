@@ -39,7 +39,7 @@ from actmat.engine.units import Member, Unit
 from actmat.experts.base import ExpertHandle
 from actmat.experts.locate import open_handle
 from actmat.methods import get_method
-from actmat.planning.item import Item
+from actmat.planning.item import Item, MethodCall
 from actmat.planning.model import MergePlan
 from actmat.planning.reading import shared_regions
 from actmat.planning.regions import cut
@@ -180,16 +180,15 @@ class Session:
         with torch.no_grad():
             survey = get_method(item.call.method).survey
             assert survey is not None
-            for deltas in self._observed(item):
+            for deltas in self._observed(item, item.call):
                 survey.observe(state, deltas, item.call.options)
 
-    def _observed(self, item: Item) -> Iterator[Sequence[Tensor]]:
+    def _observed(self, item: Item, call: MethodCall) -> Iterator[Sequence[Tensor]]:
         """The deltas of an item as a survey observes them: one list of all experts per logical matrix or tensor."""
         if item.factors is not None:
             yield from module_deltas(item, AdapterReader(self.inputs, self._compute))
             return
-        assert item.call is not None
-        acts_on = get_method(item.call.method).acts_on
+        acts_on = get_method(call.method).acts_on
         ignored, on_device = Findings(tolerated=True), item.cost.device_bytes > 0  # they are found when it is merged
         reader = self._tensor_reader(item, ignored, self._scratch, on_device=on_device)
         for region in cut(item.shape, item.layout, acts_on):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from actmat.methods import get_method
+from actmat.methods.facets import Survey
 from actmat.planning.item import Item, MethodCall
 from actmat.planning.model import MergePlan
 
@@ -32,20 +33,24 @@ def run_surveys(plans: Sequence[MergePlan], observe: Observe) -> Mapping[SurveyK
     """
     shared: dict[tuple[tuple[str, ...], frozenset[str]], Any] = {}
     out: dict[SurveyKey, Any] = {}
-    for key, items in _surveyed(plans).items():
-        same = key[1:], frozenset(i.name for i in items)
+    for key, group in _surveyed(plans).items():
+        same = key[1:], frozenset(i.name for i in group.items)
         if same not in shared:
-            shared[same] = _result(items, observe)
+            shared[same] = _result(group, observe)
         out[key] = shared[same]
     return out
 
 
-def _result(items: Sequence[Item], observe: Observe) -> Any:
-    """Result of the survey of items with the same call."""
-    call = items[0].call
-    assert call is not None
-    survey = get_method(call.method).survey
-    assert survey is not None
+class _Group(NamedTuple):
+    """Items with the same call, and its survey."""
+
+    survey: Survey
+    call: MethodCall
+    items: list[Item]
+
+
+def _result(group: _Group, observe: Observe) -> Any:
+    survey, call, items = group
     state = survey.start(len(items[0].sources), call.options)
     again = True
     while again:
@@ -55,13 +60,13 @@ def _result(items: Sequence[Item], observe: Observe) -> Any:
     return survey.finish(state)
 
 
-def _surveyed(plans: Sequence[MergePlan]) -> dict[SurveyKey, list[Item]]:
-    groups: dict[SurveyKey, list[Item]] = {}
+def _surveyed(plans: Sequence[MergePlan]) -> dict[SurveyKey, _Group]:
+    groups: dict[SurveyKey, _Group] = {}
     for p, plan in enumerate(plans):
         for item in plan.items:
             if item.call is None:
                 continue
             survey = get_method(item.call.method).survey
             if survey is not None and survey.applies(item.call.options):
-                groups.setdefault(survey_key(p, item.call), []).append(item)
+                groups.setdefault(survey_key(p, item.call), _Group(survey, item.call, [])).items.append(item)
     return groups

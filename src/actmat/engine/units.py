@@ -130,5 +130,4 @@ def _device_bytes(items: Sequence[Item], planned: int, together: int, room: int 
 
 def _is_heavy(item: Item) -> bool:
     """True if the item was left to the host because no device can merge it."""
-    assert item.call is not None
-    return item.form == "dense" and get_method(item.call.method).acts_on != "elementwise"
+    return item.call is not None and item.form == "dense" and get_method(item.call.method).acts_on != "elementwise"

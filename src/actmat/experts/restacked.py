@@ -38,14 +38,15 @@ class _Stack:
     """Parts of a stack, in order: names of the tensors of one expert after the other."""
 
     name: str
+    part: str
     singles: dict[tuple[int, str], str] = field(default_factory=dict)
 
-    def in_order(self, part: str) -> list[str] | None:
-        """All tensors, or None if one is missing."""
-        parts = _OF_STACK[part]
+    def in_order(self) -> list[str]:
+        """All tensors; empty if one is missing."""
+        parts = _OF_STACK[self.part]
         count = 1 + max(e for e, _ in self.singles)
         keys = [(e, p) for e in range(count) for p in parts]
-        return [self.singles[k] for k in keys] if self.singles.keys() == set(keys) else None
+        return [self.singles[k] for k in keys] if self.singles.keys() == set(keys) else []
 
 
 def _renamed(name: str) -> str:
@@ -58,7 +59,7 @@ def _stacks(singles: Iterable[str], stacked: Mapping[str, TensorSpec]) -> dict[s
     for name, spec in stacked.items():
         if len(spec.shape) == 3 and (m := _STACK.fullmatch(name)) is not None:
             for part in _OF_STACK[m["part"]]:
-                stacks[_renamed(m["at"]), part] = _Stack(name)
+                stacks[_renamed(m["at"]), part] = _Stack(name, m["part"])
     found: dict[str, _Stack] = {}
     for name in singles:
         if (m := _SINGLE.fullmatch(name)) is not None:
@@ -68,10 +69,10 @@ def _stacks(singles: Iterable[str], stacked: Mapping[str, TensorSpec]) -> dict[s
     return found
 
 
-def _misfit(stack: _Stack, names: list[str] | None, singles: Mapping[str, TensorSpec], layouts: LayoutMap,
+def _misfit(stack: _Stack, names: list[str], singles: Mapping[str, TensorSpec], layouts: LayoutMap,
             shape: tuple[int, ...]) -> str:  # fmt: skip
     """One sentence on a stack that does not hold the experts one above the other; empty for one that does."""
-    if names is None:
+    if not names:
         return f"'{stack.name}' is stacked in one of them, and the other has only {len(stack.singles)} parts of it"
     specs = [singles[n] for n in names]
     count, parts = 1 + max(e for e, _ in stack.singles), len({p for _, p in stack.singles})
@@ -94,16 +95,14 @@ def _read(checkpoint: Checkpoint, base: Checkpoint) -> tuple[dict[str, TensorRow
     problems = []
     for single, stacked in ((checkpoint, base), (base, checkpoint)):
         found = _stacks(single.specs, stacked.specs)
-        layouts = resolve_layout(stacked.specs, stacked.config or single.config) if found else None
+        if not found:
+            continue
+        layouts = resolve_layout(stacked.specs, stacked.config or single.config)
         for stack in found.values():
-            assert layouts is not None
-            match = _STACK.fullmatch(stack.name)
-            assert match is not None
-            names = stack.in_order(match["part"])
+            names = stack.in_order()
             if problem := _misfit(stack, names, single.specs, layouts, stacked.specs[stack.name].shape):
                 problems.append(problem)
                 continue
-            assert names is not None
             height, width = single.specs[names[0]].shape
             if stacked is base:
                 rows[stack.name] = TensorRows(tuple(RowRange(n, 0, height) for n in names))

@@ -188,7 +188,9 @@ def names_on_disk(
             continue
         converter = of_pattern[pattern]
         if _only_stacks(converter):
-            out[renamed] = _stacked(base.specs, members, converter.source_patterns)
+            out[renamed] = _stacked(
+                base.specs, [(n, p) for n, p in members if p is not None], converter.source_patterns
+            )
         elif packed and (found := _packed(base.specs, renamed, members, converter, state)):
             out |= found
         elif not why:
@@ -236,14 +238,11 @@ def _packed(
     }
 
 
-def _stacked(
-    specs: Mapping[str, TensorSpec], members: list[tuple[str, str | None]], patterns: list[str]
-) -> TensorOnDisk:
+def _stacked(specs: Mapping[str, TensorSpec], members: list[tuple[str, str]], patterns: list[str]) -> TensorOnDisk:
     rows = {p: next(specs[n].shape[0] for n, q in members if q == p) for p in patterns}
     start = {p: sum(rows[q] for q in patterns[:k]) for k, p in enumerate(patterns)}
     slices = []
     for name, pattern in members:
-        assert pattern is not None
         match = re.search(re.escape(pattern.strip("^$")).replace(r"\*", r"(\d+)").replace(r"\\.", r"\."), name)
         index = int(match[1]) if match else int(re.findall(r"experts\.(\d+)\.", name)[-1])
         slices.append(TensorSlice(name, index, start[pattern], start[pattern] + rows[pattern]))

@@ -174,13 +174,11 @@ def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def one_pass_sum(deltas: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
     """`sum_t w_t D_t` in a new tensor; each delta is read once and one is alive at a time."""
-    out: Tensor | None = None
-    for delta, weight in zip(deltas, weights, strict=True):
-        if out is None:
-            out = delta * weight
-        else:
-            out.add_(delta, alpha=weight)
-    assert out is not None, "a merge has at least one expert"
+    pairs = zip(deltas, weights, strict=True)
+    delta, weight = next(pairs)
+    out = delta * weight
+    for delta, weight in pairs:
+        out.add_(delta, alpha=weight)
     return out
 
 

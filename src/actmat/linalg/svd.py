@@ -194,9 +194,9 @@ def gram_spectrum(gram_SS: Tensor) -> tuple[Tensor, Tensor, Retries]:
 def _gram_svd(matrix_OI: Tensor, k: int | None, rtol: float, floor: Tensor | float) -> ThinSVD:
     """Eigenvectors of the short side's Gram matrix; the long side's vectors are `A^T e_i / s_i`."""
     gram_SS, refused = short_gram(matrix_OI), ""
-    wants_part = k is not None and matrix_OI.dim() == 2 and len(gram_SS) >= SMALLEST
-    if wants_part and bool(gram_SS.diagonal().isfinite().all()):  # else the whole decomposition says what is wrong
-        assert k is not None
+    is_large = matrix_OI.dim() == 2 and len(gram_SS) >= SMALLEST
+    is_sound = is_large and bool(gram_SS.diagonal().isfinite().all())  # else the whole decomposition says what is wrong
+    if k is not None and is_sound:
         found = leading(gram_SS, Largest(k, rtol**2, float(floor) ** 2), torch.float32)
         if not isinstance(found, str):
             # zeros beyond the numerical rank, as everywhere

@@ -46,8 +46,7 @@ class Decision:
 
     def scaled(self, factor: float) -> Decision:
         """The same with the merged delta scaled for its depth."""
-        assert self.call is not None
-        call = dataclasses.replace(self.call, scale=self.call.scale * factor)
+        call = self.call and dataclasses.replace(self.call, scale=self.call.scale * factor)
         return dataclasses.replace(self, call=call, reason=f"{self.reason}, scaled by {factor:.3g} for its depth")
 
 

@@ -37,6 +37,11 @@ class ExpertStatistics:
         return any(f is not None for f in self.files)
 
     @property
+    def complete(self) -> tuple[Statistics, ...]:
+        """The files, where every expert has one."""
+        return tuple(f for f in self.files if f is not None)
+
+    @property
     def kinds(self) -> frozenset[str]:
         """Kinds that every expert has."""
         found = [f.header.kinds if f is not None else frozenset[str]() for f in self.files]
@@ -133,8 +138,7 @@ def with_statistics(
     if not statistics.kinds >= set(method.needs_statistics):
         return decision  # a problem of the whole recipe, noted by the chooser
     rows = 0
-    for label, file, source in zip(statistics.labels, statistics.files, sources, strict=True):
-        assert file is not None, "every kind is there"
+    for label, file, source in zip(statistics.labels, statistics.complete, sources, strict=True):
         if source is None:
             return decision  # missing in the expert: alignment says so
         why = _why_not(file, source, spec, decision.layout, method)
@@ -236,8 +240,7 @@ def module_statistics(
     candidates = (tensor, f"{tensor.removesuffix('.weight')}.in_proj_weight")
     ranges = [(b.start, b.stop) if b.groups == 1 else None for b in blocks] or [(0, module.shape[-2])]
     keys: list[list[str]] = [[] for _ in ranges]
-    for label, file in zip(statistics.labels, statistics.files, strict=True):
-        assert file is not None, "every kind is there"
+    for label, file in zip(statistics.labels, statistics.complete, strict=True):
         if get_method(decision.call.method).acts_on != "matrix":
             return averaged(label, "the Fisher is of full tensors; merge into a model, --to model")
         if len(module.shape) > 2:

@@ -191,9 +191,8 @@ def _module_row(item: Item) -> dict[str, Any]:
         ranks = {} if found.rank is None or not outputs else {"rank": found.rank}
         row = {"name": item.name, "shape": list(item.shape), **kind, **ranks, **done, "outputs": outputs}
         return row | (item.call.to_json() if item.call is not None else {})
-    if factors is None:
+    if factors is None or item.call is None:
         return {"name": item.name, "shape": list(item.shape), **done, "outputs": outputs}
-    assert item.call is not None
     return {
         "name": item.name,
         "kind": factors.kind,

@@ -27,15 +27,15 @@ class SideFolder:
     files: SideFiles
 
 
-def _sources(base: SideFolder | None, files_from: SideFolder | None) -> dict[str, bool]:
-    """Path of every file that is copied -> True if it is the base's, False if it is that of `files_from`.
+def _sources(base: SideFolder | None, files_from: SideFolder | None) -> dict[str, SideFolder]:
+    """Path of every file that is copied -> folder that it comes from.
 
     Files that describe the tensors (config, code, modules) are the base's.
     """
-    mine = SideFiles() if base is None else base.files
-    others = () if files_from is None else files_from.files.kept
-    out = {name: True for name in mine.kept if is_of_architecture(name, mine.modules)}
-    out |= {name: False for name in others if not is_of_architecture(name, mine.modules)}
+    modules = () if base is None else base.files.modules
+    out = {} if base is None else {name: base for name in base.files.kept if is_of_architecture(name, modules)}
+    if files_from is not None:
+        out |= {name: files_from for name in files_from.files.kept if not is_of_architecture(name, modules)}
     return dict(sorted(out.items()))
 
 
@@ -47,9 +47,8 @@ def check_sidecars(base: SideFolder | None, files_from: SideFolder | None) -> No
             not a regular file; names all of them.
     """
     problems: list[str] = []
-    for place in (base, files_from):
-        for name in () if place is None else place.files.kept:
-            assert place is not None
+    for place in (p for p in (base, files_from) if p is not None):
+        for name in place.files.kept:
             if not os.path.lexists(place.folder / name):  # not downloaded yet
                 continue
             try:
@@ -77,11 +76,8 @@ def copy_sidecars(
         CheckpointError: see `check_sidecars`.
     """
     check_sidecars(base, files_from)
-    sources = _sources(base, files_from)
     copied = []
-    for name, is_base in sources.items():
-        place = base if is_base else files_from
-        assert place is not None
+    for name, place in _sources(base, files_from).items():
         path, target = place.folder / name, out / name
         target.parent.mkdir(parents=True, exist_ok=True)
         written = None

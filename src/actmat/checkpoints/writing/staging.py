@@ -262,19 +262,23 @@ class Staging:
                 self._journal.resume()
         return self._journal
 
+    @property
+    def journal(self) -> Journal:
+        """The journal of a stage that was opened."""
+        assert self._journal is not None
+        return self._journal
+
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append one finished tensor; called after its last byte is written. Thread-safe."""
-        assert self._journal is not None
         with disk_errors(self.path):
-            self._journal.append(entry)
+            self.journal.append(entry)
 
     def commit(self) -> None:
         """Remove the journal, flush the directory and rename it to the final name, when everything is written."""
-        assert self._journal is not None
         with disk_errors(self.out.parent):
             if problems := occupied(self.out, overwrite=self.overwrite):
                 raise OutputError(problems[0])
-            self._journal.close()
+            self.journal.close()
             replace_file(self.path / JOURNAL_NAME, self._journal_aside)
             sync_directory(self.path)
             if self.out.exists() and any(self.out.iterdir()):

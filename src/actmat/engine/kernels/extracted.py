@@ -39,9 +39,9 @@ def run(tasks: Sequence[Task], reader: TensorReader) -> list[Record]:
         NumericalError, RecipeError: from the method, or factors beyond the range of their dtype.
     """
     for task in tasks:
-        assert task.item.extraction is not None, "the plan extracts an adapter"
-        if task.item.extraction.kind != "saved":
-            task.output = DeltaFactors(task, reader.compute_dtype)
+        form = task.item.extraction
+        if form is not None and form.kind != "saved":
+            task.output = DeltaFactors(task, form, reader.compute_dtype)
     if reader.reading is None:
         return factored.run(tasks, reader)
     inner = combine.run if reader.reading.strategy == "combine" else dense.run
@@ -52,14 +52,13 @@ class DeltaFactors(Output):
     """Keeps the merged delta of a tensor; writes its factors at the end.
 
     Args:
-        task: of an item with its `extraction`.
+        task, form: of an item that is extracted.
         dtype: of the delta.
     """
 
-    def __init__(self, task: Task, dtype: torch.dtype) -> None:
+    def __init__(self, task: Task, form: Extraction, dtype: torch.dtype) -> None:
         super().__init__(task.item, task.writer)
-        assert task.item.extraction is not None
-        self._form = task.item.extraction
+        self._form = form
         self._keeps = self._form.kind == "factored" and not isinstance(task.writer, NoWriter)
         self._delta = torch.zeros(task.item.numel if self._keeps else 0, dtype=dtype)
         self._square = 0.0

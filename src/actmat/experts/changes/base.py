@@ -47,16 +47,16 @@ class Change(abc.ABC):
     def misfit(self, shape: tuple[int, int]) -> str:
         """Why a tensor of `O I` cannot be changed by it; empty if it can."""
 
-    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
         """Rows `first:last` of the delta, `P I`.
 
         Args:
             tensors: by their stored names, in the requested dtype.
-            base_PI: these rows of the base, if it `reads_base`.
+            base_PI: these rows of the base; no rows unless it `reads_base`.
         """
         raise NotImplementedError(f"{type(self).__name__} gives factors")
 
-    def factors(self, tensors: Mapping[str, Tensor], base_OI: Tensor | None, shape: tuple[int, int]) -> LowRank:
+    def factors(self, tensors: Mapping[str, Tensor], base_OI: Tensor, shape: tuple[int, int]) -> LowRank:
         """The whole delta, of this shape `O I`, as a product; for changes with a rank."""
         raise NotImplementedError(f"{type(self).__name__} has no factors")
 

@@ -160,10 +160,10 @@ class FormedExpert(FittedAdapter):
             self._last = (name, dtype, value)
         return value
 
-    def _base_rows(self, name: str, place: _Place, first: int, last: int, dtype: torch.dtype) -> Tensor | None:
-        """Logical rows of the base, if the change depends on them; all of a transposed layer."""
+    def _base_rows(self, name: str, place: _Place, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Logical rows of the base; all of a transposed layer, none unless the change depends on them."""
         if not place.change.reads_base:
-            return None
+            return torch.empty(0, place.shape[1], dtype=dtype)
         if place.is_turned:
             return self._base.read(name).to(dtype).mT
         spec, columns = self._base.specs[name], place.shape[1]

@@ -55,7 +55,7 @@ class _Scaled(Change):
     def misfit(self, shape: tuple[int, int]) -> str:
         return shape_misfit(self.shape, shape)
 
-    def factors(self, tensors: Mapping[str, Tensor], base_OI: Tensor | None, shape: tuple[int, int]) -> LowRank:
+    def factors(self, tensors: Mapping[str, Tensor], base_OI: Tensor, shape: tuple[int, int]) -> LowRank:
         a_RI, b_OR, e_R1 = (tensors[n] for n in self.stored)
         return LowRank(b_OR * (e_R1.flatten() * self.scaling), a_RI)
 

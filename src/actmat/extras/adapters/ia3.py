@@ -39,9 +39,8 @@ class Scaled(Change):
         of_channels = self.of_inputs and self.count > 0 and size % self.count == 0  # channels before a kernel
         return "" if size == self.count or of_channels else f"it has {self.count} factors"
 
-    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
         """See `Change`."""
-        assert base_PI is not None, "it reads the base"
         change = tensors[self.stored[0]].flatten() - self.unchanged
         if self.of_inputs:
             return base_PI * change.repeat_interleave(base_PI.shape[1] // self.count)

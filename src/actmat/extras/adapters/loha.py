@@ -33,7 +33,7 @@ class _Product(Change):
     def misfit(self, shape: tuple[int, int]) -> str:
         return shape_misfit(self.shape, shape)
 
-    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
         a1, b1, a2, b2, *cores = (tensors[n] for n in self.stored)
         if not cores:
             return (a1[first:last] @ b1) * (a2[first:last] @ b2) * self.scaling

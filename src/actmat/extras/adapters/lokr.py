@@ -37,7 +37,7 @@ class _Kronecker(Change):
         own = self.first[0] * self.second[0], self.first[1] * self.second[1]
         return shape_misfit(own, shape)
 
-    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
         found = {role: tensors[name] for role, name in zip(self.roles, self.stored, strict=True)}
         w1 = found["lokr_w1"] if "lokr_w1" in found else found["lokr_w1_a"] @ found["lokr_w1_b"]
         if "lokr_w2" in found:

@@ -53,7 +53,7 @@ class _Pair(Change):
     def misfit(self, shape: tuple[int, int]) -> str:
         return shape_misfit(self.module.shape, shape)
 
-    def factors(self, tensors: Mapping[str, Tensor], base_OI: Tensor | None, shape: tuple[int, int]) -> LowRank:
+    def factors(self, tensors: Mapping[str, Tensor], base_OI: Tensor, shape: tuple[int, int]) -> LowRank:
         return module_product(self.module, tensors[self.module.a], tensors[self.module.b])
 
 
@@ -65,9 +65,8 @@ class _Residual(_Pair):
     only_straight: bool = False
     reads_base = True
 
-    def factors(self, tensors: Mapping[str, Tensor], base_OI: Tensor | None, shape: tuple[int, int]) -> LowRank:
-        assert base_OI is not None, "it reads the base"
-        trained, rank = super().factors(tensors, None, shape), self.module.rank
+    def factors(self, tensors: Mapping[str, Tensor], base_OI: Tensor, shape: tuple[int, int]) -> LowRank:
+        trained, rank = super().factors(tensors, base_OI, shape), self.module.rank
         if self.start == "olora":
             q_OK, r_KI = torch.linalg.qr(base_OI)
             left, right = q_OK[:, :rank] * self.module.scaling, r_KI[:rank]
@@ -92,8 +91,7 @@ class _Dora(Change):
     def misfit(self, shape: tuple[int, int]) -> str:
         return shape_misfit(self.module.shape[::-1] if self.is_turned else self.module.shape, shape)
 
-    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
-        assert base_PI is not None, "it reads the base"
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
         product = module_product(self.module, tensors[self.module.a], tensors[self.module.b])
         if self.is_turned:
             product = LowRank(product.a_RI.mT, product.b_OR.mT)
@@ -117,7 +115,7 @@ class _Bias(Change):
     def misfit(self, shape: tuple[int, int]) -> str:
         return "" if shape == (self.count, 1) else f"it has {self.count} entries"
 
-    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
         return tensors[self.stored[0]].flatten()[first:last, None] * self.scaling
 
 
@@ -138,8 +136,7 @@ class _Tokens(Change):
         last = max(self.indices)
         return "" if last < shape[0] else f"it replaces row {last}, beyond the base's table"
 
-    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
-        assert base_PI is not None, "it reads the base"
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
         out_PI, new_KI = torch.zeros_like(base_PI), tensors[self.stored[0]]
         for k, index in enumerate(self.indices):
             if first <= index < last:

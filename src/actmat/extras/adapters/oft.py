@@ -40,8 +40,7 @@ class _Rotation(Change):
         inputs = self.blocks * self.size
         return "" if shape[1] == inputs else f"it rotates {inputs} inputs"
 
-    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
-        assert base_PI is not None, "it reads the base"
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
         one = torch.eye(self.size, dtype=base_PI.dtype)
         change = self._rotations(tensors[self.stored[0]]).mT - one
         parts = base_PI.reshape(base_PI.shape[0], -1, self.size).transpose(0, 1)

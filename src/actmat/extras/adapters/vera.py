@@ -34,7 +34,7 @@ class _Shared(Change):
         fits = shape[0] == self.rows_of_b and shape[1] <= self.width
         return "" if fits else f"it has {self.rows_of_b} outputs, and its factors cover at most {self.width} inputs"
 
-    def factors(self, tensors: Mapping[str, Tensor], base_OI: Tensor | None, shape: tuple[int, int]) -> LowRank:
+    def factors(self, tensors: Mapping[str, Tensor], base_OI: Tensor, shape: tuple[int, int]) -> LowRank:
         b_O, d_R, a_RI, b_OR = (tensors[n] for n in self.stored)
         return LowRank(b_O[:, None] * b_OR[: shape[0]], d_R[:, None] * a_RI[:, : shape[1]])
 

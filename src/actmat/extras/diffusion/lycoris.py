@@ -135,7 +135,7 @@ class _Factors(Change):
     def misfit(self, shape: tuple[int, int]) -> str:
         return shape_misfit(self.shape, shape)
 
-    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
         down, up, *core = (tensors[n] for n in self.stored)
         up_PR = up.flatten(1)[first:last] * self.scaling
         if not core:
@@ -158,8 +158,7 @@ class _Decomposed(Change):
         own = "" if shape[0] == self.count else f"its dora_scale has {self.count} entries"
         return self.change.misfit(shape) or own
 
-    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor | None, first: int, last: int) -> Tensor:
-        assert base_PI is not None, "it reads the base"
+    def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
         changed_PI = base_PI + self.change.rows(tensors, base_PI, first, last)
         norms_P = torch.linalg.vector_norm(changed_PI, dim=1)
         factors_P = tensors[self.magnitude].flatten()[first:last] / torch.where(norms_P > 0, norms_P, 1)

@@ -161,8 +161,7 @@ class _RecipeConversion:
             self.found.problem(
                 one.path, f"method '{self.name}' takes exactly {count} model(s){base}; found {len(sources)}: {listed}"
             )
-        if has_base:
-            assert of_base is not None
+        if has_base and of_base is not None:
             return of_base, [s for s in sources if s is not of_base]
         plain = [s for s in sources if "+" not in s.model]
         return of_base or (plain or sources)[0], sources

@@ -92,7 +92,7 @@ class RayExecutor:
             def send(handle: Any, batch: UnitBatch) -> Any:
                 return handle.merge.remote(batch.units, inspect_only=failed)
 
-            with contextlib.closing(workers.run(self._batches(units), send)) as answers:
+            with contextlib.closing(workers.run(self._batches(units, workers), send)) as answers:
                 for answer in answers:
                     failed |= any(result.findings.fatal for result in answer.results)
                     yield from _released(answer, workers)
@@ -109,13 +109,12 @@ class RayExecutor:
         def send(handle: Any, batch: UnitBatch) -> Any:
             return handle.observe.remote(batch.units, state)
 
-        with contextlib.closing(workers.run(self._batches(units), send)) as answers:
+        with contextlib.closing(workers.run(self._batches(units, workers), send)) as answers:
             for answer in answers:
                 yield from answer.results
 
-    def _batches(self, units: Sequence[Unit]) -> list[UnitBatch]:
-        assert self._workers is not None
-        return make_batches(units, len(self._workers), in_order=self._resources.in_order)
+    def _batches(self, units: Sequence[Unit], workers: Dispatcher) -> list[UnitBatch]:
+        return make_batches(units, len(workers), in_order=self._resources.in_order)
 
     def _opened(self, spec: SessionSpec, units: Sequence[Unit]) -> Dispatcher:
         """Workers with an open session for the spec, possibly without its survey results."""

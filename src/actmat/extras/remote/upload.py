@@ -69,8 +69,7 @@ class RemoteStaging(Staging, abc.ABC):
         files = (p for p in self.path.rglob("*") if p.is_file())
         self.send({n for p in files if (n := p.relative_to(self.path).as_posix()) != JOURNAL_NAME})
         with disk_errors(self.path):
-            assert self._journal is not None
-            self._journal.close()
+            self.journal.close()
             shutil.rmtree(self.path)
         self.committed = self._gone = True
         self.close()

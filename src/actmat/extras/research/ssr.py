@@ -6,6 +6,7 @@ in_features of a layer whose cores are given.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -52,14 +53,10 @@ def merge(
         grams = [rows_NI.mT @ g @ rows_NI for g in grams]
     basis = joint_basis([d.mT for d in deltas])
     v_IR, on_R = basis.u_OR, basis.on_R
-    right_OR, system_RR = None, None
-    for delta_OI, gram_II in zip(deltas, grams, strict=True):
-        seen_IR = gram_II @ v_IR
-        moved_OR = delta_OI.to(torch.float64) @ seen_IR
-        right_OR = moved_OR if right_OR is None else right_OR + moved_OR
-        system_RR = v_IR.mT @ seen_IR if system_RR is None else system_RR + v_IR.mT @ seen_IR
-    assert right_OR is not None
-    assert system_RR is not None
+    seen_TIR = [gram_II @ v_IR for gram_II in grams]
+    pairs = zip(deltas, seen_TIR, strict=True)
+    right_OR = functools.reduce(torch.add, (delta_OI.to(torch.float64) @ seen_IR for delta_OI, seen_IR in pairs))
+    system_RR = functools.reduce(torch.add, (v_IR.mT @ seen_IR for seen_IR in seen_TIR))
     values_R, vectors_RR, retries = eigh((system_RR + system_RR.mT) / 2)
     level = values_R.clamp(min=0).sum(-1, keepdim=True) / on_R.sum(-1, keepdim=True).clamp(min=1)
     top = values_R[..., -1:] if values_R.shape[-1] else level

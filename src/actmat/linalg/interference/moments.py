@@ -75,6 +75,11 @@ class Reduced:
         diagonal = self.spectrum().values_N if self.gram_NN is None else self.gram_NN.diagonal()
         return float(diagonal.double().sum())
 
+    @property
+    def _gram(self) -> Tensor:
+        assert self.gram_NN is not None, "the stacked form is made with its spectrum"
+        return self.gram_NN
+
     def spectrum(self) -> Spectrum:
         """Eigendecomposition of the reduced Gram matrix, computed once, in float64 whatever the compute dtype.
 
@@ -83,8 +88,7 @@ class Reduced:
         float64 takes 1.6 times as long and leaves 1e-3. Eigenvalues stay in float64, vectors are rounded.
         """
         if self._spectrum is None or self._spectrum.above is not None:
-            assert self.gram_NN is not None, "the stacked form is made with its spectrum"
-            self._spectrum = self._full(self.gram_NN.double(), "")
+            self._spectrum = self._full(self._gram.double(), "")
         return self._spectrum
 
     def spectrum_above(self, rtol: float, at_least: int = 0) -> Spectrum:
@@ -96,8 +100,7 @@ class Reduced:
         have = self._spectrum
         if have is not None and (have.above is None or have.above <= rtol):
             return have
-        assert self.gram_NN is not None, "the stacked form is made with its spectrum"
-        wide_NN, dtype = self.gram_NN.double(), self.gram_NN.dtype
+        wide_NN, dtype = self._gram.double(), self._gram.dtype
         found = leading(wide_NN, Above(rtol, at_least), dtype) if self.size >= SMALLEST else ""
         if isinstance(found, str):
             self._spectrum = self._full(wide_NN, found)
@@ -148,6 +151,11 @@ class PrimalMoments:
         self.gram_II = left_OI.new_zeros(left_OI.shape[-1], left_OI.shape[-1])
         self._term_II = term_II
 
+    @property
+    def _term(self) -> Tensor:
+        assert self._term_II is not None, "a buffer for K_t was given"
+        return self._term_II
+
     @staticmethod
     def needs_term(factor_rows: int, width: int) -> bool:
         """True if `D_t K_t` (`O I^2` once `K_t` is formed) is cheaper than `(D_t A_t^T) A_t` (`2 O R I`)."""
@@ -161,15 +169,14 @@ class PrimalMoments:
             products_OR = gram_of_rows([delta_OI.mT]) if same else delta_OI @ factor_RI.mT
             self.left_OI.addmm_(products_OR, factor_RI, alpha=weight)
             return
-        assert self._term_II is not None, "a buffer for K_t was given"
-        add_gram(self._term_II.zero_(), factor_RI)
-        mirror(self._term_II)
-        self._add_term(delta_OI, self._term_II, weight)
+        term_II = self._term
+        add_gram(term_II.zero_(), factor_RI)
+        mirror(term_II)
+        self._add_term(delta_OI, term_II, weight)
 
     def add_gram(self, delta_OI: Tensor, gram_II: Tensor, weight: float, off_diagonal: float) -> None:
         """Add one expert with a given `K_t` whose off-diagonal entries are multiplied by `off_diagonal`."""
-        assert self._term_II is not None, "a buffer for K_t was given"
-        term = self._term_II.copy_(gram_II)
+        term = self._term.copy_(gram_II)
         if off_diagonal != 1.0:
             diagonal = term.diagonal().clone()
             term.mul_(off_diagonal).diagonal().copy_(diagonal)

@@ -121,8 +121,7 @@ class StreamedCut:
             ValueError: they have another dtype.
         """
         if self.cut is None and other._histogram is not None:
-            assert other._dtype is not None, "set with the first chunk"
-            self._histogram_of(other._dtype).join(other._histogram)
+            self._histogram_of(other._histogram.dtype).join(other._histogram)
 
     def _histogram_of(self, dtype: torch.dtype) -> _Histogram:
         """The histogram of this round, of chunks of this dtype."""
@@ -133,7 +132,7 @@ class StreamedCut:
                 "convert all deltas to the compute dtype first"
             )
         if self._histogram is None:
-            self._histogram = _Histogram(_shifts(dtype)[self._round], None if self._round == 0 else self._bits)
+            self._histogram = _Histogram(dtype, _shifts(dtype)[self._round], None if self._round == 0 else self._bits)
         return self._histogram
 
     def advance(self) -> bool:
@@ -147,15 +146,14 @@ class StreamedCut:
             self.cut = outer_cut(k, self._total)
             return False
         assert self._histogram is not None, "every round sees the same chunks"
-        assert self._dtype is not None
-        counts = self._histogram.counts()
+        counts, dtype = self._histogram.counts(), self._histogram.dtype
         digit, larger = _locate(counts, k - self._above)
         equal = int(counts[digit])
         self._bits, self._above = (self._bits << DIGIT) | digit, self._above + larger
         self._round, self._histogram = self._round + 1, None
-        if self._round < len(_shifts(self._dtype)):
+        if self._round < len(_shifts(dtype)):
             return True
-        self.cut = Cut(_from_bits(self._bits, self._dtype), k, self._above, equal, self._total)
+        self.cut = Cut(_from_bits(self._bits, dtype), k, self._above, equal, self._total)
         return False
 
 
@@ -182,7 +180,8 @@ class _Histogram:
     entries, each with digit 0 (or all of them, in a delta that is mostly zero). These are counted in place.
     """
 
-    def __init__(self, shift: int, prefix: int | None) -> None:
+    def __init__(self, dtype: torch.dtype, shift: int, prefix: int | None) -> None:
+        self.dtype = dtype
         self._shift = shift
         self._prefix = prefix
         self._bins = 1 << (DIGIT - 1) if prefix is None else 1 << DIGIT

@@ -97,8 +97,7 @@ def settled_plan(plan: MergePlan, written: Callable[[Item], Mapping[str, Any] | 
         rank = None if stats is None else stats.get("rank")
         if stats is None:
             item = dataclasses.replace(item, outputs=())
-        elif rank is not None:
-            assert item.extraction is not None
+        elif rank is not None and item.extraction is not None:
             found = dataclasses.replace(item.extraction, rank=int(rank))
             outputs = _factor_specs(item, found, item.outputs[0].dtype)
             item = dataclasses.replace(item, extraction=found, outputs=outputs)
@@ -155,9 +154,9 @@ def _with_exact_ranks(items: Sequence[Item], found: Sequence[Extraction], recipe
 
 def _exact_rank(item: Item) -> int:
     """Rank of the joint row space of the experts' factors; 0 if an expert has no factors."""
-    if len(item.shape) != 2 or any(s is None or not (s.rank or s.kind == "zero") for s in item.sources):
+    known = all(s is not None and (s.rank or s.kind == "zero") for s in item.sources)
+    if item.call is None or len(item.shape) != 2 or not known:
         return 0
-    assert item.call is not None, "copies are left out"
     method = get_method(item.call.method)
     call, count = item.call, len(item.sources)
     in_rows = item.form == "factored" or not method.why_dense(call.options, count, call.weights)

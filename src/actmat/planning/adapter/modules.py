@@ -186,17 +186,18 @@ def plan_modules(
     layouts, role_problems = _resolve(recipe, found, adapters, base_config)
     dtype = recipe.dtype or _widest([a.dtype for a in adapters])
     planner = _ModulePlanner(recipe, adapters, chooser, dtype, layout)
+    decided = {}
     for module in found:
-        module.decision = planner.decide(module, layouts.tensors[module.spec.name])
-        blocks = _blocks(module.decision.layout, module.first)
-        module.decision, module.grams = module_statistics(
-            module.decision, module.spec.name, module.first, blocks, statistics, chooser, problems
+        decision = planner.decide(module, layouts.tensors[module.spec.name])
+        blocks = _blocks(decision.layout, module.first)
+        decided[module.name], module.grams = module_statistics(
+            decision, module.spec.name, module.first, blocks, statistics, chooser, problems
         )
     extras, extra_problems, notes = plan_full_tensors(recipe, adapters, chooser, kept, dtype)
     problems += chooser.problems + role_problems
     problems += pool_problems(recipe)
     problems += factor_problems(recipe, list(zip(recipe.labels, adapters, strict=True)))
-    problems += recipe_problems(recipe, {m.name: m.decision for m in found if m.decision is not None})
+    problems += recipe_problems(recipe, decided)
     problems += extra_problems
     known = {*(m.spec.name for m in found), *kept, *(n for a in adapters for n in a.extras)}
     problems += [f"the pattern '{p}' matches no module of the adapters" for p in chooser.unused_patterns(known)]
@@ -205,7 +206,7 @@ def plan_modules(
         problems.append("'keep' leaves nothing to merge: every module of the adapters matches")
     if problems:
         raise AlignmentError(f"The adapters cannot be merged: {len(problems)} problem(s).", problems)
-    modules = planner.items(found)
+    modules = planner.items(found, decided)
     config = output_config(recipe, adapters, modules, extras) if STEMS[layout] == STEMS["peft"] else None
     return Draft(
         items=(*modules, *extras),
@@ -226,7 +227,6 @@ class _Found:
     modules: tuple[AdapterModule | None, ...]
     spec: TensorSpec
     transposed: bool
-    decision: Decision | None = None
     grams: tuple[tuple[str, ...], ...] = ()
 
     @property
@@ -302,16 +302,15 @@ class _ModulePlanner:
             return self.chooser.average_over(module.spec.name, decision, having)
         return decision
 
-    def items(self, found: Sequence[_Found]) -> tuple[Item, ...]:
+    def items(self, found: Sequence[_Found], decided: Mapping[str, Decision]) -> tuple[Item, ...]:
         """One item per module, in the given order."""
         depth: dict[str, float] = {}
         if self.recipe.postprocess.lines is not None:
-            merged = [m.name for m in found if m.decision is not None and m.decision.action == "merge"]
+            merged = [name for name, decision in decided.items() if decision.action == "merge"]
             depth = depth_factors(merged, *self.recipe.postprocess.lines)
         out = []
         for module in found:
-            decision = module.decision
-            assert decision is not None
+            decision = decided[module.name]
             if module.name in depth:
                 decision = decision.scaled(depth[module.name])
             assert decision.call is not None, "unknown methods are problems"
@@ -368,15 +367,14 @@ class _ModulePlanner:
             ),
             factors=factors,
         )
-        return dataclasses.replace(item, cost=self._cost(item))
+        return dataclasses.replace(item, cost=self._cost(item, call))
 
-    def _cost(self, item: Item) -> ItemCost:
-        assert item.call is not None
-        method, n_experts = get_method(item.call.method), len(self.adapters)
+    def _cost(self, item: Item, call: MethodCall) -> ItemCost:
+        method, n_experts = get_method(call.method), len(self.adapters)
         width = torch_dtype(self.recipe.compute_dtype).itemsize
         peak = factored_bytes(item.shape, sum(item.pair.ranks))
         if item.form == "dense":
-            size = method.cost.workspace(item.shape, n_experts, item.call.options)
+            size = method.cost.workspace(item.shape, n_experts, call.options)
             peak += item.numel * width * (n_experts + 6) + size * width
             # the truncation decomposes a delta of full rank
             peak = max(peak, factored_bytes(item.shape, min(item.shape[-2:])))
