@@ -101,12 +101,19 @@ class NumericalError(MergeError):
     recurs = True
 
 
-MEMORY_MESSAGES = (
+_MEMORY_MESSAGES = (
     "allocate memory",  # torch on a CPU, and the C library
     "out of memory",  # CUDA
     "can't start new thread",  # no room for its stack
     "failed to map segment",  # a library that is imported
+    "alloc_failed",  # cuBLAS and its relatives
 )
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """True for too little memory, for which torch and the system raise errors of several types, some without a code."""
+    known = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    return known or any(message in str(error).lower() for message in _MEMORY_MESSAGES)
 
 
 @contextlib.contextmanager
@@ -121,11 +128,9 @@ def memory_errors() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError, OSError, ImportError) as error:
-        text = str(error)
-        is_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
-        if not is_memory and not any(m in text.lower() for m in MEMORY_MESSAGES):
+        if not is_memory_error(error):
             raise
-        found = " ".join(text.split())[:200]
+        found = " ".join(str(error).split())[:200]
         raise MergeError(
             f"Too little memory{f': {found}' if found else ''}. Likely cause: other programs, or a limit on this "
             "process (ulimit -v, a container's), that the free memory does not show. Fix: a smaller --max-memory, "

@@ -108,7 +108,7 @@ class _Idle:
 def test_the_executor_asks_for_the_order_that_its_resources_say(merged: Any, in_order: bool) -> None:
     _, units, _ = merged
     executor = RayExecutor(None, (), Resources(2, GB, in_order=in_order), workers=_Idle())
-    found = [u.name for batch in executor._batches(units) for u in batch.units]
+    found = [u.name for batch in executor._batches(units, _Idle()) for u in batch.units]
     assert (found == [u.name for u in units]) == in_order
 
 

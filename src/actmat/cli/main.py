@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import re
 import signal
 import sys
 import threading
@@ -95,13 +94,14 @@ def _printable_usage_errors() -> Iterator[None]:
 
 def _hint(error: Any) -> str:
     """Suggest a fix for `-e experts/*` (the shell passes several values), mergekit's flags, and recipe fields."""
-    if "No such option: --cuda" in error.message:
+    unknown = getattr(error, "option_name", "") if type(error).__name__ == "NoSuchOption" else ""
+    if unknown == "--cuda":
         return ". For GPUs use --device cuda"
-    if (found := re.match(r"No such option: --([a-z0-9-]+)", error.message)) is not None:
+    if unknown.startswith("--"):
         from actmat.recipe import Recipe
         from actmat.recipe.output import settable_fields
 
-        field = found[1].replace("-", "_")
+        field = unknown.removeprefix("--").replace("-", "_")
         return f". Set this field with --set {field}=VALUE" if field in settable_fields(Recipe) else ""
     parameters = getattr(getattr(error.ctx, "command", None), "params", ())
     experts = [p.name for p in parameters if "--expert" in p.opts and error.ctx.params.get(p.name)]

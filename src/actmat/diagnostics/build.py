@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actmat.diagnostics.checks import Facts, run_checks
@@ -12,6 +12,7 @@ from actmat.diagnostics.measure import tidy
 from actmat.diagnostics.model import (
     Diagnosis,
     ExpertRow,
+    MatrixRow,
     RunTotals,
     TensorRow,
     measures_from_json,
@@ -49,20 +50,6 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         twins=_twins(plan, records) if plan.base is not None else (),
     )
     recipe = plan.recipe
-    everyone = math.fsum(n * n for m in measures for n in m.norms)
-
-    def expert(t: int) -> ExpertRow:
-        given, energy = recipe.experts[t], math.fsum(m.norms[t] ** 2 for m in measures)
-        missed = math.fsum((m.residual[t] * m.norms[t]) ** 2 for m in measures)
-        return ExpertRow(
-            name=given.label,
-            location=given.path,
-            kind=plan.experts[t].kind,
-            weight=given.weight if isinstance(given.weight, float) else None,
-            residual=tidy(math.sqrt(missed / energy)) if energy else 0.0,
-            energy_share=tidy(energy / everyone) if everyone else 0.0,
-        )
-
     return Diagnosis(
         actmat=plan.versions["actmat"],
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -71,7 +58,7 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         source="adapters" if plan.base is None else "diagnose" if out is None else "merge",
         base=recipe.base or None,
         out=out,
-        experts=tuple(map(expert, range(len(recipe.experts)))),
+        experts=_experts(plan, measures),
         totals=RunTotals(
             tensors=len(names),
             parameters=sum(i.numel for i in plan.items) if plan.base is not None else sum(s.numel for s in plan.specs),
@@ -85,6 +72,24 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
         measures=measures,
         checks=run_checks(facts, recipe.mute),
     )
+
+
+def _experts(plan: MergePlan, measures: Sequence[MatrixRow]) -> tuple[ExpertRow, ...]:
+    """What each expert weighs in the merge, over all matrices that were measured."""
+    rows, everyone = [], math.fsum(n * n for m in measures for n in m.norms)
+    for t, (given, summary) in enumerate(zip(plan.recipe.experts, plan.experts, strict=True)):
+        energy = math.fsum(m.norms[t] ** 2 for m in measures)
+        missed = math.fsum((m.residual[t] * m.norms[t]) ** 2 for m in measures)
+        row = ExpertRow(
+            name=given.label,
+            location=given.path,
+            kind=summary.kind,
+            weight=given.weight if isinstance(given.weight, float) else None,
+            residual=tidy(math.sqrt(missed / energy)) if energy else 0.0,
+            energy_share=tidy(energy / everyone) if everyone else 0.0,
+        )
+        rows.append(row)
+    return tuple(rows)
 
 
 def _names(plan: MergePlan) -> list[str]:

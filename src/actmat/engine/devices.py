@@ -16,7 +16,7 @@ import torch
 
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.engine.memory import available_memory
-from actmat.errors import MEMORY_MESSAGES, MergeError, RecipeError, format_size
+from actmat.errors import MergeError, RecipeError, format_size, is_memory_error
 from actmat.planning.placement import HOST, DeviceRoom
 
 FORMS = "'cpu', 'cuda', 'cuda:N', 'cuda:N,M', 'mps', or for simulated devices 'cpu:N,M'"
@@ -159,7 +159,7 @@ def device_memory_errors(device: Device | None, tensor: str, planned: int) -> It
     try:
         yield
     except RuntimeError as error:
-        if device is None or not any(m in str(error).lower() for m in (*MEMORY_MESSAGES, "alloc_failed")):
+        if device is None or not is_memory_error(error):
             raise
         raise MergeError(
             f"{device.name} ran out of memory at tensor '{tensor}', for which {format_size(planned)} were planned; "

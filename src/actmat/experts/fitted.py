@@ -99,7 +99,7 @@ class FittedAdapter(StoredAdapter):
         Raises:
             CheckpointError: there are problems.
         """
-        if problems := parts.problems_with(problems):
+        if problems := [*parts.problems, *problems]:
             raise CheckpointError(
                 f"{self.location}: the adapter cannot be merged into {self._base.location}.",
                 [f"{self.location}: {problem}" for problem in problems],

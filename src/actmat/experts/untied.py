@@ -9,7 +9,7 @@ Source: PEFT 0.21 (https://github.com/huggingface/peft), `tuners/tuners_utils.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ class TiedParts:
         base: what the adapter is fitted to: the base, or the base with a head of its own.
         heads: output heads of their own -> the table that the base ties each to.
         copies: saved heads that equal the saved table, so that the tie stays.
-        refused: weights whose deltas are refused.
+        refused: weights whose deltas are refused, and need not be fitted.
         problems: one sentence each.
         notes: for the plan.
     """
@@ -69,10 +69,6 @@ class TiedParts:
     refused: Sequence[str] = ()
     problems: Sequence[str] = ()
     notes: Sequence[str] = ()
-
-    def problems_with(self, others: Sequence[str]) -> list[str]:
-        """The problems, with those of fitting the adapter that they do not explain."""
-        return [*self.problems, *(o for o in others if not any(f"'{name}'" in o for name in self.refused))]
 
 
 def tied_parts(
@@ -98,26 +94,34 @@ def tied_parts(
     of_names = tied_heads(
         {n: TensorSpec(n, s, "", "") for n, s in deltas.items()} | dict(saved), base.specs, base.config
     )
-    heads: dict[str, str] = {}
-    copies = set()
-    problems, notes = [], []
-    for name in (n for n in saved if n in of_names):
-        twin = next((n for n, stored in tables.items() if n in saved and stored == of_names[name]), None)
-        if twin is not None and equal(name, twin):
-            copies.add(name)
-        elif keeps_ties:
-            problems.append(f"ensure_weight_tying is set, but the saved '{name}' differs from the table it is tied to")
-        else:
-            heads[head_of(of_names[name]) or name] = of_names[name]
-    if not copies and not keeps_ties:
-        heads |= {head_of(t) or "": t for n, t in tables.items() if n in saved}
+    at = {n: of_names[n] for n in saved if n in of_names}
+    saved_tables = {n: table for n, table in tables.items() if n in saved}
+    copies = _copies(at, saved_tables, equal)
+    apart = {n: table for n, table in at.items() if n not in copies}
+    heads, problems = {}, []
+    if keeps_ties:
+        problems = [
+            f"ensure_weight_tying is set, but the saved '{n}' differs from the table it is tied to" for n in apart
+        ]
+    else:
+        heads = _heads(apart, () if copies else saved_tables.values())
     problems += [_no_head(base, table) for head, table in heads.items() if not can_untie(head, table)]
     refused = [n for n in deltas if n in of_names and not heads]
     problems += [_delta_of_head(base, n, of_names[n]) for n in refused]
-    if not heads:
-        notes = [_delta_of_table(t) for n, t in tables.items() if n in deltas]
+    notes = [_delta_of_table(t) for n, t in tables.items() if n in deltas and not heads]
     untied = UntiedCheckpoint(base, heads) if heads and not problems else base
-    return TiedParts(untied, heads, frozenset(copies), refused, problems, notes)
+    return TiedParts(untied, heads, copies, refused, problems, notes)
+
+
+def _copies(heads: Mapping[str, str], tables: Mapping[str, str], equal: Callable[[str, str], bool]) -> frozenset[str]:
+    """Saved heads that equal the saved table; both with the base's table."""
+    twins = {table: n for n, table in reversed(list(tables.items()))}
+    return frozenset(n for n, table in heads.items() if table in twins and equal(n, twins[table]))
+
+
+def _heads(apart: Mapping[str, str], tables: Iterable[str]) -> dict[str, str]:
+    """Output heads of their own -> table: of saved heads that differ from their tables, and of saved tables."""
+    return {head_of(table) or n: table for n, table in apart.items()} | {head_of(t) or "": t for t in tables}
 
 
 def own_heads(expert: Expert, base: Checkpoint, *, ties: bool) -> Mapping[str, str]:

@@ -56,8 +56,6 @@ _TABLE = re.compile(
 _TOKEN = re.compile(r"\w+_tokens?|class_embedding|latents(?:_\dd)?|latent_query|probe|masked_spec_embed|image_newline")
 _INDEXED_TABLE = re.compile(r"embed_tokens|\w*embeddings|\w*_embeds_layers|codebooks?|emb|point_embed")
 
-HEAD_WORDS = "output head, "
-"""Beginning of the reason of a layer that is the last of a model."""
 _HEAD = re.compile(
     r"lm_head|embed_out|score|classifier|qa_outputs|proj_out|output|head|fc|vocab_projector|generator_lm_head|lm_loss|"
     r"decoder|output_projection"
@@ -133,8 +131,17 @@ def classify(spec: TensorSpec, partner: tuple[int, ...] | None, tower: Tower) ->
     packing = modulation_packing(spec.name, rows, cols) or branch_packing(spec.name, rows, cols, partner)
     if packing is not None and layout.role is Role.LINEAR and (blocks := packing.blocks(rows)) is not None:
         return TensorLayout(Role.FUSED_LINEAR, f"packed {packing.words}, {rows} rows", blocks=blocks)
-    is_head = _HEAD.fullmatch(owner) is not None and _INDEX.search(spec.name.rpartition(owner)[0]) is None
-    return replace(layout, reason=HEAD_WORDS * is_head + layout.reason)  # people look for heads in a plan
+    return replace(layout, reason="output head, " * is_head(spec.name) + layout.reason)  # people look for it in a plan
+
+
+def is_head(name: str) -> bool:
+    """True for a layer that is the last of a model.
+
+    >>> is_head("lm_head.weight"), is_head("layers.0.head.weight")
+    (True, False)
+    """
+    owner = owner_of(name)[0]
+    return _HEAD.fullmatch(owner) is not None and _INDEX.search(name.rpartition(owner)[0]) is None
 
 
 def _is_router(name: str, owner: str, shape: tuple[int, ...], tower: Tower) -> bool:

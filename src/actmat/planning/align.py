@@ -76,55 +76,70 @@ def align(
     """
     ties = dict(base.aliases) | {a: c for a, c in layouts.ties.items() if a in base.specs}
     groups = _groups(base.specs, ties)
-    problems: list[str] = []
-    notes: list[str] = []
-    sources: dict[str, list[str | None]] = {name: [] for name in groups}
-    twins: dict[str, list[tuple[str, ...]]] = {name: [] for name in groups}
-    ignored = []
-    untied = base.heads if isinstance(base, UntiedCheckpoint) else {}
-    for label, expert in zip(labels, experts, strict=True):
-        renaming = _renaming(base.specs, expert.specs)
-        if renaming is not None:
-            notes.append(f"expert '{label}' {renaming.describe()}; its names were matched with the base's")
-        missing: list[str] = []
-        heads = tied_heads(expert.specs, base.specs, base.config)
-        used: set[str] = set()
-        before = len(problems)
-        for name, aliases in groups.items():
-            known = [name, *aliases, *(a for a, c in layouts.ties.items() if c == name)]
-            names = dict.fromkeys(renaming.apply(n) if renaming else n for n in known)
-            names |= {h: None for h, table in heads.items() if table == name}
-            stored = [n for n in names if n in expert.specs]
-            source = stored[0] if stored else None
-            if source is None and is_output_head(name):
-                source = _table_for(next(iter(names)), expert, untied.get(name))
-                if source is not None:
-                    notes.append(f"expert '{label}' ties its output head: its '{source}' stands for '{name}'")
-            sources[name].append(source)
-            twins[name].append(tuple(stored[1:]))
-            used.update(names)
-            if name in kept or layouts.tensors[name].role is Role.BUFFER:
-                continue
-            if source is None:
-                missing.append(name)
-            else:
-                problems.extend(_mismatch(base.specs[name], expert.specs[source], label, layouts.tensors[name].role))
-        extra = tuple(n for n in expert.specs if n not in used)
-        there = [n for n, found in sources.items() if found[-1] is not None]
-        problems += missing_problems([base.specs[n] for n in missing], there, extra, label, expert.location)
-        if len(base.specs) > 1 and not any(found[-1] for found in sources.values()):
-            problems[before:] = [_nothing_in_common(base, label, expert)]
-        ignored.append(extra)
-        if extra:
-            notes.append(_ignored_note(label, extra))
+    spellings = {n: [n, *aliases, *(a for a, c in layouts.ties.items() if c == n)] for n, aliases in groups.items()}
+    merged = [n for n in groups if n not in kept and layouts.tensors[n].role is not Role.BUFFER]
+    found = [_match(base, e, label, spellings) for label, e in zip(labels, experts, strict=True)]
+    problems = [m.problems(base, {n: layouts.tensors[n].role for n in merged}) for m in found]
     return Alignment(
         canonical=groups,
-        sources={k: tuple(v) for k, v in sources.items()},
-        twins={k: tuple(v) for k, v in twins.items()},
-        ignored=tuple(ignored),
-        problems=tuple(problems),
-        notes=tuple(notes),
+        sources={n: tuple(m.sources[n] for m in found) for n in groups},
+        twins={n: tuple(tuple(m.stored[n][1:]) for m in found) for n in groups},
+        ignored=tuple(m.extra for m in found),
+        problems=tuple(p for of_expert in problems for p in of_expert),
+        notes=tuple(note for m in found for note in m.notes),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """One expert's counterparts of the base's tensors.
+
+    Args:
+        sources: for each canonical tensor, the tensor that it is merged with.
+        stored: likewise, all names under which the expert stores it.
+        extra: tensors that the base does not have.
+    """
+
+    label: str
+    expert: Expert
+    sources: Mapping[str, str | None]
+    stored: Mapping[str, list[str]]
+    extra: tuple[str, ...]
+    notes: list[str]
+
+    def problems(self, base: Checkpoint, roles: Mapping[str, Role]) -> list[str]:
+        """Why tensors of these roles cannot be merged."""
+        there = [n for n, source in self.sources.items() if source is not None]
+        if len(base.specs) > 1 and not there:
+            return [_nothing_in_common(base, self.label, self.expert)]
+        pairs = [(n, source) for n in roles if (source := self.sources[n]) is not None]
+        misfits = [_mismatch(base.specs[n], self.expert.specs[source], self.label, roles[n]) for n, source in pairs]
+        missing = [base.specs[n] for n in roles if self.sources[n] is None]
+        lost = missing_problems(missing, there, self.extra, self.label, self.expert.location)
+        return [*(p for of_tensor in misfits for p in of_tensor), *lost]
+
+
+def _match(base: Checkpoint, expert: Expert, label: str, spellings: Mapping[str, Sequence[str]]) -> _Match:
+    """Find the counterparts in one expert; `spellings`: of each canonical tensor, all its names in the base."""
+    renaming = _renaming(base.specs, expert.specs)
+    heads = tied_heads(expert.specs, base.specs, base.config)
+    names = {n: dict.fromkeys(renaming.apply(s) if renaming else s for s in known) for n, known in spellings.items()}
+    for head, table in heads.items():
+        if table in names:
+            names[table][head] = None
+    stored = {n: [s for s in of_tensor if s in expert.specs] for n, of_tensor in names.items()}
+    sources = {n: next(iter(of_tensor), None) for n, of_tensor in stored.items()}
+    notes = []
+    if renaming is not None:
+        notes.append(f"expert '{label}' {renaming.describe()}; its names were matched with the base's")
+    untied = base.heads if isinstance(base, UntiedCheckpoint) else {}
+    for name in (n for n, source in sources.items() if source is None and is_output_head(n)):
+        sources[name] = table_name = _table_for(next(iter(names[name])), expert, untied.get(name))
+        if table_name is not None:
+            notes.append(f"expert '{label}' ties its output head: its '{table_name}' stands for '{name}'")
+    used = {s for of_tensor in names.values() for s in of_tensor}
+    extra = tuple(n for n in expert.specs if n not in used)
+    return _Match(label, expert, sources, stored, extra, notes + ([_ignored_note(label, extra)] if extra else []))
 
 
 def _table_for(head: str, expert: Expert, table: str | None) -> str | None:

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -196,6 +196,7 @@ class Verification:
         problems: every difference found.
         unchecked: parts of the output and of its inputs that were not checked, each with the reason.
         files: number of the output's other files that were hashed.
+        of_files: file of the output -> its difference, which is among `problems`.
         added: comparison with the sum of base and deltas, if it was requested; its problems are among `problems`.
     """
 
@@ -204,6 +205,7 @@ class Verification:
     problems: tuple[str, ...]
     unchecked: tuple[str, ...] = ()
     files: int = 0
+    of_files: Mapping[str, str] = field(default_factory=dict)
     added: Comparison | None = None
 
     def __repr__(self) -> str:
@@ -256,7 +258,8 @@ def verify(
         problems += _compare(merged.stored, expected, "the output", progress)
         problems += _edits(manifest)
         files = _recorded_files(manifest)
-        problems += _file_problems(output, manifest, files)
+        of_files = _file_problems(output, manifest, files)
+        problems += of_files.values()
         versioning = sorted(VERSIONING & {n.split("/")[0] for n in output.names()})
         unchecked = [f"{name} of the output: git and hubs change it" for name in versioning]
         read_from, checked = ManifestInputs(stack, manifest, directory), list[str]()
@@ -269,7 +272,7 @@ def verify(
         if against and compare is not None:
             added = compare(merged, read_from, [stack.enter_context(locate(e)) for e in against])
     problems += added.problems if added is not None else ()
-    return Verification(len(expected), tuple(checked), tuple(problems), tuple(unchecked), len(files), added)
+    return Verification(len(expected), tuple(checked), tuple(problems), tuple(unchecked), len(files), of_files, added)
 
 
 def _check_inputs(inputs: ManifestInputs, directory: Path, problems: list[str], progress: HashProgress) -> list[str]:
@@ -328,26 +331,26 @@ def _recorded_files(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]
 
 def _file_problems(
     output: OutputFiles, manifest: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
-    """Missing, extra and changed files of the output."""
+) -> dict[str, str]:
+    """Missing, extra and changed files of the output, and what differs."""
     weights, sha256 = manifest["output"]["files"], manifest["output"].get("sha256", {})
-    problems = []
+    problems = {}
     for name, size in {**weights, **{n: f["size"] for n, f in files.items()}}.items():
         try:
             found = output.size(name)
             if found != size:
-                problems.append(f"file '{name}' of the output has {found} bytes, the merge wrote {size}")
+                problems[name] = f"file '{name}' of the output has {found} bytes, the merge wrote {size}"
             elif name in files and output.content(name) != files[name]["hash"]:
-                problems.append(f"file '{name}' of the output has changed since the merge")
+                problems[name] = f"file '{name}' of the output has changed since the merge"
             elif name in sha256 and output.sha256(name) != sha256[name]:
-                problems.append(f"file '{name}' of the output has another SHA-256 than after the merge")
+                problems[name] = f"file '{name}' of the output has another SHA-256 than after the merge"
         except CheckpointError as error:
-            problems.append(f"file '{name}' of the output: {error.problems[0]}")
+            problems[name] = f"file '{name}' of the output: {error.problems[0]}"
         except OSError as error:
-            problems.append(f"file '{name}' of the output cannot be read: {error.strerror}")
+            problems[name] = f"file '{name}' of the output cannot be read: {error.strerror}"
     known = {MANIFEST_NAME, *weights, *files}
     extra = [n for n in output.names() if n not in known and n.split("/")[0] not in VERSIONING]
-    return problems + [f"the output has an extra file '{n}'" for n in extra]
+    return problems | {n: f"the output has an extra file '{n}'" for n in extra}
 
 
 def _unchecked_inputs(manifest: Mapping[str, Any]) -> Iterator[str]:

@@ -44,13 +44,8 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     listed = keys.sort(settings) if keys is not None else Sorted({}, [])
     if not any(claims.tensors or claims.problems for claims in found):
         return checkpoint
-    problems = [
-        f"config.json sets {key}: {why}. Fix: merge the checkpoint it was quantized from, or save a dequantized "
-        "(bfloat16) copy with the library that wrote it"
-        for key, why in listed.refused.items()
-    ]
-    problems += _turned(headers)
-    problems = problems or [p for claims in found for p in claims.problems]  # the settings may be the reason for these
+    # the settings may be the reason for the problems of codecs
+    problems = [*_refused(listed), *_turned(headers)] or [p for claims in found for p in claims.problems]
     if problems:
         checkpoint.close()
         raise CheckpointError(f"{checkpoint.location}: quantized tensors that cannot be read", problems)
@@ -58,6 +53,15 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     opened = QuantizedCheckpoint(checkpoint, coded, dict.fromkeys(n for claims in found for n in claims.unused))
     opened.notes = (*opened.notes, *unknown_note("its quantization_config", listed.unknown))
     return opened
+
+
+def _refused(listed: Sorted) -> list[str]:
+    """One sentence for each setting that is not read."""
+    return [
+        f"config.json sets {key}: {why}. Fix: merge the checkpoint it was quantized from, or save a dequantized "
+        "(bfloat16) copy with the library that wrote it"
+        for key, why in listed.refused.items()
+    ]
 
 
 def _turned(headers: Headers) -> list[str]:

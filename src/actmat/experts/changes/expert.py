@@ -70,7 +70,8 @@ class FormedExpert(FittedAdapter):
         self._last: tuple[str, torch.dtype, Tensor | LowRank] | None = None
         self._closed = False
         layouts = resolve_layout(parts.base.specs, parts.base.config)
-        self._places, full, problems = _fit(content, parts.base, layouts)
+        fitted = replace(content, changes=[c for c in content.changes if c.target not in parts.refused])
+        self._places, full, problems = _fit(fitted, parts.base, layouts)
         self._take(parts, full, hidden_names(layouts, parts.base, {*self._places, *full}), problems)
 
     def source(self, name: str) -> DeltaSource:

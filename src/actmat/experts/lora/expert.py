@@ -46,7 +46,8 @@ class AdapterExpert(FittedAdapter):
             equal=lambda a, b: adapter.hashes[adapter.extras[a]] == adapter.hashes[adapter.extras[b]],
         )
         super().__init__(adapter, parts)
-        fit = fit_adapter(adapter, parts.base)
+        fitted = {n: n for n, m in adapter.modules.items() if f"{m.inside}.weight" not in parts.refused}
+        fit = fit_adapter(adapter.renamed(fitted) if parts.refused else adapter, parts.base)
         self.adapter, self._pieces = adapter, fit.pieces
         self._take(parts, fit.full, fit.hidden, fit.problems)
         self._lock = threading.Lock()

@@ -247,15 +247,19 @@ class _Fitting:
                 self._put_parts(module, chosen)
                 done.add(module.name)
         if unknown:
-            first, tensor = next(iter(unknown.items()))
-            self.problems.append(
-                f"{len(unknown)} modules such as '{first}' have a delta each, and the base ({self._base.location}) "
-                f"packs them, as in '{tensor}', whose row layout is unknown: "
-                f"{self.layouts.tensors[tensor].reason}. Fix: give the base with its config.json, or in the layout "
-                "that the adapter was trained on; or fold the adapter into that one (merge_and_unload), save it in "
-                "the layout of this base, and merge full models"
-            )
+            self.problems.append(self._of_unknown_rows(unknown))
         return done
+
+    def _of_unknown_rows(self, unknown: Mapping[str, str]) -> str:
+        """One sentence on modules that a tensor packs in rows that are not known; `unknown`: module -> tensor."""
+        first, tensor = next(iter(unknown.items()))
+        return (
+            f"{len(unknown)} modules such as '{first}' have a delta each, and the base ({self._base.location}) "
+            f"packs them, as in '{tensor}', whose row layout is unknown: "
+            f"{self.layouts.tensors[tensor].reason}. Fix: give the base with its config.json, or in the layout "
+            "that the adapter was trained on; or fold the adapter into that one (merge_and_unload), save it in "
+            "the layout of this base, and merge full models"
+        )
 
     def _put_packed(self, module: AdapterModule, tensor: str, rows: tuple[Block, ...]) -> None:
         """The piece of a layer on the tensor that packs it."""

@@ -204,21 +204,11 @@ def _pair(
     if len(found) > 1:
         return f"module '{module}': rank_pattern or alpha_pattern tell its parameters apart, the adapter's names do not"
     rank, scaling = found.pop()
-    if len(a) < 2 or len(b) != len(a):
-        return f"module '{module}': lora_A is {_x(a)} and lora_B is {_x(b)}; expected matrices or kernels"
-    rows, columns = a[0], b[1]
-    if rows != columns:
-        grouped = len(a) > 2 and columns and rows % columns == 0
-        cause = ": a grouped convolution, which is not merged" if grouped else ""
-        return f"module '{module}': lora_A has rank {rows}, lora_B has rank {columns}{cause}"
-    kernel = tuple(a[1:]) if len(a) > 2 else ()
+    rows = a[0] if a else 0
     stack = rows // rank if parameters and rows % rank == 0 else 1
-    if rows != rank * stack:
-        return (
-            f"module '{module}': its factors have rank {rows}, adapter_config.json says {rank}; scaling would be "
-            "wrong. Likely cause: the config of another adapter, or PiSSA or OLoRA on a layer with a shorter side. "
-            f"Fix: put the config of these weights there, or the rank into its rank_pattern ({{'{module}': {rows}}})."
-        )
+    if problem := _misfit(module, a, b, rank * stack, rank):
+        return problem
+    kernel = tuple(a[1:]) if len(a) > 2 else ()
     kind: ModuleKind = "linear"
     shape: tuple[int, ...] = (b[0], a[1])
     if embedding:
@@ -237,6 +227,24 @@ def _pair(
         parameters=parameters,
         is_grouped=by_expert,
     )
+
+
+def _misfit(module: str, a: tuple[int, ...], b: tuple[int, ...], expected: int, rank: int) -> str:
+    """Why factors of these shapes are no pair of the rank that is expected of them all; empty if they are."""
+    if len(a) < 2 or len(b) != len(a):
+        return f"module '{module}': lora_A is {_x(a)} and lora_B is {_x(b)}; expected matrices or kernels"
+    rows, columns = a[0], b[1]
+    if rows != columns:
+        grouped = len(a) > 2 and columns and rows % columns == 0
+        cause = ": a grouped convolution, which is not merged" if grouped else ""
+        return f"module '{module}': lora_A has rank {rows}, lora_B has rank {columns}{cause}"
+    if rows != expected:
+        return (
+            f"module '{module}': its factors have rank {rows}, adapter_config.json says {rank}; scaling would be "
+            "wrong. Likely cause: the config of another adapter, or PiSSA or OLoRA on a layer with a shorter side. "
+            f"Fix: put the config of these weights there, or the rank into its rank_pattern ({{'{module}': {rows}}})."
+        )
+    return ""
 
 
 def _x(shape: tuple[int, ...]) -> str:

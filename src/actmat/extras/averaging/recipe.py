@@ -15,6 +15,7 @@ from actmat.bounds import is_url
 from actmat.errors import RecipeError
 from actmat.recipe.schema import Recipe, make_recipe
 
+NAMED = ("uniform", "linear", "ema", "wsd")
 FORMS = "uniform, linear, ema:DECAY (such as ema:0.9), wsd, or one number per checkpoint"
 
 
@@ -119,7 +120,8 @@ def average_recipe(
     text = weights if isinstance(weights, str) else ",".join(repr(float(w)) for w in weights)
     ordered = list(places) if as_given else in_order(places)
     share, formula = trajectory_weights(text, len(places))
-    if formula.startswith("as given") and ordered != list(places):
+    has_numbers = text.strip().partition(":")[0] not in NAMED
+    if has_numbers and ordered != list(places):
         raise RecipeError(
             "--weights lists one number per checkpoint, but the checkpoints are not in step order: "
             f"{', '.join(ordered)}. Fix: give them in this order, or use actmat.average(..., as_given=True)."
@@ -127,7 +129,7 @@ def average_recipe(
     names = distinct_names(ordered)
     experts = [{"path": p, "name": n, "weight": w} for p, n, w in zip(ordered, names, share, strict=True)]
     listed = ", ".join(f"{n} {w:.6g}" for n, w in zip(names, share, strict=True))
-    kind = text if not formula.startswith("as given") else "numbers"
+    kind = "numbers" if has_numbers else text
     notes = (
         f"weights '{kind}' ({formula}), oldest first: {listed}",
         f"files and buffers come from the last checkpoint, {names[-1]}; deltas are relative to it, which does not "

@@ -15,7 +15,7 @@ from actmat.checkpoints.view import CheckpointView
 from actmat.errors import CheckpointError
 from actmat.extras.quantized.nf4 import rounded_nf4
 from actmat.layout import resolve_layout
-from actmat.layout.classify import HEAD_WORDS
+from actmat.layout.classify import is_head
 from actmat.layout.types import Role
 
 ROUNDINGS = {"nf4": partial(rounded_nf4, nested=False), "nf4-double": partial(rounded_nf4, nested=True)}
@@ -102,7 +102,7 @@ class _Simulated:
             for name, layout in layouts.items()
             if layout.role in (Role.LINEAR, Role.FUSED_LINEAR)
             and len(base.specs[name].shape) == 2
-            and not layout.reason.startswith(HEAD_WORDS)
+            and not is_head(name)
         ]
         turned = [n for n in names if layouts[n].orientation != "OI"]
         if turned or not names:

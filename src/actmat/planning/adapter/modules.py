@@ -130,28 +130,33 @@ def plan_full_tensors(
                 "tensor as it is in the base (--keep)"
             )
             continue
-        shape = next(iter(shapes))
-        output = TensorSpec(next(s.name for s in stored if s is not None), shape, dtype, "")
-        out.append(
-            Item(
-                name=name,
-                shape=shape,
-                layout=TensorLayout(Role.VECTOR, reason),
-                action="average",
-                reason=reason,
-                outputs=(output,),
-                call=MethodCall("average", {}, 1.0, weights),
-                kernel="combine",
-                sources=tuple(None if s is None else DeltaSource(s.name, "stored", s.dtype, s.nbytes) for s in stored),
-                cost=ItemCost(
-                    read_bytes=sum(s.nbytes for s in stored if s is not None),
-                    write_bytes=output.nbytes,
-                    flops=output.numel * len(stored),
-                    host_bytes=24 * output.numel,
-                ),
-            )
-        )
+        out.append(_full_item(name, reason, stored, weights, dtype))
     return tuple(out), problems, notes
+
+
+def _full_item(
+    name: str, reason: str, stored: Sequence[TensorSpec | None], weights: tuple[float, ...] | None, dtype: str
+) -> Item:
+    """The mean of a tensor that experts trained in full, of one shape."""
+    having = [s for s in stored if s is not None]
+    output = TensorSpec(having[0].name, having[0].shape, dtype, "")
+    return Item(
+        name=name,
+        shape=output.shape,
+        layout=TensorLayout(Role.VECTOR, reason),
+        action="average",
+        reason=reason,
+        outputs=(output,),
+        call=MethodCall("average", {}, 1.0, weights),
+        kernel="combine",
+        sources=tuple(None if s is None else DeltaSource(s.name, "stored", s.dtype, s.nbytes) for s in stored),
+        cost=ItemCost(
+            read_bytes=sum(s.nbytes for s in having),
+            write_bytes=output.nbytes,
+            flops=output.numel * len(stored),
+            host_bytes=24 * output.numel,
+        ),
+    )
 
 
 def shapes_text(shapes: Iterable[tuple[int, ...]]) -> str:
