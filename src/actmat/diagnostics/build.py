@@ -75,7 +75,7 @@ def build_diagnosis(plan: MergePlan, records: Records, *, out: str | None, secon
 
 
 def _experts(plan: MergePlan, measures: Sequence[MatrixRow]) -> tuple[ExpertRow, ...]:
-    """What each expert weighs in the merge, over all matrices that were measured."""
+    """Norms and residuals of each expert, over all matrices that were measured."""
     rows, everyone = [], math.fsum(n * n for m in measures for n in m.norms)
     for t, (given, summary) in enumerate(zip(plan.recipe.experts, plan.experts, strict=True)):
         energy = math.fsum(m.norms[t] ** 2 for m in measures)
