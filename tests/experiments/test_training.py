@@ -63,13 +63,6 @@ def test_pieces_of_a_batch_give_the_gradient_of_the_batch():
     assert torch.allclose(whole.weight, pieces.weight, atol=1e-6)
 
 
-def test_a_run_ends_with_its_stream():
-    net, steps = model(), []
-    few = ((net(X[:8]) - Y[:8]).square().mean() for _ in range(2))
-    descend(list(net.parameters()), lambda first: few, 9, Schedule(1, 8, 0.05), lambda: steps.append(1))
-    assert len(steps) == 2
-
-
 def test_rates_and_gradients_are_those_of_the_schedule():
     assert Schedule(1, 1, 0.5, constant=True).rate(0, 100) == 0.5
     assert Schedule(1, 1, 0.5).rate(0, 100) == 0.05

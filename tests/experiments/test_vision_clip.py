@@ -16,7 +16,6 @@ from transformers import AutoTokenizer, CLIPModel, CLIPVisionModel
 from actmat.errors import CheckpointError, RecipeError
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.heads import ClipHead, load_head
-from actmat_experiments.harness.hub import model_folder
 from actmat_experiments.harness.models import read_tensors
 from actmat_experiments.harness.progress import Watch, placed
 from actmat_experiments.harness.results import read_scores
@@ -158,16 +157,6 @@ def test_one_process_of_several_trains_its_share(request_of):
     vision = prepared(request_of())
     assert [list(vision.experts((i, 2))) for i in range(2)] == [["mnist", "eurosat"], ["svhn"]]
     assert placed("cpu") == (None, "cpu")
-
-
-def test_local_files_are_known_by_their_content(tmp_path):
-    write_clip(tmp_path / "clip")
-    before = model_folder(str(tmp_path / "clip"))
-    assert before[0] == tmp_path / "clip"
-    (tmp_path / "clip" / "config.json").write_text((tmp_path / "clip" / "config.json").read_text() + "\n")
-    assert model_folder(str(tmp_path / "clip"))[1] != before[1]
-    with pytest.raises(CheckpointError, match="no folder"):
-        model_folder("not a hub id at all")
 
 
 def test_a_prompt_that_the_text_encoder_cannot_read_is_told(tmp_path):
