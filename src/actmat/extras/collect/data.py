@@ -18,8 +18,8 @@ from torch import Tensor
 
 from actmat.bounds import local_path
 from actmat.errors import RecipeError, StatisticsError, did_you_mean
-from actmat.extras.models.loading import Loaded, extra
-from actmat.foreign import in_brief, in_one_line
+from actmat.extras.models.loading import Loaded, extra, from_files
+from actmat.foreign import in_one_line
 from actmat.recipe import Recipe
 
 READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text", ".parquet": "parquet"}
@@ -259,17 +259,8 @@ class _Encoder:
                 f"{type(self._model).__name__} takes neither text nor images ({', '.join(list(self.known)[:4])}); "
                 "make the batches yourself and call actmat.extras.collect.collect.collect"
             )
-        transformers = extra("transformers")
-        tokenizer, processor = transformers.AutoTokenizer, transformers.AutoImageProcessor
-        try:
-            self.tokenizer = tokenizer.from_pretrained(loaded.files) if wants_text else None
-            self._processor = processor.from_pretrained(loaded.files, backend="pil") if wants_images else None
-        except (OSError, ValueError) as error:
-            what = "tokenizer" if wants_text else "image processor"
-            raise StatisticsError(
-                f"{loaded.files}: {what} cannot be loaded from there: {in_brief(error)}. Copy its files beside the "
-                "model."
-            ) from error
+        self.tokenizer = from_files("AutoTokenizer", loaded) if wants_text else None
+        self._processor = from_files("AutoImageProcessor", loaded, backend="pil") if wants_images else None
         self.padded_by = None if self.tokenizer is None else pad_token(self.tokenizer)
 
     def __call__(self, rows: list[Row]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -39,16 +39,36 @@ class Loaded:
     files: str  # location of tokenizer and image processor: the checkpoint's or the adapter's
 
 
-def extra(name: str) -> Any:
-    """Import a library of the extra `actmat[statistics]`; the error says how to install it."""
+def extra(name: str, *, user: str = "Running a model from its files", group: str = "statistics") -> Any:
+    """Import a library of the extra `actmat[GROUP]`; the error says how to install it.
+
+    Args:
+        user: what needs the library, for the message.
+    """
     import importlib
 
     try:
         return importlib.import_module(name)
-    except ImportError:
+    except ImportError as error:
+        missing = error.name or name
         raise StatisticsError(
-            f"Running a model from its files needs {name}, which is not installed: pip install 'actmat[statistics]'"
+            f"{user} needs {missing}, which is not installed: pip install 'actmat[{group}]'"
         ) from None
+
+
+def from_files(kind: Literal["AutoTokenizer", "AutoImageProcessor"], loaded: Loaded, **options: Any) -> Any:
+    """The tokenizer or the image processor of a model.
+
+    Raises:
+        StatisticsError: its files are missing or damaged.
+    """
+    try:
+        return getattr(extra("transformers"), kind).from_pretrained(loaded.files, **options)
+    except (OSError, ValueError, ImportError) as error:
+        what = "tokenizer" if kind == "AutoTokenizer" else "image processor"
+        raise StatisticsError(
+            f"{loaded.files}: {what} cannot be loaded from there: {in_brief(error)}. Copy its files beside the model."
+        ) from error
 
 
 def load_model(

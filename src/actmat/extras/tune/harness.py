@@ -10,6 +10,7 @@ import io
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from torch import nn
 
 from actmat.errors import RecipeError, did_you_mean
 from actmat.extras.collect.data import pad_token
+from actmat.extras.models.loading import extra
 from actmat.foreign import in_one_line
 
 SEED = 1234
 """Of lm-eval's few-shot examples and of torch, as lm-eval has them."""
 PREFIX = "lm-eval:"
 """Beginning of a score's name that asks for lm-eval."""
+_imported = partial(extra, user=f"The score '{PREFIX}...'", group="lm-eval")
 
 
 class LmEval:
@@ -132,18 +135,6 @@ def _loss(task: str, row: Mapping[str, Any], higher_is_better: Mapping[str, Mapp
 
 def _is_file(task: str) -> bool:
     return task.endswith((".yaml", ".yml"))
-
-
-def _imported(name: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise RecipeError(
-            f"The score '{PREFIX}...' needs lm-eval, and {error.name or name} is not installed: "
-            "pip install 'actmat[lm-eval]'"
-        ) from None
 
 
 @contextlib.contextmanager

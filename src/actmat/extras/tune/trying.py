@@ -11,7 +11,7 @@ import torch
 
 from actmat.errors import StatisticsError
 from actmat.extras.collect.data import IMAGES, TEMPLATE, DataOptions, class_names, class_prompts, known_ids, pad_token
-from actmat.extras.models.loading import Loaded, extra
+from actmat.extras.models.loading import Loaded, from_files
 from actmat.foreign import in_one_line
 
 BATCH = 16
@@ -43,7 +43,7 @@ def answer(loaded: Loaded, prompt: str, *, new_tokens: int = 64, chat: bool | No
     model: Any = loaded.model
     if not getattr(model, "can_generate", lambda: False)():
         raise StatisticsError(f"{type(model).__name__} writes no text: give --images or --lm-eval")
-    tokenizer = _from_files("AutoTokenizer", loaded)
+    tokenizer = from_files("AutoTokenizer", loaded)
     if chat is None:
         chat = bool(getattr(tokenizer, "chat_template", None))
     if chat:
@@ -102,7 +102,7 @@ def classify(
     else:
         labels = getattr(model.config, "id2label", None) or {}
         names = tuple(str(labels[i]) for i in sorted(labels))
-    processor = _from_files("AutoImageProcessor", loaded)
+    processor = from_files("AutoImageProcessor", loaded)
     for start in range(0, len(paths), BATCH):
         batch = paths[start : start + BATCH]
         with torch.inference_mode():
@@ -129,11 +129,3 @@ def _pixels(processor: Any, paths: Sequence[Path], model: Any) -> dict[str, torc
     parameter = next(model.parameters())
     found = processor(images=opened, return_tensors="pt")["pixel_values"]
     return {"pixel_values": found.to(parameter.device, parameter.dtype)}
-
-
-def _from_files(kind: str, loaded: Loaded) -> Any:
-    """A tokenizer or an image processor."""
-    try:
-        return getattr(extra("transformers"), kind).from_pretrained(loaded.files)
-    except (OSError, ValueError, ImportError) as error:
-        raise StatisticsError(f"{loaded.files}: no {kind.removeprefix('Auto')}: {in_one_line(error)[:200]}") from error
