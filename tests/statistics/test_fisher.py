@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from actmat.errors import StatisticsError
 from actmat.extras.collect.collect import collect
-from actmat.extras.collect.combine import merge_statistics
+from actmat.extras.collect.files import merge_statistics
 from actmat.statistics import open_statistics
 
 

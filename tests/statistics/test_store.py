@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from actmat.errors import OutputError, StatisticsError
 from actmat.extras.collect.collect import collect
-from actmat.extras.collect.combine import merge_statistics
+from actmat.extras.collect.files import merge_statistics
 from actmat.extras.collect.inputs.sums import GramSum
 from actmat.statistics import open_statistics
 from actmat.statistics.header import FILE_NAME, METADATA_KEY

@@ -11,10 +11,9 @@ import pytest
 
 from actmat.errors import RecipeError
 from actmat.extras.tune.evaluate import AnswerComparison, Evaluator, Trial
-from actmat.extras.tune.pace import FINALS, Effort, Pace
 from actmat.extras.tune.report import RESAMPLES, compare_finally, notes_on_space
 from actmat.extras.tune.search import SearchBudget, Varied, choose, pareto_front, parse_budget, search, shares_of
-from actmat.extras.tune.settings import TuneProgress
+from actmat.extras.tune.settings import FINALS, Effort, Pace, TuneProgress
 from actmat.extras.tune.space import ADAPTER_METHODS, MergeChoice, TuneCandidate, load_space, make_space
 
 SPACE: dict[str, Any] = {"methods": ["average", "ties"], "scales": [0.5, 1.0, 2.0]}
@@ -141,7 +140,7 @@ def test_the_first_round_has_enough_predictions(predictions: int, first: float) 
 def test_the_time_that_is_left_falls_to_that_of_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two seconds for a whole evaluation, as was measured before."""
     clock = [0.0]
-    monkeypatch.setattr("actmat.extras.tune.pace.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("actmat.extras.tune.settings.time.perf_counter", lambda: clock[0])
     told: list[float] = []
     progress = cast(TuneProgress, SimpleNamespace(left=told.append, trial=lambda found, best: None))
     effort = Effort(2, 3, Varied(64))

@@ -117,7 +117,7 @@ def collect(
     from actmat.cli.streams import say
     from actmat.extras.collect.collect import collect as measure
     from actmat.extras.collect.data import make_batches
-    from actmat.extras.collect.writing import check_output
+    from actmat.extras.collect.files import check_output
     from actmat.extras.models.loading import load_model
 
     check_output(out, overwrite=overwrite)
@@ -228,7 +228,7 @@ def merge(
     quiet: flags.Quiet = False,
 ) -> None:
     """Add up statistics of one model measured on several data sets; the result is exact, because they are sums."""
-    from actmat.extras.collect.combine import merge_statistics
+    from actmat.extras.collect.files import merge_statistics
 
     header = merge_statistics(inputs, out, dtype=store_dtype, overwrite=overwrite)
     _show({out: header}, json=json, quiet=quiet)

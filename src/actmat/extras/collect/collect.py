@@ -17,9 +17,8 @@ from actmat.experts.locate import Located, LocatedAdapter, locate
 from actmat.experts.lora.adapter import Adapter
 from actmat.extras.collect.batches import Batch, DataSeen, evaluating
 from actmat.extras.collect.binding import Binding, bind, transformers_model
-from actmat.extras.collect.measures import FisherMeasure, GramMeasure, Measure, Run, StoredTensors
-from actmat.extras.collect.settings import Settings
-from actmat.extras.collect.writing import check_output, write_statistics
+from actmat.extras.collect.files import check_output, write_statistics
+from actmat.extras.collect.measures import FisherMeasure, GramMeasure, Measure, Run, Settings, StoredTensors
 from actmat.statistics.header import DataInfo, StatisticsHeader
 from actmat.version import __version__
 

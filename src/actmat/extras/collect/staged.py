@@ -23,9 +23,8 @@ from actmat.experts.locate import Located, locate
 from actmat.extras.collect.batches import Batch
 from actmat.extras.collect.binding import Binding, bind
 from actmat.extras.collect.collect import measured
-from actmat.extras.collect.combine import join_statistics
-from actmat.extras.collect.measures import Run
-from actmat.extras.collect.settings import Settings
+from actmat.extras.collect.files import join_statistics
+from actmat.extras.collect.measures import Run, Settings
 from actmat.recipe.arguments import Location, make_arguments
 from actmat.run import run_recipes
 from actmat.statistics.header import ModelInfo, content_hash

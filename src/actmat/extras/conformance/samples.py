@@ -18,7 +18,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import hash_names
-from actmat.extras.collect.writing import write_statistics
+from actmat.extras.collect.files import write_statistics
 from actmat.statistics.header import DataInfo, GramInfo, GramOf, ModelInfo, StatisticsHeader, content_hash
 
 WIDTH, INNER, VOCABULARY, LAYERS, RANK = 6, 10, 12, 2, 2

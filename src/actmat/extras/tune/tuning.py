@@ -32,7 +32,6 @@ from actmat.extras.tune.inputs import InputSource
 from actmat.extras.tune.live import Directions, LiveModel, Loader, group_numbers
 from actmat.extras.tune.memory import MemoryPlan, model_device, plan_memory, sizes_of
 from actmat.extras.tune.merges import Merges, SearchInputs, peak_bytes, recipe_of, search_inputs
-from actmat.extras.tune.pace import Effort, Pace
 from actmat.extras.tune.page import write_tune
 from actmat.extras.tune.report import (
     FOUND,
@@ -47,7 +46,7 @@ from actmat.extras.tune.report import (
     start_ending,
 )
 from actmat.extras.tune.search import Varied, choose, pareto_front, parse_budget, search
-from actmat.extras.tune.settings import TuneProgress, TuneSettings, usual_tune_progress
+from actmat.extras.tune.settings import Effort, Pace, TuneProgress, TuneSettings, usual_tune_progress
 from actmat.extras.tune.space import FEW_INPUTS, MergeChoice, SearchSpace, TuneCandidate, make_space
 from actmat.planning.model import MergePlan
 from actmat.recipe import Recipe
