@@ -112,16 +112,20 @@ def test_weights_that_a_candidate_does_not_change_are_the_base_s_again(recipe: R
     assert all(torch.equal(before[n], t) for n, t in live.model.state_dict().items())
 
 
-@pytest.mark.parametrize("fields", [{"keep": ["*.v_proj.weight"]}, {"scope": "all"}, {"post": ["isotropize"]}])
-def test_a_recipe_with_ways_of_its_own_is_merged_whole(
-    recipe: Recipe, fields: dict[str, object], tmp_path: Path
+@pytest.mark.parametrize(
+    ("fields", "method"),
+    [
+        ({"keep": ["*.v_proj.weight"]}, "average"),
+        ({"scope": "all"}, "average"),
+        ({"post": ["isotropize"]}, "average"),
+        ({}, "ties"),
+    ],
+)
+def test_ways_of_its_own_and_methods_of_entries_are_merged_whole(
+    recipe: Recipe, fields: dict[str, object], method: str, tmp_path: Path
 ) -> None:
     own = make_recipe({**recipe.model_dump(exclude_defaults=True), **fields})
-    assert not factored(own, tmp_path).is_factored(MergeChoice("average"))
-
-
-def test_entries_are_merged_whole(recipe: Recipe, tmp_path: Path) -> None:
-    assert not factored(recipe, tmp_path).is_factored(MergeChoice("ties"))
+    assert not factored(own, tmp_path).is_factored(MergeChoice(method))
 
 
 def test_progress_is_told_where_no_bar_is_seen(

@@ -46,13 +46,10 @@ def test_bytes_are_those_of_the_formulae() -> None:
     assert plan.deltas == 10**9 - 3 * model - answers - batch
     assert planned("1GB", dtype="bfloat16").model == model // 2
     assert planned("1GB", gram=True).statistics == 4 * (50**2 + 100**2)
-
-
-def test_merged_factors_take_the_place_of_copies_of_the_model() -> None:
-    plan = planned("1GB", merges=[70, 70, 70])
-    assert plan.in_memory == 2 * plan.model + 3 * 70 + plan.answers + plan.batch
-    assert (plan.merges, plan.whole) == (3, 0)
-    assert planned("1GB", merges=[70, 0]).in_memory == 4 * plan.model + 70 + plan.answers + plan.batch
+    factored = planned("1GB", merges=[70, 70, 70])
+    assert factored.in_memory == 2 * model + 3 * 70 + answers + batch, "no copies of the model"
+    assert (factored.merges, factored.whole) == (3, 0)
+    assert planned("1GB", merges=[70, 0]).in_memory == 4 * model + 70 + answers + batch
 
 
 def test_deltas_go_to_files_where_they_do_not_fit_and_less_is_refused() -> None:
@@ -72,23 +69,23 @@ def test_deltas_go_to_files_where_they_do_not_fit_and_less_is_refused() -> None:
         assert plan.to_json()["held"] == plan.held
 
 
-def test_free_memory_is_the_limit_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("run", "limit", "device", "source"),
+    [
+        (RunSettings(), 900, "cpu", "free"),
+        (RunSettings(device="cuda:1,0", device_memory="2GB", max_memory="1GB"), 2 * 10**9, "cuda:1", "--device-memory"),
+        (RunSettings(device="mps"), 900, "mps", "free on mps"),
+    ],
+)
+def test_the_limit_is_that_of_the_device_of_the_models(
+    run: RunSettings, limit: int, device: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
-    plan = plan_memory(SPECS, SIZES, RunSettings(), dtype="float32", merging=0, merges=[0], gram=False)
-    assert plan.limit == 900
-    assert "free" in plan.source
-
-
-def test_the_first_device_s_memory_is_the_limit_of_models_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RunSettings(device="cuda:1,0", device_memory="2GB", max_memory="1GB")
-    given: dict[str, Any] = {"dtype": "float32", "merging": 0, "merges": [0], "gram": False}
-    plan = plan_memory(SPECS, SIZES, run, **given)
-    assert (plan.limit, plan.device) == (2 * 10**9, "cuda:1")
-    assert "--device-memory" in plan.source
     monkeypatch.setattr(memory, "check_device", lambda device: None)
     monkeypatch.setattr(memory, "open_devices", lambda names: [SimpleNamespace(free_bytes=lambda: 1000)])
-    plan = plan_memory(SPECS, SIZES, RunSettings(device="mps"), **given)
-    assert (plan.limit, plan.device) == (900, "mps")
+    plan = plan_memory(SPECS, SIZES, run, dtype="float32", merging=0, merges=[0], gram=False)
+    assert (plan.limit, plan.device) == (limit, device)
+    assert source in plan.source
 
 
 @pytest.mark.parametrize(

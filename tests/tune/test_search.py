@@ -50,12 +50,6 @@ def test_rounds_use_more_inputs_for_fewer_candidates_and_then_refine_the_scale()
     assert best.share == 1.0
 
 
-def test_few_inputs_are_all_used_in_every_round() -> None:
-    bowl = Bowl()
-    run(bowl, predictions=8)
-    assert {s for _, s in bowl.asked} == {1.0}
-
-
 def test_factors_of_groups_and_weights_are_searched_around_the_best() -> None:
     best, _ = choose(run(Bowl(), groups=["attention", "mlp"]))
     assert best.candidate.groups["mlp"] > 1.1

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import actmat
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.extras.collect.data import DataOptions
-from actmat.extras.models.loading import load_model
+from actmat.extras.models.loading import Loaded, load_model
 from actmat.extras.tune.evaluate import compare_answers, default_predict, keep_answers, loss_of
 from actmat.extras.tune.inputs import ExpertInputs, InputBatch, cut_at, prepare_inputs
 from actmat.extras.tune.report import TuneReport
@@ -40,6 +40,10 @@ def tuned(family: Path, out: Path, **fields: Any) -> TuneReport:
     )
 
 
+def expert_of(family: Path, name: str) -> Loaded:
+    return load_model(str(family / "experts" / name), model_class="LlamaForCausalLM")
+
+
 @pytest.fixture(scope="module")
 def report(family: Path, tmp_path_factory: pytest.TempPathFactory) -> TuneReport:
     return tuned(family, tmp_path_factory.mktemp("tuned") / "best")
@@ -51,7 +55,7 @@ def test_the_written_model_is_the_candidate_that_was_scored(report: TuneReport, 
     assert chosen.groups.keys() == {"attention", "mlp", "other"}
     merged = load_model(str(report.out), model_class="LlamaForCausalLM")
     for name in TEXTS:
-        expert = load_model(str(family / "experts" / name), model_class="LlamaForCausalLM")
+        expert = expert_of(family, name)
         data = DataOptions(str(family / f"{name}.jsonl"))
         inputs = prepare_inputs(name, expert, data, new_tokens=3, measuring=True)
         for half, wanted in ((inputs.search, report.chosen.losses), (inputs.final, report.finals[0].losses)):
@@ -178,7 +182,7 @@ def test_continuations_are_those_of_each_input_alone(family: Path) -> None:
 
 def test_statistics_are_measured_on_inputs_that_neither_choose_nor_compare(family: Path, tmp_path: Path) -> None:
     """Six texts: the first and the fifth measure, the third chooses, the others compare; by the texts' own tokens."""
-    expert = load_model(str(family / "experts" / "math"), model_class="LlamaForCausalLM")
+    expert = expert_of(family, "math")
     data = DataOptions(str(family / "math.jsonl"))
     parts = prepare_inputs("math", expert, data, new_tokens=0, measuring=True)
     without = prepare_inputs("math", expert, data, new_tokens=0)
@@ -220,7 +224,7 @@ def test_batches_end_where_rounds_do_and_hold_inputs_of_similar_lengths() -> Non
 
 def test_single_samples_are_dealt_to_all_parts(family: Path) -> None:
     """Batches of two: every second first sample measures."""
-    expert = load_model(str(family / "experts" / "math"), model_class="LlamaForCausalLM")
+    expert = expert_of(family, "math")
     ready = [{"input_ids": torch.tensor([[n], [n + 10]])} for n in range(1, 6)]
     parts = prepare_inputs("math", expert, ready, new_tokens=0, measuring=True)
     rows = [[b.arguments["input_ids"].tolist() for b in some] for some in (parts.measured, parts.search, parts.final)]

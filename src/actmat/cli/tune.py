@@ -16,7 +16,6 @@ from actmat.cli.listing import command
 from actmat.settings import RunSettings
 
 if TYPE_CHECKING:
-    from actmat.extras.collect.data import DataOptions
     from actmat.extras.tune.evaluate import Score
     from actmat.extras.tune.space import SearchSpace
     from actmat.recipe import Recipe
@@ -104,28 +103,6 @@ class SearchFlags:
             )
         return cast("Score", self.score)
 
-    def with_classes(self, sources: dict[str, DataOptions], base: str) -> dict[str, DataOptions]:
-        """Add the classes of the images to the data, if the base compares images with texts."""
-        from dataclasses import replace
-
-        from actmat.experts.locate import locate
-        from actmat.extras.collect.data import class_names, is_contrastive
-
-        given = _named_classes(self.classes or (), list(sources))
-        with locate(base) as located:
-            compares = is_contrastive(located.config)
-        if not compares:
-            if given:
-                raise typer.BadParameter("--classes needs a model that compares images with texts, such as CLIP")
-            return sources
-        found = {name: given.get(name) or class_names(o.location) for name, o in sources.items()}
-        if missing := [name for name, classes in found.items() if not classes]:
-            raise typer.BadParameter(
-                f"the image classes of '{missing[0]}' are unknown: pass --classes {missing[0]}=a,b,c, or a folder of "
-                "images with one subfolder per class"
-            )
-        return {n: replace(o, classes=found[n], template=self.template) for n, o in sources.items()}
-
 
 def _named_classes(given: Sequence[str], names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Expert -> names of its classes; classes without a name apply to all experts."""
@@ -186,12 +163,9 @@ def tune(
         new_tokens=search.new_tokens,
         keep=search.keep_work,
     )
-    sources = {
-        name: data.options(place, max_samples=search.inputs, label_column=search.label_column)
-        for name, place in places.items()
-    }
-    if wanted.base:
-        sources = search.with_classes(sources, wanted.base)
+    classes = _named_classes(search.classes or (), list(places))
+    more = {"max_samples": search.inputs, "label_column": search.label_column, "template": search.template}
+    sources = {n: data.options(place, classes=classes.get(n, ()), **more) for n, place in places.items()}
     with showing_search(quiet=quiet or json) as progress:
         report = tune_recipe(wanted, search.chosen_space(), sources, settings, run, progress)
     if json:

@@ -108,10 +108,17 @@ def load_model(
     model = _load(checkpoint, model_class or next(iter(config.get("architectures") or ()), None), dtype)
     if adapter is not None:
         path, revision = local_files(adapter)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of PEFT, about transformers
-            model = extra("peft").PeftModel.from_pretrained(model, path, **revision)
+        with _quiet_peft() as peft:
+            model = peft.PeftModel.from_pretrained(model, path, **revision)
     return Loaded(model.to(device).eval(), checkpoint, adapter, _files(adapter, checkpoint))
+
+
+@contextlib.contextmanager
+def _quiet_peft() -> Iterator[Any]:
+    """PEFT, without its warnings about transformers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield extra("peft")
 
 
 def _check_for_peft(adapter: Adapter, location: str) -> None:
@@ -185,12 +192,10 @@ def load_tensors(
         if adapter is not None:
             with named_base("the merged adapter", location):
                 loaded = load_model(location, model_class=model_class, dtype=dtype, device=device)
-            peft = extra("peft")
             Path(folder, "adapter_config.json").write_text(json.dumps(dict(adapter)), encoding="utf-8")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # of PEFT, about transformers
+            with _quiet_peft() as peft:
                 model = peft.get_peft_model(loaded.model, peft.PeftConfig.from_pretrained(folder))
-            found = peft.set_peft_model_state_dict(model, dict(tensors))
+                found = peft.set_peft_model_state_dict(model, dict(tensors))
             if found.unexpected_keys:
                 raise StatisticsError(f"PEFT finds no module for {found.unexpected_keys[0]} in {location}")
             return Loaded(model.to(device).eval(), location, None, files)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -249,11 +249,7 @@ class Trial:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {
-            "method": self.candidate.merge.method,
-            "options": dict(self.candidate.merge.options),
-            "weights": self.candidate.merge.weights and list(self.candidate.merge.weights),
-            "space": self.candidate.merge.space,
+        return asdict(self.candidate.merge) | {
             "scale": self.candidate.scale,
             "groups": dict(self.candidate.groups),
             "share": self.share,

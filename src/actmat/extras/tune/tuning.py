@@ -248,15 +248,35 @@ def _sources(recipe: Recipe, data: Data, config: Mapping[str, Any]) -> tuple[dic
     sources: dict[str, InputSource] = {}
     for label, source in given.items():
         if isinstance(source, str | Path):
-            classes = class_names(str(source)) if is_contrastive(config) else ()
-            sources[label] = DataOptions(str(source), max_samples=_MOST, classes=classes)
-        elif isinstance(source, DataOptions) or source:
+            source = DataOptions(str(source), max_samples=_MOST)
+        if isinstance(source, DataOptions):
+            sources[label] = _with_classes(label, source, config)
+        elif source:
             sources[label] = source
         else:
             raise StatisticsError(f"The batches of '{label}' are empty: expected 32 to 256 inputs.")
     fewest = prepare_data({label: o for label, o in sources.items() if isinstance(o, DataOptions)}, FEW_INPUTS)
     sizes = [sum(len(next(iter(b.values()))) for b in o) for o in sources.values() if not isinstance(o, DataOptions)]
     return sources, min([fewest, *sizes])
+
+
+def _with_classes(label: str, source: DataOptions, config: Mapping[str, Any]) -> DataOptions:
+    """The data with the classes of its images, by the names of their folders, if the base compares images with texts.
+
+    Raises:
+        RecipeError: images without classes, or classes for a model of another kind.
+    """
+    if not is_contrastive(config):
+        if source.classes:
+            raise RecipeError("--classes needs a model that compares images with texts, such as CLIP.")
+        return source
+    classes = source.classes or class_names(source.location)
+    if not classes and Path(source.location).is_dir():
+        raise RecipeError(
+            f"The image classes of '{label}' are unknown: pass --classes {label}=a,b,c, or a folder of images with one "
+            "subfolder per class."
+        )
+    return dataclasses.replace(source, classes=classes)
 
 
 @contextlib.contextmanager
