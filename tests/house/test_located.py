@@ -21,7 +21,6 @@ ENTRIES: dict[str, str] = {
     "api.exporting.export": "the start of an export",
     "api.extracting.extract_recipe": "a model that is LoRA already has nothing to extract",
     "cli.inspect._print_content": "the start of `actmat inspect`",
-    "cli.tune.SearchFlags.with_classes": "whether the base compares images with texts",
     "extras.collect.collect._bound": "the checkpoint and the adapter of a model in memory",
     "extras.collect.on_data._is_adapter": "a base that is given for full models",
     "extras.collect.on_data.residual_on_data": "an output",

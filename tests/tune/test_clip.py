@@ -108,7 +108,7 @@ def test_labels_of_the_folders_score_accuracy(clip: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--classes", "cats=a,b"], "no expert has this name"),
+        (["--classes", "cats=a,b"], "not an expert"),
         (["--template", "a photo"], "holds {}"),
         (["--template", "{}" + " long" * 60], "the model reads"),
     ],

@@ -174,4 +174,4 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch,
     assert "actmat[lm-eval]" in done.err
     done = run([*command, "--limit", "3"])
     assert done.code == 2
-    assert "goes with" in done.err
+    assert "--limit needs" in done.err

@@ -87,7 +87,7 @@ def test_the_function_searches_the_scales_that_are_given(family: Path, tmp_path:
     ("more", "says"),
     [
         (["--scale", "0.5"], "remove --scale"),
-        (["--tune-scale", "more.jsonl"], "--tune-scale is given once, for all"),
+        (["--tune-scale", "more.jsonl"], "give --tune-scale once for all experts"),
     ],
 )
 def test_flags_that_contradict_it_are_refused(family: Path, tmp_path: Path, more: list[str], says: str) -> None:
