@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from actmat_experiments.language.exams import Encoded
-from actmat_experiments.language.questions import Item
 from actmat_experiments.language.small.pretrain import Architecture, new_model, train_tokenizer
 from actmat_experiments.language.small.tasks import SMALL_TASKS
 
@@ -94,11 +93,6 @@ def written_tokenizer(folder: Path) -> Path:
     """A tokenizer of 300 tokens."""
     train_tokenizer([f"the {word} of tests number {n}" for n, word in enumerate("abcdef")], 300, folder)
     return folder
-
-
-def some_text_items(n: int = 6) -> list[Item]:
-    """Questions in words."""
-    return [Item(f"is {n} odd?", ("no", "yes"), n % 2) for n in range(n)]
 
 
 def write_small_data(folder: Path, n_train: int = 40, n_test: int = 12) -> Path:

@@ -133,10 +133,7 @@ def test_a_write_that_fails(family: Family, out: Path, monkeypatch: pytest.Monke
 
 
 def test_nothing_is_left_where_nothing_was_finished(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pwrite(handle: int, data: memoryview, offset: int) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "pwrite", full)
     assert "kept" not in refused(family, family.out, says="Cannot write to")
     outcome = actmat(family.argv("--out", str(family.root / "deep" / "place" / "out")))
     assert (outcome.code, (family.root / "deep").exists()) == (1, False)
@@ -181,22 +178,14 @@ def test_a_write_lost_in_the_background_is_told(family: Family, out: Path, monke
     goes_on(family, out, TENSORS)
 
 
-def test_a_failing_last_sync_is_told(family: Family, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fsync(handle: int) -> None:
-        raise OSError(errno.ENOSPC, "full")
+def full(*arguments: object) -> None:
+    raise OSError(errno.ENOSPC, "full")
 
+
+@pytest.mark.parametrize("call", ["os.fsync", "shutil.copyfileobj"], ids=["last sync", "sidecar"])
+def test_a_last_step_that_fails(family: Family, out: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fsync)
-        assert stopped(family, out, says="the disk is full") == TENSORS
-    goes_on(family, out, TENSORS)
-
-
-def test_a_sidecar_that_cannot_be_written(family: Family, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def copyfileobj(source: object, target: object) -> None:
-        raise OSError(errno.ENOSPC, "full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("shutil.copyfileobj", copyfileobj)
+        patch.setattr(call, full)
         assert stopped(family, out, says="the disk is full") == TENSORS
     goes_on(family, out, TENSORS)
 
@@ -253,11 +242,8 @@ def test_a_bug_on_the_way_keeps_what_is_done(
 def test_several_outputs_are_kept_together(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--method", "average", "--method", "linear")
 
-    def copyfileobj(source: object, target: object) -> None:
-        raise OSError(errno.ENOSPC, "full")
-
     with monkeypatch.context() as patch:
-        patch.setattr("shutil.copyfileobj", copyfileobj)
+        patch.setattr("shutil.copyfileobj", full)
         outcome = actmat(family.argv(*flags))
     assert f"{2 * TENSORS} of {2 * TENSORS} tensors are kept" in outcome.err
     assert hidden(family.out) == [".average.actmat-partial", ".linear.actmat-partial"]

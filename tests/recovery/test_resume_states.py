@@ -71,8 +71,25 @@ class Stop(BaseException):
 
 
 @pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Interrupted:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Interrupted:
+    """A state whose inputs a test may change."""
     return Interrupted(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+    with pytest.MonkeyPatch.context() as patch:
+        made = Interrupted(tmp_path_factory.mktemp("shared"), patch)
+    shutil.copytree(made.place, made.family.root / "kept")
+    return made
+
+
+@pytest.fixture
+def state(shared: Interrupted) -> Interrupted:
+    """The state that all tests share, with what lies beside the output as it was."""
+    shutil.rmtree(shared.place)
+    shutil.copytree(shared.family.root / "kept", shared.place)
+    return shared
 
 
 def test_everything_done_is_taken_over(state: Interrupted) -> None:
@@ -166,12 +183,6 @@ def test_a_shard_of_another_size_is_done_again(state: Interrupted, size: int) ->
     assert contents(state.out) == state.expected
 
 
-def test_a_missing_shard_is_done_again(state: Interrupted) -> None:
-    (state.partial / "model.safetensors").unlink()
-    assert state.resumed() == 0
-    assert contents(state.out) == state.expected
-
-
 @pytest.mark.parametrize("flags", [("--scale", "0.5"), ("--method", "average"), ("--set", "compute_dtype=float64")])
 def test_another_recipe_takes_nothing_over(state: Interrupted, flags: tuple[str, ...]) -> None:
     assert state.resumed(*flags) == 0
@@ -186,46 +197,46 @@ def test_strangers_in_the_partial_folder_are_gone(state: Interrupted) -> None:
 
 
 @pytest.mark.parametrize("which", ["base", "expert"])
-def test_a_changed_input_takes_nothing_over(state: Interrupted, which: str) -> None:
+def test_a_changed_input_takes_nothing_over(own: Interrupted, which: str) -> None:
     """Same size, and the time of modification set back: the time of change still tells."""
-    folder = state.family.base if which == "base" else state.family.experts[1]
+    folder = own.family.base if which == "base" else own.family.experts[1]
     path = folder / "model.safetensors"
     before = path.stat()
-    state.family.change(folder, lambda t: t[Q0].mul_(1.5))
+    own.family.change(folder, lambda t: t[Q0].mul_(1.5))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    assert state.resumed() == 0
-    fresh = state.family.root / "fresh" / "out"
-    assert actmat(state.family.argv("--out", str(fresh))).code == 0
-    assert contents(state.out) == contents(fresh)
+    assert own.resumed() == 0
+    fresh = own.family.root / "fresh" / "out"
+    assert actmat(own.family.argv("--out", str(fresh))).code == 0
+    assert contents(own.out) == contents(fresh)
 
 
 @pytest.mark.parametrize("which", ["base", "expert"])
-def test_a_touched_input_with_the_same_content_takes_all_over(state: Interrupted, which: str) -> None:
-    path = (state.family.base if which == "base" else state.family.experts[1]) / "model.safetensors"
-    done = len(state.lines()) - 1
+def test_a_touched_input_with_the_same_content_takes_all_over(own: Interrupted, which: str) -> None:
+    path = (own.family.base if which == "base" else own.family.experts[1]) / "model.safetensors"
+    done = len(own.lines()) - 1
     path.write_bytes(path.read_bytes())
     os.utime(path)
-    assert state.resumed() == done
-    assert contents(state.out) == state.expected
+    assert own.resumed() == done
+    assert contents(own.out) == own.expected
 
 
-def test_a_change_of_what_was_not_read_yet_takes_the_rest_over(state: Interrupted) -> None:
-    lines = state.lines()
+def test_a_change_of_what_was_not_read_yet_takes_the_rest_over(own: Interrupted) -> None:
+    lines = own.lines()
     (left,) = (line for line in lines if f'"name": "{UP0}"' in line)
-    state.journal.write_text("".join(line for line in lines if line != left))
-    state.family.change(state.family.experts[0], lambda t: t[UP0].mul_(1.5))
-    assert state.resumed() == len(lines) - 2
-    fresh = state.family.root / "fresh" / "out"
-    assert actmat(state.family.argv("--out", str(fresh))).code == 0
-    assert contents(state.out) == contents(fresh)
+    own.journal.write_text("".join(line for line in lines if line != left))
+    own.family.change(own.family.experts[0], lambda t: t[UP0].mul_(1.5))
+    assert own.resumed() == len(lines) - 2
+    fresh = own.family.root / "fresh" / "out"
+    assert actmat(own.family.argv("--out", str(fresh))).code == 0
+    assert contents(own.out) == contents(fresh)
 
 
-def test_a_journal_that_does_not_tell_what_was_read_is_of_no_use(state: Interrupted) -> None:
+def test_a_journal_that_does_not_tell_what_was_read_is_of_no_use(own: Interrupted) -> None:
     """Records with other hashes, a method that looks at the whole model first, an input that cannot be read."""
-    path = state.family.base / "model.safetensors"
-    plan = library.plan(state.family.base, state.family.experts)
-    entries = {e["name"]: e for e in map(json.loads, state.lines()[1:])}
+    path = own.family.base / "model.safetensors"
+    plan = library.plan(own.family.base, own.family.experts)
+    entries = {e["name"]: e for e in map(json.loads, own.lines()[1:])}
     with open_inputs([plan.recipe]) as opened:
         inputs = opened.inputs
         assert has_same_inputs(plan, entries, inputs)
@@ -233,15 +244,16 @@ def test_a_journal_that_does_not_tell_what_was_read_is_of_no_use(state: Interrup
         for changed in ({"base_hash": "0"}, {"expert_hashes": []}, {"expert_hashes": ["0", "0"]}, {"hashes": None}):
             assert not has_same_inputs(plan, entries | {name: entries[name] | changed}, inputs)
         assert not has_same_inputs(plan, {"other": entries[name]}, inputs)
-        surveyed = library.plan(state.family.base, state.family.experts, method="ties", options={"trim": "global"})
+        surveyed = library.plan(own.family.base, own.family.experts, method="ties", options={"trim": "global"})
         assert not has_same_inputs(surveyed, entries, inputs)
         os.truncate(path, 3000)
         assert not has_same_inputs(plan, entries, inputs)
 
 
-def test_killed_before_the_first_rename(state: Interrupted) -> None:
-    """The journal is gone, so that it never shows up in a model: everything is done again."""
-    state.journal.unlink()
+@pytest.mark.parametrize("name", ["model.safetensors", JOURNAL_NAME])
+def test_a_file_that_is_gone(state: Interrupted, name: str) -> None:
+    """A shard, or the journal, as after a kill before the first rename: everything is done again."""
+    (state.partial / name).unlink()
     assert state.resumed() == 0
     assert contents(state.out) == state.expected
 
