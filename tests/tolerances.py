@@ -142,7 +142,7 @@ OWN: dict[str, tuple[int, float]] = {
     "methods/test_aswudi.py": (1, 1e-09),
     "methods/test_cat.py": (1, 1e-09),
     "methods/test_conformance.py": (1, 0.0001),
-    "methods/test_conformance_lowrank.py": (2, 1e-06),
+    "methods/test_conformance_lowrank.py": (1, 1e-06),
     "methods/test_iso_cts.py": (1, 1e-05),
     "methods/test_karcher.py": (1, 1e-09),
     "methods/test_knots.py": (2, 1e-06),
