@@ -21,9 +21,9 @@ ROOMS: dict[str, int] = {
     "api and cli": 3_400,
     "src": 41_350,
     "packages": 11_900,
-    "tests": 45_800,
+    "tests": 45_200,
     "benchmarks": 5_850,
-    "whole tree": 107_600,
+    "whole tree": 106_700,
 }
 """Most lines of code of each part; the core is all of `src` but `extras`, `api` and `cli`. What is added is paid for by
 what is removed: lower a bound when something goes."""
