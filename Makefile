@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .PHONY: help demo test examples fuzz lint chaos mutants site clean
 
-help:  ## this list
+help:  ## show this list
 	@awk -F ':.*## +' '/^[a-z]+:.*## /{printf "%-9s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo.stamp  ## install what the demo needs and run it
@@ -40,7 +40,7 @@ examples: $(VENV)/dev.stamp  ## run the examples in docstrings
 fuzz: $(VENV)/dev.stamp  ## feed random files to every reader for MINUTES
 	OMP_NUM_THREADS=1 $(BIN)/python -m fuzz --minutes $(MINUTES)
 
-lint: $(VENV)/dev.stamp  ## only style and types
+lint: $(VENV)/dev.stamp  ## check style and types only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -48,7 +48,7 @@ lint: $(VENV)/dev.stamp  ## only style and types
 chaos: $(VENV)/dev.stamp  ## kill and disturb merges at random      make chaos RUNS=500
 	OMP_NUM_THREADS=1 $(BIN)/python -m chaos --runs $(RUNS)
 
-mutants: $(VENV)/dev.stamp  ## break formulae that carry a claim, and see that their tests fail
+mutants: $(VENV)/dev.stamp  ## break formulae that carry a claim, and check that their tests fail
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants
 
 site: $(VENV)/dev.stamp  ## build the documentation as a site in build/site

@@ -137,7 +137,7 @@ def test_a_place_that_cannot_be_written_is_said_so(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="--cache"):
         Cache(tmp_path / "file").get("train", {"seed": 1}, Maker())
-    with pytest.raises(ValueError, match="no name of a stage"):
+    with pytest.raises(ValueError, match="not a valid stage name"):
         Cache(tmp_path).get("../train", {}, Maker())
 
 

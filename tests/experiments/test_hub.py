@@ -63,7 +63,7 @@ def test_what_has_no_weights_or_is_not_there_is_told(hub, tmp_path):
     hub.add("org/empty", repository(tmp_path / "e", "config.json", "tf_model.h5"))
     with pytest.raises(CheckpointError, match=r"expected \*\.safetensors or pytorch_model\*\.bin, found config"):
         model_folder("org/empty")
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is not a folder"):
         model_folder("org/nowhere")
 
 
@@ -128,4 +128,4 @@ def test_one_malformed_row_in_a_hundred_is_left_out():
         kept_rows(["1"] * 98 + ["x", "y"], int, "numbers")
     with pytest.raises(CheckpointError) as caught:
         kept_rows([], int, "numbers")
-    assert list(caught.value.problems) == ["there are no rows"]
+    assert list(caught.value.problems) == ["the data set has no rows"]

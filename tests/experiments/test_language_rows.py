@@ -155,4 +155,4 @@ def test_all_problems_of_a_source_come_at_once() -> None:
     good = HUB_ROWS["wsc"]
     error = wrong("wsc", {**good, "label": -1}, good, {**good, "text": ""})
     assert [p.split(":")[0] for p in error.problems] == ["row 1", "row 3"]
-    assert wrong("wsc").problems == ("there are no rows",)
+    assert wrong("wsc").problems == ("the data set has no rows",)

@@ -87,11 +87,11 @@ def test_what_cannot_be_compared_is_refused() -> None:
     wider = Table([[1.0, 2.0, 3.0]] * 3)
     with pytest.raises(StatisticsError, match="same question"):
         agreement(wider, EXPERT, [torch.tensor([[0]])])
-    with pytest.raises(StatisticsError, match="nothing to compare"):
+    with pytest.raises(StatisticsError, match="No predictions to compare"):
         agreement(MERGED, EXPERT, [])
     with pytest.raises(StatisticsError, match="NaN or infinite"):
         agreement(Table([[math.nan, 1.0]]), EXPERT, [torch.tensor([[0]])])
     with pytest.raises(StatisticsError, match=r"mask has the shape \(2,\)"):
         agreement(MERGED, EXPERT, [{"input_ids": IDS}], mask=lambda b: torch.ones(2))
-    with pytest.raises(StatisticsError, match="no logits were found"):
+    with pytest.raises(StatisticsError, match="has no logits"):
         agreement(MERGED, EXPERT, [torch.tensor([[0]])], logits=lambda output: "none")

@@ -206,7 +206,7 @@ def test_rows_that_the_mask_does_not_tell_apart_are_not_measured() -> None:
     ids = torch.ones(2, 4, dtype=torch.int64)
     padded = collect(Model(), [{"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])}])
     assert list(padded.header.places) == ["first.weight"]
-    assert "2 x 2 rows, which the model's mask (2 x 4) does not tell apart" in padded.header.absent["second.weight"]
+    assert "2 x 2 rows, which the model's mask (2 x 4) does not divide" in padded.header.absent["second.weight"]
     whole = collect(Model(), [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
     assert set(whole.header.places) == {"first.weight", "second.weight"}
 

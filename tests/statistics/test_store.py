@@ -130,7 +130,7 @@ def test_a_damaged_gram_is_noticed_when_it_is_read(tmp_path: Path) -> None:
 def test_a_place_in_use_is_left_alone(tmp_path: Path) -> None:
     out = written(tmp_path / "s", 1)
     before = (out / FILE_NAME).read_bytes()
-    with pytest.raises(OutputError, match="holds statistics already"):
+    with pytest.raises(OutputError, match="already contains statistics"):
         written(out, 2)
     assert (out / FILE_NAME).read_bytes() == before
     written(out, 2, overwrite=True)
@@ -138,7 +138,7 @@ def test_a_place_in_use_is_left_alone(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["s"]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
-    with pytest.raises(OutputError, match=r"holds other files \(thesis.tex\)"):
+    with pytest.raises(OutputError, match=r"contains other files \(thesis.tex\)"):
         written(tmp_path / "other", 1, overwrite=True)
 
 

@@ -26,7 +26,7 @@ def _tokenizer(words: dict[str, int], **special: str) -> PreTrainedTokenizerFast
     [
         (5, {}, 0, "padded by 'hello'"),  # no token 0
         (63, {"pad_token": "[PAD]"}, 0, ""),  # a pad token beyond the model's table is masked
-        (500, {}, 1, "the token id 500, and the model has a table of 64 tokens"),
+        (500, {}, 1, "the token id 500, but the model has a table of 64 tokens"),
     ],
 )
 def test_ids_of_a_tokenizer_and_rows_of_the_model(

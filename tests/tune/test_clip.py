@@ -109,7 +109,7 @@ def test_labels_of_the_folders_score_accuracy(clip: Path, tmp_path: Path) -> Non
     ("more", "says"),
     [
         (["--classes", "cats=a,b"], "not an expert"),
-        (["--template", "a photo"], "holds {}"),
+        (["--template", "a photo"], "needs {}"),
         (["--template", "{}" + " long" * 60], "the model reads"),
     ],
 )

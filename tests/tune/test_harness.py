@@ -159,7 +159,7 @@ def test_groups_count_once_and_smaller_perplexity_is_better(monkeypatch: pytest.
 def test_what_cannot_be_scored_is_told_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RecipeError, match="'gsm8k'"):
         scored(monkeypatch, {}, ["gsm8kk"])
-    with pytest.raises(RecipeError, match="Which tasks"):
+    with pytest.raises(RecipeError, match="No task given"):
         LmEval([], "base")
     with pytest.raises(RecipeError, match="gives no number for gsm8k"):
         scored(monkeypatch, {"results": {}}, ["gsm8k"])

@@ -203,7 +203,7 @@ def test_the_commands_take_models(folder, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model", "x"], "takes --model and --data"),
+        (["--model", "x"], "needs --model and --data"),
         (["--statistics", "first=here"], "STEP=PATH"),
         (["--statistics", "0"], "is NAME=PATH"),
     ],

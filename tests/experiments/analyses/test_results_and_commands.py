@@ -151,7 +151,7 @@ def test_ones_own_checkpoints_with_statistics(tmp_path):
         (("theorem2", "--tasks", "9"), "2 to 6"),
         (("cosine", "--samples", "1,x"), "commas between"),
         (("scale", "--demo", "nowhere"), "actmat demo --out"),
-        (("scale", "--base", "b"), "under the same names"),
+        (("scale", "--base", "b"), "with the same names"),
         (("scale", "-b", "b", "-e", "a=x", "--statistics", "c=y"), "['a'] and statistics ['c']"),
         (("interference", "--merged", "x"), "NAME=PATH"),
     ],

@@ -63,14 +63,14 @@ def agreement(
             nats = float((log_p_NC.exp() * (log_p_NC - log_q_NC)).sum())
             if not math.isfinite(nats):
                 raise StatisticsError(
-                    "A prediction is NaN or infinite, so the models cannot be compared. Look at the merged model's "
-                    "weights first: actmat diagnose, or another dtype."
+                    "A prediction is NaN or infinite, so the models cannot be compared. Fix: check the merged model's "
+                    "weights (actmat diagnose), or use another dtype."
                 )
             differing += int((mine.argmax(-1) != theirs.argmax(-1)).sum())
             divergence.append(nats)
             count += len(mine)
     if not count:
-        raise StatisticsError("There was nothing to compare: no batches, or every prediction was masked.")
+        raise StatisticsError("No predictions to compare: there were no batches, or every prediction was masked.")
     return Agreement(differing / count, math.fsum(divergence) / count, count)
 
 
@@ -97,8 +97,8 @@ def _predict(model: nn.Module, batch: Batch, logits: Callable[[Any], Tensor] | N
     found = logits(output) if logits is not None else getattr(output, "logits", output)
     if not isinstance(found, Tensor) or found.ndim < 2:
         raise StatisticsError(
-            f"{type(model).__name__} gives {type(output).__name__}, in which no logits were found. Pass logits=, a "
-            "function from the model's output to them."
+            f"{type(model).__name__} returns {type(output).__name__}, which has no logits. Pass logits=, a "
+            "function from the model's output to logits."
         )
     return found
 

@@ -121,11 +121,11 @@ def _compared(
         if value.shape != stored.shape:
             problems.append(f"'{parameter}' is {_x(value.shape)} in the model and {_x(stored.shape)} in the checkpoint")
         elif not _same(value, stored):
-            problems.append(f"'{parameter}' has other values in the model than '{name}' in the checkpoint")
+            problems.append(f"'{parameter}' and '{name}' in the checkpoint have different values")
     if problems:
         raise StatisticsError(
-            f"The model is not what {checkpoint.location} holds: {len(problems)} problem(s). Was it trained on since "
-            "it was loaded? Save it, and give the place where it was saved.",
+            f"The model differs from {checkpoint.location}: {len(problems)} problem(s). Likely cause: it was trained "
+            "after loading. Fix: save it, and give the location where it was saved.",
             problems,
         )
     return hashes

@@ -161,7 +161,7 @@ def _observable(model: nn.Module) -> Iterator[None]:
 def _result(run: Run, seen: DataSeen, measures: Sequence[Measure]) -> Collected:
     """StatisticsHeader and tensors of everything that was measured."""
     if not seen.samples:
-        raise StatisticsError("There were no batches to measure the model on.")
+        raise StatisticsError("No batches were given to measure the model on.")
     data = DataInfo(
         source=run.settings.source,
         fingerprint=seen.fingerprint(),

@@ -73,7 +73,7 @@ def check_data(options: DataOptions, most: int = 1) -> int:
     except Exception as error:  # readers of files raise errors of many types
         raise StatisticsError(f"{options.location}: the data cannot be read: {in_one_line(error)}") from error
     if not found:
-        raise StatisticsError(f"{options.location} is empty: expected at least one sample")
+        raise StatisticsError(f"{options.location} is empty; expected at least one sample")
     return found
 
 
@@ -97,11 +97,11 @@ def by_expert(recipe: Recipe, data: Any) -> dict[str, Any]:
     if unknown := [name for name in given if name not in recipe.labels]:
         known = f"Experts: {', '.join(recipe.labels)}"
         raise RecipeError(
-            "Data is given for experts that the merge does not have.",
+            "Data is given for unknown experts.",
             [f"no expert is named '{n}'.{did_you_mean(n, recipe.labels)} {known}" for n in unknown],
         )
     if not given:
-        raise StatisticsError("No data is given: name a data set for at least one expert.")
+        raise StatisticsError("No data given: name a data set for at least one expert.")
     return {label: given[label] for label in recipe.labels if label in given}
 
 
@@ -169,19 +169,19 @@ def class_prompts(loaded: Loaded, options: DataOptions) -> dict[str, Tensor]:
         StatisticsError: the model takes no texts, a template without `{}`, or a prompt that is too long.
     """
     if "{}" not in options.template:
-        raise StatisticsError(f"The template holds {{}} where the class goes; got '{options.template}'.")
+        raise StatisticsError(f"The template needs {{}} for the class; got '{options.template}'.")
     encode = _Encoder(loaded, replace(options, classes=()), labels=False)
     if encode.tokenizer is None:
         raise StatisticsError(
-            f"{type(loaded.model).__name__} takes no texts, so that it has no use for classes: from Python, give its "
-            "own predictions with predict=."
+            f"{type(loaded.model).__name__} takes no texts, so it cannot use classes. From Python, pass its "
+            "predictions with predict=."
         )
     prompts = [options.template.format(c.replace("_", " ")) for c in options.classes]
     found = encode.tokenizer(prompts, padding=True, return_tensors="pt")
     config: Any = getattr(getattr(loaded.model, "config", None), "text_config", None)
     limit = min(encode.tokenizer.model_max_length, getattr(config, "max_position_embeddings", 1 << 30))
     if (length := found["input_ids"].shape[1]) > limit:
-        raise StatisticsError(f"A prompt of a class has {length} tokens, and the model reads {limit}: shorten it.")
+        raise StatisticsError(f"The prompt of a class has {length} tokens, but the model reads {limit}: shorten it.")
     device = next(loaded.model.parameters()).device
     return {k: v.to(device) for k, v in found.items() if k in encode.known}
 
@@ -318,7 +318,7 @@ def known_ids(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     ids = input_ids.masked_fill(attention_mask == 0, 0)
     if (largest := int(ids.max())) >= rows:
         raise StatisticsError(
-            f"The tokenizer gives the token id {largest}, and the model has a table of {rows} tokens. Likely cause: "
+            f"The tokenizer gives the token id {largest}, but the model has a table of {rows} tokens. Likely cause: "
             "the tokenizer files of another model, or added tokens for which the model was not resized. Fix: copy the "
             "tokenizer that the model was trained with."
         )
@@ -352,7 +352,7 @@ def _start_token(model: Any) -> int:
     for config, name in [*named, (model.config, "pad_token_id")]:  # the last is the start token of T5
         if isinstance(found := getattr(config, name, None), int):
             return found
-    raise StatisticsError(f"{type(model).__name__}: its config names no token for the decoder to start with")
+    raise StatisticsError(f"{type(model).__name__}: its config does not name the decoder's start token")
 
 
 def _column(
@@ -365,7 +365,7 @@ def _column(
         texts = [c for c in columns if isinstance(rows[0][c], str)]
         name = texts[0] if len(texts) == 1 else None
     if name is None or name not in columns:
-        hint = did_you_mean(wanted, columns) if wanted else f" Say which with --{what}-column."
+        hint = did_you_mean(wanted, columns) if wanted else f" Fix: pass --{what}-column."
         named = f" {wanted!r}" if wanted else ""
         raise StatisticsError(f"{where}: no column of {what}s{named}; it has {', '.join(columns)}.{hint}")
     values = [row[name] for row in rows]

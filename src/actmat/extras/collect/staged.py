@@ -168,8 +168,8 @@ def _blocks(model: nn.Module, wanted: str | None) -> list[str]:
         if len(outer) != 1:
             found = ", ".join(outer) or "none"
             raise StatisticsError(
-                f"Staged statistics go block by block and need one list of blocks; found {found}. Name the module "
-                'whose children are the blocks: blocks="model.layers", say.'
+                f"Staged statistics need one list of blocks; found {found}. Fix: name the module "
+                'whose children are the blocks, such as blocks="model.layers".'
             )
         wanted = outer[0]
     modules = dict(model.named_modules())
@@ -181,13 +181,13 @@ def _blocks(model: nn.Module, wanted: str | None) -> list[str]:
 
 def _check(experts: Mapping[str, Located], batches: Mapping[str, Batches]) -> None:
     problems = [
-        f"expert '{label}' is an adapter, of which no block can be put into the model; write it as a full model first"
+        f"expert '{label}' is an adapter, whose blocks cannot be put into the model. Fix: merge it into its base first"
         for label, expert in experts.items()
         if expert.needs_base
     ]
     problems += [f"expert '{label}' has no batches" for label in experts if label not in batches]
     problems += [f"there are batches for '{label}', which is no expert" for label in batches if label not in experts]
-    problems += ["an expert cannot be called 'stages' or 'base'" for label in experts if label in ("stages", "base")]
+    problems += ["an expert cannot be named 'stages' or 'base'" for label in experts if label in ("stages", "base")]
     if problems or not experts:
         raise StatisticsError("Staged statistics cannot be measured.", problems or ["there are no experts"])
 
@@ -215,8 +215,8 @@ def _is_measured(part: Path, model: ModelInfo, details: Mapping[str, str]) -> bo
         data = found.header.data[0]
         if found.header.model.content != model.content or dict(data.details) != dict(details):
             raise StatisticsError(
-                f"{part} holds statistics of other models or settings than these. Likely cause: an earlier call wrote "
-                "to the same folder. Fix: another folder, or delete the old one."
+                f"{part} contains statistics of other models or settings. Likely cause: an earlier call wrote "
+                "to the same folder. Fix: use another folder, or delete the old one."
             )
     return True
 

@@ -82,8 +82,8 @@ def default_predict(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     found = getattr(output, "logits", getattr(output, "logits_per_image", output))
     if not isinstance(found, Tensor) or found.ndim < 2:
         raise StatisticsError(
-            f"{type(model).__name__} gives {type(output).__name__}, in which no logits were found. From Python, pass "
-            "predict=, a function of the model and a batch that returns them."
+            f"{type(model).__name__} returns {type(output).__name__}, which has no logits. From Python, pass "
+            "predict=, a function of the model and a batch that returns logits."
         )
     return found
 
@@ -100,7 +100,7 @@ def keep_answers(model: nn.Module, batches: Sequence[InputBatch], predict: Predi
             logits_PC, _ = _counted(predict(model, batch.keywords), batch)
             log_p_PC = logits_PC.float().log_softmax(-1)
             if not bool(torch.isfinite(log_p_PC.sum())) and bool(log_p_PC.isnan().any()):
-                raise StatisticsError("A prediction of the expert is NaN: look at its weights, or use another --dtype.")
+                raise StatisticsError("A prediction of the expert is NaN: check its weights, or use another --dtype.")
             classes = None
             rest = torch.full_like(log_p_PC[:, 0], -torch.inf)
             if log_p_PC.shape[-1] > 2 * top:
@@ -275,7 +275,7 @@ def loss_of(found: AnswerComparison, score: ScoreName, sample: Sequence[int] | N
     numbers = range(len(counts)) if sample is None else sample
     total = sum(counts[n] for n in numbers)
     if not total:
-        raise StatisticsError(f"The score '{score}' needs labels, and none of the inputs has one (--label-column).")
+        raise StatisticsError(f"The score '{score}' needs labels, but the inputs have none. Fix: pass --label-column.")
     values: Sequence[float] = {
         "divergence": found.divergence, "disagreement": found.differing, "perplexity": found.surprise,
         "accuracy": found.right,

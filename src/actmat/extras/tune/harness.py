@@ -44,7 +44,7 @@ class LmEval:
     def __init__(self, tasks: Sequence[str], files: str, *, limit: int | None = None, batch_size: int = 8) -> None:
         self.__name__ = f"{PREFIX}{','.join(tasks)}" + ("" if limit is None else f" limit {limit}")
         if not tasks:
-            raise RecipeError(f"Which tasks? Write {PREFIX}TASK,TASK, such as {PREFIX}gsm8k_cot,ifeval.")
+            raise RecipeError(f"No task given: pass {PREFIX}TASK,TASK, such as {PREFIX}gsm8k_cot,ifeval.")
         self._tasks, self._files = list(tasks), files
         self._limit, self._batch_size = limit, batch_size
         files_only = all(map(_is_file, tasks))  # reading the thousands of tasks of lm-eval takes seconds
@@ -90,7 +90,7 @@ class LmEval:
         except Exception as error:  # tasks, data sets and models of many kinds
             raise RecipeError(f"lm-eval cannot score {', '.join(self._tasks)}: {in_one_line(error)}") from error
         if not _scored(found):
-            raise RecipeError(f"lm-eval gives no number for {', '.join(self._tasks)}.")
+            raise RecipeError(f"lm-eval returned no number for {', '.join(self._tasks)}.")
         return dict(found)
 
     def _ready_tasks(self) -> Any:

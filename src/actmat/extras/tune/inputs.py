@@ -154,10 +154,10 @@ def prepare_inputs(
         final.add(whole, odd)
     if not (search.samples and final.samples and (measured.samples or not measuring)):
         least = "3 inputs" if measuring else "2 inputs"
-        more = ", and a part of the first half to measure statistics on" if measuring else ""
+        more = ", and part of the first half for statistics" if measuring else ""
         raise StatisticsError(
-            f"{name}: expected at least {least} for expert '{label}' (32 to 256 are usual), one half to "
-            f"search with and one to compare in the end{more}."
+            f"{name}: expected at least {least} for expert '{label}' (32 to 256 are usual): one half for "
+            f"the search and one for the final comparison{more}."
         )
     return ExpertInputs(label, tuple(search.batches), tuple(final.batches), tuple(measured.batches))
 

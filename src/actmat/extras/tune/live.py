@@ -285,8 +285,8 @@ class LiveModel:
     def _known(self, deltas: D) -> D:
         if unknown := [name for name in deltas if name not in self._numbers]:
             raise StatisticsError(
-                f"'{unknown[0]}' changes in a merge, and the base's checkpoint has no tensor of this name, so that its "
-                "scale is not known. Models of load= keep the names of their checkpoint, with or without a prefix."
+                f"'{unknown[0]}' changes in a merge, but the base's checkpoint has no tensor of this name, so its "
+                "scale is unknown. Models of load= keep the names of their checkpoint, with or without a prefix."
             )
         return deltas
 

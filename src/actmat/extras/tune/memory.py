@@ -243,10 +243,10 @@ def _limit(run: RunSettings, device: str) -> tuple[int, str]:
         if run.device_memory is not None:
             return parse_size(run.device_memory), f"--device-memory, of {device}"
         check_device(device)
-        return int(USABLE * open_devices(device)[0].free_bytes()), f"nine tenths of what is free on {device}"
+        return int(USABLE * open_devices(device)[0].free_bytes()), f"nine tenths of the free memory on {device}"
     if run.max_memory is not None:
         return parse_size(run.max_memory), "--max-memory"
-    return int(USABLE * available_memory()), "nine tenths of what is free"
+    return int(USABLE * available_memory()), "nine tenths of the free memory"
 
 
 def model_device(text: str) -> tuple[str, str]:

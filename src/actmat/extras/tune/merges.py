@@ -196,10 +196,10 @@ def _base_of_adapters(recipe: Recipe, given: Given) -> str:
     names = set()
     for label, expert in zip(recipe.labels, given.experts, strict=True):
         if not isinstance(expert, LocatedAdapter):
-            raise RecipeError(f"--base must be given: {label} is no adapter.")
+            raise RecipeError(f"No base given: pass --base; {label} is a full checkpoint.")
         names.add(expert.base_model)
     if len(names) != 1 or not (base := names.pop()):
-        raise RecipeError("The adapters do not name one base: give it with --base.")
+        raise RecipeError("The adapters do not name a common base: pass --base.")
     return base
 
 

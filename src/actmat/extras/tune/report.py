@@ -228,7 +228,7 @@ def notes_on_choice(finals: Sequence[Rival], *, allowed: bool, least_agreement: 
     if not allowed:
         yield (
             f"No candidate keeps {least_agreement:.0%} of every expert's predictions; the one whose worst expert keeps "
-            "most was taken."
+            "the most was chosen."
         )
 
 

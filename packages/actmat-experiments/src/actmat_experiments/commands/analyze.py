@@ -34,12 +34,12 @@ command("research", "measured and saved", f"there are results already; {BAD_INPU
 
 Out = Annotated[Path, typer.Option("--out", help="Folder of NAME.json, NAME.png and NAME.svg.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace earlier results there.")]
-Demo = Annotated[Path, typer.Option("--demo", help="Output folder of 'actmat demo'.")]
-Task = Annotated[str, typer.Option("--task", help="Task of the demo.")]
+Demo = Annotated[Path, typer.Option("--demo", help="Output folder of 'actmat demo' to analyze.")]
+Task = Annotated[str, typer.Option("--task", help="Task of the demo, such as digit or parity.")]
 Moments = Annotated[int, typer.Option("--moments", min=1, help="Number of measurements.")]
 Permutations = Annotated[int, typer.Option("--permutations", min=1, help="Permutations for the chance level.")]
 At = Annotated[Literal["base", "expert"], typer.Option("--at", help="Weights: 'base', or 'expert' of the task.")]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of all random numbers.")]
 Layers = Annotated[list[str] | None, typer.Option("--layer", help="Only weights of this pattern, such as '*up_proj*'.")]
 OUT, DEMO = Path("analyses"), Path("demo-output")
 

@@ -20,7 +20,7 @@ experiment = typer.Typer(
     rich_markup_mode="rich",
     help="Run the experiments of the paper, or the same at laptop size, and show their tables.",
 )
-command("research", "run, or shown", "no such suite or method, data are missing, or nothing was run with this cache")(
+command("research", "run, or shown", "the suite or method is unknown, data are missing, or this cache has no results")(
     experiment
 )
 
@@ -31,23 +31,21 @@ Models = Annotated[list[str] | None, typer.Option("--models", help="Only these m
 Tasks = Annotated[list[str] | None, typer.Option("--tasks", help="Only these tasks; comma-separated.")]
 Methods = Annotated[list[str] | None, typer.Option("--methods", help="Only these methods; comma-separated.")]
 Full = Annotated[
-    bool | None, typer.Option("--full/--no-full", help="Experts by full fine-tuning (default: as the suite does).")
+    bool | None, typer.Option("--full/--no-full", help="Train experts by full fine-tuning (default: by suite).")
 ]
-Lora = Annotated[
-    bool | None, typer.Option("--lora/--no-lora", help="Experts by LoRA, too (default: as the suite does).")
-]
-Seeds = Annotated[str, typer.Option("--seeds", help="Comma-separated; every seed is a run of its own.")]
+Lora = Annotated[bool | None, typer.Option("--lora/--no-lora", help="Also train experts by LoRA (default: by suite).")]
+Seeds = Annotated[str, typer.Option("--seeds", help="Comma-separated; one run per seed.")]
 Data = Annotated[Path | None, typer.Option("--data", help="Folder of local data sets (default: the hub).")]
-Device = Annotated[str, typer.Option("--device", help="Where models compute: cpu, cuda, cuda:N, mps.")]
+Device = Annotated[str, typer.Option("--device", help="Device of the models: cpu, cuda, cuda:N or mps.")]
 Threads = Annotated[
-    int | None, typer.Option("--threads", help="Runs, tensors and tests side by side (default: all cores).")
+    int | None, typer.Option("--threads", help="Parallel runs, tensors and tests (default: all cores).")
 ]
 Settings = Annotated[list[str] | None, typer.Option("--set", help="name=value of the suite's settings.")]
 
 
 @experiment.command("list")
 def list_suites(json: flags.Json = False, quiet: flags.Quiet = False) -> None:
-    """The suites and what they are about."""
+    """List the suites with a description."""
     from actmat.cli.screen import console, plain_table, print_result
     from actmat_experiments.suites import SUITES
 
@@ -61,7 +59,7 @@ def list_suites(json: flags.Json = False, quiet: flags.Quiet = False) -> None:
     for suite in SUITES:
         listed.add_row(suite.name, suite.summary, suite.needs)
     console.print(listed)
-    console.print("\nWhere no time is given, none was measured. The smallest experiment is 'actmat demo': a minute.")
+    console.print("\nSuites without a time were not measured. The smallest experiment is 'actmat demo': a minute.")
 
 
 @experiment.command()
@@ -81,7 +79,7 @@ def run(
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Train, merge by every method, evaluate. What is done already is taken from the cache.
+    """Train, merge with every method, evaluate. Finished stages are reused from the cache.
 
     actmat experiment run vision-small --data DATA --lora --seeds 0,1,2
     actmat experiment run vision --models ViT-B/32 --methods average,actmat,tsv --device cuda
@@ -104,12 +102,12 @@ def run(
 def table(
     suite: SuiteName,
     cache: CacheFolder = _CACHE,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Markdown instead of a terminal's table.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a terminal table.")] = False,
     figures: Annotated[Path | None, typer.Option("--figures", help="Draw the figures into this folder.")] = None,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """The paper's table beside ours: per task, with majority baselines, seeds and 95 % intervals."""
+    """Show the paper's table next to ours: per task, with majority baselines, seeds and 95 % intervals."""
     from actmat.cli.screen import SafeConsole, console
     from actmat_experiments.suites import TableRequest, get_suite
 
@@ -129,7 +127,7 @@ def table(
 
 
 def _request(given: dict[str, Any]) -> RunRequest:
-    """The flags of a command, by name, as a request; what is wrong with them alone is an error of usage."""
+    """Build a request from the flags of a command; raises usage errors."""
     from actmat_experiments.suites import RunRequest, get_suite
 
     default = get_suite(given["suite"]).regimes

@@ -1,4 +1,4 @@
-"""Flags of `actmat analyze` for models and checkpoints of the user, and values that are lists."""
+"""Flags of `actmat analyze` for the user's own models and checkpoints, and parsers of lists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class OwnCheckpoints:
     """Checkpoints of the user with statistics, in place of a demo."""
 
     base: Annotated[
-        str | None, typer.Option("--base", "-b", help="Your own base, in place of a demo: folder or hub id.")
+        str | None, typer.Option("--base", "-b", help="Your own base, instead of a demo: folder or hub id.")
     ] = None
     expert: Annotated[
         list[str] | None, typer.Option("--expert", "-e", help="NAME=CHECKPOINT of an expert, once per expert.")
@@ -41,7 +41,7 @@ class OwnCheckpoints:
             return
         if not self.base or not experts or experts.keys() != places.keys():
             raise RecipeError(
-                "Checkpoints of your own take --base, and --expert and --statistics under the same names; "
+                "Your own checkpoints need --base, and --expert and --statistics with the same names; "
                 f"got experts {sorted(experts)} and statistics {sorted(places)}."
             )
         from actmat_experiments.core import open_statistics
@@ -55,7 +55,7 @@ class OwnModel:
     """A model of the user with data, in place of a demo."""
 
     model: Annotated[
-        str | None, typer.Option("--model", help="Your own model, in place of a demo: folder or hub id.")
+        str | None, typer.Option("--model", help="Your own model, instead of a demo: folder or hub id.")
     ] = None
     data: Annotated[str | None, typer.Option("--data", help="Its data: file, folder or hub id of a data set.")] = None
     model_class: flags.ModelClass = None
@@ -65,16 +65,14 @@ class OwnModel:
     image_column: flags.ImageColumn = None
     target_column: flags.TargetColumn = None
     label_column: Annotated[str | None, typer.Option("--label-column", help="Column of class labels.")] = None
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Samples of the data set that are read.")] = 256
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Number of samples to read.")] = 256
     batch_size: flags.BatchSize = 8
     max_length: flags.MaxLength = 512
 
     def open(self) -> Subject | None:
         """The model with its data; None where none is given, which means a demo."""
         if (self.model is None) != (self.data is None):
-            raise RecipeError(
-                f"A model of your own takes --model and --data; got model {self.model} and data {self.data}."
-            )
+            raise RecipeError(f"Your own model needs --model and --data; got model {self.model} and data {self.data}.")
         if self.model is None or self.data is None:
             return None
         from actmat_experiments.analyses.subjects import open_subject
@@ -121,7 +119,7 @@ def numbers(text: str, flag: str) -> list[int]:
     """Numbers above zero with commas between."""
     words = [w.strip() for w in text.split(",")]
     if not all(w.isdecimal() and int(w) > 0 for w in words):
-        raise RecipeError(f"{flag} takes numbers above zero with commas between, such as 10,100; got '{text}'.")
+        raise RecipeError(f"{flag} takes comma-separated positive numbers, such as 10,100; got '{text}'.")
     return sorted({int(w) for w in words})
 
 

@@ -154,7 +154,7 @@ class Cache:
     ) -> dict[str, Path]:
         """The same for several results of one stage; `make` gets the folders of those that are missing, in one call."""
         if not stage.replace("-", "").replace("_", "").isalnum():
-            raise ValueError(f"'{stage}' is no name of a stage: letters, digits, - and _ alone")
+            raise ValueError(f"'{stage}' is not a valid stage name: use only letters, digits, - and _")
         done = {name: self.path(stage, key) for name, key in keys.items()}
         text = {name: canonical(key) for name, key in keys.items()}
         if missing := [n for n in keys if not _finished(done[n], text[n])]:
@@ -192,8 +192,8 @@ class Cache:
             yield
         except OSError as error:
             raise OutputError(
-                f"The stage '{stage}' cannot be kept in {self.root}: {error.strerror or error}. "
-                "Choose another place with --cache."
+                f"The stage '{stage}' cannot be stored in {self.root}: {error.strerror or error}. "
+                "Fix: choose another folder with --cache."
             ) from error
 
 
@@ -203,5 +203,5 @@ def _finished(done: Path, text: str) -> bool:
     if not path.is_file():
         return False
     if path.read_text(encoding="utf-8").rstrip("\n") != text:
-        raise OutputError(f"{path} holds another key than the one that leads there; remove the folder {done}.")
+        raise OutputError(f"{path} does not match its folder's key. Fix: remove the folder {done}.")
     return True

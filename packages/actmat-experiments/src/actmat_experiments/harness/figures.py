@@ -34,7 +34,7 @@ def new_panels(
         MergeError: there is nothing to show.
     """
     if count < 1:
-        raise MergeError("There are no layers to show: the analysis has found no linear layer.")
+        raise MergeError("The figure has no layers: the analysis found no linear layer.")
     columns = min(columns, count)
     rows = math.ceil(count / columns)
     figure = Figure(figsize=(width, height or 0.9 + 1.75 * rows), layout="constrained")

@@ -56,8 +56,8 @@ def model_folder(location: str) -> tuple[Path, str]:
             )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"'{location}' is no folder, and it could not be had from the hub: {in_one_line(error)}. "
-            "Give a local folder, or check the name and the network."
+            f"'{location}' is not a folder, and downloading it from the hub failed: {in_one_line(error)}. "
+            "Fix: give a local folder, or check the name and the network."
         ) from error
     return found, f"{repo}@{found.name}"
 
@@ -155,7 +155,7 @@ def kept_rows(rows: Sequence[Any], read: Callable[[Any], Read], where: str) -> t
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             problems.append(f"row {number}: {error}")
     if not (found or problems):
-        problems.append("there are no rows")
+        problems.append("the data set has no rows")
     check_malformed(problems, len(rows), where)
     return found, problems
 

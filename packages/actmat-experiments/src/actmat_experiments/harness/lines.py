@@ -27,7 +27,7 @@ def read_files(
         try:
             found.append(read(json_lines((folder / file).read_text(encoding="utf-8"))))
         except FileNotFoundError:
-            problems.append(f"{task}: {file} is not there")
+            problems.append(f"{task}: {file} is missing")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            problems.append(f"{task}: {file} does not hold what it should: {type(error).__name__}: {error}")
+            problems.append(f"{task}: {file} has unexpected content: {type(error).__name__}: {error}")
     return found

@@ -90,9 +90,9 @@ def read_scores(path: Path) -> list[Score]:
             score = Score(**json.loads(line))
             found[score.identity] = score
         except (TypeError, ValueError) as error:
-            problems.append(f"{path}:{number}: no score: {error}")
+            problems.append(f"{path}:{number}: not a score: {error}")
     if problems:
-        raise CheckpointError(f"{path} holds lines that are no scores; remove them or the file.", problems)
+        raise CheckpointError(f"{path} has lines that are not scores. Fix: remove them or the file.", problems)
     return list(found.values())
 
 

@@ -80,7 +80,7 @@ def choose_methods(
     left_out = {name: reason for name, reason in reasons.items() if reason}
     if wanted is not None and left_out:
         raise RecipeError(
-            "Not all these methods can run here: all experts are merged at once, with the statistics that are there.",
+            "Some methods cannot run here: all experts are merged at once, with the available statistics.",
             [f"'{name}' {reason}" for name, reason in left_out.items()],
         )
     return [name for name in dict.fromkeys(reasons if wanted is None else wanted) if name not in left_out], left_out
@@ -118,10 +118,10 @@ def candidates(
         unknown = [w for w in wanted if w not in known and not w.endswith(".py") and ".py:" not in w]
         if unknown:
             raise RecipeError(
-                "There are no such methods.", [f"'{w}' is unknown.{did_you_mean(w, sorted(known))}" for w in unknown]
+                "Unknown methods.", [f"'{w}' is unknown.{did_you_mean(w, sorted(known))}" for w in unknown]
             )
         if cannot := [f"'{w}' {missing[w]}" for w in wanted if w in missing]:
-            raise RecipeError("Not all these methods can run here.", cannot)
+            raise RecipeError("Some methods cannot run here.", cannot)
     rules = None if wanted is None else [w for w in wanted if w in {m.name for m in all_methods()} or ".py:" in w]
     names, left_out = choose_methods(rules, n_experts, statistics)
     if wanted is None:

@@ -27,7 +27,7 @@ def changed(settings: Settings, values: Mapping[str, str]) -> Settings:
     for name, text in values.items():
         if name not in known:
             problems.append(
-                f"there is no setting '{name}'.{did_you_mean(name, known)} Settings: {', '.join(sorted(known))}"
+                f"unknown setting '{name}'.{did_you_mean(name, known)} Settings: {', '.join(sorted(known))}"
             )
             continue
         try:
@@ -35,7 +35,7 @@ def changed(settings: Settings, values: Mapping[str, str]) -> Settings:
         except ValidationError as error:
             problems.append(f"setting '{name}' cannot be {text!r}: {error.errors()[0]['msg']}")
     if problems:
-        raise RecipeError("These settings of the suite cannot be.", problems)
+        raise RecipeError("Invalid settings of the suite.", problems)
     return settings
 
 
