@@ -161,7 +161,7 @@ def test_what_cannot_be_scored_is_told_before_a_model_is_loaded(monkeypatch: pyt
         scored(monkeypatch, {}, ["gsm8kk"])
     with pytest.raises(RecipeError, match="No task given"):
         LmEval([], "base")
-    with pytest.raises(RecipeError, match="gives no number for gsm8k"):
+    with pytest.raises(RecipeError, match="returned no number for gsm8k"):
         scored(monkeypatch, {"results": {}}, ["gsm8k"])
 
 

@@ -149,7 +149,7 @@ def test_ones_own_checkpoints_with_statistics(tmp_path):
     ("argv", "words"),
     [
         (("theorem2", "--tasks", "9"), "2 to 6"),
-        (("cosine", "--samples", "1,x"), "commas between"),
+        (("cosine", "--samples", "1,x"), "comma-separated positive"),
         (("scale", "--demo", "nowhere"), "actmat demo --out"),
         (("scale", "--base", "b"), "with the same names"),
         (("scale", "-b", "b", "-e", "a=x", "--statistics", "c=y"), "['a'] and statistics ['c']"),
