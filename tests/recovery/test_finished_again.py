@@ -35,7 +35,7 @@ def test_the_same_command_says_that_it_is_complete(family: Family) -> None:
     before = state(family.out)
     outcome = actmat(loud(family))
     assert outcome.code == 0, outcome
-    assert "is complete" in outcome.out
+    assert "already complete" in outcome.out
     assert state(family.out) == before, "nothing is written again"
     assert actmat(family.argv()).out == "", "quiet is quiet"
 
@@ -149,7 +149,7 @@ def test_of_several_outputs_only_the_missing_ones_are_made(family: Family) -> No
     assert outcome.code == 0, outcome
     assert state(many / "average") == before
     assert contents(many / "linear") == expected
-    assert outcome.out.count("is complete") == 1
+    assert outcome.out.count("already complete") == 1
 
 
 def test_an_adapter_too(tmp_path: Path) -> None:
