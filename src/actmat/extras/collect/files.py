@@ -29,11 +29,11 @@ def check_output(out: Path, *, overwrite: bool) -> None:
     if out.is_dir():
         there = list_folder(out, error=OutputError)
         if there and there != [FILE_NAME]:
-            raise OutputError(f"{out} holds other files ({', '.join(there[:3])}); choose another place.")
+            raise OutputError(f"{out} contains other files ({', '.join(there[:3])}); choose another folder.")
         if there and not overwrite:
-            raise OutputError(f"{out} holds statistics already; choose another place or pass --overwrite.")
+            raise OutputError(f"{out} already contains statistics; choose another folder or pass --overwrite.")
     elif out.exists() or out.is_symlink():
-        raise OutputError(f"{out} exists and is not a directory; choose another place.")
+        raise OutputError(f"{out} exists and is not a directory; choose another folder.")
 
 
 def write_statistics(
