@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from actmat.errors import MEMORY_MESSAGES, MergeError
+from actmat.errors import MergeError, is_memory_error
 
 MAX_SECONDS = 1.0
 """Processor time of one case."""
@@ -134,7 +134,7 @@ def _is_of_memory(error: BaseException) -> bool:
     for _ in range(CAUSES):
         if cause is None:
             return False
-        if isinstance(cause, MemoryError) or any(m in str(cause).lower() for m in MEMORY_MESSAGES):
+        if is_memory_error(cause):
             return True
         cause = cause.__cause__ or cause.__context__
     return False

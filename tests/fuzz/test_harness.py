@@ -70,7 +70,7 @@ READS: dict[str, Callable[[], str | None]] = {
     "giant": lambda: _hidden(lambda: torch.empty(10**12)),
     "giant list": lambda: _hidden(lambda: [0] * 10**12),
     "foreign": lambda: str({}["x"]),
-    "slow": lambda: str(sum(range(6_000_000))),
+    "slow": lambda: str(sum(range(15_000_000))),
     "endless": _spin,
     "exit": _exit,
     "crash": _crash,
