@@ -161,7 +161,7 @@ def get_suite(name: str) -> Suite:
     """The suite called `name`.
 
     Raises:
-        RecipeError: there is none; offers the near name and lists all.
+        RecipeError: the suite is unknown; offers the near name and lists all.
     """
     for suite in SUITES:
         if suite.name == name:

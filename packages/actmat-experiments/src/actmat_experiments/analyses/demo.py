@@ -55,7 +55,7 @@ class DemoModels:
         """Checkpoint that the demo merged by a method.
 
         Raises:
-            RecipeError: there is none.
+            RecipeError: not found.
         """
         if method not in self.merged:
             raise RecipeError(f"The demo has no merge by '{method}'.{did_you_mean(method, self.merged)}")
@@ -65,7 +65,7 @@ class DemoModels:
         """Data of a task of the demo.
 
         Raises:
-            RecipeError: there is none of that name.
+            RecipeError: the name is unknown.
         """
         if name not in self.data:
             near = did_you_mean(name, self.data)

@@ -109,7 +109,7 @@ def _save_figure(figure: Figure, path: Path) -> None:
 
 
 def degrees(radians: float) -> str:
-    """An angle for a table; "-" where there is none."""
+    """An angle for a table; "-" for None."""
     return shown(math.degrees(radians), ".1f")
 
 

@@ -13,7 +13,7 @@ def load_t5(folder: Path) -> Any:
     """An encoder-decoder in float32 and in evaluation mode.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: not found.
     """
     try:
         return load_model("AutoModelForSeq2SeqLM", folder)

@@ -64,7 +64,7 @@ class InputObserver(TorchFunctionMode):
         return func(*args, **given)
 
     def _add(self, linear_map: LinearMap | None, inputs: Tensor, scope: MaskScope | None = None) -> None:
-        """Add `inputs` (`* I`) of a linear map; None: the weight is none that is measured."""
+        """Add `inputs` (`* I`) of a linear map; None: the weight is not measured."""
         if linear_map is None:
             return
         kept = real_rows(inputs.shape[:-1], scope or self._scopes.of(inputs))
