@@ -208,7 +208,7 @@ def test_pickles_and_hostile_indexes_are_not_opened(server: RangeServer, tmp_pat
         ("https://host/m.safetensors?X-Amz-Signature=abc", r"^https://host/m\.safetensors: .*query"),
         ("https://", "expected a host"),
         ("https://host/a/../b", "'..'"),
-        ("nosuch://bucket/m", "found nosuch://"),
+        ("nosuch://bucket/m", "the scheme nosuch:// is not supported"),
         ("hf://only-one-part", "expected hf://org/name"),
     ],
 )
