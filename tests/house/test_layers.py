@@ -36,6 +36,7 @@ LAYERS = (
     "checkpoints",
     "layout",
     "experts",
+    "identity",
     "statistics",
     "settings",
     "recipe",

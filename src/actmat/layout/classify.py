@@ -36,6 +36,11 @@ _NORM = re.compile(
 )
 _BIAS = re.compile(r"(?:\w*_)?bias(?:es)?(?:_[a-z])?\d*")
 _STATISTICS = re.compile(r"running_(?:mean|var)")
+_COMPUTED = re.compile(
+    r"(?:position|token_type|cache_position)_ids|relative_(?:position|coords)_(?:index|table)|num_batches_tracked|"
+    r"(?:\w*_)?inv_freq|masked_bias|(?:causal|attn|attention)_mask"
+)
+"""Buffers that a model computes or counts, some of which are cast to floats with the weights."""
 
 _SCALE = re.compile(
     r"A_log|D|gamma\w*|beta|lambda\w*|alpha\w*|\w*scale\w*|\w*_decay|time_(?:mix|decay|first|maa)\w*|sinks"
@@ -108,6 +113,8 @@ def classify(spec: TensorSpec, partner: tuple[int, ...] | None, tower: Tower) ->
     shape = spec.shape
     if not spec.is_floating:
         return TensorLayout(Role.BUFFER, _buffer_reason(spec, leaf or owner))
+    if not leaf and _COMPUTED.fullmatch(owner):
+        return TensorLayout(Role.BUFFER, f"indices or a computed buffer, by the name {owner}")
     if len(shape) <= 1:
         return _vector_or_token(shape, owner, leaf)
     table = _is_table(owner, tower) and (not indexed or _INDEXED_TABLE.fullmatch(owner) is not None)

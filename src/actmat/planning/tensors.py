@@ -36,6 +36,7 @@ from actmat.planning.storage import (
     stems_of,
     trained_on_codes_notes,
 )
+from actmat.planning.tokens import token_findings
 from actmat.recipe import Recipe
 
 
@@ -64,6 +65,8 @@ def plan_tensors(
         given[name] = [None if s is None else e.source(s) for e, s in zip(experts, sources, strict=True)]
         decided[name] = _of_touched(name, decision, given[name], chooser, only_adapters=only_adapters)
     problems += layout_problems + chooser.problems + list(alignment.problems)
+    token_problems, token_notes = token_findings(recipe, base, experts, kept)
+    problems += token_problems
     problems += _space_problems(recipe, experts, chooser) + encoding_problems(recipe, base, alignment.canonical)
     problems += [f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(base.specs)]
     max_shard_bytes = 1
@@ -87,6 +90,7 @@ def plan_tensors(
         notes=(
             *part_notes(base),
             *alignment.notes,
+            *token_notes,
             *chooser.unused_entries(),
             *_storage_notes(recipe, base, experts),
             *_adapter_notes(recipe.labels, experts, items),

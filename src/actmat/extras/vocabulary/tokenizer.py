@@ -12,8 +12,8 @@ from actmat.bounds import read_object
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.folder import member
 from actmat.errors import CheckpointError
+from actmat.identity.tokens import TOKENIZER, listed_tokens
 
-TOKENIZER = "tokenizer.json"
 ADDED: Mapping[str, Any] = {
     "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False,
 }  # fmt: skip
@@ -32,35 +32,11 @@ def read_tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, int], list[dict[st
             f"{checkpoint.location}: {TOKENIZER} is missing; 'vocabulary' needs it to match rows by token. "
             "Fix: save the tokenizer next to the weights (AutoTokenizer.from_pretrained, save_pretrained)"
         )
-    data = read_object(member(Path(folder), TOKENIZER))
-    model = data.get("model")
-    tokens = _tokens(model.get("vocab") if isinstance(model, Mapping) else None)
-    listed = data.get("added_tokens") or []
-    if not isinstance(listed, list):
-        said = f"expected a list of added tokens, found {str(listed)[:40]!r}. Fix: save the tokenizer again"
-        raise CheckpointError(f"{Path(folder) / TOKENIZER}: {said}")
-    added = [
-        dict(entry)
-        for entry in listed
-        if isinstance(entry, Mapping) and isinstance(entry.get("content"), str) and _is_row(entry.get("id"))
-    ]
-    tokens |= {entry["content"]: entry["id"] for entry in added}
+    path = member(Path(folder), TOKENIZER)
+    tokens, added = listed_tokens(read_object(path), path)
     if not tokens:
-        raise CheckpointError(f"{Path(folder) / TOKENIZER}: expected a vocabulary (model.vocab), found none")
+        raise CheckpointError(f"{path}: expected a vocabulary (model.vocab), found none")
     return tokens, added
-
-
-def _is_row(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
-
-
-def _tokens(listed: Any) -> dict[str, int]:
-    """Vocabulary of a BPE or WordPiece model (a mapping) or of a Unigram model (a list of pairs)."""
-    if isinstance(listed, Mapping):
-        return {str(t): i for t, i in listed.items() if _is_row(i)}
-    if isinstance(listed, list):
-        return {str(pair[0]): i for i, pair in enumerate(listed) if isinstance(pair, list) and pair}
-    return {}
 
 
 def written_tokenizer(folder: Path, entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -1,0 +1,209 @@
+"""Tokens of two inputs compared by row: the same row of a table must mean the same token, or rows are taken by token.
+
+A tokenizer is read from `tokenizer.json`, else from `vocab.json` or `vocab.txt`, with the tokens that were added to it
+(`added_tokens.json`, `tokenizer_config.json`). Tokenizers in other formats are not compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from actmat.bounds import read_bytes, read_object
+from actmat.checkpoints.side_files import ModelFiles
+from actmat.errors import CheckpointError
+
+TOKENIZER = "tokenizer.json"
+CONFIG, ADDED, VOCABULARIES = "tokenizer_config.json", "added_tokens.json", ("vocab.json", "vocab.txt")
+MOST_ROWS = 2**31
+SHOWN = 4
+"""Tokens that a message names."""
+
+
+def is_row(value: object) -> bool:
+    """True for the number of a row."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_ROWS
+
+
+def listed_tokens(data: Mapping[str, Any], place: object) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """Token -> row, and the entries of added tokens, of a `tokenizer.json`.
+
+    Args:
+        data: content of the file.
+        place: of the file, for messages.
+
+    Raises:
+        CheckpointError: its added tokens are not a list.
+    """
+    model = data.get("model")
+    tokens = _vocabulary(model.get("vocab") if isinstance(model, Mapping) else None)
+    listed = data.get("added_tokens") or []
+    if not isinstance(listed, list):
+        said = f"expected a list of added tokens, found {str(listed)[:40]!r}. Fix: save the tokenizer again"
+        raise CheckpointError(f"{place}: {said}")
+    added = [
+        dict(entry)
+        for entry in listed
+        if isinstance(entry, Mapping) and isinstance(entry.get("content"), str) and is_row(entry.get("id"))
+    ]
+    return tokens | {entry["content"]: entry["id"] for entry in added}, added
+
+
+def _vocabulary(listed: Any) -> dict[str, int]:
+    """Vocabulary of a BPE or WordPiece model (a mapping) or of a Unigram model (a list of pairs)."""
+    if isinstance(listed, Mapping):
+        return {str(t): i for t, i in listed.items() if is_row(i)}
+    if isinstance(listed, list):
+        return {str(pair[0]): i for i, pair in enumerate(listed) if isinstance(pair, list) and pair}
+    return {}
+
+
+class TokenReader:
+    """Reads the tokens of inputs; equal files are parsed once."""
+
+    def __init__(self) -> None:
+        self._parsed: dict[bytes, Mapping[str, int]] = {}
+
+    def tokens(self, files: ModelFiles) -> Mapping[str, int]:
+        """Token -> row, from the tokenizer among files; empty without one that is read.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        first = next((n for n in (TOKENIZER, *VOCABULARIES) if n in files.names), None)
+        if first is None:
+            return {}
+        paths = {n: files.fetch(n) for n in (first, ADDED, CONFIG) if n in files.names}
+        seen = hashlib.sha256(b"".join(hashlib.sha256(read_bytes(p)).digest() for p in paths.values())).digest()
+        if seen not in self._parsed:
+            if first == TOKENIZER:
+                tokens = listed_tokens(read_object(paths[first]), paths[first])[0]
+            elif first.endswith(".txt"):
+                lines = read_bytes(paths[first]).decode("utf-8", "replace").split("\n")
+                tokens = {line.rstrip("\r"): i for i, line in enumerate(lines) if line}
+            else:
+                tokens = _vocabulary(read_object(paths[first]))
+            more = _vocabulary(read_object(paths[ADDED])) if ADDED in paths else {}
+            decoder = read_object(paths[CONFIG]).get("added_tokens_decoder") if CONFIG in paths else None
+            for row, entry in (decoder if isinstance(decoder, Mapping) else {}).items():
+                text = entry.get("content") if isinstance(entry, Mapping) else None
+                if isinstance(text, str) and row.isascii() and row.isdecimal() and len(row) < len(str(MOST_ROWS)):
+                    more.setdefault(text, int(row))
+            self._parsed[seen] = {**more, **tokens}
+        return self._parsed[seen]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenInput:
+    """An input with its tokens.
+
+    Args:
+        label: `base`, or the name of an expert.
+        tokens: token -> row; empty if not known.
+        merges_rows: its table is merged row by row with the others.
+    """
+
+    label: str
+    tokens: Mapping[str, int]
+    merges_rows: bool = True
+
+    @property
+    def words(self) -> str:
+        """The input in a sentence."""
+        return "the base" if self.label == "base" else f"expert '{self.label}'"
+
+
+def compare_tokens(
+    inputs: Sequence[TokenInput], written: str, rows: int, *, merged: bool = True
+) -> tuple[list[str], list[str]]:
+    """Problems and notes on tokens of inputs whose tables have equal shapes.
+
+    Rows that mean different tokens in two experts, or that moved, are a problem if these rows are merged. Tokens that
+    the written tokenizer lacks are a note.
+
+    Args:
+        inputs: the base first, if its tokens are known, then experts.
+        written: label of the input whose tokenizer is written.
+        rows: number of rows of the tables; tokens beyond are not compared.
+        merged: tables are merged; False if the recipe keeps the base's.
+    """
+    known = [i for i in inputs if i.tokens]
+    if len(known) < 2:
+        return [], []
+    at = {i.label: {row: token for token, row in i.tokens.items() if row < rows} for i in known}
+    reference, *others = known
+    problems: list[str] = []
+    for one in others if merged else []:
+        moved = _moved(reference, one, at)
+        if one.merges_rows and reference.merges_rows and moved:
+            problems.append(_problem(reference, one, moved, at))
+    if problems and _agree_without_base(known, written, at):
+        problems = []
+    contested = _contested(others, at, at[reference.label]) if merged and not problems else {}
+    for (a, b), found in contested.items():
+        problems.append(_problem(a, b, found, at))
+    if problems:
+        return problems, []
+    return [], list(_unwritten(known, written, at))
+
+
+def _moved(reference: TokenInput, one: TokenInput, at: Mapping[str, Mapping[int, str]]) -> list[int]:
+    """Rows of other tokens, if rows changed places; a row may be renamed, as reserved tokens are."""
+    own, other = at[reference.label], at[one.label]
+    different = [row for row, token in other.items() if own.get(row, token) != token]
+    moved = [row for row in different if other[row] in reference.tokens or own[row] in one.tokens]
+    return sorted(moved or (different if 2 * len(different) > len(own) else ()))
+
+
+def _agree_without_base(known: Sequence[TokenInput], written: str, at: Mapping[str, Mapping[int, str]]) -> bool:
+    """True if all experts have the tokens of the one whose tokenizer is written: then only the base differs."""
+    experts = [i for i in known if i.label != "base"]
+    return written in {i.label for i in experts} and all(
+        at[written].get(row, token) == token for i in experts for row, token in at[i.label].items()
+    )
+
+
+def _contested(
+    experts: Sequence[TokenInput], at: Mapping[str, Mapping[int, str]], own: Mapping[int, str]
+) -> dict[tuple[TokenInput, TokenInput], list[int]]:
+    """Pairs of experts -> rows that mean a new token in both, and not the same."""
+    first: dict[int, TokenInput] = {}
+    pairs: dict[tuple[str, str], list[int]] = {}
+    by_label = {e.label: e for e in experts}
+    for one in (e for e in experts if e.merges_rows):
+        for row, token in at[one.label].items():
+            if own.get(row) == token:
+                continue
+            holder = first.setdefault(row, one)
+            if at[holder.label][row] != token:
+                pairs.setdefault((holder.label, one.label), []).append(row)
+    return {(by_label[a], by_label[b]): sorted(found) for (a, b), found in pairs.items()}
+
+
+def _problem(a: TokenInput, b: TokenInput, rows: Sequence[int], at: Mapping[str, Mapping[int, str]]) -> str:
+    shown = [f"row {r} is {at[a.label][r]!r} and {at[b.label][r]!r}" for r in rows[:SHOWN]]
+    more = f", and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
+    return (
+        f"{a.words} and {b.words} have different tokens in {len(rows)} rows of their token tables: {', '.join(shown)}"
+        f"{more}. Merged row by row, these would be mixed. Fix: take rows by token (--vocabulary union, or base, or "
+        "the name of an expert)"
+    )
+
+
+def _unwritten(known: Sequence[TokenInput], written: str, at: Mapping[str, Mapping[int, str]]) -> Iterator[str]:
+    """Notes on tokens of experts that the written tokenizer lacks."""
+    keeper = next((i for i in known if i.label == written), None)
+    for one in known if keeper is not None else ():
+        found = {row: token for row, token in at[one.label].items() if token not in keeper.tokens}
+        if one is keeper or not found:
+            continue
+        shown = [f"{json.dumps(t, ensure_ascii=False)} (row {r})" for r, t in sorted(found.items())[:SHOWN]]
+        more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        yield (
+            f"{one.words} has {len(found)} tokens that the written tokenizer, of {keeper.words}, lacks: "
+            f"{', '.join(shown)}{more}. '--vocabulary union' gives each its row, '--set files_from=NAME' writes "
+            "another tokenizer"
+        )

@@ -1,0 +1,92 @@
+"""Rows of token tables mean the same token in all inputs, or the merge is refused, or a note says what is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.helpers.merging import actmat, llama_tensors, save_checkpoint
+
+from actmat.identity.tokens import TokenInput, compare_tokens
+
+ROWS = 20
+WORDS = [f"w{i}" for i in range(16)]
+
+
+def compared(*tokens: list[str], written: str = "base", merged: bool = True) -> str:
+    """Problems and notes on the base and experts `a`, `b`, with these tokens, in one text."""
+    inputs = [
+        TokenInput(label, {t: i for i, t in enumerate(own)})
+        for label, own in zip(("base", "a", "b"), tokens, strict=False)
+    ]
+    problems, notes = compare_tokens(inputs, written, ROWS, merged=merged)
+    return " | ".join([*(f"PROBLEM {p}" for p in problems), *notes])
+
+
+SWAPPED = [*WORDS[:4], WORDS[5], WORDS[4], *WORDS[6:]]
+RENAMED = [*WORDS[:15], "<think>"]
+TABLE = {
+    "equal": ([WORDS, WORDS, WORDS], ""),
+    "a token in padding": ([WORDS, [*WORDS, "<think>"]], "expert 'a' has 1 tokens that the written tokenizer"),
+    "the same token in padding": ([WORDS, [*WORDS, "<t>"], [*WORDS, "<t>"]], 'of the base, lacks: "<t>" (row 16)'),
+    "two tokens in one row": ([WORDS, [*WORDS, "<a>"], [*WORDS, "<b>"]], "PROBLEM expert 'a' and expert 'b'"),
+    "a reserved token renamed": ([WORDS, RENAMED, WORDS], '"<think>" (row 15)'),
+    "renamed in two ways": ([WORDS, RENAMED, [*WORDS[:15], "<tool>"]], "row 15 is '<think>' and '<tool>'"),
+    "rows that moved": ([WORDS, SWAPPED], "PROBLEM the base and expert 'a' have different tokens in 2 rows"),
+    "another tokenizer": ([WORDS, [f"x{i}" for i in range(16)]], "in 16 rows of their token tables"),
+    "no tokens of the base": ([[], WORDS, SWAPPED], "PROBLEM expert 'a' and expert 'b'"),
+    "tokens of one input": ([[], WORDS], ""),
+    "tokens beyond the table": (
+        [WORDS, [*WORDS, "p", "q", "r", "s", "beyond"], [*WORDS, "p", "q", "r", "s"]],
+        '"s" (row 19)',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_tokens_of_two_inputs(case: str) -> None:
+    tokens, said = TABLE[case]
+    found = compared(*tokens)
+    assert said in found if said else not found
+    assert ("PROBLEM" in said or "is '<think>'" in said or "in 16 rows" in said) == ("PROBLEM" in found)
+    assert "beyond" not in found
+    assert "PROBLEM" not in compared(*tokens, merged=False), "nothing is mixed in tables that are kept"
+
+
+def test_experts_that_agree_need_no_base() -> None:
+    assert "PROBLEM" not in compared(WORDS, SWAPPED, SWAPPED, written="a")
+    assert "PROBLEM" in compared(WORDS, SWAPPED, WORDS, written="a")
+
+
+def write_tokens(folder: Path, form: str, tokens: list[str]) -> None:
+    """A tokenizer with these tokens, the last one added, in one of the forms that transformers writes."""
+    (folder / "tokenizer.json").unlink()
+    *plain, added = tokens
+    last = len(plain)
+    vocabulary = {t: i for i, t in enumerate(plain)}
+    files = {
+        "fast": {"tokenizer.json": {"model": {"vocab": vocabulary}, "added_tokens": [{"id": last, "content": added}]}},
+        "slow": {"vocab.json": vocabulary, "added_tokens.json": {added: last}},
+        "decoder": {
+            "tokenizer.json": {"model": {"vocab": [[t, 0.0] for t in plain]}},
+            "tokenizer_config.json": {"added_tokens_decoder": {str(last): {"content": added}}},
+        },
+        "words": {"vocab.txt": "\n".join(tokens)},
+    }
+    for name, data in files[form].items():
+        (folder / name).write_text(data if isinstance(data, str) else json.dumps(data))
+
+
+@pytest.mark.parametrize("form", ["fast", "slow", "decoder", "words"])
+def test_tokens_are_read_in_all_forms(form: str, tmp_path: Path) -> None:
+    for seed, (name, tokens) in enumerate({"base": WORDS, "a": [*WORDS, "<a>"], "b": [*WORDS, "<b>"]}.items()):
+        write_tokens(save_checkpoint(tmp_path / name, llama_tensors(seed=seed)), form, tokens)
+    flags = ["-b", tmp_path / "base", "-e", tmp_path / "a", "-e", tmp_path / "b", "-m", "linear"]
+    refused = actmat(["plan", *map(str, flags)])
+    assert refused.code == 1
+    assert "row 16 is '<a>' and '<b>'" in " ".join(refused.err.split())
+    kept = actmat(["plan", *map(str, flags), "--keep", "*embed_tokens*", "--keep", "lm_head.weight"])
+    assert kept.code == 0, kept.err
+    (tmp_path / "b" / "tokenizer.json").write_text("{")
+    assert "its tokens are not compared" in " ".join(actmat(["plan", *map(str, flags)]).out.split())
