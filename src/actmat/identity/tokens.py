@@ -196,7 +196,9 @@ def _problem(a: TokenInput, b: TokenInput, rows: Sequence[int], at: Mapping[str,
 def _unwritten(known: Sequence[TokenInput], written: str, at: Mapping[str, Mapping[int, str]]) -> Iterator[str]:
     """Notes on tokens of experts that the written tokenizer lacks."""
     keeper = next((i for i in known if i.label == written), None)
-    for one in known if keeper is not None else ():
+    if keeper is None:
+        return
+    for one in known:
         found = {row: token for row, token in at[one.label].items() if token not in keeper.tokens}
         if one is keeper or not found:
             continue

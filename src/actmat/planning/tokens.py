@@ -27,7 +27,8 @@ def token_findings(
     rows = max(base.specs[n].shape[0] for n in tables)
     reader, unread = TokenReader(), []
     inputs: list[TokenInput] = []
-    for label, one in (("base", base), *zip(recipe.labels, experts, strict=True)):
+    named: list[tuple[str, Checkpoint | Expert]] = [("base", base), *zip(recipe.labels, experts, strict=True)]
+    for label, one in named:
         changes = True
         if isinstance(one, Expert) and one.needs_base:
             names = [n for n in one.specs if is_token_table(n) or is_output_head(n)]

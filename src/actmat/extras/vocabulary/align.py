@@ -20,7 +20,8 @@ from actmat.errors import CheckpointError, did_you_mean
 from actmat.experts.policy import TokenSource, VocabularyPolicy
 from actmat.extras.vocabulary.rows import OWN_MEAN, RowsHandle, Sources, TableContext, TokenRowsCheckpoint, joined_runs
 from actmat.extras.vocabulary.tables import table_names, token_tables
-from actmat.extras.vocabulary.tokenizer import ADDED, TOKENIZER, config_with_tokens, read_tokenizer, written_tokenizer
+from actmat.extras.vocabulary.tokenizer import ADDED, config_with_tokens, read_tokenizer, written_tokenizer
+from actmat.identity.tokens import TOKENIZER
 
 BASE, UNION = "base", "union"
 SHOWN = 12
