@@ -14,7 +14,7 @@ from actmat.errors import CheckpointError, RecipeError
 from actmat.extras.models.loading import load_model
 from actmat.report.outputs import recipe_of_output
 from actmat.run import automatic
-from actmat.run.automatic import ON_ADAPTERS, TABLE, AutoChoice, named
+from actmat.run.automatic import ON_ADAPTERS, REGIME, TABLE, AutoChoice, named
 
 
 def pair(models: Path, kind: str) -> list[Path]:
@@ -43,6 +43,7 @@ def test_a_choice_may_name_a_space_for_adapters_with_factors(models: Path, monke
     plan = actmat.plan(models / "base", pair(models, "adapters"))
     assert (plan.recipe.method, plan.recipe.space) == ("tsv", "pico")
     assert plan.recipe.notes[-1].startswith("auto: tsv with --space pico, for adapters of a decoder (+2.0")
+    assert f"at worst, of {REGIME}); actmat tune" in plan.recipe.notes[-1]
     assert any("damped (Pico)" in item.reason for item in plan.items)
     given = actmat.plan(models / "base", pair(models, "adapters"), space="core").recipe
     assert (given.method, given.space) == (TABLE["changes", "decoder"].method, "core")
@@ -100,7 +101,7 @@ def test_the_papers_method_on_adapters_comes_with_its_record(models: Path) -> No
     plan = actmat.plan(models / "base", pair(models, "adapters"), method="actmat")
     assert plan.recipe.method == "actmat"
     record = ON_ADAPTERS["decoder"]
-    assert plan.recipe.notes[-1].startswith(f"actmat on adapters, measured of a decoder: {record}")
+    assert plan.recipe.notes[-1].startswith(f"actmat on adapters, measured of a decoder: {record}, of {REGIME}; auto")
     assert not actmat.plan(models / "base", pair(models, "experts"), method="actmat").recipe.notes
 
 

@@ -23,6 +23,9 @@ ModelForm = Literal["full", "adapters", "changes", "mixed"]
 ModelKind = Literal["encoder", "decoder", "any"]
 """`any`: encoder-decoders and unknown kinds, for which nothing was measured."""
 
+REGIME = "adapters trained for 20 to 64 steps at rates of 6e-4 to 3e-3"
+"""How the adapters of all sets were trained; what holds for gentler training is not known."""
+
 DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of architectures that generate, unless their config says `is_encoder_decoder`."""
 
@@ -112,7 +115,10 @@ def _told(recipe: Recipe, given: Given) -> Recipe:
     kind = _kind(given.config)
     found = ON_ADAPTERS.get(kind, ON_ADAPTERS["encoder"])
     of, better = "a decoder" if kind == "decoder" else "an encoder", TABLE["adapters", kind]
-    note = f"actmat on adapters, measured of {of}: {found}; auto would choose {better.name}: {better.gain:+.1f}"
+    note = (
+        f"actmat on adapters, measured of {of}: {found}, of {REGIME}; auto would choose {better.name}: "
+        f"{better.gain:+.1f}. Gentler training is not measured"
+    )
     return recipe if note in recipe.notes else recipe.model_copy(update={"notes": (*recipe.notes, note)})
 
 
@@ -133,7 +139,9 @@ def _chosen(recipe: Recipe, given: Given) -> tuple[str, Space, dict[str, Any], s
     what = {"full": "fine-tuned checkpoints", "mixed": "checkpoints and adapters"}.get(form, "adapters")
     of = f" of {'an' if kind == 'encoder' else 'a'} {kind}" if kind != "any" else ""
     where = "" if choice.space == "full" else f" with --space {choice.space}"
-    reason = f"{choice.method}{where}, for {what}{of} ({choice}); actmat tune chooses by unlabeled inputs"
+    beyond = f", of {REGIME}" if form == "adapters" else ""
+    beyond += "" if kind != "any" or form == "mixed" else "; this kind of model is not among them"
+    reason = f"{choice.method}{where}, for {what}{of} ({choice}{beyond}); actmat tune chooses by unlabeled inputs"
     return choice.method, choice.space if space == "full" else space, {}, reason
 
 
