@@ -86,20 +86,20 @@ class Size:
         }
 
 
-def noise(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Standard normal entries that depend on the name and the seed alone."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    return torch.randn(shape, generator=generator)
+def noise(name: str, shape: tuple[int, ...], seed: int, device: str = "cpu") -> Tensor:
+    """Standard normal entries that depend on the name, the seed and the kind of device alone."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    return torch.randn(shape, generator=generator, device=device)
 
 
-def values(name: str, shape: tuple[int, ...], expert: int | None, change: float, seed: int) -> Tensor:
+def values(name: str, shape: tuple[int, ...], expert: int | None, change: float, seed: int, device: str) -> Tensor:
     """Tensor `name` of the base (`expert` is None) or of an expert, in float32."""
     is_norm = len(shape) == 1
-    base = torch.ones(shape) if is_norm else noise(name, shape, seed).mul_(INITIAL_RMS)
+    base = torch.ones(shape, device=device) if is_norm else noise(name, shape, seed, device).mul_(INITIAL_RMS)
     if expert is None:
         return base
     rms = 1.0 if is_norm else INITIAL_RMS
-    return base.add_(noise(f"expert-{expert}/{name}", shape, seed), alpha=change * rms)
+    return base.add_(noise(f"expert-{expert}/{name}", shape, seed, device), alpha=change * rms)
 
 
 def shards(shapes: dict[str, tuple[int, ...]], itemsize: int, limit: int) -> Iterator[dict[str, tuple[int, ...]]]:
@@ -125,6 +125,7 @@ def write_checkpoint(
     dtype: str = "bfloat16",
     shard_bytes: int = 1 << 30,
     seed: int = 0,
+    device: str = "cpu",
 ) -> None:
     """Write one checkpoint: weights, index where there are several shards, config and tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +135,7 @@ def write_checkpoint(
     for number, part in enumerate(parts, start=1):
         name = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         index |= dict.fromkeys(part, name)
-        _write_shard(folder / name, part, code, kind, lambda n, s: values(n, s, expert, change, seed))
+        _write_shard(folder / name, part, code, kind, lambda n, s: values(n, s, expert, change, seed, device))
     if len(parts) > 1:
         total = size.parameters() * kind.itemsize
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
@@ -161,7 +162,7 @@ def _write_shard(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():
-            tensor = make(name, shape).to(kind)
+            tensor = make(name, shape).to(kind).cpu()
             file.write(memoryview(tensor.flatten().view(torch.uint8).numpy()))
 
 

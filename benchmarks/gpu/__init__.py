@@ -1,0 +1,1 @@
+"""One GPU in one command, see `benchmarks.gpu.__main__`."""

@@ -1,0 +1,76 @@
+"""The shipped conformance suite of executors with items on the device, and an item that does not fit.
+
+A device gives the host's values up to the rounding of its own products, so outputs are compared within `NEAR`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import actmat
+from actmat.engine.executors.base import Executor
+from actmat.engine.executors.threads import ThreadExecutor
+from actmat.engine.inputs import Inputs
+from actmat.engine.observer import SinkSource
+from actmat.engine.resources import Resources
+from actmat.extras.conformance.executors import ExecutorConformance
+from benchmarks.elementwise import largest_difference
+from benchmarks.gpu.rows import arguments, give
+from benchmarks.make_llama import Size, make_family
+
+NEAR = 1e-3
+"""Largest relative difference of a tensor that is stored in float32 or half precision."""
+
+
+def suite(device: str) -> ExecutorConformance:
+    """The suite for one worker of the host and one of the device."""
+
+    class OneDevice(ExecutorConformance):
+        workers = 2
+        near = 0.0 if device.startswith("cpu") else NEAR
+
+        def make(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> Executor:
+            return ThreadExecutor(inputs, writers, Resources(1, resources.memory, device))
+
+    OneDevice.device = device
+    return OneDevice()
+
+
+def main() -> None:
+    """Print a row per test."""
+    given = arguments()
+    tests = suite(given.device)
+    for name in sorted(n for n in dir(tests) if n.startswith("test_")):
+        began, outcome = time.perf_counter(), "passed"
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                getattr(tests, name)(Path(folder))
+            except Exception as error:  # noqa: BLE001 - a test that fails is a result
+                traceback.print_exc()
+                outcome = f"{type(error).__name__}: {error}"[:300]
+        give(test=name, outcome=outcome, seconds=time.perf_counter() - began)
+    does_not_fit(given.device, given.folder)
+
+
+def does_not_fit(device: str, folder: Path) -> None:
+    """With a limit below the largest matrix, that is merged on the host, as the plan says; the rest on the device."""
+    size = Size(hidden=128, intermediate=512, layers=2, heads=4, key_value_heads=2, vocabulary=1000)
+    base, experts = make_family(folder / "fit", size, 2)
+    whole = actmat.plan(base, experts, device=device)
+    limit = whole.peak_device_bytes - 1
+    began = time.perf_counter()
+    report = actmat.merge(base, experts, out=folder / "fit-out", device=device, device_memory=limit, overwrite=True)
+    actmat.merge(base, experts, out=folder / "fit-host", overwrite=True)
+    moved, all_of_it = len(report.plan.on_device), len(whole.on_device)
+    difference = largest_difference(folder / "fit-out", folder / "fit-host")
+    good = 0 < moved < all_of_it and difference <= (0.0 if device.startswith("cpu") else NEAR)
+    outcome = "passed" if good else f"{moved} of {all_of_it} on the device, difference {difference:.2g}"
+    give(test="an item that does not fit", outcome=outcome, seconds=time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    main()

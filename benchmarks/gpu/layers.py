@@ -1,0 +1,106 @@
+"""One layer of a Llama of 7B or 70B by the leading methods: time over its products, memory, and the host's result.
+
+A row per method and shape: `layer_s` of all matrices of that shape in a layer, `products` the time of `D^T D` and
+`D (D^T D)` of every expert by the same library, `difference` from the same call on the host, relative in the Frobenius
+norm. The host computes beside the device, smallest shapes first; shapes that it does not reach have no difference.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import actmat
+from benchmarks.gpu.rows import arguments, clear_peak, give, peak_bytes, seconds_of, torch_device
+
+EXPERTS = 3
+METHODS = ("actmat_ridge", "actmat", "tsv", "dc_merge")
+SHAPES = {
+    "7b": {(4096, 4096): 4, (11008, 4096): 2, (4096, 11008): 1},
+    "70b": {(1024, 8192): 2, (8192, 8192): 2, (28672, 8192): 2, (8192, 28672): 1},
+}
+"""Model -> shape of its matrices (O x I) -> how many there are in a layer."""
+ON_HOST = 8192 * 1024 + 1
+"""Entries up to which every method is compared; above, up to twice as many, the ridge alone."""
+
+
+def make_deltas(shape: tuple[int, int], device: torch.device) -> list[Tensor]:
+    """Full rank, singular values falling like those of a noise matrix, 1e-3 per entry."""
+    generator = torch.Generator(device).manual_seed(sum(shape))
+    return [torch.randn(shape, generator=generator, device=device) * 1e-3 for _ in range(EXPERTS)]
+
+
+def products(deltas: list[Tensor]) -> None:
+    """What no rule of this family does without."""
+    for delta_OI in deltas:
+        delta_OI @ (delta_OI.mT @ delta_OI)
+
+
+def on_host(method: str, deltas: list[Tensor]) -> Tensor:
+    """The same call on the host."""
+    return actmat.merge_matrices(method, deltas)
+
+
+def measured(method: str, deltas: list[Tensor], there: torch.device) -> tuple[dict[str, Any], Tensor]:
+    """Seconds, memory and result of one matrix."""
+    kept: list[Tensor] = []
+
+    def work() -> None:
+        kept.clear()
+        kept.append(actmat.merge_matrices(method, deltas))
+
+    clear_peak(there)
+    seconds = seconds_of(work, there, 1)
+    given = sum(d.nbytes for d in deltas)
+    return {"matrix_s": seconds, "peak_b": peak_bytes(there), "deltas_b": given}, kept[0].cpu()
+
+
+def rows_of(
+    shapes: dict[tuple[int, int], int], there: torch.device, compare: Callable[[str, int], bool]
+) -> Iterator[tuple[dict[str, Any], Tensor, Future[Tensor] | None]]:
+    """Rows, results, and what the host will say."""
+    product_s: dict[tuple[int, int], float] = {}
+    with ThreadPoolExecutor(1) as pool:
+        for method, (shape, count) in itertools.product(METHODS, shapes.items()):
+            deltas = make_deltas(shape, there)
+            if shape not in product_s:
+                product_s[shape] = seconds_of(partial(products, deltas), there)
+            wanted = compare(method, shape[0] * shape[1])
+            expected = pool.submit(on_host, method, [d.cpu() for d in deltas]) if wanted else None
+            row, value = measured(method, deltas, there)
+            row = {"shape": f"{shape[0]}x{shape[1]}", "method": method, "experts": EXPERTS} | row
+            row |= {"products_s": product_s[shape], "times_products": row["matrix_s"] / product_s[shape]}
+            yield row | {"per_layer": count}, value, expected
+
+
+def main() -> None:
+    """Print a row per method and shape, and of each the host's answer when it is there."""
+    given = arguments(model=SHAPES)
+    there = torch_device(given.device)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    shapes = SHAPES[given.model]
+    if given.quick:
+        shapes = {(o // 64, i // 64): count for (o, i), count in shapes.items()}
+    waiting: list[tuple[dict[str, Any], Tensor, Future[Tensor]]] = []
+    for row, value, expected in rows_of(
+        shapes, there, lambda m, n: n <= ON_HOST or (m == "actmat_ridge" and n <= 2 * ON_HOST)
+    ):
+        give(model=given.model, **row)
+        if expected is not None:
+            waiting.append((row, value, expected))
+    for row, value, expected in waiting:
+        answer = expected.result()
+        difference = float(
+            torch.linalg.vector_norm(value.double() - answer.double()) / torch.linalg.vector_norm(answer)
+        )
+        give(model=given.model, shape=row["shape"], method=row["method"], difference=difference)
+
+
+if __name__ == "__main__":
+    main()
