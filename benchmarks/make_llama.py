@@ -18,6 +18,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,11 +220,16 @@ def make_family(folder: Path, size: Size, experts: int, **how: Any) -> tuple[Pat
     """`base` and the experts under `folder`; a checkpoint that was finished with the same settings is kept."""
     settings = json.dumps([repr(size), sorted(how.items())], default=str)
     paths = [folder / "base", *(folder / f"expert-{t}" for t in range(experts))]
-    for number, path in enumerate(paths):
+
+    def make(number: int) -> None:
+        path = paths[number]
         mark = folder / f"{path.name}.settings"  # beside the checkpoint: nothing foreign may lie inside
         if not (mark.exists() and mark.read_text() == settings):
             write_checkpoint(path, size, expert=number - 1 if number else None, **how)
             mark.write_text(settings)
+
+    with ThreadPoolExecutor(len(paths)) as pool:
+        list(pool.map(make, range(len(paths))))
     return paths[0], paths[1:]
 
 

@@ -27,21 +27,23 @@ from benchmarks.common import HERE, RESULTS, WORK, markdown, write_result
 from benchmarks.gpu.rows import MARK
 
 PARTS: dict[str, tuple[list[str], int]] = {
-    "rates": (["rates"], 45),
-    "conformance": (["conformance"], 60),
-    "layer of 7B": (["layers", "--model", "7b"], 110),
-    "merges of 1.1B": (["merges", "--size", "1.1b"], 170),
-    "merges of 7B": (["merges", "--size", "7b"], 200),
-    "layer of 70B": (["layers", "--model", "70b"], 120),
+    "rates": (["rates"], 30),
+    "conformance": (["conformance"], 30),
+    "layer of 7B": (["layers", "--model", "7b"], 60),
+    "layer of 70B": (["layers", "--model", "70b"], 90),
+    "merges of 1.1B": (["merges", "--size", "1.1b"], 150),
+    "merges of 7B": (["merges", "--size", "7b"], 150),
 }
 """Part -> module with its arguments, and its limit in seconds."""
 NAMES = ("fact", "test", "model", "shape", "method", "size", "what")
 """Columns that together name a row."""
 
 
-def run_part(name: str, given: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """Rows of a part, its seconds, and why it ended early."""
+def run_part(name: str, given: argparse.Namespace, left: float) -> dict[str, Any]:
+    """Rows of a part, its seconds, and why it ended early; `name` may end in another limit, as `rates:20`."""
+    name, _, other = name.partition(":")
     words, limit = PARTS[name]
+    seconds = min(left, int(other or limit))
     command = [sys.executable, "-u", "-m", f"benchmarks.gpu.{words[0]}", *words[1:]]
     command += ["--device", given.device, "--folder", str(given.folder), *["--quick"] * given.quick]
     print(f"\n== {name}", flush=True)
@@ -50,7 +52,7 @@ def run_part(name: str, given: argparse.Namespace, seconds: float) -> dict[str, 
     child = subprocess.Popen(
         command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=HERE.parent, start_new_session=True
     )
-    stopped = threading.Timer(min(limit, seconds), lambda: os.killpg(child.pid, signal.SIGKILL))  # merges too
+    stopped = threading.Timer(seconds, lambda: os.killpg(child.pid, signal.SIGKILL))  # merges too
     stopped.start()
     rows: list[dict[str, Any]] = []
     last: list[str] = []
@@ -84,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--quick", action="store_true", help="tiny shapes: does everything run?")
-    parser.add_argument("--only", nargs="+", choices=sorted(PARTS), help="these parts")
+    parser.add_argument("--only", nargs="+", metavar="PART[:SECONDS]", help=f"some of: {', '.join(PARTS)}")
     parser.add_argument("--minutes", type=float, default=7.8, help="for all parts together")
     parser.add_argument("--folder", type=Path, default=WORK / "gpu", help="for checkpoints: 60 GB, of a fast disk")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")

@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,12 @@ EXPERTS = {"1.1b": 3, "7b": 2}
 QUICK = Size(hidden=64, intermediate=176, layers=2, heads=4, key_value_heads=4, vocabulary=1000)
 MERGES = {
     "1.1b": [
-        ("actmat_ridge", "device"), ("actmat_ridge", "host"), ("tsv", "device"), ("actmat", "device"),
-        ("dc_merge", "device"), ("average", "host"), ("ties", "host"),
+        ("actmat_ridge", "device"), ("actmat", "device"), ("average", "host"), ("ties", "host"), ("tsv", "device"),
+        ("dc_merge", "device"), ("actmat_ridge", "host"),
     ],
     "7b": [("actmat_ridge", "device"), ("average", "host")],
 }  # fmt: skip
-MAKING_S = 80
+MAKING_S = 100
 PEER = {"1.1b": ["average", "ties"], "7b": ["average"]}
 
 
@@ -86,22 +87,18 @@ class Merges:
         run = measure([*words, facts, out, self.base, *self.experts], None, HF_HUB_OFFLINE="1")
         return run, json.loads(facts.read_text()), out
 
-    def all_merges(self) -> None:
-        """A row per merge."""
-        kept: dict[str, Path] = {}
-        for method, where in MERGES[self.size]:
+    def all_merges(self, merges: Sequence[tuple[str, str]]) -> None:
+        """A row per merge, and the difference where the host has merged it too."""
+        for method, where in merges:
             run, facts, out = self.merge(method, where)
             row = {"size": self.size, "what": f"{method} ({where})", "wall_s": run.wall_s, **facts}
             row |= {"cpu_s": run.cpu_s, "host_peak_b": run.peak_anonymous_b}
             give(**row)
-            if where == "host" and method in kept:
-                give(size=self.size, what=f"{method} (device)", difference=largest_difference(kept[method], out))
-            if where == "device" and (method, "host") in MERGES[self.size]:
-                kept[method] = out
-            else:
+            other = out.with_name(f"{method}-device")
+            if where == "host" and other.exists():
+                give(size=self.size, what=f"{method} (device)", difference=largest_difference(other, out))
+            if where == "host" or (method, "host") not in MERGES[self.size]:
                 shutil.rmtree(out)
-        for out in kept.values():
-            shutil.rmtree(out)
 
     def two_at_once(self) -> None:
         """Two merges on one device at the same time."""
@@ -134,12 +131,14 @@ def main() -> None:
     """Print a row per merge."""
     given = arguments(size=SIZES)
     merges = Merges(given.size, given.device, given.folder, quick=given.quick)
-    merges.all_merges()
-    if given.size == "1.1b":
-        merges.two_at_once()
+    merges.all_merges(MERGES[given.size][:4])
     if importlib.util.find_spec("mergekit"):
         merges.peers()
+    if given.size == "1.1b":
+        merges.two_at_once()
+        merges.all_merges(MERGES[given.size][4:])
     shutil.rmtree(given.folder / f"llama-{given.size}")
+    shutil.rmtree(given.folder / "out")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,38 +135,42 @@ def test_a_file_that_fails_ends_the_run(tmp_path: Path) -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("actmat")], "a worker was left"
 
 
-def test_the_plan_says_who_merges_what_and_a_device_has_one_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fit", [1, 2])
+def test_the_plan_says_who_merges_what_and_units_share_a_device_that_holds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fit: int
 ) -> None:
     """Units of devices count in the host's memory, too."""
     lock, merge = threading.Lock(), Session.merge
     where: dict[str, str] = {}
-    using: list[str] = []
-    alive = [0]
+    held, most = Counter[str](), Counter[str]()
 
     def watched(self: Session, unit: Unit) -> Any:
         name = "" if self.device is None else self.device.name
+        taken = Counter({"host": unit.host_bytes, name: unit.device_bytes} if name else {"host": unit.host_bytes})
         with lock:
-            assert name not in using or not name, "two units on one device"
-            using.append(name)
-            alive[0] += unit.host_bytes
-            assert alive[0] <= largest
+            held.update(taken)
+            for place, size in held.items():
+                most[place] = max(most[place], size)
             where[unit.name] = name
         try:
+            time.sleep(0.02)  # so that others begin, if they are let in
             return merge(self, unit)
         finally:
             with lock:
-                using.remove(name)
-                alive[0] -= unit.host_bytes
+                held.subtract(taken)
 
     with opened(Samples.checkpoints(tmp_path), "out", {"method": "actmat", "scope": "all"}) as run:
-        largest = 2 * max(u.host_bytes for u in run.units)
+        host, there = (max(getattr(u, n) for u in run.units) for n in ("host_bytes", "device_bytes"))
         monkeypatch.setattr(Session, "merge", watched)
-        run.take(executor_of(run, "cpu:0,1", threads=3, memory=largest).run(run.spec, run.units))
+        executor = executor_of(run, "cpu:0,1", threads=4, memory=8 * host, device_memory=fit * there)
+        run.take(executor.run(run.spec, run.units))
         moved = {u.name for u in run.units if u.device_bytes}
     assert {name for name, device in where.items() if device} == moved
     assert "model.norm.weight" not in moved
     assert len(moved) >= 8
+    assert most["host"] <= 8 * host
+    assert max(most["cpu:0"], most["cpu:1"]) <= fit * there
+    assert (max(most["cpu:0"], most["cpu:1"]) > there) == (fit > 1), "two units on one device, if both fit"
 
 
 def test_files_are_finished_one_after_another_where_they_are_sent(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,15 @@ def large(folder: Path, rows: int = 760, columns: int = 740, layers: int = 2) ->
     return Samples(folder, save("base", base), tuple(save(f"e{t}", e) for t, e in enumerate(experts)))
 
 
-def executor_of(run: _ExecutorRun, device: str = "cpu:0", *, threads: int = 1, memory: int = 1 << 33) -> ThreadExecutor:
-    return ThreadExecutor(run.inputs, run.writers, Resources(threads, memory, device))
+def executor_of(
+    run: _ExecutorRun,
+    device: str = "cpu:0",
+    *,
+    threads: int = 1,
+    memory: int = 1 << 33,
+    device_memory: float = math.inf,
+) -> ThreadExecutor:
+    return ThreadExecutor(run.inputs, run.writers, Resources(threads, memory, device, device_memory))
 
 
 @contextlib.contextmanager

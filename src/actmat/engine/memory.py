@@ -117,7 +117,7 @@ def _aligned(nbytes: int) -> int:
 class MemoryBudget:
     """Admits work as long as its estimated memory fits; an item larger than the budget runs alone."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: float) -> None:
         self._total = total
         self._used = 0
         self._change = threading.Condition()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from actmat.engine.observer import ObserverFactory
 from actmat.errors import RecipeError, format_size
 from actmat.planning.cost import BASELINE_BYTES
 from actmat.planning.model import MergePlan
+from actmat.planning.placement import DeviceRoom
 from actmat.system import usable_cores
 
 
@@ -27,6 +29,7 @@ class Resources:
         workers: tensors at work at the same time.
         memory: budget of all workers together, in bytes, see `plan.cost`.
         device: names of the devices that merge items, see `engine.devices`.
+        device_memory: bytes of each device for all of its items together.
         workers_given, memory_given: whether the user set the limit; else it is what this machine has, which tells
             nothing about other machines.
         in_order: begin units in the order of the output, so that its files are finished one after another.
@@ -35,6 +38,7 @@ class Resources:
     workers: int
     memory: int
     device: str = "cpu"
+    device_memory: float = math.inf
     workers_given: bool = True
     memory_given: bool = True
     in_order: bool = False
@@ -42,7 +46,7 @@ class Resources:
 
 def share_resources(
     plans: Sequence[MergePlan],
-    device: str,
+    room: DeviceRoom,
     max_memory: str | int | None,
     threads: int | None,
     observers: ObserverFactory | None = None,
@@ -52,7 +56,7 @@ def share_resources(
 
     Args:
         plans: of all outputs.
-        device: names of the devices that merge items; each has a worker.
+        room: devices that merge items; as many threads as the host has workers feed them.
         max_memory: limit for the whole process, such as "4GB"; default: nine tenths of the free memory.
         threads: workers; default: one per core that this process may use.
         observers: of a run that is measured, which takes memory too.
@@ -71,18 +75,20 @@ def share_resources(
         for i in p.items
     ]
     largest, worst = max(peaks, key=lambda peak: peak[0], default=(0, ""))
-    buffers = (workers + len(open_devices(device))) * buffer_bytes
+    device, on_device = room.device, math.inf if room.memory is None else room.memory
+    devices = len(open_devices(device))
+    buffers = (workers + (max(workers, devices) if devices else 0)) * buffer_bytes
     process = BASELINE_BYTES + buffers + sum(p.process_bytes - BASELINE_BYTES for p in plans)
     if max_memory is None:
         memory = max(int(0.9 * available_memory()) - process, largest)
-        return Resources(workers, memory, device, workers_given=threads is not None, memory_given=False)
+        return Resources(workers, memory, device, on_device, workers_given=threads is not None, memory_given=False)
     limit = parse_size(max_memory)
     if limit < process + largest:
         raise RecipeError(
             f"--max-memory {max_memory} is too little: tensor '{worst}' alone needs {format_size(largest)}, "
             f"the process itself {format_size(process)}: allow at least {format_size(process + largest)}."
         )
-    return Resources(workers, limit - process, device, workers_given=threads is not None)
+    return Resources(workers, limit - process, device, on_device, workers_given=threads is not None)
 
 
 @contextlib.contextmanager

@@ -77,7 +77,8 @@ def place(item: Item, call: CallShape, room: DeviceRoom) -> Placed:
         return dataclasses.replace(here, words=f", on the host: {why}")
     kernel, reading = way_of(item, regions, call.caps, call.width, on_device=True)
     assert reading is not None, "factors stay on the host"
-    need = max(region_peak_bytes(region, call, reading) for region in regions) - call.library_bytes
+    need = max(region_peak_bytes(region, call, reading) + _eigensolver_bytes(region, call) for region in regions)
+    need -= call.library_bytes
     if room.memory is not None and need > room.memory:
         why = f"it needs {format_size(need)} of a device, which has {format_size(room.memory)}"
         return dataclasses.replace(here, words=f", on the host: {why}")
@@ -93,6 +94,20 @@ def _why_on_host(call: CallShape, kernel: Kernel, room: DeviceRoom) -> str:
     if room.kind == "mps" and (call.method.acts_on == "matrix" or call.post):
         return "mps has no float64, in which spectra are computed"
     return ""
+
+
+def _eigensolver_bytes(region: Region, call: CallShape) -> int:
+    """What cuSOLVER's symmetric eigensolver takes more than LAPACK's: `2 N^2` in float64.
+
+    Largest memory allocated by `actmat`: 2.05 `N^2` above the workspace of the host (4096 x 11008, three experts,
+    NVIDIA H100, torch 2.11, 2026-11-26).
+    """
+    if call.method.acts_on != "matrix":
+        return 0
+    shapes = region.layout.matrix_shapes(region.shape)
+    found = [o for s in shapes for o in call.method.cost.operations(s[-2:], call.n_experts, call.options, False)]
+    largest = max((o.flops for o in found if o.kind == "eigh"), default=0)
+    return int(16 * (largest / 9) ** (2 / 3))
 
 
 def _beside_device(region: Region, call: CallShape) -> int:

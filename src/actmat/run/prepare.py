@@ -59,7 +59,7 @@ def prepare(opened: Opened, *, measured: bool | None = None) -> Prepared:
     unfinished = [p for out, p in zip(place.outs, plans, strict=False) if out not in place.finished]
     resources = share_resources(
         unfinished or plans,
-        settings.device,
+        place.room,
         settings.max_memory,
         settings.threads,
         observers,

@@ -1,10 +1,11 @@
-"""Run units on this machine: threads on the host within a memory budget, and one worker per device.
+"""Run units on this machine: threads within a memory budget, on the host and on devices.
 
 Every worker runs its linear algebra on one core. Results then cannot depend on how many workers there are (a
 threaded BLAS may split sums differently), and two workers scale better than one threaded eigensolver. Units begin in
 the order of their planned time, longest first.
 
-The plan says which units a device merges. A device has one worker, so that units do not compete for its memory.
+The plan says which units a device merges. While one core reads, hashes and writes a unit, the device is idle: as many
+threads as on the host feed the devices in turn, and each admits units as long as their planned memory fits it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,14 +34,14 @@ class ThreadExecutor:
 
     Args:
         inputs, writers: as for `Session`.
-        resources: number of workers and memory of the host; names of the devices.
+        resources: number of workers and memory of the host; names of the devices and the memory of each.
     """
 
     def __init__(self, inputs: Inputs, writers: Sequence[SinkSource], resources: Resources) -> None:
         self._inputs = inputs
         self._writers = writers
         self._resources = resources
-        self._devices = open_devices(resources.device)
+        self._devices = [(d, MemoryBudget(resources.device_memory)) for d in open_devices(resources.device)]
         self._local = threading.local()
 
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
@@ -73,13 +74,13 @@ class ThreadExecutor:
         Raises:
             MergeError: a device runs out of memory.
         """
-        workers, devices = self._resources.workers, len(self._devices)
+        workers, devices = self._resources.workers, self._feeders
         if workers + devices > 1 and not self._resources.in_order:
             units = sorted(units, key=planned_seconds, reverse=True)  # a long one at the end would leave others idle
         here = [u for u in units if not (u.device_bytes and devices)]
         moved = [u for u in units if u.device_bytes and devices]
         spec = dataclasses.replace(spec, room=room_for(here, self._resources))
-        run = _Run(MemoryBudget(self._resources.memory), lambda: self._session(spec))
+        run = _Run(MemoryBudget(self._resources.memory), lambda: self._session(spec), self._room_on_device)
         with one_thread(), self._pools() as (on_host, on_device):
             running = {on_host.submit(run.merge, here, n, workers) for n in range(len(here))}
             running |= {on_device.submit(run.merge, moved, n, devices) for n in range(len(moved))}
@@ -97,18 +98,28 @@ class ThreadExecutor:
                     yield from (r for f in running if (r := _finished(f)) is not None)
                 raise
 
+    @property
+    def _feeders(self) -> int:
+        """Threads that feed the devices."""
+        return max(self._resources.workers, len(self._devices)) if self._devices else 0
+
     @contextlib.contextmanager
     def _pools(self) -> Iterator[tuple[concurrent.futures.Executor, concurrent.futures.Executor]]:
-        """Threads of the host, and a thread for each device; without devices, the host's threads twice."""
-        left = deque(self._devices)
+        """Threads of the host, and threads that feed the devices; without devices, the host's threads twice."""
+        turns = itertools.cycle(self._devices)
 
         def claim() -> None:
-            self._local.device = left.popleft()
+            self._local.device, self._local.device_budget = next(turns)
 
         make = concurrent.futures.ThreadPoolExecutor
         with contextlib.ExitStack() as stack:
             host = stack.enter_context(make(self._resources.workers, "actmat"))
-            yield host, stack.enter_context(make(len(left), "actmat", claim)) if left else host
+            yield host, stack.enter_context(make(self._feeders, "actmat", claim)) if self._devices else host
+
+    def _room_on_device(self, unit: Unit) -> contextlib.AbstractContextManager[None]:
+        """Room for a unit on the device of this thread; admits at once where the host merges it."""
+        budget: MemoryBudget | None = getattr(self._local, "device_budget", None)
+        return contextlib.nullcontext() if budget is None else budget.hold(unit.device_bytes)
 
     def _session(self, spec: SessionSpec) -> Session:
         """The session of this thread."""
@@ -125,11 +136,18 @@ class _Run:
     Args:
         budget: admits units by their memory on the host.
         session: returns the session of the calling thread.
+        on_device: reserves memory for a unit on the device of the calling thread.
     """
 
-    def __init__(self, budget: MemoryBudget, session: Callable[[], Session]) -> None:
+    def __init__(
+        self,
+        budget: MemoryBudget,
+        session: Callable[[], Session],
+        on_device: Callable[[Unit], contextlib.AbstractContextManager[None]],
+    ) -> None:
         self.budget = budget
         self._session = session
+        self._on_device = on_device
         self.stopped, self._failed = threading.Event(), threading.Event()
 
     def merge(self, units: Sequence[Unit], n: int, workers: int) -> UnitResult | None:
@@ -143,7 +161,7 @@ class _Run:
         if self.stopped.is_set():
             return None
         unit = units[n]
-        with self.budget.hold(unit.host_bytes):
+        with self.budget.hold(unit.host_bytes), self._on_device(unit):
             if self.stopped.is_set():
                 return None
             session = self._session()
