@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.common import WORK, Run, alternate, fresh, measure, once, print_table, summary, write_result
+from benchmarks.common import WORK, Run, alternate, fresh, measure, merged, once, print_table, summary, write_result
 
 
 def layers_of(hidden: int, intermediate: int) -> dict[str, tuple[int, int]]:
@@ -63,9 +63,7 @@ def write_adapters(folder: Path, n: int, rank: int, hidden: int, intermediate: i
 def whole(adapters: list[Path], scratch: Path) -> dict[str, Any]:
     """One merge in a process of its own."""
     flags = [x for a in adapters for x in ("-e", a)]
-    call = "from actmat.cli.main import main; main()"
-    command = [sys.executable, "-c", call, "merge", *flags, "--out", scratch / "out", "-q", "--threads", "2"]
-    run = measure(command, scratch / "out")
+    run = merged(flags, scratch / "out", "--threads", "2", durable=True)
     return {"what": "actmat, to an adapter", "wall_s": run.wall_s, "peak_anonymous_b": run.peak_anonymous_b}
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from benchmarks.provenance import processor, record
 
@@ -32,6 +33,8 @@ WORK = HERE / "work"
 RESULTS = HERE / "results"
 SAMPLE_S = 0.020
 GIB = 1 << 30
+SOURCE = {"PYTHONPATH": str(HERE.parent / "src")}
+"""Variables with which a child imports this tree."""
 
 # Children
 
@@ -162,11 +165,21 @@ def actmat_command(python: str | Path = sys.executable) -> list[str]:
     return [str(python), "-c", "import sys; from actmat.cli.main import main; sys.exit(main())"]
 
 
+def merge_words(base: str | Path, experts: Iterable[str | Path], method: str, *more: str) -> list[str | Path]:
+    """Arguments of `actmat plan` and `actmat merge`."""
+    return ["--base", base, "--method", method, *(w for e in experts for w in ("--expert", e)), *more]
+
+
+def merged(words: Sequence[str | Path], out: Path, *more: str, durable: bool = False) -> Run:
+    """`actmat merge` of this tree in a process of its own; `durable`: also until the output is on the disk."""
+    command = [*actmat_command(), "merge", *words, *more, "--out", fresh(out), "--quiet"]
+    return measure(command, out if durable else None, **SOURCE)
+
+
 def announced(arguments: Sequence[str | Path]) -> dict[str, Any]:
     """Totals that `actmat plan` foretells for these inputs, in bytes and FLOPs; it reads only headers."""
     command = [*actmat_command(), "plan", *map(str, arguments), "--json", "--full"]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "src")}
-    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **SOURCE}).stdout
     found: dict[str, Any] = json.loads(said)["totals"]
     return found
 
@@ -342,6 +355,30 @@ def write_result(name: str, rows: Sequence[dict[str, Any]], path: Path | None = 
     return path
 
 
+def read_result(name: str, folder: Path | None = None) -> dict[str, Any]:
+    """The contents of `results/NAME.json`."""
+    found: dict[str, Any] = json.loads(((folder or RESULTS) / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file of JSON lines; none if it is missing."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative Frobenius distance in float64; infinite for other shapes."""
+    if found.shape != expected.shape:
+        return float("inf")
+    a, b = found.double(), expected.double()
+    return float(torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(b).clamp(min=1e-300))
+
+
 def own_command() -> str:
     """The command of this process, without paths of this machine."""
     return " ".join(["python -m", f"benchmarks.{_program(Path(sys.argv[0]))}", *without_places(sys.argv[1:])])
@@ -371,6 +408,21 @@ def without_places(arguments: Sequence[str]) -> list[str]:
     return said
 
 
+def program(doc: str | None, name: str, repeats: int = 0) -> argparse.ArgumentParser:
+    """The command line of a benchmark, with the name of its result and, unless 0, the number of its repeats."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default=name, help="name of the result file")
+    if repeats:
+        parser.add_argument("--repeats", type=int, default=repeats)
+    return parser
+
+
+def finish(name: str, rows: Sequence[dict[str, Any]], columns: Sequence[str], **more: Any) -> None:
+    """Print a table and write its result file."""
+    print(markdown(rows, columns))
+    print(write_result(name, rows, columns=columns, **more))
+
+
 def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
     """Rows as a Markdown table."""
     print("\n" + markdown(rows, columns))
@@ -378,28 +430,28 @@ def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
 
 def markdown(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
     """A Markdown table of some columns; seconds, GiB and ratios with three digits."""
-    lines = ["| " + " | ".join(_title(c) for c in columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(_cell(c, row.get(c)) for c in columns) + " |" for row in rows]
+    lines = ["| " + " | ".join(title(c) for c in columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(cell(c, row.get(c)) for c in columns) + " |" for row in rows]
     return "\n".join(lines)
 
 
 def aligned(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
     """The same table for a terminal, as narrow as it can be."""
-    lines = [[_title(c) for c in columns], *([_cell(c, row.get(c)) for c in columns] for row in rows)]
+    lines = [[title(c) for c in columns], *([cell(c, row.get(c)) for c in columns] for row in rows)]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
 
 
-def _title(column: str) -> str:
+def title(column: str) -> str:
     for suffix, unit in (("_gflops", "GFLOP/s"), ("_gbps", "GB/s"), ("_s", "s"), ("_b", "GiB")):
         if column.endswith(suffix):
             return f"{column.removesuffix(suffix).replace('_', ' ')}, {unit}"
     return column.replace("_", " ")
 
 
-def _cell(column: str, value: Any) -> str:
+def cell(column: str, value: Any) -> str:
     if value is None:
         return "-"
     if column.endswith("_b"):

@@ -25,18 +25,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from benchmarks.common import (
-    HERE,
-    WORK,
-    actmat_command,
-    alternate,
-    floor_seconds,
-    fresh,
-    markdown,
-    measure,
-    summary,
-    write_result,
-)
+from benchmarks import common
+from benchmarks.common import WORK, finish, fresh, measure, merge_words, merged, program, relative_error
 from benchmarks.make_llama import add_size_arguments, home, make_family, size_from
 
 MERGEKIT = "mergekit==0.1.5"
@@ -69,38 +59,27 @@ class Rule:
 RULES: dict[str, Rule] = {
     "average": Rule("linear", per_model={"weight": 1.0}, overall={"normalize": True}, with_base=False),
     "task_arithmetic": Rule(
-        "task_arithmetic", {"scaling": 0.4}, per_model={"weight": 0.4}, overall={"normalize": False}
+        "task_arithmetic", {"scaling": 0.4}, per_model={"weight": 0.4}, overall={"normalize": False},
     ),
     "ties": Rule(
-        "ties",
-        {"density": 0.2, "trim": "tensor", "variant": "mergekit"},
-        per_model={"weight": 1.0, "density": 0.2},
-        overall={"normalize": True},
+        "ties", {"density": 0.2, "trim": "tensor", "variant": "mergekit"},
+        per_model={"weight": 1.0, "density": 0.2}, overall={"normalize": True},
     ),
     "breadcrumbs": Rule(
-        "breadcrumbs",
-        {"density": 0.9, "gamma": 0.01, "scaling": 1.0},
-        per_model={"weight": 1.0, "density": 0.9, "gamma": 0.01},
-        overall={"normalize": False},
+        "breadcrumbs", {"density": 0.9, "gamma": 0.01, "scaling": 1.0},
+        per_model={"weight": 1.0, "density": 0.9, "gamma": 0.01}, overall={"normalize": False},
     ),
     "dare": Rule(
-        "dare_linear",
-        {"density": 0.1, "rule": "task_arithmetic", "scaling": 0.4},
-        per_model={"weight": 0.4, "density": 0.1},
-        overall={"normalize": False},
-        deterministic=False,
+        "dare_linear", {"density": 0.1, "rule": "task_arithmetic", "scaling": 0.4},
+        per_model={"weight": 0.4, "density": 0.1}, overall={"normalize": False}, deterministic=False,
     ),
     "dare_ties": Rule(
-        "dare_ties",
-        {"density": 0.1, "rule": "ties"},
-        method="dare",
-        per_model={"weight": 1.0, "density": 0.1},
-        overall={"normalize": True},
-        deterministic=False,
+        "dare_ties", {"density": 0.1, "rule": "ties"}, "dare",
+        per_model={"weight": 1.0, "density": 0.1}, overall={"normalize": True}, deterministic=False,
     ),
     "model_stock": Rule("model_stock", {"filter_wise": "false"}, overall={"filter_wise": False}),
     "karcher": Rule("karcher", {"max_iter": 10}, overall={"max_iter": 10, "tol": 1e-5}, with_base=False),
-}
+}  # fmt: skip
 
 
 def mergekit_python(given: Path | None) -> Path:
@@ -139,9 +118,7 @@ def largest_difference(ours: Path, theirs: Path) -> float:
     worst = 0.0
     for name, file in here.items():
         with safe_open(file, "pt") as a_file, safe_open(there[name], "pt") as b_file:
-            a, b = a_file.get_tensor(name).double(), b_file.get_tensor(name).double()
-        size = float(torch.linalg.vector_norm(b)) or 1.0
-        worst = max(worst, float(torch.linalg.vector_norm(a - b)) / size)
+            worst = max(worst, relative_error(a_file.get_tensor(name), b_file.get_tensor(name)))
     return worst
 
 
@@ -158,26 +135,8 @@ def benchmark(name: str, base: Path, experts: Sequence[Path], python: Path, give
     rule = RULES[name]
     peers = [f"mergekit-{compute}" for compute in given.compute]
     outputs = {tool: WORK / "out" / f"{name}-{tool}" for tool in ("actmat", *peers)}
-    merge = [
-        *actmat_command(),
-        "merge",
-        "--base",
-        base,
-        "--method",
-        rule.method or name,
-        "--scope",
-        "all",
-        "--dtype",
-        given.dtype,
-    ]
-    for expert in experts:
-        merge += ["--expert", expert]
-    for option, value in rule.options.items():
-        merge += ["--option", f"{option}={value}"]
-
-    def actmat() -> Any:
-        out = fresh(outputs["actmat"])
-        return measure([*merge, "--quiet", "--out", out], out, PYTHONPATH=str(HERE.parent / "src"))
+    options = [word for option, value in rule.options.items() for word in ("--option", f"{option}={value}")]
+    words = merge_words(base, experts, rule.method or name, "--scope", "all", "--dtype", given.dtype, *options)
 
     def mergekit(tool: str) -> Any:
         out, compute = fresh(outputs[tool]), tool.removeprefix("mergekit-")
@@ -185,13 +144,16 @@ def benchmark(name: str, base: Path, experts: Sequence[Path], python: Path, give
         recipe.write_text(json.dumps(mergekit_recipe(rule, base, experts, compute, given.dtype)))
         return measure([python, "-m", "mergekit.scripts.run_yaml", recipe, out, "--quiet"], out)
 
-    found = alternate({"actmat": actmat, **{p: partial(mergekit, p) for p in peers}}, given.repeats)
+    found = common.alternate(
+        {"actmat": lambda: merged(words, outputs["actmat"], durable=True), **{p: partial(mergekit, p) for p in peers}},
+        given.repeats,
+    )
     inputs = [f for folder in (base, *experts) for f in sorted(folder.glob("*.safetensors"))]
     written = sum(f.stat().st_size for f in outputs["actmat"].glob("*.safetensors"))
-    floor = floor_seconds(inputs, written, WORK)
+    floor = common.floor_seconds(inputs, written, WORK)
     rows: list[dict[str, Any]] = []
     for tool, runs in found.items():
-        row = {"method": name, "tool": tool, **summary(runs)}
+        row = {"method": name, "tool": tool, **common.summary(runs)}
         row["times_floor"] = row["durable_s"] / floor
         if tool != "actmat" and rule.deterministic:
             row["largest_difference"] = largest_difference(outputs["actmat"], outputs[tool])
@@ -201,16 +163,14 @@ def benchmark(name: str, base: Path, experts: Sequence[Path], python: Path, give
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program(__doc__, "elementwise", 3)
     parser.add_argument("--methods", nargs="+", choices=sorted(RULES), default=["average", "task_arithmetic"])
     parser.add_argument("--experts", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of inputs and output")
     parser.add_argument(
         "--compute", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"], help="of mergekit"
     )
     parser.add_argument("--mergekit-python", type=Path, help="interpreter of an environment that holds mergekit")
-    parser.add_argument("--name", default="elementwise", help="name of the result file")
     add_size_arguments(parser)
     given = parser.parse_args()
     python = mergekit_python(given.mergekit_python)
@@ -220,8 +180,7 @@ def main() -> None:
     rows = [row for name in given.methods for row in benchmark(name, base, experts, python, given)]
     for row in rows:
         row["parameters"] = parameters
-    print(markdown(rows, COLUMNS))
-    print(write_result(given.name, rows, parameters=parameters, experts=given.experts, columns=COLUMNS))
+    finish(given.name, rows, COLUMNS, parameters=parameters, experts=given.experts)
 
 
 if __name__ == "__main__":

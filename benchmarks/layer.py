@@ -10,7 +10,6 @@ SVD in float32, matrix by matrix, on two threads, and writes no file. `times_slo
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.common import HERE, WORK, actmat_command, fresh, markdown, measure, once, torch_threads, write_result
+from benchmarks.common import WORK, Run, finish, merge_words, merged, once, program, torch_threads
 from benchmarks.make_llama import INITIAL_RMS, Size, noise
 from benchmarks.matrix import make_deltas, naive_actmat
 
@@ -48,14 +47,11 @@ def make_inputs(folder: Path, size: Size) -> tuple[Path, list[Path]]:
     return places[0], places[1:]
 
 
-def merged(base: Path, experts: list[Path], solver: str) -> Any:
+def merge(base: Path, experts: list[Path], solver: str) -> Any:
     """One merge by the command."""
-    command: list[str | Path] = [*actmat_command(), "merge", "--base", base, "--method", "actmat"]
-    for expert in experts:
-        command += ["--expert", expert]
-    command += ["--option", f"solver={solver}", "--out", fresh(WORK / "out" / f"layer-{solver}")]
     os.sync()
-    return measure([*command, "--threads", str(THREADS), "--quiet"], None, PYTHONPATH=str(HERE.parent / "src"))
+    words = merge_words(base, experts, "actmat", "--option", f"solver={solver}", "--threads", str(THREADS))
+    return merged(words, WORK / "out" / f"layer-{solver}")
 
 
 def formula(base: Path, experts: list[Path]) -> None:
@@ -68,40 +64,34 @@ def formula(base: Path, experts: list[Path]) -> None:
 
 def main() -> None:
     """Run all ways in turn and write benchmarks/results/layer.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program(__doc__, "layer", 3)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=5632)
     parser.add_argument("--vocabulary", type=int, default=32000)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--full-repeats", type=int, default=1, help="runs of the slower ways")
-    parser.add_argument("--name", default="layer", help="name of the result file")
     given = parser.parse_args()
     size = Size(hidden=given.hidden, intermediate=given.intermediate, layers=1, vocabulary=given.vocabulary)
     base, experts = make_inputs(WORK / f"layer-{given.hidden}-{given.intermediate}-{given.vocabulary}", size)
-    loads: dict[str, list[float]] = {"auto": [], "eigh": [], "naive": []}
-    runs: dict[str, list[Any]] = {"auto": [], "eigh": []}
-    naive: list[float] = []
+    loads: dict[str, list[float]] = {"actmat": [], "full": [], "naive": []}
+    runs: dict[str, list[Run]] = {way: [] for way in loads}
     for repeat in range(given.repeats):
-        for way in loads:
-            if way != "auto" and repeat >= given.full_repeats:
-                continue
+        for way in loads if repeat < given.full_repeats else ("actmat",):
             loads[way].append(os.getloadavg()[0])
             if way == "naive":
                 with torch_threads(THREADS):
-                    naive.append(once(lambda: formula(base, experts)))
-                print(f"  naive {naive[-1]:.1f} s", flush=True)
+                    seconds = once(lambda: formula(base, experts))
+                runs[way].append(Run(seconds, seconds, 0))
             else:
-                runs[way].append(merged(base, experts, way))
-                print(f"  {way} {runs[way][-1].wall_s:.1f} s", flush=True)
+                runs[way].append(merge(base, experts, "auto" if way == "actmat" else "eigh"))
+            print(f"  {way} {runs[way][-1].wall_s:.1f} s", flush=True)
     rows: list[dict[str, Any]] = []
-    for way, title in (("auto", "actmat"), ("eigh", "full")):
-        done = {k: statistics.median(getattr(r, k) for r in runs[way]) for k in ("wall_s", "cpu_s", "peak_anonymous_b")}
-        rows.append({"way": title, **done, "all_wall_s": [r.wall_s for r in runs[way]], "load": max(loads[way])})
-    rows.append({"way": "naive", "wall_s": statistics.median(naive), "all_wall_s": naive, "load": max(loads["naive"])})
+    for way, done in runs.items():
+        measures = ("wall_s",) if way == "naive" else ("wall_s", "cpu_s", "peak_anonymous_b")
+        row = {"way": way, **{k: statistics.median(getattr(r, k) for r in done) for k in measures}}
+        rows.append({**row, "all_wall_s": [r.wall_s for r in done], "load": max(loads[way])})
     for row in rows:
         row |= {"threads": THREADS, "times_slower": row["wall_s"] / rows[0]["wall_s"]}
-    print(markdown(rows, COLUMNS))
-    print(write_result(given.name, rows, experts=EXPERTS, spectrum=SPECTRUM, columns=COLUMNS))
+    finish(given.name, rows, COLUMNS, experts=EXPERTS, spectrum=SPECTRUM)
 
 
 if __name__ == "__main__":

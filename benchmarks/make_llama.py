@@ -117,6 +117,19 @@ def shards(shapes: dict[str, tuple[int, ...]], itemsize: int, limit: int) -> Ite
     yield shard
 
 
+def shard_files(folder: Path, shapes: dict[str, tuple[int, ...]], itemsize: int, limit: int) -> dict[str, dict]:
+    """File name -> shapes of its tensors, see `shards`; writes the index where there are several files."""
+    parts = list(shards(shapes, itemsize, limit))
+    files = {f"model-{n:05d}-of-{len(parts):05d}.safetensors": part for n, part in enumerate(parts, start=1)}
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    total = itemsize * sum(map(math.prod, shapes.values()))
+    index = {tensor: file for file, part in files.items() for tensor in part}
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
+    (folder / "model.safetensors.index.json").write_text(text)
+    return files
+
+
 def write_checkpoint(
     folder: Path,
     size: Size,
@@ -131,16 +144,8 @@ def write_checkpoint(
     """Write one checkpoint: weights, index where there are several shards, config and tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     kind, code = DTYPES[dtype]
-    parts = list(shards(size.tensors(), kind.itemsize, shard_bytes))
-    index: dict[str, str] = {}
-    for number, part in enumerate(parts, start=1):
-        name = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        index |= dict.fromkeys(part, name)
+    for name, part in shard_files(folder, size.tensors(), kind.itemsize, shard_bytes).items():
         _write_shard(folder / name, part, code, kind, lambda n, s: values(n, s, expert, change, seed, device))
-    if len(parts) > 1:
-        total = size.parameters() * kind.itemsize
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-        (folder / "model.safetensors.index.json").write_text(text)
     (folder / "config.json").write_text(json.dumps(size.config(dtype), indent=1))
     write_tokenizer(folder, size.vocabulary)
 

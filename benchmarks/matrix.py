@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import eigh_time, markdown, matmul_rate, once, torch_threads, write_result
+from benchmarks.common import eigh_time, finish, markdown, matmul_rate, once, program, relative_error, torch_threads
 
 EPS32 = torch.finfo(torch.float32).eps
 AGREEMENT = 1e-4
@@ -148,33 +148,20 @@ def bound_seconds(count: int, rows: int, columns: int, threads: int) -> float:
     return operations / rate + eigh_time(columns, torch.float64, threads)
 
 
-def error(out: Tensor, expected: Tensor) -> float:
-    """Relative Frobenius error."""
-    return float(
-        torch.linalg.vector_norm(out.double() - expected.double()) / torch.linalg.vector_norm(expected.double())
-    )
-
-
 def benchmark(method: str, shape: tuple[int, int], spectrum: str, given: argparse.Namespace) -> dict[str, Any]:
     """One row: medians of alternating runs, agreement, bound."""
     import actmat
 
-    deltas = [d.to(given.device) for d in make_deltas(given.experts, *shape, spectrum)]
+    deltas = make_deltas(given.experts, *shape, spectrum)
     naive = NAIVE[method]
     answers: dict[str, Tensor] = {}
     times: dict[str, list[float]] = {"actmat": [], "naive": []}
 
-    def finished() -> None:
-        if given.device.startswith("cuda"):
-            torch.cuda.synchronize()
-
     def ours() -> None:
         answers["actmat"] = actmat.merge_matrices(method, deltas)
-        finished()
 
     def theirs() -> None:
         answers["naive"] = naive(deltas)
-        finished()
 
     actmat.merge_matrices(method, [d[:8, :8] for d in deltas])  # imports and first-call work are not what is measured
     naive([d[:8, :8] for d in deltas])
@@ -189,17 +176,17 @@ def benchmark(method: str, shape: tuple[int, int], spectrum: str, given: argpars
         "actmat_s": middle["actmat"],
         "naive_s": middle["naive"],
         "ratio": middle["naive"] / middle["actmat"],
-        "difference": error(answers["actmat"], answers["naive"]),
+        "difference": relative_error(answers["actmat"], answers["naive"]),
         "all_actmat_s": times["actmat"],
         "all_naive_s": times["naive"],
     }
-    if method.startswith("actmat") and given.device == "cpu":
+    if method.startswith("actmat"):
         row["bound_s"] = bound_seconds(given.experts, *shape, given.threads)
         row["times_bound"] = middle["actmat"] / row["bound_s"]
     if given.float64:
         expected = naive([d.double() for d in deltas])
-        row["actmat_from_f64"] = error(answers["actmat"], expected)
-        row["naive_from_f64"] = error(answers["naive"], expected)
+        row["actmat_from_f64"] = relative_error(answers["actmat"], expected)
+        row["naive_from_f64"] = relative_error(answers["naive"], expected)
     row["agrees"] = row["difference"] <= AGREEMENT
     print(markdown([row], COLUMNS).splitlines()[-1])
     return row
@@ -212,16 +199,13 @@ def shape_from(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program(__doc__, "matrix", 3)
     parser.add_argument("--methods", nargs="+", choices=sorted(NAIVE), default=list(NAIVE))
     parser.add_argument("--shapes", nargs="+", type=shape_from, default=[(1024, 1024), (4096, 1024), (1024, 4096)])
     parser.add_argument("--spectra", nargs="+", choices=SPECTRA, default=["gaussian", "power"])
     parser.add_argument("--experts", type=int, default=7)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--device", default="cpu", help="where both compute: cpu or cuda[:N]")
     parser.add_argument("--float64", action="store_true", help="also compare both with the formula in float64 (slow)")
-    parser.add_argument("--name", default="matrix", help="name of the result file")
     given = parser.parse_args()
     with torch_threads(given.threads):
         rows = [
@@ -230,12 +214,7 @@ def main() -> None:
             for shape in given.shapes
             for spectrum in given.spectra
         ]
-    print(markdown(rows, COLUMNS))
-    print(
-        write_result(
-            given.name, rows, experts=given.experts, threads=given.threads, device=given.device, columns=COLUMNS
-        )
-    )
+    finish(given.name, rows, COLUMNS, experts=given.experts, threads=given.threads)
     apart = [f"{r['method']} {r['shape']} {r['spectrum']}: {r['difference']:.1e}" for r in rows if not r["agrees"]]
     if apart:
         print(f"differ from the published formula by more than {AGREEMENT:g}:\n  " + "\n  ".join(apart))

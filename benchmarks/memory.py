@@ -11,11 +11,9 @@ promised too little.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common import HERE, WORK, actmat_command, announced, fresh, markdown, measure, write_result
+from benchmarks.common import WORK, announced, finish, merge_words, merged, program
 from benchmarks.make_llama import Size, home, make_family
 
 SIZES = {
@@ -24,26 +22,16 @@ SIZES = {
     "few-large": Size(layers=3),  # the tensors of `large`, but fewer: the peak is a matter of tensors
 }
 SCOPES = {"actmat": "linear"} | dict.fromkeys(("average", "dare", "karcher", "model_stock", "ties"), "all")
-WORKERS = {1: "one", 2: "two"}
+WORKERS = {1: "one_worker", 2: "two_workers"}
 COLUMNS = ("method", "parameters", "experts", "workers", "estimate_b", "peak_anonymous_b", "ratio", "wall_s")
-SOURCE = str(HERE.parent / "src")
-
-
-def estimate(arguments: list[str | Path], workers: int) -> int:
-    """Peak that `actmat plan` foretells, in bytes."""
-    return int(announced(arguments)[f"peak_bytes_{WORKERS[workers]}_worker{'s' if workers > 1 else ''}"])
 
 
 def benchmark(method: str, size: Size, experts: int, workers: int) -> dict[str, Any]:
     """One merge, foretold and measured."""
     base, paths = make_family(home(WORK, size, "bfloat16"), size, experts, dtype="bfloat16")
-    arguments: list[str | Path] = ["--base", base, "--method", method, "--set", f"scope={SCOPES[method]}"]
-    for path in paths:
-        arguments += ["--expert", path]
-    out = fresh(WORK / "out" / f"memory-{method}")
-    foretold = estimate(arguments, workers)
-    command = [*actmat_command(), "merge", *arguments, "--out", out, "--threads", str(workers), "--quiet"]
-    run = measure(command, out, PYTHONPATH=SOURCE)
+    words = merge_words(base, paths, method, "--set", f"scope={SCOPES[method]}")
+    foretold = int(announced(words)[f"peak_bytes_{WORKERS[workers]}"])
+    run = merged(words, WORK / "out" / f"memory-{method}", "--threads", str(workers), durable=True)
     return {
         "method": method,
         "parameters": f"{size.parameters() / 1e9:.3g} B",
@@ -57,12 +45,11 @@ def benchmark(method: str, size: Size, experts: int, workers: int) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program(__doc__, "memory")
     parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=["small", "large"])
     parser.add_argument("--methods", nargs="+", choices=sorted(SCOPES), default=["average", "actmat"])
     parser.add_argument("--experts", type=int, default=2)
     parser.add_argument("--workers", nargs="+", type=int, choices=sorted(WORKERS), default=[1, 2])
-    parser.add_argument("--name", default="memory", help="name of the result file")
     given = parser.parse_args()
     rows = [
         benchmark(method, SIZES[size], given.experts, workers)
@@ -70,8 +57,7 @@ def main() -> None:
         for method in given.methods
         for workers in given.workers
     ]
-    print(markdown(rows, COLUMNS))
-    print(write_result(given.name, rows, columns=COLUMNS))
+    finish(given.name, rows, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -53,19 +53,22 @@ def versions() -> dict[str, str]:
     return found
 
 
+def git(*words: str, root: Path = ROOT) -> str:
+    """What a command of git prints.
+
+    Raises:
+        CalledProcessError: it fails.
+    """
+    return subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def commit(root: Path = ROOT) -> str | None:
     """The checked-out commit, with `+changes` if source files differ from it; None outside of a repository."""
     try:
-        head = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run(
-            ["git", "-C", root, "status", "--porcelain", "-uno", "--", "*.py", "*.toml"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        changed = git("status", "--porcelain", "-uno", "--", "*.py", "*.toml", root=root)
+        return git("rev-parse", "HEAD", root=root) + "+changes" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
 
 
 def sha256(path: Path) -> str:

@@ -12,12 +12,12 @@ driver's process, with its start, per tensor: the workers are not its children.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import statistics
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +25,21 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.common import (
-    HERE,
     RESULTS,
     WORK,
     Run,
-    actmat_command,
-    fresh,
-    markdown,
-    measure,
+    alternate,
+    finish,
+    merge_words,
+    merged,
+    program,
+    read_result,
     weights_digest,
-    write_result,
 )
 from benchmarks.make_llama import Size, add_size_arguments, home, make_family, size_from
 
 CORES = 2
-COLUMNS = (
-    "case",
-    "tensors",
-    "threads_wall_s",
-    "ray_wall_s",
-    "wall_ratio",
-    "merge_ratio",
-    "driver_ms",
-    "load",
-)
+COLUMNS = ("case", "tensors", "threads_wall_s", "ray_wall_s", "wall_ratio", "merge_ratio", "driver_ms", "load")
 STORE_BYTES = 200 << 20
 
 
@@ -84,24 +75,20 @@ def pairs(case: str, base: Path, experts: list[Path], method: str, address: str,
     """Alternate both executors; one row of the table."""
     executors = {"threads": "threads", "ray": f"ray={address}"}
     outs = {name: WORK / "out" / f"{case}-{name}" for name in executors}
-    found: dict[str, list[Run]] = {name: [] for name in executors}
-    merged: dict[str, list[float]] = {name: [] for name in executors}
-    loads, count = [], 0
-    for repeat in range(repeats):
+    inside: dict[str, list[float]] = {name: [] for name in executors}
+    loads, words = list[float](), merge_words(base, experts, method)
+
+    def run(name: str) -> Run:
         loads.append(round(os.getloadavg()[0], 2))
-        for name, executor in executors.items():
-            command: list[str | Path] = [*actmat_command(), "merge", "--base", base, "--method", method]
-            for expert in experts:
-                command += ["--expert", expert]
-            command += ["--out", fresh(outs[name]), "--executor", executor, "--threads", str(CORES), "--quiet"]
-            os.sync()
-            run = measure(command, None, PYTHONPATH=str(HERE.parent / "src"))
-            manifest = json.loads((outs[name] / "actmat_manifest.json").read_text())
-            found[name].append(run)
-            merged[name].append(manifest["timing"]["seconds"])
-            count = len(manifest["tensors"])
-            seconds = f"{run.wall_s:8.2f} s, merge {merged[name][-1]:8.2f} s"
-            print(f"  {repeat + 1}/{repeats} {case} {name:8} {seconds}", flush=True)
+        found = merged(words, outs[name], "--executor", executors[name], "--threads", str(CORES))
+        inside[name].append(manifest(name)["timing"]["seconds"])
+        return found
+
+    def manifest(name: str) -> dict[str, Any]:
+        return dict(json.loads((outs[name] / "actmat_manifest.json").read_text()))
+
+    found = alternate({name: partial(run, name) for name in executors}, repeats)
+    count = len(manifest("ray")["tensors"])
     if len({weights_digest(out) for out in outs.values()}) > 1:
         raise SystemExit(f"{case}: the bytes depend on the executor")
     walls = {name: [r.wall_s for r in runs] for name, runs in found.items()}
@@ -111,28 +98,26 @@ def pairs(case: str, base: Path, experts: list[Path], method: str, address: str,
         "threads_wall_s": statistics.median(walls["threads"]),
         "ray_wall_s": statistics.median(walls["ray"]),
         "wall_ratio": statistics.median(r / t for r, t in zip(walls["ray"], walls["threads"], strict=True)),
-        "merge_ratio": statistics.median(r / t for r, t in zip(merged["ray"], merged["threads"], strict=True)),
+        "merge_ratio": statistics.median(r / t for r, t in zip(inside["ray"], inside["threads"], strict=True)),
         "driver_ms": 1000 * statistics.median(r.cpu_s for r in found["ray"]) / count,
         "load": max(loads),
         "loads": loads,
         "all_wall_s": {name: [round(s, 3) for s in of] for name, of in walls.items()},
-        "all_merge_s": {name: [round(s, 3) for s in of] for name, of in merged.items()},
+        "all_merge_s": {name: [round(s, 3) for s in of] for name, of in inside.items()},
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program(__doc__, "ray", 3)
     parser.add_argument("--only", choices=("large", "small"), help="one of the two cases")
     parser.add_argument("--experts", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tensors", type=int, default=20_000, help="of the case 'small'")
-    parser.add_argument("--name", default="ray", help="name of the result file")
     add_size_arguments(parser)
     parser.set_defaults(hidden=1024, intermediate=2816, layers=6)
     given = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # children and the cluster inherit it
-    stored = RESULTS / f"{given.name}.json"  # the case that is not run again keeps its row
-    kept = json.loads(stored.read_text())["rows"] if given.only and stored.exists() else []
+    there = given.only and (RESULTS / f"{given.name}.json").exists()
+    kept = read_result(given.name)["rows"] if there else []  # the case that is not run again keeps its row
     rows = [row for row in kept if row["case"] != given.only]
     with cluster() as address:
         if given.only != "small":
@@ -142,8 +127,7 @@ def main() -> None:
         if given.only != "large":
             base, experts = make_small(WORK / f"small-{given.tensors}", given.tensors, 2)
             rows.append(pairs("small", base, experts, "average", address, min(given.repeats, 2)))
-    print(markdown(rows, COLUMNS))
-    print(write_result(given.name, rows, experts=given.experts, cores_used=CORES, columns=COLUMNS))
+    finish(given.name, rows, COLUMNS, experts=given.experts, cores_used=CORES)
 
 
 if __name__ == "__main__":

@@ -3,53 +3,36 @@
     python -m benchmarks.remote
     python -m benchmarks.remote --latency 0.02      # seconds before every answer
 
-Both kinds of run alternate, and must write the same bytes. The server is a process of its own and counts: requests for
-each shard, and the bytes sent against the bytes of all shards. Its time is part of the price: it shares the cores.
+Both kinds of run alternate, and must write the same bytes. The server counts: requests for each shard, and the bytes
+sent against the bytes of all shards. Its time is part of the price: it shares the cores.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
-import urllib.request
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import (
-    HERE,
-    WORK,
-    Run,
-    actmat_command,
-    alternate,
-    fresh,
-    markdown,
-    measure,
-    summary,
-    weights_digest,
-    write_result,
-)
+from benchmarks.common import WORK, Run, alternate, finish, merge_words, merged, program, summary, weights_digest
 from benchmarks.make_llama import add_size_arguments, home, make_family, size_from
 
 COLUMNS = ("inputs", "method", "wall_s", "ratio", "peak_anonymous_b", "shards", "requests_per_shard", "sent_over_size")
-COUNTS = "/counts"
+Sent = dict[str, list[int]]
+"""Path -> bytes sent, request by request."""
 RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 
-def serve(root: Path, latency: float) -> None:
-    """Serve a folder by ranges, and the numbers of requests and bytes at `/counts`; prints the port."""
-    requests: Counter[str] = Counter()
-    sent: Counter[str] = Counter()
-    lock = threading.Lock()
+@contextmanager
+def served(root: Path, latency: float) -> Iterator[tuple[str, Sent]]:
+    """URL of a server of a folder by ranges, and the bytes that it sends."""
+    sent: Sent = defaultdict(list)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -62,12 +45,6 @@ def serve(root: Path, latency: float) -> None:
         def do_GET(self) -> None:
             time.sleep(latency)
             path = root / self.path.lstrip("/")
-            if self.path == COUNTS:
-                with lock:
-                    body = json.dumps({"requests": requests, "sent": sent}).encode()
-                    requests.clear()
-                    sent.clear()
-                return self.answer(200, body, {})
             if not path.is_file():
                 return self.answer(404, b"", {})
             status = path.stat()
@@ -76,9 +53,7 @@ def serve(root: Path, latency: float) -> None:
             last = min(last, status.st_size - 1)
             with path.open("rb") as file:
                 body = os.pread(file.fileno(), last - first + 1, first)
-            with lock:
-                requests[self.path] += 1
-                sent[self.path] += len(body)
+            sent[self.path].append(len(body))
             span = {"Content-Range": f"bytes {first}-{last}/{status.st_size}", "ETag": f'"{status.st_mtime_ns}"'}
             return self.answer(206, body, span)
 
@@ -90,57 +65,35 @@ def serve(root: Path, latency: float) -> None:
             self.wfile.write(body)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    print(server.server_port, flush=True)
-    server.serve_forever()
-
-
-@contextmanager
-def served(root: Path, latency: float) -> Iterator[str]:
-    """URL of a server in another process."""
-    command = [sys.executable, "-m", "benchmarks.remote", "--serve", str(root), "--latency", str(latency)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parent)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        assert child.stdout is not None
-        yield f"http://127.0.0.1:{int(child.stdout.readline())}"
+        yield f"http://127.0.0.1:{server.server_port}", sent
     finally:
-        child.terminate()
-        child.wait()
-
-
-def counts(url: str) -> dict[str, dict[str, int]]:
-    """Requests and bytes since the last call."""
-    with urllib.request.urlopen(url + COUNTS) as answer:
-        found: dict[str, dict[str, int]] = json.load(answer)
-    return found
+        server.shutdown()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program(__doc__, "remote", 3)
     parser.add_argument("--methods", nargs="+", default=["average", "actmat"])
     parser.add_argument("--experts", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--latency", type=float, default=0.0)
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--name", default="remote", help="name of the result file")
     add_size_arguments(parser)
     parser.set_defaults(hidden=1024, intermediate=2816, layers=4)
     given = parser.parse_args()
-    if given.serve:
-        serve(given.serve, given.latency)
-        return
     size = size_from(given)
     base, experts = make_family(home(WORK, size, "bfloat16"), size, given.experts, dtype="bfloat16")
     folders = [Path(base), *map(Path, experts)]
     shards = {f"/{f.name}/{p.name}": p.stat().st_size for f in folders for p in f.glob("*.safetensors")}
     rows: list[dict[str, Any]] = []
-    with served(folders[0].parent, given.latency) as url:
+    with served(folders[0].parent, given.latency) as (url, sent):
         for method in given.methods:
-            rows += compare(method, folders, url, shards, given.repeats)
-    print(markdown(rows, COLUMNS))
-    print(write_result(given.name, rows, parameters=size.parameters(), latency_s=given.latency, columns=COLUMNS))
+            rows += compare(method, folders, url, sent, shards, given.repeats)
+    finish(given.name, rows, COLUMNS, parameters=size.parameters(), latency_s=given.latency)
 
 
-def compare(method: str, folders: list[Path], url: str, shards: dict[str, int], repeats: int) -> list[dict[str, Any]]:
+def compare(
+    method: str, folders: list[Path], url: str, sent: Sent, shards: dict[str, int], repeats: int
+) -> list[dict[str, Any]]:
     """Rows of one method: over local files, and over HTTP."""
     places = {"local": [str(f) for f in folders], "http": [f"{url}/{f.name}" for f in folders]}
     outputs = {kind: WORK / "out" / f"remote-{kind}" for kind in places}
@@ -148,15 +101,13 @@ def compare(method: str, folders: list[Path], url: str, shards: dict[str, int], 
 
     def merge(kind: str) -> Run:
         base, *experts = places[kind]
-        command: list[str | Path] = [*actmat_command(), "merge", "--base", base, "--method", method]
-        for expert in experts:
-            command += ["--expert", expert]
-        counts(url)
-        run = measure([*command, "--out", fresh(outputs[kind]), "--quiet"], None, PYTHONPATH=str(HERE.parent / "src"))
-        found = counts(url)
+        sent.clear()
+        run = merged(merge_words(base, experts, method), outputs[kind])
         if kind == "http":
-            asked, sent = (sum(found[k].get(s, 0) for s in shards) for k in ("requests", "sent"))
-            traffic.update(requests_per_shard=asked / len(shards), sent_over_size=sent / sum(shards.values()))
+            sizes = [size for shard in shards for size in sent[shard]]
+            traffic.update(
+                requests_per_shard=len(sizes) / len(shards), sent_over_size=sum(sizes) / sum(shards.values())
+            )
         return run
 
     runs = alternate({kind: lambda kind=kind: merge(kind) for kind in places}, repeats)

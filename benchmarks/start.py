@@ -8,7 +8,6 @@ until `actmat merge` has written to a terminal.
 
 from __future__ import annotations
 
-import argparse
 import os
 import pty
 import statistics
@@ -17,11 +16,10 @@ import tempfile
 import time
 from typing import Any
 
-from benchmarks.common import HERE, actmat_command, markdown, measure, write_result
+from benchmarks.common import SOURCE, actmat_command, finish, measure, program
 
 COLUMNS = ("command", "cpu_s", "wall_s", "first_line_s", "load")
 COMMANDS = ("--version", "--help", "methods", "methods ties", "merge --help", "statistics --help")
-SOURCE = {"PYTHONPATH": str(HERE.parent / "src")}
 
 
 def first_line(repeats: int) -> float:
@@ -44,9 +42,7 @@ def first_line(repeats: int) -> float:
 
 def main() -> None:
     """Run all commands in turn and write benchmarks/results/start.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--name", default="start", help="name of the result file")
+    parser = program(__doc__, "start", 5)
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for text in COMMANDS:
@@ -61,8 +57,7 @@ def main() -> None:
         })  # fmt: skip
     load = os.getloadavg()[0]
     rows.append({"command": "merge, on a terminal", "first_line_s": first_line(given.repeats), "load": load})
-    print(markdown(rows, COLUMNS))
-    print(write_result(given.name, rows, columns=COLUMNS))
+    finish(given.name, rows, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -4,37 +4,67 @@
     python -m benchmarks.table --check     # exit status 1 when one is not what the result files say
 
 Kinds of parts: `result NAME` (the rows of `results/NAME.json`), `evidence NAME` and `small NAME` (experiments on
-pretrained models and at laptop size), `tune NAME` (the search), `matrix PART`, `semantics PART`, `mergekit`, `demo`,
-`chaos`. `docs/markdown.py` has the marks.
+pretrained models and at laptop size), `tune NAME` (the search), `gpu PART`, `matrix PART`, `semantics PART`,
+`mergekit`, `demo`, `chaos`. `docs/markdown.py` has the marks.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from chaos.results import read_record
 from docs import markdown as pages
 from docs.markdown import ROOT, table
 
-from benchmarks.common import RESULTS, markdown
+from benchmarks.common import cell, markdown, read_result, title
 from benchmarks.evidence.picture import picture
 from benchmarks.evidence.small import small_table
 from benchmarks.evidence.tables import evidence_table
 from benchmarks.families.tables import family_table
+from benchmarks.gpu.rows import NAMES
 from benchmarks.mergekit.tables import mergekit_table
 from benchmarks.semantics.tables import semantics_table
 from benchmarks.tune.tables import tune_table
 
 
-def result(name: str, folder: Path = RESULTS) -> str:
+def result(name: str, folder: Path | None = None) -> str:
     """The table of one result file, under a line that says how and where it was made."""
-    found = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    found = read_result(name, folder)
     columns = found.get("columns") or list(found["rows"][0])
+    return f"{made_by(found)}.\n\n{markdown(found['rows'], columns)}\n"
+
+
+def made_by(found: dict[str, Any]) -> str:
+    """Command, machine and date of a result file."""
     facts = {"command": "`{}`", "processor": "{}", "cores": "{} cores", "torch": "torch {}", "date": "{}"}
-    made = ", ".join(text.format(found[fact]) for fact, text in facts.items() if fact in found)
-    return f"{made}.\n\n{markdown(found['rows'], columns)}\n"
+    return ", ".join(text.format(found[fact]) for fact, text in facts.items() if fact in found)
+
+
+def gpu(part: str) -> str:
+    """Rates, layers or merges of `benchmarks.gpu`; merges also from the run with one thread per device."""
+    now, before = (read_result(f"gpu{end}") for end in ("", "-one-thread"))
+    now_rows, before_rows = (
+        {tuple(map(r.get, NAMES)): r for p in found["rows"] if part[:-1] in p["part"] for r in p["rows"]}
+        for found in (now, before)
+    )
+    if part == "rates":
+        return table(["rate", "value"], [[title(r["fact"]), cell("", r["value"])] for r in now_rows.values()])
+    ended = [f"{p['part']}: {p['ended']}" for p in now["rows"] if part[:-1] in p["part"] and p["ended"]]
+    said = "; ".join([made_by(now), *ended])
+    if part == "layers":
+        columns = ["model", "shape", "method", "matrix_s", "times_products", "peak_b", "difference"]
+        return f"{said}.\n\n{markdown(list(now_rows.values()), columns)}\n"
+    rows = [
+        before_rows.get(name, {})
+        | (row := now_rows.get(name, {}))
+        | {"one_thread_s": before_rows.get(name, {}).get("merge_s"), "now_s": row.get("merge_s")}
+        for name in dict.fromkeys([*now_rows, *before_rows])
+        if "inputs made" not in name
+    ]
+    columns = ["size", "what", "one_thread_s", "now_s", "device_peak_b", "planned_b", "difference"]
+    return f"{said}. One thread: {made_by(before)}.\n\n{markdown(rows, columns)}\n"
 
 
 def chaos(_: str) -> str:
@@ -52,7 +82,7 @@ def chaos(_: str) -> str:
 
 def demo(_: str) -> str:
     """Mean test accuracy of base, average, all other merges (lowest to highest) and experts of `actmat demo`."""
-    found = json.loads((RESULTS / "demo.json").read_text(encoding="utf-8"))
+    found = read_result("demo")
     rows = {row["name"]: row["average"] for row in found["rows"]}
     base, average, experts = (f"{100 * rows[name]:.1f}" for name in ("base", "average", "experts"))
     others = [100 * rows[row["name"]] for row in found["rows"] if row["kind"] == "merged"]
@@ -68,6 +98,7 @@ KINDS: pages.Kinds = {
     "evidence": evidence_table,
     "small": small_table,
     "tune": tune_table,
+    "gpu": gpu,
     "matrix": family_table,
     "semantics": semantics_table,
     "mergekit": mergekit_table,

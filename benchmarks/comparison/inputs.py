@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.make_llama import INITIAL_RMS, Size, shards, write_tokenizer
+from benchmarks.make_llama import INITIAL_RMS, Size, shard_files, write_tokenizer
 
 LLAMA = Size(hidden=64, intermediate=176, layers=2, heads=4, key_value_heads=2, vocabulary=9001)
 EXPERTS = ("math", "code", "law")
@@ -87,27 +87,15 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], config: dict[str, Any], 
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     itemsize = next(iter(tensors.values())).itemsize
-    parts = list(shards({name: tuple(t.shape) for name, t in tensors.items()}, itemsize, shard_bytes))
-    index: dict[str, str] = {}
-    for number, part in enumerate(parts, start=1):
-        file = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        index |= dict.fromkeys(part, file)
+    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+    for file, part in shard_files(folder, shapes, itemsize, shard_bytes).items():
         save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
-    if len(parts) > 1:
-        total = sum(t.nbytes for t in tensors.values())
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-        (folder / "model.safetensors.index.json").write_text(text)
 
 
 _GPT2_CONFIG = {
-    "architectures": ["GPT2LMHeadModel"],
-    "model_type": "gpt2",
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 32,
-    "vocab_size": 200,
-}
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4,
+    "n_positions": 32, "vocab_size": 200,
+}  # fmt: skip
 
 
 def _gpt2() -> dict[str, tuple[int, ...]]:
@@ -124,17 +112,10 @@ def _gpt2() -> dict[str, tuple[int, ...]]:
 
 
 _MIXTURE_CONFIG = {
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "num_local_experts": 3,
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 48, "intermediate_size": 40,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "num_local_experts": 3,
     "vocab_size": 200,
-}
+}  # fmt: skip
 
 
 def _mixture() -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections import Counter
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+
+from benchmarks.provenance import sha256
 
 UNSTEADY = ("timing", "created", "totals.seconds", "totals.peak_bytes")
 """Keys whose values, and those below them, no two runs share: times, and the memory that was measured."""
@@ -59,7 +60,7 @@ def compare_weights(old: Path, new: Path) -> Weights:
     """Compare all safetensors files below two folders; shards of one folder count as one set of tensors."""
     files = [{str(p.relative_to(out)): p for p in sorted(out.rglob("*.safetensors"))} for out in (old, new)]
     found = Weights(files=len(files[0]))
-    found.same_files = sum(n in files[1] and _sha256(p) == _sha256(files[1][n]) for n, p in files[0].items())
+    found.same_files = sum(n in files[1] and sha256(p) == sha256(files[1][n]) for n, p in files[0].items())
     before, after = ({key: path for p in side.values() for key, path in _tensors(p)} for side in _by_folder(files))
     problems = [f"only in old: {_text(key)}" for key in before if key not in after]
     problems += [f"only in new: {_text(key)}" for key in after if key not in before]
@@ -102,11 +103,6 @@ def _read(path: Path, name: str) -> Tensor:
 
 def _text(key: Key) -> str:
     return key[1] if key[0] == "." else f"{key[0]}: {key[1]}"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def differing_entries(a: Tensor, b: Tensor) -> int:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import HERE
+from benchmarks.provenance import ROOT, git
 
-ROOT = HERE.parent
 SERVER = HERE / "comparison" / "server.py"
 
 
@@ -54,24 +54,19 @@ def checked_out(revision: str, folder: Path) -> Iterator[tuple[Tree, Tree]]:
         SystemExit: git does not know the revision.
     """
     try:
-        commit = _git("rev-parse", "--verify", "--short=12", f"{revision}^{{commit}}")
+        commit = git("rev-parse", "--verify", "--short=12", f"{revision}^{{commit}}")
     except subprocess.CalledProcessError as error:
         raise SystemExit(f"no revision '{revision}': {error.stderr.strip()}") from None
-    changed = "+changes" if _git("status", "--porcelain", "--", "src") else ""
-    new = Tree("new", ROOT, _git("rev-parse", "--short=12", "HEAD") + changed)
+    changed = "+changes" if git("status", "--porcelain", "--", "src") else ""
+    new = Tree("new", ROOT, git("rev-parse", "--short=12", "HEAD") + changed)
     old = Tree("old", folder.resolve() / "revision", commit)
-    _git("worktree", "add", "--quiet", "--detach", str(old.root), commit)
+    git("worktree", "add", "--quiet", "--detach", str(old.root), commit)
     try:
         for tree in (old, new):
             tree.check()
         yield old, new
     finally:
-        _git("worktree", "remove", "--force", str(old.root))
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+        git("worktree", "remove", "--force", str(old.root))
 
 
 class Server:

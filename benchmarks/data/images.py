@@ -31,21 +31,22 @@ def orders() -> dict[str, list[int]]:
     return found
 
 
-def drawn(labels_N: Indices, n: int, generator: np.random.Generator) -> Indices:
-    """Positions of `n` images at most, in proportion to their classes, in random order."""
+def per_class(labels_N: Indices, n: int, generator: np.random.Generator) -> Indices:
+    """Positions of some `n` images, in proportion to their classes and at least one of each, class by class."""
     counts = np.bincount(labels_N)
     sizes = np.maximum(1, np.round(n * counts / len(labels_N)).astype(int))
     chosen = [generator.permutation(np.where(labels_N == c)[0])[: sizes[c]] for c in range(len(counts))]
-    return generator.permutation(np.concatenate(chosen))[:n]
+    return np.concatenate(chosen)
+
+
+def drawn(labels_N: Indices, n: int, generator: np.random.Generator) -> Indices:
+    """Positions of `n` images at most, in proportion to their classes, in random order."""
+    return generator.permutation(per_class(labels_N, n, generator))[:n]
 
 
 def halves(labels_N: Indices, n_test: int) -> tuple[Indices, Indices]:
     """Positions for training and for testing, `n_test` of them in proportion to the classes; both ascend."""
-    generator = np.random.default_rng(0)
-    counts = np.bincount(labels_N)
-    sizes = np.maximum(1, np.round(n_test * counts / len(labels_N)).astype(int))
-    test = [generator.permutation(np.where(labels_N == c)[0])[: sizes[c]] for c in range(len(counts))]
-    tested = np.sort(np.concatenate(test))
+    tested = np.sort(per_class(labels_N, n_test, np.random.default_rng(0)))
     return np.setdiff1d(np.arange(len(labels_N)), tested), tested
 
 
@@ -107,19 +108,15 @@ class Folder:
 
     def _positions(self, paths: Sequence[str], labels_N: Indices) -> tuple[Indices, Indices]:
         if self.part is not None:
-            generator = np.random.default_rng(0)
             of = np.array([path.split("/")[self.part] for path in paths])
-            where = [np.where(of == part)[0] for part in ("train", "test")]
-            draws = [w[drawn(labels_N[w], n, generator)] for w, n in zip(where, self.sizes, strict=True)]
-            return draws[0], draws[1]
-        if self.n_test:
-            generator = np.random.default_rng(0)
-            draws = [
-                w[drawn(labels_N[w], n, generator)]
-                for w, n in zip(halves(labels_N, self.n_test), self.sizes, strict=True)
-            ]
-            return draws[0], draws[1]
-        return np.array(orders()[f"{self.name}.train"]), np.array(orders()[f"{self.name}.test"])
+            train, test = (np.where(of == part)[0] for part in ("train", "test"))
+        elif self.n_test:
+            train, test = halves(labels_N, self.n_test)
+        else:
+            return np.array(orders()[f"{self.name}.train"]), np.array(orders()[f"{self.name}.test"])
+        generator = np.random.default_rng(0)
+        train = train[drawn(labels_N[train], self.sizes[0], generator)]
+        return train, test[drawn(labels_N[test], self.sizes[1], generator)]
 
 
 def usps(path: str) -> Callable[[Original], Arrays]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.common import read_lines
 from benchmarks.evidence.group import SUITES
 
 HEAD = ["experts", "layer", "n", "`D^T D`", "identity", "`D^T D` nearer", "change of weights"]
@@ -22,11 +22,6 @@ Row = Mapping[str, Any]
 def sweep_file(folder: Path, suite: str) -> Path:
     """Cosines of one task's experts that were trained for other lengths and at other rates."""
     return folder / f"{suite}-sweep.jsonl"
-
-
-def _lines(path: Path) -> Iterator[Row]:
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        yield json.loads(line)
 
 
 def _means(rows: list[Row]) -> list[str]:
@@ -48,7 +43,7 @@ def kind_rows(folder: Path) -> list[list[str]]:
     """
     by_kind: dict[tuple[str, str], list[Row]] = {}
     for suite in SUITES:
-        rows = list(_lines(folder / f"{suite}-gram.jsonl"))
+        rows = read_lines(folder / f"{suite}-gram.jsonl")
         last = {(row["model"], row["regime"]): row["settings"] for row in rows}
         for row in rows:
             if row["settings"] != last[row["model"], row["regime"]]:
@@ -66,7 +61,7 @@ def sweep_rows(folder: Path) -> list[list[str]]:
     found = []
     for suite in SUITES:
         by_run: dict[tuple[int, float], list[Row]] = {}
-        for row in _lines(sweep_file(folder, suite)):
+        for row in read_lines(sweep_file(folder, suite)):
             by_run.setdefault((row["steps"], row["rate"]), []).append(row)
         for (steps, rate), rows in sorted(by_run.items()):
             title = f"{suite}, {rows[0]['model']}, {rows[0]['regime']}, {rows[0]['task']}"

@@ -158,6 +158,13 @@ class Group:
         ]
 
 
+def made_by(scores: Sequence[Score]) -> str:
+    """Seeds of scores, and versions of libraries of the first that has them."""
+    versions = next((s.detail["versions"] for s in scores if "versions" in s.detail), {})
+    seeds = ", ".join(map(str, sorted({s.seed for s in scores})))
+    return f"{seeds}; " + ", ".join(f"{n} {v}" for n, v in sorted(versions.items()))
+
+
 def groups(folder: Path = FOLDER, suites: Sequence[str] = SUITES) -> list[Group]:
     """All models and regimes that have results, of the suites that choose unless others are named."""
     paths = [path for suite in suites if (path := folder / f"{suite}.jsonl").is_file()]

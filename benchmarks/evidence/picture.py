@@ -59,18 +59,13 @@ def _place(accuracy: float) -> float:
 
 
 def _legend() -> list[str]:
-    words = {
-        "base": "base",
-        "average": "average of the experts",
-        "auto": "merge by auto",
-        "experts": "each expert alone",
-    }
+    words = ("base", "average of the experts", "merge by auto", "each expert alone")
     places = (LEFT, LEFT + 66, LEFT + 236, LEFT + 366)
     parts = [
         _text(16, 24, "Test accuracy in %", weight="bold"),
         _text(16, 42, "mean over tasks and seeds", color=MUTED),
     ]
-    for (name, word), x in zip(words.items(), places, strict=True):
+    for (name, word), x in zip(zip(COLORS, words, strict=True), places, strict=True):
         parts += [_mark(name, x, 20), _text(x + 10, 24, word)]
     return [*parts, _text(RIGHT + 30, 54, "auto - average, points", weight="bold")]
 

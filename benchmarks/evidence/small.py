@@ -16,7 +16,7 @@ from actmat_experiments.harness.results import REFERENCES, Regime, Score, read_s
 from actmat_experiments.harness.table import markdown_table, summarize
 from actmat_experiments.reasoning.passk import at, at_k_markdown
 from benchmarks.common import RESULTS
-from benchmarks.evidence.group import is_known
+from benchmarks.evidence.group import is_known, made_by
 
 FOLDER = RESULTS / "small"
 SMALL = ("vision-small", "language-small", "reasoning-small")
@@ -52,10 +52,7 @@ def small_table(name: str, folder: Path = FOLDER) -> str:
         text = markdown_table(
             summarize([s for s in own if not s.method.startswith("expert ")], _tasks(own)), _tasks(own)
         )
-    versions = next((s.detail["versions"] for s in own if "versions" in s.detail), {})
-    how = ", ".join(f"{n} {v}" for n, v in sorted(versions.items()))
-    seeds = ", ".join(map(str, sorted({s.seed for s in own})))
-    return f"{text}\nSeed {seeds}; {how}. Source: `benchmarks/results/small/{suite}.jsonl`.\n"
+    return f"{text}\nSeed {made_by(own)}. Source: `benchmarks/results/small/{suite}.jsonl`.\n"
 
 
 def _model(suite: str) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import mean
 
+from benchmarks.common import read_lines
 from benchmarks.evidence.group import SUITES, is_known
 
 
@@ -21,10 +21,8 @@ def subset_rows(folder: Path) -> list[list[str]]:
     """Mean test accuracy over seeds and the merged experts' tasks, by row and number of experts."""
     found = []
     for suite in SUITES:
-        path = subset_file(folder, suite)
-        lines = [json.loads(x) for x in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
         by_row: dict[tuple[str, str], dict[int, dict[tuple[int, str], float]]] = {}
-        for row in (x for x in lines if is_known(x["method"])):
+        for row in (x for x in read_lines(subset_file(folder, suite)) if is_known(x["method"])):
             title = f"{suite}, {row['model']}, {row['regime']}"
             points = by_row.setdefault((title, row["method"]), {}).setdefault(row["experts"], {})
             points[row["seed"], row["task"]] = 100 * row["correct"] / row["total"]

@@ -16,7 +16,7 @@ from scipy.stats import spearmanr
 from actmat_experiments.harness.results import REFERENCES
 from benchmarks.evidence import choice as auto
 from benchmarks.evidence import claims, cosines
-from benchmarks.evidence.group import FOLDER, FRESH, NAMES, RANKS, SUITES, Candidate, Group, groups, method_of
+from benchmarks.evidence.group import FOLDER, FRESH, NAMES, RANKS, SUITES, Candidate, Group, groups, made_by, method_of
 from benchmarks.evidence.intervals import LEAST_TASKS, Interval, Points, interval, paired
 from benchmarks.evidence.subsets import SUBSET_HEAD, subset_rows
 
@@ -279,8 +279,5 @@ def _group_table(what: str, group: Group) -> str:
         text = table(head, method_rows(group))
         if len(group.tasks) < LEAST_TASKS:
             text += f"\nNo intervals: {len(group.tasks)} tasks are too few to estimate a spread over tasks.\n"
-    versions = next((s.detail["versions"] for s in group.scores if "versions" in s.detail), {})
-    how = ", ".join(f"{n} {v}" for n, v in sorted(versions.items()))
-    seeds = ", ".join(map(str, group.seeds))
     source = f"`benchmarks/results/evidence/{group.suite}.jsonl`"
-    return f"{text}\n{group.title}; seed {seeds}; {how}. Source: {source}.\n"
+    return f"{text}\n{group.title}; seed {made_by(group.scores)}. Source: {source}.\n"

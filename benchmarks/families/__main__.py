@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import read_result, write_result
 from benchmarks.families.server import serve
 from benchmarks.families.tiny import Architecture, architectures
 
@@ -92,7 +92,7 @@ def main() -> None:
 
 def renewed(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
     """Put these rows in place of those of the result, which keeps its command; `renewed` names the classes."""
-    before = json.loads((RESULTS / "families.json").read_text())
+    before = read_result("families")
     every = {(r["library"], r["class"]): r for r in before["rows"]} | rows
     names = sorted({*before.get("renewed", ()), *(name for _, name in rows)})
     write_result("families", [every[key] for key in sorted(every)], command=before["command"], renewed=names)

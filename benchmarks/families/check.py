@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import actmat
 from actmat.checkpoints.base import TensorSpec
 from actmat.layout import resolve_layout
+from benchmarks.common import stored_tensors
 from benchmarks.families.inputs import batch_of
 from benchmarks.families.splits import observed_pieces
 from benchmarks.families.tiny import Architecture, build, parameters_of
@@ -55,7 +56,7 @@ def _merged(model: Any, folder: Path) -> dict[str, Any]:
     except actmat.MergeError as error:
         return {"stage": "failed", "why": f"{type(error).__name__}: {error}"[:300]}
     row: dict[str, Any] = {"stage": "merged", "family": report.plan.family, "tensors": len(report.plan.items)}
-    row["actions"] = _counted(i.action for i in report.plan.items)
+    row["actions"] = dict(sorted(Counter(i.action for i in report.plan.items).items()))
     row["unknown"] = sorted({i.name for i in report.plan.items if "of unknown use" in i.reason})[:5]
     try:
         merged, info = type(model).from_pretrained(folder / "out", output_loading_info=True)
@@ -98,9 +99,7 @@ def _outputs(model: Any, batch: Mapping[str, Any]) -> list[Tensor]:
 
 def _packed(model: nn.Module, folder: Path, run: Callable[[], object] | None) -> dict[str, Any]:
     """Stored 2-D tensors whose maps are packed, by the layout and by the code."""
-    stored: dict[str, Tensor] = {}
-    for file in sorted((folder / "base").glob("*.safetensors")):
-        stored |= load_file(file)
+    stored = stored_tensors(folder / "base")
     specs = {n: TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch."), "") for n, t in stored.items()}
     config = json.loads((folder / "base" / "config.json").read_text())
     layouts = resolve_layout(specs, config).tensors
@@ -145,13 +144,6 @@ def _described(parts: list[set[int]]) -> str:
     return ", ".join(
         f"{len(p)} rows from {min(p)}" + ("" if max(p) - min(p) + 1 == len(p) else " (apart)") for p in parts
     )
-
-
-def _counted(values: Any) -> dict[str, int]:
-    out: dict[str, int] = {}
-    for value in values:
-        out[value] = out.get(value, 0) + 1
-    return dict(sorted(out.items()))
 
 
 def _first_line(error: BaseException) -> str:

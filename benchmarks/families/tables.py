@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from docs.markdown import table
 
-from benchmarks.common import RESULTS
+from benchmarks.common import read_result
 
 STAGES = {
     "ran": "merged, loaded without a missing or unexpected key, run: finite outputs",
@@ -24,7 +23,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 def family_table(name: str) -> str:
     """The part of the page of that name."""
-    return PARTS[name](json.loads((RESULTS / "families.json").read_text(encoding="utf-8"))["rows"])
+    return PARTS[name](read_result("families")["rows"])
 
 
 def _summary(rows: Rows) -> str:

@@ -141,14 +141,8 @@ def shrunk_config(kind: Any) -> Any:
     for name, value in nested.items():
         if value is not None and hasattr(value, "to_dict"):
             changed[name] = shrunk_config(type(value))
-    for key in (
-        "pad_token_id",
-        "bos_token_id",
-        "eos_token_id",
-        "sep_token_id",
-        "cls_token_id",
-        "decoder_start_token_id",
-    ):
+    for token in ("pad", "bos", "eos", "sep", "cls", "decoder_start"):
+        key = f"{token}_token_id"
         if hasattr(default, key) and isinstance(getattr(default, key), int | list):
             changed[key] = {"pad_token_id": 0, "bos_token_id": 1}.get(key, 2)
     for key in ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "vision_start_token_id"):

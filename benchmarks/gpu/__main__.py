@@ -3,9 +3,9 @@
     python -m benchmarks.gpu                                   # cuda:0
     python -m benchmarks.gpu --device cpu:0 --quick            # rehearsal: a simulated device, tiny shapes
 
-Needs a checkout, torch, and the libraries that `actmat` needs; no network. mergekit is run beside it where it can be
-imported. Every part is a process of its own with a limit of seconds: a part that fails or is stopped keeps the rows
-that it has printed, and says so. Order: what matters most comes first. `results/gpu.json` has one table per part.
+Needs a checkout, torch, and the libraries that `actmat` needs; no network. Every part is a process of its own with a
+limit of seconds: a part that fails or is stopped keeps the rows that it has printed, and says so. Order: what matters
+most comes first. `results/gpu.json` has one table per part; `--name /some/where/gpu` writes elsewhere.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import HERE, RESULTS, WORK, markdown, write_result
-from benchmarks.gpu.rows import MARK
+from benchmarks.common import HERE, RESULTS, WORK, print_table, program, write_result
+from benchmarks.gpu.rows import MARK, add_row
 
 PARTS: dict[str, tuple[list[str], int]] = {
     "rates": (["rates"], 30),
@@ -35,8 +35,6 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "merges of 7B": (["merges", "--size", "7b"], 150),
 }
 """Part -> module with its arguments, and its limit in seconds."""
-NAMES = ("fact", "test", "model", "shape", "method", "size", "what")
-"""Columns that together name a row."""
 
 
 def run_part(name: str, given: argparse.Namespace, left: float) -> dict[str, Any]:
@@ -48,10 +46,8 @@ def run_part(name: str, given: argparse.Namespace, left: float) -> dict[str, Any
     command += ["--device", given.device, "--folder", str(given.folder), *["--quick"] * given.quick]
     print(f"\n== {name}", flush=True)
     began = time.perf_counter()
-    pipe = subprocess.PIPE
-    child = subprocess.Popen(
-        command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=HERE.parent, start_new_session=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    child = subprocess.Popen(command, **pipes, text=True, cwd=HERE.parent, start_new_session=True)
     stopped = threading.Timer(seconds, lambda: os.killpg(child.pid, signal.SIGKILL))  # merges too
     stopped.start()
     rows: list[dict[str, Any]] = []
@@ -72,24 +68,13 @@ def run_part(name: str, given: argparse.Namespace, left: float) -> dict[str, Any
     return {"part": name, "seconds": round(took, 1), "ended": ended, "rows": rows}
 
 
-def add_row(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
-    """Add a row, or what came later to the row that it speaks of."""
-    name = [row.get(key) for key in NAMES]
-    same = next((r for r in rows if [r.get(key) for key in NAMES] == name), None)
-    if same is None:
-        rows.append(row)
-    else:
-        same |= row
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program(__doc__, "gpu")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--quick", action="store_true", help="tiny shapes: does everything run?")
     parser.add_argument("--only", nargs="+", metavar="PART[:SECONDS]", help=f"some of: {', '.join(PARTS)}")
     parser.add_argument("--minutes", type=float, default=7.8, help="for all parts together")
     parser.add_argument("--folder", type=Path, default=WORK / "gpu", help="for checkpoints: 60 GB, of a fast disk")
-    parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
     given = parser.parse_args()
     if given.device.startswith("cuda") and not torch.cuda.is_available():
         sys.exit("torch sees no CUDA device; --device cpu:0 --quick rehearses on a simulated one")
@@ -100,10 +85,8 @@ def main() -> None:
         left = end - time.perf_counter()
         part = run_part(name, given, left) if left > 10 else {"part": name, "ended": "no time left", "rows": []}
         parts.append(part)
-        write_result("gpu", parts, given.out, device=given.device, quick=given.quick)
-    for part in parts:
-        columns = list(dict.fromkeys(key for row in part["rows"] for key in row))
-        print(f"\n{part['part']}: {part.get('seconds', 0)} s {part['ended']}\n{markdown(part['rows'], columns)}")
+        write_result("gpu", parts, RESULTS / f"{given.name}.json", device=given.device, quick=given.quick)
+        print_table(part["rows"], list(dict.fromkeys(key for row in part["rows"] for key in row)))
     sys.exit(any(part["ended"].startswith("exit") or not part["rows"] for part in parts))
 
 

@@ -8,7 +8,6 @@ norm. The host computes beside the device, smallest shapes first; shapes that it
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 import actmat
+from benchmarks.common import relative_error
 from benchmarks.gpu.rows import arguments, clear_peak, give, peak_bytes, seconds_of, torch_device
 
 EXPERTS = 3
@@ -42,64 +42,42 @@ def products(deltas: list[Tensor]) -> None:
         delta_OI @ (delta_OI.mT @ delta_OI)
 
 
-def on_host(method: str, deltas: list[Tensor]) -> Tensor:
-    """The same call on the host."""
-    return actmat.merge_matrices(method, deltas)
-
-
 def measured(method: str, deltas: list[Tensor], there: torch.device) -> tuple[dict[str, Any], Tensor]:
     """Seconds, memory and result of one matrix."""
     kept: list[Tensor] = []
 
     def work() -> None:
-        kept.clear()
-        kept.append(actmat.merge_matrices(method, deltas))
+        kept[:] = [actmat.merge_matrices(method, deltas)]
 
     clear_peak(there)
     seconds = seconds_of(work, there, 1)
-    given = sum(d.nbytes for d in deltas)
-    return {"matrix_s": seconds, "peak_b": peak_bytes(there), "deltas_b": given}, kept[0].cpu()
-
-
-def rows_of(
-    shapes: dict[tuple[int, int], int], there: torch.device, compare: Callable[[str, int], bool]
-) -> Iterator[tuple[dict[str, Any], Tensor, Future[Tensor] | None]]:
-    """Rows, results, and what the host will say."""
-    product_s: dict[tuple[int, int], float] = {}
-    with ThreadPoolExecutor(1) as pool:
-        for method, (shape, count) in itertools.product(METHODS, shapes.items()):
-            deltas = make_deltas(shape, there)
-            if shape not in product_s:
-                product_s[shape] = seconds_of(partial(products, deltas), there)
-            wanted = compare(method, shape[0] * shape[1])
-            expected = pool.submit(on_host, method, [d.cpu() for d in deltas]) if wanted else None
-            row, value = measured(method, deltas, there)
-            row = {"shape": f"{shape[0]}x{shape[1]}", "method": method, "experts": EXPERTS} | row
-            row |= {"products_s": product_s[shape], "times_products": row["matrix_s"] / product_s[shape]}
-            yield row | {"per_layer": count}, value, expected
+    row = {"matrix_s": seconds, "peak_b": peak_bytes(there), "deltas_b": sum(d.nbytes for d in deltas)}
+    return row, kept[0].cpu()
 
 
 def main() -> None:
-    """Print a row per method and shape, and of each the host's answer when it is there."""
+    """Print a row per method and shape, and the difference of each when the host has merged it."""
     given = arguments(model=SHAPES)
     there = torch_device(given.device)
     torch.backends.cuda.matmul.allow_tf32 = False
-    shapes = SHAPES[given.model]
-    if given.quick:
-        shapes = {(o // 64, i // 64): count for (o, i), count in shapes.items()}
+    product_s: dict[tuple[int, int], float] = {}
     waiting: list[tuple[dict[str, Any], Tensor, Future[Tensor]]] = []
-    for row, value, expected in rows_of(
-        shapes, there, lambda m, n: n <= ON_HOST or (m == "actmat_ridge" and n <= 2 * ON_HOST)
-    ):
-        give(model=given.model, **row)
-        if expected is not None:
-            waiting.append((row, value, expected))
-    for row, value, expected in waiting:
-        answer = expected.result()
-        difference = float(
-            torch.linalg.vector_norm(value.double() - answer.double()) / torch.linalg.vector_norm(answer)
-        )
-        give(model=given.model, shape=row["shape"], method=row["method"], difference=difference)
+    with ThreadPoolExecutor(1) as host:
+        for method, (full, count) in itertools.product(METHODS, SHAPES[given.model].items()):
+            shape = (full[0] // 64, full[1] // 64) if given.quick else full
+            deltas, name = make_deltas(shape, there), {"shape": f"{shape[0]}x{shape[1]}", "method": method}
+            if shape not in product_s:
+                product_s[shape] = seconds_of(partial(products, deltas), there)
+            limit = (2 if method == "actmat_ridge" else 1) * ON_HOST
+            compared = shape[0] * shape[1] <= limit
+            answer = host.submit(actmat.merge_matrices, method, [d.cpu() for d in deltas]) if compared else None
+            row, value = measured(method, deltas, there)
+            row |= {"products_s": product_s[shape], "times_products": row["matrix_s"] / product_s[shape]}
+            give(model=given.model, **name, experts=EXPERTS, **row, per_layer=count)
+            if answer is not None:
+                waiting.append((name, value, answer))
+        for name, value, answer in waiting:
+            give(model=given.model, **name, difference=relative_error(value, answer.result()))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from functools import partial
 
 import torch
 
@@ -32,13 +33,13 @@ def main() -> None:
     give(fact=f"cholesky {side} f64, s", value=seconds_of(lambda: torch.linalg.cholesky(gram), there))
     host = torch.ones(copied, dtype=torch.uint8)
     sent = host.to(there, copy=True)
-    give(fact="copy to the device, GB/s", value=copied * 1e-9 / seconds_of(lambda: sent.copy_(host), there))
-    give(fact="copy to the host, GB/s", value=copied * 1e-9 / seconds_of(lambda: host.copy_(sent), there))
-    if there.type == "cuda":
-        pinned = host.pin_memory()
-        give(
-            fact="pinned copy to the device, GB/s", value=copied * 1e-9 / seconds_of(lambda: sent.copy_(pinned), there)
-        )
+    pinned = host.pin_memory() if there.type == "cuda" else host
+    for name, target, source in (
+        ("copy to the device", sent, host), ("copy to the host", host, sent),
+        ("pinned copy to the device", sent, pinned),
+    ):  # fmt: skip
+        rate = copied * 1e-9 / seconds_of(partial(target.copy_, source), there)
+        give(fact=f"{name}, GB/s", value=rate)
     for fact, rate in disk_rates(given.folder, copied).items():
         give(fact=fact, value=rate)
     give(fact="host, one thread: product f32, TFLOP/s", value=1e-12 * matmul_rate(size // 4, torch.float32, 1))

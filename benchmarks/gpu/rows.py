@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 MARK = "ROW "
+NAMES = ("fact", "test", "model", "shape", "method", "size", "what")
+"""Columns that together name a row."""
 
 
 def arguments(**more: Any) -> argparse.Namespace:
@@ -29,6 +31,15 @@ def arguments(**more: Any) -> argparse.Namespace:
 def give(**row: Any) -> None:
     """Print a row for the driver."""
     print(MARK + json.dumps(row), flush=True)
+
+
+def add_row(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Add a row, or its further columns to the row of the same name."""
+    same = next((r for r in rows if all(r.get(key) == row.get(key) for key in NAMES)), None)
+    if same is None:
+        rows.append(row)
+    else:
+        same |= row
 
 
 def torch_device(name: str) -> torch.device:

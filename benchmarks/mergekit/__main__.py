@@ -26,7 +26,7 @@ from actmat.api.reading import read_recipe
 from actmat.errors import MergeError
 from actmat.run import run_recipes
 from actmat.settings import RunSettings
-from benchmarks.common import print_table, write_result
+from benchmarks.common import print_table, stored_tensors, write_result
 from benchmarks.elementwise import mergekit_python
 
 HERE = Path(__file__).parent
@@ -95,11 +95,6 @@ def run_here(name: str, data: dict[str, Any], folder: Path) -> str:
     return ""
 
 
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """All tensors of an output."""
-    return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
-
-
 def in_memory_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a mixture as transformers 5 has them in memory, and as mergekit writes some: experts stacked."""
     out, experts = {}, dict[str, dict[tuple[int, str], Tensor]]()
@@ -136,7 +131,7 @@ def token_ids(folder: Path) -> dict[str, int]:
 
 def compare(name: str, data: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Outcome, largest difference and share of entries beyond the rounding of the dtype."""
-    there, here = (tensors_of(folder / side / name) for side in ("there", "here"))
+    there, here = (stored_tensors(folder / side / name) for side in ("there", "here"))
     if "merge_method" not in data:
         there, here = in_memory_names(there), in_memory_names(here)
     if "tokenizer" in data or "tokenizer_source" in data:

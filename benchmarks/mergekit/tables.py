@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from typing import Any
 
 from docs.markdown import table
 
-from benchmarks.common import RESULTS
+from benchmarks.common import read_result
 
 OUTCOMES = ("same bits", "same within rounding", "fails in both", "differs", "refused here", "fails in mergekit")
 GOOD = OUTCOMES[:3]
@@ -20,7 +19,7 @@ _FILE = re.compile(r"^.*?\.yml:\d+: (parameters: )?")
 
 def mergekit_table(_: str = "") -> str:
     """Numbers of configurations by outcome, and every one that does not do the same, with the reason."""
-    result = json.loads((RESULTS / "mergekit.json").read_text(encoding="utf-8"))
+    result = read_result("mergekit")
     kinds = ("merges", "mixtures")
     counts = Counter((kinds[row["kind"] == "mixture"], row["outcome"]) for row in result["rows"])
     rows = [[o, *(str(counts[k, o]) for k in kinds)] for o in OUTCOMES if any(counts[k, o] for k in kinds)]

@@ -25,11 +25,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.common import write_result
+from benchmarks.provenance import ROOT, git
 from benchmarks.semantics.compare import Cell, compare
 from benchmarks.semantics.environments import VERSIONS, interpreter, versions_of
 from benchmarks.semantics.options import OPTIONS, cases
 
-ROOT = Path(__file__).resolve().parents[2]
 Case = tuple[str, str]
 
 
@@ -128,9 +128,9 @@ def write(done: dict[tuple[str, str, str], Cell], environments: list[dict[str, s
         if exact:
             row |= {"error": float(f"{max(c.error for c in exact):.1e}"), "changed": max(c.changed for c in exact)}
         rows.append(row)
-    asked = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    write_result("semantics", rows, commit=commit, environments=environments, reasons=reasons)
+    write_result(
+        "semantics", rows, commit=git("rev-parse", "--short", "HEAD"), environments=environments, reasons=reasons
+    )
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 import actmat
+from benchmarks.common import relative_error, stored_tensors
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def compare(base: Path, case: Path, bound: float) -> Cell:
         )  # fmt: skip
     except actmat.MergeError as error:
         return Cell("refused", reason(error, case, base))
-    before, expected, found = (stored(p) for p in (base, case / "merged", case / "out"))
+    before, expected, found = (stored_tensors(p) for p in (base, case / "merged", case / "out"))
     memory = torch.load(case / "merged" / "memory.pt")
     for name in found.keys() - expected.keys():  # PEFT may have tied it, or the model shares its layers
         inside = next((n for n in memory if f".{name}".endswith(f".{n}")), None)
@@ -50,25 +49,12 @@ def compare(base: Path, case: Path, bound: float) -> Cell:
     changed = [n for n, t in expected.items() if n not in before or not torch.equal(t, before[n])]
     if not changed:
         return Cell("FAILURE", "the adapter changes nothing")
-    errors = {n: _error(found[n], t) for n, t in expected.items()}
+    errors = {n: relative_error(found[n], t) for n, t in expected.items()}
     worst = max(errors, key=lambda n: errors[n])
     if not errors[worst] <= bound:
         wrong = sorted(n for n, e in errors.items() if not e <= bound)
         return Cell("FAILURE", f"{len(wrong)} tensors differ, by {errors[worst]:.2g} '{worst}'", errors[worst])
     return Cell("exact", error=errors[worst], changed=len(changed))
-
-
-def stored(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint."""
-    return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
-
-
-def _error(found: Tensor, expected: Tensor) -> float:
-    """Relative Frobenius distance; infinite for other shapes."""
-    if found.shape != expected.shape:
-        return float("inf")
-    a, b = found.double(), expected.double()
-    return float((a - b).norm() / b.norm().clamp(min=1e-300))
 
 
 def reason(error: Exception, case: Path, base: Path) -> str:

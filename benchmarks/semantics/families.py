@@ -7,23 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 VOCABULARY = 40
-_TEXT = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": VOCABULARY,
-}
+_SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+_TEXT = {**_SIZES, "vocab_size": VOCABULARY}
 _LLAMA = {**_TEXT, "num_key_value_heads": 2, "pad_token_id": 0, "tie_word_embeddings": False}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_hidden_layers": 1}
-_VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 8,
-    "patch_size": 4,
-}
+_VISION = {**_SIZES, "image_size": 8, "patch_size": 4}
 _GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 16}
 _STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
@@ -73,8 +61,7 @@ class Family:
 
 
 def _clip(library: Any, fields: dict[str, Any]) -> Any:
-    text = {k: v for k, v in _VISION.items() if k not in ("image_size", "patch_size")} | {"vocab_size": VOCABULARY}
-    return library.CLIPConfig(text_config=text, vision_config=_VISION, **fields)
+    return library.CLIPConfig(text_config=_TEXT, vision_config=_VISION, **fields)
 
 
 def _llava(library: Any, fields: dict[str, Any]) -> Any:

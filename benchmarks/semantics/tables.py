@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -10,26 +9,24 @@ from typing import Any
 
 from docs.markdown import table
 
-from benchmarks.common import RESULTS
+from benchmarks.common import read_result
 
 OUTCOMES = ("exact", "file", "refused", "peft", "FAILURE")
 
 
 def semantics_table(name: str) -> str:
     """The part of the page of that name."""
-    return PARTS[name](json.loads((RESULTS / "semantics.json").read_text(encoding="utf-8")))
+    return PARTS[name](read_result("semantics"))
 
 
 def cells(result: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
     """Version, family, option, outcome and reason of every cell."""
-    out = []
-    for row in result["rows"]:
-        for version in _versions(result):
-            outcome, _, number = row[version].partition(" ")
-            out.append(
-                (version, row["family"], row["option"], outcome, result["reasons"][int(number)] if number else "")
-            )
-    return out
+    return [
+        (version, row["family"], row["option"], outcome, result["reasons"][int(number)] if number else "")
+        for row in result["rows"]
+        for version in _versions(result)
+        for outcome, _, number in (row[version].partition(" "),)
+    ]
 
 
 def _versions(result: dict[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import RESULTS, WORK, own_command
+from benchmarks.common import RESULTS, WORK, own_command, read_lines
 from benchmarks.provenance import record
 from benchmarks.tune.measure import measure
 from benchmarks.tune.subjects import SUITES, subjects
@@ -29,8 +29,7 @@ FILE = RESULTS / "tune.jsonl"
 
 def done(path: Path) -> set[str]:
     """Names of the subjects of a file."""
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return {json.loads(line)["subject"] for line in lines}
+    return {row["subject"] for row in read_lines(path)}
 
 
 def main() -> None:

@@ -176,16 +176,8 @@ def _adamerging(subject: Subject) -> float:
     def logits(number: int, output: Any) -> Tensor:
         return subject.predict[tasks[number]](_Given(output), {k: torch.empty(0) for k in inputs[tasks[number]][0]})
 
-    found = learn(
-        base,
-        _state(base),
-        states,
-        [batches(t) for t in tasks],
-        per="tensor",
-        steps=int(ADAMERGING["steps"]),
-        lr=float(ADAMERGING["lr"]),
-        logits=logits,
-    )
+    how: dict[str, Any] = {"steps": int(ADAMERGING["steps"]), "lr": float(ADAMERGING["lr"]), "logits": logits}
+    found = learn(base, _state(base), states, [batches(t) for t in tasks], per="tensor", **how)
     start = _state(base)
     merged = {
         name: start[name] + sum(float(c) * (s[name] - start[name]) for c, s in zip(row, states, strict=True))

@@ -104,12 +104,7 @@ def _of_experiment(experiment: Experiment) -> Subject:
         return float(found["correct"] / found["total"])
 
     return Subject(
-        experiment.suite,
-        experiment.regime,
-        experiment.seed,
-        experiment.base.path,
-        made,
-        load,
+        *(experiment.suite, experiment.regime, experiment.seed, experiment.base.path, made, load),
         share=share,
         **kind(experiment),
     )

@@ -6,20 +6,19 @@ the subjects of a row: a subject is a suite, a regime and a seed.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, cast
 
 from docs.markdown import table
-from scipy.stats import spearmanr, t
+from scipy.stats import spearmanr
 
 from actmat.extras.tune.evaluate import Evaluator, Trial
 from actmat.extras.tune.search import SearchBudget, Varied, choose, search
 from actmat.extras.tune.space import TuneCandidate, make_space
-from benchmarks.common import RESULTS
+from benchmarks.common import RESULTS, read_lines
+from benchmarks.evidence.intervals import interval
 from benchmarks.tune.choices import HEADER, choices, evidence_goal, evidence_rows
 
 FILE = RESULTS / "tune.jsonl"
@@ -39,21 +38,13 @@ Row = Mapping[str, Any]
 Pick = Callable[[Row], float]
 
 
-def read_rows(path: Path = FILE) -> list[Row]:
-    """Subjects, in the order of the file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
-
-
 def with_interval(values: Sequence[float]) -> str:
     """Mean and half the width of the 95 % interval.
 
     >>> with_interval([1.0, 2.0, 3.0])
     '2.0 ±2.5'
     """
-    if len(values) < 2:
-        return f"{mean(values):.1f}"
-    half = t.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return f"{mean(values):.1f} ±{half:.1f}"
+    return interval({n: {"all": value} for n, value in enumerate(values)}).text()
 
 
 def best(row: Row) -> float:
@@ -92,13 +83,9 @@ def choice_rows(rows: Sequence[Row]) -> list[list[str]]:
         worst = min(100 * (r["chosen"]["test"] - at(r, "average")) for r in some)
         out.append(
             [
-                name,
-                str(len(some)),
-                points(some, lambda r: r["expert_test"]),
-                points(some, lambda r: r["chosen"]["test"]),
-                points(some, lambda r: best(r) - r["chosen"]["test"]),
-                points(some, lambda r: r["chosen"]["test"] - at(r, "average")),
-                f"{worst:+.1f}",
+                *(name, str(len(some)), points(some, lambda r: r["expert_test"])),
+                *(points(some, lambda r: r["chosen"]["test"]), points(some, lambda r: best(r) - r["chosen"]["test"])),
+                *(points(some, lambda r: r["chosen"]["test"] - at(r, "average")), f"{worst:+.1f}"),
                 points(some, lambda r: r["chosen"]["test"] - at(r, "actmat")),
             ]
         )
@@ -116,11 +103,9 @@ def rival_rows(rows: Sequence[Row]) -> list[list[str]]:
         ]
         out.append(
             [
-                name,
-                str(len(some)),
+                *(name, str(len(some))),
                 points(some, lambda r: r["chosen"]["test"] - picked(r, "validation", largest=True)),
-                own,
-                f"{mean(ranks):.2f} ({min(ranks):.2f})",
+                *(own, f"{mean(ranks):.2f} ({min(ranks):.2f})"),
                 str(sum(r["chosen"]["verdict_on_average"] == "worse" for r in some)),
             ]
         )
@@ -257,7 +242,7 @@ def tune_table(name: str) -> str:
     """One of `TABLES`, the `goal`, the `replay`, the choice among the merges of the evidence, or the `short` table."""
     if name.startswith("evidence"):
         return evidence_goal() if name == "evidence-goal" else table(HEADER, evidence_rows())
-    rows = read_rows()
+    rows = read_lines(FILE)
     if name in (plain := {"goal": goal_lines, "replay": replay_lines, "short": short_table}):
         return plain[name](rows)
     header, made = TABLES[name]

@@ -9,7 +9,7 @@ from actmat.engine.devices import DeviceNames, check_device, device_room, open_d
 from actmat.engine.resources import share_resources
 from actmat.errors import Problems, RecipeError
 from actmat.planning.model import MergePlan
-from actmat.planning.placement import HOST
+from actmat.planning.placement import HOST, DeviceRoom
 from actmat.recipe import make_recipe
 from actmat.run.places import find_place
 from actmat.settings import RunSettings
@@ -95,11 +95,14 @@ def test_memory_for_an_item(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_room("cuda:0,7", "8GB").memory == 8 * 10**9
 
 
-def test_a_worker_of_each_device_reads_ahead() -> None:
+def test_the_threads_that_feed_devices_read_ahead() -> None:
+    """As many as workers of the host, and at least one for each device."""
     empty = MergePlan(make_recipe({"base": "b", "experts": ["e"]}), "model", None, (), (), (), 1)
-    with_two, alone = (share_resources([empty], d, "2GB", 1, buffer_bytes=10**6) for d in ("cpu:0,1", "cpu"))
-    assert alone.memory - with_two.memory == 2 * 10**6
-    assert with_two.device == "cpu:0,1"
+    for threads, feeders in ((1, 2), (3, 3)):
+        rooms = (DeviceRoom("cpu:0,1", 10**9), HOST)
+        with_two, alone = (share_resources([empty], room, "2GB", threads, buffer_bytes=10**6) for room in rooms)
+        assert alone.memory - with_two.memory == feeders * 10**6
+        assert (with_two.device, with_two.device_memory) == ("cpu:0,1", 10**9)
 
 
 def test_the_executor_of_a_run() -> None:

@@ -4,34 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
+from tests.helpers.devices import placed
 from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat
 
 import actmat as library
 from actmat.engine.units import plan_units
-from actmat.experts.base import DeltaSource
 from actmat.extras.conformance.samples import Samples
-from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.planning import MergePlan
-from actmat.planning.cost import CallShape
-from actmat.planning.item import Item, MethodCall
-from actmat.planning.placement import HOST, DeviceRoom, Placed, place
-
-LINEAR = TensorLayout(Role.LINEAR, "")
-
-
-def placed(method: str, shape: tuple[int, ...], room: DeviceRoom, form: Any = "dense", **settings: Any) -> Placed:
-    declared = get_method(method)
-    call = CallShape(declared, declared.resolve_options({}), 3, 2, "float32", **settings)
-    source = DeltaSource("w", "stored", "bfloat16", 2 * math.prod(shape), rank=4 * (form == "factored"))
-    item = Item("w", shape, LINEAR, "merge", "", (), MethodCall(method, call.options), form=form, sources=(source,) * 3)
-    return place(item, call, room)
+from actmat.planning.placement import HOST, DeviceRoom
 
 
 def test_without_devices_nothing_is_said() -> None:
@@ -108,7 +94,7 @@ def test_the_screen_shows_where_and_why(family: Family) -> None:
     outcome = actmat(family.argv("-m", "actmat", "--device", "cuda:0,2", "--device-memory", "24GB", command="plan"))
     said = " ".join(outcome.out.split())
     assert outcome.code == 0
-    assert "devices: cuda:0,2, one worker each: 4 of 7 tensors" in said
+    assert "devices: cuda:0,2: 4 of 7 tensors" in said
     assert "needs the most, 4.2 MB; limit per tensor 24 GB" in said
     assert "1-D norm: mean of the deltas, on the host: elementwise" in said
     assert "name ends in q_proj: actmat, on cuda" in said

@@ -63,8 +63,7 @@ def test_a_sample_is_merged_loaded_and_run(library: str, name: str) -> None:
 def test_rows_are_renewed_and_the_others_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = [{"library": "transformers", "class": name, "stage": "none"} for name in ("A", "B")]
     (tmp_path / "families.json").write_text(json.dumps({"command": "all", "renewed": ["A"], "rows": rows}))
-    for module in ("benchmarks.families.__main__", "benchmarks.common"):
-        monkeypatch.setattr(f"{module}.RESULTS", tmp_path)
+    monkeypatch.setattr("benchmarks.common.RESULTS", tmp_path)
     renewed({("transformers", "B"): rows[1] | {"stage": "ran"}})
     found = json.loads((tmp_path / "families.json").read_text())
     assert (found["command"], found["renewed"]) == ("all", ["A", "B"])

@@ -20,6 +20,7 @@ from actmat.methods import get_method
 from actmat.planning import MergePlan
 from actmat.planning.cost import BASELINE_BYTES, ITEM_BYTES, SOURCE_BYTES
 from actmat.planning.model import Item, ItemCost, MethodCall
+from actmat.planning.placement import HOST
 from actmat.recipe import make_recipe
 
 
@@ -142,7 +143,7 @@ def plan_of(*peaks: int) -> MergePlan:
 
 
 def share(*peaks: int, **settings: Any) -> Any:
-    chosen: dict[str, Any] = {"device": "cpu", "max_memory": None, "threads": None, **settings}
+    chosen: dict[str, Any] = {"room": HOST, "max_memory": None, "threads": None, **settings}
     return share_resources([plan_of(*peaks)], **chosen)
 
 

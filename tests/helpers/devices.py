@@ -15,10 +15,16 @@ from safetensors.torch import save_file
 
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.resources import Resources
+from actmat.experts.base import DeltaSource
 from actmat.extras.conformance.executors import _ExecutorRun, _opened
 from actmat.extras.conformance.samples import Samples
+from actmat.layout.types import Role, TensorLayout
+from actmat.methods import get_method
+from actmat.planning.cost import CallShape
+from actmat.planning.item import Item, MethodCall
+from actmat.planning.placement import DeviceRoom, Placed, place
 
-__all__ = ["executor_of", "large", "opened", "plain"]
+__all__ = ["LINEAR", "executor_of", "large", "opened", "placed", "plain"]
 
 
 def large(folder: Path, rows: int = 760, columns: int = 740, layers: int = 2) -> Samples:
@@ -60,3 +66,15 @@ def opened(samples: Samples, name: str, *variants: dict[str, Any]) -> Iterator[_
 def plain(run: _ExecutorRun) -> Any:
     records = {key: dataclasses.replace(record, seconds=0.0) for key, record in run.records.items()}
     return run.files(), records, run.findings.problems()
+
+
+LINEAR = TensorLayout(Role.LINEAR, "")
+
+
+def placed(method: str, shape: tuple[int, ...], room: DeviceRoom, form: Any = "dense", **settings: Any) -> Placed:
+    """Place of a tensor of three bfloat16 experts that a method merges in float32."""
+    declared = get_method(method)
+    call = CallShape(declared, declared.resolve_options({}), 3, 2, "float32", **settings)
+    source = DeltaSource("w", "stored", "bfloat16", 2 * math.prod(shape), rank=4 * (form == "factored"))
+    item = Item("w", shape, LINEAR, "merge", "", (), MethodCall(method, call.options), form=form, sources=(source,) * 3)
+    return place(item, call, room)

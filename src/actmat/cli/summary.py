@@ -101,7 +101,7 @@ def _devices(plan: MergePlan) -> str:
     most = max(plan.on_device, key=lambda item: item.cost.device_bytes, default=None)
     needs = "" if most is None else f"; {escape(most.name)} needs the most, {format_size(most.cost.device_bytes)}"
     has = "" if plan.device_memory is None else f"; limit per tensor {format_size(plan.device_memory)}"
-    return f"devices: {escape(plan.device)}, one worker each: {moved} of {len(plan.items)} tensors{needs}{has}"
+    return f"devices: {escape(plan.device)}: {moved} of {len(plan.items)} tensors{needs}{has}"
 
 
 def _ranks(plan: MergePlan) -> str:

@@ -97,7 +97,7 @@ def _why_on_host(call: CallShape, kernel: Kernel, room: DeviceRoom) -> str:
 
 
 def _eigensolver_bytes(region: Region, call: CallShape) -> int:
-    """What cuSOLVER's symmetric eigensolver takes more than LAPACK's: `2 N^2` in float64.
+    """Memory that cuSOLVER's symmetric eigensolver takes beyond LAPACK's: `2 N^2` entries of float64, in bytes.
 
     Largest memory allocated by `actmat`: 2.05 `N^2` above the workspace of the host (4096 x 11008, three experts,
     NVIDIA H100, torch 2.11, 2026-11-26).
