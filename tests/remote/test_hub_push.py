@@ -302,7 +302,7 @@ def test_two_first_pushes_of_different_outputs_are_not_mixed(
         real(place, private=private)
 
     monkeypatch.setattr(hub_push, "create", overtaken)
-    with pytest.raises(OutputError, match="it holds a finished output"):
+    with pytest.raises(OutputError, match="it has a finished output"):
         package.push(models[1], "org/merged")
     assert head(hub) == content(models[2])
     again = actmat(["push", str(models[1]), "org/merged", "--overwrite"])

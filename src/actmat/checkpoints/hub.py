@@ -15,18 +15,39 @@ the cached commit of a branch may be an old one, and using it must be the user's
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from huggingface_hub import HfApi, constants, errors, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
+from huggingface_hub import (
+    HfApi,
+    constants,
+    errors,
+    get_session,
+    hf_hub_url,
+    set_client_factory,
+    try_to_load_from_cache,
+)
+from huggingface_hub.utils import _http, build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
-from actmat.checkpoints.remote import RemoteFile, RemoteFiles
-from actmat.checkpoints.retry import CONTENT_RANGE, FIRST_RANGE, TIMEOUT, first_line, ranged, read_body, retried
+from actmat.checkpoints.claims import (
+    TRUST,
+    RemoteFile,
+    changed,
+    check_commit,
+    check_download,
+    check_headers,
+    stated_files,
+    stated_total,
+    stated_version,
+)
+from actmat.checkpoints.folder import nested_member
+from actmat.checkpoints.remote import RemoteFiles
+from actmat.checkpoints.retry import FIRST_RANGE, TIMEOUT, TransientError, first_line, ranged, read_body, retried
 from actmat.checkpoints.side_files import SideFiles, side_files_in
-from actmat.errors import CheckpointError
+from actmat.errors import CheckpointError, MergeError, is_memory_error
 
 NO_PATH = "no local path of this name, and "
 HTTP_ERROR: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]  # of whichever httpx the hub library uses
@@ -71,6 +92,7 @@ class HubRepository(RemoteFiles):
         self.cache_dir = cache_dir
         self.streams = streams
         self.names = sorted(name for name in files if "/" not in name)
+        self._versions: dict[str, str] = {}
 
     @property
     def address(self) -> str:
@@ -90,9 +112,20 @@ class HubRepository(RemoteFiles):
 
     def fetch(self, name: str) -> Path:
         """Path of the file in the cache, downloaded first if it is not there."""
-        with explained(self.location):
-            path = self._folder + name
-            return Path(HfApi().hf_hub_download(self.repo_id, path, revision=self.commit, cache_dir=self.cache_dir))
+        cached, path = self.local(name) is not None, self._folder + name
+        with explained(self.location, library=True):
+            found = Path(hub_api().hf_hub_download(self.repo_id, path, revision=self.commit, cache_dir=self.cache_dir))
+        where = f"{self.location}: {name}"
+        snapshot = Path(str(found).removesuffix(str(Path(path))))
+        check_commit(where, snapshot.name, self.commit)
+        if not cached:
+            try:
+                check_download(where, found, self.files[name])
+            except CheckpointError:  # the next run must not find it in the cache
+                for left in {found.resolve(), found}:
+                    left.unlink(missing_ok=True)
+                raise
+        return nested_member(snapshot, path)
 
     def file(self, name: str) -> RemoteFile:
         """A file of the commit."""
@@ -152,11 +185,15 @@ class HubRepository(RemoteFiles):
             hf_raise_for_status(response)
             if response.status_code != 206 and offset > 0:
                 raise CheckpointError(f"{self.location}: the hub ignored a range request for {name}; download it first")
-            found = CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
-            if found is not None and int(found[3]) != self.files[name].size:
+            what, file = f"{self.location}: {name}", self.files[name]
+            version = stated_version(what, file, self.commit, [*response.history, response])
+            if self._versions.setdefault(name, version) != version:
+                raise changed(what, f"version {self._versions[name]}, now {version}")
+            whole = response.status_code != 206  # the start of it is read
+            if not whole and (total := stated_total(what, response.headers, offset, length)) != file.size:
                 raise CheckpointError(
-                    f"{self.location}: {name} is not what the hub announced: it has {found[3]} bytes, expected "
-                    f"{self.files[name].size} at commit {self.commit}. Fix: run again."
+                    f"{what} is not what the hub announced: it has {total} bytes, expected {file.size} at commit "
+                    f"{self.commit}. Fix: run again."
                 )
             return read_body(response, length)
 
@@ -182,16 +219,29 @@ def open_repository(
         commit = _cached_commit(home, wanted, location)
         return HubRepository(repo_id, location, commit, _cached_files(home / "snapshots" / commit), cache,
                              streams=streams)  # fmt: skip
-    with explained(location, NO_PATH):
-        info = HfApi().model_info(repo_id, revision=wanted, files_metadata=True, timeout=TIMEOUT)
-    if info.sha is None or info.siblings is None:
-        raise CheckpointError(f"{location}: expected a commit and its files from the hub, found neither")
-    files = {
-        s.rfilename: RemoteFile(s.rfilename, s.size or 0, (s.lfs.sha256 if s.lfs else s.blob_id) or info.sha)
-        for s in info.siblings
-    }
-    _remember_commit(home, wanted, info.sha)
-    return HubRepository(repo_id, location, info.sha, files, cache, streams=streams)
+    with explained(location, NO_PATH, library=True):
+        info = hub_api().model_info(repo_id, revision=wanted, files_metadata=True, timeout=TIMEOUT)
+        commit = check_commit(location, info.sha, wanted)
+        versions = ((s.lfs.sha256 if s.lfs else s.blob_id) or commit for s in info.siblings or ())
+        rows = zip(info.siblings or (), versions, strict=True)
+        files = stated_files(location, ((s.rfilename, s.size or 0, version) for s, version in rows))
+    _remember_commit(home, wanted, commit)
+    return HubRepository(repo_id, location, commit, files, cache, streams=streams)
+
+
+def hub_api() -> HfApi:
+    """The hub library, whose answers are checked before it makes paths of them."""
+    client = get_session()
+    if check_headers not in client.event_hooks["response"]:
+        made: Callable[[], Any] = getattr(_http, "_GLOBAL_CLIENT_FACTORY", _http.default_client_factory)
+
+        def checked() -> Any:  # also after a lost connection, for which the library makes another client
+            found = made()
+            found.event_hooks["response"].append(check_headers)
+            return found
+
+        set_client_factory(checked)
+    return HfApi()
 
 
 def _cached_commit(home: Path, wanted: str, location: str) -> str:
@@ -199,7 +249,7 @@ def _cached_commit(home: Path, wanted: str, location: str) -> str:
         return wanted
     reference = home / "refs" / wanted
     if reference.is_file() and (home / "snapshots" / (commit := reference.read_text().strip())).is_dir():
-        return commit
+        return check_commit(location, commit)
     cached = sorted(p.name for p in (home / "snapshots").glob("*")) if home.is_dir() else []
     has = f"cached commits: {', '.join(cached[:4])}" if cached else "no commit of it is cached"
     raise CheckpointError(
@@ -229,12 +279,13 @@ def _remember_commit(home: Path, revision: str, commit: str) -> None:
 
 
 @contextmanager
-def explained(location: str, lead: str = "") -> Iterator[None]:
+def explained(location: str, lead: str = "", *, library: bool = False) -> Iterator[None]:
     """Turn errors of the hub library into a `CheckpointError` with the cause and the fix.
 
     Args:
         location: of the repository.
         lead: start of the message if the hub cannot be used.
+        library: any other error comes from an answer that the library cannot read.
     """
     try:
         yield
@@ -252,4 +303,11 @@ def explained(location: str, lead: str = "") -> Iterator[None]:
             f"{location}: {lead}the hub at {constants.ENDPOINT} cannot be used: {type(error).__name__}: "
             f"{first_line(error)}. Fix: correct the path, check the connection, or set HF_HUB_OFFLINE=1 to use "
             "what is cached."
+        ) from error
+    except Exception as error:
+        if not library or isinstance(error, MergeError | TransientError) or is_memory_error(error):
+            raise
+        raise CheckpointError(
+            f"{location}: the answer of the hub at {constants.ENDPOINT} cannot be used: {type(error).__name__}: "
+            f"{first_line(error)}. {TRUST}"
         ) from error

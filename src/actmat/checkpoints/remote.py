@@ -10,12 +10,12 @@ import abc
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from actmat import plugins
 from actmat.checkpoints.base import FileIdentity
+from actmat.checkpoints.claims import RemoteFile
 from actmat.checkpoints.folder import read_index
 from actmat.checkpoints.retry import FIRST_RANGE
 from actmat.checkpoints.source import Source
@@ -23,15 +23,6 @@ from actmat.checkpoints.writing.staging import Staging
 from actmat.errors import CheckpointError
 
 GROUP: Final = "actmat.stores"
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """A file as it was first seen; `etag`: the version that the server states, on the hub the content hash."""
-
-    name: str
-    size: int
-    etag: str
 
 
 class RemoteFiles(Source):

@@ -19,6 +19,7 @@ from torch import Tensor
 from actmat import plugins
 from actmat.bounds import is_url, list_folder, local_path
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle
+from actmat.checkpoints.claims import COMMIT
 from actmat.checkpoints.codecs import decoded
 from actmat.checkpoints.formats import find_format, format_named
 from actmat.checkpoints.layer_names import StackPart, adapted_parts, stack_parts
@@ -52,7 +53,6 @@ class OpenStack(Protocol):
         """Open every part by `open_part`, once each."""
 
 
-COMMIT = re.compile("[0-9a-f]{40}")
 HUB_ID = re.compile(r"(?P<scheme>hf://)?(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 
 

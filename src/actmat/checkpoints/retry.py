@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -30,8 +29,6 @@ TIMEOUT = 30.0
 PATIENCE = 60.0
 """Seconds after which an answer must have come at `SLOWEST` or faster, in bytes per second."""
 SLOWEST = 1000
-
-CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 T = TypeVar("T")
 

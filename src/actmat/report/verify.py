@@ -36,8 +36,8 @@ from actmat.statistics.header import header_hash
 from actmat.statistics.store import open_statistics
 
 if TYPE_CHECKING:
+    from actmat.checkpoints.claims import RemoteFile
     from actmat.checkpoints.hub import HubRepository
-    from actmat.checkpoints.remote import RemoteFile
 
 
 class OutputFiles(abc.ABC):

@@ -13,10 +13,10 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from actmat.checkpoints.remote import RemoteFile
-from actmat.checkpoints.retry import CONTENT_RANGE, ranged, read_body
+from actmat.checkpoints.claims import RemoteFile, check_same, stated_file, stated_total
+from actmat.checkpoints.retry import ranged, read_body
 from actmat.errors import CheckpointError
-from actmat.extras.remote.store import MissingFileError, Store, changed, versions
+from actmat.extras.remote.store import MissingFileError, Store
 
 MISSING = {404: "not found", 410: "gone", 401: "login required", 403: "forbidden"}
 
@@ -44,9 +44,8 @@ class HttpStore(Store):
         url = f"{self.url}/{quote(name)}"
         with ranged(url, offset, length, self._login) as answer:
             size = _size(answer, url, offset, length)
-            found = RemoteFile(name, size, _version(answer, url))
-            if pinned is not None and found != pinned:
-                raise changed(url, versions(pinned, found))
+            found = stated_file(self.url, name, size, _version(answer, url))
+            check_same(url, pinned or found, found)
             return found, read_body(answer, min(length, size - offset))
 
 
@@ -54,14 +53,10 @@ def _size(answer: Any, url: str, offset: int, length: int) -> int:
     """Size of the whole file, from the headers of a range response; raises for any other response."""
     status = answer.status_code
     if status == 206:
-        match = CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
-        if match is None or int(match[1]) != offset:
-            said = answer.headers.get("Content-Range", "")[:80]
-            raise CheckpointError(f"{url}: requested bytes from {offset}, but the server sent the range {said!r}")
-        return int(match[3])
+        return stated_total(url, answer.headers, offset, length)
     if status == 200:
         stated = answer.headers.get("Content-Length", "")
-        if offset == 0 and stated.isdigit() and int(stated) <= length and not url.endswith(".safetensors"):
+        if offset == 0 and stated.isdecimal() and int(stated[:19]) <= length and not url.endswith(".safetensors"):
             return int(stated)  # a small file sent whole
         raise CheckpointError(
             f"{url}: the server ignores Range requests, so every tensor would transfer the whole file. "

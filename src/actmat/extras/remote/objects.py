@@ -5,17 +5,24 @@ from __future__ import annotations
 import datetime
 import errno
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.folder import is_plain_name
-from actmat.checkpoints.remote import RemoteFile
+from actmat.checkpoints.claims import (
+    RemoteFile,
+    changed,
+    check_same,
+    is_plain_path,
+    stated_file,
+    stated_files,
+    stated_total,
+)
 from actmat.checkpoints.retry import TransientError, first_line
 from actmat.checkpoints.side_files import DEEPEST
 from actmat.errors import CheckpointError, MergeError
-from actmat.extras.remote.store import MissingFileError, Store, changed, versions
+from actmat.extras.remote.store import MissingFileError, Store
 
 PACKAGES = {
     "s3": ("s3fs", "s3"),
@@ -50,24 +57,14 @@ class ObjectStore(Store):
         with self._explained(""):
             self._listed.invalidate_cache(self._root)
             rows = self._listed.ls(self._root, detail=True)
-        files = {}
-        for row in rows:
-            name = posixpath.basename(str(row["name"]).rstrip("/"))
-            is_member = str(row["name"]).rstrip("/") == posixpath.join(self._root, name)
-            if row["type"] == "file" and is_member and is_plain_name(name):
-                files[name] = self._file(name, row)
-        return files
+        listed = self._files((str(row["name"]), row) for row in rows)
+        return {name: file for name, file in listed.items() if "/" not in name}
 
     def below(self) -> dict[str, RemoteFile]:
         """List files to a bounded depth, in one or a few requests."""
         with self._explained(""):
             rows = self._listed.find(self._root, maxdepth=DEEPEST + 1, detail=True)
-        files = {}
-        for path, row in rows.items():
-            name = posixpath.relpath(str(path), self._root)
-            if row["type"] == "file" and "/" in name and all(is_plain_name(part) for part in name.split("/")):
-                files[name] = self._file(name, row)
-        return files
+        return {name: file for name, file in self._files(rows.items()).items() if "/" in name}
 
     def head(self, name: str, length: int) -> tuple[RemoteFile, bytes]:
         """Get the file and its first bytes: one request after `list`, else two."""
@@ -76,21 +73,20 @@ class ObjectStore(Store):
         return file, self.read(file, 0, min(length, file.size))
 
     def read(self, file: RemoteFile, offset: int, length: int) -> bytes:
-        """Read a range; S3 checks the etag itself, elsewhere the version is checked after the read."""
+        """Read a range. S3 is told the etag and states the range; elsewhere the version is checked after the read."""
         if length == 0:
             return b""
+        if self._scheme in CONDITIONAL:
+            return self._read_s3(file, offset, length)
         with self._explained(file.name), self._listed.open(self._path(file.name), "rb", cache_type="none") as opened:
             if hasattr(opened, "details"):
                 self._compare(file, self._file(file.name, opened.details))
             opened.seek(offset)
             data = bytes(opened.read(length))
-        if self._scheme not in CONDITIONAL:
-            with self._explained(file.name):
-                now = self._file(file.name, self._fresh.info(self._path(file.name)))
-            self._compare(file, now)
-        if len(data) != length:
-            raise TransientError(f"the response ended after {len(data)} of {length} bytes")
-        return data
+        with self._explained(file.name):
+            now = self._file(file.name, self._fresh.info(self._path(file.name)))
+        self._compare(file, now)
+        return _whole(data, length)
 
     def put(self, path: Path, name: str) -> RemoteFile:
         """Write a file; large files are sent in parts and appear after the last part."""
@@ -108,6 +104,28 @@ class ObjectStore(Store):
                 if self._fresh.exists(self._path(name)):
                     self._fresh.rm_file(self._path(name))
 
+    def _read_s3(self, file: RemoteFile, offset: int, length: int) -> bytes:
+        """Read a range; the answer's range, size and etag are compared, which s3fs does not."""
+        from fsspec.asyn import sync
+
+        async def get() -> tuple[Mapping[str, Any], bytes]:
+            bucket, key, _ = self._listed.split_path(self._path(file.name))
+            asked = {"Range": f"bytes={offset}-{offset + length - 1}", "IfMatch": f'"{file.etag}"'}
+            answer = await self._listed._call_s3("get_object", Bucket=bucket, Key=key, **asked)
+            data = bytearray()
+            async with answer["Body"] as body:
+                while len(data) < length and (piece := await body.read(length - len(data))):
+                    data += piece
+            return answer, bytes(data)
+
+        with self._explained(file.name):
+            answer, data = sync(self._listed.loop, get)
+        what = f"{self.url}/{file.name}"
+        headers = {"Content-Range": answer.get("ContentRange"), "Content-Length": answer.get("ContentLength")}
+        total = stated_total(what, headers, offset, length)
+        check_same(what, file, self._file(file.name, {**answer, "size": total}))
+        return _whole(data, length)
+
     def _path(self, name: str) -> str:
         return posixpath.join(self._root, name)
 
@@ -119,11 +137,17 @@ class ObjectStore(Store):
                 f"{self.url}/{name}: its store gives no size or no version, so a change during the merge would "
                 "not be detected. Fix: download the folder and pass its path."
             )
-        return RemoteFile(name, int(row["size"]), version.strip('"'))
+        return stated_file(self.url, name, row["size"], version.strip('"'))
+
+    def _files(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, RemoteFile]:
+        """Files of a listing, by path below the folder."""
+        start = f"{self._root.rstrip('/')}/"
+        below = [(path.removeprefix(start), row) for path, row in rows if path.startswith(start)]
+        found = [self._file(name, row) for name, row in below if row["type"] == "file" and is_plain_path(name)]
+        return stated_files(self.url, ((f.name, f.size, f.etag) for f in found))
 
     def _compare(self, before: RemoteFile, now: RemoteFile) -> None:
-        if now != before:
-            raise changed(f"{self.url}/{before.name}", versions(before, now))
+        check_same(f"{self.url}/{before.name}", before, now)
 
     @contextmanager
     def _explained(self, name: str) -> Iterator[None]:
@@ -141,7 +165,7 @@ class ObjectStore(Store):
                 "environment variables (docs/remote.md)."
             ) from error
         except OSError as error:
-            if error.errno == errno.EBUSY:  # FileExpired of s3fs: the etag changed
+            if error.errno == errno.EINVAL and "pre-conditions" in str(error):  # of S3: the etag changed
                 raise changed(what, first_line(error)) from error
             raise TransientError(f"{type(error).__name__}: {first_line(error)}") from error
         except Exception as error:  # each library has its own errors
@@ -149,6 +173,12 @@ class ObjectStore(Store):
                 f"{what}: cannot be used: {type(error).__name__}: {first_line(error)}. Likely cause: no credentials, "
                 "or a wrong region or endpoint (docs/remote.md)."
             ) from error
+
+
+def _whole(data: bytes, length: int) -> bytes:
+    if len(data) != length:
+        raise TransientError(f"the response ended after {len(data)} of {length} bytes")
+    return data
 
 
 def open_store(url: str, *, error: type[MergeError] = CheckpointError) -> Store:

@@ -19,9 +19,9 @@ from typing import Any, Literal
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, errors
 
 from actmat.bounds import read_object
+from actmat.checkpoints.claims import RemoteFile
 from actmat.checkpoints.hashing import sha256_file
 from actmat.checkpoints.hub import HTTP_ERROR, HubRepository, explained, open_repository
-from actmat.checkpoints.remote import RemoteFile
 from actmat.checkpoints.resolve import HUB_ID
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, listed_files
 from actmat.checkpoints.writing.staging import disk_errors

@@ -19,14 +19,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from actmat.bounds import MAX_BYTES
+from actmat.checkpoints.claims import RemoteFile, check_same, is_plain_path
 from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_SUFFIX, is_plain_name, read_config
 from actmat.checkpoints.ranges import BLOCK_BYTES
-from actmat.checkpoints.remote import RemoteFile, RemoteFiles
+from actmat.checkpoints.remote import RemoteFiles
 from actmat.checkpoints.retry import FIRST_RANGE, retried
 from actmat.checkpoints.side_files import SideFiles, side_files_in
 from actmat.errors import CheckpointError
 from actmat.extras.remote.objects import open_store
-from actmat.extras.remote.store import MissingFileError, Store, changed, check_url, split_url, versions
+from actmat.extras.remote.store import MissingFileError, Store, check_url, split_url
 
 MODEL_NAMES = ("model.safetensors.index.json", "model.safetensors", "config.json", ADAPTER_CONFIG, *ADAPTER_WEIGHTS)
 TORCH_NAMES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
@@ -115,7 +116,7 @@ class RemoteSource(RemoteFiles):
         Raises:
             CheckpointError: a torch file (a pickle without a header), or an oversized config.
         """
-        if not all(map(is_plain_name, name.split("/"))):
+        if not is_plain_path(name):
             raise CheckpointError(f"{self.location}: {name[:200]!r} is not a plain file name")
         if name.endswith(TORCH_SUFFIXES):
             raise CheckpointError(
@@ -214,8 +215,7 @@ class RemoteSource(RemoteFiles):
 
     def _pin(self, file: RemoteFile) -> None:
         before = self._pinned.setdefault(file.name, (file.size, file.etag))
-        if before != (file.size, file.etag):
-            raise changed(f"{self.store.url}/{file.name}", versions(RemoteFile(file.name, *before), file))
+        check_same(f"{self.store.url}/{file.name}", RemoteFile(file.name, *before), file)
         self._files[file.name] = file
 
     def _download(self, name: str) -> Path:

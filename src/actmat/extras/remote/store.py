@@ -12,8 +12,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from actmat.bounds import URL
+from actmat.checkpoints.claims import RemoteFile
 from actmat.checkpoints.folder import is_plain_name
-from actmat.checkpoints.remote import RemoteFile
 from actmat.errors import CheckpointError
 
 FILE_SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".ckpt")
@@ -22,19 +22,6 @@ FILE_SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".gguf", ".h5",
 
 class MissingFileError(CheckpointError):
     """The store has no file of that name, or hides it without other credentials."""
-
-
-def changed(what: str, found: str) -> CheckpointError:
-    """The error for a file whose version changed."""
-    return CheckpointError(
-        f"{what}: the file changed since it was opened: {found}. Likely cause: an upload in progress. Fix: wait until "
-        "it is finished, then run again."
-    )
-
-
-def versions(before: RemoteFile, now: RemoteFile) -> str:
-    """Describe two versions of a file."""
-    return f"{before.size} bytes, version {before.etag}; now {now.size} bytes, version {now.etag}"
 
 
 class Store(abc.ABC):

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from actmat.bounds import MAX_BYTES, parse_object, read_object
+from actmat.checkpoints.claims import RemoteFile
 from actmat.checkpoints.folder import INDEX_SUFFIX
-from actmat.checkpoints.remote import RemoteFile
 from actmat.checkpoints.retry import retried
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS, listed_files
