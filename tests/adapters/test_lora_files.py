@@ -28,7 +28,7 @@ from torch import Tensor
 
 import actmat
 from actmat.errors import MergeError
-from actmat.experts.candidate import holds_factors
+from actmat.experts.lora.names import holds_factors
 from actmat.extras.diffusion.architectures import ARCHITECTURES, text_names
 from actmat.extras.diffusion.names import find_flat_names, foreign_factor, parse_factor
 from actmat.report import verify
@@ -238,7 +238,8 @@ def test_dots_are_put_back_as_diffusers_does() -> None:
 
 def test_names_of_other_tensors_are_no_factors() -> None:
     full = list(tiny("llama").state_dict())
-    assert not holds_factors([*full, "block.alpha", "model.layers.0.mlp.down_proj.lora_A.speech.weight"])
+    assert not holds_factors([*full, "block.alpha"])
+    assert not holds_factors(["down_proj.lora_A.speech.weight"], {"speech_lora": {}})  # of the architecture
     assert not any(map(foreign_factor, full))
 
 

@@ -6,8 +6,7 @@ Such a file is a `.safetensors` file, one in a folder that has no other and no `
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 from actmat.checkpoints.base import Checkpoint
@@ -21,21 +20,6 @@ from actmat.errors import CheckpointError
 from actmat.experts.lora.fields import StackWord
 
 _MODEL_FILES = ("config.json", "model_index.json", ADAPTER_CONFIG)
-_FACTOR = re.compile(
-    r".\.(?:lora_(?:down|up|[AB]|[AB]\.default)\.weight|(?:to_\w+_lora|lora|lora_linear_layer)\.(?:down|up)\.weight"
-    r"|(?:hada|lokr|oft|boft|ia3|glora|bora)_[^.]*(?:\.\w+)?"
-    r"|(?:dora_scale|lora_magnitude_vector|lora_mid|on_input)[^.]*(?:\.\w+)?)$"
-)
-"""Names of factors of LoRA and of related families, in every layout."""
-
-
-def holds_factors(names: Iterable[str]) -> bool:
-    """True if a tensor is a factor of an adapter; a scale by itself is not.
-
-    >>> holds_factors(["a.lora_up.weight"]), holds_factors(["a.weight", "block.alpha"])
-    (True, False)
-    """
-    return any(map(_FACTOR.search, names))
 
 
 class Candidate:

@@ -24,13 +24,14 @@ from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.checkpoints.source import LocalSource
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.base import AdapterFamily, AdapterHandle, ConvertedHandle, Expert, ExpertHandle
-from actmat.experts.candidate import Candidate, holds_factors
+from actmat.experts.candidate import Candidate
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.convert import convert
 from actmat.experts.fitted import UnfittedAdapter
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
+from actmat.experts.lora.names import first_factor, holds_factors
 from actmat.experts.peft import PEFT
 
 GROUP: Final = "actmat.experts"
@@ -143,7 +144,7 @@ class LocatedModel(Located):
 
     def model(self, scheme: str | None = None) -> Checkpoint:
         """The checkpoint."""
-        if (first := next((n for n in self.header if holds_factors([n])), None)) is not None:
+        if (first := first_factor(self.header, self.config)) is not None:
             raise CheckpointError(
                 f"{self.place}: expected a full checkpoint, found factors of an adapter, such as '{first}', which are "
                 "not weights of a model. Fix: a LoRA file by itself is read from a .safetensors file (safetensors."

@@ -23,6 +23,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.experts.lora.config import AdapterConfig
 from actmat.experts.lora.fields import unknown_fields
+from actmat.experts.lora.names import PREFIX, first_factor, looks_like_factor
 from actmat.experts.lora.stacks import fitting_names, is_grouped
 from actmat.layout.matching import MatchError
 
@@ -32,7 +33,6 @@ AdapterLayout = Literal["peft", "kohya", "diffusers", "comfy", "pairs"]
 """Storage of an adapter: PEFT's folder with a config, a file in kohya's, diffusers' or ComfyUI's names, pairs."""
 
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<side>[AB])(?:\.(?P<leaf>weight|bias))?")
-_PREFIX = "base_model.model."
 _TWICE = ".base_layer.out_proj"
 """Suffix of a layer inside an attention that PEFT wraps as a whole: `MultiheadAttention.merge` in PEFT adds the delta
 of `out_proj` itself and then calls `out_proj.merge`, and its forward pass does the same."""
@@ -82,6 +82,7 @@ class Listing:
         find: `find(specs, modules)` gives the tensors of a base that each module may change, by its name, and problems;
             for layouts whose names only the base resolves.
         notes, warnings: remarks for plans.
+        models: names of the models that it may be of; empty if nothing tells.
     """
 
     modules: Mapping[str, AdapterModule]
@@ -92,6 +93,7 @@ class Listing:
     find: Callable[..., tuple[dict[str, list[str]], list[str]]] | None = None
     notes: Sequence[str] = ()
     warnings: tuple[str, ...] = ()
+    models: frozenset[str] = frozenset()
 
 
 def quantized_problem(spec: TensorSpec) -> str:
@@ -111,21 +113,21 @@ def list_modules(specs: Mapping[str, TensorSpec], config: AdapterConfig) -> List
     copies: dict[str, str] = {}
     problems: list[str] = []
     for name, spec in specs.items():
-        bare = name.removeprefix(_PREFIX)
+        bare = name.removeprefix(PREFIX)
         match = _FACTOR.fullmatch(bare)
         if not spec.is_floating or spec.dtype.startswith("float8"):
             problems.append(quantized_problem(spec))
         elif match is not None:
             side = "bias" if match["leaf"] == "bias" else match["side"]
             halves.setdefault((match["module"], match["kind"] is not None), {})[side] = name
-        elif "lora_magnitude_vector" in bare:
-            problems.append(f"tensor '{name}': a magnitude of DoRA, whose delta is not low rank")
-        elif re.search(r"\.(lora_|hada_|lokr_|vera_|ia3_|trainable_tokens_)", "." + bare):
-            problems.append(f"tensor '{name}' is not part of a plain LoRA adapter")
+        elif looks_like_factor(bare):
+            problems.append(_other_factor(name))
         elif bare.endswith(".base_layer.weight"):
             copies[bare.replace(".base_layer.", ".")] = name
         else:
             extras[bare.replace(".base_layer.", ".")] = name
+    if (odd := first_factor(extras)) is not None:
+        problems.append(_other_factor(odd))
     modules: dict[str, AdapterModule] = {}
     parameters = _parameters(halves, specs, config)
     for (module, embedding), names in halves.items():
@@ -148,6 +150,12 @@ def list_modules(specs: Mapping[str, TensorSpec], config: AdapterConfig) -> List
     if not modules and not extras and not problems:
         problems.append("the adapter holds no tensors")
     return Listing(modules, extras, copies, list(dict.fromkeys(problems or _of_stacks(modules, config))))
+
+
+def _other_factor(name: str) -> str:
+    if "lora_magnitude_vector" in name:
+        return f"tensor '{name}': a magnitude of DoRA, whose delta is not low rank"
+    return f"tensor '{name}' is not part of a plain LoRA adapter"
 
 
 def _of_stacks(modules: Mapping[str, AdapterModule], config: AdapterConfig) -> Iterator[str]:

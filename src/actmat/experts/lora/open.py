@@ -27,6 +27,7 @@ from actmat.experts.candidate import Candidate
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
 from actmat.experts.lora.modules import list_modules
+from actmat.experts.lora.names import canonical
 from actmat.experts.lora.patterns import PatternTable
 
 PAIR_LIST = "pairs"
@@ -55,7 +56,7 @@ def look_for_peft(candidate: Candidate) -> Adapter | None:
         raise CheckpointError(f"{source.location}: has {ADAPTER_CONFIG}, but neither {' nor '.join(ADAPTER_WEIGHTS)}")
     parsed, problems = parse_adapter_config(read_object(folder.fetch(ADAPTER_CONFIG)), candidate.stacks)
     weights = (TORCH_FILES if name.endswith(".bin") else SAFETENSORS).open(folder.only(name))
-    return Adapter(weights, parsed, problems)
+    return Adapter(canonical(weights), parsed, problems)
 
 
 def _holds_adapter(names: Sequence[str]) -> bool:

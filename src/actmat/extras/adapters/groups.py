@@ -13,9 +13,8 @@ from actmat.experts.changes.base import Change, Content
 from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.fields import OF_EVERY_FAMILY
 from actmat.experts.lora.modules import quantized_problem
+from actmat.experts.lora.names import PREFIX, looks_like_factor
 from actmat.layout.matching import MatchError
-
-_PREFIX = "base_model.model."
 
 _IN_THE_FILE = "given by the shapes of the stored tensors"
 SCALED = ("rank_pattern", "alpha_pattern", "r", "alpha")
@@ -91,13 +90,13 @@ def group_tensors(
     extras: dict[str, str] = {}
     problems: list[str] = []
     for name, spec in specs.items():
-        bare = name.removeprefix(_PREFIX)
+        bare = name.removeprefix(PREFIX)
         match = own.fullmatch(bare)
         if not spec.is_floating or spec.dtype.startswith("float8"):
             problems.append(quantized_problem(spec))
         elif match is not None:
             found.setdefault(match["module"], {})[match["role"]] = name
-        elif re.search(r"\.(lora_|hada_|lokr_|vera_|ia3_|oft_|trainable_tokens_)", "." + bare):
+        elif looks_like_factor(bare):
             problems.append(f"tensor '{name}' does not belong to an adapter of the family {family}")
         elif not bare.endswith(".base_layer.weight"):
             extras[bare.replace(".base_layer.", ".")] = name

@@ -35,14 +35,12 @@ from actmat.checkpoints.view import CheckpointView
 from actmat.errors import CheckpointError
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing
-from actmat.extras.diffusion.architectures import ARCHITECTURES, COMFY_MODEL, ImageArchitecture, Parts, Text, text_names
+from actmat.extras.diffusion.architectures import ARCHITECTURES, COMFY_MODEL, ImageArchitecture, Parts
 from actmat.extras.diffusion.lora_files import adapter_of
 from actmat.extras.diffusion.names import KOHYA_PREFIXES, component_of
+from actmat.extras.diffusion.recognized import find_architecture, is_denoiser, original_of, text_of
 
 FileLayout = Literal["diffusers", "kohya", "comfy"]
-_DENOISERS = ("", "unet", "transformer", "diffusion_model")
-HINTS = ("modelspec.architecture", "ss_base_model_version")
-"""Metadata keys that name a file's model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +191,9 @@ def _renamed(adapter: Adapter, layout: AdapterLayout) -> tuple[dict[str, Adapter
     if {adapter.layout, layout} != {"peft", "diffusers"}:
         known = ", ".join(a.name for a in ARCHITECTURES)
         strange = [
-            n for n, m in adapter.modules.items() if not any(_original(a, adapter.layout, m) for a in ARCHITECTURES)
+            n for n, m in adapter.modules.items() if not any(original_of(a, adapter.layout, m) for a in ARCHITECTURES)
         ]
-        own = [n for n in strange if _is_denoiser(adapter, adapter.modules[n])]
+        own = [n for n in strange if is_denoiser(adapter, adapter.modules[n])]
         first = next(iter([*own, *adapter.modules]), "")
         return {}, [
             f"its {len(adapter.modules)} modules, such as '{first}', have no name in the layout '{layout}': they are "
@@ -248,77 +246,6 @@ def _scaled(b: Tensor, scaling: float) -> Tensor:
     return rounded if torch.equal(rounded.double(), exact) else exact.to(torch.promote_types(b.dtype, torch.float32))
 
 
-def find_architecture(adapter: Adapter, metadata: Mapping[str, str]) -> tuple[ImageArchitecture | None, str]:
-    """Find an adapter's architecture by names, widths and file metadata; else a problem.
-
-    Returns None and no problem if the names match no supported architecture.
-    """
-    own = [m for m in adapter.modules.values() if _is_denoiser(adapter, m)]
-    texts = [m for m in adapter.modules.values() if not _is_denoiser(adapter, m)]
-    if not adapter.modules:
-        return None, ""
-    fitting = [a for a in ARCHITECTURES if all(_original(a, adapter.layout, m) for m in own)]
-    fitting = [a for a in fitting if all(_text(a, adapter.layout, m) is not None for m in texts)]
-    said = " ".join(str(metadata.get(key, "")) for key in HINTS).lower()
-    for keep in (
-        lambda a: any(word in said for word in a.words),
-        lambda a: a.widths & _widths(own, a.component),
-        lambda a: not a.kohya_is_diffusers or not _looks_like_xl(adapter),
-        lambda a: a is ARCHITECTURES[0] and not _looks_like_xl(adapter),
-    ):
-        if len(fitting) > 1 and any(map(keep, fitting)):
-            fitting = [a for a in fitting if keep(a)]
-    if len(fitting) > 1:
-        listed = " or ".join(a.name for a in fitting)
-        return None, (
-            f"its {len(own)} modules, such as '{next(iter(adapter.modules))}', may be of {listed}, whose names differ "
-            f"in other layouts. Fix: name the model in the file's metadata ({HINTS[0]}, such as 'flux-1-dev/lora')"
-        )
-    return (fitting[0], "") if fitting else (None, "")
-
-
-def _is_denoiser(adapter: Adapter, module: AdapterModule) -> bool:
-    return module.part in _DENOISERS and (bool(module.part) or "text" not in component_of(adapter.config.fields))
-
-
-def _widths(modules: Sequence[AdapterModule], component: str) -> set[int]:
-    """Input widths of the projections that distinguish models by size."""
-    ends = ("attn2.to_k", "attn2_to_k") if component == "unet" else ("attn.to_q", "attn.add_q_proj", "attn.qkv",
-            "img_attn_qkv", "block_attn_qkv", "attn_to_q")  # fmt: skip
-    return {m.shape[-1] for m in modules if m.inside.endswith(ends)}
-
-
-def _looks_like_xl(adapter: Adapter) -> bool:
-    """True if there is a second text encoder, size conditioning, or an attention layer with several blocks."""
-    names = " ".join(adapter.modules).replace("_", ".")
-    return any(
-        word in names
-        for word in ("text.encoder.2", "lora.te1.", "clip.g", "label.emb", "add.embedding", "transformer.blocks.1.")
-    )
-
-
-def _original(architecture: ImageArchitecture, layout: AdapterLayout, module: AdapterModule) -> tuple[str, int] | None:
-    """Original name of a denoiser module and its position among the parts (-1: all); None if unknown."""
-    name = module.inside
-    if layout in ("kohya", "comfy"):
-        original = architecture.flat.get(name) if layout == "kohya" else name
-        if original in architecture.originals:
-            return str(original), -1
-        name = architecture.flat_paths.get(name, "") if layout == "kohya" else ""
-    return architecture.paths.get(name)
-
-
-def _text(architecture: ImageArchitecture, layout: AdapterLayout, module: AdapterModule) -> tuple[Text, str] | None:
-    """Text encoder of a module, and its dotted name there; None if unknown."""
-    part = module.part or "text_encoder"  # a PEFT folder holds one model
-    for text in architecture.texts:
-        known = {"kohya": KOHYA_PREFIXES[text.kohya], "comfy": text.comfy.rstrip(".")}.get(layout, text.component)
-        if known == part:
-            names = {n.replace(".", "_") if layout == "kohya" else n: n for n in text_names(is_t5=text.is_t5)}
-            return (text, names[module.inside]) if module.inside in names else None
-    return None
-
-
 class _LayoutConversion:
     """Pieces of every module of an adapter in another layout, and problems."""
 
@@ -340,7 +267,7 @@ class _LayoutConversion:
             if module.kind not in ("linear", "convolution") or module.bias is not None:
                 self.problems.append(f"module '{name}': the layout '{layout}' holds linear layers and convolutions, "
                                      "without bias")  # fmt: skip
-            elif not _is_denoiser(adapter, module):
+            elif not is_denoiser(adapter, module):
                 self._add_text(module)
             else:
                 self._add(module)
@@ -363,7 +290,7 @@ class _LayoutConversion:
         )  # fmt: skip
 
     def _add(self, module: AdapterModule) -> None:
-        found = _original(self._of, self._adapter.layout, module)
+        found = original_of(self._of, self._adapter.layout, module)
         assert found is not None, "the architecture has all names"
         original, position = found
         parts = self._of.originals[original]
@@ -411,7 +338,7 @@ class _LayoutConversion:
                 )
 
     def _add_text(self, module: AdapterModule) -> None:
-        found = _text(self._of, self._adapter.layout, module)
+        found = text_of(self._of, self._adapter.layout, module)
         assert found is not None, "the architecture has all names"
         text, path = found
         rows = [BlockPiece(module, range(module.shape[0]), 0)]

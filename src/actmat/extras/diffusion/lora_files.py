@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
@@ -21,14 +21,16 @@ from actmat.checkpoints.folder import shown
 from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint
 from actmat.checkpoints.keys import unknown_note
 from actmat.experts.base import AdapterFamily
-from actmat.experts.candidate import Candidate, holds_factors
+from actmat.experts.candidate import Candidate
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
 from actmat.experts.lora.expert import AdapterExpert
 from actmat.experts.lora.fields import unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, quantized_problem
+from actmat.experts.lora.names import first_factor, holds_factors
 from actmat.extras.diffusion.metadata import distilled_warning, metadata_notes
 from actmat.extras.diffusion.names import FactorName, find_modules, foreign_factor, parse_factor
+from actmat.extras.diffusion.recognized import models_of
 from actmat.layout.matching import MatchError
 
 METADATA_KEY = "lora_adapter_metadata"
@@ -94,6 +96,12 @@ def _other_tensors(family: str, names: list[str]) -> str:
         return (
             f"{which} {verb} of {family}, but a file without a config must be plain LoRA. Fix: fold it into its base "
             "with the program that trained it, and merge full models"
+        )
+    if first_factor(names) is not None:
+        return (
+            f"{which} {verb} of an adapter whose names are not read, such as XLabs', MLX's, torchtune's or GLoRA's: "
+            "their factors do not say how they multiply. Fix: convert the file to diffusers' or PEFT's names, or fold "
+            "it into its base with the program that trained it"
         )
     return (
         f"{which} {verb} not a LoRA factor; an adapter file contains factors only. Likely cause: a model "
@@ -196,7 +204,8 @@ def _x(shape: tuple[int, ...]) -> str:
 def adapter_of(weights: Checkpoint, metadata: Mapping[str, str]) -> Adapter:
     """Build the adapter of a file's tensors and metadata; reads its scales."""
     listing, config = list_file_modules(weights, metadata)
-    return Adapter(weights, config, (), listing)
+    models = models_of(Adapter(weights, config, (), listing), metadata)
+    return Adapter(weights, config, (), replace(listing, models=models))
 
 
 def metadata_of(weights: Checkpoint) -> Mapping[str, str]:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.experts.lora.modules import AdapterModule
+from actmat.experts.lora.names import unwrapped
 
 Side = Literal["A", "B", "alpha"]
 _WEIGHT = ".weight"
@@ -46,8 +47,8 @@ _COMFY = re.compile(r"(?P<part>diffusion_model|text_encoders\.\w+\.transformer)\
 
 _SIDES: dict[str, Side] = {"down": "A", "up": "B", "A": "A", "B": "B"}
 _FACTORS = [
-    re.compile(r"(?P<module>.+)\.lora_(?P<side>down|up)\.weight"),
-    re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight"),
+    re.compile(r"(?P<module>.+)\.lora_(?P<side>down|up)(?:\.weight)?"),
+    re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?"),
     re.compile(r"(?P<module>.+)\.processor\.(?P<leaf>to_\w+)_lora\.(?P<side>down|up)\.weight"),
     re.compile(r"(?P<module>.+)\.(?P<leaf>to_\w+)_lora\.(?P<side>down|up)\.weight"),
     re.compile(r"(?P<module>.+)\.(?:lora|lora_linear_layer)\.(?P<side>down|up)\.weight"),
@@ -92,7 +93,7 @@ def parse_factor(name: str) -> FactorName | None:
     >>> parse_factor("unet.mid_block.attn1.processor.to_out_lora.up.weight").module
     'unet.mid_block.attn1.to_out.0'
     """
-    bare = name.removeprefix("base_model.model.")
+    bare = unwrapped(name)
     found = next((m for p in _FACTORS if (m := p.fullmatch(bare)) is not None), None)
     side: Side = "alpha"
     if found is not None:

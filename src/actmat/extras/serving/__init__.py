@@ -14,7 +14,8 @@ from actmat.checkpoints.folder import LORA_FILES
 from actmat.checkpoints.resolve import find_source
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
-from actmat.experts.candidate import Candidate, holds_factors
+from actmat.experts.candidate import Candidate
+from actmat.experts.lora.names import holds_factors
 from actmat.planning.adapter.serving import VLLM_DEFAULT_RANK, VLLM_RANKS
 
 TASKS = {

@@ -14,6 +14,7 @@ from actmat.checkpoints.base import TensorSpec
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fields import AXES, ORDERS
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule
+from actmat.experts.lora.names import PREFIX
 from actmat.experts.lora.stacks import HOW_TO_SAY, WRITERS, axes_by_version, release_of
 from actmat.layout.types import Orientation
 from actmat.planning.item import Item
@@ -25,14 +26,15 @@ def _tensor_name(name: str, found: Sequence[AdapterModule | None]) -> str:
     plain = name.replace(".base_layer", "")
     for module in found:
         if module is not None and module.kind == "parameter":
-            return f"{plain}.{_parameter_name(plain, module)}"
+            return f"{plain}.{_parameter_name(module)}"
     return f"{plain}.weight"
 
 
-def _parameter_name(owner: str, module: AdapterModule) -> str:
+def _parameter_name(module: AdapterModule) -> str:
     """Name of the bare parameter that a module adapts; of one that the file does not name, its position in the nest."""
     known = module.parameters[0] if len(module.parameters) == 1 else ""
-    return known or module.name[len(owner) :].lstrip(".") or "weight"
+    nest = module.name[len(module.name.replace(".base_layer", "")) :]
+    return known or nest.lstrip(".") or "weight"
 
 
 def is_transposed(found: Sequence[AdapterModule | None], adapters: Sequence[Adapter]) -> bool:
@@ -110,9 +112,11 @@ def _factor_names(name: str, module: AdapterModule, layout: AdapterLayout) -> tu
         return f"{name}.lora_down.weight", f"{name}.lora_up.weight"
     if layout == "diffusers":
         return f"{name}.lora_A.weight", f"{name}.lora_B.weight"
-    if module.name == name and not module.path:  # as PEFT, or a list of pairs, stores it
+    if layout == "pairs":
         return module.a, module.b
-    return f"base_model.model.{name}.lora_A.weight", f"base_model.model.{name}.lora_B.weight"
+    if module.kind == "embedding":
+        return f"{PREFIX}{name}.lora_embedding_A", f"{PREFIX}{name}.lora_embedding_B"
+    return f"{PREFIX}{name}.lora_A.weight", f"{PREFIX}{name}.lora_B.weight"
 
 
 def output_config(

@@ -47,6 +47,13 @@ def adapter_problems(recipe: Recipe, adapters: Sequence[Adapter]) -> list[str]:
             f"{', '.join(lists)}: a list of (up, down) pairs names no modules, but other adapters do: it is unknown "
             "which pair belongs to which module"
         )
+    named = [(label, a.listing.models) for label, a in pairs if a.listing.models]
+    if named and not frozenset.intersection(*(models for _, models in named)):
+        listed = ", ".join(f"{label}: {' or '.join(sorted(models))}" for label, models in named)
+        problems.append(
+            f"the adapters are of different model architectures ({listed}), and no model has the modules of all. Fix: "
+            "merge those of each model by themselves; if one was mistaken, correct modelspec.architecture in it"
+        )
     bases = {a.config.base_model: label for label, a in reversed(pairs) if a.config.base_model}
     if len(bases) > 1 and not recipe.adapter.any_base:
         listed = ", ".join(f"'{b}' ({label})" for b, label in reversed(bases.items()))
