@@ -16,17 +16,17 @@ LONGEST_FUNCTION = 60
 MOST_PARAMETERS = 8
 MOST_SUPPRESSED = 15
 ROOMS: dict[str, int] = {
-    "core": 22_050,
+    "core": 22_800,
     "extras": 16_300,
     "api and cli": 3_400,
-    "src": 41_350,
+    "src": 41_800,
     "packages": 11_900,
-    "tests": 45_200,
+    "tests": 45_900,
     "benchmarks": 5_850,
-    "whole tree": 106_700,
+    "whole tree": 107_800,
 }
-"""Most lines of code of each part; the core is all of `src` but `extras`, `api` and `cli`. What is added is paid for by
-what is removed: lower a bound when something goes."""
+"""Most lines of code of each part; the core is all of `src` but `extras`, `api` and `cli`, with 800 lines that compare
+what gives weights their meaning. What is added is paid for by what is removed: lower a bound when something goes."""
 
 LONG: dict[str, str] = {
     "actmat.methods.actmat.rule": "its docstring, 43 lines, is the page of the method",

@@ -24,7 +24,7 @@ ModelKind = Literal["encoder", "decoder", "any"]
 """`any`: encoder-decoders and unknown kinds, for which nothing was measured."""
 
 REGIME = "adapters trained for 20 to 64 steps at rates of 6e-4 to 3e-3"
-"""How the adapters of all sets were trained; what holds for gentler training is not known."""
+"""Training of the adapters of all sets; what holds for gentler training is not known."""
 
 DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of architectures that generate, unless their config says `is_encoder_decoder`."""
