@@ -144,6 +144,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         notes: remarks for the plan on tensors that were read or left out.
         unused: stored tensors that are in no spec, such as scales of activations.
         models: locations of the models it is composed of; empty for one stored model.
+        keeps_rows: rows of its token tables are those that are stored, with others after them.
         is_composed: composed of checkpoints that are each decoded by their own config.
         written_sidecars: name -> text of files that an output gets instead of copies, such as a new tokenizer's.
     """
@@ -155,6 +156,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     notes: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
+    keeps_rows = True
     is_composed = False
     written_sidecars: Mapping[str, str] = MappingProxyType({})
 

@@ -150,11 +150,11 @@ class Expert(abc.ABC):
         return ()
 
     def side_files(self) -> SideFiles:
-        """Files of a full model's folder other than the weights; empty for an adapter."""
+        """Files of its folder other than the weights."""
         return SideFiles()
 
     def fetch_sidecars(self) -> Path | None:
-        """Local folder of the side files of a full model, else None."""
+        """Local folder of the side files; None without one."""
         return None
 
     def adopt(self, base: Checkpoint) -> None:
@@ -237,7 +237,7 @@ class AdapterHandle:
 
     A relative `location` is one of the working directory; `base` is what the adapter was fitted to; `etags` are name,
     size and version of remote files, which must be the same. `stacks` is the user's statement on stacked experts,
-    `layout` the one that it was converted to.
+    `layout` the one that it was converted to, `weights` its tensors if their rows are those of another vocabulary.
     """
 
     location: str
@@ -245,6 +245,7 @@ class AdapterHandle:
     etags: tuple[tuple[str, int, str], ...] = ()
     stacks: tuple[StackWord, ...] = ()
     layout: AdapterLayout | None = None
+    weights: CheckpointHandle | None = None
 
     @property
     def address(self) -> str:

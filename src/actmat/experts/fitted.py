@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 from torch import Tensor
 
 from actmat.checkpoints.base import FileIdentity, TensorSpec, versions_of_files
+from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from actmat.checkpoints.hashing import hash_names
-from actmat.checkpoints.side_files import ModelFiles
+from actmat.checkpoints.side_files import ModelFiles, SideFiles
+from actmat.checkpoints.source import Source
 from actmat.errors import CheckpointError
 from actmat.experts.base import AdapterHandle, DeltaSource, Expert
 from actmat.experts.lora.adapter import Adapter
@@ -45,6 +48,20 @@ class StoredAdapter(Expert):
     def sources(self) -> tuple[ModelFiles, ...]:
         """The adapter's folder or file."""
         return self._stored.weights.sources()
+
+    @property
+    def _folder(self) -> Source | None:
+        """PEFT's folder with its files, such as a tokenizer."""
+        found = [whole for f in self.sources() if isinstance(whole := f.whole(), Source)]
+        return next((f for f in found if ADAPTER_CONFIG in f.names), None)
+
+    def side_files(self) -> SideFiles:
+        """Files of PEFT's folder other than the adapter's weights."""
+        return SideFiles() if self._folder is None else self._folder.side_files(ADAPTER_WEIGHTS)
+
+    def fetch_sidecars(self) -> Path | None:
+        """Local folder of these files."""
+        return None if self._folder is None else self._folder.fetch_sidecars()
 
     def read(self, name: str) -> Tensor:
         """A tensor that is stored whole."""
@@ -122,5 +139,7 @@ class FittedAdapter(StoredAdapter):
         return hash_names((n, self._stored.hashes[n]) for n in self._parts_of(name))
 
     def handle(self) -> AdapterHandle:
-        """The same with the address of the base."""
-        return replace(super().handle(), base=self._base.handle())
+        """The same with the address of the base, and of tables with the rows of another vocabulary."""
+        weights = self._stored.weights.handle()
+        aligned = None if weights.view is None else weights
+        return replace(super().handle(), base=self._base.handle(), weights=aligned)

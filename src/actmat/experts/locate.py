@@ -33,6 +33,7 @@ from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.experts.lora.names import first_factor, holds_factors
 from actmat.experts.peft import PEFT
+from actmat.layout.ties import is_output_head, is_token_table
 
 GROUP: Final = "actmat.experts"
 SIGNED = ("lycoris", "lora_file")
@@ -106,6 +107,15 @@ class Located(AbstractContextManager["Located"]):
             CheckpointError: it is an adapter, or a file of factors, or already quantized.
         """
 
+    @property
+    @abc.abstractmethod
+    def token_tables(self) -> Checkpoint | None:
+        """Its tensors, if they have tables whose rows can be matched by token; None for an adapter without any."""
+
+    @abc.abstractmethod
+    def with_rows(self, aligned: Checkpoint) -> Located:
+        """The same input with the rows of another vocabulary; closed with this one."""
+
     @abc.abstractmethod
     def expert(self, base: Checkpoint | None) -> Expert:
         """The source of deltas on a base; without one, an adapter for outputs that are adapters.
@@ -154,6 +164,15 @@ class LocatedModel(Located):
             return self.stored
         return plugins.needed("actmat.formats", "view.simulated", SimulatedView).of(self.stored, scheme)
 
+    @property
+    def token_tables(self) -> Checkpoint:
+        """The checkpoint."""
+        return self.model()
+
+    def with_rows(self, aligned: Checkpoint) -> Located:
+        """The checkpoint with other rows."""
+        return LocatedModel(self.place, aligned)
+
     def expert(self, base: Checkpoint | None) -> Expert:
         """The checkpoint as an expert, in the base's layout."""
         if base is None:
@@ -198,6 +217,16 @@ class LocatedAdapter(Located):
             f"{self.place}: expected a full checkpoint, found a {self.family.name} adapter. Fix: give it where an "
             "adapter is accepted, or fold it into its base first (PeftModel.merge_and_unload, save_pretrained)."
         )
+
+    @property
+    def token_tables(self) -> Checkpoint | None:
+        """The stored tensors, if a token table or an output head is among those trained in full."""
+        trained = (*self.adapter.extras, *self.adapter.copies)
+        return self.stored if any(is_token_table(n) or is_output_head(n) for n in trained) else None
+
+    def with_rows(self, aligned: Checkpoint) -> Located:
+        """The adapter with tables of other rows; its own stay those of its base."""
+        return LocatedAdapter(self.place, self.adapter.with_weights(aligned), self.family)
 
     def expert(self, base: Checkpoint | None) -> Expert:
         """The adapter on its base, or its factors; if it has none, the reason is among its problems."""
@@ -293,6 +322,8 @@ def open_handle(handle: ExpertHandle) -> Expert:
         return _as_it_was(found if handle.layout is None else in_layout(found, handle.layout), handle)
     base = open_checkpoint_handle(handle.base)
     try:
+        if handle.weights is not None:
+            located = located.with_rows(open_checkpoint_handle(handle.weights))
         expert = located.expert(base)
     except CheckpointError:
         base.close()

@@ -394,7 +394,7 @@ class ManifestInputs:
             MergeError: it cannot be opened, or not be read in this form.
         """
         found = self.located(label)
-        if found.needs_base:
+        if found.needs_base and label not in self._aligned:
             return found.stored
         if self.output.get("vocabulary") is not None:
             return self._with_heads(self._aligned["base"]) if label == "base" else self._aligned[label]
@@ -414,10 +414,12 @@ class ManifestInputs:
 
     @functools.cached_property
     def _aligned(self) -> Mapping[str, Checkpoint]:
+        if self.output.get("vocabulary") is None:
+            return {}
         policy = Vocabulary.model_validate(self.output["vocabulary"]).policy()
         found = {label: self.located(label) for label in self.places}
-        full = {label: f.stored for label, f in found.items() if label != "base" and not f.needs_base}
-        base, experts = align_vocabularies(found["base"].stored, full, policy)
+        tables = {label: t for label, f in found.items() if label != "base" and (t := f.token_tables) is not None}
+        base, experts = align_vocabularies(found["base"].stored, tables, policy)
         return {"base": base, **experts}
 
     def _with_heads(self, base: Checkpoint) -> Checkpoint:

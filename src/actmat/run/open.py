@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.source import LocalSource
 from actmat.checkpoints.untied import UntiedCheckpoint
 from actmat.checkpoints.writing.sidecars import SideFolder, check_sidecars
 from actmat.engine.content import check_adapters, check_probes
@@ -20,6 +21,7 @@ from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.locate import Located, in_layout
 from actmat.experts.policy import align_vocabularies
 from actmat.experts.untied import FIX, untied_base
+from actmat.layout.ties import is_output_head, is_token_table
 from actmat.planning.adapter.layouts import needs_one_spelling, output_layout
 from actmat.planning.choose import Chooser
 from actmat.planning.statistics import declared_kinds, opened_statistics
@@ -135,13 +137,13 @@ def _opened(
     bases = _each([partial(named.model, recipe.model.base_as)], stack, problems)
     if not bases:
         return None, []
-    base, full = bases[0], dict[str, Checkpoint]()
+    base, aligned = bases[0], dict[str, Checkpoint]()
     if (vocabulary := recipe.model.vocabulary) is not None:
         with problems.noted(CheckpointError):
-            full = {n: e.model() for n, e in zip(recipe.labels, given.experts, strict=True) if not e.needs_base}
-            base, full = align_vocabularies(base, full, vocabulary.policy())
+            tables = {n: e.token_tables for n, e in zip(recipe.labels, given.experts, strict=True)}
+            with_tables = {n: checkpoint for n, checkpoint in tables.items() if checkpoint is not None}
+            base, aligned = align_vocabularies(base, with_tables, vocabulary.policy())
     rows = zip(recipe.labels, given.experts, strict=True)
-    aligned: dict[str, Expert] = {n: CheckpointExpert(checkpoint) for n, checkpoint in full.items()}
     return base, _each([partial(_expert, aligned.get(n), e, base) for n, e in rows], stack, problems)
 
 
@@ -159,8 +161,23 @@ def _each(opened: Sequence[Callable[[], T]], stack: contextlib.ExitStack, proble
     return found
 
 
-def _expert(aligned: Expert | None, given: Located, base: Checkpoint) -> Expert:
-    return given.expert(base) if aligned is None else aligned
+def _expert(aligned: Checkpoint | None, given: Located, base: Checkpoint) -> Expert:
+    """An expert, with the rows of the new vocabulary if it has tables.
+
+    Raises:
+        CheckpointError: an adapter has deltas for rows that are in another place there.
+    """
+    if aligned is not None and not given.needs_base:
+        return CheckpointExpert(aligned)
+    expert = (given if aligned is None else given.with_rows(aligned)).expert(base)
+    if given.needs_base and not (base.keeps_rows and (aligned is None or aligned.keeps_rows)):
+        tables = [n for n in expert.specs if is_token_table(n) or is_output_head(n)]
+        if moved := [n for n in tables if expert.source(n).kind == "formed"]:
+            raise CheckpointError(
+                f"{given.place}: has a delta for '{moved[0]}', whose rows have another order in the new vocabulary. "
+                "Fix: fold the adapter into its base (merge_and_unload, save_pretrained), and merge full models"
+            )
+    return expert
 
 
 def _untied(recipes: Sequence[Recipe], base: Checkpoint, experts: Sequence[Expert]) -> Checkpoint:
@@ -199,15 +216,17 @@ def _check_copied_files(recipes: Sequence[Recipe], inputs: Inputs) -> None:
     if inputs.base is None or inputs.base.directory is None or isinstance(recipes[0].output, ExtractedOutput):
         return
     for wanted in {recipe.model.files_of for recipe in recipes}:
-        chosen: Checkpoint | None = inputs.base
+        chosen: Checkpoint | Expert = inputs.base
         if wanted in inputs.labels:
-            expert = inputs.experts[inputs.labels.index(wanted)]
-            chosen = expert.checkpoint if isinstance(expert, CheckpointExpert) else None
-        folders = [
-            None if c is None or c.directory is None else SideFolder(c.directory, c.side_files())
-            for c in (inputs.base, chosen)
-        ]
-        check_sidecars(folders[0], folders[1])
+            chosen = inputs.experts[inputs.labels.index(wanted)]
+        check_sidecars(_local_files(inputs.base), _local_files(chosen))
+
+
+def _local_files(one: Checkpoint | Expert) -> SideFolder | None:
+    """Files in the folder of an input, without a download."""
+    local = any(isinstance(s, LocalSource) for s in one.sources()) if isinstance(one, Expert) else one.directory
+    folder = one.fetch_sidecars() if local else None
+    return None if folder is None else SideFolder(folder, one.side_files())
 
 
 def check_values(inputs: Inputs) -> None:

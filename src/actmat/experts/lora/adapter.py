@@ -70,6 +70,10 @@ class Adapter:
         modules = {new: self.modules[old] for new, old in names.items()}
         return Adapter(self.weights, self.config, (), replace(self.listing, modules=modules, problems=self.problems))
 
+    def with_weights(self, weights: Checkpoint) -> Adapter:
+        """The same adapter with the tensors of another checkpoint, by the same names."""
+        return Adapter(weights, self.config, self.problems, replace(self.listing, problems=()))
+
     def with_problems(self, problems: Sequence[str]) -> Adapter:
         """The same adapter, open as long as this one, with other problems."""
         return Adapter(self.weights, self.config, problems, replace(self.listing, problems=()))

@@ -16,11 +16,18 @@ from typing import Any
 
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity
 from actmat.checkpoints.files import file_identity
+from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.errors import CheckpointError, did_you_mean
 from actmat.experts.policy import TokenSource, VocabularyPolicy
 from actmat.extras.vocabulary.rows import OWN_MEAN, RowsHandle, Sources, TableContext, TokenRowsCheckpoint, joined_runs
 from actmat.extras.vocabulary.tables import table_names, token_tables
-from actmat.extras.vocabulary.tokenizer import ADDED, config_with_tokens, read_tokenizer, written_tokenizer
+from actmat.extras.vocabulary.tokenizer import (
+    ADDED,
+    config_with_tokens,
+    read_tokenizer,
+    tokenizer_folder,
+    written_tokenizer,
+)
 from actmat.identity.tokens import TOKENIZER
 
 BASE, UNION = "base", "union"
@@ -87,10 +94,17 @@ def _inputs(checkpoints: Mapping[str, Checkpoint]) -> tuple[dict[str, _TokenInpu
     for label, checkpoint in checkpoints.items():
         try:
             tables, rows = token_tables(checkpoint)
-            found[label] = _TokenInput(label, checkpoint, read_vocabulary(checkpoint), tables, rows)
+            like_base = tables and BASE in found and found[BASE].rows == rows and _is_adapter_without_tokens(checkpoint)
+            tokens = found[BASE].tokens if like_base else read_vocabulary(checkpoint)
+            found[label] = _TokenInput(label, checkpoint, tokens, tables, rows)
         except CheckpointError as error:
             problems.extend(error.problems)
     return found, problems
+
+
+def _is_adapter_without_tokens(checkpoint: Checkpoint) -> bool:
+    """True for an adapter's tensors whose folder has no tokenizer, so that its tokens are those of its base."""
+    return any(ADAPTER_CONFIG in (names := f.whole().names) and TOKENIZER not in names for f in checkpoint.sources())
 
 
 class _Joined:
@@ -283,11 +297,11 @@ class _Joined:
             listed = read_tokenizer(self.inputs[label].checkpoint)[1] if label else []
             found = next((e for e in listed if e["content"] == token), {**ADDED, "content": token})
             entries.append({**found, "id": self.tokens[token]})
-        return written_tokenizer(Path(self.keeper.checkpoint.fetch_sidecars() or "."), entries)
+        return written_tokenizer(Path(tokenizer_folder(self.keeper.checkpoint) or "."), entries)
 
 
 def _tokenizer_identity(checkpoint: Checkpoint) -> Iterator[FileIdentity]:
-    folder = checkpoint.fetch_sidecars()
+    folder = tokenizer_folder(checkpoint)
     if folder is not None and (Path(folder) / TOKENIZER).exists():
         yield file_identity(Path(folder) / TOKENIZER)
 

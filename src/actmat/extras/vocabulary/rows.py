@@ -135,6 +135,9 @@ class TokenRowsCheckpoint(Checkpoint):
         self._own, self._sources, self._tables = own, list(sources), {n: tuple(t) for n, t in tables.items()}
         self._runs, self._starts = tuple(runs), [r.start for r in runs]
         self.n_rows = runs[-1].start + runs[-1].count if runs else 0
+        first = self._runs[0] if self._runs else RowRun(0, 0, ())
+        is_own = len(first.sources) == 1 and first.sources[0][1] == 0 and sources[first.sources[0][0]] is own
+        self.keeps_rows = is_own and all(own.specs[n].shape[0] <= first.count for n in tables)
         around = around or TableContext()
         self._config, self._identity, self._owned = around.config, around.identity, owned
         self.written_sidecars = around.sidecars

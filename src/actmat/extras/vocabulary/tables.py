@@ -18,7 +18,7 @@ def token_tables(checkpoint: Checkpoint) -> tuple[tuple[str, ...], int]:
 
     The number is `vocab_size` of the config if a token embedding has that many rows, else the longest embedding's.
     """
-    specs = checkpoint.specs
+    specs = {_plain(n): s for n, s in checkpoint.specs.items()}
     heights = {s.shape[0] for n, s in specs.items() if len(s.shape) == 2 and is_token_table(n)}
     if not heights:
         heights = {s.shape[0] for n, s in specs.items() if len(s.shape) == 2 and is_output_head(n)}
@@ -27,7 +27,7 @@ def token_tables(checkpoint: Checkpoint) -> tuple[tuple[str, ...], int]:
     declared = _declared(checkpoint.config)
     rows = declared if declared in heights else max(heights)
     names = [
-        n
+        s.name
         for n, s in specs.items()
         if s.shape[:1] == (rows,) and (is_token_table(n) or is_output_head(n) or n.endswith(HEAD_BIASES))
     ]
@@ -43,13 +43,19 @@ def _name_in(name: str, checkpoint: Checkpoint) -> str:
     tables = token_tables(checkpoint)[0]
     if name in tables:
         return name
-    near = [t for t in tables if t.endswith("." + name) or name.endswith("." + t)]
+    name = _plain(name)
+    near = [t for t in tables if f".{_plain(t)}".endswith(f".{name}") or name.endswith(f".{_plain(t)}")]
     if len(near) == 1:
         return near[0]
     if is_output_head(name):
         partner = tied_partner(name, checkpoint.specs, checkpoint.config)
         return partner if partner in tables else ""
     return ""
+
+
+def _plain(name: str) -> str:
+    """Name in the model of a table that PEFT stores under its wrapper's."""
+    return name.replace(".base_layer.", ".")
 
 
 def _declared(config: Mapping[str, Any] | None) -> int:

@@ -10,9 +10,10 @@ from typing import Any
 
 from actmat.bounds import read_object
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.folder import member
+from actmat.checkpoints.folder import ADAPTER_CONFIG, member
 from actmat.errors import CheckpointError
-from actmat.identity.tokens import TOKENIZER, listed_tokens
+from actmat.identity.tokens import ADDED as ADDED_TOKENS
+from actmat.identity.tokens import CONFIG, TOKENIZER, listed_tokens
 
 ADDED: Mapping[str, Any] = {
     "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False,
@@ -26,7 +27,7 @@ def read_tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, int], list[dict[st
     Raises:
         CheckpointError: the file is missing or has no vocabulary.
     """
-    folder = checkpoint.fetch_sidecars()
+    folder = tokenizer_folder(checkpoint)
     if folder is None or not (Path(folder) / TOKENIZER).exists():
         raise CheckpointError(
             f"{checkpoint.location}: {TOKENIZER} is missing; 'vocabulary' needs it to match rows by token. "
@@ -37,6 +38,15 @@ def read_tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, int], list[dict[st
     if not tokens:
         raise CheckpointError(f"{path}: expected a vocabulary (model.vocab), found none")
     return tokens, added
+
+
+def tokenizer_folder(checkpoint: Checkpoint) -> Path | None:
+    """Local folder of a checkpoint's tokenizer; also that of an adapter, of which the weight file is open."""
+    folder = checkpoint.fetch_sidecars()
+    files = next((f.whole() for f in checkpoint.sources()), None) if folder is None else None
+    if files is not None and {ADAPTER_CONFIG, TOKENIZER} <= set(files.names):
+        return [files.fetch(n) for n in (CONFIG, ADDED_TOKENS, TOKENIZER) if n in files.names][-1].parent
+    return folder
 
 
 def written_tokenizer(folder: Path, entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
