@@ -143,6 +143,8 @@ def _opened(
             tables = {n: e.token_tables for n, e in zip(recipe.labels, given.experts, strict=True)}
             with_tables = {n: checkpoint for n, checkpoint in tables.items() if checkpoint is not None}
             base, aligned = align_vocabularies(base, with_tables, vocabulary.policy())
+        if problems.found:
+            return base, []  # adapters would not fit tables of the old size
     rows = zip(recipe.labels, given.experts, strict=True)
     return base, _each([partial(_expert, aligned.get(n), e, base) for n, e in rows], stack, problems)
 

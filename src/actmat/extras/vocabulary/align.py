@@ -245,7 +245,8 @@ class _Joined:
                 if not found[k] or other.specs[found[k]].shape[1:] != shape:
                     raise CheckpointError(
                         f"{one.checkpoint.location}: rows of '{name}' are to be taken from {other.location}, which has "
-                        "no such table of the same width. Are these models of one architecture?"
+                        "no such table of the same width. Are these models of one architecture? (PEFT does not save "
+                        "a table of another length that the adapter does not train.)"
                     )
 
     def _counts(self, one: _TokenInput, number: int, rows: Sequence[Sources]) -> Iterator[str]:

@@ -1,0 +1,102 @@
+"""Tokens that were added before an adapter was trained: PEFT saves the longer tables, and rows are taken by token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.helpers.merging import actmat
+from tests.tolerances import F32_ELEMENTWISE
+from torch import Tensor
+
+ROWS, WIDTH = 24, 16
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+WORDS = [f"w{i}" for i in range(ROWS)]
+
+
+def write_tokenizer(folder: Path, added: list[str]) -> None:
+    entries = [{"id": ROWS + k, "content": t, "special": True} for k, t in enumerate(added)]
+    data = {"model": {"vocab": {w: i for i, w in enumerate(WORDS)}}, "added_tokens": entries}
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+
+
+def make_base(folder: Path, **config: Any) -> Path:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    settings = {"vocab_size": ROWS, "hidden_size": WIDTH, "intermediate_size": 24, "num_attention_heads": 2} | config
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, **settings)).save_pretrained(folder)
+    write_tokenizer(folder, [])
+    return folder
+
+
+def make_adapter(base: Path, folder: Path, added: list[str], targets: list[str], **config: Any) -> Mapping[str, Tensor]:
+    """An adapter with added tokens in a folder; returns the merged model that PEFT makes of it."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch.manual_seed(len(added) + len(targets))
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    if added:
+        model.resize_token_embeddings(ROWS + len(added), mean_resizing=False)
+    settings = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **config)
+    adapted = peft.get_peft_model(model, settings)
+    adapted.save_pretrained(folder, save_embedding_layers=bool(added))
+    if added:
+        write_tokenizer(folder, added)
+    found: Mapping[str, Tensor] = adapted.merge_and_unload().state_dict()
+    return found
+
+
+TARGETS = {"layers": ["q_proj"], "the table too": ["q_proj", "embed_tokens"]}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("flag", ["union", "adapter"])
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_adapter_is_merged_as_by_peft(flag: str, targets: str, tied: bool, tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", tie_word_embeddings=tied)
+    wanted = make_adapter(base, tmp_path / "adapter", ["<a>", "<b>"], TARGETS[targets])
+    out = tmp_path / "out"
+    done = actmat(["merge", "-b", str(base), "-e", str(tmp_path / "adapter"), "--vocabulary", flag, "--out", str(out)])
+    if targets == "the table too" and not tied:  # PEFT does not save the new rows of the head
+        assert "no such table of the same width" in " ".join(done.err.split())
+        return
+    assert done.code == 0, done.err
+    for name, tensor in load_file(out / "model.safetensors").items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=F32_ELEMENTWISE, atol=F32_ELEMENTWISE, msg=name)
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == ROWS + 2
+    tokens = json.loads((out / "tokenizer.json").read_text())["added_tokens"]
+    assert [(t["content"], t["id"]) for t in tokens] == [("<a>", ROWS), ("<b>", ROWS + 1)]
+    assert actmat(["verify", str(out)]).out.startswith("intact")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_two_adapters_have_a_row_for_each_token(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", tie_word_embeddings=False)
+    one = make_adapter(base, tmp_path / "one", ["<a>", "<b>"], ["q_proj"])
+    two = make_adapter(base, tmp_path / "two", ["<b>", "<c>", "<d>"], ["q_proj"])
+    flags = ["-b", str(base), "-e", str(tmp_path / "one"), "-e", str(tmp_path / "two"), "-m", "linear"]
+    done = actmat(["merge", *flags, "--vocabulary", "union", "--out", str(tmp_path / "out")])
+    assert done.code == 0, done.err
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    for name in (TABLE, HEAD):
+        a, b, c, d = one[name][ROWS], (one[name][ROWS + 1] + two[name][ROWS]) / 2, *two[name][ROWS + 1 :]
+        rows = torch.stack([*((one[name] + two[name][: ROWS + 2]) / 2)[:ROWS], a, b, c, d])
+        torch.testing.assert_close(got[name], rows, rtol=F32_ELEMENTWISE, atol=F32_ELEMENTWISE)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_deltas_of_rows_that_move_are_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", tie_word_embeddings=False)
+    make_adapter(base, tmp_path / "one", [], ["embed_tokens"])
+    other = make_base(tmp_path / "other", tie_word_embeddings=False)
+    order = {"model": {"vocab": {w: i for i, w in enumerate(reversed(WORDS))}}}
+    (other / "tokenizer.json").write_text(json.dumps(order))
+    flags = ["-b", str(base), "-e", str(tmp_path / "one"), "-e", str(other), "-m", "linear", "--vocabulary", "other"]
+    refused = actmat(["plan", *flags])
+    assert refused.code == 1
+    assert "whose rows have another order in the new vocabulary" in " ".join(refused.err.split())
