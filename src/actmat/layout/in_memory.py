@@ -5,7 +5,8 @@ matched in three ways, tried in this order:
 
 1. the same name;
 2. the same name with, or without, the model's prefix (`transformer.`, `model.`) in all of them, or with the beginnings
-   that the language model of a multimodal one has;
+   that the language model of a multimodal one has. It counts only if it is unique: of several that complete as many
+   names, shapes decide, then the class of the part; else the names are refused;
 3. transformers' own conversion for the architecture in `config.json`: renamed tensors (a ViT's `query` is `q_proj` in
    memory), and experts of a mixture that are separate on disk and stacked in memory. Needs transformers.
 """
@@ -13,7 +14,7 @@ matched in three ways, tried in this order:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.errors import CheckpointError
 from actmat.layout.types import Block
 
 MULTIMODAL = (
@@ -69,12 +71,28 @@ class TensorOnDisk:
     rows: tuple[Block, ...] = ()
 
 
+Fits = Callable[[str, TensorSpec], bool]
+"""`fits(name, spec)`: True if a tensor may have this name in memory, by its shape."""
+
+
 def find_on_disk(
-    base: Checkpoint, groups: Sequence[Sequence[str]], optional: Iterable[str] = ()
+    base: Checkpoint,
+    groups: Sequence[Sequence[str]],
+    optional: Iterable[str] = (),
+    fits: Fits | None = None,
+    part: str = "",
 ) -> tuple[dict[str, TensorOnDisk], str]:
     """The names located in a base, and the reason why others may not have been.
 
-    One name of each of the `groups` of alternative names is wanted; `optional` ones may be missing.
+    Args:
+        base: of the tensors.
+        groups: of alternative names, one of each of which is wanted.
+        optional: names that may be missing.
+        fits: judges the shapes.
+        part: class or component of the part of the model that the names are of; may be empty.
+
+    Raises:
+        CheckpointError: several parts of the base complete the names.
     """
     optional = list(optional)
     names = [*(n for group in groups for n in group), *optional]
@@ -84,17 +102,38 @@ def find_on_disk(
     def complete() -> bool:
         return all(any(n in found for n in group) for group in groups)
 
+    several: list[str] = []
     if not complete():
-        found = _by_prefix(base.specs, names) | found
+        by_prefix, several = _by_prefix(base.specs, [n for n in names if n not in found], fits, part)
+        found = by_prefix | found
     if not complete() or any(n not in found for n in optional):  # a head may have another name on disk
         converted, why = _converted(base, packed=True)
         found = {n: converted[n] for n in names if n in converted} | found
+    if several and not complete():
+        raise _ambiguous(base, names, several)
     return found, why
 
 
-def find_by_name(base: Checkpoint, names: Sequence[str]) -> dict[str, TensorOnDisk]:
-    """The names that a base has, with the same prefix for all or without one."""
-    return _by_prefix(base.specs, list(names), tried=64) | {n: _whole(base.specs[n]) for n in names if n in base.specs}
+def find_by_name(base: Checkpoint, names: Sequence[str], part: str = "") -> dict[str, TensorOnDisk]:
+    """The names that a base has, with the same prefix for all or without one.
+
+    Raises:
+        CheckpointError: several parts of the base complete the names.
+    """
+    found, several = _by_prefix(base.specs, list(names), part=part, tried=64)
+    if several:
+        raise _ambiguous(base, names, several)
+    return found | {n: _whole(base.specs[n]) for n in names if n in base.specs}
+
+
+def _ambiguous(base: Checkpoint, names: Sequence[str], several: Sequence[str]) -> CheckpointError:
+    shown = " and ".join(f"'{prefix}'" for prefix in several)
+    return CheckpointError(
+        f"its names, such as '{names[0]}', are completed by several parts of the base ({base.location}), {shown}: "
+        "which one it changes is unknown. Likely cause: it was trained on a part of the model, and its config does not "
+        "name the class (auto_mapping.base_model_class). Fix: give that part by itself as the base, or put the prefix "
+        "before its names"
+    )
 
 
 def names_in_memory(base: Checkpoint) -> tuple[dict[str, str], str]:
@@ -115,20 +154,53 @@ def _whole(spec: TensorSpec) -> TensorOnDisk:
     return TensorOnDisk(spec.shape, (TensorSlice(spec.name),))
 
 
-def _by_prefix(specs: Mapping[str, TensorSpec], names: list[str], tried: int = 8) -> dict[str, TensorOnDisk]:
-    """The names found with the prefix, added or removed, that matches most of them; `tried` give those to add."""
-    best: dict[str, TensorOnDisk] = {}
+def _by_prefix(
+    specs: Mapping[str, TensorSpec], names: list[str], fits: Fits | None = None, part: str = "", tried: int = 8
+) -> tuple[dict[str, TensorOnDisk], list[str]]:
+    """The names found with the prefix, added or removed, that completes most of them; `tried` give those to add.
+
+    The list names the prefixes if several do; then nothing is found.
+    """
     added = {s.removesuffix(n) for n in names[:tried] for s in specs if s.endswith("." + n)}
     taken = {n[: n.index(".") + 1] for n in names if "." in n}
     renamings: list[Sequence[tuple[str, str]]] = []
     renamings += [[pair] for prefix in sorted(added | taken) for pair in (("", prefix), (prefix, ""))]
     renamings += [pairs for known in MULTIMODAL for pairs in (known, [(new, old) for old, new in known])]
+    found: dict[tuple[tuple[str, str], ...], str] = {}
     for pairs in renamings:
-        renamed = {n: begun_otherwise(n, pairs) for n in names}
-        found = {n: _whole(specs[r]) for n, r in renamed.items() if r in specs}
-        if len(found) > len(best):
-            best = found
-    return best
+        renamed = ((n, begun_otherwise(n, pairs)) for n in names)
+        found.setdefault(tuple((n, r) for n, r in renamed if r in specs), "".join(pairs[0]))
+    scores = {f: _score(specs, f, fits) for f in found if f}
+    most = max(scores.values(), default=(0, 0))
+    best = {f: found[f] for f, score in scores.items() if score == most}
+    if len(best) > 1 and most[0] > 0:
+        several = list(best.values())
+        chosen = part_called(part, several)
+        if chosen is None:
+            return {}, several
+        best = {f: prefix for f, prefix in best.items() if prefix == chosen}
+    return {n: _whole(specs[r]) for n, r in next(iter(best), ())}, []
+
+
+def _score(specs: Mapping[str, TensorSpec], found: Sequence[tuple[str, str]], fits: Fits | None) -> tuple[int, int]:
+    """Number of tensors that fit, and of those that do not, negative."""
+    fitting = len(found) if fits is None else sum(fits(n, specs[r]) for n, r in found)
+    return fitting, fitting - len(found)
+
+
+def part_called(part: str, prefixes: Sequence[str]) -> str | None:
+    """The one of several prefixes that is of a part of a model, by the name of its class or component; else None.
+
+    >>> part_called("CLIPVisionModel", ["text_model.", "vision_model."])
+    'vision_model.'
+    >>> part_called("CLIPModel", ["text_model.", "vision_model."])
+    """
+    exact = [p for p in prefixes if p.rstrip(".") == part]
+    words = {p: {w for w in re.split(r"[._]", p) if len(w) > 2} for p in prefixes}
+    shared = set.intersection(*words.values())
+    named = part.lower().replace("_", "")
+    chosen = exact or [p for p in prefixes if any(w in named for w in words[p] - shared)]
+    return chosen[0] if len(chosen) == 1 else None
 
 
 def _converted(base: Checkpoint, *, packed: bool = False) -> tuple[dict[str, TensorOnDisk], str]:

@@ -12,7 +12,7 @@ from actmat.checkpoints.untied import UntiedCheckpoint
 from actmat.errors import MergeError
 from actmat.experts.base import Expert
 from actmat.layout import resolve_layout
-from actmat.layout.in_memory import MULTIMODAL, begun_otherwise
+from actmat.layout.in_memory import MULTIMODAL, begun_otherwise, part_called
 from actmat.layout.ties import is_output_head, tied_heads, tied_partner
 from actmat.layout.types import Block, LayoutMap, Role, RoleOverride
 from actmat.planning.missing import missing_problems
@@ -98,6 +98,7 @@ class _Match:
         sources: for each canonical tensor, the tensor that it is merged with.
         stored: likewise, all names under which the expert stores it.
         extra: tensors that the base does not have.
+        ambiguous: prefixes of several parts of the base that its names complete.
     """
 
     label: str
@@ -106,9 +107,17 @@ class _Match:
     stored: Mapping[str, list[str]]
     extra: tuple[str, ...]
     notes: list[str]
+    ambiguous: tuple[str, ...] = ()
 
     def problems(self, base: Checkpoint, roles: Mapping[str, Role]) -> list[str]:
         """Why tensors of these roles cannot be merged."""
+        if self.ambiguous:
+            shown = " and ".join(f"'{prefix}'" for prefix in self.ambiguous)
+            return [
+                f"the names of expert '{self.label}' ({self.expert.location}) are completed by several parts of the "
+                f"base ({base.location}), {shown}: which one it changes is unknown. Likely cause: it is a part of the "
+                "model, saved by itself. Fix: save the whole model, or give that part as the base"
+            ]
         there = [n for n, source in self.sources.items() if source is not None]
         if len(base.specs) > 1 and not there:
             return [_nothing_in_common(base, self.label, self.expert)]
@@ -121,7 +130,7 @@ class _Match:
 
 def _match(base: Checkpoint, expert: Expert, label: str, spellings: Mapping[str, Sequence[str]]) -> _Match:
     """Find the counterparts in one expert; `spellings`: of each canonical tensor, all its names in the base."""
-    renaming = _renaming(base.specs, expert.specs)
+    renaming, ambiguous = _renaming(base.specs, expert)
     heads = tied_heads(expert.specs, base.specs, base.config)
     names = {n: dict.fromkeys(renaming.apply(s) if renaming else s for s in known) for n, known in spellings.items()}
     for head, table in heads.items():
@@ -139,7 +148,8 @@ def _match(base: Checkpoint, expert: Expert, label: str, spellings: Mapping[str,
             notes.append(f"expert '{label}' ties its output head: its '{table_name}' stands for '{name}'")
     used = {s for of_tensor in names.values() for s in of_tensor}
     extra = tuple(n for n in expert.specs if n not in used)
-    return _Match(label, expert, sources, stored, extra, notes + ([_ignored_note(label, extra)] if extra else []))
+    notes += [_ignored_note(label, extra)] if extra else []
+    return _Match(label, expert, sources, stored, extra, notes, ambiguous)
 
 
 def _table_for(head: str, expert: Expert, table: str | None) -> str | None:
@@ -192,23 +202,41 @@ def _groups(specs: Mapping[str, TensorSpec], ties: Mapping[str, str]) -> dict[st
     return {name: out[name] for name in specs if name in out}
 
 
-def _renaming(base: Mapping[str, TensorSpec], expert: Mapping[str, TensorSpec]) -> _Renaming | None:
-    """The renaming, if any, by which the expert has more of the base's names than without it."""
-    direct = sum(n in expert for n in base)
-    if direct == len(base):
-        return None
-    probe = next((n for n in base if n not in expert), None)
-    added = {e.removesuffix(probe) for e in expert if probe and e.endswith("." + probe)}
-    removed = {n[: n.index(".") + 1] for n in base if "." in n and n.partition(".")[2] in expert}
-    if any(n.startswith(DIFFUSION_MODEL) and n.removeprefix(DIFFUSION_MODEL) in expert for n in base):
+def _renaming(base: Mapping[str, TensorSpec], expert: Expert) -> tuple[_Renaming | None, tuple[str, ...]]:
+    """The renaming, if any, by which the expert has more of the base's names than without it, in the right shapes.
+
+    If several parts of the base complete the names, none, and their prefixes.
+    """
+    names = expert.specs
+    if all(n in names for n in base):
+        return None, ()
+    probe = next((n for n in base if n not in names), None)
+    added = {e.removesuffix(probe) for e in names if probe and e.endswith("." + probe)}
+    removed = {n[: n.index(".") + 1] for n in base if "." in n and n.partition(".")[2] in names}
+    if any(n.startswith(DIFFUSION_MODEL) and n.removeprefix(DIFFUSION_MODEL) in names for n in base):
         removed.add(DIFFUSION_MODEL)
     pairs = {(("", text),) for text in added} | {((text, ""),) for text in removed}
     candidates = [_Renaming(p) for p in sorted(pairs)]
     for known in MULTIMODAL:
         candidates += [_Renaming(known), _Renaming(tuple((new, old) for old, new in known))]
-    found = [sum(c.apply(n) in expert for n in base) for c in candidates]
-    best = max(found, default=0)
-    return candidates[found.index(best)] if best > direct else None
+    scores = [_score(base, names, c) for c in candidates]
+    best = max(scores, default=(0, 0))
+    if best <= _score(base, names, _Renaming(())):
+        return None, ()
+    chosen = [c for c, score in zip(candidates, scores, strict=True) if score == best]
+    found = {tuple((n, r) for n in base if (r := c.apply(n)) in names): c for c in reversed(chosen)}
+    if len(found) > 1:
+        several = {"".join(c.pairs[0]): c for c in reversed(found.values())}
+        architecture = next(iter((expert.config or {}).get("architectures") or ()), "")
+        part = part_called(str(architecture), list(several))
+        return (several[part], ()) if part is not None else (None, tuple(several))
+    return chosen[0], ()
+
+
+def _score(base: Mapping[str, TensorSpec], names: Mapping[str, TensorSpec], renaming: _Renaming) -> tuple[int, int]:
+    """Number of the base's tensors that the expert has in their shapes, and by their names."""
+    found = [(spec, names[r]) for n, spec in base.items() if (r := renaming.apply(n)) in names]
+    return sum(a.shape == b.shape for a, b in found), len(found)
 
 
 def _nothing_in_common(base: Checkpoint, label: str, expert: Expert) -> str:

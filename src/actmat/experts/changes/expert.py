@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import Checkpoint, torch_dtype
+from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
+from actmat.errors import CheckpointError
 from actmat.experts.base import DeltaSource
 from actmat.experts.changes.base import Change, Content
 from actmat.experts.fitted import FittedAdapter
@@ -23,7 +24,7 @@ from actmat.experts.lora.expert import entries_of
 from actmat.experts.lora.fitting import hidden_names
 from actmat.experts.untied import tied_parts
 from actmat.layout import resolve_layout
-from actmat.layout.in_memory import TensorOnDisk, find_on_disk
+from actmat.layout.in_memory import TensorOnDisk, TensorSlice, find_on_disk
 from actmat.layout.ties import is_output_head, tied_partner
 from actmat.layout.types import LayoutMap
 from actmat.linalg.lowrank import LowRank
@@ -71,7 +72,7 @@ class FormedExpert(FittedAdapter):
         self._closed = False
         layouts = resolve_layout(parts.base.specs, parts.base.config)
         fitted = replace(content, changes=[c for c in content.changes if c.target not in parts.refused])
-        self._places, full, problems = _fit(fitted, parts.base, layouts)
+        self._places, full, problems = _fit(fitted, parts.base, layouts, stored.config.trained_class)
         self._take(parts, full, hidden_names(layouts, parts.base, {*self._places, *full}), problems)
 
     def source(self, name: str) -> DeltaSource:
@@ -190,11 +191,23 @@ def _without_copies(content: Content, base: Checkpoint, stored: Adapter) -> Cont
     return replace(content, changes=[c for c in content.changes if c not in copies])
 
 
-def _fit(content: Content, base: Checkpoint, layouts: LayoutMap) -> tuple[dict[str, _Place], dict[str, str], list[str]]:
+def _fit(
+    content: Content, base: Checkpoint, layouts: LayoutMap, part: str
+) -> tuple[dict[str, _Place], dict[str, str], list[str]]:
     """Place of every change by the base's tensor; tensors trained in full; problems."""
     problems = list(content.problems)
     wanted = [[c.target] for c in content.changes if not c.is_optional]
-    found, why = find_on_disk(base, wanted, [*content.extras, *(c.target for c in content.changes if c.is_optional)])
+    optional = [*content.extras, *(c.target for c in content.changes if c.is_optional)]
+    of_name = {c.target: c for c in content.changes}
+
+    def fits(name: str, spec: TensorSpec) -> bool:
+        place = TensorOnDisk(spec.shape, (TensorSlice(spec.name),))
+        return name not in of_name or not isinstance(_place(of_name[name], place, layouts), str)
+
+    try:
+        found, why = find_on_disk(base, wanted, optional, fits, part)
+    except CheckpointError as error:
+        return {}, {}, [*problems, error.sentence]
     places: dict[str, _Place] = {}
     for change in content.changes:
         located = found.get(change.target)

@@ -100,6 +100,12 @@ class AdapterConfig:
         return next((w for w in self.stacks if w in words), None)
 
     @property
+    def trained_class(self) -> str:
+        """Class of the model that it was trained on; empty if the file does not say."""
+        mapping = self.fields.get("auto_mapping")
+        return str(mapping.get("base_model_class") or "") if isinstance(mapping, Mapping) else ""
+
+    @property
     def version(self) -> str:
         """Version of PEFT that wrote it; empty if the file does not say."""
         return str(self.fields.get("peft_version") or "")

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.errors import CheckpointError
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.apart import count_rows, names_of_packed, names_of_parts, one_after_the_other, rows_of
 from actmat.experts.lora.fields import AXES, StackWord
 from actmat.experts.lora.modules import AdapterModule
 from actmat.experts.lora.stacks import HOW_TO_SAY, axes_by_version, ways_to_fit
 from actmat.layout import resolve_layout
-from actmat.layout.in_memory import TensorOnDisk, find_by_name, find_on_disk
+from actmat.layout.in_memory import Fits, TensorOnDisk, TensorSlice, find_by_name, find_on_disk
 from actmat.layout.types import Block, LayoutMap
 
 
@@ -95,13 +96,21 @@ class _Fitting:
         """Fit the modules of one component; False if it is optional and the base has none of them."""
         candidates, problems = _candidates(self._adapter, modules, self._base)
         biases = {m.name: f"{m.inside}.bias" for m in modules if m.bias is not None}
-        found, why = find_on_disk(self._base, list(candidates.values()), [*self._adapter.extras, *biases.values()])
+        optional = [*self._adapter.extras, *biases.values()]
+        part = (modules[0].part if modules else "") or self._adapter.config.trained_class
+        try:
+            found, why = find_on_disk(
+                self._base, list(candidates.values()), optional, self._judge(modules, candidates), part
+            )
+        except CheckpointError as error:
+            self.problems.append(error.sentence)
+            return True
         self.found |= found
         if is_optional and not problems and not any(n in found for names in candidates.values() for n in names):
             return False
         self.problems += problems
         self._fit_stacks([m for m in modules if m.is_stack], candidates, why)
-        done = self._fit_apart([m for m in modules if m.kind == "linear"], candidates)
+        done = self._fit_apart([m for m in modules if m.kind == "linear"], candidates, part)
         for module in modules:
             if module.is_stack or module.name in done or (problems and not candidates[module.name]):
                 continue  # one sentence says why
@@ -223,7 +232,22 @@ class _Fitting:
             piece = Piece(module, start=part.start, stop=part.stop, bias=True, rows=located.rows if located else ())
             self._put(part.name, piece)
 
-    def _fit_apart(self, modules: Sequence[AdapterModule], candidates: Mapping[str, list[str]]) -> set[str]:
+    def _judge(self, modules: Sequence[AdapterModule], candidates: Mapping[str, list[str]]) -> Fits:
+        """Judge whether a tensor of the base has the shape of the module, or of the tensor trained in full."""
+        of_name = {n: m for m in modules for n in candidates[m.name]}
+        stored = self._adapter.weights.specs
+
+        def fits(name: str, spec: TensorSpec) -> bool:
+            module = of_name.get(name)
+            if module is None:
+                extra = self._adapter.extras.get(name)
+                return extra is None or stored[extra].shape == spec.shape
+            whole = TensorOnDisk(spec.shape, (TensorSlice(spec.name),))
+            return module.is_stack or is_transposed(module, whole, self.layouts) is not None
+
+        return fits
+
+    def _fit_apart(self, modules: Sequence[AdapterModule], candidates: Mapping[str, list[str]], part: str) -> set[str]:
         """Pieces of layers that the base packs, or that pack its separate layers; returns the fitted names."""
         lost = [m for m in modules if not any(n in self.found for n in candidates[m.name])]
         inside = {m.name: m.inside.replace(".base_layer", "") for m in lost}
@@ -231,7 +255,7 @@ class _Fitting:
         parts = {m.name: names_of_parts(inside[m.name]) for m in lost}
         wanted = [n for names in packed.values() for n in names]
         wanted += [n for groups in parts.values() for names in groups for n in names]
-        found = find_by_name(self._base, wanted) if wanted else {}
+        found = find_by_name(self._base, wanted, part) if wanted else {}
         unknown: dict[str, str] = {}
         done = set()
         for module in lost:

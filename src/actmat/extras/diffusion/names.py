@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from actmat.checkpoints.base import TensorSpec
+from actmat.experts.lora.config import AdapterConfig
 from actmat.experts.lora.modules import AdapterModule
 from actmat.experts.lora.names import unwrapped
 
@@ -197,6 +198,5 @@ def component_of(fields: Mapping[str, Any]) -> str:
     >>> component_of({"auto_mapping": {"base_model_class": "UNet2DConditionModel"}})
     'unet'
     """
-    mapping = fields.get("auto_mapping")
-    name = str(mapping.get("base_model_class") or "") if isinstance(mapping, Mapping) else ""
+    name = AdapterConfig(1, 1.0, fields=fields).trained_class
     return _CLASSES.get(name, "transformer" if name.endswith(("Transformer2DModel", "Transformer3DModel")) else "")
