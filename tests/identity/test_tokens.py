@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.helpers.merging import actmat, llama_tensors, save_checkpoint
@@ -65,7 +66,7 @@ def write_tokens(folder: Path, form: str, tokens: list[str]) -> None:
     *plain, added = tokens
     last = len(plain)
     vocabulary = {t: i for i, t in enumerate(plain)}
-    files = {
+    files: dict[str, dict[str, Any]] = {
         "fast": {"tokenizer.json": {"model": {"vocab": vocabulary}, "added_tokens": [{"id": last, "content": added}]}},
         "slow": {"vocab.json": vocabulary, "added_tokens.json": {added: last}},
         "decoder": {

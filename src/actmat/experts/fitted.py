@@ -140,6 +140,5 @@ class FittedAdapter(StoredAdapter):
 
     def handle(self) -> AdapterHandle:
         """The same with the address of the base, and of tables with the rows of another vocabulary."""
-        weights = self._stored.weights.handle()
-        aligned = None if weights.view is None else weights
+        aligned = self._stored.weights.handle() if self._stored.has_other_rows else None
         return replace(super().handle(), base=self._base.handle(), weights=aligned)

@@ -48,6 +48,7 @@ class Adapter:
         self.location = weights.location
         self.modules, self.extras, self.copies = self.listing.modules, self.listing.extras, self.listing.copies
         self.problems = (*problems, *self.listing.problems)
+        self.has_other_rows = False  # its tables have the rows of another vocabulary, see `Located.with_rows`
         self.converted_to: AdapterLayout | None = None  # the layout that it was brought into, see `locate.in_layout`
 
     @classmethod
@@ -72,7 +73,9 @@ class Adapter:
 
     def with_weights(self, weights: Checkpoint) -> Adapter:
         """The same adapter with the tensors of another checkpoint, by the same names."""
-        return Adapter(weights, self.config, self.problems, replace(self.listing, problems=()))
+        found = Adapter(weights, self.config, self.problems, replace(self.listing, problems=()))
+        found.has_other_rows = True
+        return found
 
     def with_problems(self, problems: Sequence[str]) -> Adapter:
         """The same adapter, open as long as this one, with other problems."""
