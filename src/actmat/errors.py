@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from actmat.foreign import terminal
 
 SHOWN_PROBLEMS = 50
+MOST_ALIKE = 3
+"""Problems of one kind that are listed one by one, and names of one cause that are shown."""
 
 
 class MergeError(Exception):
@@ -49,16 +52,50 @@ class MergeError(Exception):
         if self.problems == (self.headline,):
             return self.headline
         mark = "" if self.headline.endswith((".", ":")) else ":"
-        return f"{self.headline}{mark} {'; '.join(self.problems)}"
+        return f"{self.headline}{mark} {'; '.join(by_cause(self.problems))}"
 
     def _render(self) -> str:
         if self.problems == (self.headline,):
             return terminal(self.headline)
-        shown = self.problems[:SHOWN_PROBLEMS]
+        causes = by_cause(self.problems)
+        shown = causes[:SHOWN_PROBLEMS]
         lines = [terminal(self.headline), *(f"  - {terminal(p)}" for p in shown)]
-        if len(self.problems) > len(shown):
-            lines.append(f"  ... and {len(self.problems) - len(shown)} more problems of the same input")
+        if len(causes) > len(shown):
+            lines.append(f"  ... and {len(causes) - len(shown)} more problems of the same input")
         return "\n".join(lines)
+
+
+_VARYING = re.compile(r"'[^']*'|\d+")
+
+
+def by_cause(problems: Sequence[str]) -> list[str]:
+    """Problems that differ in quoted names and numbers only, as one line: the first, with more names and their count.
+
+    >>> by_cause([f"module 'h.{k}' has rank {k + 2}, the layer {k}" for k in range(60)])
+    ["module 'h.0' has rank 2, the layer 0 (and 59 more of this kind: 'h.1', 'h.2', ...)"]
+    """
+    groups: dict[str, list[str]] = {}
+    for problem in problems:
+        groups.setdefault(_VARYING.sub("*", problem), []).append(problem)
+    out = []
+    for alike in groups.values():
+        if len(alike) <= MOST_ALIKE:
+            out += alike
+            continue
+        first, *others = (_VARYING.findall(text) for text in alike[:MOST_ALIKE])
+        column = next((k for k, value in enumerate(first) if any(o[k] != value for o in others)), 0)
+        out.append(f"{alike[0]} (and {len(alike) - 1} more of this kind: {', '.join(o[column] for o in others)}, ...)")
+    return out
+
+
+def first_names(names: Collection[str]) -> str:
+    """The first three names and the number of others.
+
+    >>> first_names(["a", "b", "c", "d"])
+    "'a', 'b', 'c' and 1 more"
+    """
+    shown = ", ".join(f"'{n}'" for n in list(names)[:MOST_ALIKE])
+    return shown + (f" and {len(names) - MOST_ALIKE} more" if len(names) > MOST_ALIKE else "")
 
 
 class RecipeError(MergeError):

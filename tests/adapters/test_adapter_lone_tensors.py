@@ -80,8 +80,24 @@ def test_weights_of_the_others_do_not_shrink_it(to: str, case: tuple[Path, str, 
     experts = [{"path": str(folder / n), "weight": w} for n, w in (("one", 3.0), ("two", 1.0), ("two", -4.0))]
     own = deltas_of(folder / "one", family)[name]
     found = delta(folder, family, name, to, [e | {"name": str(i)} for i, e in enumerate(experts)],
-                  method="task_arithmetic")  # fmt: skip
+                  method="ties")  # fmt: skip
     torch.testing.assert_close(found, own, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("to", ["adapter", "model"])
+@pytest.mark.parametrize("weight", [0.6, 1.0, -0.5])
+def test_a_sum_adds_it_with_its_weight(to: str, weight: float, case: tuple[Path, str, str]) -> None:
+    folder, family, name = case
+    experts = [{"path": str(folder / n), "weight": w} for n, w in (("one", weight), ("two", 0.8))]
+    own = deltas_of(folder / "one", family)[name]
+    fields = {"method": "task_arithmetic", "options": {"scaling": 1.0}}
+    in_full = to == "adapter" and name.startswith("classifier")  # no delta without the base
+    if in_full and weight < 0:
+        with pytest.raises(MergeError, match=r"needs the base\. Write a full model"):
+            delta(folder, family, name, to, experts, **fields)
+        return
+    found = delta(folder, family, name, to, experts, **fields)
+    torch.testing.assert_close(found, own if in_full else weight * own, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("to", ["adapter", "model"])
@@ -105,13 +121,12 @@ def test_with_a_full_checkpoint_all_experts_count(case: tuple[Path, str, str]) -
     torch.testing.assert_close(found, own / 3, rtol=1e-10, atol=1e-12)
 
 
-def test_weights_that_cancel_out_are_ignored_for_means(case: tuple[Path, str, str]) -> None:
+def test_weights_that_cancel_out_have_no_mean(case: tuple[Path, str, str]) -> None:
     folder, family, name = case
     experts = [{"path": str(folder / "one"), "name": n, "weight": w} for n, w in (("a", 1.0), ("b", -1.0))]
-    own = deltas_of(folder / "one", family)[name]
     for to in ("adapter", "model"):
-        found = delta(folder, family, name, to, experts, method="task_arithmetic")
-        torch.testing.assert_close(found, own, rtol=1e-10, atol=1e-12)
+        with pytest.raises(MergeError, match=r"the sum 0|total weight 0"):
+            delta(folder, family, name, to, experts, method="ties")
 
 
 def test_a_tensor_of_no_weight_is_refused(tmp_path: Path) -> None:

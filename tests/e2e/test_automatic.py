@@ -48,7 +48,7 @@ def test_a_choice_may_name_a_space_for_adapters_with_factors(models: Path, monke
     given = actmat.plan(models / "base", pair(models, "adapters"), space="core").recipe
     assert (given.method, given.space) == (TABLE["changes", "decoder"].method, "core")
     weighted = actmat.plan(models / "base", pair(models, "adapters"), weights=[1.0, 0.3]).recipe
-    assert (weighted.method, weighted.space) == ("linear", "full")
+    assert (weighted.method, weighted.space) == ("task_arithmetic", "full")
 
 
 def test_adapters_without_factors_are_merged_as_they_are(models: Path, tmp_path: Path) -> None:
@@ -77,8 +77,11 @@ def test_one_expert_is_added_whole(models: Path, tmp_path: Path) -> None:
 
 
 def test_weights_of_adapters_are_obeyed(models: Path) -> None:
-    plan = actmat.plan(models / "base", pair(models, "adapters"), weights=[1.0, 0.3])
-    assert recipe_of(plan)[0] == "linear"
+    for weights in ([1.0, 0.3], [1.0, 1.0], [0.5, -0.5]):
+        recipe = actmat.plan(models / "base", pair(models, "adapters"), weights=weights).recipe
+        assert (recipe.method, recipe.options) == ("task_arithmetic", {"scaling": 1.0}), "as every stack of LoRA"
+    mixed = [models / "experts" / "math", models / "adapters" / "code"]
+    assert recipe_of(actmat.plan(models / "base", mixed, weights=[1.0, 0.3]))[0] == "linear"
 
 
 def test_options_want_a_method(models: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.layout.types import Role, TensorLayout
-from actmat.planning.choose import Chooser, Decision, depth_factors
+from actmat.planning.choose import Chooser, Decision, depth_factors, weight_problems
 from actmat.recipe import make_recipe
 
 
@@ -115,11 +115,16 @@ def test_weights_go_to_rules_that_take_them() -> None:
     assert equal.call.weights is None
 
 
-def test_weights_that_cancel_are_no_weights_of_a_mean() -> None:
+def test_weights_that_cancel_have_no_mean() -> None:
     experts = [{"path": "e1", "weight": 1.0}, {"path": "e2", "weight": -1.0}]
-    averaged = decide(chooser(method="task_arithmetic", experts=experts), "norm", Role.VECTOR, (4,))
-    assert averaged.call is not None
-    assert averaged.call.weights is None
+    found = chooser(method="ties", experts=experts)
+    calls = {name: decide(found, name, Role.VECTOR, (4,)).call for name in "abcde"}
+    (problem,) = weight_problems(calls)
+    assert problem.startswith("'a', 'b', 'c' and 2 more: the weights 1, -1 have the sum 0")
+    kept = found.average_over("a", decide(found, "a", Role.VECTOR, (4,)), [True, False])
+    assert kept.call is not None
+    assert kept.call.weights == (1.0, 0.0), "of one expert there is a mean"
+    assert not weight_problems({"a": kept.call})
 
 
 def test_methods_that_need_data_are_refused_without() -> None:

@@ -37,9 +37,11 @@ from typing import Annotated, Any, Literal
 from actmat.errors import RecipeError, did_you_mean
 from actmat.linalg.scaling import FLOAT32_MAX
 from actmat.methods.facets import (
+    MEAN,
     Access,
     ActsOn,
     Combination,
+    Elsewhere,
     Law,
     LowRankForm,
     Merged,
@@ -165,6 +167,8 @@ class MergeMethod:
         takes: the members of `NEEDS` that such a `merge` takes.
         needs_statistics: kinds without which it cannot merge.
         max_experts: for which the method is defined; None: any number.
+        elsewhere: `(options, n_experts) -> Elsewhere`, by which tensors are merged that the method does not act on, so
+            that a weight means the same on every tensor.
         combine: `(gram, *, <weights>, <options>) -> Combination`, where the result is a sum over `D_1 .. D_T` (with
             `W_0` before them, if it takes the base) whose coefficients depend only on their inner products `gram`; or
             None. Where the method streams, the engine then adds up and writes chunk by chunk and holds no whole delta.
@@ -188,6 +192,7 @@ class MergeMethod:
     max_experts: int | None = None
     stages: Stages | None = None
     survey: Survey | None = None
+    elsewhere: Callable[[Mapping[str, Any], int], Elsewhere] = MEAN
     combine: Callable[..., Combination] | None = None
     preset_of: str | None = None
     plan_note: str = ""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from actmat.linalg.masks.election import elect, masked_sum
 from actmat.linalg.masks.mask import Drop, l1_factors
 from actmat.methods._shared.per_expert import per_expert, workspace_of_election
 from actmat.methods.contract import Fractions, MergeMethod, Weights
-from actmat.methods.facets import Access, Merged, MethodCost
+from actmat.methods.facets import Access, Elsewhere, Merged, MethodCost
 
 
 def merge(
@@ -80,6 +80,13 @@ def drops(densities: Sequence[float], generator: torch.Generator) -> list[Drop]:
     return [Drop(d, seed) for d, seed in zip(densities, seeds, strict=True)]
 
 
+def _elsewhere(options: Mapping[str, Any], n_experts: int) -> Elsewhere:
+    if options["rule"] == "task_arithmetic":
+        return float(options["scaling"])
+    is_mean = options["rule"] == "average" or (options["rule"] == "ties" and options["reduce"] == "mean")
+    return "mean" if is_mean else 1.0
+
+
 DARE = MergeMethod(
     "dare",
     merge,
@@ -87,4 +94,5 @@ DARE = MergeMethod(
     laws=frozenset({"homogeneous", "odd", "zeros"}),
     access=Access(streams=lambda options: options["rescale"] != "l1"),  # which reads the deltas before it adds them
     cost=MethodCost(workspace=workspace_of_election),
+    elsewhere=_elsewhere,
 )

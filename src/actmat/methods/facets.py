@@ -37,6 +37,18 @@ MEAN_LAWS: frozenset[Law] = LINEAR_LAWS | {"single", "identical"}
 SUM_LAWS: frozenset[Law] = LINEAR_LAWS | {"zero_expert"}
 
 Options = Mapping[str, Any]
+Elsewhere = Literal["mean", "share", "own"] | float | Sequence[float]
+"""Elementwise counterpart of a method, for tensors that it does not act on (norms, biases, embeddings, kernels):
+
+mean: `sum_t w_t D_t / sum_t w_t`; share: `sum_t w_t D_t / T`, the mean of experts without weights; own: the method
+itself; a number: that many times `sum_t w_t D_t`; one number per expert: `sum_t c_t D_t`."""
+
+
+def MEAN(options: Mapping[str, Any], n_experts: int) -> Elsewhere:
+    """Counterpart of methods that average."""
+    return "mean"
+
+
 When = bool | Callable[..., bool]
 """A property of a method: always, never, or a function of the arguments named in its documentation."""
 

@@ -84,4 +84,5 @@ LINEAR = MergeMethod(
         moves_base=lambda options: not options["normalize"],
         baseless=True,
     ),
+    elsewhere=lambda options, n_experts: "mean" if options["normalize"] else "own",
 )

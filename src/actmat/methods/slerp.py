@@ -75,5 +75,6 @@ SLERP = MergeMethod(
         workspace=lambda shape, n_experts, options: inner_workspace(math.prod(shape), n_experts + 1),
     ),
     max_experts=2,
+    elsewhere=lambda options, n_experts: [1 - options["t"], options["t"]][-n_experts:],  # the chord
     combine=combine,
 )

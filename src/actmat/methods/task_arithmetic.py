@@ -43,4 +43,5 @@ TASK_ARITHMETIC = MergeMethod(
     laws=SUM_LAWS,
     lowrank=LowRankForm(merge_lowrank),
     access=Access(one_pass=True),
+    elsewhere=lambda options, n_experts: "own",
 )

@@ -198,4 +198,5 @@ TIES = MergeMethod(
     ),
     cost=MethodCost(workspace=workspace_of_election),
     survey=SURVEY,
+    elsewhere=lambda options, n_experts: "mean" if options["reduce"] == "mean" else 1.0,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -81,7 +82,7 @@ def build_plan(
         family=draft.family,
         adapter_config=draft.adapter_config,
         kept=draft.kept,
-        notes=_notes(recipe, base, experts, decisions),
+        notes=_notes(recipe, base, experts, decisions, _negative_means(draft.items)),
         left_out=left_out,
         device=room.device,
         device_memory=room.memory,
@@ -100,11 +101,11 @@ def _adapters(experts: Sequence[Expert]) -> list[Adapter]:
 
 
 def _notes(
-    recipe: Recipe, base: Checkpoint | None, experts: Sequence[Expert], decisions: Sequence[str]
+    recipe: Recipe, base: Checkpoint | None, experts: Sequence[Expert], decisions: Sequence[str], likely: Sequence[str]
 ) -> tuple[Note, ...]:
-    """Warnings of the recipe and the inputs; then their notes, and decisions of the plan."""
+    """Warnings of the recipe, of likely mistakes and of the inputs; then their notes, and decisions of the plan."""
     named = [(f"expert '{label}'", e) for label, e in zip(recipe.labels, experts, strict=True)]
-    warnings = (*recipe.warnings, *_remarks((name, e.warnings) for name, e in named))
+    warnings = (*recipe.warnings, *likely, *_remarks((name, e.warnings) for name, e in named))
     of_base = [("base", base.notes)] if base is not None else []
     notes = (*recipe.notes, *_remarks([*of_base, *((name, e.notes) for name, e in named)]), *decisions)
     return (*(Note("warning", text) for text in warnings), *(Note("note", text) for text in notes))
@@ -150,6 +151,21 @@ def _weight_notes(items: Sequence[Item]) -> list[str]:
         "independent (their ranks add up to at most the tensor's inputs; those of separately trained adapters "
         f"mostly are): {methods} reproduces every expert there, and weights change only rounding and its "
         "cut-off. Methods that use weights: linear, task_arithmetic, ties"
+    ]
+
+
+def _negative_means(items: Sequence[Item]) -> list[str]:
+    """Warning on negative weights that a mean divides by their sum, which changes their size and sign."""
+    given = [i.call for i in items if i.call is not None and min(i.call.weights or (0.0,)) < 0]
+    means = [c for c in given if get_method(c.method).elsewhere(c.options, len(c.weights or ())) == "mean"]
+    if not means:
+        return []
+    weights = means[0].weights or ()
+    total = math.fsum(weights)
+    shown, found = (", ".join(f"{w:.4g}" for w in ws) for ws in (weights, [w / total for w in weights if total]))
+    return [
+        f"{means[0].method} divides the weights {shown} by their sum {total:.4g} ({len(means)} tensors): the experts "
+        f"count {found}. For the sum of w_t D_t: --method task_arithmetic --option scaling=1"
     ]
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.errors import MergeError
+from actmat.errors import MergeError, first_names
 from actmat.layout.classify import is_variance
 from actmat.layout.paper import paper_scope
 from actmat.layout.patterns import compile_pattern
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import MergeMethod, get_method
+from actmat.methods.facets import MEAN
 from actmat.methods.spaces import space_problems
 from actmat.planning.calls import (
     NOWHERE,
@@ -87,20 +89,16 @@ class Chooser:
 
     def decide(self, spec: TensorSpec, layout: TensorLayout) -> Decision:
         """Decision for one float tensor that is not kept."""
-        template, why = self._default, ""
-        for patterns, rule_call, _ in self._rules:
-            if (hit := self._match(patterns, spec.name)) is not None:
-                template, why = rule_call, f", chosen by the rule for '{hit}'"
-                break
+        template, why = self._template(spec.name)
         if template is None:  # the method or its options were wrong: a problem was noted, go on finding others
             return Decision("average", "", layout)
         method = template.method
         inside, reason, layout = self._inside(spec, layout, explicit=bool(why))
         if inside and method.acts_on == "matrix" and not has_spectrum(layout):
             inside, reason = False, f"{layout.reason}: {method.name} acts on matrices"
-        if not inside:
-            return Decision("average", f"{reason}: mean of the deltas", layout, self.average(spec.name))
         try:
+            if not inside:
+                return self._elsewhere(spec.name, template, reason, layout)
             call, own = template.at(spec.name, self.places.get(spec.name, NOWHERE))
             if has_spectrum(layout) and (self.recipe.space != "full" or self.post):  # else entries only
                 call = dataclasses.replace(call, space=self.recipe.space, post=self.post)
@@ -110,6 +108,25 @@ class Chooser:
         except LookupError as missing:
             self._note_missing(missing, spec.name)
             return Decision("average", "", layout)
+
+    def elsewhere(self, name: str, having: Sequence[bool]) -> MethodCall:
+        """The call for a tensor that the method does not act on; a mean is over the experts that have it."""
+        template, _ = self._template(name)
+        found = Decision("average", "", TensorLayout(Role.VECTOR, ""), MethodCall("average", {}))
+        try:
+            found = found if template is None else self._elsewhere(name, template, "", found.layout)
+        except LookupError as missing:
+            self._note_missing(missing, name)
+        if found.action == "average" and not all(having):
+            found = self.average_over(name, found, having)
+        return found.call or MethodCall("average", {})
+
+    def _template(self, name: str) -> tuple[CallTemplate | None, str]:
+        """The recipe's choice for a tensor, and words for the rule that made it."""
+        for patterns, call, _ in self._rules:
+            if (hit := self._match(patterns, name)) is not None:
+                return call, f", chosen by the rule for '{hit}'"
+        return self._default, ""
 
     def _added_whole(self, method: MergeMethod, call: MethodCall) -> MethodCall | None:
         """The call that adds one delta, if the method would compute the same one with rounding errors; else None."""
@@ -161,10 +178,41 @@ class Chooser:
         more = "" if spec.shape[1] == 1 else " (scope: all or a rule merges it unfolded)"
         return False, f"{layout.reason}: not a linear map of one vector{more}", layout
 
+    def _elsewhere(self, name: str, template: CallTemplate, reason: str, layout: TensorLayout) -> Decision:
+        """Decision for a tensor that the method does not act on: its elementwise counterpart, with the same weights.
+
+        Raises:
+            LookupError: a value has no entry for the tensor.
+        """
+        method, count = template.method, len(self.recipe.experts)
+        mean = f"{reason}: mean of the deltas"
+        if method.elsewhere is MEAN:
+            return Decision("average", mean, layout, self.average(name))
+        call = template.at(name, self.places.get(name, NOWHERE))[0]
+        found = method.elsewhere(call.options, count)
+        if found == "mean" or (found == "share" and call.weights is None):
+            return Decision("average", mean, layout, self.average(name))
+        if found == "share":
+            share = MethodCall("task_arithmetic", {"scaling": 1 / count}, 1.0, call.weights)
+            return Decision("average", f"{mean}, times their weights", layout, share)
+        if not isinstance(found, str | float):
+            words = f"{reason}: {' and '.join(f'{c:g}' for c in found)} of the deltas"
+            return Decision("average", words, layout, MethodCall("task_arithmetic", WHOLE, 1.0, tuple(found)))
+        if found != "own":
+            call = dataclasses.replace(call, method="task_arithmetic", options={"scaling": found})
+        factors = [call.scale * call.options.get("scaling", 1.0) * w for w in call.weights or [1.0] * count]
+        if is_variance(name) and min(factors) < 0:
+            return Decision("copy", f"{reason}: a weighted sum may make a variance negative; the base's", layout)
+        if is_variance(name) and sum(factors) > 1:
+            return Decision("average", mean, layout, self.average(name))
+        return Decision("merge", f"{reason}: weighted sum of the deltas", layout, call)
+
     def average(self, name: str) -> MethodCall:
-        """The call for a tensor that the method does not apply to."""
+        """The mean of the deltas of a tensor; all weights 0: a sum, which changes nothing."""
         weights = self._weights_of(name)
-        return MethodCall("average", {}, 1.0, weights if weights and sum(weights) != 0 else None)
+        if weights and not any(weights):
+            return MethodCall("task_arithmetic", WHOLE, 1.0, weights)
+        return MethodCall("average", {}, 1.0, weights)
 
     def _weights_of(self, name: str) -> tuple[float, ...] | None:
         try:
@@ -181,9 +229,14 @@ class Chooser:
 
     def average_over(self, name: str, decision: Decision, having: Sequence[bool]) -> Decision:
         """The average over the experts that have a delta, and the words for it."""
+        if decision.call is not None and decision.call.method != "average":
+            if decision.call.options == WHOLE:
+                return decision
+            share = dataclasses.replace(decision.call, options={"scaling": 1 / sum(having)})
+            return dataclasses.replace(decision, call=share)
         weights = self._weights_of(name) or (1.0,) * len(having)
         chosen = tuple(w if has else 0.0 for w, has in zip(weights, having, strict=True))
-        if sum(chosen) == 0:
+        if math.fsum(chosen) == 0:
             return decision
         missing = [label for label, has in zip(self.recipe.labels, having, strict=True) if not has]
         reason = f"{decision.reason} over the experts that have it; not in {', '.join(missing)}"
@@ -240,3 +293,16 @@ class Chooser:
 
     def _match(self, patterns: list[tuple[str, Callable[[str], bool]]], name: str) -> str | None:
         return next((text for text, matches in patterns if matches(name)), None)
+
+
+def weight_problems(calls: Mapping[str, MethodCall | None]) -> list[str]:
+    """The problem of tensors whose mean divides by weights of sum 0, in one line."""
+    found = {n: c.weights for n, c in calls.items() if c and c.weights and c.method in ("average", "linear")
+             and c.options.get("normalize", True) and math.fsum(c.weights) == 0}  # fmt: skip
+    if not found:
+        return []
+    weights = ", ".join(f"{w:g}" for w in next(iter(found.values())))
+    return [
+        f"{first_names(found)}: the weights {weights} have the sum 0, by which the mean of the deltas divides. Fix: "
+        "--method task_arithmetic --option scaling=1, which adds w_t D_t, or other weights"
+    ]

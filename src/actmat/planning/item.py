@@ -83,6 +83,7 @@ class FactorPlan(Plain):
         exact_rank: rank that holds every merged delta exactly; `rank`: what is written.
         blocks: rows of packed maps that are merged one by one.
         grams: per logical matrix (block), the key of each expert's Gram; empty for methods that need none.
+        bias: by which the additions to the layer's bias are merged: an average or a sum.
     """
 
     kind: ModuleKind
@@ -96,6 +97,7 @@ class FactorPlan(Plain):
     kernel: tuple[int, ...] = ()
     blocks: tuple[Block, ...] = ()
     grams: tuple[tuple[str, ...], ...] = ()
+    bias: MethodCall | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from actmat.linalg.operations import total
 from actmat.methods import get_method
 from actmat.planning.adapter.modules import adapter_problems
 from actmat.planning.align import Alignment, align, resolve_roles
-from actmat.planning.choose import Chooser, Decision, depth_factors
+from actmat.planning.choose import Chooser, Decision, depth_factors, weight_problems
 from actmat.planning.cost import CallShape, item_operations
 from actmat.planning.item import Form, Item, ItemCost, MethodCall
 from actmat.planning.model import Draft
@@ -67,6 +67,7 @@ def plan_tensors(
     problems += layout_problems + chooser.problems + list(alignment.problems)
     token_problems, token_notes = token_findings(recipe, base, experts, kept)
     problems += token_problems
+    problems += weight_problems({n: d.call for n, d in decided.items()})
     problems += _space_problems(recipe, experts, chooser) + encoding_problems(recipe, base, alignment.canonical)
     problems += [f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(base.specs)]
     max_shard_bytes = 1

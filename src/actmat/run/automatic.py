@@ -132,8 +132,11 @@ def _chosen(recipe: Recipe, given: Given) -> tuple[str, Space, dict[str, Any], s
         return "average", space, {}, "checkpoints without a base: average, which needs none"
     if any(e.statistics for e in recipe.experts):
         return "regmean", space, {}, "statistics of the experts' inputs: regmean, which uses them"
-    if form != "full" and any(leaf != 1.0 for e in recipe.experts for leaf in leaves(e.weight)):
-        return "linear", space, {}, "adapters with weights: linear, the weighted mean, which uses them"
+    if form == "mixed" and any(leaf != 1.0 for e in recipe.experts for leaf in leaves(e.weight)):
+        return "linear", space, {}, "checkpoints and adapters with weights: linear, the weighted mean"
+    if form != "full" and any("weight" in e.model_fields_set for e in recipe.experts):
+        why = "adapters with weights: task_arithmetic with scaling=1, the sum of w_t D_t, as stacks of LoRA add"
+        return "task_arithmetic", space, dict(WHOLE), f"{why} (-m average: the mean)"
     kind = _kind(given.config) if form != "mixed" else "any"
     choice = TABLE[form, kind]
     what = {"full": "fine-tuned checkpoints", "mixed": "checkpoints and adapters"}.get(form, "adapters")

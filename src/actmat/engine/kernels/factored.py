@@ -221,12 +221,15 @@ def _norms(deltas: Sequence[LowRank], truncated: Truncated) -> dict[str, Any]:
 
 
 def _bias(task: Task, reader: AdapterReader) -> Tensor:
-    """Mean of the experts' additions to the layer's bias, over the experts that have one."""
+    """Sum of the experts' additions to the layer's bias, or their mean over the experts that have one."""
     total, share = torch.zeros(task.item.shape[-2], dtype=torch.float64), 0.0
-    found = reader.biases(task.item)
-    weights = task.call.weights if task.call.weights and sum(task.call.weights) else (1.0,) * len(found)
+    found, call = reader.biases(task.item), task.item.pair.bias
+    assert call is not None, "planned for every module with a bias"
+    weights = call.weights or (1.0,) * len(found)
     for delta, weight in zip(found, weights, strict=True):
         if delta is not None:
             total.add_(delta, alpha=weight)
             share += weight
+    if call.method != "average":
+        return total.mul_(call.scale * call.options.get("scaling", 1.0))
     return total / share if share else total

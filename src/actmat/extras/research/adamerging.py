@@ -109,4 +109,5 @@ ADAMERGING = MergeMethod(
     "tensor",
     laws=SUM_LAWS,
     access=Access(one_pass=True),
+    elsewhere=lambda options, n_experts: "own",
 )

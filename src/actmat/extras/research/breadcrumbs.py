@@ -101,4 +101,7 @@ BREADCRUMBS = MergeMethod(
     laws=frozenset({"permutation", "homogeneous", "odd", "zero_expert", "zeros"}),
     access=Access(streams=lambda options: options["rescale"] == "none", walks_again=True),
     cost=MethodCost(workspace=workspace_of_election),
+    elsewhere=lambda options, n_experts: (
+        "mean" if options["sign_election"] and options["reduce"] == "mean" else float(options["scaling"])
+    ),
 )

@@ -144,4 +144,5 @@ DELLA = MergeMethod(
         ),
         operations=_operations,
     ),
+    elsewhere=lambda options, n_experts: "mean" if options["sign_election"] and options["reduce"] == "mean" else 1.0,
 )

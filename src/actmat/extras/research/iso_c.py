@@ -89,4 +89,5 @@ ISO_C = MergeMethod(
     lowrank=in_cores(merge, refused=("null", "fill", _FULL_RANK)),
     access=Access(one_pass=True),
     cost=MethodCost(workspace=_workspace, operations=_operations),
+    elsewhere=lambda options, n_experts: "share",  # the authors' mean; the weights are factors in the method
 )

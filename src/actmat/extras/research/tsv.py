@@ -117,4 +117,5 @@ TSV = MergeMethod(
     lowrank=in_cores(merge, refused=("rank_aware", False, _NEEDS_NULL_SPACE)),
     access=Access(one_pass=True),
     cost=MethodCost(workspace=_workspace, operations=_operations),
+    elsewhere=lambda options, n_experts: "share",  # the authors' mean; the weights are factors in the method
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ from actmat.planning.adapter.layouts import (
 )
 from actmat.planning.adapter.serving import plan_notes
 from actmat.planning.align import resolve_roles
-from actmat.planning.choose import Chooser, Decision, depth_factors
+from actmat.planning.choose import Chooser, Decision, depth_factors, weight_problems
 from actmat.planning.cost import factored_bytes, item_operations, statistics_bytes
 from actmat.planning.item import FactorPlan, Item, ItemCost, MethodCall
 from actmat.planning.model import Draft
@@ -112,12 +113,13 @@ def plan_full_tensors(
     recipe: Recipe, adapters: Sequence[Adapter], chooser: Chooser, kept: dict[str, str], dtype: str
 ) -> tuple[tuple[Item, ...], list[str], list[str]]:
     """Tensors trained in full, problems and notes; names that the recipe keeps go to `kept`."""
-    out, problems, notes = [], [], []
+    out: list[Item] = []
+    problems: list[str] = []
+    notes: list[str] = []
     for name in {n: None for a in adapters for n in a.extras}:
         if (pattern := chooser.keeps(name)) is not None:
             kept[name] = pattern
             continue
-        weights = chooser.average(name).weights
         stored = [a.weights.specs[a.extras[name]] if name in a.extras else None for a in adapters]
         shapes = {s.shape: None for s in stored if s is not None}
         if len(shapes) > 1:
@@ -126,10 +128,15 @@ def plan_full_tensors(
             )
             continue
         missing = [label for label, s in zip(recipe.labels, stored, strict=True) if s is None]
+        weights, problem, note = _weights_of_full(name, chooser, [s is not None for s in stored])
         reason = "trained in full: mean over the experts"
         if missing:
             reason += f" that have it; not in {', '.join(missing)}"
             notes.append(f"'{name}' is not in {', '.join(missing)}: mean over the others")
+        if problem:
+            problems.append(problem)
+            continue
+        notes += [note] if note else []
         if weights is not None and sum(w for w, s in zip(weights, stored, strict=True) if s is not None) == 0:
             having = ", ".join(label for label in recipe.labels if label not in missing)
             problems.append(
@@ -139,6 +146,26 @@ def plan_full_tensors(
             continue
         out.append(_full_item(name, reason, stored, weights, dtype))
     return tuple(out), problems, notes
+
+
+def _weights_of_full(name: str, chooser: Chooser, having: Sequence[bool]) -> tuple[tuple[float, ...] | None, str, str]:
+    """Weights of the mean of a tensor that experts store in full, a problem and a note.
+
+    Without the base a sum of deltas is known only if its factors add up to 1; it is a mean then.
+    """
+    call = chooser.elsewhere(name, having)
+    if call.method != "task_arithmetic":
+        return call.weights, "", ""
+    weights = call.weights or (1.0,) * len(having)
+    scaling = call.scale * call.options["scaling"]
+    used = [scaling * w for w, has in zip(weights, having, strict=True) if has]
+    total = math.fsum(used)
+    if math.isclose(total, 1.0, rel_tol=1e-6):
+        return tuple(scaling * w for w in weights), "", ""
+    found = f"'{name}' is trained in full, so that the sum of its deltas, of factors that add up to {total:g}, needs"
+    if min(used) < 0:
+        return weights, f"tensor {found} the base. Write a full model (--base ..., --to model), or --keep '{name}'", ""
+    return weights, "", f"{found} the base: the weighted mean is written (--base ... --to model writes the sum)"
 
 
 def _full_item(
@@ -207,6 +234,7 @@ def plan_modules(
         )
     extras, extra_problems, notes = plan_full_tensors(recipe, adapters, chooser, kept, dtype)
     problems += chooser.problems + role_problems
+    problems += weight_problems({n: d.call for n, d in decided.items()} | {i.name: i.call for i in extras})
     problems += pool_problems(recipe)
     problems += factor_problems(recipe, list(zip(recipe.labels, adapters, strict=True)))
     problems += recipe_problems(recipe, decided)
@@ -219,6 +247,8 @@ def plan_modules(
     if problems:
         raise AlignmentError(f"The adapters cannot be merged: {len(problems)} problem(s).", problems)
     modules = planner.items(found, decided)
+    if problems := weight_problems({f"{i.name}.bias": i.pair.bias for i in modules}):
+        raise AlignmentError(f"The adapters cannot be merged: {len(problems)} problem(s).", problems)
     config = output_config(recipe, adapters, modules, extras) if STEMS[layout] == STEMS["peft"] else None
     return Draft(
         items=(*modules, *extras),
@@ -338,6 +368,7 @@ class _ModulePlanner:
         if call.space == "full":
             why_dense = method.why_dense(call.options, len(self.adapters), call.weights)
         first = module.first
+        biased = [m is not None and m.bias is not None for m in module.modules]
         ranks = tuple(0 if m is None else m.rank for m in module.modules)
         limit = min(first.shape[-2:])
         blocks = _blocks(decision.layout, first)
@@ -356,13 +387,14 @@ class _ModulePlanner:
             kernel=first.kernel,
             blocks=blocks,
             grams=module.grams,
+            bias=self.chooser.elsewhere(f"{module.name}.bias", biased) if any(biased) else None,
         )
-        biased = [m is not None and m.bias is not None for m in module.modules]
         form = f"on dense deltas: {why_dense}" if why_dense else "in factored form"
         reason = decision.reason + in_space(call, ())[1] + ("; " if why_dense else ", ") + form
         if any(biased) and not all(biased):
             missing = [label for label, has in zip(self.recipe.labels, biased, strict=True) if not has]
-            reason += f"; bias: mean over the experts that have it; not in {', '.join(missing)}"
+            how = "mean over the" if factors.bias and factors.bias.method == "average" else "sum of those of"
+            reason += f"; bias: {how} experts that have it; not in {', '.join(missing)}"
         item = Item(
             name=module.name,
             shape=first.shape,
