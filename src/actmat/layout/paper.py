@@ -25,9 +25,9 @@ def paper_scope(name: str, spec: TensorSpec) -> tuple[bool, str]:
     if not spec.is_floating:
         return False, f"paper scope: {spec.dtype} entries are not merged"
     if len(spec.shape) != 2:
-        return False, f"paper scope: {len(spec.shape)}-D, so the mean of the deltas"
+        return False, f"paper scope: {len(spec.shape)}-D"
     if "text_projection" in name:
-        return False, "paper scope: the name contains text_projection, so the mean of the deltas"
+        return False, "paper scope: the name contains text_projection"
     if max(spec.shape) >= LARGEST_SIDE:
-        return False, f"paper scope: a side of {max(spec.shape)} >= {LARGEST_SIDE}, so the mean of the deltas"
+        return False, f"paper scope: a side of {max(spec.shape)} >= {LARGEST_SIDE}"
     return True, f"paper scope: 2-D, sides below {LARGEST_SIDE}, in the stored orientation"

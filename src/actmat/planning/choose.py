@@ -186,7 +186,8 @@ class Chooser:
         """
         method, count = template.method, len(self.recipe.experts)
         mean = f"{reason}: mean of the deltas"
-        if method.elsewhere is MEAN:
+        of_paper = self.recipe.scope == "paper" and not self._weights.is_given
+        if method.elsewhere is MEAN or of_paper:
             return Decision("average", mean, layout, self.average(name))
         call = template.at(name, self.places.get(name, NOWHERE))[0]
         found = method.elsewhere(call.options, count)

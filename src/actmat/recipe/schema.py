@@ -188,7 +188,7 @@ class Recipe(Strict):
     scope: Scope = Field(
         default="linear",
         description="tensors that the method merges: linear layers (linear), the paper's 2-D rule (paper), or all "
-        "that it can (all); the others are averaged",
+        "that it can (all); the others are averaged, or added up by a method that adds",
     )
     rules: tuple[Rule, ...] = Field(default=(), description="exceptions by pattern; the first match decides")
     roles: tuple[RoleRule, ...] = Field(default=(), description="roles by pattern; the first match decides")
