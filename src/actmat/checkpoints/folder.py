@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,9 +23,11 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 LORA_FILES = ("pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
 """Names that diffusers gives to LoRA files without a config."""
-_OF_TRAINING = "training_args.bin optimizer.pt optimizer.bin scheduler.pt scheduler.bin rng_state.pth scaler.pt"
-NOT_WEIGHTS = (*ADAPTER_WEIGHTS, *_OF_TRAINING.split())
-"""Files of adapters and of training, which have the suffixes of weights."""
+_OF_TRAINING = re.compile(
+    r"(?:training_args|(?:optimizer|scheduler|scaler|sampler|rng_state|random_states|dl_state_dict|recipe_state)"
+    r"(?:_\d+)*)\.(?:bin|pt|pth)"
+)
+"""Files that transformers' `Trainer`, accelerate and torchtune save for resuming; several processes number them."""
 
 FOREIGN = {
     "*.ggml": "a GGML file: quantized or laid out for llama.cpp",
@@ -141,6 +144,15 @@ def _hub_blobs(folder: Path) -> tuple[Path, ...]:
     if folder.parent.name != "snapshots" or not folder.parents[1].name.startswith("models--"):
         return ()
     return folder.parents[1] / "blobs", folder.parents[2] / "blobs"
+
+
+def may_be_weights(name: str) -> bool:
+    """False for files of adapters and of training, which have the suffixes of weights.
+
+    >>> may_be_weights("model.bin"), may_be_weights("rng_state_0.pth"), may_be_weights("adapter_model.bin")
+    (True, False, False)
+    """
+    return name not in ADAPTER_WEIGHTS and not _OF_TRAINING.fullmatch(name)
 
 
 def foreign_format(name: str) -> str:

@@ -20,9 +20,9 @@ from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, 
 from actmat.checkpoints.files import file_identity
 from actmat.checkpoints.folder import (
     INDEX_SUFFIX,
-    NOT_WEIGHTS,
     foreign_format,
     is_plain_name,
+    may_be_weights,
     member,
     read_config,
     read_index,
@@ -59,7 +59,7 @@ class Source(abc.ABC):
 
         Files in formats that are not read are left out.
         """
-        found = (name for name in self.names if name == self.named or name not in NOT_WEIGHTS)
+        found = (name for name in self.names if name == self.named or may_be_weights(name))
         return [name for name in found if not foreign_format(name)]
 
     @property

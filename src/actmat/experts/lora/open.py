@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from actmat.bounds import read_object
-from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NOT_WEIGHTS
+from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, may_be_weights
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES, TORCH_SUFFIXES, load_torch
 from actmat.checkpoints.memory import MemoryCheckpoint
@@ -61,7 +61,7 @@ def look_for_peft(candidate: Candidate) -> Adapter | None:
 
 def _holds_adapter(names: Sequence[str]) -> bool:
     full = (".safetensors", ".safetensors.index.json", *TORCH_SUFFIXES)
-    return ADAPTER_CONFIG in names and not any(n.endswith(full) for n in names if n not in NOT_WEIGHTS)
+    return ADAPTER_CONFIG in names and not any(n.endswith(full) for n in names if may_be_weights(n))
 
 
 def _refuse_several(folder: LocalSource) -> None:

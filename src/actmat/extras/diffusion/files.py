@@ -14,10 +14,10 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from actmat.bounds import is_url
 from actmat.checkpoints.memory import tensor_specs
+from actmat.checkpoints.raw import raw_bytes
+from actmat.checkpoints.writing.shards import plan_shards
 from actmat.checkpoints.writing.staging import sibling
 from actmat.checkpoints.writing.whole import whole_file
 from actmat.errors import CheckpointError, MergeError, OutputError
@@ -149,9 +149,12 @@ def _convert(given: Located, out: Path, layout: FileLayout) -> str:
     if not isinstance(given, LocatedAdapter):
         raise CheckpointError(f"{given.place} is a full checkpoint; this format holds adapters only")
     own, tensors = given.adapter.layout, written(given.adapter, layout)
-    metadata = kept_metadata([metadata_of(given.stored)], tensor_specs(tensors, out.name, location=str(out)))
-    with whole_file(out) as building:
-        save_file(tensors, building, metadata)
+    specs = tensor_specs(tensors, out.name, location=str(out))
+    metadata = kept_metadata([metadata_of(given.stored)], specs)
+    (shard,) = plan_shards([specs[n] for n in sorted(specs)], 1 << 62, metadata=metadata)
+    with whole_file(out) as building, building.open("wb") as file:  # safetensors writes metadata in varying order
+        file.write(shard.header)
+        file.writelines(raw_bytes(tensors[n].contiguous()) for n in shard.extents)
     changed = "names and factors" if own != layout else "unchanged factors"
     return f"{len(tensors)} tensors, {changed}, from {own}'s layout"
 

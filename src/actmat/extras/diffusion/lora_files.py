@@ -28,7 +28,7 @@ from actmat.experts.lora.expert import AdapterExpert
 from actmat.experts.lora.fields import unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, quantized_problem
 from actmat.experts.lora.names import first_factor, holds_factors
-from actmat.extras.diffusion.metadata import distilled_warning, metadata_notes
+from actmat.extras.diffusion.metadata import alpha_notes, distilled_warning, metadata_notes
 from actmat.extras.diffusion.names import FactorName, find_modules, foreign_factor, parse_factor
 from actmat.extras.diffusion.recognized import models_of
 from actmat.layout.matching import MatchError
@@ -54,7 +54,7 @@ def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple
         parsed = parse_factor(name)
         if (family := foreign_factor(name)) or parsed is None:
             others.setdefault(family, []).append(name)
-        elif not spec.is_floating or spec.dtype.startswith("float8"):
+        elif parsed.side != "alpha" and (not spec.is_floating or spec.dtype.startswith("float8")):
             problems.append(quantized_problem(spec))
         else:
             group = groups.setdefault(parsed.module, _ModuleGroup(parsed))
@@ -78,6 +78,8 @@ def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple
             modules[module] = found
     problems += scales.problems
     ranks = [m.rank for m in modules.values()]
+    if not scales.are_stored:
+        notes += alpha_notes(metadata, set(ranks))
     r = max(set(ranks), key=lambda n: (ranks.count(n), n)) if ranks else 1
     layout: AdapterLayout = next(iter(layouts), "diffusers")
     listing = Listing(modules, {}, {}, problems, layout, find_modules if layout == "kohya" else None, notes, warnings)
@@ -151,6 +153,7 @@ class _Scales:
             )
         if having and configs:
             self.problems.append(f"the file has 'alpha' tensors and configs in '{METADATA_KEY}', which may differ")
+        self.are_stored = bool(having or configs)
 
     def of(self, group: _ModuleGroup, rank: int) -> float | str:
         """Scale of `B A`, or a problem."""

@@ -44,7 +44,6 @@ from actmat.extras.diffusion.lora_files import adapter_of, metadata_of
 from actmat.extras.diffusion.metadata import metadata_notes
 from actmat.extras.diffusion.names import KOHYA_PREFIXES, find_flat_names
 
-_PREFIXES = {**KOHYA_PREFIXES, "lycoris_": ""}
 _ROLES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2", "lokr_w1", "lokr_w1_a",
           "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2", "lora_down", "lora_up", "lora_mid", "on_input",
           "weight", "alpha", "dora_scale")  # fmt: skip
@@ -58,8 +57,8 @@ _OTHERS = {
 }
 TENSORS = Keys(_ROLES, {}, {role: f"is of the algorithm '{a}'" for a, roles in _OTHERS.items() for role in roles})
 """Suffixes of a module's tensors; `.weight` may follow."""
-_NAME = re.compile(rf"(?P<module>(?:{'|'.join(_PREFIXES)})[^.]+)\.(?P<role>{'|'.join(_ROLES)})(?P<leaf>\.weight)?")
-_OWN = re.compile(rf"(?:{'|'.join(_PREFIXES)})[^.]+\.(?:hada_|lokr_|dora_scale|on_input|lora_mid)")
+_NAME = re.compile(rf"(?P<module>(?:{'|'.join(KOHYA_PREFIXES)})[^.]+)\.(?P<role>{'|'.join(_ROLES)})(?P<leaf>\.weight)?")
+_OWN = re.compile(rf"(?:{'|'.join(KOHYA_PREFIXES)})[^.]+\.(?:hada_|lokr_|dora_scale|on_input|lora_mid)")
 _NEEDS_BASE = "its modules are named with underscores for dots, which only the base resolves"
 
 
@@ -102,19 +101,19 @@ def lycoris_modules(specs: Mapping[str, TensorSpec]) -> tuple[list[LycorisModule
             problems.append(f"tensor '{name}' {why} in kohya's names; LyCORIS's other algorithms are not supported. "
             "Fix: fold the file into its base with the program that trained it, and merge full "
             "models")  # fmt: skip
-        elif match["role"] != "on_input" and (not spec.is_floating or spec.dtype.startswith("float8")):
+        elif match["role"] not in ("on_input", "alpha") and (not spec.is_floating or spec.dtype.startswith("float8")):
             problems.append(quantized_problem(spec))
         else:
             found.setdefault(match["module"], {})[match["role"]] = name
     modules = []
     for module, names in found.items():
-        prefix = next(p for p in _PREFIXES if module.startswith(p))
+        prefix = next(p for p in KOHYA_PREFIXES if module.startswith(p))
         group = Group(module, names, {n: specs[n] for n in names.values()})
         family = next((f for start, f in _FAMILIES.items() if any(r.startswith(start) for r in names)), "")
         if not family:
             problems.append(f"module '{module}' has {', '.join(names)} and no factors")
             continue
-        modules.append(LycorisModule(group, _PREFIXES[prefix], module[len(prefix) :], family))
+        modules.append(LycorisModule(group, KOHYA_PREFIXES[prefix], module[len(prefix) :], family))
     return modules, problems
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -88,6 +88,27 @@ def _arguments(text: str | None) -> dict[str, Any] | None:
     if found is None:
         return {}
     return found if isinstance(found, dict) else None
+
+
+_ALPHA = re.compile(r'"(?P<key>\w*alpha)"\s*:\s*"?(?P<value>[\d.]+)')
+"""A scale in metadata that are JSON."""
+
+
+def alpha_notes(metadata: Mapping[str, str], ranks: Collection[int]) -> tuple[str, ...]:
+    """Note on a scale in the metadata of a file without `alpha` tensors, which loaders do not obey; may be empty.
+
+    >>> alpha_notes({"lora_alpha": "8"}, [64])[0][:50]
+    'the metadata of its header say lora_alpha = 8, and'
+    """
+    text = json.dumps({k: v for k, v in metadata.items() if k.endswith("alpha")}) + " ".join(metadata.values())
+    found = next((m for m in _ALPHA.finditer(text) if {m["value"].removesuffix(".0")} != set(map(str, ranks))), None)
+    if found is None or not ranks:
+        return ()
+    return (
+        f"the metadata of its header say {found['key']} = {found['value']}, and it has no alpha tensors: its scale is 1 "
+        f"here, as in the loaders of such files. If it was trained with alpha / rank (rank {sorted(ranks)[0]}), give "
+        "it that as its weight (-w)",
+    )
 
 
 _SHARED = ("ss_base_model_version", "ss_sd_model_name", "ss_sd_model_hash", "ss_new_sd_model_hash", "ss_v2",

@@ -37,8 +37,9 @@ KOHYA_PREFIXES = {
     "lora_te3_": "text_encoder_3",
     "lora_te_": "text_encoder",
     "lora_transformer_": "transformer",
+    "lycoris_": "",
 }
-"""Prefix of kohya's module names -> pipeline component."""
+"""Prefix of kohya's module names -> pipeline component; LyCORIS's wrapper names none."""
 
 COMPONENTS = ("unet", "transformer", "transformer_2", "text_encoder", "text_encoder_2", "text_encoder_3", "prior")
 """Pipeline components that diffusers puts before module names."""
