@@ -143,6 +143,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             An alias has a spec too.
         notes: remarks for the plan on tensors that were read or left out.
         unused: stored tensors that are in no spec, such as scales of activations.
+        absent: names that an index lists and no file holds, which only ties can explain (`layout.ties.check_absent`).
         models: locations of the models it is composed of; empty for one stored model.
         keeps_rows: rows of its token tables are those that are stored, with others after them.
         is_composed: composed of checkpoints that are each decoded by their own config.
@@ -155,6 +156,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     aliases: Mapping[str, str]
     notes: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     keeps_rows = True
     is_composed = False

@@ -29,6 +29,7 @@ from actmat.checkpoints.folder import (
     shown,
 )
 from actmat.checkpoints.side_files import ModelFiles, SideFiles, side_files_of
+from actmat.checkpoints.tied_names import may_be_tied
 from actmat.errors import CheckpointError
 
 
@@ -263,6 +264,8 @@ def join_shards(
                 specs[name] = spec
     for name, label in (weight_map or {}).items():
         found = specs.get(name)
+        if found is None and may_be_tied(name):
+            continue  # see `Checkpoint.absent`
         if found is None:
             problems.append(f"tensor {shown(name)}: the index says {label}, which does not hold it")
         elif found.file != label:

@@ -24,7 +24,7 @@ class CheckpointView(Checkpoint):
     def __init__(self, inner: Checkpoint) -> None:
         self.inner = inner
         self.location, self.directory = inner.location, inner.directory
-        self.notes, self.unused, self.models = inner.notes, inner.unused, inner.models
+        self.notes, self.unused, self.absent, self.models = inner.notes, inner.unused, inner.absent, inner.models
 
     @property
     def config(self) -> Mapping[str, Any] | None:

@@ -214,8 +214,12 @@ def _model_lines(report: MergeReport) -> list[str]:
 
     words = {"merge": "merged", "average": "averaged", "copy": "copied", "tie": "tied"}
     counts = ", ".join(f"{n} {words[a]}" for a, n in count_actions(report.plan.items).items() if n)
-    unchanged = report.totals.unchanged
-    return [counts + (f"; {unchanged} of them not changed by any expert" if unchanged else "")]
+    unchanged, vanished = report.totals.unchanged, report.totals.vanished
+    found = [counts + (f"; {unchanged} of them not changed by any expert" if unchanged > vanished else "")]
+    if vanished:
+        found += [f"warning: deltas of {plural(vanished, 'float64 tensor')} are too small to be computed and count as "
+                  "zero. Fix: --set compute_dtype=float64, or larger numbers"]  # fmt: skip
+    return found
 
 
 def _adapter_lines(report: MergeReport) -> list[str]:

@@ -33,7 +33,7 @@ from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.experts.lora.names import first_factor, holds_factors
 from actmat.experts.peft import PEFT
-from actmat.layout.ties import is_output_head, is_token_table
+from actmat.layout.ties import check_absent, is_output_head, is_token_table
 
 GROUP: Final = "actmat.experts"
 SIGNED = ("lycoris", "lora_file")
@@ -146,6 +146,7 @@ class LocatedModel(Located):
 
     def __init__(self, place: str, stored: Checkpoint) -> None:
         self.place, self.stored = place, stored
+        check_absent(stored)
 
     @property
     def config(self) -> Mapping[str, Any]:

@@ -11,32 +11,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 
-from actmat.checkpoints.base import TensorSpec
+from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.tied_names import HEAD_BIASES, OUTPUT_HEADS, SHARED_BY, TOKEN_TABLES, end_of
+from actmat.errors import CheckpointError
 from actmat.layout.families import TIED_BY_DEFAULT, recognize, text_config_of
 from actmat.layout.packing import first_int
 from actmat.layout.types import Config
-
-_OUTPUT_HEADS = """
-lm_head.weight embed_out.weight cls.predictions.decoder.weight predictions.decoder.weight lm_head.decoder.weight
-generator_lm_head.weight vocab_projector.weight proj_out.weight output_projection.weight pred_layer.proj.weight
-lm_loss.weight decoder.weight output.weight
-"""
-OUTPUT_HEADS = _OUTPUT_HEADS.split()
-"""Ends of names of output heads over the vocabulary."""
-
-_TOKEN_TABLES = """
-shared.weight embed_tokens.weight wte.weight word_embeddings.weight tok_embeddings.weight tokens_embed.weight
-embed_in.weight word_embedding.weight embeddings.weight embedding.weight transformer.w.weight
-"""
-TOKEN_TABLES = _TOKEN_TABLES.split()
-"""Ends of names of token embeddings."""
-
-_HEAD_BIASES = (
-    ("cls.predictions.decoder.bias", "cls.predictions.bias"),
-    ("predictions.decoder.bias", "predictions.bias"),
-    ("lm_head.decoder.bias", "lm_head.bias"),
-)
-_SHARED_BY = [f"{part}.embed_tokens.weight" for part in ("text_encoder", "text_decoder", "encoder", "decoder")]
 
 # Their encoder and decoder share one embedding in any case; `tie_word_embeddings` is about the head.
 _T5_LIKE = frozenset({"t5", "mt5", "umt5", "longt5", "switch_transformers", "pop2piano", "udop"})
@@ -84,6 +64,22 @@ def tied_partner(name: str, stored: Iterable[str], config: Config | None) -> str
     return source or next((other for other in names if _source(other, index, config) == name), None)
 
 
+def check_absent(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose index lists a tensor that no file holds, unless its config ties it to one that is held.
+
+    Raises:
+        CheckpointError: names all of them.
+    """
+    config = checkpoint.config if checkpoint.absent else None
+    lost = [n for n in checkpoint.absent if tied_partner(n, checkpoint.specs, config) is None]
+    if lost:
+        raise CheckpointError(
+            f"{checkpoint.location}: the index lists tensors that no shard holds, and config.json does not tie them to "
+            "others. Likely cause: files of two saves mixed in one folder. Fix: fetch or save the whole folder again",
+            [f"tensor '{n}': in the index, but in no file" for n in lost],
+        )
+
+
 UNTIED_HEAD = "lm_head.weight"
 """End of the name of a head without other ties, so that a model loads whose config unties it."""
 _DECODER_TABLE = re.compile(
@@ -105,7 +101,7 @@ def tied_heads(
         return {}
     for name in filter(is_output_head, specs):
         table = tied_partner(name, stored, config)
-        if table is not None and (_end(name, [UNTIED_HEAD]) or specs[name].shape == stored[table].shape):
+        if table is not None and (end_of(name, [UNTIED_HEAD]) or specs[name].shape == stored[table].shape):
             out[name] = table
     return out
 
@@ -116,7 +112,7 @@ def can_untie(head: str, table: str) -> bool:
     >>> can_untie("lm_head.weight", "model.embed_tokens.weight"), can_untie("lm_head.weight", "shared.weight")
     (True, False)
     """
-    return _end(head, [UNTIED_HEAD]) is not None and _end(table, ["shared.weight"]) is None
+    return end_of(head, [UNTIED_HEAD]) is not None and end_of(table, ["shared.weight"]) is None
 
 
 def head_of(table: str) -> str | None:
@@ -141,7 +137,7 @@ def may_have_head(config: Config | None) -> bool:
 
 def is_output_head(name: str) -> bool:
     """True for the name of an output head over the vocabulary."""
-    return _end(name, OUTPUT_HEADS) is not None
+    return end_of(name, OUTPUT_HEADS) is not None
 
 
 def is_vocabulary(shape: Sequence[int], config: Config | None) -> bool:
@@ -157,7 +153,7 @@ def is_vocabulary(shape: Sequence[int], config: Config | None) -> bool:
 
 def is_token_table(name: str) -> bool:
     """True for the name of a token embedding."""
-    return _end(name, TOKEN_TABLES) is not None
+    return end_of(name, TOKEN_TABLES) is not None
 
 
 class _NamesByEnd:
@@ -167,7 +163,7 @@ class _NamesByEnd:
         self.tables: dict[str, list[str]] = {end: [] for end in TOKEN_TABLES}
         self.biases: set[str] = set()
         for name in names:
-            end = _end(name, TOKEN_TABLES)
+            end = end_of(name, TOKEN_TABLES)
             if end is not None:
                 self.tables[end].append(name)
             elif name.endswith(".bias"):
@@ -180,7 +176,7 @@ def _source(
     """The stored name whose parameter `name` shares, or None. With specs, only tables of the head's shape count."""
     if config is None:
         return None
-    shared = _end(name, _SHARED_BY)
+    shared = end_of(name, SHARED_BY)
     if shared is not None:
         if not (ties_embeddings(config) or recognize(config) in _T5_LIKE):
             return None
@@ -191,8 +187,8 @@ def _source(
         if specs is not None:
             tables = [table for table in tables if specs[table].shape == specs[name].shape]
         return _nearest(name, tables) if ties_embeddings(config) else None
-    for end, target in _HEAD_BIASES:
-        if _end(name, [end]):
+    for end, target in HEAD_BIASES:
+        if end_of(name, [end]):
             bias = name.removesuffix(end) + target
             return bias if bias in stored.biases and ties_embeddings(config) else None
     return None
@@ -207,9 +203,3 @@ def _nearest(head: str, tables: list[str]) -> str | None:
         return (not table.endswith("shared.weight"), -common, ".encoder." in f".{table}", table.count("."), table)
 
     return min(tables, key=rank, default=None)
-
-
-def _end(name: str, ends: Sequence[str]) -> str | None:
-    if not name.endswith(tuple(ends)):  # nearly all names
-        return None
-    return next((end for end in ends if name.endswith(end) and f".{name}".endswith(f".{end}")), None)

@@ -157,7 +157,8 @@ def nominal_seconds(flops: int, traffic: int) -> float:
 def factored_bytes(shape: tuple[int, ...], total_rank: int) -> int:
     """Memory of a factored merge: all factors, two bases, their products and the result, in float64."""
     *batch, rows, columns = shape
-    return 8 * math.prod(batch) * (6 * (rows + columns) * total_rank + 12 * total_rank * total_rank)
+    core = min(total_rank, max(rows, columns))  # no basis has more vectors
+    return 8 * math.prod(batch) * (6 * (rows + columns) * total_rank + 12 * total_rank * core)
 
 
 def factored_tensor_bytes(region: Region, call: CallShape, total_rank: int) -> int:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.engine.task import Record
 from actmat.errors import CheckpointError
 from actmat.planning.model import MergePlan
+
+
+FLOAT64 = "float64"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,18 @@ class Totals:
         nonfinite: NaN and Inf that counted as unchanged.
         relative_error: of the truncation of an adapter, `sqrt(sum error^2 / sum norm^2)`.
         norms: over all merges by a method; of a model from a sample of entries. None without such merges.
+        vanished: tensors whose deltas are too small for the numbers of the merge, and count as zero.
     """
 
     unchanged: int = 0
     nonfinite: int = 0
     relative_error: float = 0.0
     norms: Norms | None = None
+    vanished: int = 0
+
+
+LEAST_NORM = 1e-150
+"""Norm below which squares of float64 underflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,15 @@ class _Row:
     nonfinite: int
     stats: Mapping[str, Any]
     size: Mapping[str, Any] | None
+    differs: bool = False  # a float64 tensor of an expert from the base's, by their hashes
+
+    @property
+    def vanished(self) -> bool:
+        """True for deltas that float32 rounded to zero, or a merge whose squares underflowed."""
+        size = self.size or {"norm": 1.0}
+        return (self.unchanged and self.differs) or (
+            not size["norm"] and 0 < max(size["expert_norms"], default=0) < LEAST_NORM
+        )
 
 
 def sum_records(plan: MergePlan, records: Mapping[str, Record]) -> Totals:
@@ -65,7 +83,9 @@ def sum_records(plan: MergePlan, records: Mapping[str, Record]) -> Totals:
                 continue
             record = records[item.name]
             unchanged = record.unchanged and item.action in ("merge", "average")
-            yield _row(plan.output == "model", unchanged, record.nonfinite, record.stats, record.size)
+            kept = _row(plan.output == "model", unchanged, record.nonfinite, record.stats, record.size)
+            hashes = [h for h, d in zip(record.expert_hashes, item.expert_dtypes, strict=False) if d == FLOAT64]
+            yield replace(kept, differs=item.base_dtype == FLOAT64 and any(h != record.base_hash for h in hashes))
 
     return _summed(rows())
 
@@ -84,7 +104,10 @@ def recorded_totals(manifest: Mapping[str, Any]) -> Totals:
                 yield _Row(False, row["nonfinite"], {}, None)
                 continue
             unchanged = row.get("unchanged", False) and row["action"] in ("merge", "average")
-            yield _row(is_model, unchanged, row.get("nonfinite", 0), row.get("stats", {}), row.get("size"))
+            kept = _row(is_model, unchanged, row.get("nonfinite", 0), row.get("stats", {}), row.get("size"))
+            (of_base, *hashes), dtypes = (row.get("input_hashes") or {"": ""}).values(), row.get("expert_dtypes", ())
+            others = [h for h, d in zip(hashes, dtypes, strict=False) if d == FLOAT64]
+            yield replace(kept, differs=row.get("dtype") == FLOAT64 and any(h != of_base for h in others))
 
     try:
         return _summed(rows())
@@ -101,17 +124,18 @@ def _row(
 
 
 def _summed(rows: Iterable[_Row]) -> Totals:
-    unchanged = nonfinite = 0
+    unchanged = nonfinite = vanished = 0
     errors: list[tuple[float, float]] = []
     squares: list[list[float]] = []
     for row in rows:
         unchanged += row.unchanged
         nonfinite += row.nonfinite
+        vanished += row.vanished
         if "error_norm" in row.stats:
             errors.append((row.stats["error_norm"] ** 2, row.stats["norm"] ** 2))
         if row.size is not None:
             squares.append([x**2 for x in (row.size["norm"], row.size["sum_norm"], *row.size["expert_norms"])])
-    return Totals(unchanged, nonfinite, _relative(errors), _norms(squares) if squares else None)
+    return Totals(unchanged, nonfinite, _relative(errors), _norms(squares) if squares else None, vanished)
 
 
 def _norms(squares: list[list[float]]) -> Norms:

@@ -54,6 +54,7 @@ class SafetensorsCheckpoint(StoredCheckpoint):
         try:
             headers = self._request_specs() if self._remote else self._all_specs()
             self.specs = MappingProxyType(join_shards(headers, weight_map, location=self.location))
+            self.absent = tuple(n for n in weight_map or () if n not in self.specs)
             if self._ranges is not None:
                 for label in self._remote:
                     self._ranges.add(label, headers[label].values())

@@ -75,6 +75,7 @@ class TorchCheckpoint(StoredCheckpoint, HeldTensors):
             self._tensors.update({name: tensor.detach() for name, tensor in state.items()})
             aliases.update(shared_storage(state))
         self.specs = MappingProxyType(join_shards(shards, weight_map, location=self.location))
+        self.absent = tuple(n for n in weight_map or () if n not in self.specs)
         self.aliases = MappingProxyType(aliases)
 
     def _tensor(self, name: str) -> Tensor:

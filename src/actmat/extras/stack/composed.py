@@ -43,6 +43,7 @@ class ComposedCheckpoint(DelegatingCheckpoint):
         self.first, self.origins = first, origins
         self.checkpoints = list(dict.fromkeys([first, *(o.checkpoint for o in origins.values())]))
         self.models = models_of(self.checkpoints)
+        self.absent = tuple(dict.fromkeys(n for c in self.checkpoints for n in c.absent))
         self.specs = MappingProxyType({n: _spec(n, o) for n, o in origins.items()})
         stored = {(id(o.checkpoint), o.name): n for n, o in reversed(list(origins.items()))}
         aliases = {}
