@@ -11,8 +11,10 @@ from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.untied import UntiedCheckpoint
 from actmat.errors import MergeError
 from actmat.experts.base import Expert
+from actmat.experts.checkpoint import CheckpointExpert
 from actmat.layout import resolve_layout
-from actmat.layout.in_memory import MULTIMODAL, begun_otherwise, part_called
+from actmat.layout.in_memory import MULTIMODAL, begun_otherwise, names_in_memory, part_called
+from actmat.layout.renamed import in_new_form
 from actmat.layout.ties import is_output_head, tied_heads, tied_partner
 from actmat.layout.types import Block, LayoutMap, Role, RoleOverride
 from actmat.planning.missing import missing_problems
@@ -130,13 +132,16 @@ class _Match:
 
 def _match(base: Checkpoint, expert: Expert, label: str, spellings: Mapping[str, Sequence[str]]) -> _Match:
     """Find the counterparts in one expert; `spellings`: of each canonical tensor, all its names in the base."""
-    renaming, ambiguous = _renaming(base.specs, expert)
+    there, new = in_new_form(expert.specs), {old: name for name, old in in_new_form(base.specs).items()}
+    known = {n: expert.specs[s] for n, s in there.items()}
+    renaming, ambiguous = _renaming({new[n]: s for n, s in base.specs.items()}, known, expert.config)
     heads = tied_heads(expert.specs, base.specs, base.config)
-    names = {n: dict.fromkeys(renaming.apply(s) if renaming else s for s in known) for n, known in spellings.items()}
+    form = renaming.apply if renaming else str
+    names = {n: dict.fromkeys(form(new.get(s, s)) for s in of_tensor) for n, of_tensor in spellings.items()}
     for head, table in heads.items():
         if table in names:
             names[table][head] = None
-    stored = {n: [s for s in of_tensor if s in expert.specs] for n, of_tensor in names.items()}
+    stored = {n: [there[s] for s in of_tensor if s in there] for n, of_tensor in names.items()}
     sources = {n: next(iter(of_tensor), None) for n, of_tensor in stored.items()}
     notes = []
     if renaming is not None:
@@ -146,10 +151,36 @@ def _match(base: Checkpoint, expert: Expert, label: str, spellings: Mapping[str,
         sources[name] = table_name = _table_for(next(iter(names[name])), expert, untied.get(name))
         if table_name is not None:
             notes.append(f"expert '{label}' ties its output head: its '{table_name}' stands for '{name}'")
-    used = {s for of_tensor in names.values() for s in of_tensor}
+    used = {there[s] for of_tensor in names.values() for s in of_tensor if s in there}
+    found = {n: s for n, s in sources.items() if s is not None and (new[n] == n) != (s in there)}
+    if lost := [n for n, source in sources.items() if source is None and len(used) < len(expert.specs)]:
+        loaded = _as_loaded(base, expert, lost)
+        sources = {**sources, **loaded}
+        stored |= {n: [s] for n, s in loaded.items()}
+        used.update(loaded.values())
+        found |= loaded
+    if found:
+        first = next(iter(found))
+        notes.append(
+            f"expert '{label}' has {len(found)} tensors under other names, which transformers loads as the base's: "
+            f"'{first}' is '{found[first]}' there"
+        )
     extra = tuple(n for n in expert.specs if n not in used)
     notes += [_ignored_note(label, extra)] if extra else []
     return _Match(label, expert, sources, stored, extra, notes, ambiguous)
+
+
+def _as_loaded(base: Checkpoint, expert: Expert, lost: Sequence[str]) -> dict[str, str]:
+    """Tensor of the base -> that of the expert which transformers loads into the same parameter, by its own table."""
+    if not isinstance(expert, CheckpointExpert):
+        return {}
+    try:
+        mine, theirs = names_in_memory(base)[0], names_in_memory(expert.checkpoint)[0]
+    except (ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError, OSError):
+        return {}  # a config that transformers cannot read
+    stored = {name: n for n, name in theirs.items()}
+    pairs = {n: stored[mine[n]] for n in lost if mine.get(n) in stored}
+    return {n: s for n, s in pairs.items() if base.specs[n].shape == expert.specs[s].shape}
 
 
 def _table_for(head: str, expert: Expert, table: str | None) -> str | None:
@@ -202,12 +233,13 @@ def _groups(specs: Mapping[str, TensorSpec], ties: Mapping[str, str]) -> dict[st
     return {name: out[name] for name in specs if name in out}
 
 
-def _renaming(base: Mapping[str, TensorSpec], expert: Expert) -> tuple[_Renaming | None, tuple[str, ...]]:
+def _renaming(
+    base: Mapping[str, TensorSpec], names: Mapping[str, TensorSpec], config: Mapping[str, Any] | None
+) -> tuple[_Renaming | None, tuple[str, ...]]:
     """The renaming, if any, by which the expert has more of the base's names than without it, in the right shapes.
 
     If several parts of the base complete the names, none, and their prefixes.
     """
-    names = expert.specs
     if all(n in names for n in base):
         return None, ()
     probe = next((n for n in base if n not in names), None)
@@ -227,7 +259,7 @@ def _renaming(base: Mapping[str, TensorSpec], expert: Expert) -> tuple[_Renaming
     found = {tuple((n, r) for n in base if (r := c.apply(n)) in names): c for c in reversed(chosen)}
     if len(found) > 1:
         several = {"".join(c.pairs[0]): c for c in reversed(found.values())}
-        architecture = next(iter((expert.config or {}).get("architectures") or ()), "")
+        architecture = next(iter((config or {}).get("architectures") or ()), "")
         part = part_called(str(architecture), list(several))
         return (several[part], ()) if part is not None else (None, tuple(several))
     return chosen[0], ()

@@ -12,7 +12,6 @@ from actmat.engine.task import Record
 from actmat.errors import CheckpointError
 from actmat.planning.model import MergePlan
 
-
 FLOAT64 = "float64"
 
 

@@ -105,9 +105,9 @@ def alpha_notes(metadata: Mapping[str, str], ranks: Collection[int]) -> tuple[st
     if found is None or not ranks:
         return ()
     return (
-        f"the metadata of its header say {found['key']} = {found['value']}, and it has no alpha tensors: its scale is 1 "
-        f"here, as in the loaders of such files. If it was trained with alpha / rank (rank {sorted(ranks)[0]}), give "
-        "it that as its weight (-w)",
+        f"the metadata of its header say {found['key']} = {found['value']}, and it has no alpha tensors: its scale is "
+        f"1 here, as in the loaders of such files. If it was trained with alpha / rank (rank {min(ranks)}), give it "
+        "that as its weight (-w)",
     )
 
 
