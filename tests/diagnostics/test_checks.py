@@ -79,6 +79,13 @@ CASES = (
         lambda: measured(relative_norms=None),
     ),
     Case("AM204", lambda: measured(cosine=table(2, 1.0, 0.9)), r"\(0\.90\)", lambda: measured(1)),
+    Case("AM205", lambda: measured(cosine=table(2, 1.0, 0.5)), "cosines 0.50", lambda: measured(snr=None)),
+    Case(
+        "AM205",
+        lambda: measured(norms=(1.0, 2**0.5), cosine=table(2, 1.0, 0.5**0.5)),
+        "give 'math' as the base",
+        lambda: measured(1),
+    ),
     Case(
         "AM301",
         lambda: measured(norms=(5.0, 1.0)),

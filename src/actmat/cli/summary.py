@@ -205,7 +205,9 @@ def print_size(
         console.print(f"  size: {words}")
     for warning in warnings_of(totals, muted) if warn else ():
         where = f" {shlex.quote(str(out))}" if isinstance(out, Path) else ""  # at a URL: diagnose the recipe
-        severity = next(check.severity for check in SIZE_CHECKS if check.code == warning.code)
+        if (severity := next((c.severity for c in SIZE_CHECKS if c.code == warning.code), None)) is None:
+            console.print(f"  [yellow]warning[/]: {escape(warning.text)} ({warning.code})")
+            continue
         console.print(f"  [{'red' if severity == 'issue' else 'yellow'}]warning {warning.code}[/]: {warning.text}; see")
         console.print(f"    actmat diagnose{escape(where)}", soft_wrap=True)
 

@@ -10,6 +10,7 @@ the merged delta; of an expert, only the run that is being read, so that many ex
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.experts.base import DeltaSource, Expert
+from actmat.linalg.lowrank import LowRank, inner
 from actmat.planning.item import Item
 
 RUNS = 16
@@ -27,6 +29,12 @@ RUN = 2048
 experts there are, and give the norm of independent normal entries with a standard error of `1 / sqrt(2 * 32768)`,
 0.4 %; where tails are heavy, or parts of a tensor differ, it is larger.
 """
+
+PROBED = 2048
+"""First entries of every tensor from which the overlaps of experts are estimated: 16 kB per expert and worker."""
+
+MOST_PROBED = 16
+"""Experts beyond which overlaps are not estimated: records would hold thousands of numbers."""
 
 DIGITS = 6
 """Significant digits of a norm in a record: more would be noise of the order of summation."""
@@ -126,6 +134,7 @@ class InputSample:
     Attributes:
         total: sum over the experts, complete after `finish`.
         squares: squared norms of the experts' sampled deltas.
+        probes: first entries of every expert's delta.
     """
 
     def __init__(self, item: Item, sources: Sequence[DeltaSource], experts: Sequence[Expert]) -> None:
@@ -139,6 +148,7 @@ class InputSample:
         self._waiting: dict[tuple[int, int], Tensor] = {}  # (run, expert) -> entries, until those before are there
         self.total = torch.zeros(sum(b - a for a, b in self._each), dtype=torch.float64)
         self.squares = [0.0] * len(sources)
+        self.probes: list[Tensor] = []
 
     def take(self, k: int, offset: int, data: memoryview) -> None:
         """Sample bytes of the base (`k = 0`) or of expert `k - 1` from byte `offset` on, given in order."""
@@ -193,6 +203,8 @@ class InputSample:
             self.total[here] += delta
             self.squares[t] += float(delta @ delta)
             self._added[run] += 1
+            if run == 0 and len(self._sources) <= MOST_PROBED:
+                self.probes.append(delta[:PROBED].clone())
 
 
 def size_of(item: Item, sample: InputSample, merged: Tensor | None) -> dict[str, Any]:
@@ -214,3 +226,22 @@ def size_of(item: Item, sample: InputSample, merged: Tensor | None) -> dict[str,
         "expert_norms": [norm(square) for square in sample.squares],
         "sampled": sampled,
     }
+
+
+def products_of(deltas: Sequence[Tensor | LowRank]) -> tuple[float, ...]:
+    """Inner products `<D_s, D_t>`, row by row of the upper triangle; ten digits, which equal deltas share.
+
+    >>> products_of([torch.ones(2), torch.arange(2.0)])
+    (2.0, 1.0, 1.0)
+    """
+    if len(deltas) > MOST_PROBED:
+        return ()
+    pairs = itertools.combinations_with_replacement(deltas, 2)
+    return tuple(float(f"{_product(a, b):.10g}") for a, b in pairs)
+
+
+def _product(one: Tensor | LowRank, two: Any) -> float:
+    if isinstance(one, LowRank):
+        return inner(one, two)
+    assert isinstance(one, Tensor), "deltas are all of one form"
+    return float((one * two).sum())

@@ -114,6 +114,7 @@ class Record:
         seconds: time it took; an item's share where several variants shared the reading.
         observed: what the observer measured.
         size: of the merged delta and of the experts', see `engine.size`; of tensors of models that a method merged.
+        products: inner products of the experts' deltas, see `engine.size.products_of`.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Record:
     seconds: float = 0.0
     observed: Mapping[str, Any] | None = None
     size: Mapping[str, Any] | None = None
+    products: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for the journal."""
@@ -134,6 +136,7 @@ class Record:
         out |= {"hashes": dict(self.hashes), "expert_hashes": list(self.expert_hashes), "stats": dict(self.stats)}
         out["seconds"] = round(self.seconds, 6)
         out |= {} if self.size is None else {"size": dict(self.size)}
+        out |= {"products": list(self.products)} if self.products else {}
         return out if self.observed is None else out | {OBSERVED: dict(self.observed)}
 
     @classmethod
@@ -150,10 +153,13 @@ class Record:
         if observed is not None and not isinstance(observed, dict):
             return None
         fields = {n: data[n] for n in names} | {"expert_hashes": tuple(data["expert_hashes"])}
-        return cls(**fields, observed=observed, size=_size(data.get("size")))
+        products = data.get("products", [])
+        if not isinstance(products, list) or not all(_is_a(p, float) for p in products):
+            return None
+        return cls(**fields, observed=observed, size=_size(data.get("size")), products=tuple(products))
 
 
-OPTIONAL = {"observed", "size"}
+OPTIONAL = {"observed", "size", "products"}
 """Optional fields of a record."""
 
 

@@ -92,6 +92,15 @@ def weighted_sum(deltas: Sequence[LowRank], weights: Sequence[float]) -> LowRank
     return LowRank(b_OR, torch.cat([d.a_RI for d in deltas], dim=-2))
 
 
+def inner(one: LowRank, two: LowRank) -> float:
+    """`<D_1, D_2>_F` over all batch elements, from products of the factors.
+
+    >>> inner(LowRank(torch.ones(2, 1), torch.ones(1, 3)), LowRank(torch.eye(2), torch.ones(2, 3)))
+    6.0
+    """
+    return float(((one.b_OR.mT @ two.b_OR) * (one.a_RI @ two.a_RI.mT)).sum())
+
+
 def frobenius_norm(delta: LowRank) -> float:
     """`||b a||_F` from the triangular factors of `b` and `a^T`, in float64, over all batch elements."""
     return float(torch.linalg.norm(orthogonal_core(delta)[0]))

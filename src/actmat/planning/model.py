@@ -47,6 +47,10 @@ class Draft:
     notes: tuple[str, ...] = ()
 
 
+FROM_FIRST = "no base is given, and"
+"""Begin of the note on a merge whose deltas are measured from the first expert."""
+
+
 @dataclass(frozen=True, slots=True)
 class InputSummary(Plain):
     """One input as the plan saw it.

@@ -11,6 +11,7 @@ from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.engine.task import Record
 from actmat.errors import CheckpointError
 from actmat.planning.model import MergePlan
+from actmat.report.identity import identity_findings
 
 FLOAT64 = "float64"
 
@@ -40,6 +41,7 @@ class Totals:
         relative_error: of the truncation of an adapter, `sqrt(sum error^2 / sum norm^2)`.
         norms: over all merges by a method; of a model from a sample of entries. None without such merges.
         vanished: tensors whose deltas are too small for the numbers of the merge, and count as zero.
+        findings: codes and words of checks on the identity of base and experts; of a run, not of a finished output.
     """
 
     unchanged: int = 0
@@ -47,6 +49,7 @@ class Totals:
     relative_error: float = 0.0
     norms: Norms | None = None
     vanished: int = 0
+    findings: tuple[tuple[str, str], ...] = ()
 
 
 LEAST_NORM = 1e-150
@@ -86,7 +89,7 @@ def sum_records(plan: MergePlan, records: Mapping[str, Record]) -> Totals:
             hashes = [h for h, d in zip(record.expert_hashes, item.expert_dtypes, strict=False) if d == FLOAT64]
             yield replace(kept, differs=item.base_dtype == FLOAT64 and any(h != record.base_hash for h in hashes))
 
-    return _summed(rows())
+    return replace(_summed(rows()), findings=identity_findings(plan, records))
 
 
 def recorded_totals(manifest: Mapping[str, Any]) -> Totals:

@@ -122,7 +122,7 @@ def size_finding(norms: Norms | None, muted: Collection[str] = ()) -> tuple[str,
 
 def warnings_of(totals: Totals, muted: Collection[str] = ()) -> list[Note]:
     """Warnings on all problems that the totals of a merge show, without muted codes."""
-    found = (size_finding(totals.norms, muted), truncation_warning(totals.relative_error))
+    found = (*totals.findings, size_finding(totals.norms, muted), truncation_warning(totals.relative_error))
     return [Note("warning", words, code) for code, words in filter(None, found) if code not in muted]
 
 

@@ -32,6 +32,7 @@ from actmat.engine.calls import (
 from actmat.engine.kernels.regions import BaseEntries, adapter_record, by_regions
 from actmat.engine.observer import ObservedMerge
 from actmat.engine.reader import AdapterReader, TensorReader
+from actmat.engine.size import products_of
 from actmat.engine.task import Record, Task, join_stats
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.lapack import retry_stats
@@ -84,7 +85,7 @@ def _merge_module(task: Task, reader: AdapterReader) -> Record:
     for spec in item.outputs[len(out) :]:
         is_scale = spec.name.endswith(ALPHA)
         out.append(torch.tensor(float(item.pair.rank), dtype=torch.float64) if is_scale else _bias(task, reader))
-    return adapter_record(task, out, began)
+    return adapter_record(task, out, began, products_of(deltas))
 
 
 def module_deltas(item: Item, reader: AdapterReader) -> Iterator[list[Any]]:

@@ -12,7 +12,7 @@ from actmat.engine.calls import CallContext
 from actmat.engine.deltas import Deltas
 from actmat.engine.memory import Room
 from actmat.engine.reader import StreamedBase, TensorReader
-from actmat.engine.size import size_of
+from actmat.engine.size import products_of, size_of
 from actmat.engine.task import Record, Task
 from actmat.engine.writing import write_tensor
 from actmat.planning.item import Reading
@@ -93,10 +93,11 @@ def record_of(task: Task, reader: TensorReader, seconds: float, *, changed: bool
     began = time.perf_counter()
     hashes = task.output.finish()
     base_hash, expert_hashes = reader.hashes()
-    size = None
+    size, products = None, tuple[float, ...]()
     if task.item.action == "merge" and reader.sample is not None:
         reader.sample.finish()
         size = size_of(task.item, reader.sample, task.output.sample.entries)
+        products = products_of(reader.sample.probes)
     return Record(
         name=task.item.name,
         hash=task.output.digest,
@@ -109,10 +110,11 @@ def record_of(task: Task, reader: TensorReader, seconds: float, *, changed: bool
         seconds=seconds + time.perf_counter() - began,
         observed=task.observer.finish() if task.observer is not None else None,
         size=size,
+        products=products,
     )
 
 
-def adapter_record(task: Task, values: Sequence[Tensor], began: float) -> Record:
+def adapter_record(task: Task, values: Sequence[Tensor], began: float, products: tuple[float, ...] = ()) -> Record:
     """Write the outputs of an item that has no base, each rounded once; its record.
 
     Raises:
@@ -128,4 +130,5 @@ def adapter_record(task: Task, values: Sequence[Tensor], began: float) -> Record
         unchanged=task.item.factors is not None and not any(task.stats["expert_norms"]),
         seconds=time.perf_counter() - began,
         observed=task.observer.finish() if task.observer is not None else None,
+        products=products,
     )
