@@ -48,7 +48,7 @@ def test_a_merge_is_written_as_floats_and_codes_are_refused(kind: str, tmp_path:
         coding = coding_of(opened, NAME)
         assert coding is not None
         assert coding.granule == 0
-    with pytest.raises(MergeError, match=r"read only\). Fix: leave out --quantize same"):
+    with pytest.raises(MergeError, match=r"read only\). Fix: leave out --set quantize=same"):
         actmat.plan(base, [expert], method="linear", quantize="same")
 
 

@@ -53,7 +53,7 @@ def test_commands_take_every_flag_of_the_schema_but_those_they_name() -> None:
     fields = flagged(Recipe).union(*map(flagged, (ExpertRef, *KINDS.values()))) - {"output"} | {"to"}
     assert fields >= {"base", "experts", "weight", "statistics", "method", "options", "scale", "out"}
     settings = {f.name for f in dataclasses.fields(RunSettings)} - {"durable", "sha256"}
-    own = {"inputs", "plan", "strict", "json", "quiet", "average", "tune_scale", "set"}
+    own = {"inputs", "plan", "strict", "json", "quiet", "average", "data", "check", "set"}
     assert set(taken(merge)) == fields | settings | own
     assert len(set(taken(merge)) - {"inputs"}) <= 30
     own = {"device", "device_memory", "recipe", "json", "as_recipe", "full", "quiet", "set"}

@@ -1,4 +1,4 @@
-"""`--quantize same`: outputs in the base's layout of codes."""
+"""`--set quantize=same`: outputs in the base's layout of codes."""
 
 import json
 from pathlib import Path

@@ -82,7 +82,7 @@ def test_folders_of_images_name_the_classes_of_a_zero_shot_head(clip: Path, tmp_
 
 def test_only_the_scale_is_chosen_by_folders_of_images(clip: Path, tmp_path: Path) -> None:
     experts = [x for n in CLASSES for x in ("-e", str(clip / n))]
-    data = [x for n in CLASSES for x in ("--tune-scale", f"{n}={clip / n}-images")]
+    data = [x for n in CLASSES for x in ("--data", f"{n}={clip / n}-images")]
     out = tmp_path / "scaled"
     done = run(
         ["merge", "-b", str(clip / "base"), *experts, *data, "-m", "tsv", "--dtype", "float32", "--out", str(out)]

@@ -1,4 +1,4 @@
-"""Only the scale of the method that was asked for: `actmat merge --tune-scale` and `actmat.tune_scale`."""
+"""Only the scale of the method that was asked for: `actmat merge --set tune_scale=true` and `actmat.tune_scale`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from actmat.recipe import load_recipe
 
 
 def flags(family: Path, *more: str) -> list[str]:
-    return ["merge", *model_flags(family), *data_flags(family, "--tune-scale"), *more]
+    return ["merge", *model_flags(family), *data_flags(family), "--set", "tune_scale=true", *more]
 
 
 def test_a_merge_gets_the_scale_that_the_inputs_choose(family: Path, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_the_scale_of_a_recipe_file_is_replaced_and_its_rules_stay(family: Path,
     experts = "".join(f"  - {place}\n" for place in experts_of(family))
     rule = "rules:\n  - {match: '*lm_head*', keep: base}\n  - {match: '*down_proj*', scale: 0.25}\n"
     (tmp_path / "r.yaml").write_text(f"base: {family / 'base'}\nexperts:\n{experts}method: average\n{rule}")
-    done = run(["merge", str(tmp_path / "r.yaml"), *flags(family)[-4:], "--out", str(tmp_path / "merged")])
+    done = run(["merge", str(tmp_path / "r.yaml"), *flags(family)[5:], "--out", str(tmp_path / "merged")])
     assert done.code == 0, done.err
     manifest = json.loads((tmp_path / "merged" / "actmat_manifest.json").read_text())
     rows = {r["name"]: r for r in manifest["tensors"]}
@@ -87,7 +87,7 @@ def test_the_function_searches_the_scales_that_are_given(family: Path, tmp_path:
     ("more", "says"),
     [
         (["--scale", "0.5"], "remove --scale"),
-        (["--tune-scale", "more.jsonl"], "give --tune-scale once for all experts"),
+        (["--data", "more.jsonl"], "give --data once for all experts"),
     ],
 )
 def test_flags_that_contradict_it_are_refused(family: Path, tmp_path: Path, more: list[str], says: str) -> None:

@@ -148,16 +148,14 @@ def test_the_time_that_is_left_falls_to_that_of_the_comparison(monkeypatch: pyte
     assert Effort(2, 3, Varied(64), limit=5).trials == 5
 
 
-def test_the_usual_methods_suit_the_experts_and_their_inputs() -> None:
+def test_the_usual_methods_suit_the_experts() -> None:
     usual = make_space({})
-    adapters = usual.fitted(to_adapters=True, few_inputs=False)
+    adapters = usual.fitted(to_adapters=True)
     assert [str(c) for c in adapters.merges()] == list(ADAPTER_METHODS)
-    assert usual.fitted(to_adapters=False, few_inputs=False).merges() == usual.merges()
-    few = usual.fitted(to_adapters=True, few_inputs=True)
-    assert not few.statistics
-    assert len(few.merges()) == len(ADAPTER_METHODS) - 1
+    assert usual.fitted(to_adapters=False).merges() == usual.merges()
+    assert adapters.statistics == {"gram"}
     own = make_space({"methods": ["regmean", "cart@pico"]})
-    assert own.fitted(to_adapters=True, few_inputs=True) == own
+    assert own.fitted(to_adapters=True) == own
     assert own.merges()[1] == MergeChoice("cart", space="pico")
     with pytest.raises(RecipeError, match="space"):
         make_space({"methods": ["cart@pica"]})

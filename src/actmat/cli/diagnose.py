@@ -17,7 +17,7 @@ from actmat.settings import RunSettings
 if TYPE_CHECKING:
     from actmat.diagnostics.model import Diagnosis
 
-OF_OUTPUT = ("dtype", "quantize", "rank", "out")
+OF_OUTPUT = ("dtype", "rank", "out")
 """Recipe fields that affect only the written output."""
 MEASURING = ("device", "device_memory", "max_memory", "threads", "executor")
 """Run settings that apply when nothing is written."""

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from typer.models import OptionInfo
@@ -34,12 +34,12 @@ RunDtype = Literal["float32", "bfloat16", "float16", "float64"]
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Options": (
         *("base", "experts", "method", "options", "scale", "out", "plan", "json", "full", "quiet"),
-        *("weight", "overwrite", "diagnose"),
+        *("data", "check", "weight", "overwrite", "diagnose"),
     ),
     "What is merged": (
-        *("keep", "space", "post", "statistics", "vocabulary", "tune_scale", "average", "set"),
+        *("keep", "space", "post", "statistics", "vocabulary", "average", "set"),
     ),
-    "What is written": ("dtype", "quantize", "to", "rank"),
+    "What is written": ("dtype", "to", "rank"),
     "Where it runs": (
         *("device", "device_memory", "max_memory", "threads", "executor"),
     ),
@@ -49,7 +49,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
 
 FIRST = (
     *PANELS["Options"],
-    *("data", "budget", "methods", "scales", "score", "prompt", "images", "lm_eval", "compare", "as_recipe"),
+    *("budget", "methods", "scales", "score", "prompt", "images", "lm_eval", "compare", "as_recipe"),
 )
 """Parameters that `--help` of such a command describes; it lists the other flags by name only."""
 
@@ -150,14 +150,51 @@ class DataFlags(ReadingFlags):
     dtype: ModelDtype = "float32"
 
 
+@dataclass(frozen=True)
+class InputFlags(ReadingFlags):
+    """Inputs of the experts of a merge; the fields without a flag are set with --set."""
+
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            metavar="NAME=INPUTS",
+            help="Inputs of the task of expert NAME, without labels: a prompt, better eight in a file (.jsonl, .csv, "
+            ".txt), or images. 'auto' measures them; a quarter compares answers.",
+        ),
+    ] = None
+    check: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--check",
+            metavar="NAME=INPUTS",
+            help="Inputs on which the answers of the merge are compared with those of expert NAME.",
+        ),
+    ] = None
+    label_column: str | None = None
+    samples: int = 64
+    new_tokens: int = 32
+    model_class: str | None = None
+    model_dtype: RunDtype = "float32"
+    keep_statistics: bool = False
+    tune_scale: bool = False
+
+
+_OF_INPUTS = tuple(field.name for field in dataclasses.fields(InputFlags) if field.name not in ("data", "check"))
+Changed = TypeVar("Changed", RunSettings, InputFlags)
+
 # Recipes
 
 
 @dataclass(frozen=True)
 class RecipeFlags:
-    """Values of recipe flags by field of `Recipe` and `ExpertRef`; None for a flag that is not given."""
+    """Values of recipe flags by field of `Recipe` and `ExpertRef`; None for a flag that is not given.
+
+    `more`: names that --set takes beside fields of the recipe.
+    """
 
     values: Mapping[str, Any]
+    more: tuple[str, ...] = _SETTINGS
 
     def __contains__(self, field: str) -> bool:
         return self.values.get(field) not in (None, [])
@@ -178,15 +215,16 @@ class RecipeFlags:
 
         pairs = map(parse_option, self.values.get("set") or ())  # the last of two equal names counts
         found = {name: values[0] if len(values) == 1 else values for name, values in pairs}
-        known = (*settable_fields(Recipe), *_SETTINGS)
+        known = (*settable_fields(Recipe), *self.more)
         if strange := [name for name in found if name not in known]:
             near = did_you_mean(strange[0], known)
             raise RecipeError(f"--set {strange[0]}: expected one of {', '.join(known)}.{near}")
         return found
 
-    def with_settings(self, run: RunSettings) -> RunSettings:
-        """Run settings updated from `--set`."""
-        return dataclasses.replace(run, **{name: value for name, value in self._set().items() if name in _SETTINGS})
+    def with_settings(self, given: Changed) -> Changed:
+        """Run settings, or flags of inputs, updated from `--set`."""
+        names = {field.name for field in dataclasses.fields(given)} & set(self.more)
+        return dataclasses.replace(given, **{name: value for name, value in self._set().items() if name in names})
 
     def recipes(self, file: Path | None) -> list[Recipe]:
         """The recipe, or one for each combination of methods and listed option values, each with its own `out`.
@@ -203,7 +241,7 @@ class RecipeFlags:
 
         given = self.given
         weights, statistics = given.pop("weight", None), given.pop("statistics", None)
-        given |= {name: value for name, value in self._set().items() if name not in _SETTINGS}
+        given |= {name: value for name, value in self._set().items() if name not in self.more}
         stacks = given.pop("stacks", None)
         methods, options = given.pop("method", []), given.pop("options", [])
         if "experts" in given:
@@ -322,7 +360,10 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
             given[name] = group.make({p.name: given.pop(p.name) for p in group.parameters})
         fields = next((g for g in given.values() if isinstance(g, RecipeFlags)), None)
         if fields is not None:
-            given |= {n: fields.with_settings(g) for n, g in given.items() if isinstance(g, RunSettings)}
+            if any(isinstance(g, InputFlags) for g in given.values()):
+                fields = dataclasses.replace(fields, more=(*_SETTINGS, *_OF_INPUTS))
+            given |= {n: fields for n, g in given.items() if isinstance(g, RecipeFlags)}
+            given |= {n: fields.with_settings(g) for n, g in given.items() if isinstance(g, RunSettings | InputFlags)}
         command(**given)
 
     vars(flat)["takes_recipe"] = any(p.name == "experts" for p in parameters)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actmat.cli import flags
-from actmat.cli.flags import FlagFields, RecipeFlags
+from actmat.cli.flags import FlagFields, InputFlags, RecipeFlags
 from actmat.cli.listing import BAD_INPUTS, command
 from actmat.cli.streams import optional_stdout
 from actmat.settings import RunSettings
@@ -40,24 +40,20 @@ class MergeFlags:
             "ema:0.9, wsd, or a number per checkpoint.",
         ),
     ] = None
-    tune_scale: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--tune-scale",
-            metavar="DATA",
-            help="Choose the scale from unlabeled inputs: NAME=DATA once per expert, such as math=math.jsonl.",
-        ),
-    ] = None
     strict: flags.StrictOption = False
 
-    def refuse_contradictions(self, recipes: Sequence[Recipe], given: RecipeFlags, run: RunSettings) -> None:
+    def refuse_contradictions(
+        self, recipes: Sequence[Recipe], given: RecipeFlags, run: RunSettings, inputs: InputFlags
+    ) -> None:
         """Raise `typer.BadParameter` for flags that contradict each other."""
         if self.strict and not run.diagnose:
             raise typer.BadParameter("--strict needs --diagnose, which runs the checks")
         if any(r.out is None for r in recipes):
             raise typer.BadParameter("no output given: pass --out OUT, or set 'out' in the recipe")
-        if self.tune_scale and "scale" in given:
-            raise typer.BadParameter("--tune-scale chooses the scale: remove --scale")
+        if (inputs.data or inputs.check) and self.average is not None:
+            raise typer.BadParameter("--data and --check run experts of a base, which --average has not: remove them")
+        if inputs.tune_scale and (not inputs.data or inputs.check or "scale" in given):
+            raise typer.BadParameter("--set tune_scale=true chooses the scale by --data: remove --scale and --check")
 
 
 @command(
@@ -77,37 +73,41 @@ def merge(
     given: RecipeFlags,
     run: RunSettings,
     how: MergeFlags,
+    asked: Annotated[InputFlags, FlagFields(only=("data", "check"))],
     shown: Annotated[flags.OutputFlags, FlagFields(without=("full",))],
 ) -> None:
     """Merge fine-tuned checkpoints of one base into one model.
 
-    actmat merge -b BASE -e EXPERT1 -e EXPERT2 --out MERGED
+    actmat merge -e math=ADAPTER1 -e code=ADAPTER2 --out MERGED
+           --data math='A typical question.' --data code=prompts.jsonl
+    actmat merge -b BASE -e EXPERT1 -e EXPERT2 --out MERGED   (without inputs)
     actmat merge -b BASE -e E1 -e E2 -m ties -o density=0.3 --out MERGED
-    actmat merge -e ADAPTER1 -e ADAPTER2 --out MERGED   (LoRA adapters, no base)
     actmat merge recipe.yaml --out MERGED
     actmat merge --average uniform step-*/ --out MERGED (of one training run)
 
+    Give one prompt of each expert's task, better eight: the merge is then made
+    for these inputs, and the summary begins with the answers that it kept.
     Several --method, or several values of an --option, write one output each,
     below OUT. An output is a directory that from_pretrained loads. It appears
     when it is complete; to continue an interrupted merge, repeat the command.
-    --tune-scale math=math.jsonl --tune-scale code=code.jsonl chooses the scale
-    at which the merged model's answers are nearest to the experts' ('actmat
-    tune' also searches methods).
+    'actmat tune' also searches methods and scales.
     """
     recipes = _recipes(inputs, given, how.average)
     if how.plan:
+        if asked.data:
+            raise typer.BadParameter("--plan reads headers only, and --data runs the experts: remove one of them")
         from actmat.cli.plan import show_plans
 
         show_plans(recipes, run, json=shown.json, quiet=shown.quiet)
         return
-    how.refuse_contradictions(recipes, given, run)
+    how.refuse_contradictions(recipes, given, run, asked)
     quiet = shown.quiet or shown.json
-    if how.tune_scale:
+    if asked.tune_scale:
         from actmat.cli.searching import tune_scales
 
-        reports = tune_scales(recipes, how.tune_scale, run, quiet=quiet)
+        reports = tune_scales(recipes, asked.data or [], run, quiet=quiet)
     else:
-        reports = _merge(recipes, run, quiet=quiet)
+        reports = _merge(recipes, run, asked, as_adapter=not inputs and "to" not in given, quiet=quiet)
     if shown.json:
         from actmat.cli.screen import print_result
         from actmat.cli.summary import merge_data
@@ -133,12 +133,19 @@ def _recipes(inputs: list[str] | None, given: RecipeFlags, average: str | None) 
     return [average_recipe(inputs or [], average, **given.given)]
 
 
-def _merge(recipes: Sequence[Recipe], run: RunSettings, *, quiet: bool) -> list[MergeReport]:
-    """Merge with a progress bar and print a summary."""
+def _merge(
+    recipes: Sequence[Recipe], run: RunSettings, asked: InputFlags, *, as_adapter: bool, quiet: bool
+) -> list[MergeReport]:
+    """Merge with a progress bar and print a summary; `as_adapter`: see `merge_by`."""
     from actmat.api.merging import merge_recipes
 
-    with _showing(recipes, quiet=quiet) as progress:
-        reports = merge_recipes(recipes, run, progress)
+    if asked.data or asked.check:
+        from actmat.cli.data import merge_by
+
+        reports = merge_by(asked, recipes, run, as_adapter=as_adapter, quiet=quiet)
+    else:
+        with _showing(recipes, quiet=quiet) as progress:
+            reports = merge_recipes(recipes, run, progress)
     if not quiet:
         from actmat.cli.outputs import print_outputs
 

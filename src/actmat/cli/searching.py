@@ -125,7 +125,7 @@ def print_search(report: TuneReport) -> None:
 
 
 def tune_scales(recipes: Sequence[Recipe], data: Sequence[str], run: RunSettings, *, quiet: bool) -> list[MergeReport]:
-    """Merge each recipe at the scale chosen from unlabeled inputs (`actmat merge --tune-scale`); print summaries.
+    """Merge each recipe at the scale chosen from unlabeled inputs (`--set tune_scale=true`); print summaries.
 
     Args:
         data: values of the flag: NAME=DATA, or one data set for all experts.
@@ -136,7 +136,7 @@ def tune_scales(recipes: Sequence[Recipe], data: Sequence[str], run: RunSettings
     from actmat.extras.tune.settings import TuneSettings
     from actmat.extras.tune.tuning import scale_space, tune_recipe
 
-    places = pairs_of(data, "--tune-scale")
+    places = pairs_of(data)
     reports = []
     with showing_search(quiet=quiet) as progress:
         for recipe in recipes:

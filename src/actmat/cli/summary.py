@@ -27,7 +27,6 @@ from actmat.report.words import (
     plan_traffic,
     plural,
     size_finding,
-    size_words,
     warnings_of,
 )
 from actmat.system import usable_cores
@@ -120,6 +119,7 @@ def print_summary(report: MergeReport) -> None:
     of += " into an adapter" if from_adapters else ", extracted into an adapter" if plan.is_extracted else ""
     what = f"{plan.recipe.method}; {of}" if plan.experts else f"a {copied_thing(plan.recipe.base)}"
     console.print(f"[bold]{escape(report.out)}[/bold]  ({escape(what)})")
+    print_answers(report)
     _print_notes(plan, "warning")
     if report.was_finished:
         checked = "all its tensors and inputs are intact"
@@ -146,6 +146,32 @@ def print_summary(report: MergeReport) -> None:
     _print_findings(report)
 
 
+def print_answers(report: MergeReport) -> None:
+    """Print the answers that a merge kept of each expert, or how to measure them."""
+    if report.answers:
+        console.print(answers_table(report.answers))
+        if any(row.measured for row in report.answers):
+            console.print("  *: the merge has seen these inputs; 4 or more, or --check, say more")
+    elif len(report.plan.experts) > 1:
+        console.print("  is it good? Not measured: add --data NAME=INPUTS per expert, a prompt or a file")
+
+
+def answers_table(rows: Sequence[AgreementRow]) -> Table:
+    """Table with the answers kept of each expert."""
+    graded = any(row.accuracy for row in rows)
+    table = _table("expert", "answers kept", "95 %", "by average", *(["accuracy", "expert's"] * graded), "inputs")
+    for row in rows:
+        wide = "-" if row.low is None or row.high is None else f"{row.low:.0%} to {row.high:.0%}"
+        grades = [_share(g) for g in (row.accuracy or (None, None))[:2]] if graded else []
+        n = "-" if row.inputs is None else f"{row.inputs}{'*' * row.measured}"
+        table.add_row(escape(row.expert), f"{1 - row.disagreement:.1%}", wide, _share(row.average), *grades, n)
+    return table
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
 def print_nonfinite(totals: Totals) -> None:
     """Print the number of NaN and Inf entries, if any."""
     if totals.nonfinite:
@@ -153,9 +179,8 @@ def print_nonfinite(totals: Totals) -> None:
 
 
 def _print_report_size(report: MergeReport) -> None:
-    """Print the size of the merged delta, except for an extraction, and warnings, except after a diagnosis."""
-    sized = len(report.plan.experts) > 1 or not report.plan.is_extracted
-    print_size(report.totals, report.out, sized=sized, warn=report.diagnosis is None, muted=report.plan.recipe.mute)
+    """Print warnings about the size of the merged delta, except after a diagnosis."""
+    print_size(report.totals, report.out, warn=report.diagnosis is None, muted=report.plan.recipe.mute)
 
 
 def _print_findings(report: MergeReport) -> None:
@@ -188,21 +213,15 @@ def print_extracted(report: MergeReport) -> None:
         console.print(f"  {same} tensors are the same as in the base")
 
 
-def print_size(
-    totals: Totals, out: Path | str, *, sized: bool = True, warn: bool = True, muted: Sequence[str] = ()
-) -> None:
-    """Print the size of a merged delta relative to the experts', and warnings.
+def print_size(totals: Totals, out: Path | str, *, warn: bool = True, muted: Sequence[str] = ()) -> None:
+    """Print warnings if the size of a merged delta or the error of a rank cut is far off.
 
     Args:
         totals: of a finished merge.
         out: location of the merge.
-        sized: print the size, if anything was merged.
-        warn: warn if the size or the error of a rank cut is far off.
+        warn: print anything.
         muted: codes of checks to ignore.
     """
-    norms = totals.norms
-    if sized and norms is not None and (words := size_words(norms)):
-        console.print(f"  size: {words}")
     for warning in warnings_of(totals, muted) if warn else ():
         where = f" {shlex.quote(str(out))}" if isinstance(out, Path) else ""  # at a URL: diagnose the recipe
         if (severity := next((c.severity for c in SIZE_CHECKS if c.code == warning.code), None)) is None:
@@ -250,6 +269,7 @@ def merge_data(report: MergeReport) -> dict[str, Any]:
         "was_finished": report.was_finished,
         "actions": count_actions(plan.items),
         "unchanged": totals.unchanged,
+        "answers": [dataclasses.asdict(row) for row in report.answers] or None,
         "nonfinite": totals.nonfinite,
         "size": size_data(totals.norms, plan.recipe.mute),
         "warnings": list(map(str, warnings_of(totals, plan.recipe.mute))),

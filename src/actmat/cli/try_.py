@@ -87,7 +87,7 @@ class QuestionFlags:
 def try_(
     *,
     recipe: flags.RecipeArgument = None,
-    given: Annotated[RecipeFlags, FlagFields(without=("out", "quantize"))],
+    given: Annotated[RecipeFlags, FlagFields(without=("out",))],
     run: Annotated[RunSettings, FlagFields(only=("device", "device_memory", "max_memory", "threads"))],
     question: QuestionFlags,
     json: flags.Json = False,

@@ -122,7 +122,7 @@ def _named_classes(given: Sequence[str], names: Sequence[str]) -> dict[str, tupl
 def tune(
     *,
     recipe: flags.RecipeArgument = None,
-    given: Annotated[RecipeFlags, FlagFields(without=("method", "options", "scale", "space", "quantize"))],
+    given: Annotated[RecipeFlags, FlagFields(without=("method", "options", "scale", "space"))],
     run: Annotated[RunSettings, FlagFields(without=("diagnose",))],
     data: Annotated[DataFlags, FlagFields(without=("samples", "dtype"))],
     search: SearchFlags,

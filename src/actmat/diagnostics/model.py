@@ -139,7 +139,9 @@ class MatrixRow(_Strict):
 class AgreementRow(_Strict):
     """Distance of the merged model's answers from one expert's on unlabeled inputs; 0 and 0: the same answers.
 
-    Share of predictions whose most probable class differs; mean of `KL(expert || merged)` in nats.
+    Share of predictions whose most probable class differs; mean of `KL(expert || merged)` in nats. Of merges by inputs
+    also: the number of inputs, `measured` if the merge has seen them, the 95 % interval `low` to `high` of the share of
+    answers kept, that share of the average of the experts, and accuracies of merged model, expert and average.
     """
 
     expert: str
@@ -147,6 +149,12 @@ class AgreementRow(_Strict):
     disagreement: Number
     divergence: Number
     predictions: WholeNumber
+    inputs: WholeNumber | None = None
+    measured: bool = False
+    low: Number | None = None
+    high: Number | None = None
+    average: Number | None = None
+    accuracy: tuple[Number | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

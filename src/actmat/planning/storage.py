@@ -122,7 +122,7 @@ def encoding_problems(recipe: Recipe, base: Checkpoint, names: Mapping[str, Sequ
     """
     if recipe.model.quantize is None:
         return []
-    asked = "--quantize same writes the base's layout of codes"
+    asked = "--set quantize=same writes the base's layout of codes"
     coded = {n: c for n in names if (c := coding_of(base, n)) is not None}
     if not coded:
         return [f"{asked}, but the base ({base.location}) is not quantized. Fix: leave it out"]
@@ -136,11 +136,11 @@ def encoding_problems(recipe: Recipe, base: Checkpoint, names: Mapping[str, Sequ
         elif coding.why_not_written:
             reasons.setdefault(f"{coding.scheme}: {coding.why_not_written}", []).append(name)
     for reason, listed in reasons.items():
-        problems.append(f"{len(listed)} tensors such as '{listed[0]}' ({reason}). Fix: leave out --quantize same")
+        problems.append(f"{len(listed)} tensors such as '{listed[0]}' ({reason}). Fix: leave out --set quantize=same")
     if base.unused:
         problems.append(
             f"the base has scales of activations that were measured on it, such as '{base.unused[0]}', and a merged "
-            "model has others. Fix: leave out --quantize same, and quantize the merged model"
+            "model has others. Fix: leave out --set quantize=same, and quantize the merged model"
         )
     return problems
 

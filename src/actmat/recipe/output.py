@@ -70,7 +70,7 @@ class ModelOutput(Strict):
     """A full model, merged into the base."""
 
     kind: Literal["model"] = "model"
-    quantize: Annotated[Literal["same"] | None, Flag()] = Field(
+    quantize: Literal["same"] | None = Field(
         default=None,
         description="'same': write tensors that the base stores as codes in the same layout, and record the "
         "rounding errors; default: as floats",

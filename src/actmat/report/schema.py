@@ -114,6 +114,7 @@ class _Statistics(_StrictRow):
     location: _Location
     from_here: _Location | None = None
     content: _Hash
+    removed: bool = False  # after the merge, by which they were measured
 
 
 class _NoteRow(_StrictRow):

@@ -287,11 +287,16 @@ def _check_inputs(inputs: ManifestInputs, directory: Path, problems: list[str], 
             problems.append(f"input '{label}' cannot be checked: {error.problems[0]}")
         except OSError as error:
             problems.append(f"input '{label}' cannot be checked: {place}: {error.strerror}")
-    for row in inputs.manifest.get("statistics", ()):
+    for row in _kept_statistics(inputs.manifest):
         differences = list(_statistics_problems(row, input_location(row, directory), progress))
         problems += differences
         checked += [] if differences else [f"statistics of {row['expert']}"]
     return checked
+
+
+def _kept_statistics(manifest: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Rows of statistics that were not removed after the merge that measured them."""
+    return [row for row in manifest.get("statistics", ()) if not row.get("removed")]
 
 
 def _edits(manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -358,6 +363,8 @@ def _unchecked_inputs(manifest: Mapping[str, Any]) -> Iterator[str]:
     for entry in (manifest["base"], *manifest["experts"]):
         if entry is not None and (ignored := entry.get("ignored_tensors")):
             yield f"{len(ignored)} tensor(s) of input '{entry['name']}': the merge did not read them"
+    if len(_kept_statistics(manifest)) < len(manifest.get("statistics", ())):
+        yield "statistics of inputs: the merge measured and removed them"
     if manifest["base"] is None and (base := manifest["recipe"].get("base")):
         yield f"base ({base}): the merge read only its config"
 

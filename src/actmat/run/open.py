@@ -195,7 +195,7 @@ def _untied(recipes: Sequence[Recipe], base: Checkpoint, experts: Sequence[Exper
         if isinstance(recipe.output, ExtractedOutput):
             raise CheckpointError(f"{problem}an adapter of the tied base cannot hold. {FIX}.")
         if recipe.model.quantize is not None:
-            raise CheckpointError(f"{problem}--quantize same cannot write. Fix: leave it out.")
+            raise CheckpointError(f"{problem}--set quantize=same cannot write. Fix: leave it out.")
     return untied
 
 

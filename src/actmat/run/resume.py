@@ -13,7 +13,7 @@ from typing import Any
 
 from actmat.checkpoints.remote import staging_folder, staging_for, storage_of
 from actmat.checkpoints.writing.staging import CheckedJournal, Staging, left_journal
-from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis
+from actmat.diagnostics.model import REPORT_NAME, AgreementRow, Diagnosis, read_diagnosis
 from actmat.engine.content import content_hash
 from actmat.engine.inputs import Inputs
 from actmat.engine.task import Record
@@ -42,6 +42,7 @@ class MergeReport:
         diagnosis: contents of `report.json`, if it was requested.
         was_finished: an earlier call finished the output; it was only verified.
         totals: sums over all tensors.
+        answers: comparison with each expert on inputs of its task, if any were given.
     """
 
     out: Path | str
@@ -51,6 +52,7 @@ class MergeReport:
     diagnosis: Diagnosis | None = None
     was_finished: bool = False
     totals: Totals = field(default_factory=Totals)
+    answers: tuple[AgreementRow, ...] = ()
 
     def __repr__(self) -> str:
         how = "was finished before" if self.was_finished else f"{self.seconds:.1f} s"
@@ -180,8 +182,8 @@ def _differences(plan: MergePlan, manifest: Mapping[str, Any], out: Path, settin
 
 
 def _placeless(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of a manifest without their place relative to the output."""
-    return [{k: v for k, v in row.items() if k != "from_here"} for row in rows]
+    """Rows of a manifest without their place relative to the output, present or removed."""
+    return [{k: v for k, v in row.items() if k not in ("from_here", "removed")} for row in rows]
 
 
 def _is_input(summary: InputSummary, row: Any, out: Path) -> bool:

@@ -39,7 +39,8 @@ Row = Mapping[str, Any]
 class DataOptions:
     """A data set, and how to read it."""
 
-    location: str  # file, folder or hub id
+    location: str  # file, folder or hub id; a name of the texts, if those are given
+    texts: tuple[str, ...] = ()  # in place of a data set
     split: str = "train"  # of a data set on the hub, or of a folder of images
     subset: str | None = None  # configuration of a data set on the hub
     text_column: str | None = None  # default: found by name
@@ -62,19 +63,18 @@ class DataOptions:
 DataSource = str | Path | DataOptions
 
 
-def check_data(options: DataOptions, most: int = 1) -> int:
-    """Number of samples, counted up to `most`, so that unusable data is reported before a model is loaded."""
+def check_data(options: DataOptions) -> None:
+    """Raise for unusable data, before a model is loaded."""
     try:
-        found = sum(1 for _ in itertools.islice(_rows(options), most))
+        found = next(iter(_rows(options)), None)
     except StatisticsError:
         raise
     except StopIteration:  # raised by `datasets` for an empty file
-        found = 0
+        found = None
     except Exception as error:  # readers of files raise errors of many types
         raise StatisticsError(f"{options.location}: the data cannot be read: {in_one_line(error)}") from error
-    if not found:
+    if found is None:
         raise StatisticsError(f"{options.location} is empty; expected at least one sample")
-    return found
 
 
 def data_of(recipe: Recipe, data: DataSource | Mapping[str, DataSource]) -> dict[str, DataOptions]:
@@ -105,22 +105,16 @@ def by_expert(recipe: Recipe, data: Any) -> dict[str, Any]:
     return {label: given[label] for label in recipe.labels if label in given}
 
 
-def prepare_data(chosen: Mapping[str, DataOptions], most: int = 1) -> int:
-    """Open every data set before the first model is loaded, which may take minutes.
-
-    Returns:
-        The number of samples of the smallest, counted up to `most`.
-    """
+def prepare_data(chosen: Mapping[str, DataOptions]) -> None:
+    """Open every data set before the first model is loaded, which may take minutes."""
     problems: list[str] = []
-    fewest = most
     for options in dict.fromkeys(chosen.values()):
         try:
-            fewest = min(fewest, check_data(options, min(most, options.max_samples or most)))
+            check_data(options)
         except StatisticsError as error:
             problems += error.problems
     if problems:
         raise StatisticsError("The data cannot be used.", problems)
-    return fewest
 
 
 def make_batches(
@@ -145,6 +139,11 @@ def make_batches(
     device = next(loaded.model.parameters()).device
     while batch := list(itertools.islice(rows, options.batch_size)):
         yield {k: v.to(device) for k, v in encode(batch).items()}
+
+
+def first_row(options: DataOptions) -> Row:
+    """The first row of a data set that is not empty."""
+    return next(iter(_rows(options)))
 
 
 def is_contrastive(config: Mapping[str, Any]) -> bool:
@@ -188,6 +187,8 @@ def class_prompts(loaded: Loaded, options: DataOptions) -> dict[str, Tensor]:
 
 def _rows(options: DataOptions) -> Iterable[Row]:
     """Rows of a data set, streamed."""
+    if options.texts:
+        return [{TEXT_COLUMNS[0]: text} for text in options.texts]
     path = local_path(options.location, error=StatisticsError)
     if path.suffix == ".npz" and path.is_file():
         return _arrays(path)
@@ -281,6 +282,8 @@ class _Encoder:
         out["input_ids"] = known_ids(self._model, **{k: out[k] for k in ("input_ids", "attention_mask")})
         if getattr(self._model.config, "is_encoder_decoder", False):
             out |= _decoder_inputs(self._model, self.tokenizer, rows, options)
+        elif self._apart and options.target_column is not None:
+            out = _followed(self.tokenizer, rows, options, out)
         elif self._labels and options.label_column is None and "labels" in self.known:
             out["labels"] = out["input_ids"].masked_fill(out["attention_mask"] == 0, -100)
         return out
@@ -343,6 +346,21 @@ def _decoder_inputs(model: Any, tokenizer: Any, rows: list[Row], options: DataOp
     shifted = torch.cat([torch.full((len(rows), 1), start), ids[:, :-1]], dim=1)
     seen = torch.cat([torch.ones(len(rows), 1, dtype=mask.dtype), mask[:, :-1]], dim=1)
     return {"decoder_input_ids": shifted, "decoder_attention_mask": seen, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def _followed(tokenizer: Any, rows: list[Row], options: DataOptions, texts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Texts with their targets behind them, whose tokens are the labels."""
+    targets = _column(rows, options.target_column, (), str, "target", options.location)
+    found = tokenizer(targets, add_special_tokens=False)["input_ids"]
+    ids = [t[m.bool()].tolist() for t, m in zip(texts["input_ids"], texts["attention_mask"], strict=True)]
+    lengths = [len(i) + len(t) for i, t in zip(ids, found, strict=True)]
+    out = {name: torch.full((len(ids), max(lengths)), fill) for name, fill in
+           (("input_ids", 0), ("attention_mask", 0), ("labels", -100))}  # fmt: skip
+    for n, (own, target) in enumerate(zip(ids, found, strict=True)):
+        out["input_ids"][n, : lengths[n]] = torch.tensor(own + target)
+        out["attention_mask"][n, : lengths[n]] = 1
+        out["labels"][n, len(own) : lengths[n]] = torch.tensor(target)
+    return out
 
 
 def _start_token(model: Any) -> int:

@@ -113,6 +113,31 @@ def load_model(
     return Loaded(model.to(device).eval(), checkpoint, adapter, _files(adapter, checkpoint))
 
 
+def can_switch(location: str) -> bool:
+    """True for an adapter whose tensors are all factors: PEFT takes it off a base again."""
+    with locate(location) as found:
+        return isinstance(found, LocatedAdapter) and found.adapter.layout == "peft" and not found.adapter.extras
+
+
+def switched(loaded: Loaded, location: str) -> Loaded:
+    """The loaded base with another adapter in place of the one on it; see `can_switch`.
+
+    Raises:
+        StatisticsError: PEFT would apply it differently than in training.
+    """
+    with locate(location) as found:
+        assert isinstance(found, LocatedAdapter)
+        _check_for_peft(found.adapter, location)
+    model: Any = loaded.model
+    before = model.active_adapter
+    path, revision = local_files(location)
+    with _quiet_peft():
+        model.load_adapter(path, adapter_name="first" if before == "other" else "other", **revision)
+        model.set_adapter("first" if before == "other" else "other")
+        model.delete_adapter(before)
+    return Loaded(model.eval(), loaded.checkpoint, location, _files(location, loaded.checkpoint))
+
+
 @contextlib.contextmanager
 def _quiet_peft() -> Iterator[Any]:
     """PEFT, without its warnings about transformers."""

@@ -137,27 +137,26 @@ def prepare_inputs(
         source: its data.
         new_tokens: tokens that a generating model adds to an input; 0: the input's own tokens are predicted.
         labels: read labels too (`label_column`).
-        measuring: set every second input of the search apart to measure statistics on.
+        measuring: set every second input of the search apart to measure statistics on; a single one serves both.
         note: see `make_batches`.
 
     Raises:
         StatisticsError: too few inputs for a sample in each part, or data that cannot be used.
     """
     search, final, measured = _InputPart(), _InputPart(), _InputPart()
-    given, shared, name = _batches(loaded, source, note, labels=labels)
+    given, shared, name = batches_of(loaded, source, note, labels=labels)
     for batch in given:
-        whole = replace(_completed(loaded, batch, new_tokens), shared=shared)
+        whole = replace(completed(loaded, batch, new_tokens), shared=shared)
         even, odd = range(0, whole.samples, 2), range(1, whole.samples, 2)
         shift = (search.samples + measured.samples) % 2 if measuring else 0
         measured.add(whole, even[shift::2] if measuring else ())
         search.add(whole, even[1 - shift :: 2] if measuring else even)
         final.add(whole, odd)
-    if not (search.samples and final.samples and (measured.samples or not measuring)):
-        least = "3 inputs" if measuring else "2 inputs"
-        more = ", and part of the first half for statistics" if measuring else ""
+    search = search if search.samples else measured  # one input for both
+    if not final.samples:
         raise StatisticsError(
-            f"{name}: expected at least {least} for expert '{label}' (32 to 256 are usual): one half for "
-            f"the search and one for the final comparison{more}."
+            f"{name}: expected at least 2 inputs for expert '{label}' (32 to 256 are usual): one half for the search "
+            "and one for the final comparison."
         )
     return ExpertInputs(label, tuple(search.batches), tuple(final.batches), tuple(measured.batches))
 
@@ -208,7 +207,7 @@ class _InputPart:
         self.samples += len(taken)
 
 
-def _batches(
+def batches_of(
     loaded: Loaded, source: InputSource, note: Callable[[str], object], *, labels: bool
 ) -> tuple[Iterable[Mapping[str, Tensor]], Mapping[str, Tensor], str]:
     """Batches, keyword arguments that all of them share, and the name of the data for messages."""
@@ -221,7 +220,7 @@ def _batches(
     return given, shared, source.location
 
 
-def _completed(loaded: Loaded, given: Mapping[str, Tensor], new_tokens: int) -> InputBatch:
+def completed(loaded: Loaded, given: Mapping[str, Tensor], new_tokens: int) -> InputBatch:
     """A batch with the expert's own continuations, and a mask of the predictions that count."""
     arguments = dict(given)
     labels = arguments.pop("labels", None)
@@ -232,7 +231,10 @@ def _completed(loaded: Loaded, given: Mapping[str, Tensor], new_tokens: int) -> 
             return InputBatch(arguments, labels != -100, labels)
         return _with_target(model, arguments, new_tokens or 1)
     mask = arguments.get("attention_mask")
-    if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")) and mask is not None:
+    if is_causal(model) and mask is not None:
+        if labels is not None and labels.ndim == 2:  # texts that end with given answers
+            labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+            return InputBatch(arguments, labels != -100, labels)
         if new_tokens and model.can_generate():
             return _continued(model, arguments, new_tokens)
         known = arguments["input_ids"][:, 1:].masked_fill(mask[:, 1:] == 0, -100)
@@ -240,6 +242,12 @@ def _completed(loaded: Loaded, given: Mapping[str, Tensor], new_tokens: int) -> 
     by_token = type(model).__name__.endswith(("ForMaskedLM", "ForTokenClassification"))
     counted = mask.bool() if by_token and mask is not None else None
     return InputBatch(arguments, counted, labels)
+
+
+def is_causal(model: Any) -> bool:
+    """True for a model of transformers, or an adapter on one, that continues texts."""
+    inner = getattr(model, "get_base_model", lambda: model)()
+    return type(inner).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
 
 def _with_target(model: Any, arguments: dict[str, Tensor], new_tokens: int) -> InputBatch:

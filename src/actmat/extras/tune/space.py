@@ -25,9 +25,6 @@ DEFAULT_METHODS = (
 ADAPTER_METHODS = ("average", "tsv", "cart", "dc_merge", "aswudi", "dc_merge@pico", "regmean")
 """In place of them where all experts are adapters: those that merge factors and were near the best on adapters."""
 
-FEW_INPUTS = 32
-"""Inputs per expert below which the usual methods do not measure statistics on a quarter of them."""
-
 SCALES = (0.3, 0.5, 0.7, 1.0, 1.5, 2.0)
 
 
@@ -116,16 +113,11 @@ class SearchSpace(BaseModel):
         """Every merge of the first stage."""
         return [choice for method in self.methods for choice in method.choices()]
 
-    def fitted(self, *, to_adapters: bool, few_inputs: bool) -> SearchSpace:
-        """The same with methods that suit the experts and their inputs, unless methods were given.
-
-        Few inputs are not divided further: methods that measure statistics on some of them are left out.
-        """
+    def fitted(self, *, to_adapters: bool) -> SearchSpace:
+        """The same with methods that suit the experts, unless methods were given."""
         if "methods" in self.model_fields_set:
             return self
-        usual = _usual(ADAPTER_METHODS if to_adapters else DEFAULT_METHODS)
-        kept = tuple(m for m in usual if not (few_inputs and get_method(m.method).needs_statistics))
-        return self.model_copy(update={"methods": kept})
+        return self.model_copy(update={"methods": _usual(ADAPTER_METHODS if to_adapters else DEFAULT_METHODS)})
 
     @property
     def statistics(self) -> frozenset[str]:

@@ -47,7 +47,7 @@ from actmat.extras.tune.report import (
 )
 from actmat.extras.tune.search import Varied, choose, pareto_front, parse_budget, search
 from actmat.extras.tune.settings import Effort, Pace, TuneProgress, TuneSettings, usual_tune_progress
-from actmat.extras.tune.space import FEW_INPUTS, MergeChoice, SearchSpace, TuneCandidate, make_space
+from actmat.extras.tune.space import MergeChoice, SearchSpace, TuneCandidate, make_space
 from actmat.planning.model import MergePlan
 from actmat.recipe import Recipe
 from actmat.recipe.arguments import Location, make_arguments
@@ -200,19 +200,14 @@ def tune_recipe(
         if not isinstance(space, SearchSpace):
             recipe = inputs.recipe.model_copy(update={"base": recipe.base})
             space = space(recipe)
-        sources, fewest = _sources(recipe, data, inputs.base.config or {})
-        fitted = space.fitted(to_adapters=bool(inputs.factor_bytes), few_inputs=fewest < FEW_INPUTS)
+        sources = sources_of(recipe, data, inputs.base.config or {})
+        fitted = space.fitted(to_adapters=bool(inputs.factor_bytes))
         device, note = model_device(run.device)
         settings = dataclasses.replace(settings, device=device)
         work = stack.enter_context(_work_folder(out, run))
         searching = _Search(recipe, inputs, fitted, settings, run, progress, work)
         if note:
             searching.say(note)
-        if fewest < FEW_INPUTS and space.fitted(to_adapters=False, few_inputs=False).statistics > fitted.statistics:
-            searching.say(
-                f"Methods that measure statistics, such as regmean, were left out: an expert has {fewest} inputs, and "
-                f"they need {FEW_INPUTS}. Give more, or name them in the space (--methods)."
-            )
         return searching.report(sources, began)
 
 
@@ -236,14 +231,14 @@ def _checked_out(recipe: Recipe) -> Path:
     return Path(recipe.out)
 
 
-def _sources(recipe: Recipe, data: Data, config: Mapping[str, Any]) -> tuple[dict[str, InputSource], int]:
-    """Expert -> its data; and the fewest inputs of one, counted up to `FEW_INPUTS`. Data sets are opened once.
+def sources_of(recipe: Recipe, data: Data, config: Mapping[str, Any], *, whole: bool = True) -> dict[str, InputSource]:
+    """Expert -> its data, of all experts if `whole`. Data sets are opened once.
 
     Of a location, as many inputs as are usual are read; folders of images have their classes by name where the base
     compares images with texts.
     """
     given = by_expert(recipe, data)
-    if missing := [label for label in recipe.labels if label not in given]:
+    if whole and (missing := [label for label in recipe.labels if label not in given]):
         raise RecipeError("Every expert needs inputs of its own.", [f"no data is given for '{m}'" for m in missing])
     sources: dict[str, InputSource] = {}
     for label, source in given.items():
@@ -255,9 +250,8 @@ def _sources(recipe: Recipe, data: Data, config: Mapping[str, Any]) -> tuple[dic
             sources[label] = source
         else:
             raise StatisticsError(f"The batches of '{label}' are empty: expected 32 to 256 inputs.")
-    fewest = prepare_data({label: o for label, o in sources.items() if isinstance(o, DataOptions)}, FEW_INPUTS)
-    sizes = [sum(len(next(iter(b.values()))) for b in o) for o in sources.values() if not isinstance(o, DataOptions)]
-    return sources, min([fewest, *sizes])
+    prepare_data({label: o for label, o in sources.items() if isinstance(o, DataOptions)})
+    return sources
 
 
 def _with_classes(label: str, source: DataOptions, config: Mapping[str, Any]) -> DataOptions:

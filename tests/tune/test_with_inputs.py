@@ -1,0 +1,185 @@
+"""`actmat merge --data` and `--check`: merges by a few inputs of each expert, and the answers that they keep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.helpers.family import TEXTS, data_flags, model_flags
+from tests.helpers.merging import actmat
+
+import actmat as api
+from actmat.diagnostics.model import read_diagnosis
+from actmat.errors import RecipeError
+from actmat.extras.models.loading import load_model
+from actmat.extras.tune.evaluate import default_predict
+from actmat.extras.tune.settings import TuneProgress
+from actmat.extras.tune.with_inputs import InputSettings, is_prompt, merge_with_inputs
+from actmat.recipe import Recipe, make_recipe
+from actmat.report import read_manifest
+from actmat.settings import RunSettings
+
+QUICK = ["--set", "new_tokens=4"]
+
+
+def adapter_flags(family: Path) -> list[str]:
+    places = [x for name in TEXTS for x in ("-e", f"{name}={family / 'adapters' / name}")]
+    return ["-b", str(family / "base"), *places]
+
+
+def merged(family: Path, out: Path, *flags: str) -> Any:
+    outcome = actmat(["merge", *flags, "--out", str(out), *QUICK, "--json"])
+    assert outcome.code == 0, outcome
+    return json.loads(outcome.out)["outputs"][0]
+
+
+@pytest.fixture(scope="module")
+def adapters(family: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A merge of adapters by the texts, and its JSON."""
+    out = tmp_path_factory.mktemp("inputs") / "merged"
+    return out, merged(family, out, *adapter_flags(family), *data_flags(family))
+
+
+def test_adapters_become_an_adapter_by_regmean_of_their_inputs(
+    family: Path, adapters: tuple[Path, Any], tmp_path: Path
+) -> None:
+    out, found = adapters
+    assert (found["method"], found["kind"]) == ("regmean", "adapter")
+    notes = [n["text"] for n in found["notes"]]
+    assert "inputs of 'math': 5 measured; answers compared on 1 (held back)" in notes
+    assert any("regmean" in n and "statistics" in n for n in notes)
+    assert [p.name for p in out.parent.iterdir()] == ["merged"], "no statistics and no average are left"
+    first = [t for n, t in enumerate(TEXTS["math"]) if n != 3]
+    for name in TEXTS:
+        texts = [t for n, t in enumerate(TEXTS[name]) if n != 3]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+        place = ["--base", str(family / "base"), "--data", str(tmp_path / f"{name}.jsonl")]
+        stats = ["statistics", "collect", str(family / "adapters" / name), *place, "--out", str(tmp_path / name)]
+        assert actmat([*stats, "--quiet"]).code == 0
+    assert len(first) == 5
+    statistics = [x for name in TEXTS for x in ("--statistics", f"{name}={tmp_path / name}")]
+    by_hand = tmp_path / "by-hand"
+    assert actmat(["merge", *adapter_flags(family)[2:], *statistics, "--out", str(by_hand), "--quiet"]).code == 0
+    mine, theirs = (load_file(p / "adapter_model.safetensors") for p in (out, by_hand))
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, theirs[name])
+
+
+def test_kept_is_the_share_of_the_experts_own_tokens_that_the_merge_ranks_first(
+    family: Path, adapters: tuple[Path, Any]
+) -> None:
+    out, found = adapters
+    for row, name in zip(found["answers"], TEXTS, strict=True):
+        base = str(family / "base")
+        expert, mine = (load_model(str(p), adapters_base=base) for p in (family / "adapters" / name, out))
+        from transformers import AutoTokenizer
+
+        ids = AutoTokenizer.from_pretrained(base)(TEXTS[name][3], return_tensors="pt").input_ids
+        model: Any = expert.model
+        with torch.no_grad():
+            seen = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            whole = model.generate(**seen, max_new_tokens=4, do_sample=False, pad_token_id=0)
+            ranked = default_predict(mine.model, {"input_ids": whole}).argmax(-1)[:, :-1]
+        answer = slice(ids.shape[1] - 1, None)
+        kept = (ranked == whole[:, 1:])[:, answer].double().mean()
+        assert 1 - row["disagreement"] == pytest.approx(float(kept))
+        assert (row["expert"], row["inputs"], row["measured"]) == (name, 1, False)
+        assert row["low"] <= kept <= row["high"]
+        assert row["average"] is not None
+
+
+@pytest.mark.parametrize("text", ["one two three", "What is 2.5 plus 3?"])
+def test_one_prompt_in_the_flag_is_measured_and_asked(family: Path, tmp_path: Path, text: str) -> None:
+    flags = [x for name in TEXTS for x in ("--data", f"{name}={text}")]
+    outcome = actmat(["merge", *adapter_flags(family), *flags, "--out", str(tmp_path / "m"), *QUICK])
+    assert outcome.code == 0, outcome
+    lines = outcome.out.splitlines()
+    head = next(n for n, line in enumerate(lines) if line.startswith("expert"))
+    assert head <= 2, "first, below the name of the output"
+    assert "answers kept" in lines[head]
+    assert "1*" in lines[head + 1]
+    assert "*: the merge has seen these inputs" in outcome.out
+    assert "1 measured; answers compared on 1 (the same)" in " ".join(outcome.out.split())
+    assert max(map(len, lines)) <= 80
+
+
+def test_models_are_checked_on_inputs_of_their_own_and_the_report_says_it(family: Path, tmp_path: Path) -> None:
+    out = tmp_path / "merged"
+    check = [x for name in TEXTS for x in ("--check", f"{name}={family / name}.jsonl")]
+    found = merged(family, out, *model_flags(family), *data_flags(family), *check, "--diagnose")
+    assert found["method"] == "regmean"
+    assert [r["inputs"] for r in found["answers"]] == [6, 6]
+    agreement = read_diagnosis(out).agreement
+    assert agreement is not None
+    assert [r.disagreement for r in agreement] == [r["disagreement"] for r in found["answers"]]
+    page = (out / "report.html").read_text()
+    assert "Answers kept" in page
+    assert api.verify(out).ok
+    again = merged(family, out, *model_flags(family), *data_flags(family), *check, "--diagnose")
+    assert again["was_finished"]
+
+
+def test_check_alone_compares_any_method_and_labels_give_accuracy(family: Path, tmp_path: Path) -> None:
+    rows = [{"text": "one two", "answer": " three"}, {"text": "four", "answer": " five six"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    check = ["--check", f"math={tmp_path / 'a.jsonl'}"]
+    outcome = actmat(["merge", *model_flags(family), "-m", "ties", *check, "--out", str(tmp_path / "m"), *QUICK])
+    assert outcome.code == 0, outcome
+    lines = outcome.out.splitlines()
+    at = next(n for n, line in enumerate(lines) if line.startswith("expert"))
+    head, first, below = lines[at : at + 3]
+    assert head.split() == ["expert", "answers", "kept", "95", "%", "by", "average", "accuracy", "expert's", "inputs"]
+    assert first.split()[0] == "math"
+    assert "0.0%" in first, "a random model does not know the answers"
+    assert "code" not in below
+
+
+def test_statistics_are_kept_on_request_and_repeat_the_merge(family: Path, tmp_path: Path) -> None:
+    out = tmp_path / "merged"
+    keep = ["--set", "keep_statistics=true"]
+    merged(family, out, *adapter_flags(family), *data_flags(family), *keep)
+    assert {p.name for p in (tmp_path / "merged.statistics").iterdir()} == {*TEXTS}
+    recipe = read_manifest(out)["recipe"]
+    assert recipe["experts"][0]["statistics"] == str(tmp_path / "merged.statistics" / "math")
+
+
+def test_without_inputs_the_summary_says_how_to_measure_and_gives_no_norm(family: Path, tmp_path: Path) -> None:
+    outcome = actmat(["merge", *model_flags(family), "--out", str(tmp_path / "m")])
+    assert "  is it good? Not measured: add --data NAME=INPUTS" in outcome.out
+    assert "norm of" not in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--data", "more.jsonl"], "every expert needs inputs of its own task"),
+        (["--data", "math=one two"], "no data is given for 'code'"),
+        (["--check", "mth=one two"], "no expert is named 'mth'"),
+        (["--data", "math=none.jsonl", "--data", "code=none.jsonl"], "no such file"),
+        (["--data", "math=a b", "--data", "code=a b", "--plan"], "--plan reads headers only"),
+        (["--set", "tune_scale=true"], "chooses the scale by --data"),
+    ],
+)
+def test_wrong_inputs(family: Path, tmp_path: Path, flags: list[str], text: str) -> None:
+    outcome = actmat(["merge", *model_flags(family), *flags, "--out", str(tmp_path / "m")])
+    assert outcome.code in (1, 2), outcome
+    assert text in " ".join(outcome.err.replace("│", " ").split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_prompts_and_places() -> None:
+    assert is_prompt("Question: a / b?\nAnswer:")
+    assert not any(map(is_prompt, ["org/name", "my data.jsonl", "./a b", "word"]))
+
+
+def test_an_unknown_expert_is_an_error_in_python(family: Path, tmp_path: Path) -> None:
+    recipe: Recipe = make_recipe(
+        {"base": str(family / "base"), "experts": [str(family / "experts" / n) for n in TEXTS], "out": str(tmp_path)}
+    )
+    with pytest.raises(RecipeError, match="unknown experts"):
+        merge_with_inputs([recipe], {"x": "a b"}, {}, InputSettings(), RunSettings(), TuneProgress())
