@@ -47,12 +47,11 @@ def test_plan_lists_what_is_merged_and_what_is_kept(pair: list[str]) -> None:
     }
 
 
-def test_merge_needs_no_base_and_compares_the_norms(pair: list[str], tmp_path: Path) -> None:
+def test_merge_needs_no_base_and_says_how_to_measure_it(pair: list[str], tmp_path: Path) -> None:
     outcome = actmat(["merge", *pair, "--out", str(tmp_path / "out"), "--rank", "3"])
     assert outcome.code == 0
     text = words(outcome.out + outcome.err)
-    assert "x the experts' mean norm" in text
-    assert "x the norm of their sum" in text
+    assert "is it good? Not measured: add --data NAME=INPUTS" in text
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 3
 
 

@@ -158,13 +158,11 @@ def test_the_command_line_says_the_size_and_warns_once(models: Path, tmp_path: P
         return run(["merge", "-m", "actmat", *inputs, "--out", str(tmp_path / "out"), "--overwrite", *more]).out
 
     plain = said()
-    assert "x the experts' mean norm," in plain
-    assert "x the norm of their sum" in plain
+    assert "norm of" not in plain, "norms do not say whether a merge is good"
     assert "warning AM402" in plain
     assert "warning" not in said("--scale", "0.1")
     assert "warning" not in said("--set", "mute=AM402")
     diagnosed = said("--diagnose")
-    assert "x the norm of their sum" in diagnosed
     assert "warning" not in diagnosed  # the check says it
     assert "AM402" in diagnosed
     assert said("--quiet") == ""

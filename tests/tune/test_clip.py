@@ -47,7 +47,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def flags(clip: Path, out: Path, *more: str) -> list[str]:
     experts = [x for n in CLASSES for x in ("-e", str(clip / n))]
-    data = [x for n in CLASSES for x in ("--data", f"{n}={clip / n}-images")]
+    data = [x for n in CLASSES for x in ("--data", f"{n}={clip / n}-images")] + ["--set", "tune_scale=true"]
     space = ["--methods", "average,tsv", "--scales", "0.5,1", "--budget", "4"]
     return ["tune", "-b", str(clip / "base"), *experts, *data, *space, "--dtype", "float32", "--out", str(out), *more]
 
@@ -83,6 +83,7 @@ def test_folders_of_images_name_the_classes_of_a_zero_shot_head(clip: Path, tmp_
 def test_only_the_scale_is_chosen_by_folders_of_images(clip: Path, tmp_path: Path) -> None:
     experts = [x for n in CLASSES for x in ("-e", str(clip / n))]
     data = [x for n in CLASSES for x in ("--data", f"{n}={clip / n}-images")]
+    data += ["--set", "tune_scale=true"]
     out = tmp_path / "scaled"
     done = run(
         ["merge", "-b", str(clip / "base"), *experts, *data, "-m", "tsv", "--dtype", "float32", "--out", str(out)]

@@ -52,7 +52,7 @@ def test_the_scale_of_a_recipe_file_is_replaced_and_its_rules_stay(family: Path,
     experts = "".join(f"  - {place}\n" for place in experts_of(family))
     rule = "rules:\n  - {match: '*lm_head*', keep: base}\n  - {match: '*down_proj*', scale: 0.25}\n"
     (tmp_path / "r.yaml").write_text(f"base: {family / 'base'}\nexperts:\n{experts}method: average\n{rule}")
-    done = run(["merge", str(tmp_path / "r.yaml"), *flags(family)[5:], "--out", str(tmp_path / "merged")])
+    done = run(["merge", str(tmp_path / "r.yaml"), *flags(family)[7:], "--out", str(tmp_path / "merged")])
     assert done.code == 0, done.err
     manifest = json.loads((tmp_path / "merged" / "actmat_manifest.json").read_text())
     rows = {r["name"]: r for r in manifest["tensors"]}

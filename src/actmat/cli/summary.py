@@ -153,7 +153,7 @@ def print_answers(report: MergeReport) -> None:
         if any(row.measured for row in report.answers):
             console.print("  *: the merge has seen these inputs; 4 or more, or --check, say more")
     elif len(report.plan.experts) > 1:
-        console.print("  is it good? Not measured: add --data NAME=INPUTS per expert, a prompt or a file")
+        console.print("  is it good? Not measured: add --data NAME=INPUTS per expert (a prompt or file)")
 
 
 def answers_table(rows: Sequence[AgreementRow]) -> Table:

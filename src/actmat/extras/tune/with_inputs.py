@@ -167,7 +167,8 @@ def merge_with_inputs(
     asking, folder = _Asking(Models(loader), settings, kinds, progress), Path(f"{outs[0]}.statistics")
     removed = not (settings.keep_statistics or folder.exists())
     try:
-        experts = [asking.expert(e, *(s.get(e.label) for s in sources), folder) for e in recipes[0].experts]
+        given_data, checked = sources
+        experts = [asking.expert(e, given_data.get(e.label), checked.get(e.label), folder) for e in recipes[0].experts]
         notes = tuple(asking.notes)
         if kinds and removed:
             notes += (
@@ -351,7 +352,7 @@ def _rows(reports: Sequence[MergeReport], recipe: Recipe, asking: _Asking) -> li
 
 def _of_average(recipe: Recipe, asking: _Asking) -> dict[str, tuple[AnswerComparison, float | None]]:
     """Comparison of the plain average's answers; empty where it would be large, or cannot be made."""
-    plain = Recipe(experts=("x",))
+    plain = Recipe(experts=(ExpertRef(path="x"),))
     experts = tuple(e.model_copy(update={"weight": 1.0, "statistics": "", "options": {}}) for e in recipe.experts)
     names = ("rules", "post", "postprocess", "options", "scale", "space", "notes", "pool")
     fields = {n: getattr(plain, n) for n in names} | {"method": "average", "experts": experts}
