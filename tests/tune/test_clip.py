@@ -47,7 +47,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def flags(clip: Path, out: Path, *more: str) -> list[str]:
     experts = [x for n in CLASSES for x in ("-e", str(clip / n))]
-    data = [x for n in CLASSES for x in ("--data", f"{n}={clip / n}-images")] + ["--set", "tune_scale=true"]
+    data = [x for n in CLASSES for x in ("--data", f"{n}={clip / n}-images")]
     space = ["--methods", "average,tsv", "--scales", "0.5,1", "--budget", "4"]
     return ["tune", "-b", str(clip / "base"), *experts, *data, *space, "--dtype", "float32", "--out", str(out), *more]
 

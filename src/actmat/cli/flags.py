@@ -181,7 +181,7 @@ class InputFlags(ReadingFlags):
 
 
 _OF_INPUTS = tuple(field.name for field in dataclasses.fields(InputFlags) if field.name not in ("data", "check"))
-Changed = TypeVar("Changed", RunSettings, InputFlags)
+Changed = TypeVar("Changed", bound=RunSettings | InputFlags)
 
 # Recipes
 
