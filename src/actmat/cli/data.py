@@ -1,4 +1,4 @@
-"""Inputs on the command line: merges by them, and comparison of a merged model with its experts."""
+"""`actmat diagnose MERGED --data`: compare a merged model with its experts on data."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from actmat.cli.flags import DataFlags, InputFlags, split_name
+from actmat.cli.flags import DataFlags, split_name
 
 if TYPE_CHECKING:
     from actmat.diagnostics.model import AgreementRow
     from actmat.extras.collect.data import DataOptions
-    from actmat.recipe import Recipe
-    from actmat.run import MergeReport
-    from actmat.settings import RunSettings
 
 
 def compare_answers(
@@ -45,29 +42,6 @@ def compare_answers(
             device=device,
             progress=lambda expert, done: bar.update(task, description=f"asking {expert}", completed=done),
         )
-
-
-def merge_by(
-    given: InputFlags, recipes: Sequence[Recipe], run: RunSettings, *, as_adapter: bool, quiet: bool
-) -> list[MergeReport]:
-    """Merge by inputs of the experts and compare answers; `as_adapter`: adapters become an adapter."""
-    from actmat.cli.searching import showing_search
-    from actmat.extras.tune.with_inputs import InputSettings, merge_with_inputs
-
-    data, check = (pairs_of(values or [], flag) for values, flag in ((given.data, "--data"), (given.check, "--check")))
-    if isinstance(data, str) or isinstance(check, str):
-        raise typer.BadParameter("every expert needs inputs of its own task: give --data NAME=INPUTS once per expert")
-    options = given.options("", max_samples=given.samples, label_column=given.label_column)
-    settings = InputSettings(
-        reading=options,
-        new_tokens=given.new_tokens,
-        model_class=given.model_class,
-        dtype=given.model_dtype,
-        keep_statistics=given.keep_statistics,
-        as_adapter=as_adapter,
-    )
-    with showing_search(quiet=quiet) as progress:
-        return merge_with_inputs(recipes, data, check, settings, run, progress)
 
 
 def pairs_of(given: Sequence[str], flag: str = "--data") -> dict[str, str] | str:

@@ -140,7 +140,7 @@ def _merge(
     from actmat.api.merging import merge_recipes
 
     if asked.data or asked.check:
-        from actmat.cli.data import merge_by
+        from actmat.cli.searching import merge_by
 
         reports = merge_by(asked, recipes, run, as_adapter=as_adapter, quiet=quiet)
     else:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from actmat.cli.flags import InputFlags
     from actmat.extras.tune.report import TuneReport
     from actmat.extras.tune.settings import TuneProgress
     from actmat.recipe import Recipe
@@ -148,3 +149,28 @@ def tune_scales(recipes: Sequence[Recipe], data: Sequence[str], run: RunSettings
                 print_summary(report.merged)
                 print_search(report)
     return [report.merged for report in reports]
+
+
+def merge_by(
+    given: InputFlags, recipes: Sequence[Recipe], run: RunSettings, *, as_adapter: bool, quiet: bool
+) -> list[MergeReport]:
+    """Merge by inputs of the experts and compare answers; `as_adapter`: adapters become an adapter."""
+    import typer
+
+    from actmat.cli.data import pairs_of
+    from actmat.extras.tune.with_inputs import InputSettings, merge_with_inputs
+
+    data, check = (pairs_of(values or [], flag) for values, flag in ((given.data, "--data"), (given.check, "--check")))
+    if isinstance(data, str) or isinstance(check, str):
+        raise typer.BadParameter("every expert needs inputs of its own task: give --data NAME=INPUTS once per expert")
+    options = given.options("", max_samples=given.samples, label_column=given.label_column)
+    settings = InputSettings(
+        reading=options,
+        new_tokens=given.new_tokens,
+        model_class=given.model_class,
+        dtype=given.model_dtype,
+        keep_statistics=given.keep_statistics,
+        as_adapter=as_adapter,
+    )
+    with showing_search(quiet=quiet) as progress:
+        return merge_with_inputs(recipes, data, check, settings, run, progress)
