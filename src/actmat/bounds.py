@@ -32,6 +32,9 @@ MAX_WRITTEN_VALUES = 20_000_000
 MAX_DEPTH = 100
 """Deepest nesting of JSON values; configs and manifests have less than 10."""
 
+MAX_DIGITS = 100
+"""Most digits of a whole number in a JSON text; some tokenizers state a length of 10^30."""
+
 MAX_PATH_BYTES = 4095
 """Longest path that Linux takes."""
 
@@ -169,14 +172,28 @@ def parse_object(
     """
     check_values(text, where, values=values, error=error)
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys if unique else None)
-        _check_depth(value)
-    except (ValueError, RecursionError) as problem:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        value = parse_json(text, unique=unique)
+    except ValueError as problem:
         raise error(
             f"{where}: expected JSON, found {str(problem)[:200]}. Fix: fetch or write the file again."
         ) from problem
     if not isinstance(value, dict):
         raise error(f"{where}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
+    """A JSON value of any kind with the bounds of `read_object`, for short texts.
+
+    Raises:
+        ValueError: not JSON in UTF-8, nested too deeply, or with a number of more than `MAX_DIGITS` digits.
+    """
+    text = text.decode("utf-8") if isinstance(text, bytes) else text
+    try:
+        value = json.loads(text, object_pairs_hook=unique_keys if unique else None, parse_int=_whole_number)
+    except RecursionError:
+        raise ValueError(f"values nested more than {MAX_DEPTH} deep") from None
+    _check_depth(value)
     return value
 
 
@@ -193,6 +210,12 @@ def check_values(
     found = sum(map(text.count, (b",", b"[", b"{")))
     if found > values:
         raise error(f"{where}: expected a JSON text of at most {values} values, found about {found}")
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def entries(group: Registry) -> Mapping[str, EntryPoint]:
     return found
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # a name may come from a recipe, and belong to no plug-in
 def _loaded(group: Registry, name: str) -> object:
     entry = entries(group).get(name)
     if entry is None:

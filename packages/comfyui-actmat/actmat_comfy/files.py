@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
 Stamp = tuple[int, ...]
+MOST_WATCHED = 1000
 
 
 def stamp(file: Path) -> Stamp:
@@ -29,8 +31,9 @@ class Watched:
         self._number = 0
 
     def add(self, files: Iterable[Path]) -> None:
-        """Watch these files; already watched files keep their recorded state."""
-        self._seen = {file: stamp(file) for file in files} | self._seen
+        """Watch these files, and the last ones before them; already watched files keep their recorded state."""
+        seen = {file: self._seen.get(file) or stamp(file) for file in files} | self._seen
+        self._seen = dict(itertools.islice(seen.items(), MOST_WATCHED))
 
     def number(self) -> int:
         """The number; increases by one if a file has changed since the last call."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
-from actmat.bounds import read_bytes, read_object
+from actmat.bounds import parse_json, read_bytes, read_object
 from actmat.checkpoints.folder import ADAPTER_CONFIG, INDEX_SUFFIX, is_plain_name, nested_member
 from actmat.errors import CheckpointError
 
@@ -211,7 +211,7 @@ def side_files_in(sizes: Mapping[str, int], merged: Collection[str], fetch: Call
 def _modules(path: Path) -> list[str]:
     """Folders of modules that `modules.json` names, except the top folder, which is the model itself."""
     try:
-        listed = json.loads(read_bytes(path))
+        listed = parse_json(read_bytes(path))
         paths = [str(module["path"]) for module in listed]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(

@@ -20,6 +20,9 @@ from actmat.planning.model import MergePlan
 from actmat.planning.placement import DeviceRoom
 from actmat.system import usable_cores
 
+MOST_WORKERS = 1024
+"""Most threads that a user's number starts; each takes memory before it has work."""
+
 
 @dataclass(frozen=True, slots=True)
 class Resources:
@@ -65,7 +68,7 @@ def share_resources(
     Raises:
         RecipeError: the largest tensor alone does not fit.
     """
-    workers = usable_cores() if threads is None else threads
+    workers = usable_cores() if threads is None else min(threads, MOST_WORKERS)
     if workers < 1:
         raise RecipeError(f"--threads must be at least 1; got {threads}.")
     width = torch_dtype(plans[0].recipe.compute_dtype).itemsize

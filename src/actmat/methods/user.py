@@ -60,7 +60,7 @@ def load_user_method(name: str) -> MergeMethod:
     return _load(name, method_version(name) or "")
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)  # a file that is edited is another one each time
 def _load(name: str, digest: str) -> MergeMethod:
     path, attribute = _file(name), name.rpartition(":")[2]
     spec = importlib.util.spec_from_file_location(f"actmat_user_{digest[:16]}", path)

@@ -117,8 +117,8 @@ def _configs(metadata: Mapping[str, str], problems: list[str], notes: list[str])
     if text is None:
         return {}
     try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError):
+        fields = parse_json(text)
+    except ValueError:
         fields = None
     if not isinstance(fields, dict):
         problems.append(f"the metadata '{METADATA_KEY}' is not a JSON object: {shown(text)}")

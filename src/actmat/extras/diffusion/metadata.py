@@ -82,8 +82,8 @@ def metadata_notes(metadata: Mapping[str, str]) -> tuple[str, ...]:
 def _arguments(text: str | None) -> dict[str, Any] | None:
     """Network settings; None if they cannot be read."""
     try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
+        found = parse_json(text or "{}")
+    except ValueError:
         return None
     if found is None:
         return {}

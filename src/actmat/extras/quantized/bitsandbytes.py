@@ -106,7 +106,7 @@ def _four_bit(spec: TensorSpec, state_name: str, headers: Headers) -> FourBitTen
     specs, name = headers.specs, spec.name
     if specs[state_name].numel > MOST_STATE_BYTES or specs[state_name].dtype != "uint8":
         return "its state is not a short text"
-    state: dict[str, Any] = json.loads(bytes(headers.read(state_name).tolist()).decode())
+    state: dict[str, Any] = parse_json(bytes(headers.read(state_name).tolist()))
     shape = tuple(_size(n) for n in state["shape"])
     block, dtype = _size(state["blocksize"]), str(state["dtype"]).removeprefix("torch.")
     blocks = -(-count(shape) // block)

@@ -373,7 +373,7 @@ def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
                 file.write("\n")
         for line in text.splitlines():
             try:
-                entry = json.loads(line)
+                entry = parse_json(line)
                 done[str(entry["key"])] = entry
             except (ValueError, KeyError, TypeError):
                 continue
