@@ -50,7 +50,14 @@ def read_config(directory: Path | None) -> Mapping[str, Any] | None:
     """Parsed `config.json` of a folder, or None without the folder or the file."""
     if directory is None or not os.path.lexists(directory / "config.json"):
         return None
-    return read_object(member(directory, "config.json"))
+    config = read_object(path := member(directory, "config.json"))
+    named = config.get("architectures") or ()
+    if not isinstance(named, str | list | tuple):
+        raise CheckpointError(
+            f"{path}: expected a list of class names as 'architectures', found {shown(named)}. Likely cause: a file of "
+            "another program. Fix: fetch it again."
+        )
+    return {**config, "architectures": [named]} if isinstance(named, str) else config
 
 
 def read_index(path: Path) -> dict[str, str]:

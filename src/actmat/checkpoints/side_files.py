@@ -9,7 +9,6 @@ records, files that the output writes itself, media, hidden files, and files too
 from __future__ import annotations
 
 import fnmatch
-import json
 import mimetypes
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence

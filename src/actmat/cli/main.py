@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -20,7 +22,7 @@ import typer
 
 from actmat.cli.listing import Commands
 from actmat.cli.streams import checked_stdout, open_closed_streams, say, show_any_text
-from actmat.errors import MergeError, memory_errors
+from actmat.errors import MergeError, OutputError, memory_errors
 from actmat.foreign import terminal
 from actmat.version import __version__
 
@@ -168,7 +170,23 @@ def main() -> None:
     except MergeError as error:
         _fail(str(error), error, error.exit_code)
     except Exception as error:  # noqa: BLE001 - users never see a traceback
+        if full := _full_disk(error):
+            _fail(full, error, OutputError.exit_code)
         _fail(_describe_bug(error), error, MergeError.exit_code)
+
+
+def _full_disk(error: Exception) -> str:
+    """Message for a disk that took no more, outside of an output or in a library's own writer; else empty."""
+    told = re.search(r"os error (\d+)", str(error))  # of safetensors
+    number = getattr(error, "errno", None) or (int(told[1]) if told else None)
+    if "failed writing file" in str(error):  # of torch, whose errors have no number
+        number = errno.ENOSPC
+    if number not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+        return ""
+    place = (
+        getattr(error, "filename", None) or os.environ.get("TMPDIR") or "the output, or the temporary folder"
+    )
+    return f"Cannot write to {terminal(place)}: {os.strerror(number)}. Fix: free some space; the inputs are unchanged."
 
 
 def _describe_bug(error: Exception) -> str:

@@ -10,12 +10,12 @@ Shapes: `O` out_features, `I` in_features, `R` rank, `k` kernel of a convolution
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from actmat.bounds import parse_json
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.folder import shown
 from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint

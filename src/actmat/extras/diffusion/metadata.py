@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from actmat.bounds import parse_json
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.folder import shown
 from actmat.checkpoints.keys import Keys, unknown_note

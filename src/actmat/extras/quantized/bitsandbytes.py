@@ -9,13 +9,13 @@ The shape and the tables of a 4-bit tensor are separate tensors, which are read 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from actmat.bounds import parse_json
 from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.checkpoints.codecs.base import Codec, CodedTensor, Headers, StoredParts, count
 from actmat.errors import CheckpointError
@@ -80,7 +80,7 @@ def _find(spec: TensorSpec, headers: Headers) -> CodedTensor | str | None:
     if spec.dtype == "uint8" and (state := _state_name(spec.name, headers)):
         try:
             return _four_bit(spec, state, headers)
-        except (CheckpointError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except (CheckpointError, ValueError, TypeError, KeyError) as error:
             return f"its state '{state}' is damaged: {type(error).__name__}: {str(error)[:200]}"
     largest = headers.specs.get(f"{stem}.SCB") if spec.dtype == "int8" else None
     return None if largest is None else _eight_bit(spec, stem, largest, headers)

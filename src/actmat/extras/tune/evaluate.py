@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from actmat.bounds import parse_json
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import RecipeError, StatisticsError
 from actmat.extras.collect.batches import call_model
