@@ -183,9 +183,7 @@ def _full_disk(error: Exception) -> str:
         number = errno.ENOSPC
     if number not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
         return ""
-    place = (
-        getattr(error, "filename", None) or os.environ.get("TMPDIR") or "the output, or the temporary folder"
-    )
+    place = getattr(error, "filename", None) or os.environ.get("TMPDIR") or "the output, or the temporary folder"
     return f"Cannot write to {terminal(place)}: {os.strerror(number)}. Fix: free some space; the inputs are unchanged."
 
 
