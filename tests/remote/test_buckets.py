@@ -25,6 +25,7 @@ from actmat.errors import CheckpointError
 from actmat.extras.conformance.checkpoints import CheckpointConformance
 from actmat.extras.remote.objects import ObjectStore
 from actmat.extras.remote.upload import MARK_NAME
+from actmat.run.places import _folder_of
 
 SHARDS = "1kB"
 INDEX = "model.safetensors.index.json"
@@ -342,3 +343,48 @@ def test_an_object_that_changes_midway_is_refused(bucket: str, tmp_path: Path) -
             found.read("w.0")
     with pytest.raises(CheckpointError, match="changed since it was opened"):
         open_handle(handle)
+
+
+@pytest.mark.parametrize(
+    ("below", "said"),
+    [
+        ("base", "is, or contains, an input of this merge (base)"),
+        ("base/", "is, or contains"),
+        ("base//merged", "lies inside an input of this merge (base)"),
+        ("base/merged/deep", "lies inside an input"),
+        ("expert0", "is, or contains, an input of this merge (expert 'expert0')"),
+        ("expert0/out", "lies inside"),
+        ("", "is, or contains"),
+        ("base-merged", ""),
+    ],
+)
+def test_an_output_is_not_written_over_or_into_an_input(family: Family, memory: str, below: str, said: str) -> None:
+    base, expert = send(family.base, f"{memory}/base"), send(family.experts[0], f"{memory}/expert0")
+    before = names(f"{memory}/base"), names(f"{memory}/expert0")
+    scheme, _, rest = memory.partition("://")
+    out = f"{scheme.upper()}://{rest}/{below}"
+    done = actmat(["merge", "-b", base, "-e", expert, "-m", "average", "--out", out, "--overwrite"])
+    assert done.code == (1 if said else 0), done.err
+    assert said in done.err.replace("\n", " ").replace("  ", " ")
+    assert (names(f"{memory}/base"), names(f"{memory}/expert0")) == before
+
+
+@pytest.mark.parametrize("scheme", ["file", "local"])
+def test_an_output_url_of_local_files_is_not_in_an_input(family: Family, scheme: str) -> None:
+    inputs = ["-b", str(family.base), "-e", str(family.experts[0])]
+    done = actmat(["merge", *inputs, "-m", "average", "--out", f"{scheme}://{family.base}/merged"])
+    assert done.code == 1
+    assert "lies inside an input of this merge" in done.err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("url", "folder"),
+    [
+        ("hf://org/name@main", "hf://org/name/"),
+        ("s3a://b//m/", "s3://b/m/"),
+        ("GS://b", "gs://b/"),
+        ("abfss://c@host/m", "abfs://c@host/m/"),
+    ],
+)
+def test_urls_of_the_same_place_have_one_form(url: str, folder: str) -> None:
+    assert _folder_of(url) == folder

@@ -21,7 +21,7 @@ from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, 
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.resolve import find_source, is_composed, open_checkpoint
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
-from actmat.checkpoints.source import LocalSource
+from actmat.checkpoints.source import LocalSource, Source
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.base import AdapterFamily, AdapterHandle, ConvertedHandle, Expert, ExpertHandle
 from actmat.experts.candidate import Candidate
@@ -90,11 +90,12 @@ class Located(AbstractContextManager["Located"]):
         """Identity of every weight file."""
         return self.stored.identity()
 
-    def paths(self) -> dict[str, Path]:
-        """Local folders and files that it is read from, which no output may replace, by the user's names."""
+    def paths(self) -> dict[str, Path | str]:
+        """Folders, files and URLs that it is read from, which no output may replace, by the user's names."""
         if os.path.exists(self.place):
             return {self.place: Path(self.place)}
-        return {s.location: Path(s.address) for s in self.stored.sources() if isinstance(s, LocalSource)}
+        found = (s for s in self.stored.sources() if isinstance(s, Source))
+        return {s.location: Path(s.address) if isinstance(s, LocalSource) else s.address for s in found}
 
     @abc.abstractmethod
     def model(self, scheme: str | None = None) -> Checkpoint:

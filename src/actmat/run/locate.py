@@ -22,11 +22,11 @@ class Given:
     base: Located | None
     experts: tuple[Located, ...]
 
-    def paths(self, labels: Sequence[str]) -> dict[str, Path]:
-        """Name of an input, or of a part of it -> local folder or file that it is read from."""
+    def paths(self, labels: Sequence[str]) -> dict[str, Path | str]:
+        """Name of an input, or of a part of it -> folder, file or URL that it is read from."""
         named = [("base", self.base)] if self.base is not None else []
         named += [(f"expert '{label}'", e) for label, e in zip(labels, self.experts, strict=True)]
-        found: dict[str, Path] = {}
+        found: dict[str, Path | str] = {}
         for name, located in named:
             paths = located.paths()
             found |= {name if text == located.place else f"{name}: {text}": path for text, path in paths.items()}

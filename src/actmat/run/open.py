@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from actmat.checkpoints.base import Checkpoint
@@ -75,7 +76,7 @@ def open_inputs(
         decided = _decided(wanted, problems)
         chosen, given = decided or wanted.recipes, wanted.given[0] if decided else None
         check_shared(chosen)
-        paths = {} if given is None else given.paths(chosen[0].labels)
+        paths: Mapping[str, Path | str] = {} if given is None else given.paths(chosen[0].labels)
         place = find_place(chosen, settings or RunSettings(), writes, problems, inputs=paths, here=here)
         if given is None:
             _stop(wanted, problems)

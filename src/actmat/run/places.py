@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ def find_place(
     writes: Writes,
     problems: Problems,
     *,
-    inputs: Mapping[str, Path] = MappingProxyType({}),
+    inputs: Mapping[str, Path | str] = MappingProxyType({}),
     here: bool = True,
 ) -> OutputPlace:
     """The places of a run; problems with devices, executor and outputs are noted.
@@ -62,7 +63,7 @@ def find_place(
         settings: of the run: its executor counts, else the recipe's, else `threads`.
         writes: whether outputs are written.
         problems: receives problems.
-        inputs: name -> local folder or file that no output may replace.
+        inputs: name -> folder, file or URL that no output may replace.
         here: whether the run takes place on this machine; devices of a plan need not be here.
 
     Raises:
@@ -95,7 +96,8 @@ def _out_path(recipe: Recipe) -> Path | str:
     if recipe.out is None:
         raise RecipeError("No output given: pass --out, or 'out' in the recipe.")
     if is_url(recipe.out):
-        return recipe.out.rstrip("/")
+        scheme, mark, rest = recipe.out.rstrip("/").partition("://")
+        return f"{scheme.lower()}{mark}{rest}"
     out = Path(recipe.out)
     return out if out.name not in ("", "..") else out.resolve()  # '.' and '..' have no siblings to build in
 
@@ -135,7 +137,7 @@ def present_output(out: Path | str) -> Iterator[Path]:
 
 
 def _check_outputs(
-    outs: Sequence[Path | str], overwrite: bool, finished: frozenset[Path | str], inputs: Mapping[str, Path]
+    outs: Sequence[Path | str], overwrite: bool, finished: frozenset[Path | str], inputs: Mapping[str, Path | str]
 ) -> None:
     """Refuse folders that outputs may not be written to.
 
@@ -145,11 +147,36 @@ def _check_outputs(
     problems = []
     for out in outs:
         if isinstance(out, str):
-            problems += check_upload_url(out)
+            problems += check_upload_url(out) or _input_problems(out, inputs)
         else:
-            problems += check_output_path(out, overwrite=overwrite or out in finished, inputs=inputs)
+            local = {name: path for name, path in inputs.items() if isinstance(path, Path)}
+            problems += check_output_path(out, overwrite=overwrite or out in finished, inputs=local)
     places = [o.resolve() if isinstance(o, Path) else o.rstrip("/") for o in outs]
     twice = sorted({str(o) for o, place in zip(outs, places, strict=True) if places.count(place) > 1})
     problems += [f"several merges are to be written to {o}" for o in twice]
     if problems:
         raise OutputError("The output cannot be written there.", problems)
+
+
+SYNONYMS = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "local": "file"}
+"""Schemes of URLs that name the same places as another one."""
+
+
+def _input_problems(out: str, inputs: Mapping[str, Path | str]) -> list[str]:
+    """Problems of a URL that is, contains or lies inside an input."""
+    problems, place = [], _folder_of(out)
+    for label, given in inputs.items():
+        source = _folder_of(f"file://{os.path.realpath(given)}" if isinstance(given, Path) else given)
+        if source.startswith(place):
+            problems.append(f"{out} is, or contains, an input of this merge ({label}); write somewhere else")
+        elif place.startswith(source):
+            problems.append(f"{out} lies inside an input of this merge ({label}); write somewhere else")
+    return problems
+
+
+def _folder_of(url: str) -> str:
+    """A URL in one form, with a slash at its end: without the revision of a hub id, and one scheme for its synonyms."""
+    scheme, _, rest = url.partition("://")
+    scheme = SYNONYMS.get(scheme.lower(), scheme.lower())
+    rest = rest.partition("@")[0] if scheme == "hf" else rest
+    return f"{scheme}://{'/'.join(filter(None, rest.split('/')))}/"

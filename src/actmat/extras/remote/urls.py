@@ -21,11 +21,12 @@ class _Urls(Storage):
 
     def upload_problems(self, url: str) -> list[str]:
         try:
-            if check_url(url).startswith(("http://", "https://")):
+            checked = check_url(url)
+            if checked.startswith(("http://", "https://")):
                 return [
                     f"{url} cannot be written: web servers are read only; write to a folder or a bucket, then upload it"
                 ]
-            open_store(url, error=OutputError)
+            open_store(checked, error=OutputError)
         except (CheckpointError, OutputError) as error:
             return list(error.problems)
         return []
@@ -34,12 +35,12 @@ class _Urls(Storage):
         return UploadStaging(url, folder, fingerprint, overwrite=overwrite)
 
     def sizes(self, url: str) -> dict[str, int]:
-        store = open_store(url)
+        store = open_store(check_url(url))
         there = {**retried(lambda: store.list() or {}, url), **retried(store.below, url)}
         return {name: file.size for name, file in there.items()}
 
     def clear(self, url: str) -> None:
-        store = open_store(url)
+        store = open_store(check_url(url))
         retried(lambda: clear_upload(store), url)
 
 
