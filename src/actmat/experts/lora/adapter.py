@@ -66,10 +66,17 @@ class Adapter:
         """Components of a pipeline that it changes -> number of their modules; a single empty name for any other."""
         return dict(Counter(m.part for m in self.modules.values()))
 
-    def renamed(self, names: Mapping[str, str]) -> Adapter:
-        """The same adapter, open as long as this one, with only these modules: new name -> own name."""
+    def renamed(self, names: Mapping[str, str], extras: Mapping[str, str] | None = None) -> Adapter:
+        """The same adapter, open as long as this one, with only these modules: new name -> own name.
+
+        Args:
+            names: of the modules.
+            extras: tensors trained in full, new name -> stored name; default: its own.
+        """
         modules = {new: self.modules[old] for new, old in names.items()}
-        return Adapter(self.weights, self.config, (), replace(self.listing, modules=modules, problems=self.problems))
+        own = self.extras if extras is None else extras
+        listing = replace(self.listing, modules=modules, extras=own, problems=self.problems)
+        return Adapter(self.weights, self.config, (), listing)
 
     def with_weights(self, weights: Checkpoint) -> Adapter:
         """The same adapter with the tensors of another checkpoint, by the same names."""

@@ -28,7 +28,7 @@ class Parts:
     """
 
     paths: tuple[str, ...]
-    rows: tuple[int, ...] = ()
+    rows: tuple[float, ...] = ()
     is_swapped: bool = False
 
 
@@ -126,8 +126,8 @@ _ATTENTION = {n: n for n in ("proj_in", "proj_out")} | {
 }  # fmt: skip
 
 
-def _unet(blocks: int, first_with_attention: int) -> NamedShapes:
-    """Modules of a UNet with two layers per block; `first_with_attention` counts up blocks."""
+def _unet(blocks: int, attentive: range) -> NamedShapes:
+    """Modules of a UNet with two layers per block; `attentive` are up blocks with attention, as are their down blocks."""
     yield from _alike({
         "time_embed.0": "time_embedding.linear_1", "time_embed.2": "time_embedding.linear_2",
         "label_emb.0.0": "add_embedding.linear_1", "label_emb.0.2": "add_embedding.linear_2",
@@ -138,9 +138,10 @@ def _unet(blocks: int, first_with_attention: int) -> NamedShapes:
         layers += [(f"output_blocks.{3 * b + j}", f"up_blocks.{b}", j) for j in range(3)]
         for name, path, j in layers:
             yield from _alike(_RESNET, f"{name}.0.", f"{path}.resnets.{j}.")
-            yield from _alike(_ATTENTION, f"{name}.1.", f"{path}.attentions.{j}.")
+            if (b if path.startswith("up") else blocks - 1 - b) in attentive:
+                yield from _alike(_ATTENTION, f"{name}.1.", f"{path}.attentions.{j}.")
         if b < blocks - 1:
-            place = 2 if b >= first_with_attention else 1
+            place = 2 if b in attentive else 1
             yield f"input_blocks.{3 * b + 3}.0.op", Parts((f"down_blocks.{b}.downsamplers.0.conv",))
             yield f"output_blocks.{3 * b + 2}.{place}.conv", Parts((f"up_blocks.{b}.upsamplers.0.conv",))
     for n, j in ((0, 0), (2, 1)):
@@ -149,11 +150,11 @@ def _unet(blocks: int, first_with_attention: int) -> NamedShapes:
 
 
 def _sd() -> NamedShapes:
-    return _unet(4, 1)
+    return _unet(4, range(1, 4))
 
 
 def _sdxl() -> NamedShapes:
-    return _unet(3, 0)
+    return _unet(3, range(2))
 
 
 _EMBEDDERS = ("timestep_embedder", "text_embedder", "guidance_embedder")
@@ -174,12 +175,12 @@ def _flux() -> NamedShapes:
             yield f"{name}.{side}_attn.proj", Parts((f"{path}.attn.{outer}",))
             yield f"{name}.{side}_mod.lin", Parts((f"{path}.norm1{end}.linear",))
             yield f"{name}.{side}_mlp.0", Parts((f"{path}.ff{end}.net.0.proj",), (4,))
-            yield f"{name}.{side}_mlp.2", Parts((f"{path}.ff{end}.net.2",))
+            yield f"{name}.{side}_mlp.2", Parts((f"{path}.ff{end}.net.2",), (1 / 4,))
     for n in range(38):
         name, path = f"single_blocks.{n}", f"single_transformer_blocks.{n}"
         own = tuple(f"{path}.{x}" for x in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"))
         yield f"{name}.linear1", Parts(own, (1, 1, 1, 4))
-        yield f"{name}.linear2", Parts((f"{path}.proj_out",))
+        yield f"{name}.linear2", Parts((f"{path}.proj_out",), (1 / 5,))
         yield f"{name}.modulation.lin", Parts((f"{path}.norm.linear",))
 
 

@@ -14,6 +14,8 @@ from actmat.experts.base import DeltaSource
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.apart import names_of_packed
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule
+from actmat.experts.lora.names import PREFIX
+from actmat.identity.names import in_one_form
 from actmat.layout.types import Block, LayoutMap, Role, TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import get_method
@@ -173,7 +175,9 @@ def _full_item(
 ) -> Item:
     """The mean of a tensor that experts trained in full, of one shape."""
     having = [s for s in stored if s is not None]
-    output = TensorSpec(having[0].name, having[0].shape, dtype, "")
+    first = having[0]
+    own = first.name.removeprefix(PREFIX).replace(".base_layer.", ".") == name
+    output = TensorSpec(first.name if own else PREFIX + name, first.shape, dtype, "")
     return Item(
         name=name,
         shape=output.shape,
@@ -214,6 +218,8 @@ def plan_modules(
         AlignmentError: the adapters or the recipe do not fit; carries all problems.
     """
     problems = adapter_problems(recipe, adapters)
+    adapters, of_names, notes_of_names = in_one_form(recipe.labels, adapters)
+    problems += of_names
     layout = output_layout(recipe, adapters)
     problems += stack_problems(recipe.labels, adapters)
     problems += _packing_problems(list(zip(recipe.labels, adapters, strict=True)))
@@ -257,7 +263,7 @@ def plan_modules(
         stem=STEMS[layout],
         adapter_config=config,
         kept=kept,
-        notes=tuple(notes + plan_notes(recipe, adapters, [m.name for m in found], modules, config)),
+        notes=tuple(notes_of_names + notes + plan_notes(recipe, adapters, [m.name for m in found], modules, config)),
     )
 
 
