@@ -133,7 +133,9 @@ def _undecided(
 
 def _problems_of_classes(labels: Sequence[str], adapters: Sequence[Adapter]) -> list[str]:
     """Adapters whose configs name classes of different models, such as the two towers of CLIP."""
-    classes = {a.config.trained_class: label for label, a in reversed(list(zip(labels, adapters, strict=True)))}
+    classes: dict[str, str] = {}
+    for label, adapter in zip(labels, adapters, strict=True):
+        classes.setdefault(adapter.config.trained_class, label)
     stems = {re.split(r"For[A-Z]|Model|LMHead", name)[0]: name for name in classes if not _WRAPPERS.match(name)}
     stems.pop("", None)
     for one, two in combinations(stems, 2):

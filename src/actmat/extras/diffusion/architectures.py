@@ -28,7 +28,7 @@ class Parts:
     """
 
     paths: tuple[str, ...]
-    rows: tuple[float, ...] = ()
+    rows: tuple[int, ...] = ()
     is_swapped: bool = False
 
 
@@ -127,7 +127,7 @@ _ATTENTION = {n: n for n in ("proj_in", "proj_out")} | {
 
 
 def _unet(blocks: int, attentive: range) -> NamedShapes:
-    """Modules of a UNet with two layers per block; `attentive` are up blocks with attention, as are their down blocks."""
+    """Modules of a UNet with two layers per block; `attentive`: up blocks with attention, as their down blocks."""
     yield from _alike({
         "time_embed.0": "time_embedding.linear_1", "time_embed.2": "time_embedding.linear_2",
         "label_emb.0.0": "add_embedding.linear_1", "label_emb.0.2": "add_embedding.linear_2",
@@ -175,12 +175,12 @@ def _flux() -> NamedShapes:
             yield f"{name}.{side}_attn.proj", Parts((f"{path}.attn.{outer}",))
             yield f"{name}.{side}_mod.lin", Parts((f"{path}.norm1{end}.linear",))
             yield f"{name}.{side}_mlp.0", Parts((f"{path}.ff{end}.net.0.proj",), (4,))
-            yield f"{name}.{side}_mlp.2", Parts((f"{path}.ff{end}.net.2",), (1 / 4,))
+            yield f"{name}.{side}_mlp.2", Parts((f"{path}.ff{end}.net.2",))
     for n in range(38):
         name, path = f"single_blocks.{n}", f"single_transformer_blocks.{n}"
         own = tuple(f"{path}.{x}" for x in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"))
         yield f"{name}.linear1", Parts(own, (1, 1, 1, 4))
-        yield f"{name}.linear2", Parts((f"{path}.proj_out",), (1 / 5,))
+        yield f"{name}.linear2", Parts((f"{path}.proj_out",))
         yield f"{name}.modulation.lin", Parts((f"{path}.norm.linear",))
 
 

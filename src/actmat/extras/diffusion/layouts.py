@@ -295,7 +295,7 @@ class _LayoutConversion:
         original, position = found
         parts = self._of.originals[original]
         rows, columns = module.shape
-        heights = [round(n * columns) for n in parts.rows] or [rows]
+        heights = [n * columns for n in parts.rows] or [rows]
         expected = sum(heights) if position < 0 else heights[position]
         if rows != expected:
             self.problems.append(

@@ -22,8 +22,8 @@ _OTHERS = re.compile(
 
 def models_of(adapter: Adapter, metadata: Mapping[str, str]) -> frozenset[str]:
     """Names of the models that an adapter may be of; empty if nothing tells."""
-    if (other := _OTHERS.search(_said(metadata))) is not None:
-        return frozenset({re.sub(r"[-._ ]", "", other[1])})
+    if other := _other_model(adapter, metadata):
+        return frozenset({other})
     if found := _fitting(adapter, metadata):
         return frozenset(a.name for a in found)
     own = [m for m in adapter.modules.values() if is_denoiser(adapter, m)]
@@ -37,11 +37,11 @@ def find_architecture(adapter: Adapter, metadata: Mapping[str, str]) -> tuple[Im
     Returns None and no problem if the names match no supported architecture.
     """
     fitting, first = _fitting(adapter, metadata), next(iter(adapter.modules), "")
-    if fitting and (other := _OTHERS.search(_said(metadata))) is not None:
+    if fitting and (other := _other_model(adapter, metadata)):
         return None, (
-            f"its metadata names the model '{other[1]}', and its modules, such as '{first}', have known names in other "
-            f"layouts for {' or '.join(a.name for a in fitting)} only. Fix: convert it with the program that wrote it, "
-            f"or correct the metadata ({', '.join(HINTS)})"
+            f"its metadata or shapes are of the model '{other}', and its modules, such as '{first}', have known names in "
+            f"other layouts for {' or '.join(a.name for a in fitting)} only. Fix: convert it with the program that wrote "
+            f"it, or correct the metadata ({', '.join(HINTS)})"
         )
     if len(fitting) > 1 and ARCHITECTURES[0] in fitting and not _looks_like_xl(adapter):
         return ARCHITECTURES[0], ""
@@ -52,6 +52,22 @@ def find_architecture(adapter: Adapter, metadata: Mapping[str, str]) -> tuple[Im
             f"in other layouts. Fix: name the model in the file's metadata ({HINTS[0]}, such as 'flux-1-dev/lora')"
         )
     return (fitting[0], "") if fitting else (None, "")
+
+
+def _other_model(adapter: Adapter, metadata: Mapping[str, str]) -> str:
+    """A model without a table of names here that metadata or shapes tell; may be empty.
+
+    FLUX.2 has Flux's names and feed-forward layers of three times the width, with gates.
+    """
+    if (named := _OTHERS.search(_said(metadata))) is not None:
+        return re.sub(r"[-._ ]", "", named[1])
+    ratios = {"linear1": (9, 1), "linear2": (1, 4), "mlp.0": (6, 1), "mlp.2": (1, 3)}
+    for module in adapter.modules.values():
+        name = module.inside.replace("_", ".")
+        end = next((e for e in ratios if name.endswith(e)), "") if re.match(r"(?:double|single)\.blocks", name) else ""
+        if end and module.shape[0] * ratios[end][1] == module.shape[1] * ratios[end][0]:
+            return "flux2"
+    return ""
 
 
 def _said(metadata: Mapping[str, str]) -> str:
