@@ -39,9 +39,9 @@ def find_architecture(adapter: Adapter, metadata: Mapping[str, str]) -> tuple[Im
     fitting, first = _fitting(adapter, metadata), next(iter(adapter.modules), "")
     if fitting and (other := _other_model(adapter, metadata)):
         return None, (
-            f"its metadata or shapes are of the model '{other}', and its modules, such as '{first}', have known names in "
-            f"other layouts for {' or '.join(a.name for a in fitting)} only. Fix: convert it with the program that wrote "
-            f"it, or correct the metadata ({', '.join(HINTS)})"
+            f"its metadata or shapes are of the model '{other}', and its modules, such as '{first}', have known names "
+            f"in other layouts for {' or '.join(a.name for a in fitting)} only. Fix: convert it with the program that "
+            f"wrote it, or correct the metadata ({', '.join(HINTS)})"
         )
     if len(fitting) > 1 and ARCHITECTURES[0] in fitting and not _looks_like_xl(adapter):
         return ARCHITECTURES[0], ""
