@@ -83,6 +83,7 @@ def build_plan(
         adapter_config=draft.adapter_config,
         kept=draft.kept,
         notes=_notes(recipe, base, experts, decisions, _negative_means(draft.items)),
+        configs={} if is_extracted else draft.configs,
         left_out=left_out,
         device=room.device,
         device_memory=room.memory,

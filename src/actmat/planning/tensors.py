@@ -14,6 +14,7 @@ from actmat.checkpoints.quantization import quantization_problems
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import AlignmentError, MergeError
 from actmat.experts.base import DeltaSource, Expert
+from actmat.identity.inputs import agreement
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import get_method
@@ -38,6 +39,7 @@ from actmat.planning.storage import (
 )
 from actmat.planning.tokens import token_findings
 from actmat.recipe import Recipe
+from actmat.recipe.output import ModelOutput
 
 
 def plan_tensors(
@@ -49,6 +51,9 @@ def plan_tensors(
         AlignmentError: the inputs do not fit together, or the recipe does not fit them; carries all problems.
     """
     problems = _input_problems(recipe, base, experts)
+    agreed = agreement(base, list(zip(recipe.labels, experts, strict=True)), recipe.model.config_from, _written(recipe, base))
+    is_model = isinstance(recipe.output, ModelOutput)
+    problems += agreed.problems if is_model else ()
     layouts, layout_problems = resolve_roles(recipe, base.specs, base.config)
     problems += statistics.kind_problems([e.needs_base for e in experts])
     chooser = Chooser(recipe, statistics.kinds, base.specs)
@@ -90,6 +95,8 @@ def plan_tensors(
         ignored=alignment.ignored,
         notes=(
             *part_notes(base),
+            *(() if is_model else agreed.problems),
+            *agreed.notes,
             *alignment.notes,
             *token_notes,
             *chooser.unused_entries(),
@@ -97,7 +104,13 @@ def plan_tensors(
             *_adapter_notes(recipe.labels, experts, items),
             *trained_on_codes_notes(recipe, base, experts),
         ),
+        configs=agreed.configs,
     )
+
+
+def _written(recipe: Recipe, base: Checkpoint) -> Mapping[str, Any] | None:
+    """Config of the base as an output has it."""
+    return base.config if recipe.model.quantize is not None else base.written_config or base.config
 
 
 def _check(problems: Sequence[str]) -> None:

@@ -83,6 +83,11 @@ class ModelOutput(Strict):
     files_from: str = Field(
         default="base", description="source of tokenizer and generation config: 'base' or an expert's name"
     )
+    config_from: str | None = Field(
+        default=None,
+        description="whose entries of config.json are written where inputs differ in what the model computes: 'base' "
+        "or an expert's name; default: such inputs are refused",
+    )
     base_as: Literal["nf4", "nf4-double"] | None = Field(
         default=None,
         description="round the base's linear layers to NF4 and back, as QLoRA does in training, before adding "
@@ -157,7 +162,7 @@ TO: Mapping[str, Mapping[str, str]] = {
 }
 """Short names of an output, as in `--to peft` -> its fields; any other name is a kind."""
 
-OF_OUTPUTS = ("quantize", "vocabulary", "files_from", "base_as", "rank", "ranks", "any_base", "energy", "others")
+OF_OUTPUTS = ("quantize", "vocabulary", "files_from", "config_from", "base_as", "rank", "ranks", "any_base", "energy", "others")
 """Fields of outputs that are flags, and parameters of functions, of their own."""
 
 

@@ -291,6 +291,8 @@ class Recipe(Strict):
         files, vocabulary = self.model.files_from, self.model.vocabulary
         if files != "base" and files not in labels:
             raise ValueError(f"files_from names '{files}'; it must be 'base' or one of {labels}")
+        if self.model.config_from not in (None, "base", *labels):
+            raise ValueError(f"config_from names '{self.model.config_from}'; it must be 'base' or one of {labels}")
         source = vocabulary.source if vocabulary is not None else "base"
         if source not in ("base", "union", *labels):
             raise ValueError(f"vocabulary names '{source}'; it must be 'base', 'union' or one of {labels}")

@@ -133,6 +133,7 @@ class StagedOutput:
             elif self.plan.output == "model":
                 floats = inputs.base is not None and self.plan.recipe.model.quantize is None
                 written = inputs.base.written_configs if inputs.base is not None and floats else {}
+                written = {**written, **self.plan.configs}
                 own = inputs.base.written_sidecars if inputs.base is not None else {}
                 copied = copy_sidecars(*sidecars, folder.path, self.plan.recipe.dtype, written)
                 for name, text in own.items():

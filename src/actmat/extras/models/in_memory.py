@@ -163,6 +163,7 @@ def run_in_memory(recipe: Recipe, settings: RunSettings | None = None, progress:
         execute([StagedOutput(plan, writer)], prepared, progress or NoProgress())
         base = opened.inputs.base
         config = {} if base is None else dict(base.written_config or base.config or {})
+        config = dict(plan.configs.get("config.json", config))
         if recipe.dtype is not None and config:
             config["dtype"] = recipe.dtype
     tensors = {s.name: writer.tensors[s.name] for s in plan.specs}

@@ -1,0 +1,244 @@
+"""Configs of the inputs of a merge, compared: entries that change what the weights compute must agree."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from actmat.identity.meaning import ABSENT, NESTED, Entry, meaning, same
+
+FIX = "--set config_from=base, or =NAME for those of an expert"
+SHOWN = 8
+"""Most entries that one sentence names."""
+LOADERS = ("model_type", "architectures")
+"""Entries by which loaders find the class of a model."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Outcome of a comparison.
+
+    Args:
+        problems: differences that must be decided.
+        notes: differences that are not.
+        configs: path in the output -> config to be written there in place of the base's.
+    """
+
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Difference:
+    key: str
+    label: str
+    base: Entry | None
+    expert: Entry | None
+
+    @property
+    def kind(self) -> str:
+        """`absent` if only one file holds it and its class computes it from others; else that of the entries."""
+        values = [e.value if e is not None else ABSENT for e in (self.base, self.expert)]
+        if any(v is ABSENT for v in values):
+            return "absent" if self.entry.kind == "function" else self.entry.kind
+        return self.entry.kind
+
+    @property
+    def entry(self) -> Entry:
+        """The entry of the base, else of the expert."""
+        found = self.base or self.expert
+        assert found is not None
+        return found
+
+
+def agree(
+    base: Mapping[str, Any] | None, experts: Sequence[tuple[str, Mapping[str, Any] | None]], take: str | None = None
+) -> Agreement:
+    """Compare the config of the base with those of the experts.
+
+    Args:
+        base: content of `config.json`; of a pipeline, with those of its components.
+        experts: label and config; None without one, as adapters are.
+        take: whose entries are written where they differ: 'base' or a label.
+
+    >>> llama = {"model_type": "llama"}
+    >>> found = agree(llama, [("long", llama | {"rope_theta": 1e6})])
+    >>> print(found.problems[0][:76])
+    config.json: 1 entry that changes what the model computes differs: rope_thet
+    >>> agree(llama, [("long", llama | {"rope_theta": 1e6})], "long").configs["config.json"]["rope_theta"]
+    1000000.0
+    """
+    if base is None:
+        return Agreement()
+    given = {label: config for label, config in experts if config is not None}
+    found = _with_class(base, given)
+    notes = _class_notes(base, found)
+    differences: list[_Difference] = []
+    for label, config in given.items():
+        part, at = _counterpart(found, config)
+        differences += _differences(label, part, config)
+        if take == label:
+            found = _patched(found, at, [d for d in differences if d.label == label], config)
+    problems: list[str] = []
+    decided = [d for d in differences if d.kind == "function"]
+    if decided and take is None:
+        problems.append(_problem(decided))
+    elif decided:
+        notes.append(f"config.json: {_listed(decided)}; written as in {_owner(take)} (config_from)")
+    notes += _notes(differences, take)
+    if take not in (None, "base", *given):
+        problems.append(f"config_from names '{take}', an adapter or a file without a config.json")
+    return Agreement(tuple(problems), tuple(notes), {} if found == base else _by_path(base, found))
+
+
+def _owner(take: str | None) -> str:
+    return "the base" if take in (None, "base") else f"expert '{take}'"
+
+
+def _with_class(base: Mapping[str, Any], experts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The base's config with the entries that loaders need, where it lacks them and the experts agree."""
+    out = dict(base)
+    if "_class_name" in base or base.get("model_type"):
+        return out
+    for key in LOADERS:
+        values = [c[key] for c in experts.values() if c.get(key)]
+        if not out.get(key) and values and all(v == values[0] for v in values):
+            out[key] = values[0]
+    return out
+
+
+def _class_notes(base: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    added = [f"{k} {found[k]!r}" for k in LOADERS if found.get(k) != base.get(k)]
+    if added:
+        return [
+            f"config.json of the base has no {' and no '.join(added).replace(chr(39), '')}: written as in the experts"
+        ]
+    if "_class_name" in base or base.get("model_type") or not base:
+        return []
+    return [
+        "config.json of the base has no model_type, without which transformers' Auto classes do not load the output"
+    ]
+
+
+def _counterpart(base: Mapping[str, Any], expert: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """The part of the base's config that describes what the expert is: a component, a tower, or all; and where it is."""
+    for mark in ("_class_name", "model_type"):
+        if expert.get(mark) is None or base.get(mark) == expert[mark]:
+            continue
+        inner = [((k,), v) for k, v in base.items() if isinstance(v, Mapping)]
+        if isinstance(parts := base.get(NESTED), Mapping):
+            inner += [((NESTED, k), v) for k, v in parts.items() if isinstance(v, Mapping)]
+        fitting = [(v, at) for at, v in inner if v.get(mark) == expert[mark]]
+        if len(fitting) == 1:
+            return fitting[0]
+    return base, ()
+
+
+def _differences(label: str, base: Mapping[str, Any], expert: Mapping[str, Any]) -> Iterator[_Difference]:
+    """Entries with other values in an expert; of configs of two classes, only those that both files hold."""
+    ours, theirs = meaning(base), meaning(expert)
+    kinds = [c.get("_class_name") or c.get("model_type") for c in (base, expert)]
+    if kinds[0] != kinds[1]:
+        of = Entry(kinds[0] or "absent", "unknown", ("model_type",))
+        yield _Difference("model_type", label, of, Entry(kinds[1] or "absent", "unknown", ("model_type",)))
+        ours, theirs = ({k: e for k, e in of_one.items() if e.given} for of_one in (ours, theirs))
+        theirs = {k: e for k, e in theirs.items() if k in ours}
+        ours = {k: e for k, e in ours.items() if k in theirs}
+    for key in dict.fromkeys((*ours, *theirs)):
+        a, b = ours.get(key), theirs.get(key)
+        if a is None or b is None:
+            only = a or b
+            if only is not None and only.given and only.value is not None and only.value is not ABSENT:
+                yield _Difference(key, label, a, b)
+        elif not same(a.value, b.value):
+            yield _Difference(key, label, a, b)
+
+
+def _problem(found: Sequence[_Difference]) -> str:
+    n = len({d.key for d in found})
+    words = (
+        f"{n} entries that change what the model computes differ"
+        if n > 1
+        else ("1 entry that changes what the model computes differs")
+    )
+    return (
+        f"config.json: {words}: {_listed(found)}. The output has one config for all weights. Likely cause: training "
+        f"changed the config, or this is not the expert's base. Fix: give the right base, or say whose entries to "
+        f"write: {FIX}"
+    )
+
+
+def _notes(found: Sequence[_Difference], take: str | None) -> list[str]:
+    reasons = {
+        "length": "lengths and sizes for which the inputs are meant differ",
+        "unknown": "entries whose effect is not known differ",
+        "absent": "entries that their class computes where they are absent are in one file only",
+    }
+    out = []
+    for kind, reason in reasons.items():
+        if of_kind := [d for d in found if d.kind == kind]:
+            out.append(f"config.json: {reason}, and are written as in {_owner(take)}: {_listed(of_kind)}")
+    return out
+
+
+def _listed(found: Sequence[_Difference]) -> str:
+    by_key: dict[str, list[_Difference]] = {}
+    for difference in found:
+        by_key.setdefault(difference.key, []).append(difference)
+    words = []
+    for key, of_key in list(by_key.items())[:SHOWN]:
+        values: dict[str, list[str]] = {}
+        for d in of_key:
+            values.setdefault(_shown(d.expert), []).append(f"'{d.label}'")
+        others = "; ".join(
+            f"{', '.join(who[:3])}{' and others' if len(who) > 3 else ''} {v}" for v, who in values.items()
+        )
+        words.append(f"{key} (base {_shown(of_key[0].base)}; {others})")
+    return ", ".join(words) + (f" and {len(by_key) - SHOWN} more" if len(by_key) > SHOWN else "")
+
+
+def _shown(entry: Entry | None) -> str:
+    if entry is None or entry.value is ABSENT:
+        return "absent"
+    text = str(entry.value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _patched(
+    config: Mapping[str, Any], at: tuple[str, ...], found: Sequence[_Difference], expert: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The config with an expert's entries where they differ."""
+    out = copy.deepcopy(dict(config))
+    for difference in found:
+        if difference.key == "model_type":
+            continue
+        inside = difference.entry.at
+        target, source = _inner(out, (*at, *inside)), _inner(expert, inside)
+        raws = [e.raw for e in (difference.base, difference.expert) if e is not None]
+        for key in dict.fromkeys(k for raw in raws for k in raw):
+            target.pop(key, None)
+            if key in source:
+                target[key] = copy.deepcopy(source[key])
+    return out
+
+
+def _inner(config: Mapping[str, Any], at: Sequence[str]) -> Any:
+    found: Any = config
+    for key in at:
+        if not isinstance(found.get(key), Mapping):
+            if not isinstance(found, dict):
+                return {}
+            found[key] = {}
+        found = found[key]
+    return found
+
+
+def _by_path(base: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Configs that changed, by their paths in an output."""
+    parts, before = found.get(NESTED), base.get(NESTED)
+    if isinstance(parts, Mapping) and isinstance(before, Mapping):
+        return {f"{name}/config.json": c for name, c in parts.items() if c != before.get(name)}
+    return {"config.json": found}

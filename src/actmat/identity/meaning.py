@@ -1,0 +1,206 @@
+"""One form of configs: the value of every key that changes what a model computes, however and by whichever release
+it was written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from actmat.identity.layers import expand
+from actmat.identity.tables import DEPTH_KEYS, LOOSE, class_of, is_ignored, known_keys
+
+ABSENT: Final = "(absent)"
+"""Value of a key that a config does not hold and its class computes from others."""
+ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rope_local_base_freq")
+_RENAMED_ROPE = {"su": "longrope", "mrope": "default"}
+_OWN_LENGTH = ("llama3", "yarn", "longrope")
+"""Kinds of RoPE that use the length of the first training."""
+_WINDOW = ("sliding_window", "max_window_layers")
+NESTED = "components"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Value of a key.
+
+    Args:
+        value: as written, or the default of the class.
+        kind: `function` if it changes what the model computes, `length`, or `unknown` if no class declares it.
+        raw: keys of the file that hold it, to take from one config to another.
+        given: whether the file holds it.
+        at: keys of the nested config that has it.
+    """
+
+    value: Any
+    kind: str
+    raw: tuple[str, ...]
+    given: bool = True
+    at: tuple[str, ...] = ()
+
+
+def meaning(config: Mapping[str, Any], nested: str = "") -> dict[str, Entry]:
+    """Dotted key -> entry, for keys that change outputs and those that no class declares.
+
+    >>> {k: e.value for k, e in meaning({"model_type": "llama", "rope_theta": 5e5}).items() if k.startswith("rope")}
+    {'rope_theta': 500000.0, 'rope_type': 'default'}
+    """
+    declared = class_of(config, nested)
+    names = {} if declared is None else declared.get("names", {})
+    given = {names.get(k, k): v for k, v in config.items() if k not in names or names[k] not in config}
+    out: dict[str, Entry] = {}
+    keys: Mapping[str, Any] = {} if declared is None else {**declared.get("older", {}), **declared["keys"]}
+    derived = () if declared is None else declared.get("derived", ())
+    replaced = () if declared is None else declared.get("replaced", ())
+    filled = {
+        **keys,
+        **dict.fromkeys(replaced),
+        **{k: v for k, v in given.items() if v is not None or k not in derived},
+    }
+    lists = _lists(declared, filled)
+    for key in dict.fromkeys([*keys, *given]):
+        if key in ROPE_KEYS or is_ignored(key) or _is_nested(key, given.get(key), declared):
+            continue
+        value = lists.get(key, _computed(key, filled, derived, replaced) if declared is not None else given.get(key))
+        out[key] = Entry(value, _kind(key, keys, declared), _raw(key, names), key in given)
+    _drop_unused(out, lists, declared)
+    out |= {k: Entry(v, "function", ROPE_KEYS) for k, v in _rope(given, filled, declared).items()}
+    for key, value, kind in _nested_configs(given, declared):
+        out |= {f"{key}.{k}": replace(e, at=(key, *e.at)) for k, e in meaning(value, kind).items()}
+    return out
+
+
+def _kind(key: str, keys: Mapping[str, Any], declared: Mapping[str, Any] | None) -> str:
+    if LOOSE.search(key):
+        return "length"
+    if declared is not None and key in declared.get("replaced", ()):
+        return "unknown"
+    return "function" if key in keys or (declared is None and key in known_keys()) else "unknown"
+
+
+def _raw(key: str, names: Mapping[str, str]) -> tuple[str, ...]:
+    return (key, *(k for k, v in names.items() if v == key))
+
+
+def _computed(key: str, filled: Mapping[str, Any], derived: Any, replaced: Any) -> Any:
+    """The value of a key, or what its class makes of its absence."""
+    value = filled.get(key)
+    if value is None and key in replaced:
+        return ABSENT
+    if value is not None or key not in derived:
+        return value
+    heads, width = filled.get("num_attention_heads"), filled.get("hidden_size")
+    if key == "num_key_value_heads":
+        return heads
+    if (
+        key == "head_dim"
+        and "qk_rope_head_dim" not in filled
+        and isinstance(heads, int)
+        and isinstance(width, int)
+        and heads
+    ):
+        return width // heads
+    return ABSENT
+
+
+def _lists(declared: Mapping[str, Any] | None, filled: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists with an entry per layer that the config leaves to its class."""
+    found: dict[str, Any] = {}
+    depth = depth_of(filled)
+    for key, rule in ({} if declared is None else declared.get("rules", {})).items():
+        if filled.get(key) is None and depth is not None:
+            made = expand(rule, {**filled, **found}, depth)
+            found[key] = ABSENT if made is None else made
+    return found
+
+
+def depth_of(config: Mapping[str, Any]) -> int | None:
+    """Number of layers."""
+    found = next((config[k] for k in DEPTH_KEYS if isinstance(config.get(k), int)), None)
+    return found if found is None or not isinstance(found, bool) else None
+
+
+def _drop_unused(out: dict[str, Entry], lists: Mapping[str, Any], declared: Mapping[str, Any] | None) -> None:
+    """Remove keys that have no effect: those that a list replaces, and windows that no layer uses."""
+    for key, rule in ({} if declared is None else declared.get("rules", {})).items():
+        if key in out and out[key].value not in (None, ABSENT):
+            for name in (rule.get("period"), rule.get("start"), rule.get("if")):
+                if isinstance(name, str):
+                    out.pop(name, None)
+    types = out["layer_types"].value if "layer_types" in out else None
+    everywhere_full = isinstance(types, list) and set(map(str, types)) == {"full_attention"}
+    if everywhere_full or ("use_sliding_window" in out and not out["use_sliding_window"].value):
+        for name in _WINDOW:
+            out.pop(name, None)
+
+
+def _rope(given: Mapping[str, Any], filled: Mapping[str, Any], declared: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Parameters of rotary embeddings; empty for classes without."""
+    has_rope = declared is not None and "rope_parameters" in declared["keys"]
+    if not has_rope and not any(k in given for k in ROPE_KEYS):
+        return {}
+    found = given.get("rope_parameters") or given.get("rope_scaling") or (declared or {}).get("rope") or {}
+    if not isinstance(found, Mapping):
+        return {"rope_parameters": found}
+    by_type = {k: v for k, v in found.items() if isinstance(v, Mapping)}
+    local = given.get("rope_local_base_freq")
+    if not by_type and local is not None:  # Gemma 3, before the form by layer types
+        by_type = {"full_attention": dict(found), "sliding_attention": {"rope_theta": local}}
+    if by_type:
+        flat = {t: _flat_rope(v, filled, declared) for t, v in by_type.items()}
+        return {f"{k}.{t}": x for t, values in flat.items() for k, x in values.items()}
+    return _flat_rope(found, filled, declared)
+
+
+def _flat_rope(
+    rope: Mapping[str, Any], filled: Mapping[str, Any], declared: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    out = {k: v for k, v in rope.items() if k != "type" and v is not None}
+    kind = str(out.get("rope_type", rope.get("type", "default")))
+    out["rope_type"] = _RENAMED_ROPE.get(kind, kind)
+    theta = filled.get("rope_theta") or (declared or {}).get("theta")
+    out.setdefault("rope_theta", theta if theta is not None else ABSENT)
+    if (share := filled.get("partial_rotary_factor")) is not None:
+        out.setdefault("partial_rotary_factor", share)
+    if out.get("partial_rotary_factor") == 1:
+        del out["partial_rotary_factor"]
+    if kind in _OWN_LENGTH:
+        length = filled.get("original_max_position_embeddings") or filled.get("max_position_embeddings")
+        out.setdefault("original_max_position_embeddings", length)
+    return dict(sorted(out.items()))
+
+
+def _is_nested(key: str, value: Any, declared: Mapping[str, Any] | None) -> bool:
+    if declared is not None and key in declared.get("nested", ()):
+        return True
+    named = key == NESTED or key.endswith("_config")
+    return isinstance(value, Mapping) and (named or "model_type" in value or "_class_name" in value)
+
+
+def _nested_configs(
+    given: Mapping[str, Any], declared: Mapping[str, Any] | None
+) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Key, content and model type of the nested configs that are written."""
+    types = {} if declared is None else declared.get("nested", {})
+    for key, value in given.items():
+        if (
+            isinstance(value, Mapping)
+            and not is_ignored(key)
+            and key not in ROPE_KEYS
+            and _is_nested(key, value, declared)
+        ):
+            yield key, value, types.get(key, "")
+
+
+def same(a: Any, b: Any) -> bool:
+    """True for values that mean the same: numbers up to float32's rounding, tuples as lists."""
+    if isinstance(a, int | float) and isinstance(b, int | float) and isinstance(a, bool) == isinstance(b, bool):
+        return a == b or math.isclose(a, b, rel_tol=1e-6)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return {str(k) for k in a} == {str(k) for k in b} and all(
+            same(x, {str(k): y for k, y in b.items()}[str(n)]) for n, x in a.items()
+        )
+    return bool(a == b)
