@@ -34,14 +34,15 @@ OF_RULES = re.compile(r"pattern|interval|period|every|step$|offset|dense_replace
 LISTS = re.compile(
     r"layer_types|layers_block_type|no_rope_layers|indexer_types|moe_layers$|^attention_layers|_per_layer$"
 )
-"""Names of keys with an entry per layer, or of the numbers of layers, that follow from other keys if they are absent."""
+"""Names of keys with an entry per layer, or with numbers of layers, that may follow from other keys."""
 DEPTHS = (11, 24)
 
 
 def folder(library: str) -> Path:
     """Folder of an installed library."""
     spec = importlib.util.find_spec(library)
-    assert spec is not None and spec.submodule_search_locations
+    assert spec is not None
+    assert spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0])
 
 
@@ -103,25 +104,32 @@ def _older(cls: Any) -> dict[str, Any]:
             of = node.func.value
             if isinstance(of, ast.Name) and of.id == "kwargs" and isinstance(node.args[0], ast.Constant):
                 default = node.args[1] if len(node.args) > 1 else ast.Constant(None)
-                found.setdefault(node.args[0].value, default.value if isinstance(default, ast.Constant) else None)
+                found.setdefault(str(node.args[0].value), default.value if isinstance(default, ast.Constant) else None)
     return found
 
 
 def _instance(cls: Any, given: Mapping[str, Any]) -> Any:
     try:
         return cls(**given)
-    except Exception:  # noqa: BLE001: a class that needs arguments, or refuses these
+    except Exception:  # noqa: BLE001
         return None
 
 
 def _rules(cls: Any, keys: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """List of layers -> the rule by which it follows from other keys; empty if no known rule gives it."""
     depth = next((k for k in DEPTH_KEYS if k in keys), None)
+    if depth is None:
+        return
+    whole = {n: _instance(cls, {depth: n}) for n in DEPTHS}
+    shown = {n: {} if m is None else json.loads(m.to_json_string(use_diff=False)) for n, m in whole.items()}
+    long = [k for k in keys if all(isinstance(v.get(k), list) and len(v[k]) == n for n, v in shown.items())]
     lists = [k for k, v in keys.items() if v is None and LISTS.search(k)]
-    if depth is None or any(k.endswith(("_idxs", "_indices")) for k in keys):
+    yield from ((k, {}) for k in long if k not in lists)
+    if any(k.endswith(("_idxs", "_indices")) for k in keys):
+        yield from ((k, {}) for k in lists)
         return
     numbers = [k for k in keys if OF_RULES.search(k) and isinstance(keys[k], int) and not isinstance(keys[k], bool)]
-    settings: list[dict[str, Any]] = [{}, *({k: n} for k in numbers for n in (2, 3, 5))]
+    settings: list[dict[str, Any]] = [{}, *({k: n} for k in numbers for n in (2, 3, 5, 13))]
     if "use_sliding_window" in keys:
         settings += [
             {**s, "use_sliding_window": on, "sliding_window": 8} for s in list(settings) for on in (True, False)
@@ -134,12 +142,12 @@ def _rules(cls: Any, keys: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, A
     for name in lists:
         wanted = [(given, getattr(made, name, None)) for given, made in cases]
         others = [o for o in lists if o != name]
-        shown = [
+        known = [
             (g | {o: getattr(m, o, None) for o in others}, v) for (g, m), (_, v) in zip(cases, wanted, strict=True)
         ]
-        if not shown or all(v is None for _, v in shown):
+        if not known or all(v is None for _, v in known):
             continue
-        yield name, next((r for r in _candidates(name, shown, numbers, others) if _fits(r, shown, depth)), {})
+        yield name, next((r for r in _candidates(name, known, numbers, others) if _fits(r, known, depth)), {})
 
 
 def _fits(rule: Mapping[str, Any], cases: list[tuple[dict[str, Any], Any]], depth: str) -> bool:
@@ -168,6 +176,9 @@ def _candidates(name: str, cases: Any, numbers: list[str], others: list[str]) ->
             yield {"kind": "every", "period": period, "on": on, "off": off, "first": True, **gate}
         for start in [*numbers, *range(1, 4)]:
             yield {"kind": "from", "start": start, "on": on, "off": off, **gate}
+        for period, below in itertools.product([*numbers, *range(2, 9)], numbers):
+            if period != below:
+                yield {"kind": "every", "period": period, "on": on, "off": off, "below": below, **gate}
 
 
 def of_transformers() -> dict[str, Any]:

@@ -124,11 +124,11 @@ def _class_notes(base: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]
 
 
 def _counterpart(base: Mapping[str, Any], expert: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """The part of the base's config that describes what the expert is: a component, a tower, or all; and where it is."""
+    """The part of the base's config that describes what the expert is (a component, a tower, all), and its place."""
     for mark in ("_class_name", "model_type"):
         if expert.get(mark) is None or base.get(mark) == expert[mark]:
             continue
-        inner = [((k,), v) for k, v in base.items() if isinstance(v, Mapping)]
+        inner: list[tuple[tuple[str, ...], Any]] = [((k,), v) for k, v in base.items() if isinstance(v, Mapping)]
         if isinstance(parts := base.get(NESTED), Mapping):
             inner += [((NESTED, k), v) for k, v in parts.items() if isinstance(v, Mapping)]
         fitting = [(v, at) for at, v in inner if v.get(mark) == expert[mark]]

@@ -1,5 +1,4 @@
-"""One form of configs: the value of every key that changes what a model computes, however and by whichever release
-it was written."""
+"""One form of configs: the value of every key that changes what a model computes, whichever release wrote it."""
 
 from __future__ import annotations
 

@@ -30,12 +30,12 @@ IGNORED = re.compile(
     r"|(^|_)loss(_|$)|coef(ficient)?(_|$)|_cost$|^matcher_|label_noise|box_noise|label_smoothing|jitter|^mask_(time|feature)_"
     r"|spec_augment|^ctc_|focal_(alpha|gamma)|num_denoising|weight_loss_|_weight$|_momentum$|num_negatives|training"
 )
-"""Keys that change no output of a trained model: training, versions, ids of tokens, dtypes, paths, caches, generation; and
-those that other parts compare (vocabularies, ties, labels)."""
+"""Keys that change no output of a trained model (training, versions, ids of tokens, dtypes, paths, caches, generation),
+and those that other parts compare (vocabularies, ties, labels)."""
 
 LOOSE = re.compile(
     r"max_position_embeddings$|^(max_seq(uence)?_len(gth)?|seq_length|n_positions|n_ctx|model_max_length|max_model_len"
-    r"|context_length|image_size|sample_size|eval_size|max_window_layers_unused)$"
+    r"|context_length|image_size|sample_size|eval_size)$"
 )
 """Keys of lengths up to which a model is meant to be used: they change no output for inputs that all accept."""
 

@@ -51,7 +51,9 @@ def plan_tensors(
         AlignmentError: the inputs do not fit together, or the recipe does not fit them; carries all problems.
     """
     problems = _input_problems(recipe, base, experts)
-    agreed = agreement(base, list(zip(recipe.labels, experts, strict=True)), recipe.model.config_from, _written(recipe, base))
+    agreed = agreement(
+        base, list(zip(recipe.labels, experts, strict=True)), recipe.model.config_from, _written(recipe, base)
+    )
     is_model = isinstance(recipe.output, ModelOutput)
     problems += agreed.problems if is_model else ()
     layouts, layout_problems = resolve_roles(recipe, base.specs, base.config)

@@ -162,7 +162,18 @@ TO: Mapping[str, Mapping[str, str]] = {
 }
 """Short names of an output, as in `--to peft` -> its fields; any other name is a kind."""
 
-OF_OUTPUTS = ("quantize", "vocabulary", "files_from", "config_from", "base_as", "rank", "ranks", "any_base", "energy", "others")
+OF_OUTPUTS = (
+    "quantize",
+    "vocabulary",
+    "files_from",
+    "config_from",
+    "base_as",
+    "rank",
+    "ranks",
+    "any_base",
+    "energy",
+    "others",
+)
 """Fields of outputs that are flags, and parameters of functions, of their own."""
 
 

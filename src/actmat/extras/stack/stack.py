@@ -16,9 +16,8 @@ from actmat.checkpoints.base import Checkpoint, CheckpointHandle
 from actmat.checkpoints.layer_names import StackPart, is_before_layers, split_layer
 from actmat.errors import CheckpointError
 from actmat.extras.stack.composed import ComposedCheckpoint, Origin
-
-DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-"""Config fields with the number of layers."""
+from actmat.identity.compare import agree
+from actmat.identity.layers import Slice, restacked, without_layers
 
 SAME_KEYS = ("model_type", "hidden_size", "n_embd", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Config entries that must be equal in all parts."""
@@ -64,6 +63,7 @@ class StackedCheckpoint(ComposedCheckpoint):
     def __init__(self, location: str, parts: Sequence[tuple[Checkpoint, StackPart]]) -> None:
         self._parts = list(parts)
         super().__init__(location, parts[0][0], _origins(self._parts))
+        self.notes = (*self.notes, *_notes(self.checkpoints))
 
     @property
     def n_layers(self) -> int:
@@ -72,14 +72,8 @@ class StackedCheckpoint(ComposedCheckpoint):
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """The first part's config with the stack's number of layers."""
-        config = self._parts[0][0].config
-        if config is None:
-            return None
-        inner = config.get("text_config")
-        if not any(k in config for k in DEPTH_KEYS) and isinstance(inner, Mapping):
-            return {**config, "text_config": self._deepened(inner)}
-        return self._deepened(config)
+        """The first part's config with the stack's number of layers, and its entries for each of them."""
+        return None if self._parts[0][0].config is None else restacked(_slices(self._parts))[0]
 
     @property
     def written_config(self) -> Mapping[str, Any] | None:
@@ -92,22 +86,9 @@ class StackedCheckpoint(ComposedCheckpoint):
         parts = tuple((handles[id(c)], p.location, p.start, p.stop) for c, p in self._parts)
         return CheckpointHandle(self.location, "stack", self.location, parts=parts)
 
-    def _deepened(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """A config with the stack's number of layers; lists with an entry per layer are also stacked."""
-        out = dict(config)
-        depth = next((config[k] for k in DEPTH_KEYS if k in config), None)
-        for key, value in config.items():
-            if key in DEPTH_KEYS:
-                out[key] = self.n_layers
-            elif key == "layer_types" and isinstance(value, list) and len(value) == depth:
-                out[key] = [t for c, p in self._parts for t in _layer_types(c.config, value)[p.start : p.stop]]
-        return out
 
-
-def _layer_types(config: Mapping[str, Any] | None, default: list[Any]) -> list[Any]:
-    inner = (config or {}).get("text_config")
-    own = (config or {}).get("layer_types") or (inner.get("layer_types") if isinstance(inner, Mapping) else None)
-    return own if isinstance(own, list) else default
+def _slices(parts: Sequence[tuple[Checkpoint, StackPart]]) -> list[Slice]:
+    return [Slice(c.config or {}, p.start, p.stop) for c, p in parts]
 
 
 def _origins(parts: Sequence[tuple[Checkpoint, StackPart]]) -> dict[str, Origin]:
@@ -147,7 +128,16 @@ def _problems(parts: Sequence[StackPart], opened: Mapping[str, Checkpoint]) -> l
     if len(stacks) > 1:
         listed = ", ".join(f"'{prefix}' in {location}" for prefix, location in stacks.items())
         problems.append(f"the layers have different names: {listed}. Likely cause: models of different architectures")
-    return problems + _disagreements(opened)
+    problems += _disagreements(opened)
+    whole = [(opened[p.location], p) for p in parts]
+    return problems if problems or whole[0][0].config is None else restacked(_slices(whole))[1]
+
+
+def _notes(checkpoints: Sequence[Checkpoint]) -> tuple[str, ...]:
+    """Notes on entries of config.json that differ between the parts, except those of each layer."""
+    first, *others = ((c.location, without_layers(c.config)) for c in checkpoints)
+    found = agree(first[1], others, "base")
+    return tuple(n.replace("base", f"'{first[0]}'").replace(" (config_from)", "") for n in found.notes)
 
 
 def _disagreements(opened: Mapping[str, Checkpoint]) -> list[str]:
