@@ -68,7 +68,7 @@ def entry(cls: Any) -> dict[str, Any]:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     keys = {}
     for name, field in fields.items():
-        if is_ignored(name) or name in cls.sub_configs_defaults:
+        if is_ignored(name) or name in cls.sub_configs_defaults or name in cls.attribute_map:
             continue
         made = field.default_factory
         keys[name] = plain(made() if made is not dataclasses.MISSING else field.default)

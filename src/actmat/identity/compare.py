@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actmat.identity.meaning import ABSENT, NESTED, Entry, meaning, same
+from actmat.identity.meaning import ABSENT, NESTED, ROPE_KEYS, Entry, meaning, same
 
 FIX = "--set config_from=base, or =NAME for those of an expert"
 SHOWN = 8
@@ -42,7 +42,7 @@ class _Difference:
     def kind(self) -> str:
         """`absent` if only one file holds it and its class computes it from others; else that of the entries."""
         values = [e.value if e is not None else ABSENT for e in (self.base, self.expert)]
-        if any(v is ABSENT for v in values):
+        if any(v is ABSENT for v in values) and self.entry.raw != ROPE_KEYS:
             return "absent" if self.entry.kind == "function" else self.entry.kind
         return self.entry.kind
 
@@ -147,7 +147,14 @@ def _differences(label: str, base: Mapping[str, Any], expert: Mapping[str, Any])
         ours, theirs = ({k: e for k, e in of_one.items() if e.given} for of_one in (ours, theirs))
         theirs = {k: e for k, e in theirs.items() if k in ours}
         ours = {k: e for k, e in ours.items() if k in theirs}
-    for key in dict.fromkeys((*ours, *theirs)):
+    sections = {e.at for e in ours.values()} & {e.at for e in theirs.values()}
+    for at in dict.fromkeys(e.at for e in (*ours.values(), *theirs.values()) if e.at not in sections and e.at):
+        known = any(e.at == at for e in ours.values())
+        one, two = (
+            Entry("given" if is_given else ABSENT, "unknown", at[-1:], at=at[:-1]) for is_given in (known, not known)
+        )
+        yield _Difference(".".join(at), label, one, two)
+    for key in dict.fromkeys(k for k, e in (*ours.items(), *theirs.items()) if e.at in sections or not e.at):
         a, b = ours.get(key), theirs.get(key)
         if a is None or b is None:
             only = a or b

@@ -1,4 +1,4 @@
-"""What the inputs of a merge must agree in beside their weights."""
+"""Comparison of base and experts beside their weights."""
 
 from __future__ import annotations
 

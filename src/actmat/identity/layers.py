@@ -8,7 +8,7 @@ the generated table.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ _NUMBERS: Final = re.compile(
 _BOUND: Final = re.compile(
     r"^(num_kv_shared_layers|kv_source_layers|kv_sharing_modes|hybrid_layer_ids|scale_attn_by_inverse_layer_idx"
     r"|cross_attention_frequency|n_layers_per_attn_res_block|aligner_num_add_layers|num_first_full_attention_layers"
-    r"|num_last_full_attention_layers|ple_layer_ids|mtp_local_layer_ids)$"
+    r"|num_last_full_attention_layers|ple_layer_ids|mtp_local_layer_ids|hidden_size_per_layer_input)$"
 )
 """Keys by which a layer depends on others or on its own place: no other order of layers has the same meaning."""
 _FIRST: Final = ("first_k_dense_replace", "num_dense_layers")
@@ -39,6 +39,10 @@ _ON_INDEX: Final = re.compile(
     r"|idx|idxs|ids|indices|indexes)$|every_n|_interval$"
 )
 """Names that look like rules on the number of a layer, for classes that the table does not know."""
+_WHOLE: Final = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+"""Lists of layers whose length is the depth of configs without such a number."""
+_OWN_FIRST: Final = re.compile(r"^(modernbert|modernbert-decoder|t5|mt5|longt5|switch_transformers|pop2piano|udop)$")
+"""Model types whose first layer has other tensors than the others."""
 _LAST_IS_FULL: Final = ("gemma4", "diffusion_gemma", "embedding_gemma2")
 """Beginnings of model types whose class makes the last layer attend in full, whatever the config says."""
 _RESAVE: Final = (
@@ -140,7 +144,9 @@ class _Part:
         given = {names.get(k, k): v for k, v in part.config.items()}
         self.filled = {**self.known, **{k: v for k, v in given.items() if v is not None}}
         depth = next((self.filled[k] for k in DEPTH_KEYS if isinstance(self.filled.get(k), int)), None)
-        self.depth, self.given, self.layers = depth, given, range(part.start, part.stop)
+        if depth is None:
+            depth = next((len(given[k]) for k in _WHOLE if isinstance(given.get(k), list | str)), None)
+        self.names, self.depth, self.given, self.layers = names, depth, given, range(part.start, part.stop)
         self.rules: Mapping[str, Mapping[str, Any]] = declared.get("rules", {})
         for key, rule in self.rules.items():
             if self.filled.get(key) is None and depth is not None and rule:
@@ -170,7 +176,7 @@ class _Stack:
         out = dict(self.first)
         for key in (k for k in DEPTH_KEYS if k in out):
             out[key] = self.size
-        if not any(k in out for k in DEPTH_KEYS) and self.lead.depth is not None:
+        if not any(k in out for k in DEPTH_KEYS) and "num_hidden_layers" in self.lead.known:
             out["num_hidden_layers"] = self.size
         if self._is_as_before():
             return out
@@ -180,7 +186,7 @@ class _Stack:
             for key, value in entries:
                 done.add(key)
                 if value is not None:
-                    out[key] = value
+                    out[next((k for k in self.first if self.lead.names.get(k) == key), key)] = value
         self._refuse_unknown(done)
         return out
 
@@ -188,9 +194,10 @@ class _Stack:
         """True for all layers of one model in their order."""
         return [i for p in self.parts for i in p.layers] == list(range(self.lead.depth or -1))
 
-    def _flags(self, of: Callable[[_Part, int], Any]) -> list[Any]:
-        """A value for each layer of the stack, from its part and its number there."""
-        return [of(p, i) for p in self.parts for i in p.layers]
+    @property
+    def _layers(self) -> list[tuple[_Part, int]]:
+        """Part of each layer of the stack, and its number there."""
+        return [(p, i) for p in self.parts for i in p.layers]
 
     def _lists(self) -> Iterator[tuple[str, Any]]:
         """Entries with a value for each layer."""
@@ -207,7 +214,7 @@ class _Stack:
                 continue
             if not all(p.is_list(key) and p.layers.stop <= len(p.filled[key]) for p in self.parts):
                 raise _CannotStackError(f"'{key}' has an entry for each layer in some of the models only. {_RESAVE}")
-            value: Any = self._flags(lambda p, i, key=key: p.filled[key][i])  # type: ignore[misc]
+            value: Any = [p.filled[key][i] for p, i in self._layers]
             value = "".join(value) if isinstance(self.lead.filled[key], str) else value
             yield key, value if self.lead.given.get(key) is not None or value != self._anew(key) else None
             if key == "attention_layers":  # GPT-Neo's class expands them from pairs of a list and its repetitions
@@ -239,22 +246,18 @@ class _Stack:
         for key in dict.fromkeys(k for p in self.parts for k in p.filled):
             values = [p.filled.get(key) for p in self.parts]
             if key == "per_layer_config" and any(values):
-                found = self._flags(lambda p, i: _of_layer(p.filled.get("per_layer_config"), i))
+                found = [_of_layer(p.filled.get(key), i) for p, i in self._layers]
                 yield key, {str(n): v for n, v in enumerate(found) if v}
             elif _NUMBERS.search(key) and any(isinstance(v, list) for v in values):
-                if (step := self.lead.filled.get("decoder_sparse_step")) not in (None, 1) and key == "mlp_only_layers":
-                    continue
-                inside = self._flags(lambda p, i, key=key: i in (p.filled.get(key) or ()))  # type: ignore[misc]
-                found_numbers = [n for n, is_in in enumerate(inside) if is_in]
-                yield key, found_numbers if self.lead.given.get(key) or found_numbers != self._anew(key) else None
-                del step
+                numbers = [n for n, (p, i) in enumerate(self._layers) if i in (p.filled.get(key) or ())]
+                yield key, numbers if self.lead.given.get(key) or numbers != self._anew(key) else None
 
     def _rules_on_numbers(self) -> Iterator[tuple[str, Any]]:
         """Numbers from which the kinds of layers follow, where no list replaces them."""
         listed = {r.get(k) for p in self.parts for r in p.rules.values() for k in ("start", "period", "below", "if")}
         filled = self.lead.filled
         for key in (k for k in _FIRST if filled.get(k) is not None):
-            inside = self._flags(lambda p, i, key=key: i < (p.filled.get(key) or 0))  # type: ignore[misc]
+            inside = [i < (p.filled.get(key) or 0) for p, i in self._layers]
             count = sum(inside)
             if inside[:count] == [True] * count:
                 yield key, count
@@ -264,20 +267,18 @@ class _Stack:
                     "further up, for which the class has no entry. Fix: take them from the start only"
                 )
         for period, offset in (k for k in _PERIODS if filled.get(k[0]) is not None and k[0] not in listed):
-            wanted = self._flags(
-                lambda p, i, a=period, b=offset: i % int(p.filled[a]) == (p.filled.get(b) or 0)  # type: ignore[misc]
-            )
+            wanted = [i % int(p.filled[period]) == (p.filled.get(offset) or 0) for p, i in self._layers]
             yield from zip((period, offset), _period_of(wanted, filled[period], period), strict=True)
-        if (step := filled.get("decoder_sparse_step")) not in (None, 1):
-            assert isinstance(step, int)
-            sparse = self._flags(
-                lambda p, i: (
-                    i not in (p.filled.get("mlp_only_layers") or ())
-                    and (i + 1) % int(p.filled["decoder_sparse_step"]) == 0
-                )
-            )
+        if filled.get("decoder_sparse_step") not in (None, 1):
             yield "decoder_sparse_step", 1
-            yield "mlp_only_layers", [n for n, is_sparse in enumerate(sparse) if not is_sparse]
+            yield (
+                "mlp_only_layers",
+                [
+                    n
+                    for n, (p, i) in enumerate(self._layers)
+                    if i in (p.filled.get("mlp_only_layers") or ()) or (i + 1) % int(p.filled["decoder_sparse_step"])
+                ],
+            )
         if filled.get("moe_layer_interval") is not None:
             yield from self._between()
 
@@ -289,7 +290,7 @@ class _Stack:
             last = (p.depth or 0) - 1 if end in (None, -1) else int(end)
             return (i + 1) % int(every or 1) == 0 and int(start or 0) <= i <= last
 
-        wanted = self._flags(is_sparse)
+        wanted = [is_sparse(p, i) for p, i in self._layers]
         places = [n for n, is_in in enumerate(wanted) if is_in] or [self.size]
         low, high = places[0], places[-1]
         for every in dict.fromkeys((self.lead.filled["moe_layer_interval"], 1)):
@@ -309,8 +310,11 @@ class _Stack:
                     f"'{key}' is {self.lead.filled.get(key)}: what a layer computes depends on its number or on other "
                     "layers, so that layers in another order are not those of the model"
                 )
-        if str(self.first.get("model_type")) == "albert":
+        kind = str(self.first.get("model_type"))
+        if kind == "albert":
             raise _CannotStackError("ALBERT's layers share their weights: they cannot be stacked")
+        if _OWN_FIRST.search(kind) and [n for n, (_, i) in enumerate(self._layers) if i == 0] != [0]:
+            raise _CannotStackError(f"layer 0 of {kind} has other tensors than the others. Fix: begin with it")
 
     def _refuse_unknown(self, done: set[str]) -> None:
         if self.lead.declared is not None:

@@ -64,7 +64,8 @@ def meaning(config: Mapping[str, Any], nested: str = "") -> dict[str, Entry]:
         value = lists.get(key, _computed(key, filled, derived, replaced) if declared is not None else given.get(key))
         out[key] = Entry(value, _kind(key, keys, declared), _raw(key, names), key in given)
     _drop_unused(out, lists, declared)
-    out |= {k: Entry(v, "function", ROPE_KEYS) for k, v in _rope(given, filled, declared).items()}
+    for key, value in _rope(given, filled, declared).items():
+        out[key if key.startswith("rope_") else f"rope_parameters.{key}"] = Entry(value, "function", ROPE_KEYS)
     for key, value, kind in _nested_configs(given, declared):
         out |= {f"{key}.{k}": replace(e, at=(key, *e.at)) for k, e in meaning(value, kind).items()}
     return out
@@ -139,11 +140,14 @@ def _rope(given: Mapping[str, Any], filled: Mapping[str, Any], declared: Mapping
     has_rope = declared is not None and "rope_parameters" in declared["keys"]
     if not has_rope and not any(k in given for k in ROPE_KEYS):
         return {}
-    found = given.get("rope_parameters") or given.get("rope_scaling") or (declared or {}).get("rope") or {}
+    local = given.get("rope_local_base_freq")
+    found = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    if not found and local is None:
+        over = {k: given[k] for k in ("rope_theta", "partial_rotary_factor") if given.get(k) is not None}
+        found = {**((declared or {}).get("rope") or {}), **over}
     if not isinstance(found, Mapping):
         return {"rope_parameters": found}
     by_type = {k: v for k, v in found.items() if isinstance(v, Mapping)}
-    local = given.get("rope_local_base_freq")
     if not by_type and local is not None:  # Gemma 3, before the form by layer types
         by_type = {"full_attention": dict(found), "sliding_attention": {"rope_theta": local}}
     if by_type:

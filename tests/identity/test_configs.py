@@ -1,0 +1,201 @@
+"""Configs of inputs: what changes the function must agree, for all classes of transformers and diffusers."""
+
+from __future__ import annotations
+
+import json
+from copy import copy
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from docs.configs import digest
+from tests.helpers.merging import actmat
+
+from actmat.identity.compare import agree
+from actmat.identity.meaning import meaning
+from actmat.identity.tables import PATH, is_ignored
+
+TABLES: dict[str, Any] = json.loads(PATH.read_text())
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+QWEN = {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+GEMMA3 = {"model_type": "gemma3_text", "num_hidden_layers": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+UNET = {"_class_name": "UNet2DConditionModel", "cross_attention_dim": 768}
+VISION = {"model_type": "siglip_vision_model"}
+
+
+@pytest.mark.parametrize("library", ["transformers", "diffusers"])
+def test_the_table_is_that_of_the_installed_classes(library: str) -> None:
+    """`python -m docs.configs` writes it anew."""
+    try:
+        installed = version(library)
+    except PackageNotFoundError:
+        pytest.skip(f"no {library}")
+    made = TABLES[library]["made"]
+    if made["version"] != installed:
+        pytest.skip(f"the table was made from {library} {made['version']}")
+    assert made["digest"] == digest(library)
+
+
+def other(value: Any) -> Any:
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return [*value, 7] if isinstance(value, list) else {"other": 7} if isinstance(value, dict) else "other"
+
+
+@pytest.mark.parametrize("library", ["transformers", "diffusers"])
+def test_every_key_of_every_class_is_compared(library: str) -> None:
+    """A key that differs is found in each class that declares it; but those that a list of layers replaces."""
+    mark = "_class_name" if library == "diffusers" else "model_type"
+    classes = TABLES[library]["classes"]
+    assert len(classes) > (50 if library == "diffusers" else 700)
+    for name, entry in classes.items():
+        keys = {k: v for k, v in entry["keys"].items() if not k.startswith("rope_")}
+        replaced = {r.get(k) for r in entry.get("rules", {}).values() for k in ("period", "start", "if", "below")}
+        replaced |= {"sliding_window", "max_window_layers", "rope_theta", "partial_rotary_factor"}
+        base, changed = ({mark: name} | {k: f(v) for k, v in keys.items()} for f in (copy, other))
+        ours, theirs = meaning(base), meaning(changed)
+        missed = [k for k in keys if k not in replaced and not (k in theirs and ours[k].value != theirs[k].value)]
+        assert not missed, (name, missed)
+
+
+SAVED = """llama gemma3 qwen3_next gpt_oss bert deepseek_v3 t5 qwen2_5_vl llama4 phi3 mixtral falcon_h1 whisper clip
+modernbert glm4_moe"""
+
+
+@pytest.mark.parametrize("kind", SAVED.split())
+def test_a_config_is_equal_however_it_is_saved(kind: str) -> None:
+    """In full, without defaults, or with nothing but its type."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind)
+    full, short = json.loads(config.to_json_string(use_diff=False)), json.loads(config.to_json_string())
+    for base, expert in ((full, short), (short, full), ({"model_type": kind}, full), (short, {"model_type": kind})):
+        assert not agree(base, [("one", expert)]).problems
+
+
+@pytest.mark.parametrize(
+    ("base", "expert", "named"),
+    [
+        (LLAMA, {"rope_theta": 1e6}, ["rope_theta (base 10000.0; 'one' 1000000.0)"]),
+        (LLAMA | {"rope_theta": 5e5}, {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}}, []),
+        (LLAMA | {"rope_scaling": None}, {"rope_scaling": YARN}, ["rope_type", "factor"]),
+        (LLAMA | {"rope_scaling": YARN}, {"rope_scaling": None, "rope_parameters": YARN | {"rope_theta": 1e4}}, []),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2}}, {"rope_scaling": {"type": "linear", "factor": 4}},
+         ["factor (base 2; 'one' 4)"]),
+        (LLAMA, {"rms_norm_eps": 1e-5}, ["rms_norm_eps"]),
+        (LLAMA | {"rms_norm_eps": 1e-6}, {"rms_norm_eps": 9.99999997e-7}, []),
+        (LLAMA, {"hidden_act": "gelu"}, ["hidden_act"]),
+        (LLAMA, {"num_key_value_heads": 4, "head_dim": 16, "attention_bias": False}, []),
+        (LLAMA, {"num_key_value_heads": 2}, ["num_key_value_heads"]),
+        (LLAMA, {"num_attention_heads": 8}, ["num_attention_heads", "head_dim"]),
+        (LLAMA, {"attention_dropout": 0.1, "eos_token_id": 7, "use_cache": False, "transformers_version": "4.0",
+                 "torch_dtype": "float16", "vocab_size": 9, "_name_or_path": "x", "initializer_range": 1.0}, []),
+        (QWEN, {"sliding_window": 32768, "max_window_layers": 21}, []),
+        (QWEN, {"use_sliding_window": True, "num_hidden_layers": 32}, ["layer_types"]),
+        ({"model_type": "mistral", "sliding_window": 4096}, {"sliding_window": None}, ["sliding_window"]),
+        ({"model_type": "granite"}, {"logits_scaling": 8.0}, ["logits_scaling"]),
+        ({"model_type": "mixtral"}, {"num_experts_per_tok": 1}, ["num_experts_per_tok"]),
+        ({"model_type": "phi"}, {"partial_rotary_factor": 0.25}, ["partial_rotary_factor"]),
+        (GEMMA3 | {"sliding_window_pattern": 6}, {"sliding_window_pattern": None, "rope_theta": None,
+         "rope_local_base_freq": None, "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}, []),
+        (GEMMA3, {"rope_local_base_freq": 2e4}, ["rope_theta.sliding_attention"]),
+        (GEMMA3, {"sliding_window_pattern": 3}, ["layer_types"]),
+        ({"model_type": "gpt2", "n_head": 12}, {"num_attention_heads": 6, "n_head": 6}, ["n_head"]),
+        ({"model_type": "llava", "text_config": LLAMA, "vision_config": VISION},
+         {"text_config": LLAMA | {"rope_theta": 9.0}}, ["text_config.rope_theta"]),
+        ({"model_type": "llava", "text_config": LLAMA, "vision_config": VISION},
+         {"vision_config": VISION | {"layer_norm_eps": 1.0}}, ["vision_config.layer_norm_eps"]),
+        (UNET, {"cross_attention_dim": 1024}, ["cross_attention_dim"]),
+        (UNET, {"norm_eps": 1e-3, "dropout": 0.5, "_diffusers_version": "0.1"}, ["norm_eps"]),
+        ({"model_type": "own", "rope_theta": 1e4, "my_width": 3}, {"rope_theta": 1e6, "my_width": 4}, ["rope_theta"]),
+    ],
+)  # fmt: skip
+def test_what_changes_the_function_is_a_problem(base: dict[str, Any], expert: dict[str, Any], named: list[str]) -> None:
+    given = {k: v for k, v in (base | expert).items() if v is not None or k == "sliding_window"}
+    found = agree(base, [("one", given)])
+    assert len(found.problems) == bool(named), found
+    assert all(name in found.problems[0] for name in named)
+    assert not agree(base, [("one", base), ("adapter", None)]).problems
+
+
+@pytest.mark.parametrize(
+    ("base", "expert", "words"),
+    [
+        (LLAMA, {"max_position_embeddings": 9999}, "max_position_embeddings (base 2048; 'one' 9999)"),
+        (LLAMA, {"odd_key": 3}, "odd_key (base absent; 'one' 3)"),
+        ({"model_type": "own", "my_width": 3}, {"my_width": 4}, "my_width (base 3; 'one' 4)"),
+        (LLAMA, {"model_type": "mistral"}, "model_type (base llama; 'one' mistral)"),
+        ({"hidden_size": 8}, {}, "no model_type"),
+        ({"hidden_size": 8}, {"model_type": "bert"}, "no model_type bert"),
+    ],
+)
+def test_what_may_change_the_function_is_a_note(base: dict[str, Any], expert: dict[str, Any], words: str) -> None:
+    found = agree(base, [("one", base | expert)])
+    assert not found.problems
+    assert words in " ".join(found.notes)
+
+
+def test_an_expert_may_be_a_part_of_the_base() -> None:
+    """The tower of a multimodal model, or a component of a pipeline."""
+    base = {"model_type": "llava", "text_config": LLAMA, "vision_config": VISION}
+    assert not agree(base, [("text", LLAMA)]).problems
+    assert "rope_theta" in agree(base, [("text", LLAMA | {"rope_theta": 1.0})]).problems[0]
+    pipeline = {"_class_name": "StableDiffusionPipeline", "components": {"unet": UNET}}
+    found = agree(pipeline, [("unet", UNET | {"norm_eps": 1.0})], "unet")
+    assert found.configs == {"unet/config.json": UNET | {"norm_eps": 1.0}}
+
+
+@pytest.mark.parametrize("take", ["base", "one"])
+def test_the_recipe_says_whose_entries_are_written(take: str) -> None:
+    base = {"model_type": "llava", "text_config": LLAMA | {"rope_theta": 1e4}, "tie_word_embeddings": True}
+    one = {"model_type": "llava", "text_config": LLAMA | {"rope_parameters": {"rope_theta": 1e6}, "odd": 1}}
+    found = agree(base, [("one", one)], take)
+    assert not found.problems
+    assert "rope_theta" in found.notes[0]
+    assert found.configs == ({} if take == "base" else {"config.json": one | {"tie_word_embeddings": True}})
+
+
+def test_config_from_writes_the_experts_entries(tmp_path: Path) -> None:
+    """One expert at weight 1 is that expert again."""
+    transformers = pytest.importorskip("transformers")
+    models = {}
+    for name, theta in (("base", 1e4), ("long", 1e6)):
+        torch.manual_seed(int(theta) % 7)
+        config = transformers.LlamaConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+            num_attention_heads=4, rope_parameters={"rope_type": "default", "rope_theta": theta})  # fmt: skip
+        models[name] = transformers.LlamaForCausalLM(config).eval()
+        models[name].save_pretrained(tmp_path / name)
+    run = ["merge", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/long", "-m", "linear", "--out", f"{tmp_path}/out"]
+    found = actmat(run)
+    text = found.out + found.err
+    assert found.code == 1
+    assert "rope_theta (base 10000.0; 'long' 1000000.0)" in text
+    assert "--set config_from=base" in text
+    found = actmat([*run, "--set", "config_from=long"])
+    text = found.out + found.err
+    assert found.code == 0, text
+    assert "rope_theta" in text
+    came = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = torch.arange(3, 35)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(came(ids).logits, models["long"](ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("keys", "ignored"),
+    [
+        ("attention_dropout eos_token_id image_token_index initializer_range router_aux_loss_coef use_cache", True),
+        ("tie_word_embeddings torch_dtype mask_time_prob vocab_size output_attentions architectures", True),
+        ("rms_norm_eps layer_norm_eps logit_scale attention_bias hidden_act num_experts_per_tok output_dim", False),
+        ("sliding_window final_logit_softcapping rope_scaling embedding_multiplier pooling_type", False),
+    ],
+)
+def test_keys_of_training_and_names_change_nothing(keys: str, ignored: bool) -> None:
+    assert {is_ignored(key) for key in keys.split()} == {ignored}
