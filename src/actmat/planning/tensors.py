@@ -14,7 +14,8 @@ from actmat.checkpoints.quantization import quantization_problems
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import AlignmentError, MergeError
 from actmat.experts.base import DeltaSource, Expert
-from actmat.identity.inputs import agreement
+from actmat.identity.compare import Agreement
+from actmat.identity.inputs import agreement, template_note
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import get_method
@@ -39,7 +40,7 @@ from actmat.planning.storage import (
 )
 from actmat.planning.tokens import token_findings
 from actmat.recipe import Recipe
-from actmat.recipe.output import ModelOutput
+from actmat.recipe.output import ExtractedOutput
 
 
 def plan_tensors(
@@ -50,12 +51,8 @@ def plan_tensors(
     Raises:
         AlignmentError: the inputs do not fit together, or the recipe does not fit them; carries all problems.
     """
-    problems = _input_problems(recipe, base, experts)
-    agreed = agreement(
-        base, list(zip(recipe.labels, experts, strict=True)), recipe.model.config_from, _written(recipe, base)
-    )
-    is_model = isinstance(recipe.output, ModelOutput)
-    problems += agreed.problems if is_model else ()
+    agreed = _agreed(recipe, base, experts)
+    problems = [*_input_problems(recipe, base, experts), *agreed.problems]
     layouts, layout_problems = resolve_roles(recipe, base.specs, base.config)
     problems += statistics.kind_problems([e.needs_base for e in experts])
     chooser = Chooser(recipe, statistics.kinds, base.specs)
@@ -97,7 +94,6 @@ def plan_tensors(
         ignored=alignment.ignored,
         notes=(
             *part_notes(base),
-            *(() if is_model else agreed.problems),
             *agreed.notes,
             *alignment.notes,
             *token_notes,
@@ -110,9 +106,14 @@ def plan_tensors(
     )
 
 
-def _written(recipe: Recipe, base: Checkpoint) -> Mapping[str, Any] | None:
-    """Config of the base as an output has it."""
-    return base.config if recipe.model.quantize is not None else base.written_config or base.config
+def _agreed(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> Agreement:
+    """Comparison of configs and chat templates; an adapter has none, so that differences are notes there."""
+    written = base.config if recipe.model.quantize is not None else base.written_config or base.config
+    named = list(zip(recipe.labels, experts, strict=True))
+    found = agreement(base, named, recipe.model.config_from, written, recipe.keep)
+    if isinstance(recipe.output, ExtractedOutput):
+        return Agreement(notes=(*found.problems, *found.notes))
+    return dataclasses.replace(found, notes=(*found.notes, *template_note(base, named, recipe.model.files_of)))
 
 
 def _check(problems: Sequence[str]) -> None:
