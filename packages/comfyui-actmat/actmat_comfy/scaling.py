@@ -39,7 +39,7 @@ def _scaled(lora: Lora, folder: Path) -> Path:
         return lora.file
     tensors: dict[str, Tensor] = {}
     with actmat.open_checkpoint(lora.file) as weights:
-        metadata: dict[str, str] = getattr(weights, "metadata", dict)()
+        metadata = dict(weights.metadata())
         has_alpha = any(name.endswith(".alpha") for name in weights.specs)
         for name in weights.specs:
             strength = lora.strength_of(name)

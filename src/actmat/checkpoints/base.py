@@ -124,12 +124,14 @@ class CheckpointHandle:
     parts: tuple[tuple[CheckpointHandle, str, int, int], ...] = ()  # of a stack: handle, location, first layer, end
     view: Any = None  # plain data from which the plug-in `view.FORMAT` opens it
     heads: tuple[tuple[str, str], ...] = ()  # output heads that are untied, and the token table of each
+    marks: tuple[tuple[str, str, tuple[int, ...], str], ...] = ()  # see `marked.Mark`
 
     def __post_init__(self) -> None:
         """Accept parts that come from JSON."""
         parts = tuple((h if isinstance(h, CheckpointHandle) else CheckpointHandle(**h), *p) for h, *p in self.parts)
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "heads", tuple((head, table) for head, table in self.heads))
+        object.__setattr__(self, "marks", tuple((n, d, tuple(shape), text) for n, d, shape, text in self.marks))
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
@@ -176,6 +178,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def written_configs(self) -> Mapping[str, Mapping[str, Any]]:
         """Path in an output -> config to be written there; a pipeline has one for each component that needs it."""
         return {} if self.written_config is None else {"config.json": self.written_config}
+
+    def metadata(self) -> Mapping[str, str]:
+        """Texts in the headers of its files; empty for formats without them."""
+        return {}
 
     def scheme(self, name: str) -> str:
         """Description of a quantized tensor's layout; empty for any other tensor."""

@@ -23,6 +23,7 @@ from actmat.checkpoints.claims import COMMIT
 from actmat.checkpoints.codecs import decoded
 from actmat.checkpoints.formats import find_format, format_named
 from actmat.checkpoints.layer_names import StackPart, adapted_parts, stack_parts
+from actmat.checkpoints.marked import MarkedCheckpoint, read_marks
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.source import LocalSource, Source
 from actmat.checkpoints.untied import UntiedCheckpoint
@@ -119,6 +120,8 @@ def open_source(source: Source) -> Checkpoint:
 
 def open_handle(handle: CheckpointHandle) -> Checkpoint:
     """Open the checkpoint that `Checkpoint.handle` described, in any process that has the same storage."""
+    if handle.marks:
+        return MarkedCheckpoint(open_handle(replace(handle, marks=())), read_marks(handle.marks))
     if handle.heads:
         return UntiedCheckpoint(open_handle(replace(handle, heads=())), dict(handle.heads))
     if handle.parts:

@@ -31,6 +31,10 @@ class CheckpointView(Checkpoint):
         """Config of the stored checkpoint; all methods below delegate to it as well."""
         return self.inner.config
 
+    def metadata(self) -> Mapping[str, str]:
+        """Texts in the headers of the stored checkpoint."""
+        return self.inner.metadata()
+
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of every weight file."""
         return self.inner.identity()

@@ -21,6 +21,7 @@ from actmat.planning.adapter.extraction import plan_extraction
 from actmat.planning.adapter.modules import plan_modules
 from actmat.planning.choose import WHOLE
 from actmat.planning.item import MethodCall
+from actmat.planning.metadata import merged_metadata
 from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.planning.placement import HOST, DeviceRoom
 from actmat.planning.statistics import ExpertStatistics
@@ -62,8 +63,11 @@ def build_plan(
     else:
         draft = plan_tensors(recipe, base, experts, statistics, room)
     left_out = {} if is_extracted else files_left_out(recipe, base, experts)
+    is_model = base is not None and not is_extracted
+    metadata, texts = merged_metadata(base, experts, recipe.labels) if base is not None and is_model else ({}, [])
     decisions = (
         *draft.notes,
+        *texts,
         *_method_notes(draft.items, len(experts)),
         *statistics.notes_on(draft.items),
         *_place_notes(base, room),
@@ -71,7 +75,7 @@ def build_plan(
     )
     return MergePlan(
         recipe=recipe,
-        output="adapter" if base is None or is_extracted else "model",
+        output="model" if is_model else "adapter",
         base=None if base is None else _summary("base", base, "model"),
         experts=_expert_summaries(recipe.labels, experts, draft.ignored),
         items=draft.items,
@@ -80,6 +84,7 @@ def build_plan(
         stem=draft.stem,
         stems=draft.stems,
         family=draft.family,
+        metadata=metadata,
         adapter_config=draft.adapter_config,
         kept=draft.kept,
         notes=_notes(recipe, base, experts, decisions, _negative_means(draft.items)),

@@ -99,6 +99,7 @@ class MergePlan(Plain):
         specs: tensors of the output in the order of writing; `max_shard_bytes`, `stem`: size and name of its files.
         stems: of a pipeline: prefix of the names of a component's tensors -> folder and name of its files.
         family: architecture that was recognized.
+        metadata: texts in the headers of a model's files.
         adapter_config: `adapter_config.json` of an adapter.
         kept: tensors without a delta in an adapter -> the recipe's pattern that keeps them.
         notes: warnings, then decisions.
@@ -120,6 +121,7 @@ class MergePlan(Plain):
     stem: str = "model"
     stems: Mapping[str, str] = field(default_factory=dict)
     family: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
     adapter_config: Mapping[str, Any] | None = None
     kept: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
@@ -148,7 +150,7 @@ class MergePlan(Plain):
     def shards(self) -> tuple[Shard, ...]:
         """The files to write."""
         if not self.stems:
-            return plan_shards(self.specs, self.max_shard_bytes, stem=self.stem)
+            return plan_shards(self.specs, self.max_shard_bytes, stem=self.stem, metadata=self.metadata)
         groups = {prefix: [s for s in self.specs if s.name.startswith(prefix)] for prefix in self.stems}
         return tuple(
             shard
@@ -227,7 +229,7 @@ class MergePlan(Plain):
         state = {
             "recipe": self.recipe.model_dump(mode="json", exclude={"out", "mute"}),
             "inputs": files if times else [[[f.path, f.size, f.etag] for f in i.files] for i in self.inputs],
-            "output": [self.output, self.adapter_config],
+            "output": [self.output, self.adapter_config, dict(self.metadata)],
             "device": self.device.partition(":")[0],
             "versions": dict(self.versions),
             "statistics": self.statistics_identity,

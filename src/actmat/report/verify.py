@@ -16,6 +16,7 @@ from actmat.bounds import is_url
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.folder import member
 from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names, sha256_file
+from actmat.checkpoints.marked import with_marks
 from actmat.checkpoints.ranges import BLOCK_BYTES
 from actmat.checkpoints.remote import storage_of
 from actmat.checkpoints.resolve import find_source
@@ -433,7 +434,11 @@ class ManifestInputs:
         """The base, with copies of its token table for output heads that the merge untied."""
         read = {n: TensorSpec(n, (), "", "") for n in self.expected("base") if n not in base.specs}
         heads = tied_heads(read, base.specs, base.config)
-        return UntiedCheckpoint(base, heads) if heads else base
+        if heads or not read:
+            return UntiedCheckpoint(base, heads) if heads else base
+        return with_marks(
+            base, {n: f.stored for n in self.places if not (f := self.located(n)).needs_base and n != "base"}
+        )
 
 
 def _form_problems(specs: Mapping[str, TensorSpec], manifest: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.marked import with_marks
 from actmat.checkpoints.source import LocalSource
 from actmat.checkpoints.untied import UntiedCheckpoint
 from actmat.checkpoints.writing.sidecars import SideFolder, check_sidecars
@@ -87,6 +88,9 @@ def open_inputs(
             known = len(problems.found)
             with problems.noted():
                 base = _untied(chosen, base, experts)
+                if chosen[0].model.quantize is None:
+                    pairs = zip(chosen[0].labels, experts, strict=True)
+                    base = with_marks(base, {n: e.checkpoint for n, e in pairs if isinstance(e, CheckpointExpert)})
             if len(problems.found) > known:
                 problems.check()
         inputs = Inputs(chosen[0].labels, base, experts, stack.enter_context(opened_statistics(chosen[0])))

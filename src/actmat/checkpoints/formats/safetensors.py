@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import MappingProxyType
@@ -49,6 +49,7 @@ class SafetensorsCheckpoint(StoredCheckpoint):
         paths = {label: source.local(label) for label in labels}
         self._reader = FileReader({label: path for label, path in paths.items() if path is not None})
         self._remote = {label for label, path in paths.items() if path is None}
+        self._metadata: dict[str, Mapping[str, str]] = {}
         self._downloads = {label: threading.Lock() for label in self._remote}
         self._ranges = RangeReader(source.read_range) if source.streams and self._remote else None
         try:
@@ -63,14 +64,8 @@ class SafetensorsCheckpoint(StoredCheckpoint):
             raise
 
     def metadata(self) -> dict[str, str]:
-        """The `__metadata__` strings of all files; those that are not local are downloaded."""
-        found: dict[str, str] = {}
-        for label in self.labels:
-            if label in self._remote:
-                self._download(label)
-            header = read_header(partial(self._reader.read, label), self._reader.size(label), file=label)
-            found |= header.metadata
-        return found
+        """The `__metadata__` strings of all files."""
+        return {key: text for label in self.labels for key, text in self._metadata[label].items()}
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Ask the system to read these tensors ahead; of a remote one, the first block is fetched."""
@@ -115,7 +110,12 @@ class SafetensorsCheckpoint(StoredCheckpoint):
             self._remote.discard(label)
 
     def _local_specs(self, label: str) -> Mapping[str, TensorSpec]:
-        return read_header(partial(self._reader.read, label), self._reader.size(label), file=label).specs
+        return self._noted(label, self._reader.size(label), partial(self._reader.read, label))
+
+    def _noted(self, label: str, size: int, read_at: Callable[[int, int], bytes]) -> Mapping[str, TensorSpec]:
+        header = read_header(read_at, size, file=label)
+        self._metadata[label] = header.metadata
+        return header.specs
 
     def _all_specs(self) -> dict[str, Mapping[str, TensorSpec]]:
         """Specs of every file by label; the problems of all files are raised together."""
@@ -137,7 +137,7 @@ class SafetensorsCheckpoint(StoredCheckpoint):
             if label not in self._remote:
                 return self._local_specs(label)
             read_at, size = self.source.read_remote(label)
-            return read_header(read_at, size, file=label).specs
+            return self._noted(label, size, read_at)
 
         with ThreadPoolExecutor(min(PARALLEL_REQUESTS, len(self.labels))) as pool:
             return dict(zip(self.labels, pool.map(specs_of, self.labels), strict=True))

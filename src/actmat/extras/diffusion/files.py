@@ -23,7 +23,6 @@ from actmat.checkpoints.writing.whole import whole_file
 from actmat.errors import CheckpointError, MergeError, OutputError
 from actmat.experts.locate import Located, LocatedAdapter, locate
 from actmat.extras.diffusion.layouts import FileLayout, written
-from actmat.extras.diffusion.lora_files import metadata_of
 from actmat.extras.diffusion.metadata import kept_metadata
 from actmat.planning.adapter.layouts import IN_ONE_FILE
 from actmat.progress import Progress
@@ -76,7 +75,7 @@ def _metadata_of_files(recipe: Recipe) -> list[Mapping[str, str]] | None:
         with located(recipe) as given:
             own = {e.adapter.layout if isinstance(e, LocatedAdapter) else "peft" for e in given.experts}
             layouts = own if recipe.adapter.layout == "same" else {recipe.adapter.layout}
-            return [metadata_of(e.stored) for e in given.experts] if layouts <= IN_ONE_FILE else None
+            return [e.stored.metadata() for e in given.experts] if layouts <= IN_ONE_FILE else None
     except MergeError:  # the merge reports the error
         return None
 
@@ -101,7 +100,7 @@ def _is_ours(out: Path) -> bool:
         if not out.is_file() or out.is_symlink():
             return False
         with locate(out) as found:
-            return KEY in metadata_of(found.stored)
+            return KEY in found.stored.metadata()
     except MergeError:
         return False
 
@@ -150,7 +149,7 @@ def _convert(given: Located, out: Path, layout: FileLayout) -> str:
         raise CheckpointError(f"{given.place} is a full checkpoint; this format holds adapters only")
     own, tensors = given.adapter.layout, written(given.adapter, layout)
     specs = tensor_specs(tensors, out.name, location=str(out))
-    metadata = kept_metadata([metadata_of(given.stored)], specs)
+    metadata = kept_metadata([given.stored.metadata()], specs)
     (shard,) = plan_shards([specs[n] for n in sorted(specs)], 1 << 62, metadata=metadata)
     with whole_file(out) as building, building.open("wb") as file:  # safetensors writes metadata in varying order
         file.write(shard.header)

@@ -165,7 +165,7 @@ def in_layout(
     The result is closed with the adapter. kohya files with diffusers' names get the original names.
     """
     if metadata is None:
-        metadata = getattr(adapter.weights, "metadata", dict)()
+        metadata = adapter.weights.metadata()
     architecture, problem = find_architecture(adapter, metadata)
     if architecture is not None:
         return _LayoutConversion(adapter, architecture, layout).result()

@@ -18,7 +18,6 @@ from typing import Any
 from actmat.bounds import parse_json
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.folder import shown
-from actmat.checkpoints.formats.safetensors import SafetensorsCheckpoint
 from actmat.checkpoints.keys import unknown_note
 from actmat.experts.base import AdapterFamily
 from actmat.experts.candidate import Candidate
@@ -211,14 +210,9 @@ def adapter_of(weights: Checkpoint, metadata: Mapping[str, str]) -> Adapter:
     return Adapter(weights, config, (), replace(listing, models=models))
 
 
-def metadata_of(weights: Checkpoint) -> Mapping[str, str]:
-    """Metadata of a file; empty for formats other than safetensors."""
-    return weights.metadata() if isinstance(weights, SafetensorsCheckpoint) else {}
-
-
 def _look(candidate: Candidate) -> Adapter | None:
     file = candidate.file
-    return adapter_of(file, metadata_of(file)) if file is not None and holds_factors(file.specs) else None
+    return adapter_of(file, file.metadata()) if file is not None and holds_factors(file.specs) else None
 
 
 LORA_FILE = AdapterFamily("LoRA file", _look, AdapterExpert, lambda adapter: "")

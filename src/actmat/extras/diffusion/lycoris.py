@@ -40,7 +40,7 @@ from actmat.extras.adapters.groups import Group, shape_misfit
 from actmat.extras.adapters.ia3 import Scaled
 from actmat.extras.adapters.loha import loha_change
 from actmat.extras.adapters.lokr import lokr_change
-from actmat.extras.diffusion.lora_files import adapter_of, metadata_of
+from actmat.extras.diffusion.lora_files import adapter_of
 from actmat.extras.diffusion.metadata import metadata_notes
 from actmat.extras.diffusion.names import KOHYA_PREFIXES, find_flat_names
 
@@ -265,13 +265,13 @@ def _content(weights: Checkpoint, base: Checkpoint) -> tuple[Content, list[str]]
 
 def _look(candidate: Candidate) -> Adapter | None:
     file = candidate.file
-    return adapter_of(file, metadata_of(file)) if file is not None and any(map(_OWN.match, file.specs)) else None
+    return adapter_of(file, file.metadata()) if file is not None and any(map(_OWN.match, file.specs)) else None
 
 
 def _fit(adapter: Adapter, base: Checkpoint) -> Expert:
     content, notes = _content(adapter.weights, base)
     expert = FormedExpert(adapter, base, content)
-    expert.notes = (*expert.notes, *notes, *metadata_notes(metadata_of(adapter.weights)))
+    expert.notes = (*expert.notes, *notes, *metadata_notes(adapter.weights.metadata()))
     return expert
 
 

@@ -1,0 +1,58 @@
+"""Texts in the header of a merged file: those of the inputs that are still valid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from actmat.checkpoints.base import Checkpoint
+from actmat.checkpoints.folder import shown
+from actmat.experts.base import Expert
+from actmat.experts.checkpoint import CheckpointExpert
+
+_OUTDATED = ("format", "actmat", "total_", "sshs_", "modelspec.hash", "lora_adapter_metadata", "_quant", "quant")
+"""Beginnings of keys that tell the bytes, the format or the codes of one file."""
+_FUNCTION = ("config", "prediction_type", "architecture", "timestep_range", "v_pred", "ztsnr")
+"""Ends of keys by which loaders choose the code or the settings of a model."""
+_OF_ONE_FILE = ("ss_", "modelspec.", "sd_merge_")
+"""Beginnings of keys that describe one file: title, author, training."""
+
+
+def merged_metadata(
+    base: Checkpoint, experts: Sequence[Expert], labels: Sequence[str]
+) -> tuple[dict[str, str], list[str]]:
+    """The texts for a model merged into a base, and notes on those that its inputs contradict.
+
+    A text that all full checkpoints have alike is kept. Of one that decides how the model is loaded, that of the
+    experts is written where they agree, else the base's.
+    """
+    pairs = zip(labels, experts, strict=True)
+    given = {label: _valid(e.checkpoint) for label, e in pairs if isinstance(e, CheckpointExpert)}
+    of_base = _valid(base)
+    kept: dict[str, str] = {}
+    notes, dropped = [], []
+    for key in dict.fromkeys(k for texts in (of_base, *given.values()) for k in texts):
+        values = {texts.get(key) for texts in given.values()} or {of_base.get(key)}
+        mine, (first, *more) = of_base.get(key), list(values)
+        if not more and first is not None and (first == mine or key.endswith(_FUNCTION)):
+            kept[key] = first
+        elif key.endswith(_FUNCTION) and mine is not None:
+            kept[key] = mine
+        if values == {mine}:
+            continue
+        if key.endswith(_FUNCTION):
+            label, other = next((n, texts.get(key)) for n, texts in given.items() if texts.get(key) != mine)
+            written = "nothing" if key not in kept else "the base's" if kept[key] == mine else "the experts'"
+            notes.append(
+                f"header metadata '{key}' are {shown(other)} in expert '{label}' and {shown(mine)} in the base: "
+                f"{written} is written"
+            )
+        elif not key.startswith(_OF_ONE_FILE):
+            dropped.append(key)
+    if dropped:
+        names = ", ".join(dropped[:3]) + (", ..." if len(dropped) > 3 else "")
+        notes.append(f"header metadata that the inputs do not have alike are not written: {names}")
+    return kept, notes
+
+
+def _valid(checkpoint: Checkpoint) -> Mapping[str, str]:
+    return {key: text for key, text in checkpoint.metadata().items() if not key.startswith(_OUTDATED)}
