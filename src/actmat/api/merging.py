@@ -54,7 +54,7 @@ def merge(
 def merge_recipes(
     recipes: Sequence[Recipe], settings: RunSettings, progress: Progress | None = None
 ) -> list[MergeReport]:
-    """`run_recipes`, plus a page per measured merge; if `out` ends in .safetensors, LoRA is written as one file."""
+    """`run_recipes`, plus a page per measured merge; LoRA and single files are written as one where `out` ends so."""
     if recipes and all(str(r.out).endswith(".safetensors") for r in recipes):
         from actmat.extras.diffusion.files import run_into_files
 

@@ -1,4 +1,4 @@
-"""A LoRA as one `.safetensors` file: output of a merge or a conversion.
+"""A LoRA, or a model of a single-file base, as one `.safetensors` file: output of a merge or a conversion.
 
 A merge runs in a hidden folder next to the file, with its journal, and continues there after an interruption. The
 finished file is written under a temporary name and renamed. Its metadata contain the recipe under `actmat`, in place
@@ -21,18 +21,20 @@ from actmat.checkpoints.writing.shards import plan_shards
 from actmat.checkpoints.writing.staging import sibling
 from actmat.checkpoints.writing.whole import whole_file
 from actmat.errors import CheckpointError, MergeError, OutputError
-from actmat.experts.locate import Located, LocatedAdapter, locate
+from actmat.experts.locate import Located, LocatedAdapter, LocatedModel, locate
 from actmat.extras.diffusion.layouts import FileLayout, written
 from actmat.extras.diffusion.metadata import kept_metadata
 from actmat.planning.adapter.layouts import IN_ONE_FILE
 from actmat.progress import Progress
 from actmat.recipe import Recipe
+from actmat.recipe.output import ModelOutput
 from actmat.run.locate import located
 from actmat.run.resume import MergeReport
 from actmat.settings import RunSettings
 from actmat.version import __version__
 
 END = ".safetensors"
+ONE_SHARD = "8388607TiB"
 KEY = "actmat"
 """Metadata key of the recipe and inputs of a file, as JSON."""
 RunRecipes = Callable[[Sequence[Recipe], RunSettings, Progress], list[MergeReport]]
@@ -41,7 +43,7 @@ RunRecipes = Callable[[Sequence[Recipe], RunSettings, Progress], list[MergeRepor
 def run_into_files(
     recipes: Sequence[Recipe], settings: RunSettings, progress: Progress, run: RunRecipes
 ) -> list[MergeReport] | None:
-    """Merge LoRA into files atomically; None if an output is not such a file.
+    """Merge LoRA, or single-file checkpoints, into files atomically; None if an output is not such a file.
 
     Args:
         recipes: recipes with outputs that end in `.safetensors`.
@@ -61,18 +63,26 @@ def run_into_files(
     if problems := [p for r, out in zip(recipes, outs, strict=True) for p in _problems(r, out, settings.overwrite)]:
         raise OutputError("The output cannot be written.", problems)
     folders = [sibling(out, "folder") for out in outs]
-    moved = [r.model_copy(update={"out": str(folder)}) for r, folder in zip(recipes, folders, strict=True)]
+    moved = [
+        r.model_copy(update={"out": str(folder)} | ({} if found else {"max_shard_size": ONE_SHARD}))
+        for r, folder, found in zip(recipes, folders, metadata, strict=True)
+    ]
     reports = run(moved, dataclasses.replace(settings, overwrite=True), progress)
     rows = zip(reports, outs, metadata, strict=True)
     return [_as_file(report, out, found, settings.overwrite) for report, out, found in rows]
 
 
 def _metadata_of_files(recipe: Recipe) -> list[Mapping[str, str]] | None:
-    """Metadata of the experts of a merge into a LoRA file; None for any other merge."""
-    if recipe.base or not recipe.out or is_url(recipe.out) or recipe.adapter.layout == "peft":
+    """Metadata of the experts of a merge into a LoRA file; empty for a single-file model; None for any other merge."""
+    if not recipe.out or is_url(recipe.out) or recipe.adapter.layout == "peft":
         return None
     try:
         with located(recipe) as given:
+            base = given.base or given.experts[0]
+            if recipe.base or isinstance(base, LocatedModel):
+                is_file = not base.needs_base and base.stored.directory is None and base.place.endswith(END)
+                is_model = isinstance(recipe.output, ModelOutput | None) and recipe.model.files_of == "base"
+                return [] if is_file and is_model else None
             own = {e.adapter.layout if isinstance(e, LocatedAdapter) else "peft" for e in given.experts}
             layouts = own if recipe.adapter.layout == "same" else {recipe.adapter.layout}
             return [e.stored.metadata() for e in given.experts] if layouts <= IN_ONE_FILE else None
@@ -81,7 +91,8 @@ def _metadata_of_files(recipe: Recipe) -> list[Mapping[str, str]] | None:
 
 
 def _problems(recipe: Recipe, out: Path, overwrite: bool) -> list[str]:
-    if any(os.path.realpath(e.path) == os.path.realpath(out) for e in recipe.experts):
+    places = [e.path for e in recipe.experts] + ([recipe.base] if recipe.base else [])
+    if any(os.path.realpath(place) == os.path.realpath(out) for place in places):
         return [f"{out} is an input of this merge; choose another output"]
     if not os.path.lexists(out):
         return []
@@ -109,7 +120,7 @@ def _as_file(report: MergeReport, out: Path, given: Sequence[Mapping[str, str]],
     """Write the weights of a finished folder as one file with metadata, and remove the folder.
 
     Args:
-        given: metadata of the experts.
+        given: metadata of the experts; empty for a model.
     """
     folder, recipe = Path(str(report.out)), report.plan.recipe
     manifest = report.manifest
@@ -117,11 +128,14 @@ def _as_file(report: MergeReport, out: Path, given: Sequence[Mapping[str, str]],
     experts = [{k: e[k] for k in ("name", "location", "content") if k in e} for e in manifest["experts"]]
     made = {
         "version": __version__,
-        "recipe": recipe.model_dump(mode="json", exclude={"out"}, exclude_defaults=True),
+        "recipe": recipe.model_dump(
+            mode="json", exclude={"out"} if given else {"out", "max_shard_size"}, exclude_defaults=True
+        ),
         "experts": experts,
     }
-    specs = {s.name: s for s in report.plan.specs}
-    metadata = kept_metadata(given, specs)
+    metadata = {"format": "pt", **report.plan.metadata}
+    if given:
+        metadata = kept_metadata(given, {s.name: s for s in report.plan.specs})
     with whole_file(out, may_replace=lambda: overwrite and _is_ours(out)) as building:
         _copy(weights, building, {**metadata, KEY: json.dumps(made)})
     shutil.rmtree(folder)
