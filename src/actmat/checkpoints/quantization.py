@@ -36,7 +36,7 @@ def quantization_problems(specs: Mapping[str, TensorSpec], config: Mapping[str, 
 
     Signs: a `quantization_config` in the config, names that quantizers write, float8 tensors.
     """
-    declared = _declared(config)
+    declared = declared_scheme(config)
     fix = FIX + plugins.hint("actmat.codecs")
     problems = [f"config.json declares quantized weights ({declared}). {fix}"] if declared else []
     by_scheme: dict[str, list[str]] = {}
@@ -48,12 +48,28 @@ def quantization_problems(specs: Mapping[str, TensorSpec], config: Mapping[str, 
     return problems
 
 
+_AFTER_TRAINING = """
+aqlm auto-round awq bitsandbytes compressed-tensors eetq fbgemm_fp8 fp8 gptq higgs hqq modelopt mxfp4 quanto spqr
+torchao vptq
+"""
+AFTER_TRAINING = frozenset(_AFTER_TRAINING.split())
+"""Methods whose layers store codes: a model that declares one and holds only floats was decoded."""
+
+_BUFFERS = ("position_ids", "token_type_ids", "num_batches_tracked", "relative_position_index")
+
+
+def is_plain(spec: TensorSpec) -> bool:
+    """True for floats that are no scales, and for the integer buffers of architectures."""
+    last = spec.name.rpartition(".")[2]
+    return last in _BUFFERS or (spec.is_floating and not spec.dtype.startswith("float8") and "scale" not in last)
+
+
 def has_signs(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> bool:
     """True for a tensor that looks like a part of a quantized checkpoint `specs`."""
     return bool(_scheme(spec, specs))
 
 
-def _declared(config: Mapping[str, Any] | None) -> str:
+def declared_scheme(config: Mapping[str, Any] | None) -> str:
     """Name of the scheme that the config declares, of the whole, its text part or a component; empty if none."""
     parts = (config or {}).get("components")
     components = parts.values() if isinstance(parts, Mapping) else ()

@@ -31,7 +31,7 @@ from actmat.experts.fitted import UnfittedAdapter
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
-from actmat.experts.lora.names import first_factor, holds_factors
+from actmat.experts.lora.names import first_factor, foreign_writer, holds_factors
 from actmat.experts.peft import PEFT
 from actmat.layout.ties import check_absent, is_output_head, is_token_table
 
@@ -158,9 +158,13 @@ class LocatedModel(Located):
         """The checkpoint."""
         if (first := first_factor(self.header, self.config)) is not None:
             raise CheckpointError(
-                f"{self.place}: expected a full checkpoint, found factors of an adapter, such as '{first}', which are "
-                "not weights of a model. Fix: a LoRA file by itself is read from a .safetensors file (safetensors."
-                "torch.save_file); merge one that is part of a model into it first (merge_and_unload, fuse_lora)"
+                f"{self.place}: expected a full checkpoint, found factors of an adapter, such as '{first}', "
+                + (
+                    foreign_writer(first)
+                    or "which are not weights of a model. Fix: a LoRA file by itself is read from a .safetensors file "
+                    "(safetensors.torch.save_file); merge one that is part of a model into it first (merge_and_unload, "
+                    "fuse_lora)"
+                )
             )
         if scheme is None:
             return self.stored

@@ -11,7 +11,7 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.codecs.base import Codec, Headers, float_dtype, quantization_config
 from actmat.checkpoints.codecs.checkpoint import QuantizedCheckpoint
 from actmat.checkpoints.keys import Sorted, unknown_note
-from actmat.checkpoints.quantization import has_signs
+from actmat.checkpoints.quantization import AFTER_TRAINING, declared_scheme, has_signs, is_plain
 from actmat.errors import CheckpointError
 
 __all__ = ["decoded"]
@@ -27,8 +27,10 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         CheckpointError: a known layout is damaged, rotated or sparse; names every tensor.
     """
-    if checkpoint.is_composed or not any(has_signs(spec, checkpoint.specs) for spec in checkpoint.specs.values()):
+    if checkpoint.is_composed:
         return checkpoint
+    if not any(has_signs(spec, checkpoint.specs) for spec in checkpoint.specs.values()):
+        return _without_leftover(checkpoint)
     try:
         config = checkpoint.config
     except CheckpointError:  # raised again when the config is used, with all problems of the inputs
@@ -52,6 +54,23 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     coded = [c for claims in found for c in claims.tensors]
     opened = QuantizedCheckpoint(checkpoint, coded, dict.fromkeys(n for claims in found for n in claims.unused))
     opened.notes = (*opened.notes, *unknown_note("its quantization_config", listed.unknown))
+    return opened
+
+
+def _without_leftover(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint without codes; an entry about quantization that its floats contradict is left out of its config."""
+    try:
+        method = declared_scheme(checkpoint.config)
+    except CheckpointError:  # see above
+        return checkpoint
+    if method.lower() not in AFTER_TRAINING or not all(map(is_plain, checkpoint.specs.values())):
+        return checkpoint
+    opened = QuantizedCheckpoint(checkpoint, ())
+    opened.notes = (
+        *opened.notes,
+        f"config.json declares quantized weights ({method}), and all its tensors are floats: read as they are, and the "
+        "entry is not written",
+    )
     return opened
 
 
