@@ -217,7 +217,9 @@ class RecipeFlags:
         found = {name: values[0] if len(values) == 1 else values for name, values in pairs}
         known = (*settable_fields(Recipe), *self.more)
         if strange := [name for name in found if name not in known]:
-            near = did_you_mean(strange[0], known)
+            fields = {n: f"--{n}" for n in (*Recipe.model_fields, "weight", "expert")} | dict.fromkeys(known, "")
+            word = did_you_mean(strange[0], fields)
+            near = next((f"{word} Its flag is {f}." for n, f in fields.items() if f and f"'{n}'" in word), word)
             raise RecipeError(f"--set {strange[0]}: expected one of {', '.join(known)}.{near}")
         return found
 

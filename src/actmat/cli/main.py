@@ -104,7 +104,12 @@ def _hint(error: Any) -> str:
         from actmat.recipe.output import settable_fields
 
         field = unknown.removeprefix("--").replace("-", "_")
-        return f". Set this field with --set {field}=VALUE" if field in settable_fields(Recipe) else ""
+        if field in settable_fields(Recipe):
+            return f". Set this field with --set {field}=VALUE"
+        from actmat.methods import METHODS
+
+        owners = [m.name for m in METHODS if field in m.options]
+        return f". It is an option of the method ({', '.join(owners)}): -o {field}=VALUE" if owners else ""
     parameters = getattr(getattr(error.ctx, "command", None), "params", ())
     experts = [p.name for p in parameters if "--expert" in p.opts and error.ctx.params.get(p.name)]
     if "unexpected extra argument" not in error.message or not experts:

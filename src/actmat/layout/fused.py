@@ -89,7 +89,8 @@ def linear_layout(owner: str, parameter: bool, shape: Shape, partner: Shape | No
     orientation, how = _orientation(owner, parameter, shape, partner, tower)
     rows, cols = shape if orientation == "OI" else shape[::-1]
     packing = _packing(owner, rows, cols, partner, tower)
-    why = f"{how}name ends in {owner}"
+    last = re.split(r"_\d+_", owner)[-1] if owner.startswith(("lora_", "lycoris_")) else owner  # kohya's whole name
+    why = f"{how}name ends in {last}"
     if isinstance(packing, Packing):
         if (blocks := packing.blocks(rows)) is not None:
             return TensorLayout(Role.FUSED_LINEAR, f"packed {packing.words}, {rows} rows, {why}", orientation, blocks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,6 +42,15 @@ def _words(value: Any) -> Any:
 
 RESERVED = {"base": "the base", "union": "the tokens of all models"}
 """Names that no expert may have -> their meaning."""
+
+
+STANDARD = re.compile(r"(pytorch_lora_weights|adapter_model)\.(safetensors|bin)")
+"""Files of diffusers and PEFT that have one name in every folder."""
+
+
+def _last(path: Path) -> str:
+    """The last part of a path that tells one expert from another."""
+    return path.parent.name if STANDARD.fullmatch(path.name) and path.parent.name else path.name
 
 
 class ExpertRef(Strict):
@@ -112,5 +122,5 @@ class ExpertRef(Strict):
         if self.name:
             return self.name
         parts = dict.fromkeys(p.location for p in stack_parts(self.path)) or [self.path]
-        found = "+".join(Path(p.partition("@")[0]).name or p for p in parts)
+        found = "+".join(_last(Path(p.partition("@")[0])) or p for p in parts)
         return f"{found}-expert" if found in RESERVED else found

@@ -6,6 +6,7 @@ Settings of a run (threads, memory, overwriting) are in `actmat.settings`: they 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -24,7 +25,16 @@ from actmat.errors import RecipeError, did_you_mean
 from actmat.flag import Flag
 from actmat.recipe.aliases import with_real_method
 from actmat.recipe.experts import ExpertRef, OptionValues
-from actmat.recipe.output import KINDS, AdapterOutput, AnyOutput, ExtractedOutput, ModelOutput, Vocabulary, from_text
+from actmat.recipe.output import (
+    KINDS,
+    TO,
+    AdapterOutput,
+    AnyOutput,
+    ExtractedOutput,
+    ModelOutput,
+    Vocabulary,
+    from_text,
+)
 from actmat.recipe.values import (
     FLOAT32_MAX,
     Factor,
@@ -287,7 +297,9 @@ class Recipe(Strict):
         labels = [e.label for e in self.experts]
         twice = sorted({n for n in labels if labels.count(n) > 1})
         if twice:
-            raise ValueError(f"experts need distinct names; {', '.join(twice)} occurs more than once: set 'name'")
+            raise ValueError(
+                f"experts need distinct names; {', '.join(twice)} occurs more than once: set 'name', -e NAME=PATH"
+            )
         files, vocabulary = self.model.files_from, self.model.vocabulary
         if files != "base" and files not in labels:
             raise ValueError(f"files_from names '{files}'; it must be 'base' or one of {labels}")
@@ -391,10 +403,19 @@ _MODELS: dict[str, type[BaseModel]] = {
 }
 
 
+_QUOTED = re.compile(r"'([^']*)'")
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+"""Other names of dtypes -> ours."""
+
+
 def _with_value(error: Mapping[str, Any]) -> str:
     """The message of an error, with the value if it is short and not one of the choices."""
     shown = error["type"] == "literal_error" and isinstance(error["input"], str | int | float | bool)
-    return f"{error['msg']}; found {str(error['input'])[:200]!r}" if shown else str(error["msg"])
+    if not shown:
+        return str(error["msg"])
+    found = str(error["input"])[:200]
+    near = f" Did you mean '{_DTYPES[found]}'?" if found in _DTYPES and error["loc"][-1:] == ("dtype",) else ""
+    return f"{error['msg']}; found {found!r}.{near or did_you_mean(found, _QUOTED.findall(error['msg']))}"
 
 
 def _problem(loc: Sequence[int | str], message: str, kind: str, where: Mapping[str, str]) -> str:
@@ -414,6 +435,9 @@ def _problem(loc: Sequence[int | str], message: str, kind: str, where: Mapping[s
         owner = next((k for k, m in KINDS.items() if loc[-1] in m.model_fields), "") if len(loc) == 1 else ""
         hint = f" Write output: {{kind: {owner}, {loc[-1]}: ...}}." if owner else did_you_mean(str(loc[-1]), known)
         message = f"there is no field '{loc[-1]}'.{hint} Fields: {', '.join(known)}"
+    elif kind == "union_tag_invalid":
+        found, kinds = next(iter(_QUOTED.findall(message)), ""), (*KINDS, *TO)
+        message = f"found '{found}', expected {', '.join(kinds)} (--to).{did_you_mean(found, kinds)}"
     elif kind == "union_tag_not_found":
         message = f"name its kind: {', '.join(KINDS)}"
     elif kind == "missing":

@@ -21,6 +21,7 @@ SIZE_CODES = ("AM402", "AM403")
 """Checks that find a merge of the wrong size: a residual is then meaningless by itself."""
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+_KOHYA_NUMBER = re.compile(r"(?<=[._])\d+(?=[._]|$)")
 """A layer's or an expert's number in a name."""
 
 
@@ -46,6 +47,16 @@ class ItemGroup:
     patterns: tuple[str, ...]
 
 
+def numberless(name: str) -> str:
+    """A name with `*` for the numbers of its layers; kohya's names have underscores between their parts.
+
+    >>> numberless("h.3.fc"), numberless("lora_unet_down_blocks_1_attentions_0_proj_in")
+    ('h.*.fc', 'lora_unet_down_blocks_*_attentions_*_proj_in')
+    """
+    pattern = _KOHYA_NUMBER if name.startswith(("lora_", "lycoris_")) else _NUMBER
+    return pattern.sub("*", name)
+
+
 def item_groups(items: Iterable[Item], kept: Mapping[str, str]) -> list[ItemGroup]:
     """Groups in the order of their first outputs.
 
@@ -55,11 +66,11 @@ def item_groups(items: Iterable[Item], kept: Mapping[str, str]) -> list[ItemGrou
     groups: dict[tuple[str, str], Counter[str]] = {}
     for item in items:
         sizes = "x".join(map(str, item.shape))
-        pattern = f"{_NUMBER.sub('*', item.name)}  {sizes}".rstrip()
+        pattern = f"{numberless(item.name)}  {sizes}".rstrip()
         groups.setdefault((item.action, item.reason), Counter())[pattern] += 1
     for name, pattern in kept.items():
         key = ("keep", f"kept by the recipe ('{pattern}'): no delta is written")
-        groups.setdefault(key, Counter())[_NUMBER.sub("*", name)] += 1
+        groups.setdefault(key, Counter())[numberless(name)] += 1
     return [
         ItemGroup(action, reason, patterns.total(), tuple(p for p, _ in patterns.most_common()))
         for (action, reason), patterns in groups.items()

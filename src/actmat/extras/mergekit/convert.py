@@ -57,7 +57,9 @@ def convert(data: Mapping[str, Any], where: Mapping[str, str] | None = None) -> 
     else:
         method = _method(str(data["merge_method"]), found)
         config = read_config(data, found)
-        if config is not None and config.slices and method is not None and not found.problems:
+        if config is not None and method is None:
+            _RecipeConversion(config, _ANY, found).check()
+        elif config is not None and config.slices and method is not None and not found.problems:
             fields = _RecipeConversion(config, method, found).fields()
     if found.problems:
         n = len(found.problems)
@@ -87,6 +89,10 @@ def _method(name: str, found: ConfigFindings) -> Method | None:
     return None
 
 
+_ANY = Method(METHODS["linear"].convert, tuple(dict.fromkeys(n for m in METHODS.values() for n in m.reads)))
+"""Stands for an unknown method, which hides no other problem."""
+
+
 @dataclass
 class _RecipeConversion:
     """Conversion of one configuration."""
@@ -94,6 +100,11 @@ class _RecipeConversion:
     config: MergekitConfig
     method: Method
     found: ConfigFindings
+
+    def check(self) -> None:
+        """Find the problems that do not depend on the method."""
+        self._check_parameters()
+        self._dtypes()
 
     def fields(self) -> dict[str, Any]:
         """Fields of the recipe, in the usual order."""
