@@ -15,6 +15,7 @@ import actmat
 from actmat.errors import OutputError
 from actmat.experts.locate import locate
 from actmat.extras.diffusion.files import export_comfy
+from actmat.extras.diffusion.layouts import written
 from actmat.planning.cost import factored_bytes
 
 NAME = "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"
@@ -129,3 +130,17 @@ def test_float64_deltas_that_vanish_are_counted(tmp_path: Path, scale: float, dt
         save_file({NAME: torch.ones(8, 8, dtype=torch.float64) * factor}, files[-1])
     report = actmat.merge(files[0], files[1:], out=tmp_path / "out", method="linear", compute_dtype=dtype)
     assert report.totals.vanished == vanished
+
+
+@pytest.mark.parametrize("prefix", ["lora_te2_", "lora_te3_"])
+def test_t5_in_the_names_of_kohya_and_of_onetrainer(prefix: str) -> None:
+    flat, path = "encoder_block_0_layer_0_SelfAttention_q", "encoder.block.0.layer.0.SelfAttention.q"
+    a, b = torch.randn(4, 16), torch.randn(16, 4)
+    file = {f"{prefix}{flat}.lora_down.weight": a, f"{prefix}{flat}.lora_up.weight": b}
+    name = "lora_unet_double_blocks_0_img_attn_proj"
+    file |= {f"{name}.lora_down.weight": torch.randn(4, 3072), f"{name}.lora_up.weight": torch.randn(3072, 4)}
+    out = written(file, "diffusers", {"modelspec.architecture": "flux-1-dev/lora"})
+    torch.testing.assert_close(out[f"text_encoder_2.{path}.lora_B.weight"], b)
+    assert f"text_encoders.t5xxl.transformer.{path}.lora_up.weight" in written(
+        file, "comfy", {"modelspec.architecture": "flux-1-dev/lora"}
+    )

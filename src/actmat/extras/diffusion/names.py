@@ -105,7 +105,11 @@ def parse_factor(name: str) -> FactorName | None:
     module = found["module"]
     for prefix, part in KOHYA_PREFIXES.items():
         if module.startswith(prefix) and "." not in module:
-            return FactorName(module, part, module[len(prefix) :], side, True)
+            path = module[len(prefix) :]
+            is_t5 = prefix.startswith("lora_te") and path.startswith(
+                "encoder_block_"
+            )  # OneTrainer numbers it 2 in Flux
+            return FactorName(module, KOHYA_PREFIXES["lora_te3_"] if is_t5 else part, path, side, True)
     if (comfy := _COMFY.match(module)) is not None:
         return FactorName(module, comfy["part"], module[comfy.end() :], side, False, True)
     leaf = found.groupdict().get("leaf")
