@@ -59,7 +59,7 @@ def test_extra_tensors_are_noted_not_merged() -> None:
     found = run({"a": W}, {"a": W, "x": W, "y": W})
     assert found.ignored == (("x", "y"),)
     assert found.problems == ()
-    assert "has 2 tensors that the base lacks" in found.notes[0]
+    assert "has 2 tensors that the base lacks" in found.warnings[0]
 
 
 def test_another_vocabulary_is_called_by_its_name() -> None:

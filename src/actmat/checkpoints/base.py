@@ -256,6 +256,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """Files of the folder except the weights: those that are copied to an output, and the rest."""
         return side_files_of(self.directory)
 
+    def converted_sidecars(self) -> Mapping[str, str]:
+        """Name -> text of a tokenizer's files, made from the metadata of a format that stores it; takes seconds."""
+        return {}
+
     def fetch_sidecars(self) -> Path | None:
         """Local folder of the side files; a hub checkpoint downloads them first."""
         return self.directory

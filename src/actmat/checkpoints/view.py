@@ -60,6 +60,10 @@ class CheckpointView(Checkpoint):
         """Files other than the weights."""
         return self.inner.side_files()
 
+    def converted_sidecars(self) -> Mapping[str, str]:
+        """Files of a tokenizer from its metadata."""
+        return self.inner.converted_sidecars()
+
     def fetch_sidecars(self) -> Path | None:
         """Local folder of config, tokenizer and processor files."""
         return self.inner.fetch_sidecars()

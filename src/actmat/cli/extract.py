@@ -53,7 +53,7 @@ def extract(
     from actmat.api.merging import merge_recipes
     from actmat.cli.plan import show_plans
     from actmat.cli.screen import print_result, showing_progress
-    from actmat.cli.summary import extraction_data, print_summary
+    from actmat.cli.summary import extraction_data, print_summary, print_warnings
 
     measure = {} if how.energy is None else {"energy": how.energy}
     recipe = extract_recipe(base, model, **given.given, **measure, others=how.others)
@@ -67,5 +67,7 @@ def extract(
     with optional_stdout("The adapter is complete."):
         if json:
             print_result("extract", extraction_data(report_of(report)))
-        elif not quiet:
+        elif quiet:
+            print_warnings(report.plan)
+        else:
             print_summary(report)

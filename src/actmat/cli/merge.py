@@ -108,6 +108,11 @@ def merge(
         reports = tune_scales(recipes, asked.data or [], run, quiet=quiet)
     else:
         reports = _merge(recipes, run, asked, as_adapter=not inputs and "to" not in given, quiet=quiet)
+        if shown.quiet:
+            from actmat.cli.summary import print_warnings
+
+            for report in reports[:1]:
+                print_warnings(report.plan)
     if shown.json:
         from actmat.cli.screen import print_result
         from actmat.cli.summary import merge_data

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from actmat.api.extracting import extracted_rows
-from actmat.cli.screen import console, escape, plain_table
+from actmat.cli.screen import console, escape, note_console, plain_table
 from actmat.diagnostics.checks.merged import SIZE_CHECKS
 from actmat.diagnostics.model import AgreementRow, CheckResult, DataResidual, Diagnosis, MatrixRow
 from actmat.errors import Note, format_size
@@ -71,6 +71,13 @@ def _print_notes(plan: MergePlan, severity: str, indent: str = "") -> None:
         if note.severity == severity:
             is_warning = severity == "warning"
             console.print(f"[yellow]{escape(note)}[/yellow]" if is_warning else f"{indent}note: {escape(note)}")
+
+
+def print_warnings(plan: MergePlan) -> None:
+    """Print warnings to stderr, for commands whose summary is not printed."""
+    for note in plan.notes:
+        if note.severity == "warning":
+            note_console.print(escape(note), soft_wrap=True)
 
 
 def print_items(plan: MergePlan, items: Sequence[Item], kept: Mapping[str, str], *, full: bool) -> None:

@@ -50,6 +50,11 @@ class StoredAdapter(Expert):
         return self._stored.weights.sources()
 
     @property
+    def stored(self) -> Adapter:
+        """The adapter as it is stored."""
+        return self._stored
+
+    @property
     def _folder(self) -> Source | None:
         """PEFT's folder with its files, such as a tokenizer."""
         found = [whole for f in self.sources() if isinstance(whole := f.whole(), Source)]

@@ -57,6 +57,7 @@ class Alignment:
         ignored: per expert, its tensors that the base does not have.
         problems: why the merge cannot be done, one sentence each.
         notes: decisions made.
+        warnings: weights of experts that are not merged.
     """
 
     canonical: Mapping[str, tuple[str, ...]]
@@ -65,6 +66,7 @@ class Alignment:
     ignored: tuple[tuple[str, ...], ...]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 def align(
@@ -89,6 +91,7 @@ def align(
         ignored=tuple(m.extra for m in found),
         problems=tuple(p for of_expert in problems for p in of_expert),
         notes=tuple(note for m in found for note in m.notes),
+        warnings=tuple(_ignored(m.label, lost) for m in found if (lost := m.unmerged)),
     )
 
 
@@ -111,6 +114,13 @@ class _Match:
     notes: list[str]
     ambiguous: tuple[str, ...] = ()
 
+    @property
+    def unmerged(self) -> list[str]:
+        """Weights that the base does not have; no buffers, which models compute."""
+        found = {n: self.expert.specs[n] for n in self.extra}
+        layouts = resolve_layout(found, self.expert.config).tensors if found else {}
+        return [n for n in found if layouts[n].role is not Role.BUFFER]
+
     def problems(self, base: Checkpoint, roles: Mapping[str, Role]) -> list[str]:
         """Why tensors of these roles cannot be merged."""
         if self.ambiguous:
@@ -126,7 +136,8 @@ class _Match:
         pairs = [(n, source) for n in roles if (source := self.sources[n]) is not None]
         misfits = [_mismatch(base.specs[n], self.expert.specs[source], self.label, roles[n]) for n, source in pairs]
         missing = [base.specs[n] for n in roles if self.sources[n] is None]
-        lost = missing_problems(missing, there, self.extra, self.label, self.expert.location)
+        others = {n: self.expert.specs[n] for n in self.extra}
+        lost = missing_problems(missing, there, others, self.label, self.expert.location)
         return [*(p for of_tensor in misfits for p in of_tensor), *lost]
 
 
@@ -166,8 +177,10 @@ def _match(base: Checkpoint, expert: Expert, label: str, spellings: Mapping[str,
             f"'{first}' is '{found[first]}' there"
         )
     extra = tuple(n for n in expert.specs if n not in used)
-    notes += [_ignored_note(label, extra)] if extra else []
-    return _Match(label, expert, sources, stored, extra, notes, ambiguous)
+    match = _Match(label, expert, sources, stored, extra, notes, ambiguous)
+    if buffers := sorted(set(extra) - set(match.unmerged)):
+        notes.append(_ignored(label, buffers))
+    return match
 
 
 def _as_loaded(base: Checkpoint, expert: Expert, lost: Sequence[str]) -> dict[str, str]:
@@ -189,7 +202,7 @@ def _table_for(head: str, expert: Expert, table: str | None) -> str | None:
     return table if found is None and expert.config is None and table in expert.specs else found
 
 
-def _ignored_note(label: str, extra: Sequence[str]) -> str:
+def _ignored(label: str, extra: Sequence[str]) -> str:
     shown = ", ".join(extra[:3]) + (", ..." if len(extra) > 3 else "")
     return f"expert '{label}' has {len(extra)} tensors that the base lacks; not merged: {shown}"
 
@@ -282,14 +295,19 @@ def _nothing_in_common(base: Checkpoint, label: str, expert: Expert) -> str:
 
 def _mismatch(spec: TensorSpec, other: TensorSpec, label: str, role: Role) -> list[str]:
     problems = []
-    if spec.shape != other.shape:
+    if spec.shape != other.shape and not other.numel:
+        problems.append(
+            f"tensor '{other.name}' of expert '{label}' is empty ({_shape(other)}), expected {_shape(spec)}. "
+            "Likely cause: it was saved while it was sharded (DeepSpeed ZeRO-3, FSDP). Fix: save again with all shards "
+            "gathered (stage3_gather_16bit_weights_on_model_save, or zero_to_fp32.py)"
+        )
+    elif spec.shape != other.shape:
         text = f"tensor '{spec.name}' is {_shape(spec)} in the base and {_shape(other)} in expert '{label}'"
         rows_differ = len(spec.shape) == len(other.shape) == 2 and spec.shape[1] == other.shape[1]
         if rows_differ and (role is Role.EMBEDDING or spec.name.endswith("lm_head.weight")):
             text += (
                 f": another vocabulary ({other.shape[0]} tokens instead of {spec.shape[0]}; tokens were added or the "
-                "table was padded). Take rows by token (--vocabulary union), resize the expert's embeddings, "
-                "or list it under 'keep' (--keep)"
+                "table was padded). Take rows by token (--vocabulary union), or resize the expert's embeddings"
             )
         else:
             text += ". Is it fine-tuned from this base? To copy it from the base, list it under 'keep' (--keep)"

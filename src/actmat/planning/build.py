@@ -25,7 +25,7 @@ from actmat.planning.metadata import merged_metadata
 from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.planning.placement import HOST, DeviceRoom
 from actmat.planning.statistics import ExpertStatistics
-from actmat.planning.storage import files_left_out, left_out_note
+from actmat.planning.storage import files_left_out, left_out_note, unread_warnings
 from actmat.planning.tensors import plan_tensors
 from actmat.recipe import Recipe
 from actmat.recipe.output import ExtractedOutput
@@ -73,6 +73,7 @@ def build_plan(
         *_place_notes(base, room),
         *left_out_note(left_out),
     )
+    likely = (*_negative_means(draft.items), *draft.warnings, *unread_warnings(recipe, base, experts))
     return MergePlan(
         recipe=recipe,
         output="model" if is_model else "adapter",
@@ -87,7 +88,7 @@ def build_plan(
         metadata=metadata,
         adapter_config=draft.adapter_config,
         kept=draft.kept,
-        notes=_notes(recipe, base, experts, decisions, _negative_means(draft.items)),
+        notes=_notes(recipe, base, experts, decisions, likely),
         configs={} if is_extracted else draft.configs,
         left_out=left_out,
         device=room.device,

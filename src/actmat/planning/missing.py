@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from actmat.checkpoints.base import TensorSpec
 
@@ -12,7 +12,7 @@ _SPECIAL = re.compile(r"([*?\[\]{}\\])")
 
 
 def missing_problems(
-    missing: Sequence[TensorSpec], there: Sequence[str], others: Sequence[str], label: str, location: str
+    missing: Sequence[TensorSpec], there: Sequence[str], others: Mapping[str, TensorSpec], label: str, location: str
 ) -> list[str]:
     """One sentence for each part of the base that an expert lacks as a whole, or for each tensor.
 
@@ -24,7 +24,8 @@ def missing_problems(
     """
     problems = []
     specs = {spec.name: spec for spec in missing}
-    beside = {_place(n): n for n in reversed(others)}
+    beside = {_place(n): n for n in reversed(list(others))}
+    shaped = {_form(s): n for n, s in reversed(list(others.items()))}
     for pattern, names in lost_parts(list(specs), there).items():
         first, who = specs[names[0]], f"missing in expert '{label}' ({location})"
         shape = "x".join(map(str, first.shape)) or "a scalar"
@@ -36,6 +37,11 @@ def missing_problems(
             text += (
                 f"; it has '{stranger}' there. Does it store them in another layout, or is it of another architecture? "
                 "Fix: save it in the base's layout, with the library that wrote the base"
+            )
+        elif twin := next((shaped[k] for n in names if (k := _form(specs[n])) in shaped), None):
+            text += (
+                f"; it has '{twin}' of this shape, which the base lacks. Is it the same tensor by another name, or "
+                "another architecture? Fix: save it with the library that wrote the base"
             )
         elif len(names) > 1 and len(others) > len(there):
             text += "; most of its own names are not in the base. Is it of another architecture?"
@@ -51,6 +57,11 @@ def missing_problems(
             )
         problems.append(text)
     return problems
+
+
+def _form(spec: TensorSpec) -> tuple[tuple[int, ...], str]:
+    """Shape of a matrix; of a vector, of which a model has many, with the last part of its name."""
+    return spec.shape, spec.name.rpartition(".")[2] if len(spec.shape) < 2 else ""
 
 
 def lost_parts(missing: Sequence[str], there: Sequence[str]) -> dict[str, list[str]]:

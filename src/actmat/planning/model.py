@@ -46,6 +46,7 @@ class Draft:
     ignored: tuple[tuple[str, ...], ...] = ()
     notes: tuple[str, ...] = ()
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 FROM_FIRST = "no base is given, and"

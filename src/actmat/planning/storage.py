@@ -14,8 +14,11 @@ from actmat.bounds import read_object
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.codecs.base import quantization_config
 from actmat.checkpoints.codecs.checkpoint import coding_of
+from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.errors import CheckpointError
 from actmat.experts.base import DeltaSource, Expert
+from actmat.experts.fitted import StoredAdapter
+from actmat.identity.accounted import adapter_warnings, module_warnings
 from actmat.layout.components import component_configs, parts_of, single_file_of
 from actmat.recipe import Recipe
 
@@ -82,6 +85,23 @@ def files_left_out(recipe: Recipe, base: Checkpoint | None, experts: Sequence[Ex
     if recipe.model.files_of in recipe.labels:
         expert = experts[recipe.labels.index(recipe.model.files_of)]
         found |= {f"{path} ({recipe.model.files_of})": why for path, why in expert.side_files().left_out.items()}
+    return found
+
+
+def unread_warnings(recipe: Recipe, base: Checkpoint | None, experts: Sequence[Expert]) -> list[str]:
+    """Warnings on trained weights of the inputs that the merge does not read."""
+    found = []
+    named = list(zip(recipe.labels, experts, strict=True))
+    full = {label: (e.side_files(), e) for label, e in named if not e.needs_base}
+    if base is not None and (base.side_files().modules or any(files.modules for files, _ in full.values())):
+        of_experts = {label: (files, e.fetch_sidecars()) for label, (files, e) in full.items()}
+        found += module_warnings((base.side_files(), base.fetch_sidecars()), of_experts)
+    for label, expert in named:
+        if isinstance(expert, StoredAdapter):
+            names = {n for f in expert.sources() for n in f.whole().names}
+            names = names if ADAPTER_CONFIG in names else set()
+            stored, known = expert.stored, () if base is None else base.specs
+            found += adapter_warnings(label, names, stored.config.fields, stored.weights.specs, known)
     return found
 
 

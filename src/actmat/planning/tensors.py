@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from actmat.errors import AlignmentError, MergeError
 from actmat.experts.base import DeltaSource, Expert
 from actmat.identity.compare import Agreement
 from actmat.identity.inputs import agreement, template_note
+from actmat.layout.ties import tied_partner
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import get_method
@@ -69,11 +70,15 @@ def plan_tensors(
         given[name] = [None if s is None else e.source(s) for e, s in zip(experts, sources, strict=True)]
         decided[name] = _of_touched(name, decision, given[name], chooser, only_adapters=only_adapters)
     problems += layout_problems + chooser.problems + list(alignment.problems)
+    ignored = [n for of_expert in alignment.ignored for n in of_expert]
+    problems += _lost_heads(recipe, base, experts, alignment, chooser)
     token_problems, token_notes = token_findings(recipe, base, experts, kept)
     problems += token_problems
     problems += weight_problems({n: d.call for n, d in decided.items()})
     problems += _space_problems(recipe, experts, chooser) + encoding_problems(recipe, base, alignment.canonical)
-    problems += [f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(base.specs)]
+    problems += [
+        f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns([*base.specs, *ignored])
+    ]
     max_shard_bytes = 1
     try:
         max_shard_bytes = parse_size(recipe.max_shard_size)
@@ -92,6 +97,7 @@ def plan_tensors(
         stems=stems,
         family=layouts.family,
         ignored=alignment.ignored,
+        warnings=alignment.warnings,
         notes=(
             *part_notes(base),
             *agreed.notes,
@@ -114,6 +120,24 @@ def _agreed(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> Agre
     if isinstance(recipe.output, ExtractedOutput):
         return Agreement(notes=(*found.problems, *found.notes))
     return dataclasses.replace(found, notes=(*found.notes, *template_note(base, named, recipe.model.files_of)))
+
+
+def _lost_heads(
+    recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], alignment: Alignment, chooser: Chooser
+) -> Iterator[str]:
+    """Problems of adapters that trained tensors in full that the base does not have, unless the recipe keeps it so."""
+    for label, expert, extra in zip(recipe.labels, experts, alignment.ignored, strict=True):
+        lost = [n for n in extra if chooser.keeps(n) is None] if expert.needs_base else []
+        lost = [n for n in lost if tied_partner(n, base.specs, base.config) is None]  # else it is merged by that name
+        if lost:
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            shape = "x".join(map(str, expert.specs[lost[0]].shape))
+            yield (
+                f"expert '{label}' ({expert.location}) trained '{lost[0]}' {shape}{more} in full, which the base does "
+                "not have: this training would be lost. Likely cause: an adapter of a model with another head. Fix: "
+                "give a base with this head (load the base with the class that the adapter was trained on, such as "
+                f"AutoModelForSequenceClassification, and save_pretrained), or leave it out (--keep '{lost[0]}')"
+            )
 
 
 def _check(problems: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from actmat.diagnostics.model import Diagnosis, write_diagnosis
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import NoWriter, SinkSource
 from actmat.engine.task import Record
-from actmat.errors import MergeError, OutputError, format_size
+from actmat.errors import MergeError, Note, OutputError, format_size
+from actmat.identity.usable import has_files, missing_notes
 from actmat.planning import MergePlan
 from actmat.planning.adapter.extraction import settled_plan
 from actmat.planning.model import Item
@@ -136,8 +137,11 @@ class StagedOutput:
                 written = {**written, **self.plan.configs}
                 own = inputs.base.written_sidecars if inputs.base is not None else {}
                 copied = copy_sidecars(*sidecars, folder.path, self.plan.recipe.dtype, written)
+                if inputs.base is not None and not has_files("tokenizer", (*copied, *own)):
+                    own = inputs.base.converted_sidecars()
                 for name, text in own.items():
                     (folder.path / name).write_text(text, encoding="utf-8", newline="\n")
+                self._note_missing(inputs, (*copied, *own))
             card = model_card(self.plan, inputs, warnings)
             (folder.path / "README.md").write_text(card, encoding="utf-8", newline="\n")
             manifest = build_manifest(
@@ -151,6 +155,14 @@ class StagedOutput:
             )
             write_manifest(folder.path, manifest, sha256=sha256)
         return totals
+
+    def _note_missing(self, inputs: Inputs, written: Sequence[str]) -> None:
+        """Add notes on a tokenizer or a processor that the output lacks."""
+        if inputs.base is None or not inputs.base.sources():
+            return
+        others = {n: e.side_files().kept for n, e in zip(inputs.labels, inputs.experts, strict=True)}
+        found = missing_notes(inputs.base.config, written, others, inputs.base.location)
+        self.plan = replace(self.plan, notes=(*self.plan.notes, *(Note("note", text) for text in found)))
 
     def _written(self, item: Item) -> Mapping[str, Any] | None:
         """Stats of an item of an extraction; None if no expert changes it."""

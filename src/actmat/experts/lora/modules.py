@@ -96,8 +96,13 @@ class Listing:
     models: frozenset[str] = frozenset()
 
 
-def quantized_problem(spec: TensorSpec) -> str:
-    """One sentence on a tensor of integers or 8-bit floats."""
+def unreadable(spec: TensorSpec) -> str:
+    """One sentence on a tensor of integers or 8-bit floats, or without entries."""
+    if not spec.numel:
+        return (
+            f"tensor '{spec.name}' is empty. Likely cause: it was saved while it was sharded (DeepSpeed ZeRO-3, FSDP). "
+            "Fix: save again with all shards gathered (stage3_gather_16bit_weights_on_model_save)"
+        )
     if not spec.is_floating:
         return f"tensor '{spec.name}' is {spec.dtype}; a quantized adapter cannot be merged"
     return (
@@ -115,8 +120,8 @@ def list_modules(specs: Mapping[str, TensorSpec], config: AdapterConfig) -> List
     for name, spec in specs.items():
         bare = name.removeprefix(PREFIX)
         match = _FACTOR.fullmatch(bare)
-        if not spec.is_floating or spec.dtype.startswith("float8"):
-            problems.append(quantized_problem(spec))
+        if not spec.numel or not spec.is_floating or spec.dtype.startswith("float8"):
+            problems.append(unreadable(spec))
         elif match is not None:
             side = "bias" if match["leaf"] == "bias" else match["side"]
             halves.setdefault((match["module"], match["kind"] is not None), {})[side] = name

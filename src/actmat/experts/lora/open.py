@@ -30,6 +30,8 @@ from actmat.experts.lora.modules import list_modules
 from actmat.experts.lora.names import canonical
 from actmat.experts.lora.patterns import PatternTable
 
+_OF_MODELS = ("model", "pytorch_model", "diffusion_pytorch_model", "consolidated")
+"""Start of the names of files with all weights of a model."""
 PAIR_LIST = "pairs"
 """First component of the module names in an adapter from a list of pairs."""
 
@@ -61,7 +63,10 @@ def look_for_peft(candidate: Candidate) -> Adapter | None:
 
 def _holds_adapter(names: Sequence[str]) -> bool:
     full = (".safetensors", ".safetensors.index.json", *TORCH_SUFFIXES)
-    return ADAPTER_CONFIG in names and not any(n.endswith(full) for n in names if may_be_weights(n))
+    others = [n for n in names if n.endswith(full) and may_be_weights(n)]
+    if any(n in ADAPTER_WEIGHTS for n in names):  # a value head or a projector may lie beside it
+        others = [n for n in others if n.startswith(_OF_MODELS)]
+    return ADAPTER_CONFIG in names and not others
 
 
 def _refuse_several(folder: LocalSource) -> None:

@@ -12,7 +12,7 @@ from actmat.checkpoints.keys import Keys
 from actmat.experts.changes.base import Change, Content
 from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.fields import OF_EVERY_FAMILY
-from actmat.experts.lora.modules import quantized_problem
+from actmat.experts.lora.modules import unreadable
 from actmat.experts.lora.names import PREFIX, looks_like_factor
 from actmat.layout.matching import MatchError
 
@@ -93,7 +93,7 @@ def group_tensors(
         bare = name.removeprefix(PREFIX)
         match = own.fullmatch(bare)
         if not spec.is_floating or spec.dtype.startswith("float8"):
-            problems.append(quantized_problem(spec))
+            problems.append(unreadable(spec))
         elif match is not None:
             found.setdefault(match["module"], {})[match["role"]] = name
         elif looks_like_factor(bare):

@@ -25,7 +25,7 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
 from actmat.experts.lora.expert import AdapterExpert
 from actmat.experts.lora.fields import unknown_fields
-from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, quantized_problem
+from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, unreadable
 from actmat.experts.lora.names import first_factor, foreign_writer, holds_factors
 from actmat.extras.diffusion.metadata import alpha_notes, distilled_warning, metadata_notes
 from actmat.extras.diffusion.names import FactorName, find_modules, foreign_factor, parse_factor
@@ -54,7 +54,7 @@ def list_file_modules(weights: Checkpoint, metadata: Mapping[str, str]) -> tuple
         if (family := foreign_factor(name)) or parsed is None:
             others.setdefault(family, []).append(name)
         elif parsed.side != "alpha" and (not spec.is_floating or spec.dtype.startswith("float8")):
-            problems.append(quantized_problem(spec))
+            problems.append(unreadable(spec))
         else:
             group = groups.setdefault(parsed.module, _ModuleGroup(parsed))
             if parsed.side in group.names:

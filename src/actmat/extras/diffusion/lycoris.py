@@ -35,7 +35,7 @@ from actmat.experts.candidate import Candidate
 from actmat.experts.changes.base import Change, Content
 from actmat.experts.changes.expert import FormedExpert
 from actmat.experts.lora.adapter import Adapter
-from actmat.experts.lora.modules import quantized_problem
+from actmat.experts.lora.modules import unreadable
 from actmat.extras.adapters.groups import Group, shape_misfit
 from actmat.extras.adapters.ia3 import Scaled
 from actmat.extras.adapters.loha import loha_change
@@ -102,7 +102,7 @@ def lycoris_modules(specs: Mapping[str, TensorSpec]) -> tuple[list[LycorisModule
             "Fix: fold the file into its base with the program that trained it, and merge full "
             "models")  # fmt: skip
         elif match["role"] not in ("on_input", "alpha") and (not spec.is_floating or spec.dtype.startswith("float8")):
-            problems.append(quantized_problem(spec))
+            problems.append(unreadable(spec))
         else:
             found.setdefault(match["module"], {})[match["role"]] = name
     modules = []

@@ -20,6 +20,7 @@ from actmat.errors import CheckpointError
 from actmat.extras.gguf.header import GgufEntry, GgufHeader, read_gguf_header
 from actmat.extras.gguf.names import UNUSED, added, config_of, names_of, rotated_heads, undescribed
 from actmat.extras.gguf.splits import joined, parts_of
+from actmat.extras.gguf.tokenizer import converted_tokenizer
 
 if TYPE_CHECKING:
     import numpy
@@ -76,6 +77,10 @@ class GgufFile(StoredCheckpoint):
     def written_config(self) -> Mapping[str, Any] | None:
         """The config to write; None if the metadata is incomplete."""
         return None if undescribed(self.header) else self.config
+
+    def converted_sidecars(self) -> Mapping[str, str]:
+        """The tokenizer in the metadata."""
+        return converted_tokenizer(self.first_file)
 
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Fill with stored bytes."""

@@ -1,0 +1,102 @@
+"""Trained weights that a merge does not read: modules in folders of their own, files beside adapters, lost modules."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from actmat.checkpoints.folder import ADAPTER_CONFIG, INDEX_SUFFIX, may_be_weights
+from actmat.checkpoints.hashing import hash_file
+from actmat.checkpoints.side_files import SideFiles, is_weights
+
+SHOWN = 3
+_ADDED_BY_TASK = frozenset({"classifier", "score"})
+"""Heads that PEFT lists for every classifier, of which a model has one."""
+
+
+def module_warnings(
+    base: tuple[SideFiles, Path | None], experts: Mapping[str, tuple[SideFiles, Path | None]]
+) -> list[str]:
+    """Warnings on modules of sentence-transformers with weights of their own that differ from the base's.
+
+    Args:
+        base: files beside its merged weights, and their folder.
+        experts: the same by label.
+    """
+    own = _modules(*base)
+    found = []
+    for label, files in experts.items():
+        other = _modules(*files)
+        changed = sorted(p for p, content in other.items() if own.get(p) != content)
+        if not changed:
+            continue
+        kept = (
+            "the output has the base's" if all(p in own for p in changed) else "the output lacks those of new folders"
+        )
+        folder = changed[0].partition("/")[0]
+        found.append(
+            f"expert '{label}' has other weights than the base in {_listed(changed)}, outside of its model, which are "
+            f"not merged: {kept}. To merge them, merge the folders by themselves (-b BASE/{folder} -e NAME/{folder}) "
+            "and put the result into the output"
+        )
+    return found
+
+
+def _modules(files: SideFiles, folder: Path | None) -> dict[str, str]:
+    """Path of a weight file in a folder of a module -> hash of its content."""
+    paths = [p for p in files.kept if p.partition("/")[0] in files.modules and is_weights(p)]
+    there = [p for p in paths if folder is not None and (folder / p).is_file()]
+    return {p: hash_file(Path(folder or ".") / p) for p in there}
+
+
+def beside_adapter(names: Collection[str]) -> list[str]:
+    """Files with weights in an adapter's folder that are not its own, such as a value head or a projector.
+
+    >>> beside_adapter(["adapter_config.json", "adapter_model.bin", "optimizer.pt", "non_lora_trainables.bin"])
+    ['non_lora_trainables.bin']
+    """
+    if ADAPTER_CONFIG not in names:
+        return []
+    return sorted(n for n in names if is_weights(n) and may_be_weights(n) and not n.endswith(INDEX_SUFFIX))
+
+
+def adapter_warnings(
+    label: str, names: Collection[str], fields: Mapping[str, Any], stored: Iterable[str], base: Iterable[str]
+) -> list[str]:
+    """Warnings on training of an adapter that is not in its weights.
+
+    Args:
+        label: of the expert.
+        names: of files in its folder; empty if it is a single file.
+        fields: of its config.
+        stored: names of its tensors.
+        base: names of the base's tensors.
+    """
+    found = []
+    if others := beside_adapter(names):
+        found.append(
+            f"expert '{label}' has weights beside its adapter that are not merged: {_listed(others)}. Load them after "
+            "the merge with the code that trained them"
+        )
+    listed = fields.get("modules_to_save")
+    saved = [str(n) for n in listed] if isinstance(listed, list | tuple) else []
+    held, of_base = _parts(stored), _parts(base)
+    lost = [n for n in saved if not set(n.split(".")) <= held and (n.rpartition(".")[2] in of_base)]
+    if saved and not lost and not any(set(n.split(".")) <= held for n in saved) and set(saved) <= _ADDED_BY_TASK:
+        lost = saved[-1:]
+    if lost:
+        found.append(
+            f"expert '{label}': modules_to_save lists {_listed(lost)}, and its file has no tensor of them: their "
+            "training is lost, the base's stay. Likely cause: a trainer that saved the factors only"
+        )
+    return found
+
+
+def _parts(names: Iterable[str]) -> set[str]:
+    return {part for name in names for part in name.split(".")}
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(f"'{n}'" for n in names[:SHOWN]) + more

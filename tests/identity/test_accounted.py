@@ -1,0 +1,163 @@
+"""Trained weights that a merge does not read are said, also with --quiet, or refused; so are missing files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.helpers.merging import CONFIG, EMBEDDING, Q0, actmat, expert_of, llama_tensors, save_checkpoint
+from torch import Tensor
+
+from actmat.checkpoints.base import TensorSpec
+from actmat.identity.usable import missing_notes
+from actmat.planning.missing import missing_problems
+
+BASE = llama_tensors()
+SCORE = "score.weight"
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return save_checkpoint(tmp_path / "base", BASE)
+
+
+def save_adapter(folder: Path, tensors: dict[str, Tensor], **fields: Any) -> Path:
+    folder.mkdir()
+    pairs = {f"{Q0.removesuffix('weight')}lora_{k}.weight": torch.ones(s) for k, s in (("A", (2, 8)), ("B", (8, 2)))}
+    stored = {f"base_model.model.{n}": t for n, t in (pairs | tensors).items()}
+    save_file(stored, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"], **fields}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def said(*flags: str) -> tuple[int, str]:
+    done = actmat(["merge", "-b", "base", "-e", "expert", "--out", "out", "--quiet", *flags])
+    return done.code, " ".join((done.out + done.err).split())
+
+
+@pytest.mark.parametrize("name", ["non_lora_trainables.bin", "value_head.safetensors", "mm_projector.bin"])
+def test_weights_beside_an_adapter_are_said(name: str, base: Path) -> None:
+    folder = save_adapter(Path("expert"), {})
+    for other in (name, "optimizer.pt", "training_args.bin"):
+        (folder / other).write_bytes(b"any")
+    code, text = said()
+    assert code == 0, text
+    assert text == (
+        f"warning: expert 'expert' has weights beside its adapter that are not merged: '{name}'. Load them after the "
+        "merge with the code that trained them"
+    )
+
+
+ADAPTERS: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
+    "a head that the base lacks": ({SCORE: torch.ones(3, 8)}, {}, "trained 'score.weight' 3x8 in full"),
+    "an empty head": ({SCORE: torch.ones(0)}, {}, "is empty. Likely cause: it was saved while it was sharded"),
+    "an empty table": ({EMBEDDING: torch.ones(0)}, {"modules_to_save": ["embed_tokens"]}, "is empty. Likely cause"),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_trained_tensors_that_cannot_be_merged_are_refused(case: str, base: Path) -> None:
+    tensors, fields, wanted = ADAPTERS[case]
+    save_adapter(Path("expert"), tensors, **fields)
+    code, text = said()
+    assert (code, wanted in text) == (1, True), text
+    if "lacks" in case:
+        assert said("--keep", SCORE) == (
+            0,
+            "warning: expert 'expert' has 1 tensors that the base lacks; not merged: score.weight",
+        )
+
+
+@pytest.mark.parametrize(("listed", "is_lost"), [(["lm_head"], True), (["classifier", "score"], True), (None, False)])
+def test_modules_that_are_not_in_the_file_are_said(listed: list[str] | None, is_lost: bool, base: Path) -> None:
+    save_adapter(Path("expert"), {}, modules_to_save=listed)
+    code, text = said()
+    assert code == 0, text
+    assert ("its file has no tensor of them" in text) == is_lost
+
+
+def test_a_saved_head_is_not_lost(base: Path) -> None:
+    save_checkpoint(Path("base"), BASE | {SCORE: torch.zeros(3, 8)})
+    save_adapter(Path("expert"), {SCORE: torch.ones(3, 8)}, modules_to_save=["classifier", "score"])
+    assert said() == (0, "")
+    assert torch.equal(load_file("out/model.safetensors")[SCORE], torch.ones(3, 8))
+
+
+def test_weights_of_modules_are_compared(base: Path) -> None:
+    modules = [{"path": ""}, {"path": "2_Dense"}]
+    expert = save_checkpoint(Path("expert"), expert_of(BASE, 1))
+    for folder, value in ((base, 0.0), (expert, 1.0)):
+        (folder / "modules.json").write_text(json.dumps(modules))
+        (folder / "2_Dense").mkdir()
+        save_file({"linear.weight": torch.full((2, 2), value)}, folder / "2_Dense" / "model.safetensors")
+    code, text = said()
+    assert code == 0, text
+    assert "expert 'expert' has other weights than the base in '2_Dense/model.safetensors'" in text
+    shutil.copytree(base / "2_Dense", expert / "2_Dense", dirs_exist_ok=True)
+    assert said("--overwrite") == (0, "")
+
+
+def test_tensors_of_a_checkpoint_that_the_base_lacks_are_said(base: Path) -> None:
+    buffers = {"model.embeddings.position_ids": torch.ones(1, 4)}
+    save_checkpoint(Path("expert"), expert_of(BASE, 1) | buffers)
+    assert said() == (0, ""), "a buffer is not trained"
+    save_checkpoint(Path("expert"), expert_of(BASE, 1) | {SCORE: torch.ones(3, 8)})
+    assert "1 tensors that the base lacks; not merged: score.weight" in said("--overwrite")[1]
+
+
+def test_float_indices_are_copied(base: Path) -> None:
+    ids = "model.embeddings.position_ids"
+    for folder, value in (("base", 0.0), ("expert", 0.5)):
+        save_checkpoint(Path(folder), expert_of(BASE, 0) | {ids: torch.arange(4.0)[None] + value})
+    assert said()[0] == 0
+    assert torch.equal(load_file("out/model.safetensors")[ids], torch.arange(4.0)[None])
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "keeps"),
+    [("head.weight", "out.weight", False), ("head.weight", "out.bias", True), ("a.bias", "b.bias", False)],
+)
+def test_keep_is_advised_only_if_no_other_name_may_be_it(name: str, other: str, keeps: bool) -> None:
+    shape = (4,) if name.endswith("bias") else (4, 8)
+    stranger = (4, 8) if other == "out.weight" else (4,)
+    others = {other: TensorSpec(other, stranger, "float32", "")}
+    (found,) = missing_problems([TensorSpec(name, shape, "float32", "")], ["x"], others, "e", "place")
+    assert ("--keep" in found) == keeps
+    assert (f"it has '{other}' of this shape" in found) != keeps
+
+
+LLAMA = {"model_type": "llama", "vocab_size": 9}
+VISION = LLAMA | {"vision_config": {}}
+USABLE: dict[str, tuple[dict[str, Any] | None, list[str], dict[str, list[str]], list[str]]] = {
+    "a tokenizer": (LLAMA, ["tokenizer.json"], {}, []),
+    "no tokenizer": (LLAMA, [], {}, ["no tokenizer, as the base (B) gives none: copy"]),
+    "that of an expert": (LLAMA, [], {"e": ["tekken.json"]}, ["'--set files_from=e' takes that of expert 'e'"]),
+    "no processor": (VISION, ["vocab.json"], {"e": ["processor_config.json"]}, ["no processor, as the base (B)"]),
+    "an image model": ({"model_type": "vit", "image_size": 8}, [], {}, ["no processor"]),
+    "a part of a pipeline": ({"_class_name": "X", "vocab_size": 9}, [], {}, []),
+    "no config": (None, [], {}, []),
+}
+
+
+@pytest.mark.parametrize("case", USABLE)
+def test_missing_files_are_said(case: str) -> None:
+    config, written, others, wanted = USABLE[case]
+    found = missing_notes(config, written, others, "B")
+    assert len(found) == len(wanted)
+    assert all(text in note for text, note in zip(wanted, found, strict=True))
+
+
+def test_a_merge_says_that_its_output_has_no_tokenizer(base: Path) -> None:
+    (base / "tokenizer.json").unlink()
+    save_checkpoint(Path("expert"), expert_of(BASE, 1), CONFIG)
+    done = actmat(["merge", "-b", "base", "-e", "expert", "--out", "out"])
+    assert "'--set files_from=expert' takes that of expert 'expert'" in " ".join(done.out.split())
+    assert actmat(["merge", "-b", "base", "-e", "expert", "--out", "o", "--set", "files_from=expert"]).code == 0
+    assert Path("o/tokenizer.json").exists()
