@@ -84,3 +84,21 @@ def test_a_chat_template_is_found_in_each_file(tmp_path: Path) -> None:
     assert chat_template(tmp_path) == "b"
     (tmp_path / "chat_template.jinja").write_text("c\n")
     assert chat_template(tmp_path) == "c"
+
+
+@pytest.mark.parametrize(
+    ("given", "written", "status"),
+    [("{{ messages }}", "{{ messages }}", 0), ("chatml", "<|im_start|>", 0), ("auto", "{{a}}", 0), ("alpaca", "", 1)],
+)
+def test_the_chat_template_of_mergekit_is_obeyed(tmp_path: Path, given: str, written: str, status: int) -> None:
+    for i, name in enumerate(("base", "one")):
+        classifier(tmp_path / name, None, i, "{{a}}")
+    (tmp_path / "merge.yml").write_text(
+        f"merge_method: task_arithmetic\nbase_model: {tmp_path}/base\nchat_template: '{given}'\n"
+        f"models:\n  - model: {tmp_path}/one\n    parameters: {{weight: 1.0}}\n"
+    )
+    found = actmat(["merge", f"{tmp_path}/merge.yml", "--out", f"{tmp_path}/out"])
+    assert found.code == status, found
+    assert "chat_template" in found.out + found.err or status == 0
+    if not status:
+        assert written in (chat_template(tmp_path / "out") or "")

@@ -88,6 +88,9 @@ class ModelOutput(Strict):
         description="whose entries of config.json are written where inputs differ in what the model computes: 'base' "
         "or an expert's name; default: such inputs are refused",
     )
+    chat_template: str | None = Field(
+        default=None, description="Jinja text of the chat template; default: that of the tokenizer's files"
+    )
     base_as: Literal["nf4", "nf4-double"] | None = Field(
         default=None,
         description="round the base's linear layers to NF4 and back, as QLoRA does in training, before adding "
@@ -167,6 +170,7 @@ OF_OUTPUTS = (
     "vocabulary",
     "files_from",
     "config_from",
+    "chat_template",
     "base_as",
     "rank",
     "ranks",

@@ -136,6 +136,8 @@ class StagedOutput:
                 written = inputs.base.written_configs if inputs.base is not None and floats else {}
                 written = {**written, **self.plan.configs}
                 own = inputs.base.written_sidecars if inputs.base is not None else {}
+                if (template := self.plan.recipe.model.chat_template) is not None:
+                    own = {**own, "chat_template.jinja": template}
                 copied = copy_sidecars(*sidecars, folder.path, self.plan.recipe.dtype, written)
                 if inputs.base is not None and not has_files("tokenizer", (*copied, *own)):
                     own = inputs.base.converted_sidecars()

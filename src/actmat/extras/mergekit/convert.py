@@ -26,6 +26,13 @@ from actmat.recipe.experts import RESERVED
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' "
+    "+ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""Chat template of the form ChatML."""
+
+
 def is_mergekit(data: Mapping[str, Any]) -> bool:
     """True if the data is a mergekit configuration: it has `merge_method`, or mixes experts.
 
@@ -235,10 +242,28 @@ class _RecipeConversion:
         return out | ({"compute_dtype": "float64"} if names["dtype"] == "float64" else {})
 
     def _files(self, experts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Fields of the vocabulary and the tokenizer files."""
+        """Fields of the vocabulary and the chat template."""
+        found, template = self._tokens(experts), self._template()
+        if template is None:
+            return found
+        return {**found, "output": {"kind": "model", **found.get("output", {}), "chat_template": template}}
+
+    def _template(self) -> str | None:
+        """Jinja text of the chat template; None for that of the tokenizer's files."""
+        given = self.config.rest.get("chat_template")
+        if given is None:
+            return None
+        if given == "auto":
+            self.found.note("'chat_template: auto' is that of the tokenizer's files, not the most frequent one")
+            return None
+        text = CHATML if given == "chatml" else str(given)
+        if "{" not in text:
+            self.found.problem("chat_template", f"expected Jinja text, chatml or auto, found {text[:80]!r}")
+        return text
+
+    def _tokens(self, experts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Fields of the vocabulary."""
         rest = self.config.rest
-        if rest.get("chat_template") is not None:
-            self.found.note("'chat_template' is ignored: write it to tokenizer_config.json of the output")
         tokenizer = rest.get("tokenizer")
         if tokenizer is not None and rest.get("tokenizer_source") is not None:
             self.found.problem("tokenizer", "'tokenizer' and 'tokenizer_source' are both given; use only one")
