@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.diffusion.test_files import lora
 from tests.helpers.merging import Family, actmat, contents, hidden
 
 from actmat.checkpoints.writing.staging import JOURNAL_NAME
@@ -264,3 +265,34 @@ def test_a_name_that_is_too_long(family: Family) -> None:
     outcome = actmat(family.argv("--out", str(family.root / ("x" * 250))))
     assert outcome.code == 1
     assert "too long" in outcome.err
+
+
+@pytest.mark.parametrize("to", ["comfy", "diffusers", "dcp"])
+@pytest.mark.parametrize("size", [10, 300])
+def test_an_export_on_a_full_disk_is_no_bug(family: Family, to: str, size: int) -> None:
+    given = family.base if to == "dcp" else lora(family.root / "kohya.safetensors", 1, "kohya")
+    before = {p.name for p in family.root.iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        done = actmat(["export", str(given), "--to", to, "--out", str(family.root / "out.safetensors")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert done.code == 1, done
+    assert "Cannot write to" in done.err
+    assert {p.name for p in family.root.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "full"),
+        RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_that_a_library_meets_is_no_bug(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actmat.cli.main.app", lambda: (_ for _ in ()).throw(error))
+    done = actmat(["methods"])
+    assert (done.code, "this is a bug" in done.err) == (1, False)
+    assert os.strerror(errno.ENOSPC) in done.err
