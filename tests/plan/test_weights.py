@@ -112,7 +112,7 @@ def test_the_position_of_slerp_is_obeyed_everywhere(t: float, trained: dict[str,
 def test_weights_of_sum_zero_have_no_mean(method: str, trained: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(MergeError) as error:
         merged(trained, method, tmp_path / "out", [1.0, -1.0])
-    assert "weights 1, -1 have the sum 0" in error.value.problems[0]
+    assert "sum other than 0, found 1, -1" in error.value.problems[0]
     assert "scaling=1" in error.value.problems[0]
 
 

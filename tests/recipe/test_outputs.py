@@ -66,7 +66,7 @@ def test_what_flags_and_a_recipe_write(fields: dict[str, Any], output: AnyOutput
         (BARE | {"to": "adapter", "quantize": "same"}, ("quantize", "goes with a model", "an adapter")),
         (BASE | {"output": {"kind": "extracted", "any_base": True}}, ("any_base", "an extracted adapter")),
         (BASE | {"output": {"rank": 8}}, ("output: name its kind: model, adapter, extracted",)),
-        (BASE | {"to": "onnx"}, ("output", "'onnx'", "'model', 'adapter', 'extracted'")),
+        (BASE | {"to": "onnx"}, ("output", "'onnx'", "model, adapter, extracted")),
         (BASE | {"output": {"kind": "model", "files_form": "x"}}, ("no field 'files_form'", "'files_from'")),
         (BASE | {"output": ["model"]}, ("output",)),
         (BASE | {"vocabulary": {"sorce": "base"}}, ("no field 'sorce'", "'source'")),

@@ -304,6 +304,6 @@ def weight_problems(calls: Mapping[str, MethodCall | None]) -> list[str]:
         return []
     weights = ", ".join(f"{w:g}" for w in next(iter(found.values())))
     return [
-        f"{first_names(found)}: the weights {weights} have the sum 0, by which the mean of the deltas divides. Fix: "
-        "--method task_arithmetic --option scaling=1, which adds w_t D_t, or other weights"
+        f"{first_names(found)}: expected weights with a sum other than 0, found {weights}: the mean of the deltas "
+        "divides by it. Fix: --method task_arithmetic --option scaling=1, which adds w_t D_t, or other weights"
     ]
