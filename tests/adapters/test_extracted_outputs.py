@@ -179,7 +179,7 @@ def test_what_is_no_extraction_says_so(place: Path, tmp_path: Path) -> None:
         (lambda: merge_in_memory(place / "base", experts, **fields), "extracted into a folder"),
         (
             lambda: actmat.merge(place / "base", experts, out=tmp_path / "o", energy=0.5),
-            "and the output is a model",
+            "but the output is a model",
         ),
         (
             lambda: actmat.merge(place / "base", experts, out=tmp_path / "o", energy=0.5, **fields),

@@ -60,7 +60,7 @@ def test_layers_of_a_model_with_an_adapter_stack() -> None:
 
 
 def test_a_second_model_is_no_adapter() -> None:
-    with pytest.raises(CheckpointError, match=r"a\+.*/b: expected an adapter at '.*/b', found none"):
+    with pytest.raises(CheckpointError, match=r"a\+.*/b: '.*/b' is not an adapter"):
         open_checkpoint(f"{DATA / 'a'}+{DATA / 'b'}")
     with pytest.raises(CheckpointError, match="has no 'x'"):
         open_checkpoint(f"{DATA / 'x'}+{DATA / 'lora'}")

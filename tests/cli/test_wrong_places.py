@@ -63,7 +63,7 @@ def test_a_missing_base_of_adapters_is_named_with_the_file_that_names_it(
     done = actmat([*command, *_without_base(place, base)])
     assert done.code == 1
     assert f"The base '{base}' of" in done.err
-    assert "adapter_config.json names" in done.err
+    assert "it comes from adapter_config.json" in done.err
     assert "--base BASE" in done.err
 
 

@@ -140,7 +140,7 @@ def test_the_largest_workers_are_kept_where_their_number_is_limited() -> None:
 
 def test_a_unit_that_no_node_takes_is_named() -> None:
     units = [unit("lm_head", peak=50 * GB)]
-    with pytest.raises(MergeError, match=r"'lm_head': its worker needs one core and 51 GB; the largest of 2 .* 20 GB"):
+    with pytest.raises(MergeError, match=r"'lm_head': a worker for it needs one core and 51 GB; the largest .* 20 GB"):
         plan_offers([Node(8, 0, 20 * GB), Node(8, 0, 10 * GB)], units, GB)
 
 

@@ -129,9 +129,9 @@ def test_all_problems_with_the_data_are_named_at_once(data, tmp_path):
     with pytest.raises(CheckpointError) as error:
         load_options(tmp_path, ["mr", "copa"], **SIZES)
     text = str(error.value)
-    assert "mr.train.jsonl does not hold what it should: ValueError" in text
-    assert "mr.test.jsonl is not there" in text
-    assert "copa: copa.train.jsonl is not there" in text
+    assert "mr.train.jsonl has unexpected content: ValueError" in text
+    assert "mr.test.jsonl is missing" in text
+    assert "copa: copa.train.jsonl is missing" in text
     with pytest.raises(RecipeError, match=r"'mrr' is no task.* 'mr'"):
         get_suite("llm-tasks").run(RunRequest("llm-tasks", tmp_path, tasks=("mrr",), data=data))
     with pytest.raises(RecipeError, match="--data"):

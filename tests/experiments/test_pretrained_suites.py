@@ -299,7 +299,7 @@ def test_missing_texts_are_named_together(tmp_path):
     (folder / "mpqa.train.jsonl").write_text('{"words": 1}\n')
     with pytest.raises(CheckpointError) as caught:
         load_texts(folder, tuple(TASKS), train=8, validation=2, test=4)
-    for part in ("trec: trec.test.jsonl is not there", "mpqa: mpqa.train.jsonl does not hold"):
+    for part in ("trec: trec.test.jsonl is missing", "mpqa: mpqa.train.jsonl has unexpected content"):
         assert part in str(caught.value)
 
 

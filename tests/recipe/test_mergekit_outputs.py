@@ -31,14 +31,14 @@ FAILING = {  # mergekit fails too
     "err_unknown_method": "mergekit has no method 'tise'. Did you mean 'ties'?",
     "err_shape_mismatch": "'model.layers.0.mlp.down_proj.weight' is 32x64 in the base and 32x80",
     "err_vocab_mismatch": "another vocabulary (68 tokens instead of 64",
-    "err_no_base": "method 'ties' needs a base model: there is none",
-    "err_slerp_three": "takes exactly 2 model(s), the base model among them; found 3: ./a, ./b, ./c",
+    "err_no_base": "method 'ties' needs a base model: it is missing",
+    "err_slerp_three": "takes exactly 2 model(s), including the base model; found 3: ./a, ./b, ./c",
     "err_t_per_model": "method 'slerp' needs 't' for every tensor",
     "err_filter_without_default": "its filters leave some without",
     "err_linear_base_unweighted": "method 'linear' needs 'weight' for every tensor",
     "err_slice_lengths": "all sources of a slice need the same number of layers",
     "err_models_and_slices": "expected exactly one of 'models', 'slices' and 'modules', found models and slices",
-    "err_base_not_in_slice": "'./base' is no source of this slice",
+    "err_base_not_in_slice": "'./base' is not a source of this slice",
 }
 EXACT = (
     *("ties_readme", "dare_ties_density1", "breadcrumbs", "breadcrumbs_ties", "passthrough_frankenmerge"),

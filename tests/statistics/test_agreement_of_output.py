@@ -150,7 +150,7 @@ def test_data_without_a_usable_column_names_its_columns_and_the_expert(place: Pa
     done = run(["diagnose", str(place / "merged"), "--data", str(tmp_path / "d.jsonl"), "-q"])
     assert done.code == 1
     assert "Expert 'math' cannot be compared" in done.err
-    assert "no column of texts; it has a, b. Say which with --text-column" in done.err
+    assert "no column of texts; it has a, b. Fix: pass --text-column" in done.err
     good = run(["diagnose", str(place / "merged"), "--data", str(tmp_path / "d.jsonl"), "--text-column", "a"])
     assert good.code == 0, good.err
 

@@ -189,7 +189,7 @@ def test_activations_that_are_not_finite_are_refused() -> None:
     model = torch.nn.Linear(3, 2)
     with pytest.raises(StatisticsError, match="the inputs of 'weight' hold NaN or Inf"):
         collect(model, [torch.tensor([[1.0, float("nan"), 2.0]])])
-    with pytest.raises(StatisticsError, match="no batches"):
+    with pytest.raises(StatisticsError, match="No batches"):
         collect(model, [])
 
 

@@ -165,7 +165,7 @@ def test_a_model_that_was_trained_on_is_not_its_checkpoint(tmp_path: Path) -> No
     model = case.loader.from_pretrained(tmp_path / "m").eval()
     with torch.no_grad():
         model.bert.encoder.layer[0].output.dense.weight[0, 0] += 0.5
-    with pytest.raises(StatisticsError, match=r"'bert.encoder.layer.0.output.dense.weight' has other values"):
+    with pytest.raises(StatisticsError, match=r"'bert.encoder.layer.0.output.dense.weight' .* have different values"):
         collect(model, [case.inputs()])
     with pytest.raises(StatisticsError, match="built in memory"):
         collect(case.build(), [case.inputs()])

@@ -74,7 +74,7 @@ def test_deltas_go_to_files_where_they_do_not_fit_and_less_is_refused() -> None:
     [
         (RunSettings(), 900, "cpu", "free"),
         (RunSettings(device="cuda:1,0", device_memory="2GB", max_memory="1GB"), 2 * 10**9, "cuda:1", "--device-memory"),
-        (RunSettings(device="mps"), 900, "mps", "free on mps"),
+        (RunSettings(device="mps"), 900, "mps", "free memory on mps"),
     ],
 )
 def test_the_limit_is_that_of_the_device_of_the_models(
