@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from actmat.api.exporting import export as export
     from actmat.api.extracting import ExtractReport as ExtractReport
     from actmat.api.extracting import extract as extract
+    from actmat.api.held import merge_adapters as merge_adapters
     from actmat.api.merging import merge as merge
     from actmat.api.merging import plan as plan
     from actmat.api.pushing import PushReport as PushReport
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from actmat.extras.collect.on_data import residual_on_data as residual_on_data
     from actmat.extras.collect.staged import staged_statistics as staged_statistics
     from actmat.extras.models.in_memory import MemoryMerge as MemoryMerge
-    from actmat.extras.models.in_memory import merge_in_memory as merge_in_memory
     from actmat.extras.research.matrices import merge_matrices as merge_matrices
     from actmat.extras.tune.tuning import tune as tune
     from actmat.extras.tune.tuning import tune_scale as tune_scale
@@ -66,7 +66,8 @@ _NAMES = {
     "actmat.extras.averaging.average": ("average",),
     "actmat.extras.collect.on_data": ("agreement", "residual_on_data"),
     "actmat.extras.collect.staged": ("staged_statistics",),
-    "actmat.extras.models.in_memory": ("MemoryMerge", "merge_in_memory"),
+    "actmat.api.held": ("merge_adapters",),
+    "actmat.extras.models.in_memory": ("MemoryMerge",),
     "actmat.extras.research.matrices": ("merge_matrices",),
     "actmat.extras.tune.tuning": ("tune", "tune_scale"),
     "actmat.run": ("MergeReport",),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from actmat.flag import Flag
 
@@ -40,3 +41,5 @@ class RunSettings:
         str | None,
         Flag(help="Executor: threads, ray or ray=ADDRESS, see docs/cluster.md; default: the recipe's, else threads."),
     ] = None
+    held: Mapping[str, Callable[[], Any]] = field(default_factory=dict, repr=False)
+    """Inputs in memory: place that the recipe gives one -> opens it as a `Located`."""

@@ -13,7 +13,6 @@ from tests.adapters.test_extract import noise, save
 from typer.testing import CliRunner
 
 import actmat
-from actmat import merge_in_memory
 from actmat.checkpoints.writing.spool import SPOOL, SpoolWriter
 from actmat.cli.main import app
 from actmat.errors import MergeError, OutputError
@@ -176,7 +175,7 @@ def test_what_is_no_extraction_says_so(place: Path, tmp_path: Path) -> None:
     experts = [place / "model1"]
     fields: dict[str, Any] = {"to": "adapter", "rank": 2}
     for call, words in (
-        (lambda: merge_in_memory(place / "base", experts, **fields), "extracted into a folder"),
+        (lambda: actmat.merge(place / "base", experts, **fields), "extracted into a folder"),
         (
             lambda: actmat.merge(place / "base", experts, out=tmp_path / "o", energy=0.5),
             "but the output is a model",

@@ -20,7 +20,6 @@ import actmat
 from actmat.cli.main import app
 from actmat.errors import MergeError, StatisticsError
 from actmat.experts.lora.fields import IRRELEVANT, OBEYED, REFUSED
-from actmat.extras.models.in_memory import merge_in_memory
 from actmat.extras.models.loading import load_model
 
 Stored = dict[str, Tensor]
@@ -261,7 +260,7 @@ def test_a_merge_in_memory_is_held_to_the_same(fields: dict[str, Any], square: P
     """Columns of B are rank-major in what is merged, whatever they were; axes stay those of the experts."""
     edit_config(square / "adapter", base_model_name_or_path=str(square / "base"), **fields)
     merge(square, square / "adapter", out="adapter2", base=None)
-    found = merge_in_memory(None, [square / "adapter"], method="linear")
+    found = actmat.merge(None, [square / "adapter"], method="linear")
     if "peft_version" not in fields:
         state = found.load().model.merge_and_unload().state_dict()
         expected = load_model(str(square / "adapter2"), base=str(square / "base")).model.merge_and_unload().state_dict()

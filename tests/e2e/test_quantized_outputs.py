@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.e2e.test_quantized_merges import WRITERS, family, is_coded
 from tests.helpers.quantized import compressed, fp8_scaled
 
-from actmat import merge, merge_in_memory, plan
+from actmat import merge, plan
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import MergeError
 from actmat.planning import MergePlan
@@ -83,4 +83,4 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(MergeError, match=says):
             plan(folders[0], folders[1:], method="average", quantize="same", **fields)
     with pytest.raises(MergeError, match="written to a folder only"):
-        merge_in_memory(coded[0], coded[1:], quantize="same")
+        merge(coded[0], coded[1:], quantize="same")

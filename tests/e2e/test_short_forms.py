@@ -74,7 +74,7 @@ def test_reports_of_other_kinds_are_short(family: Family) -> None:
     assert "against one expert, on average" in compared._repr_html_()
     check(actmat.verify(two.out), "<Verification: intact; 51 tensors")
     check(Verification(300, ("base",), tuple(f"tensor {n}" for n in range(300))), "300 differences")
-    check(actmat.merge_in_memory(**inputs, method="ties"), "<MemoryMerge: ties over 2 experts", "tensors")
+    check(actmat.merge(**inputs, method="ties"), "<MemoryMerge: ties over 2 experts", "tensors")
     lora = actmat.extract(family.base, family.experts[0], rank=2, out=family.root / "lora")
     check(lora, "<ExtractReport", "layers", "relative error", rows=12)
 

@@ -46,7 +46,7 @@ def continued(place: str, prompt: str, tokens: int) -> str:
 def test_a_merge_in_memory_has_the_bytes_of_one_on_disk(family: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     base, experts = family / "base", experts_of(family)
     actmat.merge(base, experts, out=tmp_path / "out", durable=False, **fields)
-    found = actmat.merge_in_memory(base, experts, **fields)
+    found = actmat.merge(base, experts, **fields)
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert found.tensors.keys() == written.keys()
     assert all(torch.equal(found.tensors[n], t) and found.tensors[n].dtype == t.dtype for n, t in written.items())
@@ -59,7 +59,7 @@ def test_adapters_are_merged_in_memory_onto_their_base(family: Path, tmp_path: P
     monkeypatch.chdir(family)
     adapters = [f"adapters/{n}" for n in TEXTS]
     actmat.merge(experts=adapters, out=tmp_path / "out", method="average", durable=False)
-    found = actmat.merge_in_memory(experts=adapters, method="average")
+    found = actmat.merge(experts=adapters, method="average")
     written = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert all(torch.equal(found.tensors[n], t) for n, t in written.items())
     ids = torch.tensor([[3, 4, 5]])
@@ -196,7 +196,7 @@ def test_problems_are_told_before_the_merge(family: Path, tmp_path: Path, monkey
     assert "expected a folder with images" in done.err
     base, experts = family / "base", [family / "experts" / "math"]
     with pytest.raises(RecipeError, match="merges on other machines"):
-        actmat.merge_in_memory(base, experts, executor="ray")
+        actmat.merge(base, experts, executor="ray")
     monkeypatch.setattr(in_memory, "available_memory", lambda: 1000)
     with pytest.raises(OutputError, match="1 kB of memory are free"):
-        actmat.merge_in_memory(base, experts)
+        actmat.merge(base, experts)

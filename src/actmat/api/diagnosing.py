@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from actmat.api.held import Input, hold_inputs
 from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis, write_diagnosis
+from actmat.methods import AnyMethod
 from actmat.progress import Progress, usual_progress
 from actmat.recipe.arguments import Location, make_arguments
 from actmat.report.outputs import recipe_of_output
@@ -16,10 +18,10 @@ from actmat.settings import RunSettings
 
 
 def diagnose(
-    base: Location | None = None,
-    experts: Sequence[Location | Mapping[str, Any]] = (),
+    base: Input | None = None,
+    experts: Sequence[Input] = (),
     *,
-    method: str = "auto",
+    method: AnyMethod = "auto",
     weights: Sequence[float] | None = None,
     statistics: Mapping[str, Location] | Sequence[Location] | None = None,
     progress: Progress | None = None,
@@ -36,7 +38,8 @@ def diagnose(
     Raises:
         MergeError: the same errors as `merge` for these inputs.
     """
-    recipe, settings = make_arguments(base, experts, {"method": method} | fields, weights, statistics)
+    place, places, held = hold_inputs(base, experts)
+    recipe, settings = make_arguments(place, places, {"method": method, "held": held} | fields, weights, statistics)
     return diagnose_recipe(recipe, settings, progress or usual_progress("measuring"))
 
 

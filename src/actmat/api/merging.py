@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 from actmat.api.diagnosing import draw_page
+from actmat.api.held import Input, hold_inputs
+from actmat.extras.models.in_memory import MemoryMerge, run_in_memory
+from actmat.methods import AnyMethod
 from actmat.planning import MergePlan
 from actmat.progress import NoProgress, Progress, usual_progress
 from actmat.recipe import Recipe
@@ -14,25 +17,32 @@ from actmat.run import MergeReport, plan_recipe, run_recipes
 from actmat.settings import RunSettings
 
 
+@overload
+def merge(base: Input | None = None, experts: Sequence[Input] = (), *, out: Location, **_: Any) -> MergeReport: ...
+@overload
+def merge(base: Input | None = None, experts: Sequence[Input] = (), *, out: None = None, **_: Any) -> MemoryMerge: ...
 def merge(
-    base: Location | None = None,
-    experts: Sequence[Location | Mapping[str, Any]] = (),
+    base: Input | None = None,
+    experts: Sequence[Input] = (),
     *,
-    out: Location,
-    method: str = "auto",
+    out: Location | None = None,
+    method: AnyMethod = "auto",
     weights: Sequence[float] | None = None,
     statistics: Mapping[str, Location] | Sequence[Location] | None = None,
     progress: Progress | None = None,
     **fields: Any,
-) -> MergeReport:
+) -> MergeReport | MemoryMerge:
     """Merge checkpoints into one: `W* = W_0 + scale * D*`, tensor by tensor.
 
     Args:
-        base: directory, file, hub id `org/name[@revision]` or URL of the checkpoint that all experts come from; None
-            merges adapters into an adapter.
-        experts: the same, one per expert; a mapping gives `path`, `name` and `weight`.
-        out: directory to write, or its URL; must be missing or empty, unless `overwrite` is set.
-        method: merge method, see `actmat methods`; `auto` chooses by the inputs, from benchmark results.
+        base: the checkpoint that all experts come from: directory, file, hub id `org/name[@revision]`, URL, module, or
+            state dict; None merges adapters into an adapter.
+        experts: the same, one per expert; of a `PeftModel`, its active adapter. A mapping gives `path` (any of these),
+            `name` and `weight`.
+        out: directory to write, or its URL; must be missing or empty, unless `overwrite` is set. None: nothing is
+            written, the merge is returned.
+        method: merge method, see `actmat methods`, or a function from deltas to a delta; `auto` chooses by the inputs,
+            from benchmark results.
         weights: one per expert, for methods that take weights.
         statistics: outputs of `actmat statistics collect`, by expert name or in the order of the experts, for
         methods that need them.
@@ -42,13 +52,19 @@ def merge(
             ...; see `settings.RunSettings`).
 
     Returns:
-        The report; the model is in `out`.
+        The report; the model is in `out`. Without `out`, the merge: its `tensors`, with the bytes that would be
+        written, `model`, ready to run, `plan` and `records`.
 
     Raises:
         MergeError: see `actmat.errors`; nothing is left at `out`.
     """
-    recipe, settings = make_arguments(base, experts, {"out": str(out), "method": method} | fields, weights, statistics)
-    return merge_recipes([recipe], settings, progress or usual_progress())[0]
+    place, places, held = hold_inputs(base, experts)
+    fields = {"out": out and str(out), "method": method, "held": held} | fields
+    recipe, settings = make_arguments(place, places, fields, weights, statistics)
+    progress = progress or usual_progress()
+    if out is not None:
+        return merge_recipes([recipe], settings, progress)[0]
+    return run_in_memory(recipe, settings, progress, module=base)
 
 
 def merge_recipes(
@@ -64,10 +80,10 @@ def merge_recipes(
 
 
 def plan(
-    base: Location | None = None,
-    experts: Sequence[Location | Mapping[str, Any]] = (),
+    base: Input | None = None,
+    experts: Sequence[Input] = (),
     *,
-    method: str = "auto",
+    method: AnyMethod = "auto",
     weights: Sequence[float] | None = None,
     statistics: Mapping[str, Location] | Sequence[Location] | None = None,
     **fields: Any,
@@ -77,5 +93,6 @@ def plan(
     Raises:
         MergeError: the inputs are incompatible; lists all problems.
     """
-    recipe, settings = make_arguments(base, experts, {"method": method} | fields, weights, statistics)
-    return plan_recipe(recipe, device=settings.device, device_memory=settings.device_memory)
+    place, places, held = hold_inputs(base, experts)
+    recipe, settings = make_arguments(place, places, {"method": method} | fields, weights, statistics)
+    return plan_recipe(recipe, device=settings.device, device_memory=settings.device_memory, held=held)

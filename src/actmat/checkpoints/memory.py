@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -58,15 +59,21 @@ class MemoryCheckpoint(HeldTensors):
         self.specs = MappingProxyType(tensor_specs(tensors, LABEL, location=location))
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self.aliases = MappingProxyType(shared_storage(self._tensors))
+        self._identity = FileIdentity(LABEL, sum(s.nbytes for s in self.specs.values()), etag=secrets.token_hex(8))
 
     @property
     def config(self) -> Mapping[str, Any] | None:
         """The config given."""
         return self._config
 
+    @property
+    def written_config(self) -> Mapping[str, Any] | None:
+        """The config given: no folder holds a file to copy."""
+        return self._config
+
     def identity(self) -> tuple[FileIdentity, ...]:
-        """Empty: memory has no files."""
-        return ()
+        """An identity of its own: tensors in memory may have changed since any earlier run."""
+        return (self._identity,)
 
 
 def tensor_specs(tensors: Mapping[Any, Any], file: str, *, location: str) -> dict[str, TensorSpec]:

@@ -5,6 +5,8 @@ Extras and other distributions add methods by entry points of the group `actmat.
 
 from __future__ import annotations
 
+import contextlib
+
 from actmat.errors import RecipeError, did_you_mean
 from actmat.methods.actmat import ACTMAT
 from actmat.methods.actmat_ridge import ACTMAT_RIDGE
@@ -19,12 +21,13 @@ from actmat.methods.regmean import REGMEAN
 from actmat.methods.slerp import SLERP
 from actmat.methods.task_arithmetic import TASK_ARITHMETIC
 from actmat.methods.ties import TIES
-from actmat.methods.user import GROUP, is_user_method, load_installed_method, load_user_method
+from actmat.methods.user import GROUP, AnyMethod, hold_method, is_user_method, load_installed_method, load_user_method
 from actmat.plugins import entries, hint
 
 __all__ = [
     "METHODS",
     "Access",
+    "AnyMethod",
     "Bounds",
     "LowRankForm",
     "MergeMethod",
@@ -36,6 +39,7 @@ __all__ = [
     "Survey",
     "all_methods",
     "get_method",
+    "name_of_method",
 ]
 
 METHODS: tuple[MergeMethod, ...] = (
@@ -54,10 +58,10 @@ METHODS: tuple[MergeMethod, ...] = (
 """Methods of the core, in the order of the tables. Adding one: a file in this folder and an entry here."""
 
 
-def get_method(name: str | MergeMethod) -> MergeMethod:
+def get_method(name: AnyMethod) -> MergeMethod:
     """The method called `name`: of this package, of a user's own file (`PATH.py:NAME`), or of another distribution.
 
-    A declaration is returned unchanged.
+    A declaration is returned unchanged; a function becomes a method.
 
     Raises:
         RecipeError: no such method, or one that cannot be loaded; the message suggests a similar name and lists all.
@@ -67,18 +71,29 @@ def get_method(name: str | MergeMethod) -> MergeMethod:
     """
     if isinstance(name, MergeMethod):
         return name
-    if not isinstance(name, str):
-        raise RecipeError(f"A method is given by its name, such as 'average', or as a MergeMethod; got {name!r}.")
-    if is_user_method(name):
+    if not isinstance(name, str) and not callable(name):
+        raise RecipeError(f"A method is given by its name, as a MergeMethod, or as a function; got {name!r}.")
+    if not isinstance(name, str) or is_user_method(name):
         return load_user_method(name)
     for method in METHODS:
         if method.name == name:
             return method
     if (found := load_installed_method(name)) is not None:
         return found
+    if "@" in name:
+        raise RecipeError(f"'{name}' was a function of another Python process. Fix: put it into a file, PATH.py:NAME")
     known = [*(m.name for m in METHODS), *entries(GROUP)]
     near, listed = did_you_mean(name, known), ", ".join(known)
     raise RecipeError(f"There is no method '{name}'.{near} Methods: {listed}.{hint(GROUP, name)}")
+
+
+def name_of_method(method: AnyMethod) -> str:
+    """The name by which recipes refer to a method; for a function, one that holds in this process."""
+    found = get_method(method)
+    with contextlib.suppress(RecipeError):
+        if get_method(found.name) is found:
+            return found.name
+    return hold_method(found)
 
 
 def all_methods() -> list[MergeMethod]:

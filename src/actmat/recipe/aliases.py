@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from actmat.methods import MergeMethod, name_of_method
+
 ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "dare_ties": ("dare", {"rule": "ties", "rescale": "l1", "reduce": "sum"}),
     "dare_linear": ("dare", {"rule": "linear", "rescale": "l1"}),
@@ -41,7 +43,12 @@ def real_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_real_method(data: Any) -> Any:
-    """Fields of a recipe or a rule with method and options in place of their aliases; given options win."""
+    """Fields of a recipe or a rule with method and options in place of their aliases; given options win.
+
+    A function and a declaration get a name that stands for them in this process.
+    """
+    if isinstance(data, Mapping) and (callable(data.get("method")) or isinstance(data.get("method"), MergeMethod)):
+        data = {**data, "method": name_of_method(data["method"])}
     if not isinstance(data, Mapping) or not isinstance(data.get("method"), str):
         return data
     method, preset = real_method(data["method"])

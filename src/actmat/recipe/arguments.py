@@ -46,20 +46,22 @@ def make_arguments(
 
 
 def _check_locations(base: object, experts: Sequence[object]) -> None:
-    """Refuse models, tensors and recipes where locations are expected.
+    """Refuse objects where locations are expected.
 
     Raises:
         RecipeError: names all of them.
     """
     if isinstance(experts, str | os.PathLike):
         raise RecipeError(f"experts: expected a list, found the one location '{experts}'. Fix: ['{experts}']")
-    named = {} if base is None else {"base": base}
-    named |= {f"experts[{n}]": e for n, e in enumerate(experts) if not isinstance(e, Mapping)}
-    wrong = {n: v for n, v in named.items() if not isinstance(v, str | os.PathLike)}
+    given = [
+        ("base", "" if base is None else base),
+        *((f"experts[{n}]", e) for n, e in enumerate(experts) if not isinstance(e, Mapping)),
+    ]
+    wrong = {n: v for n, v in given if not isinstance(v, str | os.PathLike)}
     if wrong:
         raise RecipeError(
-            "Models are merged from storage. Fix: save a model in memory first (save_pretrained); a "
-            "Recipe is run by actmat.run.run_recipes([recipe]), and tensors are merged by actmat.merge_matrices.",
+            "merge, plan and diagnose take modules and state dicts too, other functions read files (save_pretrained). "
+            "Single tensors: actmat.merge_matrices. A Recipe: actmat.run.run_recipes([recipe]).",
             [f"{n}: expected a path, a hub id or a URL, found {type(v).__name__}" for n, v in wrong.items()],
         )
 

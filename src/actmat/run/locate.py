@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from actmat.experts.locate import Located, locate
 from actmat.experts.lora.fields import StackWord
 from actmat.recipe import Recipe
 from actmat.report.words import plural
+
+Held = Mapping[str, Callable[[], Located]]
+"""Inputs in memory, see `RunSettings.held`."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +67,22 @@ class Wanted:
 
 
 @contextlib.contextmanager
-def locate_recipes(recipes: Sequence[Recipe]) -> Iterator[Wanted]:
+def locate_recipes(recipes: Sequence[Recipe], held: Held | None = None) -> Iterator[Wanted]:
     """The inputs of recipes, each looked at once for all of them; problems are noted."""
     with contextlib.ExitStack() as stack:
-        looks = _Looks(stack)
+        looks = _Looks(stack, held or {})
         given = [looks.given(recipe) for recipe in recipes]
         yield Wanted(tuple(recipes), tuple(g for g in given if g is not None), looks.problems)
 
 
 @contextlib.contextmanager
-def located(recipe: Recipe) -> Iterator[Given]:
+def located(recipe: Recipe, held: Held | None = None) -> Iterator[Given]:
     """The inputs of a recipe, for decisions that come before its run.
 
     Raises:
         CheckpointError: some cannot be opened; carries all problems.
     """
-    with locate_recipes([recipe]) as wanted:
+    with locate_recipes([recipe], held) as wanted:
         if wanted.problems.found:
             raise input_error(wanted.problems)
         yield wanted.given[0]
@@ -90,6 +93,7 @@ class _Looks:
     """Inputs by place, closed by the stack; and problems with others."""
 
     stack: contextlib.ExitStack
+    held: Held
     problems: Problems = field(default_factory=Problems)
     found: dict[tuple[str, tuple[StackWord, ...]], Located | None] = field(default_factory=dict)
 
@@ -104,7 +108,8 @@ class _Looks:
         if (place, stacks) not in self.found:
             self.found[place, stacks] = None
             with self.problems.noted(CheckpointError):
-                self.found[place, stacks] = self.stack.enter_context(locate(place, stacks))
+                opened = self.held[place]() if place in self.held else locate(place, stacks)
+                self.found[place, stacks] = self.stack.enter_context(opened)
         return self.found[place, stacks]
 
 

@@ -72,13 +72,13 @@ def open_inputs(
     Raises:
         MergeError: all inputs that cannot be opened, with all problems of the places.
     """
-    began, problems = time.perf_counter(), Problems()
-    with locate_recipes(recipes) as wanted, contextlib.ExitStack() as stack:
+    began, problems, settings = time.perf_counter(), Problems(), settings or RunSettings()
+    with locate_recipes(recipes, settings.held) as wanted, contextlib.ExitStack() as stack:
         decided = _decided(wanted, problems)
         chosen, given = decided or wanted.recipes, wanted.given[0] if decided else None
         check_shared(chosen)
         paths: Mapping[str, Path | str] = {} if given is None else given.paths(chosen[0].labels)
-        place = find_place(chosen, settings or RunSettings(), writes, problems, inputs=paths, here=here)
+        place = find_place(chosen, settings, writes, problems, inputs=paths, here=here)
         if given is None:
             _stop(wanted, problems)
         base, experts = _opened(chosen[0], given, stack, wanted.problems)

@@ -80,7 +80,7 @@ def find_place(
     if writes == "nothing":
         return OutputPlace(settings, executor, room)
     outs = tuple(_out_path(r) for r in recipes)
-    pairs = () if settings.overwrite else zip(recipes, outs, strict=True)
+    pairs = () if settings.overwrite or settings.held else zip(recipes, outs, strict=True)
     finished = frozenset(out for recipe, out in pairs if has_manifest_of(recipe, out))
     with problems.noted():
         _check_outputs(outs, settings.overwrite, finished, inputs)

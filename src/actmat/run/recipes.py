@@ -13,6 +13,7 @@ from actmat.planning import MergePlan
 from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
 from actmat.run.driver import execute, finish
+from actmat.run.locate import Held
 from actmat.run.open import open_inputs
 from actmat.run.prepare import plans_of, prepare
 from actmat.run.resume import MergeReport, resume
@@ -57,17 +58,19 @@ def run_recipes(
         return [reports[out] for out in opened.place.outs]
 
 
-def plan_recipe(recipe: Recipe, *, device: str = "cpu", device_memory: str | int | None = None) -> MergePlan:
+def plan_recipe(
+    recipe: Recipe, *, device: str = "cpu", device_memory: str | int | None = None, held: Held | None = None
+) -> MergePlan:
     """The plan of a recipe, from headers only.
 
     Args:
         recipe: of the merge.
-        device, device_memory: see `RunSettings`; the devices need not be on this machine.
+        device, device_memory, held: see `RunSettings`; the devices need not be on this machine.
 
     Raises:
         MergeError: the inputs do not fit; carries all problems.
     """
-    settings = RunSettings(device=device, device_memory=device_memory)
+    settings = RunSettings(device=device, device_memory=device_memory, held=held or {})
     with open_inputs([recipe], settings, here=False) as opened:
         return plans_of(opened)[0]
 

@@ -28,7 +28,7 @@ from actmat.planning.adapter.layouts import IN_ONE_FILE
 from actmat.progress import Progress
 from actmat.recipe import Recipe
 from actmat.recipe.output import ModelOutput
-from actmat.run.locate import located
+from actmat.run.locate import Held, located
 from actmat.run.resume import MergeReport
 from actmat.settings import RunSettings
 from actmat.version import __version__
@@ -54,7 +54,7 @@ def run_into_files(
     Raises:
         OutputError: a file exists and may not be replaced, or was not written by actmat.
     """
-    metadata = [found for r in recipes if (found := _metadata_of_files(r)) is not None]
+    metadata = [found for r in recipes if (found := _metadata_of_files(r, settings.held)) is not None]
     if len(metadata) < len(recipes):
         return None
     outs = [Path(str(r.out)) for r in recipes]
@@ -72,12 +72,12 @@ def run_into_files(
     return [_as_file(report, out, found, settings.overwrite) for report, out, found in rows]
 
 
-def _metadata_of_files(recipe: Recipe) -> list[Mapping[str, str]] | None:
+def _metadata_of_files(recipe: Recipe, held: Held) -> list[Mapping[str, str]] | None:
     """Metadata of the experts of a merge into a LoRA file; empty for a single-file model; None for any other merge."""
     if not recipe.out or is_url(recipe.out) or recipe.adapter.layout == "peft":
         return None
     try:
-        with located(recipe) as given:
+        with located(recipe, held) as given:
             base = given.base or given.experts[0]
             if recipe.base or isinstance(base, LocatedModel):
                 is_file = not base.needs_base and base.stored.directory is None and base.place.endswith(END)

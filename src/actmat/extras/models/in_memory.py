@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.executors import THREADS, computes_here
 from actmat.engine.memory import available_memory
+from actmat.engine.task import Record
 from actmat.errors import OutputError, RecipeError, format_size, memory_errors
 from actmat.extras.models.loading import Loaded, load_tensors
 from actmat.foreign import html_table, terminal
 from actmat.planning import MergePlan
-from actmat.progress import NoProgress, Progress, usual_progress
+from actmat.progress import NoProgress, Progress
 from actmat.recipe import Recipe
-from actmat.recipe.arguments import Location, make_arguments
 from actmat.recipe.output import ExtractedOutput
 from actmat.run.driver import execute
 from actmat.run.open import open_inputs
@@ -65,12 +67,16 @@ class MemoryMerge:
         tensors: output tensors by name, in their dtypes; tied tensors share memory.
         config: `config.json` of the model; for an adapter, of its base, which is not loaded yet.
         seconds: wall time.
+        records: of every item, by name.
+        module: the base as it was given; may be a module.
     """
 
     plan: MergePlan
     tensors: Mapping[str, Tensor]
     config: Mapping[str, Any]
     seconds: float
+    records: Mapping[str, Record] = field(default_factory=dict)
+    module: object = None
 
     def __repr__(self) -> str:
         size = format_size(sum(t.nbytes for t in {id(t): t for t in self.tensors.values()}.values()))
@@ -85,6 +91,20 @@ class MemoryMerge:
         """Location of the base; for an adapter without a base, the one named in its config, else ''."""
         config = self.plan.adapter_config or {}
         return self.plan.recipe.base or str(config.get("base_model_name_or_path") or "")
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The merged model: a copy of a base that was given as a module; else, and for adapters, as `load` makes it."""
+        base = self.module
+        if not isinstance(base, nn.Module) or getattr(base, "is_quantized", False) or self.plan.output != "model":
+            return self.load().model
+        own = (*base.named_parameters(remove_duplicate=False), *base.named_buffers(remove_duplicate=False))
+        merged: dict[int, Any] = {}  # stands for the parameters, which are not copied
+        for name, old in own:
+            if name in self.tensors:
+                new = self.tensors[name].to(old.device)
+                merged[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+        return copy.deepcopy(base, merged)
 
     def load(self, *, model_class: str | None = None, dtype: str = "float32", device: str = "cpu") -> Loaded:
         """Load the model, ready to run; a merged adapter is applied to its base.
@@ -110,29 +130,10 @@ class MemoryMerge:
         )
 
 
-def merge_in_memory(
-    base: Location | None = None,
-    experts: Sequence[Location | Mapping[str, Any]] = (),
-    *,
-    method: str = "auto",
-    weights: Sequence[float] | None = None,
-    statistics: Mapping[str, Location] | Sequence[Location] | None = None,
-    progress: Progress | None = None,
-    **fields: Any,
-) -> MemoryMerge:
-    """Merge checkpoints and keep the result in memory; arguments as for `merge`, without `out`.
-
-    `found.tensors` has the bytes that `merge` would write; `found.load().model` is the model, ready to run.
-
-    Raises:
-        MergeError: the errors of `merge`, or the output exceeds the free memory.
-    """
-    recipe, settings = make_arguments(base, experts, {"method": method} | fields, weights, statistics)
-    return run_in_memory(recipe, settings, progress or usual_progress())
-
-
 @memory_errors()
-def run_in_memory(recipe: Recipe, settings: RunSettings | None = None, progress: Progress | None = None) -> MemoryMerge:
+def run_in_memory(
+    recipe: Recipe, settings: RunSettings | None = None, progress: Progress | None = None, *, module: object = None
+) -> MemoryMerge:
     """Run a recipe in memory; its `out` is ignored.
 
     Needs the memory of the merge plus the whole output in its dtypes.
@@ -160,11 +161,12 @@ def run_in_memory(recipe: Recipe, settings: RunSettings | None = None, progress:
                 "merge into a folder (actmat merge ... --out OUT), or give --dtype bfloat16."
             )
         writer = _MemoryWriter(plan.specs)
-        execute([StagedOutput(plan, writer)], prepared, progress or NoProgress())
+        output = StagedOutput(plan, writer)
+        execute([output], prepared, progress or NoProgress())
         base = opened.inputs.base
         config = {} if base is None else dict(base.written_config or base.config or {})
         config = dict(plan.configs.get("config.json", config))
         if recipe.dtype is not None and config:
             config["dtype"] = recipe.dtype
     tensors = {s.name: writer.tensors[s.name] for s in plan.specs}
-    return MemoryMerge(plan, tensors, config, time.perf_counter() - opened.began)
+    return MemoryMerge(plan, tensors, config, time.perf_counter() - opened.began, output.records, module)

@@ -108,7 +108,7 @@ def load_model(
     model = _load(checkpoint, model_class or next(iter(config.get("architectures") or ()), None), dtype)
     if adapter is not None:
         path, revision = local_files(adapter)
-        with _quiet_peft() as peft:
+        with quiet_peft() as peft:
             model = peft.PeftModel.from_pretrained(model, path, **revision)
     return Loaded(model.to(device).eval(), checkpoint, adapter, _files(adapter, checkpoint))
 
@@ -139,7 +139,7 @@ def switched(loaded: Loaded, location: str) -> Loaded:
 
 
 @contextlib.contextmanager
-def _quiet_peft() -> Iterator[Any]:
+def quiet_peft() -> Iterator[Any]:
     """PEFT, without its warnings about transformers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -218,7 +218,7 @@ def load_tensors(
             with named_base("the merged adapter", location):
                 loaded = load_model(location, model_class=model_class, dtype=dtype, device=device)
             Path(folder, "adapter_config.json").write_text(json.dumps(dict(adapter)), encoding="utf-8")
-            with _quiet_peft() as peft:
+            with quiet_peft() as peft:
                 model = peft.get_peft_model(loaded.model, peft.PeftConfig.from_pretrained(folder))
                 found = peft.set_peft_model_state_dict(model, dict(tensors))
             if found.unexpected_keys:

@@ -10,20 +10,23 @@ from torch import Tensor
 
 from actmat.errors import AlignmentError, NumericalError, RecipeError
 from actmat.linalg.lowrank import LowRank
-from actmat.methods import MergeMethod, Survey, get_method
+from actmat.methods import AnyMethod, MergeMethod, Survey, get_method
 from actmat.methods.post import Step, apply_steps, get_step
 from actmat.methods.spaces import MERGE_IN, Space, space_problems
+from actmat.planning.choose import WHOLE
 from actmat.recipe import PostRef
+from actmat.run.automatic import AUTO, TABLE
 
-Pair = tuple[Tensor, Tensor]
+Pair = tuple[Any, Any]
+"""Tensors, or arrays of numpy."""
 
 
 def merge_matrices(
-    method: str | MergeMethod,
-    deltas: Sequence[Tensor] | Sequence[Pair],
+    method: AnyMethod,
+    deltas: Sequence[Any] | Sequence[Pair],
     *,
-    base: Tensor | None = None,
-    statistics: Mapping[str, Sequence[Tensor]] | None = None,
+    base: Any = None,
+    statistics: Mapping[str, Sequence[Any]] | None = None,
     weights: Sequence[float] | None = None,
     generator: torch.Generator | None = None,
     space: Space = "full",
@@ -33,10 +36,11 @@ def merge_matrices(
     """Merge the deltas of one layer.
 
     Args:
-        method: name of the method, or its declaration.
+        method: name of the method, its declaration, or a function from deltas to a delta. `auto`: the method that
+            `merge` chooses for models of an unknown kind; for pairs also the space, unless one is given.
         deltas: one `*batch O I` tensor per expert, `D_t = W_t - W_0` (any shape for elementwise methods); floating
-            point, one dtype, one device. bfloat16 and float16 are computed in float32. In another space than the full
-            one, a pair `(b, a)` of `O x R` and `R x I` per expert, computed in float64.
+            point, one dtype, one device; arrays of numpy are copied. bfloat16 and float16 are computed in float32. In
+            another space than the full one, a pair `(b, a)` of `O x R` and `R x I` per expert, computed in float64.
         base: `W_0`; ignored by methods that do not read it.
         statistics: kind ("gram", "fisher") -> one tensor per expert, for methods that need them.
         weights: one per expert, for methods that take them.
@@ -57,6 +61,11 @@ def merge_matrices(
     >>> merge_matrices("average", [torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 2.0]])])
     tensor([[2., 1.]])
     """
+    deltas, base = _as_tensors(deltas), _as_tensors(base)
+    statistics = statistics and {kind: _as_tensors(found) for kind, found in statistics.items()}
+    if method == AUTO:
+        method, space, preset = _automatic(deltas, space, statistics, weights)
+        options = {**preset, **options}
     chosen = get_method(method)
     resolved = chosen.resolve_options(options)
     steps = _steps(post)
@@ -78,6 +87,23 @@ def merge_matrices(
             needs["base"] = needs["base"].float()
         merged = apply_steps(_merge(chosen, inputs, needs, resolved), inputs, steps).value
         return _checked(merged.to(dense[0].dtype), chosen.name, dense)
+
+
+def _as_tensors(given: Any) -> Any:
+    """Arrays as tensors, in lists and pairs too; anything else unchanged."""
+    if isinstance(given, list | tuple):
+        return type(given)(map(_as_tensors, given))
+    return torch.tensor(given.__array__()) if not isinstance(given, Tensor) and hasattr(given, "__array__") else given
+
+
+def _automatic(deltas: Sequence[Any], space: Space, statistics: Any, weights: Any) -> tuple[str, Space, dict[str, Any]]:
+    """Method, space and options of `auto`, as `run.automatic` chooses them for models."""
+    pairs = bool(deltas) and not isinstance(deltas[0], Tensor)
+    choice = TABLE["full" if not pairs else "adapters" if space == "full" else "changes", "any"]
+    if len(deltas) == 1:
+        return "task_arithmetic", "core" if pairs else space, dict(WHOLE)
+    name = "regmean" if statistics else "linear" if pairs and weights is not None else choice.method
+    return name, choice.space if space == "full" else space, {}
 
 
 def _needs(
@@ -136,7 +162,8 @@ def _pairs(deltas: Sequence[Any], space: Space) -> list[LowRank]:
         raise RecipeError(f"merge_matrices: space is one of {', '.join(('full', *MERGE_IN))}; got {space!r}.")
     if space == "full":
         if any(not isinstance(d, Tensor) for d in deltas):
-            raise RecipeError("merge_matrices: pairs (b, a) go with another space, such as 'core'; pass b @ a.")
+            raise RecipeError("merge_matrices: expected tensors or arrays in the full space; pairs (b, a) go with "
+            "another space, such as 'core'.")  # fmt: skip
         return []
     if not deltas:
         raise RecipeError("merge_matrices: there are no deltas to merge.")
