@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actmat.api.held import Input, hold_inputs
+from actmat.api.held import MergeInput, hold_inputs
 from actmat.diagnostics.model import REPORT_NAME, Diagnosis, read_diagnosis, write_diagnosis
 from actmat.methods import AnyMethod
 from actmat.progress import Progress, usual_progress
@@ -18,8 +18,8 @@ from actmat.settings import RunSettings
 
 
 def diagnose(
-    base: Input | None = None,
-    experts: Sequence[Input] = (),
+    base: MergeInput | None = None,
+    experts: Sequence[MergeInput] = (),
     *,
     method: AnyMethod = "auto",
     weights: Sequence[float] | None = None,

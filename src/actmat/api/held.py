@@ -25,13 +25,15 @@ from actmat.methods import AnyMethod
 from actmat.progress import Progress, usual_progress
 from actmat.recipe.arguments import make_arguments
 
-Input = str | Path | nn.Module | Mapping[str, Any]
+MergeInput = str | Path | nn.Module | Mapping[str, Any]
 """A location, a module, or a state dict; of an expert also a mapping with one of these as `path`."""
 PLACE = "<memory>"
 """Folder of the names that recipes, plans and errors give to inputs in memory."""
 
 
-def hold_inputs(base: Input | None, experts: Sequence[Input]) -> tuple[Any, Any, dict[str, Callable[[], Located]]]:
+def hold_inputs(
+    base: MergeInput | None, experts: Sequence[MergeInput]
+) -> tuple[Any, Any, dict[str, Callable[[], Located]]]:
     """Base and experts with places for those in memory, and the inputs at these places.
 
     Objects of other types are returned unchanged.

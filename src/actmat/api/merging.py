@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
 from actmat.api.diagnosing import draw_page
-from actmat.api.held import Input, hold_inputs
+from actmat.api.held import MergeInput, hold_inputs
 from actmat.extras.models.in_memory import MemoryMerge, run_in_memory
 from actmat.methods import AnyMethod
 from actmat.planning import MergePlan
@@ -18,12 +18,16 @@ from actmat.settings import RunSettings
 
 
 @overload
-def merge(base: Input | None = None, experts: Sequence[Input] = (), *, out: Location, **_: Any) -> MergeReport: ...
-@overload
-def merge(base: Input | None = None, experts: Sequence[Input] = (), *, out: None = None, **_: Any) -> MemoryMerge: ...
 def merge(
-    base: Input | None = None,
-    experts: Sequence[Input] = (),
+    base: MergeInput | None = None, experts: Sequence[MergeInput] = (), *, out: Location, **_: Any
+) -> MergeReport: ...
+@overload
+def merge(
+    base: MergeInput | None = None, experts: Sequence[MergeInput] = (), *, out: None = None, **_: Any
+) -> MemoryMerge: ...
+def merge(
+    base: MergeInput | None = None,
+    experts: Sequence[MergeInput] = (),
     *,
     out: Location | None = None,
     method: AnyMethod = "auto",
@@ -80,8 +84,8 @@ def merge_recipes(
 
 
 def plan(
-    base: Input | None = None,
-    experts: Sequence[Input] = (),
+    base: MergeInput | None = None,
+    experts: Sequence[MergeInput] = (),
     *,
     method: AnyMethod = "auto",
     weights: Sequence[float] | None = None,

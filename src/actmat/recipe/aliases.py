@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from actmat.methods import MergeMethod, name_of_method
-
 ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "dare_ties": ("dare", {"rule": "ties", "rescale": "l1", "reduce": "sum"}),
     "dare_linear": ("dare", {"rule": "linear", "rescale": "l1"}),
@@ -47,7 +45,9 @@ def with_real_method(data: Any) -> Any:
 
     A function and a declaration get a name that stands for them in this process.
     """
-    if isinstance(data, Mapping) and (callable(data.get("method")) or isinstance(data.get("method"), MergeMethod)):
+    if isinstance(data, Mapping) and (callable(found := data.get("method")) or hasattr(found, "acts_on")):
+        from actmat.methods import name_of_method  # imports torch
+
         data = {**data, "method": name_of_method(data["method"])}
     if not isinstance(data, Mapping) or not isinstance(data.get("method"), str):
         return data

@@ -131,7 +131,7 @@ def switched(loaded: Loaded, location: str) -> Loaded:
     model: Any = loaded.model
     before = model.active_adapter
     path, revision = local_files(location)
-    with _quiet_peft():
+    with quiet_peft():
         model.load_adapter(path, adapter_name="first" if before == "other" else "other", **revision)
         model.set_adapter("first" if before == "other" else "other")
         model.delete_adapter(before)

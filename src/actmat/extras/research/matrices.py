@@ -36,8 +36,7 @@ def merge_matrices(
     """Merge the deltas of one layer.
 
     Args:
-        method: name of the method, its declaration, or a function from deltas to a delta. `auto`: the method that
-            `merge` chooses for models of an unknown kind; for pairs also the space, unless one is given.
+        method: name, declaration, or function `deltas -> delta`; `auto` as in `merge`, for pairs with the space.
         deltas: one `*batch O I` tensor per expert, `D_t = W_t - W_0` (any shape for elementwise methods); floating
             point, one dtype, one device; arrays of numpy are copied. bfloat16 and float16 are computed in float32. In
             another space than the full one, a pair `(b, a)` of `O x R` and `R x I` per expert, computed in float64.
@@ -46,26 +45,21 @@ def merge_matrices(
         weights: one per expert, for methods that take them.
         generator: CPU generator of random methods; default: seeded with 0.
         space: in which deltas of adapters are merged, see `methods.spaces`.
-        post: steps of post-processing, in this order: "isotropize", "isotropize:mean=rank" or {"name":
-            "isotropize", "options": {...}}.
+        post: steps of post-processing in order, "isotropize:mean=rank" or {"name": "isotropize", "options": {}}.
         options: options of the method.
 
     Returns:
-        The merged delta `D*` (`O x I`), in the dtype of the deltas.
+        The merged delta `D*` (`O x I`), a tensor in the dtype of the deltas.
 
     Raises:
-        RecipeError: unknown method, option, step or space, or a missing need of the method.
-        AlignmentError: deltas of different shapes, or of a shape that the method does not merge.
-        NumericalError: the result is not finite in the dtype of the deltas.
+        MergeError: unknown method, option, step or space; unfit shapes; a result that is not finite.
 
     >>> merge_matrices("average", [torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 2.0]])])
     tensor([[2., 1.]])
     """
-    deltas, base = _as_tensors(deltas), _as_tensors(base)
-    statistics = statistics and {kind: _as_tensors(found) for kind, found in statistics.items()}
+    deltas, base, statistics = _as_tensors(deltas), _as_tensors(base), _as_tensors(statistics)
     if method == AUTO:
-        method, space, preset = _automatic(deltas, space, statistics, weights)
-        options = {**preset, **options}
+        method, space, options = _automatic(deltas, space, statistics, weights, options)
     chosen = get_method(method)
     resolved = chosen.resolve_options(options)
     steps = _steps(post)
@@ -91,19 +85,23 @@ def merge_matrices(
 
 def _as_tensors(given: Any) -> Any:
     """Arrays as tensors, in lists and pairs too; anything else unchanged."""
+    if isinstance(given, Mapping):
+        return {name: _as_tensors(found) for name, found in given.items()}
     if isinstance(given, list | tuple):
         return type(given)(map(_as_tensors, given))
     return torch.tensor(given.__array__()) if not isinstance(given, Tensor) and hasattr(given, "__array__") else given
 
 
-def _automatic(deltas: Sequence[Any], space: Space, statistics: Any, weights: Any) -> tuple[str, Space, dict[str, Any]]:
+def _automatic(
+    deltas: Sequence[Any], space: Space, statistics: Any, weights: Any, options: dict[str, Any]
+) -> tuple[str, Space, dict[str, Any]]:
     """Method, space and options of `auto`, as `run.automatic` chooses them for models."""
     pairs = bool(deltas) and not isinstance(deltas[0], Tensor)
     choice = TABLE["full" if not pairs else "adapters" if space == "full" else "changes", "any"]
     if len(deltas) == 1:
-        return "task_arithmetic", "core" if pairs else space, dict(WHOLE)
+        return "task_arithmetic", "core" if pairs else space, {**WHOLE, **options}
     name = "regmean" if statistics else "linear" if pairs and weights is not None else choice.method
-    return name, choice.space if space == "full" else space, {}
+    return name, choice.space if space == "full" else space, options
 
 
 def _needs(
