@@ -65,14 +65,8 @@ def build_plan(
     left_out = {} if is_extracted else files_left_out(recipe, base, experts)
     is_model = base is not None and not is_extracted
     metadata, texts = merged_metadata(base, experts, recipe.labels) if base is not None and is_model else ({}, [])
-    decisions = (
-        *draft.notes,
-        *texts,
-        *_method_notes(draft.items, len(experts)),
-        *statistics.notes_on(draft.items),
-        *_place_notes(base, room),
-        *left_out_note(left_out),
-    )
+    of_items = (*_method_notes(draft.items, len(experts)), *statistics.notes_on(draft.items))
+    decisions = (*draft.notes, *texts, *of_items, *_place_notes(base, room), *left_out_note(left_out))
     likely = (*_negative_means(draft.items), *draft.warnings, *unread_warnings(recipe, base, experts))
     return MergePlan(
         recipe=recipe,

@@ -70,15 +70,10 @@ def plan_tensors(
         given[name] = [None if s is None else e.source(s) for e, s in zip(experts, sources, strict=True)]
         decided[name] = _of_touched(name, decision, given[name], chooser, only_adapters=only_adapters)
     problems += layout_problems + chooser.problems + list(alignment.problems)
-    ignored = [n for of_expert in alignment.ignored for n in of_expert]
-    problems += _lost_heads(recipe, base, experts, alignment, chooser)
     token_problems, token_notes = token_findings(recipe, base, experts, kept)
     problems += token_problems
     problems += weight_problems({n: d.call for n, d in decided.items()})
-    problems += _space_problems(recipe, experts, chooser) + encoding_problems(recipe, base, alignment.canonical)
-    problems += [
-        f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns([*base.specs, *ignored])
-    ]
+    problems += _recipe_problems(recipe, base, experts, alignment, chooser)
     max_shard_bytes = 1
     try:
         max_shard_bytes = parse_size(recipe.max_shard_size)
@@ -120,6 +115,17 @@ def _agreed(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> Agre
     if isinstance(recipe.output, ExtractedOutput):
         return Agreement(notes=(*found.problems, *found.notes))
     return dataclasses.replace(found, notes=(*found.notes, *template_note(base, named, recipe.model.files_of)))
+
+
+def _recipe_problems(
+    recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], alignment: Alignment, chooser: Chooser
+) -> Iterator[str]:
+    """Reasons why a recipe does not fit these inputs."""
+    yield from _lost_heads(recipe, base, experts, alignment, chooser)
+    yield from _space_problems(recipe, experts, chooser)
+    yield from encoding_problems(recipe, base, alignment.canonical)
+    names = [*base.specs, *(n for of_expert in alignment.ignored for n in of_expert)]
+    yield from (f"the pattern '{p}' matches no tensor of the base" for p in chooser.unused_patterns(names))
 
 
 def _lost_heads(
