@@ -71,8 +71,7 @@ def plan_tensors(
         decided[name] = _of_touched(name, decision, given[name], chooser, only_adapters=only_adapters)
     problems += layout_problems + chooser.problems + list(alignment.problems)
     token_problems, token_notes = token_findings(recipe, base, experts, kept)
-    problems += token_problems
-    problems += weight_problems({n: d.call for n, d in decided.items()})
+    problems += token_problems + list(weight_problems({n: d.call for n, d in decided.items()}))
     problems += _recipe_problems(recipe, base, experts, alignment, chooser)
     max_shard_bytes = 1
     try:
