@@ -33,11 +33,14 @@ ENTRIES: dict[str, str] = {
     "extras.diffusion.files._is_ours": "an output",
     "extras.diffusion.files._metadata_of_files": "adapters that may be merged into one file",
     "extras.gguf.writing._pattern": "the file that --like names",
+    "extras.models.loading.can_switch": "the experts of a measurement",
     "extras.models.loading.load_model": "a model to run, and the base that an adapter names",
+    "extras.models.loading.switched": "an adapter that is switched on",
     "extras.pages.comparison.merges._opened_base": "the base that two manifests name",
     "extras.pages.comparison.merges.open_output": "an output",
     "extras.stack.adapted._Adapted.merged": "the adapter of model+adapter",
     "extras.tune.merges.search_inputs": "the start of a search",
+    "extras.tune.with_inputs.merge_with_inputs": "the start of a merge with inputs",
 }
 """Function outside experts/ that looks at a name -> what it names."""
 
