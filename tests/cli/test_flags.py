@@ -52,7 +52,7 @@ def recipes(**values: Any) -> list[Recipe]:
 def test_commands_take_every_flag_of_the_schema_but_those_they_name() -> None:
     fields = flagged(Recipe).union(*map(flagged, (ExpertRef, *KINDS.values()))) - {"output"} | {"to"}
     assert fields >= {"base", "experts", "weight", "statistics", "method", "options", "scale", "out"}
-    settings = {f.name for f in dataclasses.fields(RunSettings)} - {"durable", "sha256"}
+    settings = {f.name for f in dataclasses.fields(RunSettings)} - {"durable", "sha256", "held"}
     own = {"inputs", "plan", "strict", "json", "quiet", "average", "data", "check", "set"}
     assert set(taken(merge)) == fields | settings | own
     assert len(set(taken(merge)) - {"inputs"}) <= 30

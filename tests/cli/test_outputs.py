@@ -56,7 +56,7 @@ def test_findings_of_a_diagnosis_are_in_the_table(models: Path, tmp_path: Path) 
 
 
 def test_two_outputs_keep_a_summary_each(models: Path, tmp_path: Path) -> None:
-    assert _merged(models, tmp_path / "pair", ["average", "ties"]).count("size: ") == 2
+    assert _merged(models, tmp_path / "pair", ["average", "ties"]).count("is it good? Not measured: ") == 2
 
 
 def test_an_error_of_rounding_is_no_number(models: Path, tmp_path: Path) -> None:

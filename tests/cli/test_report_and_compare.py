@@ -67,7 +67,7 @@ def test_page_report_and_the_command_that_explains_a_warning_are_named(family: F
     assert lines[warned + 1] == f"    actmat diagnose '{far}'"  # in one line, to be copied
     again = " ".join(actmat(merge).out.split())
     assert "already complete from an earlier run" in again
-    assert "size: " in again
+    assert "is it good? Not measured: add --data NAME=INPUTS per expert" in again
     assert "warning AM403" in again
     told = actmat([*merge, "--overwrite", "--diagnose"]).out
     assert told.splitlines()[-1] == f"report: {far}/report.html"

@@ -34,6 +34,9 @@ def test_the_head_of_the_file_says_what_it_is() -> None:
 
 
 AGREEMENT = {"expert": "math", "data": "d.jsonl", "disagreement": 0.25, "divergence": 0.125, "predictions": 64}
+BY_INPUTS = AGREEMENT | {
+    "inputs": 8, "measured": True, "low": 0.5, "high": 0.875, "average": 0.625, "accuracy": (0.75, None, 0.5),
+}  # fmt: skip
 ON_DATA = {"expert": "code", "statistics": "stats/code", "residual": 0.5, "matrices": 14}
 
 
@@ -83,7 +86,8 @@ def test_agreement_is_optional_and_comes_back() -> None:
     found = Diagnosis.from_json(data)
     assert found.residual_on_data == (DataResidual(**ON_DATA),)
     assert found.agreement == (AgreementRow(**AGREEMENT),)
-    assert found.to_json()["agreement"] == (AGREEMENT,)
+    found = Diagnosis.from_json(json.dumps(changed("agreement", [BY_INPUTS])))
+    assert found.to_json()["agreement"] == (BY_INPUTS,)
     assert Diagnosis.from_json(changed("agreement", KeyError)).agreement is None
 
 

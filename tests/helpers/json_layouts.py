@@ -10,8 +10,8 @@ from tests.helpers.merging import actmat
 from actmat.cli.screen import LAYOUTS
 
 MERGE = {
-    "out", "kind", "method", "options", "experts", "was_finished", "actions", "unchanged", "nonfinite", "size",
-    "warnings", "read_bytes", "write_bytes", "seconds", "notes", "findings",
+    "out", "kind", "method", "options", "experts", "was_finished", "actions", "unchanged", "answers", "nonfinite",
+    "size", "warnings", "read_bytes", "write_bytes", "seconds", "notes", "findings",
 }  # fmt: skip
 PINNED: dict[str, set[str]] = {
     "merge": {"outputs"},
