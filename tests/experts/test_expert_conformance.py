@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from tests.helpers.adapters import save_adapter, tiny
 from tests.helpers.checkpoint_files import save_sharded
+from tests.helpers.located import open_expert
 from tests.helpers.plugged import plug
 from tests.helpers.toy_adapters import TOY, save_toy
 from torch import Tensor
@@ -160,6 +161,14 @@ class TestPairList(ExpertConformance):
             tuned[name] = tensors[name] + up_OR @ down_RI
         torch.save(pairs, folder / "pairs.pt")
         return StoredExpert(base, folder / "pairs.pt", tuned)
+
+    def test_its_identity_is_that_of_its_file(self, tmp_path: Path) -> None:
+        file = self.store(tmp_path, 1).expert
+        with open_expert(file) as one, open_expert(file) as again:
+            assert one.identity() == again.identity(), "a finished merge would be made again"
+        torch.save([2 * t for t in torch.load(file)], file)
+        with open_expert(file) as other:
+            assert other.identity() != one.identity()
 
 
 def register_toy() -> None:

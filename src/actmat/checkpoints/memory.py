@@ -51,7 +51,12 @@ class MemoryCheckpoint(HeldTensors):
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], *, location: str = LABEL, config: Mapping[str, Any] | None = None
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        location: str = LABEL,
+        config: Mapping[str, Any] | None = None,
+        files: tuple[FileIdentity, ...] = (),
     ) -> None:
         self.location = location
         self.directory = None
@@ -59,7 +64,8 @@ class MemoryCheckpoint(HeldTensors):
         self.specs = MappingProxyType(tensor_specs(tensors, LABEL, location=location))
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self.aliases = MappingProxyType(shared_storage(self._tensors))
-        self._identity = FileIdentity(LABEL, sum(s.nbytes for s in self.specs.values()), etag=secrets.token_hex(8))
+        size = sum(s.nbytes for s in self.specs.values())
+        self._identity = files or (FileIdentity(LABEL, size, etag=secrets.token_hex(8)),)
 
     @property
     def config(self) -> Mapping[str, Any] | None:
@@ -72,8 +78,8 @@ class MemoryCheckpoint(HeldTensors):
         return self._config
 
     def identity(self) -> tuple[FileIdentity, ...]:
-        """An identity of its own: tensors in memory may have changed since any earlier run."""
-        return (self._identity,)
+        """That of the files they were read from, else one of its own: memory may have changed since an earlier run."""
+        return self._identity
 
 
 def tensor_specs(tensors: Mapping[Any, Any], file: str, *, location: str) -> dict[str, TensorSpec]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from actmat.bounds import read_object
+from actmat.checkpoints.base import FileIdentity
 from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, may_be_weights
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES, TORCH_SUFFIXES, load_torch
@@ -51,7 +52,7 @@ def look_for_peft(candidate: Candidate) -> Adapter | None:
     if source.named is not None and source.named not in ADAPTER_WEIGHTS:
         is_candidate = isinstance(source, LocalSource) and source.named.endswith(".pt")
         pairs = pair_list(source.fetch(source.named)) if is_candidate else None
-        return None if pairs is None else _of_pairs(pairs, source.location)
+        return None if pairs is None else _of_pairs(pairs, source.location, source.identity([source.named]))
     folder = source.whole()
     name = source.named or next((n for n in ADAPTER_WEIGHTS if n in folder.names), None)
     if name is None:
@@ -96,7 +97,7 @@ def pair_list(path: Path) -> list[Tensor] | None:
     return value if listed else None
 
 
-def _of_pairs(pairs: list[Tensor], location: str) -> Adapter:
+def _of_pairs(pairs: list[Tensor], location: str, files: tuple[FileIdentity, ...]) -> Adapter:
     problems = []
     if len(pairs) % 2:
         problems.append(f"expected (up, down) pairs, found {len(pairs)} tensors: half of a pair is missing")
@@ -111,5 +112,5 @@ def _of_pairs(pairs: list[Tensor], location: str) -> Adapter:
     others = {m.replace(".", r"\."): r for m, r in ranks.items() if r != first}
     table = PatternTable(others)
     config = AdapterConfig(r=first, alpha=float(first), rank_pattern=table, alpha_pattern=table)
-    weights = MemoryCheckpoint(tensors, location=location)
+    weights = MemoryCheckpoint(tensors, location=location, files=files)
     return Adapter(weights, config, problems, replace(list_modules(weights.specs, config), layout="pairs"))
