@@ -68,7 +68,10 @@ def test_a_part_that_an_expert_lacks_is_copied(both: Path, tmp_path: Path) -> No
     actions = {n: plan.by_name[n].action for n in ("first_stage_model.quant_conv.bias", SD1)}
     assert set(actions.values()) == {"copy"}
     assert "has no text encoder (cond_stage_model.*)" in plan.by_name[SD1].reason
-    assert plan.by_name["model.diffusion_model.out.2.bias"].action == "average"
+    assert plan.recipe.method == "task_arithmetic"
+    bias = plan.by_name["model.diffusion_model.out.2.bias"]
+    assert bias.action == "merge"
+    assert bias.reason.endswith("weighted sum of the deltas"), "not of a part that lacks"
     assert any("without the prefix 'model.diffusion_model.'" in n for n in map(str, plan.notes))
 
 

@@ -89,8 +89,12 @@ def test_scope_all_is_everything_the_rule_can_do(tmp_path: Path) -> None:
 
 
 def test_scale_is_for_the_method_alone(tmp_path: Path) -> None:
-    found, _ = merged(tmp_path, method="task_arithmetic", options={"scaling": 1.0}, scale=0.25)
-    assert close(found[UP.format(0)], sum(deltas(UP.format(0))) / 4, F32_ELEMENTWISE)
+    """A sum is one of every tensor; where `actmat` does not act, the mean keeps its size."""
+    found, _ = merged(tmp_path / "sum", method="task_arithmetic", options={"scaling": 1.0}, scale=0.25)
+    for name in BASE:
+        assert close(found[name], sum(deltas(name)) / 4, F32_ELEMENTWISE), name
+    found, _ = merged(tmp_path / "mean", method="actmat", scale=0.25)
+    assert close(found[UP.format(0)], naive_actmat(deltas(UP.format(0))) / 4, F32_SOLVE)
     assert close(found[NORM.format(0)], sum(deltas(NORM.format(0))) / 2, F32_ELEMENTWISE)
 
 
@@ -159,11 +163,16 @@ def test_roles_overrule_names_and_shapes(tmp_path: Path) -> None:
 def test_lines_scales_by_depth(tmp_path: Path) -> None:
     """Three layers, from 0.5 to 2: factors 0.5, 1.25, 2; what is in no layer keeps 1, what is averaged too."""
     postprocess = {"lines": [0.5, 2.0]}
-    found, _ = merged(tmp_path, method="task_arithmetic", options={"scaling": 1.0}, postprocess=postprocess)
+    fields: dict[str, Any] = {"method": "task_arithmetic", "options": {"scaling": 1.0}}
+    found, _ = merged(tmp_path / "sum", postprocess=postprocess, **fields)
+    mean, _ = merged(tmp_path / "mean", postprocess=postprocess, method="actmat")
     for layer, factor in enumerate((0.5, 1.25, 2.0)):
-        assert close(found[UP.format(layer)], factor * sum(deltas(UP.format(layer))), F32_ELEMENTWISE)
-        assert close(found[NORM.format(layer)], sum(deltas(NORM.format(layer))) / 2, F32_ELEMENTWISE)
-    assert close(found["lm_head.weight"], sum(deltas("lm_head.weight")), F32_ELEMENTWISE)
+        for name in (UP.format(layer), NORM.format(layer)):
+            assert close(found[name], factor * sum(deltas(name)), F32_ELEMENTWISE), name
+        assert close(mean[UP.format(layer)], factor * naive_actmat(deltas(UP.format(layer))), F32_SOLVE)
+        assert close(mean[NORM.format(layer)], sum(deltas(NORM.format(layer))) / 2, F32_ELEMENTWISE)
+    for name in ("lm_head.weight", "embed_tokens.weight"):
+        assert close(found[name], sum(deltas(name)), F32_ELEMENTWISE), name
 
 
 @pytest.mark.parametrize(("cap", "factor"), [("mean", 1.0), ("sum", 2.0), (0.5, 0.5)])

@@ -22,7 +22,10 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def save_model(folder: Path, seed: int, new: list[str], *, tied: bool = False, rows: int | None = None) -> None:
-    """A tiny Llama with a tokenizer of letters and of the tokens `new`, which come after the letters."""
+    """A tiny Llama with a tokenizer of letters and of the tokens `new`, which come after the letters.
+
+    Without such tokens it is the base that the others were trained from.
+    """
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -42,7 +45,7 @@ def save_model(folder: Path, seed: int, new: list[str], *, tied: bool = False, r
     model = LlamaForCausalLM(config)
     torch.manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in model.parameters() if new else ():
             parameter += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(folder)
     fast.save_pretrained(folder)
