@@ -33,11 +33,17 @@ def test_the_head_of_the_file_says_what_it_is() -> None:
     assert (data["format"], data["kind"]) == (1, "diagnosis")
 
 
-AGREEMENT = {"expert": "math", "data": "d.jsonl", "disagreement": 0.25, "divergence": 0.125, "predictions": 64}
-BY_INPUTS = AGREEMENT | {
+AGREEMENT: dict[str, Any] = {
+    "expert": "math",
+    "data": "d.jsonl",
+    "disagreement": 0.25,
+    "divergence": 0.125,
+    "predictions": 64,
+}
+BY_INPUTS: dict[str, Any] = AGREEMENT | {
     "inputs": 8, "measured": True, "low": 0.5, "high": 0.875, "average": 0.625, "accuracy": (0.75, None, 0.5),
 }  # fmt: skip
-ON_DATA = {"expert": "code", "statistics": "stats/code", "residual": 0.5, "matrices": 14}
+ON_DATA: dict[str, Any] = {"expert": "code", "statistics": "stats/code", "residual": 0.5, "matrices": 14}
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:

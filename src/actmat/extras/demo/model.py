@@ -3,7 +3,7 @@
 Shapes: `N` images, `H = W` pixels, `L` tokens, `D` hidden width, `C` classes.
 
 The encoder has one packed `in_proj_weight` per attention, biases, norms, a class token and a table of positions; its
-folder has `config.json` and `model.safetensors`, so that every command accepts it. One head per task is fitted in
+folder has configs and `model.safetensors`, so that every command accepts it. One head per task is fitted in
 closed form to the base's features and shared by base, expert and merged models, so that only the encoders differ; the
 vision experiments in the literature build such heads from text.
 """
@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from actmat.errors import CheckpointError
+from actmat.extras.demo.tasks import WHITE
 
 MODEL_TYPE = "actmat-demo-vit"
 _INITIAL_STD = 0.02
@@ -92,10 +93,12 @@ def new_encoder(config: EncoderConfig, *, seed: int) -> Encoder:
 
 
 def save_encoder(encoder: Encoder, directory: Path) -> None:
-    """Write `config.json` and `model.safetensors` into a new directory."""
+    """Write `config.json`, `preprocessor_config.json` and `model.safetensors` into a new directory."""
     directory.mkdir(parents=True)
     config = {"model_type": MODEL_TYPE, "architectures": ["Encoder"], "dtype": "float32", **asdict(encoder.config)}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8", newline="\n")
+    pixels = {"do_rescale": True, "rescale_factor": 1 / WHITE}
+    for name, data in {"config.json": config, "preprocessor_config.json": pixels}.items():
+        (directory / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8", newline="\n")
     tensors = {name: tensor.detach().contiguous() for name, tensor in encoder.state_dict().items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 

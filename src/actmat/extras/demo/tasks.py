@@ -20,6 +20,8 @@ from torch import Tensor
 from actmat.errors import MergeError
 
 SIDE = 8
+WHITE = 16
+"""The brightest pixel of a photograph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def load_photographs() -> Examples:
             "The demo reads its photographs from scikit-learn, which is not installed. Fix: pip install 'actmat[demo]'"
         ) from error
     found = datasets.load_digits()
-    return Examples(torch.from_numpy(found.images).float() / 16, torch.from_numpy(found.target).long())
+    return Examples(torch.from_numpy(found.images).float() / WHITE, torch.from_numpy(found.target).long())
 
 
 def split_photographs(n_validation: int, n_test: int, generator: torch.Generator) -> Split:
