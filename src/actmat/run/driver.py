@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from actmat.engine.content import FOREIGN
-from actmat.engine.executors import computes_here, find_executor
+from actmat.engine.executors import THREADS, find_executor
 from actmat.engine.findings import Findings
 from actmat.engine.session import SessionSpec
 from actmat.engine.units import plan_units
@@ -34,11 +34,11 @@ def execute(outputs: Sequence[StagedOutput], prepared: Prepared, progress: Progr
     units = plan_units(plans, [o.done for o in outputs], observers)
     if not units:
         return
-    is_here = computes_here(prepared.place.executor)  # uses the open inputs; tensors in memory have no address
+    shared = prepared.place.executor == THREADS  # they use the open inputs; tensors in memory have no address
     spec = SessionSpec(
         plans=plans,
-        base=None if inputs.base is None or is_here else inputs.base.handle(),
-        experts=() if is_here else tuple(e.handle() for e in inputs.experts),
+        base=None if inputs.base is None or shared else inputs.base.handle(),
+        experts=() if shared else tuple(e.handle() for e in inputs.experts),
         outputs=tuple(o.folder for o in outputs),
         observers=observers,
         device=resources.device,
