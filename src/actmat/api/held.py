@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -19,11 +19,12 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.names import canonical
 from actmat.experts.peft import PEFT
-from actmat.extras.models.in_memory import MemoryMerge, run_in_memory
-from actmat.extras.models.loading import quiet_peft
 from actmat.methods import AnyMethod
 from actmat.progress import Progress, usual_progress
 from actmat.recipe.arguments import make_arguments
+
+if TYPE_CHECKING:
+    from actmat.extras.models.in_memory import MemoryMerge
 
 MergeInput = str | Path | nn.Module | Mapping[str, Any]
 """A location, a module, or a state dict; of an expert also a mapping with one of these as `path`."""
@@ -83,6 +84,8 @@ def _config(model: nn.Module) -> dict[str, Any] | None:
 
 def _adapter(place: str, model: Any, name: str) -> Located:
     """An adapter of a model, as `save_pretrained` would write it."""
+    from actmat.extras.models.loading import quiet_peft
+
     with quiet_peft() as peft:
         tensors = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
         fields = {**model.peft_config[name].to_dict(), "peft_version": peft.__version__}
@@ -118,6 +121,9 @@ def merge_adapters(
         RecipeError: no such adapter, or the name is taken.
         MergeError: the errors of `merge`; the model is then unchanged.
     """
+    from actmat.extras.models.in_memory import run_in_memory
+    from actmat.extras.models.loading import quiet_peft
+
     known = list(getattr(model, "peft_config", ()))
     if missing := [a for a in adapters if a not in known]:
         hint = did_you_mean(missing[0], known)

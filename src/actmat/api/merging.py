@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from actmat.api.diagnosing import draw_page
 from actmat.api.held import MergeInput, hold_inputs
-from actmat.extras.models.in_memory import MemoryMerge, run_in_memory
 from actmat.methods import AnyMethod
 from actmat.planning import MergePlan
 from actmat.progress import NoProgress, Progress, usual_progress
@@ -15,6 +14,9 @@ from actmat.recipe import Recipe
 from actmat.recipe.arguments import Location, make_arguments
 from actmat.run import MergeReport, plan_recipe, run_recipes
 from actmat.settings import RunSettings
+
+if TYPE_CHECKING:
+    from actmat.extras.models.in_memory import MemoryMerge
 
 
 @overload
@@ -68,6 +70,8 @@ def merge(
     progress = progress or usual_progress()
     if out is not None:
         return merge_recipes([recipe], settings, progress)[0]
+    from actmat.extras.models.in_memory import run_in_memory
+
     return run_in_memory(recipe, settings, progress, module=base)
 
 
