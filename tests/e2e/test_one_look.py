@@ -56,7 +56,9 @@ def test_a_merge_opens_every_file_of_its_inputs_once(kind: str, base: bool, mode
     read |= {"base/model.safetensors", "base/config.json"} if base else set()
     assert {file for file in opened if file.endswith(("safetensors", "config.json"))} >= read
     twice = {file for file, times in opened.items() if times > 1}
-    assert twice <= {f"{folder}/config.json" for folder in copied}, "the output has a copy of this config"
+    own = ("config.json", "tokenizer.json", "tokenizer_config.json")
+    assert twice <= {f"{folder}/{file}" for folder in copied for file in own}, "the output has copies of these"
+    assert max(opened.values()) <= 2, "once to read, once to copy"
 
 
 def test_a_base_that_only_names_itself_is_not_opened_for_more(models: Path, tmp_path: Path) -> None:

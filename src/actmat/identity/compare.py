@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actmat.identity.meaning import ABSENT, NESTED, ROPE_KEYS, Entry, meaning, same
+from actmat.identity.meaning import ABSENT, NESTED, ROPE_KEYS, ConfigEntry, meaning, same
 
 FIX = "--set config_from=base, or =NAME for those of an expert"
 SHOWN = 8
@@ -17,7 +17,7 @@ LOADERS = ("model_type", "architectures")
 
 
 @dataclass(frozen=True)
-class Agreement:
+class ConfigAgreement:
     """Outcome of a comparison.
 
     Args:
@@ -35,8 +35,8 @@ class Agreement:
 class _Difference:
     key: str
     label: str
-    base: Entry | None
-    expert: Entry | None
+    base: ConfigEntry | None
+    expert: ConfigEntry | None
 
     @property
     def kind(self) -> str:
@@ -47,7 +47,7 @@ class _Difference:
         return self.entry.kind
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> ConfigEntry:
         """The entry of the base, else of the expert."""
         found = self.base or self.expert
         assert found is not None
@@ -56,7 +56,7 @@ class _Difference:
 
 def agree(
     base: Mapping[str, Any] | None, experts: Sequence[tuple[str, Mapping[str, Any] | None]], take: str | None = None
-) -> Agreement:
+) -> ConfigAgreement:
     """Compare the config of the base with those of the experts.
 
     Args:
@@ -72,7 +72,7 @@ def agree(
     1000000.0
     """
     if base is None:
-        return Agreement()
+        return ConfigAgreement()
     given = {label: config for label, config in experts if config is not None}
     found = _with_class(base, given)
     notes = _class_notes(base, found)
@@ -91,7 +91,7 @@ def agree(
     notes += _notes(differences, take)
     if take not in (None, "base", *given):
         problems.append(f"config_from names '{take}', an adapter or a file without a config.json")
-    return Agreement(tuple(problems), tuple(notes), {} if found == base else _by_path(base, found))
+    return ConfigAgreement(tuple(problems), tuple(notes), {} if found == base else _by_path(base, found))
 
 
 def _owner(take: str | None) -> str:
@@ -142,8 +142,8 @@ def _differences(label: str, base: Mapping[str, Any], expert: Mapping[str, Any])
     ours, theirs = meaning(base), meaning(expert)
     kinds = [c.get("_class_name") or c.get("model_type") for c in (base, expert)]
     if kinds[0] != kinds[1]:
-        of = Entry(kinds[0] or "absent", "unknown", ("model_type",))
-        yield _Difference("model_type", label, of, Entry(kinds[1] or "absent", "unknown", ("model_type",)))
+        of = ConfigEntry(kinds[0] or "absent", "unknown", ("model_type",))
+        yield _Difference("model_type", label, of, ConfigEntry(kinds[1] or "absent", "unknown", ("model_type",)))
         ours, theirs = ({k: e for k, e in of_one.items() if e.given} for of_one in (ours, theirs))
         theirs = {k: e for k, e in theirs.items() if k in ours}
         ours = {k: e for k, e in ours.items() if k in theirs}
@@ -151,7 +151,8 @@ def _differences(label: str, base: Mapping[str, Any], expert: Mapping[str, Any])
     for at in dict.fromkeys(e.at for e in (*ours.values(), *theirs.values()) if e.at not in sections and e.at):
         known = any(e.at == at for e in ours.values())
         one, two = (
-            Entry("given" if is_given else ABSENT, "unknown", at[-1:], at=at[:-1]) for is_given in (known, not known)
+            ConfigEntry("given" if is_given else ABSENT, "unknown", at[-1:], at=at[:-1])
+            for is_given in (known, not known)
         )
         yield _Difference(".".join(at), label, one, two)
     for key in dict.fromkeys(k for k, e in (*ours.items(), *theirs.items()) if e.at in sections or not e.at):
@@ -207,7 +208,7 @@ def _listed(found: Sequence[_Difference]) -> str:
     return ", ".join(words) + (f" and {len(by_key) - SHOWN} more" if len(by_key) > SHOWN else "")
 
 
-def _shown(entry: Entry | None) -> str:
+def _shown(entry: ConfigEntry | None) -> str:
     if entry is None or entry.value is ABSENT:
         return "absent"
     text = str(entry.value)

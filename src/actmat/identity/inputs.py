@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.layer_names import is_before_layers, split_layer
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
-from actmat.identity.compare import FIX, Agreement, agree
+from actmat.identity.compare import FIX, ConfigAgreement, agree
 
 TEMPLATE = "chat_template.jinja"
 
@@ -24,7 +24,7 @@ def agreement(
     take: str | None = None,
     written: Mapping[str, Any] | None = None,
     kept: Sequence[str] = (),
-) -> Agreement:
+) -> ConfigAgreement:
     """Compare configs and labels of base and experts.
 
     Args:
@@ -56,12 +56,12 @@ def agreement(
     if not heads:
         return found
     if take is not None:
-        return Agreement(found.problems, (*found.notes, text), found.configs)
+        return ConfigAgreement(found.problems, (*found.notes, text), found.configs)
     problem = (
         f"{text}: '{heads[0]}' cannot be merged row by row. Fix: give experts whose labels have one order, keep the "
         f"base's head (--keep '{heads[0]}'), or merge it all the same: {FIX}"
     )
-    return Agreement((*found.problems, problem), found.notes, found.configs)
+    return ConfigAgreement((*found.problems, problem), found.notes, found.configs)
 
 
 def label_names(config: Mapping[str, Any] | None) -> tuple[str, ...] | None:
@@ -81,14 +81,17 @@ def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def template_note(base: Checkpoint, experts: Sequence[tuple[str, Expert]], taken: str) -> list[str]:
+def template_note(
+    base: Checkpoint, experts: Sequence[tuple[str, Expert]], taken: str, read: Callable[[Path], Mapping[str, Any]]
+) -> list[str]:
     """Note on chat templates of local folders that differ.
 
     Args:
         taken: whose tokenizer files are written: 'base' or a label.
+        read: reads a JSON file.
     """
     folders = {"base": base.directory} | {label: _folder(e) for label, e in experts}
-    templates = {label: None if folder is None else chat_template(folder) for label, folder in folders.items()}
+    templates = {label: None if folder is None else chat_template(folder, read) for label, folder in folders.items()}
     other = [
         f"'{n}'" for n, text in templates.items() if text is not None and text != templates.get(taken) and n != taken
     ]
@@ -106,13 +109,13 @@ def _folder(expert: Expert) -> Path | None:
     return path if path.is_dir() else None
 
 
-def chat_template(folder: Path) -> str | None:
+def chat_template(folder: Path, read: Callable[[Path], Mapping[str, Any]] = read_object) -> str | None:
     """Chat template of a tokenizer in a local folder, from any of the files that transformers reads."""
     try:
         if (folder / TEMPLATE).is_file():
             return (folder / TEMPLATE).read_text(encoding="utf-8", errors="replace").strip()
         for name in ("chat_template.json", "tokenizer_config.json"):
-            if (folder / name).is_file() and (found := read_object(folder / name).get("chat_template")):
+            if (folder / name).is_file() and (found := read(folder / name).get("chat_template")):
                 return (found if isinstance(found, str) else json.dumps(found)).strip()
     except (OSError, CheckpointError):
         return None

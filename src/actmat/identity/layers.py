@@ -109,7 +109,7 @@ def restacked(slices: Sequence[Slice]) -> tuple[dict[str, Any], list[str]]:
         parts = [Slice(s.config.get(name) or {}, s.start, s.stop) for s in slices]
         kind = str((class_of(first) or {}).get("nested", {}).get(name, ""))
     try:
-        inner = _Stack(parts, kind).config()
+        inner = _ConfigStack(parts, kind).config()
     except _CannotStackError as error:
         return dict(first), [f"config.json: {error}"]
     return (inner if name is None else {**first, name: inner}), []
@@ -162,7 +162,7 @@ class _Part:
         return listed and not _NUMBERS.search(key) and (isinstance(value, list) or "pattern" in key)
 
 
-class _Stack:
+class _ConfigStack:
     """Entries of the stack of some slices."""
 
     def __init__(self, slices: Sequence[Slice], kind: str) -> None:

@@ -21,7 +21,7 @@ NESTED = "components"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ConfigEntry:
     """Value of a key.
 
     Args:
@@ -39,7 +39,7 @@ class Entry:
     at: tuple[str, ...] = ()
 
 
-def meaning(config: Mapping[str, Any], nested: str = "") -> dict[str, Entry]:
+def meaning(config: Mapping[str, Any], nested: str = "") -> dict[str, ConfigEntry]:
     """Dotted key -> entry, for keys that change outputs and those that no class declares.
 
     >>> {k: e.value for k, e in meaning({"model_type": "llama", "rope_theta": 5e5}).items() if k.startswith("rope")}
@@ -48,7 +48,7 @@ def meaning(config: Mapping[str, Any], nested: str = "") -> dict[str, Entry]:
     declared = class_of(config, nested)
     names = {} if declared is None else declared.get("names", {})
     given = {names.get(k, k): v for k, v in config.items() if k not in names or names[k] not in config}
-    out: dict[str, Entry] = {}
+    out: dict[str, ConfigEntry] = {}
     keys: Mapping[str, Any] = {} if declared is None else {**declared.get("older", {}), **declared["keys"]}
     derived = () if declared is None else declared.get("derived", ())
     replaced = () if declared is None else declared.get("replaced", ())
@@ -62,10 +62,10 @@ def meaning(config: Mapping[str, Any], nested: str = "") -> dict[str, Entry]:
         if key in ROPE_KEYS or is_ignored(key) or _is_nested(key, given.get(key), declared):
             continue
         value = lists.get(key, _computed(key, filled, derived, replaced) if declared is not None else given.get(key))
-        out[key] = Entry(value, _kind(key, keys, declared), _raw(key, names), key in given)
+        out[key] = ConfigEntry(value, _kind(key, keys, declared), _raw(key, names), key in given)
     _drop_unused(out, lists, declared)
     for key, value in _rope(given, filled, declared).items():
-        out[key if key.startswith("rope_") else f"rope_parameters.{key}"] = Entry(value, "function", ROPE_KEYS)
+        out[key if key.startswith("rope_") else f"rope_parameters.{key}"] = ConfigEntry(value, "function", ROPE_KEYS)
     for key, value, kind in _nested_configs(given, declared):
         out |= {f"{key}.{k}": replace(e, at=(key, *e.at)) for k, e in meaning(value, kind).items()}
     return out
@@ -121,7 +121,7 @@ def depth_of(config: Mapping[str, Any]) -> int | None:
     return found if found is None or not isinstance(found, bool) else None
 
 
-def _drop_unused(out: dict[str, Entry], lists: Mapping[str, Any], declared: Mapping[str, Any] | None) -> None:
+def _drop_unused(out: dict[str, ConfigEntry], lists: Mapping[str, Any], declared: Mapping[str, Any] | None) -> None:
     """Remove keys that have no effect: those that a list replaces, and windows that no layer uses."""
     for key, rule in ({} if declared is None else declared.get("rules", {})).items():
         if key in out and out[key].value not in (None, ABSENT):

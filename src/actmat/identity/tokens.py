@@ -10,9 +10,10 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from actmat.bounds import read_bytes, read_object
+from actmat.bounds import parse_object, read_bytes, read_object
 from actmat.checkpoints.side_files import ModelFiles
 from actmat.errors import CheckpointError
 
@@ -62,10 +63,22 @@ def _vocabulary(listed: Any) -> dict[str, int]:
 
 
 class TokenReader:
-    """Reads the tokens of inputs; equal files are parsed once."""
+    """Reads the tokens of inputs; every file is read once, and equal tokenizers are parsed once."""
 
     def __init__(self) -> None:
         self._parsed: dict[bytes, Mapping[str, int]] = {}
+        self._tokens: dict[Path, Mapping[str, int]] = {}
+        self._configs: dict[Path, Mapping[str, Any]] = {}
+
+    def config(self, path: Path) -> Mapping[str, Any]:
+        """Content of a small JSON file, kept: chat templates and added tokens may be in the same one.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        if path not in self._configs:
+            self._configs[path] = read_object(path)
+        return self._configs[path]
 
     def tokens(self, files: ModelFiles) -> Mapping[str, int]:
         """Token -> row, from the tokenizer among files; empty without one that is read.
@@ -76,24 +89,28 @@ class TokenReader:
         first = next((n for n in (TOKENIZER, *VOCABULARIES) if n in files.names), None)
         if first is None:
             return {}
-        paths = {n: files.fetch(n) for n in (first, ADDED, CONFIG) if n in files.names}
-        seen = hashlib.sha256(b"".join(hashlib.sha256(read_bytes(p)).digest() for p in paths.values())).digest()
+        path = files.fetch(first)
+        if path in self._tokens:
+            return self._tokens[path]
+        text = read_bytes(path)
+        added, config = (self.config(files.fetch(n)) if n in files.names else {} for n in (ADDED, CONFIG))
+        decoder = config.get("added_tokens_decoder")
+        seen = hashlib.sha256(hashlib.sha256(text).digest() + json.dumps([first, added, decoder]).encode()).digest()
         if seen not in self._parsed:
             if first == TOKENIZER:
-                tokens = listed_tokens(read_object(paths[first]), paths[first])[0]
+                tokens = listed_tokens(parse_object(text, str(path)), path)[0]
             elif first.endswith(".txt"):
-                lines = read_bytes(paths[first]).decode("utf-8", "replace").split("\n")
+                lines = text.decode("utf-8", "replace").split("\n")
                 tokens = {line.rstrip("\r"): i for i, line in enumerate(lines) if line}
             else:
-                tokens = _vocabulary(read_object(paths[first]))
-            more = _vocabulary(read_object(paths[ADDED])) if ADDED in paths else {}
-            decoder = read_object(paths[CONFIG]).get("added_tokens_decoder") if CONFIG in paths else None
+                tokens = _vocabulary(parse_object(text, str(path)))
+            more = _vocabulary(added)
             for row, entry in (decoder if isinstance(decoder, Mapping) else {}).items():
-                text = entry.get("content") if isinstance(entry, Mapping) else None
-                if isinstance(text, str) and row.isascii() and row.isdecimal() and len(row) < len(str(MOST_ROWS)):
-                    more.setdefault(text, int(row))
+                token = entry.get("content") if isinstance(entry, Mapping) else None
+                if isinstance(token, str) and row.isascii() and row.isdecimal() and len(row) < len(str(MOST_ROWS)):
+                    more.setdefault(token, int(row))
             self._parsed[seen] = {**more, **tokens}
-        return self._parsed[seen]
+        return self._tokens.setdefault(path, self._parsed[seen])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,8 +14,8 @@ from actmat.checkpoints.quantization import quantization_problems
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import AlignmentError, MergeError
 from actmat.experts.base import DeltaSource, Expert
-from actmat.identity.compare import Agreement
-from actmat.identity.inputs import agreement, template_note
+from actmat.identity.compare import ConfigAgreement
+from actmat.identity.inputs import agreement
 from actmat.layout.ties import tied_partner
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.operations import total
@@ -106,14 +106,13 @@ def plan_tensors(
     )
 
 
-def _agreed(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> Agreement:
-    """Comparison of configs and chat templates; an adapter has none, so that differences are notes there."""
+def _agreed(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> ConfigAgreement:
+    """Comparison of configs; an adapter has none, so that differences are notes there."""
     written = base.config if recipe.model.quantize is not None else base.written_config or base.config
     named = list(zip(recipe.labels, experts, strict=True))
     found = agreement(base, named, recipe.model.config_from, written, recipe.keep)
-    if isinstance(recipe.output, ExtractedOutput):
-        return Agreement(notes=(*found.problems, *found.notes))
-    return dataclasses.replace(found, notes=(*found.notes, *template_note(base, named, recipe.model.files_of)))
+    is_adapter = isinstance(recipe.output, ExtractedOutput)
+    return ConfigAgreement(notes=(*found.problems, *found.notes)) if is_adapter else found
 
 
 def _recipe_problems(

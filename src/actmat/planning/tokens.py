@@ -8,26 +8,39 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
+from actmat.identity.inputs import template_note
 from actmat.identity.tokens import TokenInput, TokenReader, compare_tokens
 from actmat.layout.ties import is_output_head, is_token_table
 from actmat.recipe import Recipe
+from actmat.recipe.output import ExtractedOutput
 
 
 def token_findings(
     recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], kept: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Problems and notes on rows of token tables that mean different tokens; tables of other sizes are not compared.
+    """Problems and notes on tokens and chat templates of inputs; an extracted adapter has no template.
 
     Args:
         kept: tensors that are copied from the base.
     """
+    reader, named = TokenReader(), list(zip(recipe.labels, experts, strict=True))
+    problems, notes = _rows(recipe, base, named, kept, reader)
+    if not isinstance(recipe.output, ExtractedOutput):
+        notes += template_note(base, named, recipe.model.files_of, reader.config)
+    return problems, notes
+
+
+def _rows(
+    recipe: Recipe, base: Checkpoint, experts: Sequence[tuple[str, Expert]], kept: Collection[str], reader: TokenReader
+) -> tuple[list[str], list[str]]:
+    """Problems and notes on rows of token tables that mean different tokens; tables of other sizes are not compared."""
     tables = [n for n, s in base.specs.items() if len(s.shape) == 2 and is_token_table(n)]
     if not tables or not experts or recipe.model.vocabulary is not None:
         return [], []
     rows = max(base.specs[n].shape[0] for n in tables)
-    reader, unread = TokenReader(), []
+    unread: list[str] = []
     inputs: list[TokenInput] = []
-    named: list[tuple[str, Checkpoint | Expert]] = [("base", base), *zip(recipe.labels, experts, strict=True)]
+    named: list[tuple[str, Checkpoint | Expert]] = [("base", base), *experts]
     for label, one in named:
         changes = True
         if isinstance(one, Expert) and one.needs_base:
