@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,6 @@ AGREEMENT: dict[str, Any] = {
     "divergence": 0.125,
     "predictions": 64,
 }
-BY_INPUTS: dict[str, Any] = AGREEMENT | {
-    "inputs": 8, "measured": True, "low": 0.5, "high": 0.875, "average": 0.625, "accuracy": (0.75, None, 0.5),
-}  # fmt: skip
 ON_DATA: dict[str, Any] = {"expert": "code", "statistics": "stats/code", "residual": 0.5, "matrices": 14}
 
 
@@ -92,8 +90,9 @@ def test_agreement_is_optional_and_comes_back() -> None:
     found = Diagnosis.from_json(data)
     assert found.residual_on_data == (DataResidual(**ON_DATA),)
     assert found.agreement == (AgreementRow(**AGREEMENT),)
-    found = Diagnosis.from_json(json.dumps(changed("agreement", [BY_INPUTS])))
-    assert found.to_json()["agreement"] == (BY_INPUTS,)
+    row = AgreementRow(**AGREEMENT, inputs=8, low=0.5, high=0.875, average=0.625, accuracy=(0.75, None, 0.5))
+    data = found.to_json() | {"agreement": [dataclasses.asdict(row)]}
+    assert Diagnosis.from_json(json.dumps(data)).agreement == (row,)
     assert Diagnosis.from_json(changed("agreement", KeyError)).agreement is None
 
 
