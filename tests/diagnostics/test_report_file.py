@@ -36,7 +36,7 @@ def test_the_head_of_the_file_says_what_it_is() -> None:
 
 AGREEMENT: dict[str, Any] = {
     "expert": "math",
-    "data": "d.jsonl",
+    "data": "d",
     "disagreement": 0.25,
     "divergence": 0.125,
     "predictions": 64,
