@@ -34,14 +34,8 @@ def test_the_head_of_the_file_says_what_it_is() -> None:
     assert (data["format"], data["kind"]) == (1, "diagnosis")
 
 
-AGREEMENT: dict[str, Any] = {
-    "expert": "math",
-    "data": "d",
-    "disagreement": 0.25,
-    "divergence": 0.125,
-    "predictions": 64,
-}
-ON_DATA: dict[str, Any] = {"expert": "code", "statistics": "stats/code", "residual": 0.5, "matrices": 14}
+AGREEMENT = {"expert": "math", "data": "d.jsonl", "disagreement": 0.25, "divergence": 0.125, "predictions": 64}
+ON_DATA = {"expert": "code", "statistics": "stats/code", "residual": 0.5, "matrices": 14}
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
