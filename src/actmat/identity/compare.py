@@ -111,16 +111,13 @@ def _with_class(base: Mapping[str, Any], experts: Mapping[str, Mapping[str, Any]
 
 
 def _class_notes(base: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    added = [f"{k} {found[k]!r}" for k in LOADERS if found.get(k) != base.get(k)]
-    if added:
-        return [
-            f"config.json of the base has no {' and no '.join(added).replace(chr(39), '')}: written as in the experts"
-        ]
+    if added := [f"{k} {found[k]!r}" for k in LOADERS if found.get(k) != base.get(k)]:
+        words = " and no ".join(added).replace("'", "")
+        return [f"config.json of the base has no {words}: written as in the experts"]
     if "_class_name" in base or base.get("model_type") or not base:
         return []
-    return [
-        "config.json of the base has no model_type, without which transformers' Auto classes do not load the output"
-    ]
+    text = "config.json of the base has no model_type, without which transformers' Auto classes do not load the output"
+    return [text]
 
 
 def _counterpart(base: Mapping[str, Any], expert: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
@@ -149,11 +146,8 @@ def _differences(label: str, base: Mapping[str, Any], expert: Mapping[str, Any])
         ours = {k: e for k, e in ours.items() if k in theirs}
     sections = {e.at for e in ours.values()} & {e.at for e in theirs.values()}
     for at in dict.fromkeys(e.at for e in (*ours.values(), *theirs.values()) if e.at not in sections and e.at):
-        known = any(e.at == at for e in ours.values())
-        one, two = (
-            ConfigEntry("given" if is_given else ABSENT, "unknown", at[-1:], at=at[:-1])
-            for is_given in (known, not known)
-        )
+        values = ("given", ABSENT) if any(e.at == at for e in ours.values()) else (ABSENT, "given")
+        one, two = (ConfigEntry(v, "unknown", at[-1:], at=at[:-1]) for v in values)
         yield _Difference(".".join(at), label, one, two)
     for key in dict.fromkeys(k for k, e in (*ours.items(), *theirs.items()) if e.at in sections or not e.at):
         a, b = ours.get(key), theirs.get(key)
@@ -167,15 +161,11 @@ def _differences(label: str, base: Mapping[str, Any], expert: Mapping[str, Any])
 
 def _problem(found: Sequence[_Difference]) -> str:
     n = len({d.key for d in found})
-    words = (
-        f"{n} entries that change what the model computes differ"
-        if n > 1
-        else ("1 entry that changes what the model computes differs")
-    )
+    entries, differ = ("entries that change", "differ") if n > 1 else ("entry that changes", "differs")
     return (
-        f"config.json: {words}: {_listed(found)}. The output has one config for all weights. Likely cause: training "
-        f"changed the config, or this is not the expert's base. Fix: give the right base, or say whose entries to "
-        f"write: {FIX}"
+        f"config.json: {n} {entries} what the model computes {differ}: {_listed(found)}. The output has one config "
+        "for all weights. Likely cause: training changed the config, or this is not the expert's base. Fix: give the "
+        f"right base, or say whose entries to write: {FIX}"
     )
 
 
@@ -201,9 +191,8 @@ def _listed(found: Sequence[_Difference]) -> str:
         values: dict[str, list[str]] = {}
         for d in of_key:
             values.setdefault(_shown(d.expert), []).append(f"'{d.label}'")
-        others = "; ".join(
-            f"{', '.join(who[:3])}{' and others' if len(who) > 3 else ''} {v}" for v, who in values.items()
-        )
+        more = {v: " and others" if len(who) > 3 else "" for v, who in values.items()}
+        others = "; ".join(f"{', '.join(who[:3])}{more[v]} {v}" for v, who in values.items())
         words.append(f"{key} (base {_shown(of_key[0].base)}; {others})")
     return ", ".join(words) + (f" and {len(by_key) - SHOWN} more" if len(by_key) > SHOWN else "")
 

@@ -90,23 +90,15 @@ def template_note(
         taken: whose tokenizer files are written: 'base' or a label.
         read: reads a JSON file.
     """
-    folders = {"base": base.directory} | {label: _folder(e) for label, e in experts}
-    templates = {label: None if folder is None else chat_template(folder, read) for label, folder in folders.items()}
-    other = [
-        f"'{n}'" for n, text in templates.items() if text is not None and text != templates.get(taken) and n != taken
-    ]
+    folders = {"base": base.directory} | {label: p for label, e in experts if (p := Path(e.location)).is_dir()}
+    found = {label: chat_template(folder, read) for label, folder in folders.items() if folder is not None}
+    templates = {label: text for label, text in found.items() if text is not None}
+    other = [f"'{label}'" for label, text in templates.items() if text != templates.get(taken)]
     if not other:
         return []
     owner = "the base" if taken == "base" else f"expert '{taken}'"
-    whose = (
-        f"that of {owner} is written" if templates.get(taken) is not None else f"{owner} has none, and none is written"
-    )
+    whose = f"that of {owner} is written" if taken in templates else f"{owner} has none, and none is written"
     return [f"chat templates differ ({', '.join(other)}): {whose}. Another one: --set files_from=NAME"]
-
-
-def _folder(expert: Expert) -> Path | None:
-    path = Path(expert.location)
-    return path if path.is_dir() else None
 
 
 def chat_template(folder: Path, read: Callable[[Path], Mapping[str, Any]] = read_object) -> str | None:

@@ -14,7 +14,7 @@ from itertools import combinations
 
 from actmat.experts.lora.adapter import Adapter
 
-NameHead = tuple[str, ...]
+Prefix = tuple[str, ...]
 """Components of a name before the list of layers, or before the last one."""
 
 _TRANSPARENT = frozenset({"model", "language_model", "base_model", "transformer", "unet"})
@@ -28,11 +28,11 @@ def in_one_form(labels: Sequence[str], adapters: Sequence[Adapter]) -> tuple[lis
     """The adapters with names of one form; problems; notes."""
     problems = _problems_of_classes(labels, adapters)
     split = [{n: _split(_module_of(n, a)) for n in (*a.modules, *a.extras)} for a in adapters]
-    heads: dict[str, list[set[NameHead]]] = {}
+    heads: dict[str, list[set[Prefix]]] = {}
     for k, names in enumerate(split if all(a.layout in ("peft", "diffusers") for a in adapters) else ()):
         for head, container in names.values():
             heads.setdefault(container, [set() for _ in adapters])[k].add(head)
-    renamed: list[dict[NameHead, NameHead]] = [{} for _ in adapters]
+    renamed: list[dict[Prefix, Prefix]] = [{} for _ in adapters]
     claim = adapters[0].config.trained_class or str(adapters[0].config.fields.get("task_type") or "")
     for container, of_adapters in heads.items():
         forms = _related(of_adapters)
@@ -57,7 +57,7 @@ def _module_of(name: str, adapter: Adapter) -> str:
     return name if name in adapter.modules else name.rpartition(".")[0]
 
 
-def _split(module: str) -> tuple[NameHead, str]:
+def _split(module: str) -> tuple[Prefix, str]:
     """Components before the list of layers, and its name.
 
     >>> _split("model.layers.0.mlp.up_proj"), _split("lm_head")
@@ -68,9 +68,9 @@ def _split(module: str) -> tuple[NameHead, str]:
     return tuple(parts[: end - 1]), parts[end - 1]
 
 
-def _related(of_adapters: Sequence[set[NameHead]]) -> frozenset[NameHead]:
+def _related(of_adapters: Sequence[set[Prefix]]) -> frozenset[Prefix]:
     """Heads of different adapters that may be names of one thing: equal but for what models add, or one ends so."""
-    found: set[NameHead] = set()
+    found: set[Prefix] = set()
     for one, two in combinations(sorted(set().union(*of_adapters)), 2):
         if any({one, two} <= own for own in of_adapters):
             continue  # one model has both
@@ -80,11 +80,11 @@ def _related(of_adapters: Sequence[set[NameHead]]) -> frozenset[NameHead]:
     return frozenset(found)
 
 
-def _bare(head: NameHead) -> NameHead:
+def _bare(head: Prefix) -> Prefix:
     return tuple(part for part in head if part not in _TRANSPARENT)
 
 
-def _form_of(claim: str, forms: frozenset[NameHead], of_adapters: Sequence[set[NameHead]]) -> NameHead | None:
+def _form_of(claim: str, forms: frozenset[Prefix], of_adapters: Sequence[set[Prefix]]) -> Prefix | None:
     """The form of the class, or of the task, that a config names; None if that is unknown.
 
     >>> forms = frozenset({("model",), ("model", "language_model")})
@@ -110,14 +110,14 @@ def _form_of(claim: str, forms: frozenset[NameHead], of_adapters: Sequence[set[N
     return by_length[-1 if has_head else 0] if claim or is_component else None
 
 
-def _without_prefix(head: NameHead, claim: str) -> NameHead:
+def _without_prefix(head: Prefix, claim: str) -> Prefix:
     """A head without the name that a model with a head gives the model in it, such as `bert`."""
     name = re.split(r"For[A-Z]|Model|LMHead", claim)[0].lower()
     return head[1:] if head and name.endswith(head[0].replace("_", "")) else head
 
 
 def _undecided(
-    labels: Sequence[str], container: str, forms: frozenset[NameHead], of_adapters: Sequence[set[NameHead]], claim: str
+    labels: Sequence[str], container: str, forms: frozenset[Prefix], of_adapters: Sequence[set[Prefix]], claim: str
 ) -> str:
     listed = ", ".join(
         f"'{'.'.join((*head, container))}' in {label}"
@@ -147,9 +147,7 @@ def _problems_of_classes(labels: Sequence[str], adapters: Sequence[Adapter]) -> 
     return []
 
 
-def _renamed(
-    adapter: Adapter, names: Mapping[str, tuple[NameHead, str]], heads: Mapping[NameHead, NameHead]
-) -> Adapter:
+def _renamed(adapter: Adapter, names: Mapping[str, tuple[Prefix, str]], heads: Mapping[Prefix, Prefix]) -> Adapter:
     def new(name: str) -> str:
         head = names[name][0]
         rest = name.split(".")[len(head) :]

@@ -6,9 +6,10 @@ A tokenizer is read from `tokenizer.json`, else from `vocab.json` or `vocab.txt`
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,17 +69,8 @@ class TokenReader:
     def __init__(self) -> None:
         self._parsed: dict[bytes, Mapping[str, int]] = {}
         self._tokens: dict[Path, Mapping[str, int]] = {}
-        self._configs: dict[Path, Mapping[str, Any]] = {}
-
-    def config(self, path: Path) -> Mapping[str, Any]:
-        """Content of a small JSON file, kept: chat templates and added tokens may be in the same one.
-
-        Raises:
-            CheckpointError: the file is damaged.
-        """
-        if path not in self._configs:
-            self._configs[path] = read_object(path)
-        return self._configs[path]
+        self.config: Callable[[Path], Mapping[str, Any]] = functools.cache(read_object)
+        """Content of a small JSON file: chat templates and added tokens may be in the same one."""
 
     def tokens(self, files: ModelFiles) -> Mapping[str, int]:
         """Token -> row, from the tokenizer among files; empty without one that is read.

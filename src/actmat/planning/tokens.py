@@ -40,11 +40,10 @@ def _rows(
     rows = max(base.specs[n].shape[0] for n in tables)
     unread: list[str] = []
     inputs: list[TokenInput] = []
-    named: list[tuple[str, Checkpoint | Expert]] = [("base", base), *experts]
-    for label, one in named:
+    for label, one in (("base", base), *experts):
         changes = True
         if isinstance(one, Expert) and one.needs_base:
-            names = [n for n in one.specs if is_token_table(n) or is_output_head(n)]
+            names = (n for n in one.specs if is_token_table(n) or is_output_head(n))
             changes = any(one.source(n).kind != "zero" for n in names)
         elif rows not in {s.shape[0] for n, s in one.specs.items() if len(s.shape) == 2 and is_token_table(n)}:
             continue
