@@ -46,15 +46,13 @@ def agreement(
     else:
         owner = "base"
     other = {label: names for label, names in labels.items() if names != ours}
-    if not other:
-        return found
     rows = (n for n, s in base.specs.items() if s.shape and s.shape[0] == len(ours))
     outside = (n for n in rows if split_layer(n) is None and not is_before_layers(n))
     heads = [n for n in outside if not any(fnmatchcase(n, p) for p in kept)]
+    if not other or not heads:
+        return found
     listed = "; ".join(f"{label}: {_shown(names)}" for label, names in {owner: ours, **other}.items())
     text = f"config.json: id2label differs, so that rows of the head mean other labels ({listed})"
-    if not heads:
-        return found
     if take is not None:
         return ConfigAgreement(found.problems, (*found.notes, text), found.configs)
     problem = (

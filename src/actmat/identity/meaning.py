@@ -52,11 +52,8 @@ def meaning(config: Mapping[str, Any], nested: str = "") -> dict[str, ConfigEntr
     keys: Mapping[str, Any] = {} if declared is None else {**declared.get("older", {}), **declared["keys"]}
     derived = () if declared is None else declared.get("derived", ())
     replaced = () if declared is None else declared.get("replaced", ())
-    filled = {
-        **keys,
-        **dict.fromkeys(replaced),
-        **{k: v for k, v in given.items() if v is not None or k not in derived},
-    }
+    stated = {k: v for k, v in given.items() if v is not None or k not in derived}
+    filled = {**keys, **dict.fromkeys(replaced), **stated}
     lists = _lists(declared, filled)
     for key in dict.fromkeys([*keys, *given]):
         if key in ROPE_KEYS or is_ignored(key) or _is_nested(key, given.get(key), declared):
@@ -93,15 +90,9 @@ def _computed(key: str, filled: Mapping[str, Any], derived: Any, replaced: Any) 
     heads, width = filled.get("num_attention_heads"), filled.get("hidden_size")
     if key == "num_key_value_heads":
         return heads
-    if (
-        key == "head_dim"
-        and "qk_rope_head_dim" not in filled
-        and isinstance(heads, int)
-        and isinstance(width, int)
-        and heads
-    ):
-        return width // heads
-    return ABSENT
+    if key != "head_dim" or "qk_rope_head_dim" in filled:
+        return ABSENT
+    return width // heads if isinstance(heads, int) and isinstance(width, int) and heads else ABSENT
 
 
 def _lists(declared: Mapping[str, Any] | None, filled: Mapping[str, Any]) -> dict[str, Any]:

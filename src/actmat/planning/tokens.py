@@ -40,7 +40,8 @@ def _rows(
     rows = max(base.specs[n].shape[0] for n in tables)
     unread: list[str] = []
     inputs: list[TokenInput] = []
-    for label, one in (("base", base), *experts):
+    every: list[tuple[str, Checkpoint | Expert]] = [("base", base), *experts]
+    for label, one in every:
         changes = True
         if isinstance(one, Expert) and one.needs_base:
             names = (n for n in one.specs if is_token_table(n) or is_output_head(n))
