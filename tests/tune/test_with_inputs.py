@@ -122,6 +122,8 @@ def test_models_are_checked_on_inputs_of_their_own_and_the_report_says_it(family
     assert api.verify(out).ok
     again = merged(family, out, *model_flags(family), *data_flags(family), *check, "--diagnose")
     assert again["was_finished"]
+    few = merged(family, tmp_path / "few", *model_flags(family), *data_flags(family), *check, "--set", "samples=2")
+    assert [r["inputs"] for r in few["answers"]] == [6, 6], "samples limits what is measured"
 
 
 def test_check_alone_compares_any_method_and_labels_give_accuracy(family: Path, tmp_path: Path) -> None:

@@ -64,11 +64,12 @@ class InputSettings:
     keep_statistics: bool = False
     as_adapter: bool = True
 
-    def source(self, given: str) -> DataOptions:
-        """A data set, or the text itself."""
+    def source(self, given: str, *, measured: bool) -> DataOptions:
+        """A data set, or the text itself; `samples` limits what is measured, not what answers are compared on."""
+        reading = self.reading if measured else dataclasses.replace(self.reading, max_samples=SAMPLES)
         if is_prompt(given):
-            return dataclasses.replace(self.reading, location="the prompt given", texts=(given,))
-        return dataclasses.replace(self.reading, location=given)
+            return dataclasses.replace(reading, location="the prompt given", texts=(given,))
+        return dataclasses.replace(reading, location=given)
 
 
 @dataclass(frozen=True)
@@ -160,9 +161,13 @@ def merge_with_inputs(
         adapters = settings.as_adapter and given.only_adapters and given.have_factors
         kinds = _kinds(recipes, given) if data else frozenset()
         sources = [
-            sources_of(recipes[0], {n: settings.source(text) for n, text in some.items()}, given.config, whole=whole)
-            if some else {} for some, whole in ((data, True), (check, False))
-        ]  # fmt: skip
+            sources_of(
+                recipes[0], {n: settings.source(t, measured=whole) for n, t in some.items()}, given.config, whole=whole
+            )
+            if some
+            else {}
+            for some, whole in ((data, True), (check, False))
+        ]
     loader = Loader(recipes[0].base, settings.model_class, settings.dtype, model_device(run.device)[0])
     asking, folder = _Asking(Models(loader), settings, kinds, progress), Path(f"{outs[0]}.statistics")
     removed = not (settings.keep_statistics or folder.exists())
