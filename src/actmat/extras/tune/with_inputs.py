@@ -160,14 +160,8 @@ def merge_with_inputs(
     with located(recipes[0]) as given:
         adapters = settings.as_adapter and given.only_adapters and given.have_factors
         kinds = _kinds(recipes, given) if data else frozenset()
-        sources = [
-            sources_of(
-                recipes[0], {n: settings.source(t, measured=whole) for n, t in some.items()}, given.config, whole=whole
-            )
-            if some
-            else {}
-            for some, whole in ((data, True), (check, False))
-        ]
+        both = ((data, True), (check, False))
+        sources = [_sources(recipes[0], given, settings, some, measured=m) for some, m in both]
     loader = Loader(recipes[0].base, settings.model_class, settings.dtype, model_device(run.device)[0])
     asking, folder = _Asking(Models(loader), settings, kinds, progress), Path(f"{outs[0]}.statistics")
     removed = not (settings.keep_statistics or folder.exists())
@@ -190,6 +184,12 @@ def merge_with_inputs(
     finally:
         if removed:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sources(recipe: Recipe, given: Given, settings: InputSettings, some: Mapping[str, str], *, measured: bool) -> Any:
+    """Data sets by expert; empty where none are given."""
+    named = {name: settings.source(text, measured=measured) for name, text in some.items()}
+    return sources_of(recipe, named, given.config, whole=measured) if named else {}
 
 
 def _kinds(recipes: Sequence[Recipe], given: Given) -> frozenset[str]:
