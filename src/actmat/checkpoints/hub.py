@@ -304,7 +304,7 @@ def explained(location: str, lead: str = "", *, library: bool = False) -> Iterat
             f"{first_line(error)}. Fix: correct the path, check the connection, or set HF_HUB_OFFLINE=1 to use "
             "what is cached."
         ) from error
-    except Exception as error:
+    except Exception as error:  # the library raises errors of many types on what a server answers
         if not library or isinstance(error, MergeError | TransientError) or is_memory_error(error):
             raise
         raise CheckpointError(
