@@ -1,4 +1,4 @@
-"""The shipped conformance suite of executors with items on the device, and an item that does not fit.
+"""The conformance suite of executors with items on the device, and an item that does not fit.
 
 A device gives the host's values up to the rounding of its own products, so outputs are compared within `NEAR`.
 """
@@ -11,13 +11,14 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.helpers.executor_suite import ExecutorConformance
+
 import actmat
 from actmat.engine.executors.base import Executor
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.inputs import Inputs
 from actmat.engine.observer import SinkSource
 from actmat.engine.resources import Resources
-from actmat.extras.conformance.executors import ExecutorConformance
 from benchmarks.elementwise import largest_difference
 from benchmarks.gpu.rows import arguments, give
 from benchmarks.make_llama import Size, make_family

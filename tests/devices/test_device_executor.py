@@ -1,4 +1,4 @@
-"""Workers of devices, on simulated ones, through the shipped conformance suite and beyond it."""
+"""Workers of devices, on simulated ones, through the conformance suite and beyond it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.devices import executor_of, large, opened, plain
+from tests.helpers.executor_suite import ExecutorConformance
 from tests.helpers.merging import Family, actmat, contents
+from tests.helpers.samples import Samples
 
 import actmat as library
 from actmat.engine.executors.base import Executor
@@ -25,8 +27,6 @@ from actmat.engine.resources import Resources
 from actmat.engine.session import Session
 from actmat.engine.units import Unit
 from actmat.errors import CheckpointError, MergeError
-from actmat.extras.conformance.executors import ExecutorConformance
-from actmat.extras.conformance.samples import Samples
 from actmat.planning.regions import Region
 
 

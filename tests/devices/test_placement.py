@@ -11,10 +11,10 @@ import pytest
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
 from tests.helpers.devices import placed
 from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat
+from tests.helpers.samples import Samples
 
 import actmat as library
 from actmat.engine.units import plan_units
-from actmat.extras.conformance.samples import Samples
 from actmat.methods import get_method
 from actmat.planning import MergePlan
 from actmat.planning.placement import HOST, DeviceRoom

@@ -1,4 +1,4 @@
-"""Executors through the shipped conformance suite: threads, and one in another process that is made here."""
+"""Executors through the conformance suite: threads, and one in another process that is made here."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.executor_suite import ExecutorConformance
 from tests.helpers.merging import Family, contents
 
 import actmat
@@ -28,7 +29,6 @@ from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.survey import SurveyKey, run_surveys
 from actmat.engine.units import Unit
 from actmat.errors import MergeError, RecipeError
-from actmat.extras.conformance.executors import ExecutorConformance
 from actmat.planning.model import Item
 
 

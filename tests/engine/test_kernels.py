@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.one_tensor import digest
+from tests.helpers.samples import Samples
 from tests.helpers.sessions import run_here
 from torch import Tensor
 
 from actmat.engine.kernels import KERNELS
 from actmat.engine.task import Record
 from actmat.errors import NumericalError
-from actmat.extras.conformance.samples import Samples
 from actmat.methods import get_method
 from actmat.planning.item import Item, Kernel
 

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.executor_suite import ExecutorConformance
 from tests.helpers.merging import Family, actmat, contents
+from tests.helpers.samples import Samples
 from tests.helpers.troubles import Trouble
 
 import actmat as package
@@ -28,8 +30,6 @@ from actmat.engine.observer import SinkSource
 from actmat.engine.resources import Resources
 from actmat.engine.session import UnitResult
 from actmat.errors import MergeError
-from actmat.extras.conformance.executors import ExecutorConformance
-from actmat.extras.conformance.samples import Samples
 from actmat.extras.ray import RayExecutor, cluster
 from actmat.extras.ray.batches import Offer
 from actmat.extras.ray.dispatch import ATTEMPTS, Dispatcher

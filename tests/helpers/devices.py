@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tests.helpers.executor_suite import ExecutorRun, opened_run
+from tests.helpers.samples import Samples
 
 from actmat.engine.executors.threads import ThreadExecutor
 from actmat.engine.resources import Resources
 from actmat.experts.base import DeltaSource
-from actmat.extras.conformance.executors import _ExecutorRun, _opened
-from actmat.extras.conformance.samples import Samples
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.planning.cost import CallShape
@@ -47,7 +47,7 @@ def large(folder: Path, rows: int = 760, columns: int = 740, layers: int = 2) ->
 
 
 def executor_of(
-    run: _ExecutorRun,
+    run: ExecutorRun,
     device: str = "cpu:0",
     *,
     threads: int = 1,
@@ -58,12 +58,12 @@ def executor_of(
 
 
 @contextlib.contextmanager
-def opened(samples: Samples, name: str, *variants: dict[str, Any]) -> Iterator[_ExecutorRun]:
-    with _opened(samples, variants, name, None, "cpu:0") as run:
+def opened(samples: Samples, name: str, *variants: dict[str, Any]) -> Iterator[ExecutorRun]:
+    with opened_run(samples, variants, name, None, "cpu:0") as run:
         yield run
 
 
-def plain(run: _ExecutorRun) -> Any:
+def plain(run: ExecutorRun) -> Any:
     records = {key: dataclasses.replace(record, seconds=0.0) for key, record in run.records.items()}
     return run.files(), records, run.findings.problems()
 

@@ -57,7 +57,7 @@ EXTRAS: dict[str, set[str]] = {
     "averaging": set(),
     "bake": set(),
     "collect": {"models"},
-    "conformance": {"collect"},
+    "conformance": set(),
     "demo": set(),
     "diffusion": {"adapters"},
     "gguf": set(),

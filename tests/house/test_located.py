@@ -26,7 +26,6 @@ ENTRIES: dict[str, str] = {
     "extras.collect.on_data.residual_on_data": "an output",
     "extras.collect.staged.staged_statistics": "the start of a measurement",
     "extras.collect.staged._Job.put_merged": "an output of its own",
-    "extras.conformance.executors._opened": "inputs of a test",
     "extras.conformance.experts.ExpertConformance.opened": "inputs of a test",
     "extras.conformance.experts.ExpertConformance.test_attributes_describe_the_expert": "inputs of a test",
     "extras.conformance.experts.ExpertConformance.test_content_tells_data_apart": "inputs of a test",
@@ -45,7 +44,6 @@ ENTRIES: dict[str, str] = {
 """Function outside experts/ that looks at a name -> what it names."""
 
 OUTPUTS: dict[str, str] = {
-    "extras.conformance.executors": "the base of a test",
     "extras.conformance.experts": "the base of a test",
     "extras.remote.push": "a repository that is written to",
     "extras.remote.source": "the folder of a file, a storage of its own",

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.samples import Samples
 
 import actmat
-from actmat.extras.conformance.samples import Samples
 from actmat.layout.types import Role, TensorLayout
 from actmat.methods import get_method
 from actmat.planning import MergePlan

@@ -25,7 +25,7 @@ class Executor(Protocol):
         at(address) -> ExecutorFactory              class method: a run may name `NAME=ADDRESS`; "" for `NAME`
 
     The driver keeps the journal, decides what is fatal, and commits; an executor may run units in any order, anywhere,
-    and the bytes are the same. `extras.conformance.executors.ExecutorConformance` checks it.
+    and the bytes are the same. `tests/helpers/executor_suite.py` checks it.
 
     A worker merges with a `Session` of its own: in this process with the open inputs and output files, in another one
     with `Session.open(spec)`; specs, items, states of surveys, units and results pickle. Torch uses one thread inside a

@@ -1,1 +1,1 @@
-"""Test-suites for authors of plug-ins: subclass one per format, family of experts or executor."""
+"""Test-suites for authors of plug-ins: subclass one per format or family of experts."""

@@ -1,16 +1,7 @@
-"""The test-suite of the `Executor` contract, shipped so that a new executor can be tested with it.
+"""The test-suite of the `Executor` contract.
 
-Subclass `ExecutorConformance` in a test file and say how the executor is made:
-
-    class TestMyExecutor(ExecutorConformance):
-        workers = 4
-
-        def make(self, inputs, writers, resources):
-            return MyExecutor(inputs, writers, resources)
-
-Every `test_*` method stores small inputs in an empty folder and checks one clause of the contract by plain assertions,
-against one session in this process that merges unit after unit. No test framework is imported; a runner supplies
-`tmp_path` (pytest does).
+Every `test_*` method of `ExecutorConformance` stores small inputs in an empty folder and checks one clause of the
+contract by plain assertions, against one session in this process that merges unit after unit.
 """
 
 from __future__ import annotations
@@ -29,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load
+from tests.helpers.samples import Samples
 from torch import Tensor
 
 from actmat.checkpoints.resolve import open_checkpoint
@@ -44,7 +36,6 @@ from actmat.engine.task import Record
 from actmat.engine.units import Unit, plan_units
 from actmat.errors import NumericalError
 from actmat.experts.locate import locate
-from actmat.extras.conformance.samples import Samples
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
 from actmat.planning import build_plan
@@ -158,7 +149,7 @@ class ExecutorConformance(abc.ABC):
         """Closing the iterator ends the run; what is left gives the bytes of an uninterrupted one."""
         samples, fields = Samples.checkpoints(tmp_path), [{"method": "ties", "options": {"trim": "global"}}]
         starts, others = _Starts.make(tmp_path / "starts"), _Starts.make(tmp_path / "others")
-        with _opened(samples, fields, "expected", others, self.device) as whole:
+        with opened_run(samples, fields, "expected", others, self.device) as whole:
             whole.merge_here()
         with self._opened(samples, fields, "out", starts) as (run, executor):
             run.survey(executor)
@@ -190,7 +181,7 @@ class ExecutorConformance(abc.ABC):
 
     def _assert_same(
         self, samples: Samples, variants: Sequence[RecordFields], observers: ObserverFactory | None = None
-    ) -> _ExecutorRun:
+    ) -> ExecutorRun:
         """Assert that the executor gives what one session gives, and that nothing was found; what it did."""
         expected, found = self._both(samples, variants, observers)
         assert not found.findings.fatal, found.findings.problems()
@@ -201,8 +192,8 @@ class ExecutorConformance(abc.ABC):
 
     def _both(
         self, samples: Samples, variants: Sequence[RecordFields], observers: ObserverFactory | None = None
-    ) -> tuple[_ExecutorRun, _ExecutorRun]:
-        with _opened(samples, variants, "expected", observers, self.device) as expected:
+    ) -> tuple[ExecutorRun, ExecutorRun]:
+        with opened_run(samples, variants, "expected", observers, self.device) as expected:
             expected.merge_here()
         with self._opened(samples, variants, "out", observers) as (found, executor):
             found.survey(executor)
@@ -213,13 +204,13 @@ class ExecutorConformance(abc.ABC):
     @contextlib.contextmanager
     def _opened(
         self, samples: Samples, variants: Sequence[RecordFields], name: str, observers: ObserverFactory | None = None
-    ) -> Iterator[tuple[_ExecutorRun, Executor]]:
-        with _opened(samples, variants, name, observers, self.device) as run:
+    ) -> Iterator[tuple[ExecutorRun, Executor]]:
+        with opened_run(samples, variants, name, observers, self.device) as run:
             yield run, self.make(run.inputs, run.writers, Resources(self.workers, 1 << 30, self.device))
 
 
 @dataclass
-class _ExecutorRun:
+class ExecutorRun:
     """A run as its driver sees it.
 
     Args:
@@ -267,9 +258,9 @@ class _ExecutorRun:
 
 
 @contextlib.contextmanager
-def _opened(
+def opened_run(
     samples: Samples, variants: Sequence[RecordFields], name: str, observers: ObserverFactory | None, device: str
-) -> Iterator[_ExecutorRun]:
+) -> Iterator[ExecutorRun]:
     """A run of variants into folders below `name`, its inputs and outputs opened, planned for devices."""
     recipes = [make_recipe({**samples.recipe(), **fields}) for fields in variants]
     with contextlib.ExitStack() as stack:
@@ -286,7 +277,7 @@ def _opened(
         handle = None if base is None else base.handle()
         spec = SessionSpec(plans, handle, tuple(e.handle() for e in experts), tuple(folders), observers)
         units = plan_units(plans, [()] * len(plans), observers)
-        yield _ExecutorRun(
+        yield ExecutorRun(
             spec,
             units,
             Inputs(recipes[0].labels, base, experts, statistics),
@@ -297,7 +288,7 @@ def _opened(
         )
 
 
-def _assert_equal(expected: _ExecutorRun, found: _ExecutorRun, near: float) -> None:
+def _assert_equal(expected: ExecutorRun, found: ExecutorRun, near: float) -> None:
     """Assert that two runs read the same, and wrote the same bytes with the same records, or tensors that are near."""
     assert found.records.keys() == expected.records.keys(), "records of other items"
     for key, record in expected.records.items():
