@@ -63,7 +63,7 @@ def test_a_local_merge_has_a_plan_with_its_reason_progress_a_report_and_a_compar
     last(local.merge("", {**asked, "method": "average"}, str(other)))
     compared = last(local.run("", {"do": "compare", "first": str(family.out), "second": str(other)}))
     assert "tensors differ" in compared["html"]
-    assert "<html" in compared["page"]
+    assert "<th>average</th>" in compared["html"]
     with pytest.raises(MergeError, match="expected a folder") as caught:
         last(local.run("", {"do": "plan", "fields": fields(f"{tmp_path}/a\n{tmp_path}/b", base=str(family.base))}))
     assert len(caught.value.problems) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.adapters import save_adapter
 from tests.helpers.docs_fixture import write_adapter
 from tests.helpers.merging import EMBEDDING, NORM, Q0, UP0, Family, actmat
+from tests.helpers.reports import HOSTILE
 from tests.tolerances import F64_ORACLE
 
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import AlignmentError, CheckpointError
-from actmat.extras.pages.comparison import MergeComparison, TensorDifference, compare
+from actmat.extras.pages.comparison import Difference, MergeComparison, TensorDifference, compare
 from actmat.extras.pages.comparison import merges as merges_module
 from actmat.extras.pages.comparison.merges import PairSums, difference, stored_sums
 
@@ -308,3 +310,23 @@ def test_tied_tensors_are_counted_once(tmp_path: Path) -> None:
         assert {EMBEDDING, "lm_head.weight"} <= stored.specs.keys()
         compared = [t.name for t in between(family, "average", "task_arithmetic").tensors]
         assert sorted([*compared, "lm_head.weight"]) == sorted(stored.specs)
+
+
+def made_up(mark: str = "") -> MergeComparison:
+    """One tensor; `mark` stands in every text."""
+    tensor = TensorDifference(f"w{mark}", (8, 8), ("actmat", f"ties{mark}"), same=False, distance=1.0)
+    changed = (Difference(f"x{mark}", "1", f"2{mark}"),)
+    outs, methods, experts = (
+        (f"a/actmat{mark}", f"b/ties{mark}"),
+        ("actmat", f"ties{mark}"),
+        ((f"e{mark}", f"e{mark}"),),
+    )
+    return MergeComparison(outs, methods, f"base{mark}", experts, changed, (tensor,), (True, True), checks=changed)
+
+
+def test_a_comparison_is_told_in_the_names_of_its_methods_and_escapes_them() -> None:
+    found = made_up()
+    assert found.names == ("actmat", "ties")
+    assert replace(found, methods=("ties", "ties")).names == ("actmat", "ties")  # ends of the two places
+    assert replace(found, methods=("ties", "ties"), outs=("a/x", "b/x")).names == ("first", "second")
+    assert HOSTILE not in made_up(HOSTILE)._repr_html_()

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 from tests.helpers.browser import look, needs_browser
-from tests.helpers.comparisons import comparison
 from tests.helpers.reports import HOSTILE, diagnosis, diagnosis_json, hostile
 
 from actmat.diagnostics.model import Diagnosis
 from actmat.extras.pages.html import render_html
-from actmat.extras.pages.html.comparison import render_comparison
 
 pytestmark = needs_browser
 
@@ -35,7 +33,6 @@ PAGES = {
     "report": lambda: render_html(diagnosis(3, 8)),
     "large": lambda: render_html(diagnosis(8, 71)),
     "hostile": lambda: render_html(Diagnosis.from_json(hostile(diagnosis_json(3, 4)))),
-    "comparison": lambda: render_comparison(comparison()),
 }
 
 

@@ -17,7 +17,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
-from tests.helpers.comparisons import comparison
 from tests.helpers.pages import Page, drawn
 from tests.helpers.reports import HOSTILE, diagnosis, diagnosis_json, hostile
 from tests.tolerances import F64_IDENTITY
@@ -25,10 +24,9 @@ from tests.tolerances import F64_IDENTITY
 from actmat.diagnostics.model import Diagnosis
 from actmat.errors import OutputError
 from actmat.extras.pages.html import render_html, write_html
-from actmat.extras.pages.html.charts import HeatCell, HeatMap, Line, Strip, curve, kind_of, largest_strips, layer_lines
-from actmat.extras.pages.html.comparison import render_comparison, write_comparison
+from actmat.extras.pages.html.charts import HeatCell, HeatMap, Line, Strip, curve, kind_of, layer_lines
 from actmat.extras.pages.html.environment import dotted, environment, listed
-from actmat.extras.pages.html.report import layers_of, overall_cosine, residual_over
+from actmat.extras.pages.html.report import layers_of, overall_cosine, residual_over, residuals
 from actmat.extras.pages.html.scales import (
     HeatScale,
     diverging,
@@ -369,19 +367,14 @@ def test_strips_leave_holes_where_there_is_no_matrix() -> None:
 
 
 def test_a_strip_shows_the_largest_of_each_cell() -> None:
-    items = [("q", 0, 1.0), ("q", 0, 3.0), ("q", 2, 2.0), ("up", 1, 0.5)]
-    rows = largest_strips(
-        {kind: [i for i in items if i[0] == kind] for kind in ("up", "q")},
-        [0, 1, 2],
-        depth=lambda i: i[1],
-        value=lambda i: i[2],
-        tip=lambda i: str(i[2]),
-        text=number,
-        scale=HeatScale.over([0.5]),
-    )
-    tips = [[None if c is None else c.tip for c in row.cells] for row in rows]
-    assert tips == [["3.0", None, "2.0"], [None, "0.5", None]]
-    assert [(row.name, row.total) for row in rows] == [("q", "3"), ("up", "0.5")]
+    found = diagnosis(3, 4)
+    rows = residuals(found)["kinds"].rows
+    assert [row.name for row in rows] == sorted((r.name for r in rows), key=lambda n: -top_of(found, n))
+    assert all(f"{top_of(found, row.name):.2f}" == row.total for row in rows)
+
+
+def top_of(found: Diagnosis, kind: str) -> float:
+    return max(m.contested for m in found.measures if kind_of(m.name, m.part) == kind)
 
 
 def test_tables_name_their_rows_and_columns() -> None:
@@ -390,32 +383,3 @@ def test_tables_name_their_rows_and_columns() -> None:
     assert [(e.text, e.attributes["scope"]) for e in page.all("th")] == [
         ("a", "col"), ("b", "col"), ("x", "row"), ("<y>", "row"),
     ]  # fmt: skip
-
-
-# Comparisons
-
-
-def test_the_comparison_is_complete_and_safe(tmp_path: Path) -> None:
-    page = Page(render_comparison(comparison()))
-    assert page.problems == []
-    assert page.sections == ["summary", "good", "experts", "layers", "size"]
-    assert "8 of 9 tensors differ." in text_of(page, "summary")
-    assert "code (in the second coding)" in text_of(page, "summary")
-    assert "Not measured: answers are compared where both reports have them" in text_of(page, "good")
-    assert page.one("span", class_="issue").text == "issue found, 3 tensors"
-    assert "between them" in text_of(page, "size")
-    heads = {e.text for e in page.all("th", scope="col")}
-    assert {"actmat", "ties", "‖D‖ actmat"} <= heads
-    unsafe = comparison(HOSTILE)
-    page = Page(write_comparison(unsafe, tmp_path / "c.html").read_text(encoding="utf-8"))
-    assert page.problems == []
-    assert page.all("script") == []
-    assert HOSTILE not in page.source
-    assert page.source == render_comparison(unsafe)
-
-
-def test_a_comparison_is_told_in_the_names_of_its_methods() -> None:
-    found = comparison()
-    assert found.names == ("actmat", "ties")
-    assert replace(found, methods=("ties", "ties")).names == ("actmat", "ties")  # ends of the two places
-    assert replace(found, methods=("ties", "ties"), outs=("a/x", "b/x")).names == ("first", "second")

@@ -21,37 +21,28 @@ MOST = 10
 def compare(
     first: Annotated[Path, typer.Argument(metavar="OUT1", help="Directory of a merged model.")],
     second: Annotated[Path, typer.Argument(metavar="OUT2", help="Another merge of the same experts.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Write an HTML page to this file.")] = None,
     json: flags.Json = False,
     full: flags.Full = False,
     quiet: flags.Quiet = False,
 ) -> None:
     """Compare two merges of the same base and experts: recipes, weights, residuals, checks.
 
-    actmat compare merged-actmat merged-ties --out compare.html
+    actmat compare merged-actmat merged-ties
 
     Reads the weights of both, and of the base if it is found, a few megabytes at
     a time. Residuals and checks are compared if both merges were made with
     --diagnose. Merges of different bases or experts are refused: all
     differences are listed and the exit code is 1.
     """
-    from actmat.cli.screen import console, counting, escape, print_result
+    from actmat.cli.screen import counting, print_result
     from actmat.extras.pages.comparison import compare as compare_outputs
 
     with counting("comparing", quiet=quiet) as seen:
         found = compare_outputs(first, second, progress=seen)
-    if out is not None:
-        from actmat.checkpoints.writing.staging import disk_errors
-        from actmat.extras.pages.html.comparison import write_comparison
-
-        with disk_errors(out.parent):
-            write_comparison(found, out)
     if json:
         print_result("compare", found.to_json(), long=("tensors",), full=full)
     elif not quiet:
         _print(found)
-        if out is not None:
-            console.print(f"page: {escape(out)}", soft_wrap=True)
 
 
 def _print(found: MergeComparison) -> None:

@@ -84,11 +84,10 @@ def _merge(job: Job, tell: Tell) -> None:
 
 def _compare(job: Job, tell: Tell) -> None:
     from actmat.extras.pages.comparison import compare
-    from actmat.extras.pages.html.comparison import render_comparison
     from actmat_app.view import compared_html
 
     found = compare(job["first"], job["second"], progress=Told(tell).count)
-    tell("done", html=compared_html(found), page=render_comparison(found))
+    tell("done", html=compared_html(found))
 
 
 def _push(job: Job, tell: Tell) -> None:

@@ -122,17 +122,13 @@ def _compare(jobs: Jobs) -> None:
     """Add fields and button of a comparison."""
     with gr.Row():
         first, second = gr.Textbox(label="First merge"), gr.Textbox(label="Second merge")
-    start, said, frame = gr.Button("Compare"), gr.HTML(), gr.HTML()
+    start, said = gr.Button("Compare"), gr.HTML()
 
-    def compare(
-        first: str, second: str, request: gr.Request, progress: gr.Progress = gr.Progress()  # noqa: B008
-    ) -> tuple[str, str]:  # fmt: skip
-        said, done = _result(
-            lambda: jobs.run(_user(jobs, request), {"do": "compare", "first": first, "second": second}), progress
-        )
-        return said, frame_html(done["page"]) if done else ""
+    def compare(first: str, second: str, request: gr.Request, progress: gr.Progress = gr.Progress()) -> str:  # noqa: B008
+        job = {"do": "compare", "first": first, "second": second}
+        return _result(lambda: jobs.run(_user(jobs, request), job), progress)[0]
 
-    start.click(compare, [first, second], [said, frame], show_progress_on=said, **JOB)
+    start.click(compare, [first, second], said, show_progress_on=said, **JOB)
 
 
 def _result(start: Any, progress: Any = None) -> tuple[str, Mapping[str, Any]]:

@@ -47,8 +47,8 @@ def merged_html(report: MergeReport) -> Markup:
 
 
 def compared_html(found: MergeComparison) -> Markup:
-    """Format a comparison in one line."""
-    return _section(Markup("<p>{} of {} tensors differ</p>").format(len(found.differing), len(found.tensors)))
+    """Format a comparison: what differs, as tables."""
+    return _section(Markup(found._repr_html_()))
 
 
 def pushed_html(pushed: PushReport) -> Markup:

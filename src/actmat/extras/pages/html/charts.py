@@ -7,18 +7,15 @@ screen and on paper. Coordinates run from 0 to 1, or count cells.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from actmat.extras.pages.html.scales import Axis, HeatScale, number, spread, tick_indices
 
 Point = tuple[float, float]
 Ticks = Sequence[tuple[float, str]]
 """Labels of an axis: position from 0 to 1, and text."""
-
-MOST_KINDS = 14
-"""Maximum number of matrix kinds in a heat map."""
 
 
 class Drawn(NamedTuple):
@@ -155,25 +152,3 @@ def kind_of(name: str, part: str = "") -> str:
     words = [w for w in name.removesuffix(".weight").split(".") if not w.isdigit()]
     part = re.sub(r"\d+", "*", part)
     return ".".join(words[-2:]) + (f" [{part}]" if part else "")
-
-
-T = TypeVar("T")
-
-
-def largest_strips(
-    kinds: Mapping[str, Sequence[T]],
-    depths: Sequence[int | None],
-    *,
-    depth: Callable[[T], int | None],
-    value: Callable[[T], float],
-    tip: Callable[[T], str],
-    text: Callable[[float], str],
-    scale: HeatScale,
-) -> list[Strip]:
-    """One row per kind, largest values first; each cell shows the largest value at a depth."""
-    rows = []
-    for kind, items in sorted(kinds.items(), key=lambda kind: -max(map(value, kind[1])))[:MOST_KINDS]:
-        largest = [max((i for i in items if depth(i) == d), key=value, default=None) for d in depths]
-        cells = [None if i is None else HeatCell(scale.level(value(i)), tip(i)) for i in largest]
-        rows.append(Strip(kind, cells, text(max(map(value, items)))))
-    return rows

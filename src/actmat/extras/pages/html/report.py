@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,6 +21,8 @@ from actmat.report.words import SIZE_CODES, measure_answers
 
 MOST_MATRICES = 10
 """Number of matrices listed by name."""
+MOST_KINDS = 14
+"""Maximum number of matrix kinds in a heat map."""
 
 
 def render_html(diagnosis: Diagnosis) -> str:
@@ -181,19 +183,8 @@ def residuals(diagnosis: Diagnosis) -> dict[str, Any]:
         )
         for expert, row in zip(diagnosis.experts, by_expert, strict=True)
     ]
-    kinds: dict[str, list[MatrixRow]] = {}
-    for m in diagnosis.measures:
-        kinds.setdefault(charts.kind_of(m.name, m.part), []).append(m)
     largest = [m.contested for m in diagnosis.measures]
-    by_kind = charts.largest_strips(
-        kinds,
-        list(layers),
-        depth=lambda m: m.layer,
-        value=lambda m: m.contested,
-        tip=lambda m: f"{m.label}: {names[m.residual.index(m.contested)]}, ρ {m.contested:.2f}",
-        text=scales.residual_text,
-        scale=scales.HeatScale.over(largest),
-    )
+    by_kind = list(_kind_strips(diagnosis.measures, list(layers), names))
     return {
         "experts": charts.HeatMap(strips, columns, "all", values),
         "kinds": charts.HeatMap(by_kind, columns, "largest", largest),
@@ -204,6 +195,26 @@ def residuals(diagnosis: Diagnosis) -> dict[str, Any]:
             for m in sorted(diagnosis.measures, key=lambda m: (-m.contested, m.label))[:MOST_MATRICES]
         ],
     }  # fmt: skip
+
+
+def _kind_strips(
+    measures: Sequence[MatrixRow], depths: Sequence[int | None], names: Sequence[str]
+) -> Iterator[charts.Strip]:
+    """One row per kind of matrix, largest residual first; each cell shows the largest at a depth."""
+    scale = scales.HeatScale.over([m.contested for m in measures])
+    kinds: dict[str, dict[int | None, MatrixRow]] = {}
+    for m in sorted(measures, key=lambda m: -m.contested):
+        kinds.setdefault(charts.kind_of(m.name, m.part), {}).setdefault(m.layer, m)
+    for kind, found in list(kinds.items())[:MOST_KINDS]:
+        cells = [
+            charts.HeatCell(
+                scale.level(w.contested), f"{w.label}: {names[w.residual.index(w.contested)]}, ρ {w.contested:.2f}"
+            )
+            if (w := found.get(depth))
+            else None
+            for depth in depths
+        ]
+        yield charts.Strip(kind, cells, scales.residual_text(max(m.contested for m in found.values())))
 
 
 # Size
