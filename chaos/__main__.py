@@ -54,11 +54,6 @@ def main() -> int:
         return _on_ray(args.runs, args.seed, record=args.record)
     import torch
 
-    import actmat.api
-    import actmat.cli.main
-    import actmat.cli.screen
-    import actmat.extras.training.writing  # noqa: F401 - all that a merge imports, so that faults meet the merge
-
     sorts = args.sort or list(SORTS)
     for module in IMPORTS if "tune" in sorts else ():
         importlib.import_module(module)

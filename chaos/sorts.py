@@ -26,8 +26,8 @@ class Sort:
         name: of the sort.
         flags: of the command.
         inputs: "checkpoints", "adapters", or "base and adapters".
-        verb: "merge", "extract" of a model, "tune", "push" to a stand-in of the hub, or "export" of a model for DCP,
-            which does not go on after it was killed. "export" and "tune" refuse to write what they finished.
+        verb: "merge", "extract" of a model, "tune", which refuses to write what it finished, or "push" to a stand-in of
+            the hub.
         replaces: another output is in its place, which `--overwrite` replaces.
     """
 
@@ -50,7 +50,6 @@ _SORTS = (
     Sort("overwrite", ("--overwrite", "--threads", "1"), replaces=True),
     Sort("model, devices", ("--device", "cpu:0,1", "--threads", "1")),
     Sort("extraction", ("--rank", "4", "--threads", "1"), verb="extract"),
-    Sort("export", verb="export"),
     Sort("tune", verb="tune"),
     Sort("push", verb="push"),
 )
@@ -92,8 +91,6 @@ def command(root: Path, sort: Sort, out: Path) -> list[str]:
     if sort.verb == "extract":
         inputs = ["-b", str(root / "base"), "--model", str(root / "one")]
         return ["extract", *inputs, "--out", str(out), "--quiet", *sort.flags]
-    if sort.verb == "export":
-        return ["export", str(root / "one"), "--out", str(out), "--quiet"]
     names = ("one", "two") if sort.inputs == "checkpoints" else ("lora-one", "lora-two")
     base = [] if sort.inputs == "adapters" else ["-b", str(root / "base")]
     experts = [a for name in names for a in ("-e", str(root / name))]

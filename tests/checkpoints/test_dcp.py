@@ -1,17 +1,14 @@
-"""Checkpoints of torch.distributed.checkpoint: read by ranges, from the metadata on, and written."""
+"""Checkpoints of torch.distributed.checkpoint: read by ranges, from the metadata on."""
 
 from __future__ import annotations
 
 import pickle
-import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from tests.helpers.distributed import example, halves, save_by_two, save_dcp
 from tests.helpers.merging import actmat, expert_of, llama_tensors, save_checkpoint
 from torch import Tensor
@@ -20,7 +17,7 @@ import actmat as library
 from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.resolve import open_checkpoint
-from actmat.errors import CheckpointError, OutputError
+from actmat.errors import CheckpointError
 from actmat.extras.conformance.checkpoints import CheckpointConformance
 
 TWO_RANKS = Path(__file__).parents[1] / "data/dcp/two_ranks"
@@ -260,69 +257,7 @@ def test_other_training_checkpoints_are_refused_with_the_way_out(
     open_checkpoint(tmp_path).close()
 
 
-@pytest.mark.parametrize("under", ["", "model"])
-def test_an_export_is_what_torch_loads(tmp_path: Path, under: str) -> None:
-    tensors = llama_tensors(1, dtype=torch.bfloat16) | {"scalar": torch.tensor(2.0)}
-    save_checkpoint(tmp_path / "model", tensors)
-    flags = ["--under", under] if under else []
-    for name in ("a", "b"):
-        done = actmat(["export", str(tmp_path / "model"), "--out", str(tmp_path / name), *flags])
-        assert done.code == 0, done
-    empty = {n: torch.zeros_like(t) for n, t in tensors.items()}
-    state: dict[str, object] = {under: empty} if under else empty
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=tmp_path / "a", no_dist=True)
-    assert all(torch.equal(empty[n], t) for n, t in tensors.items())
-    files = [{p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in ("a", "b")]
-    assert files[0] == files[1]  # no place, no random id
-    assert {"config.json", "tokenizer.json", ".metadata", "__0_0.distcp"} <= files[0].keys()
-    with open_checkpoint(tmp_path / "a") as again:
-        assert all(torch.equal(again.read(n), t) for n, t in tensors.items())
-
-
 def test_an_unknown_form_is_refused(tmp_path: Path) -> None:
     found = actmat(["export", str(tmp_path), "--to", "onnx", "--out", str(tmp_path / "out")])
     assert found.code == 1
-    assert "Formats: comfy, dcp, diffusers, gguf, kohya" in found.err
-
-
-def test_an_export_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    source = save_checkpoint(tmp_path / "model", {"w": torch.ones(2)})
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken/file").write_text("mine")
-    with pytest.raises(OutputError):
-        library.export(source, out=tmp_path / "taken")
-    save_dcp({"w": torch.ones(64), "v": torch.ones(64)}, tmp_path / "bad")
-    data = bytearray((tmp_path / "bad/__0_0.distcp").read_bytes())
-    data[-400:] = bytes(400)
-    (tmp_path / "bad/__0_0.distcp").write_bytes(data)
-    with pytest.raises(Exception, match="damaged item"):
-        library.export(tmp_path / "bad", out=tmp_path / "out")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad", "model", "taken"]
-
-
-def test_an_export_removes_what_a_killed_one_left(tmp_path: Path) -> None:
-    """Its folder, of a kill while it was built; its lock, of one after the last rename."""
-    base = save_checkpoint(tmp_path / "base", llama_tensors())
-    (tmp_path / ".out.actmat-partial").mkdir()
-    (tmp_path / ".out.actmat-partial" / "half").touch()
-    (tmp_path / ".out.actmat-lock").touch()
-    library.export(base, out=tmp_path / "out")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "out"]
-    assert not (tmp_path / "out" / "half").exists()
-    (tmp_path / ".out.actmat-lock").touch()
-    with pytest.raises(OutputError, match="not empty"):
-        library.export(base, out=tmp_path / "out")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "out"]
-
-
-def test_a_merged_model_goes_round(tmp_path: Path) -> None:
-    base = llama_tensors(1)
-    folders = [save_checkpoint(tmp_path / n, t) for n, t in {"base": base, "math": expert_of(base, 1)}.items()]
-    report = library.merge(folders[0], folders[1:], method="average", out=tmp_path / "merged", durable=False)
-    library.export(report.out, out=tmp_path / "dcp")
-    shutil.rmtree(folders[1])
-    library.average([tmp_path / "dcp"], out=tmp_path / "back", durable=False)
-    with open_checkpoint(tmp_path / "back") as back, open_checkpoint(report.out) as merged:
-        assert all(torch.equal(back.read(n), merged.read(n)) for n in merged.specs)
+    assert "Formats: comfy, diffusers, gguf, kohya" in found.err

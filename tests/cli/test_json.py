@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import typer.main
+from tests.diffusion.test_files import lora
 from tests.helpers.docs_fixture import write_models
 from tests.helpers.json_layouts import PINNED, pinned, said
 from tests.helpers.merging import actmat
@@ -145,7 +146,10 @@ def test_average_export_extract_and_serving(place: Path) -> None:
     )
     assert set(data["outputs"][0]) == PINNED["merge outputs"]
     assert pinned(said("inspect", "--serve", merged, "--json"), "serve")["vllm"].startswith("vllm serve")
-    assert pinned(said("export", merged, "--to", "dcp", "--out", place / "dcp", "--json"), "export")["form"] == "dcp"
+    exported = said(
+        "export", lora(place / "a.safetensors", 1, "kohya"), "--to", "comfy", "--out", place / "b", "--json"
+    )
+    assert pinned(exported, "export")["form"] == "comfy"
     inputs = ("--base", place / "base", "--model", model, "--rank", "2", "--out", place / "lora")
     assert pinned(said("extract", *inputs, "--json"), "extract")["layers"] == 15
 

@@ -71,18 +71,12 @@ def test_page_report_and_the_command_that_explains_a_warning_are_named(family: F
     assert "warning AM403" in again
     told = actmat([*merge, "--overwrite", "--diagnose"]).out
     assert told.splitlines()[-1] == f"report: {far}/report.html"
-    page = tmp_path / "page.html"
-    done = actmat(["compare", str(far), str(family.root / "ties"), "--out", str(page)])
-    text = " ".join(done.out.split())
-    assert text.endswith("page.html")
-    shown = Page(page.read_text(encoding="utf-8"))
-    assert "Against one expert, on average: far away " in shown.one("section", id="size").text
+    assert "against one expert, on average" in actmat(["compare", str(far), str(family.root / "ties")]).out
 
 
-def test_a_comparison_as_json_and_as_a_page(family: Family, tmp_path: Path) -> None:
-    page = tmp_path / "new" / "compare.html"
+def test_a_comparison_as_json(family: Family) -> None:
     places = [str(family.root / "actmat"), str(family.root / "ties")]
-    done = actmat(["compare", *places, "--json", "--full", "--out", str(page)])
+    done = actmat(["compare", *places, "--json", "--full"])
     assert done.code == 0, done
     data = json.loads(done.out)
     assert (data["kind"], data["format"], data["outs"]) == ("comparison", 1, places)
@@ -90,7 +84,6 @@ def test_a_comparison_as_json_and_as_a_page(family: Family, tmp_path: Path) -> N
     assert len(data["tensors"]) == 11
     assert 0 < data["relative"] <= 2
     assert [r["name"] for r in data["residuals"]] == ["expert0", "expert1"]
-    assert Page(page.read_text(encoding="utf-8")).sections == ["summary", "good", "experts", "layers", "size"]
 
 
 def test_what_cannot_be_compared_exits_with_one(family: Family, tmp_path: Path) -> None:

@@ -14,16 +14,14 @@ Exporter = Callable[..., str]
 """`(located, out, *, options)`: writes one format and returns a sentence about the result."""
 
 
-def export(checkpoint: Location, *, out: Location, to: str = "dcp", **options: str) -> str:
+def export(checkpoint: Location, *, out: Location, to: str, **options: str) -> str:
     """Write a checkpoint, such as a merged model, in the format of another tool; returns a sentence about the result.
 
     Args:
         checkpoint: directory, file, hub id or URL of anything that `merge` reads.
-        out: output that must not exist: a directory for dcp, a file for the other formats.
-        to: `dcp` (`torch.distributed.checkpoint`), `gguf` (llama.cpp), or `comfy`, `kohya` or `diffusers` for a LoRA
-        of an image or video model.
-        options: of the format. dcp: `under`, the key of the state dict below which the tensors are saved, such as
-            `model`. gguf: `like`, a GGUF file of the base, and `type` of the matrices: f32, f16, bf16 or q8_0.
+        out: file to write, which must not exist.
+        to: `gguf` (llama.cpp), or `comfy`, `kohya` or `diffusers` for a LoRA of an image or video model.
+        options: of gguf: `like`, a GGUF file of the base, and `type` of the matrices: f32, f16, bf16 or q8_0.
 
     Raises:
         RecipeError: an unknown format or option.
@@ -41,10 +39,10 @@ def export(checkpoint: Location, *, out: Location, to: str = "dcp", **options: s
 def _exporter(form: str) -> Exporter:
     from actmat.extras.diffusion.files import export_comfy, export_diffusers, export_kohya
     from actmat.extras.gguf.writing import write_gguf
-    from actmat.extras.training.exporting import export_dcp
 
-    forms: dict[str, Exporter] = {"comfy": export_comfy, "dcp": export_dcp, "diffusers": export_diffusers}
-    forms |= {"gguf": write_gguf, "kohya": export_kohya}
+    forms: dict[str, Exporter] = {
+        "comfy": export_comfy, "diffusers": export_diffusers, "gguf": write_gguf, "kohya": export_kohya,
+    }  # fmt: skip
     if form not in forms:
         known = ", ".join(forms)
         raise RecipeError(f"Unknown export format '{form}'.{did_you_mean(form, forms)} Formats: {known}.")

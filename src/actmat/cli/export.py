@@ -15,17 +15,10 @@ from actmat.cli.streams import optional_stdout
 @command("share", "written", "the checkpoint cannot be read, or the output location is invalid", imports_torch=True)
 def export(
     checkpoint: Annotated[str, typer.Argument(help="Directory, file, hub id or URL.")],
-    out: Annotated[Path, typer.Option("--out", help="Directory or file to write; must not exist.")],
+    out: Annotated[Path, typer.Option("--out", help="File to write; must not exist.")],
     to: Annotated[
-        str,
-        typer.Option(
-            "--to",
-            help="Format: dcp (torch.distributed.checkpoint), gguf (llama.cpp); for LoRA: comfy, kohya or diffusers.",
-        ),
-    ] = "dcp",
-    under: Annotated[
-        str | None, typer.Option("--under", help="dcp: state dict key of the model, such as model (default: no key).")
-    ] = None,
+        str, typer.Option("--to", help="Format: gguf (llama.cpp); for LoRA of images: comfy, kohya or diffusers.")
+    ],
     like: Annotated[
         str | None, typer.Option("--like", help="gguf: a GGUF file of the base; gives names, metadata and tokenizer.")
     ] = None,
@@ -37,20 +30,17 @@ def export(
 ) -> None:
     """Write a checkpoint, such as a merged model, in the form of another tool.
 
-    actmat export MERGED --to dcp --out DIR
     actmat export MERGED --to gguf --like BASE.gguf --out MERGED.gguf
     actmat export LORA.safetensors --to comfy --out LORA-comfy.safetensors
 
-    torch.distributed.checkpoint.load reads a dcp folder with any number of
-    processes. llama.cpp reads a GGUF file; a LoRA adapter becomes a GGUF
-    adapter. One tensor is in memory at a time. LoRA adapters of image and
-    video models are converted exactly between the layouts of ComfyUI, kohya
-    and diffusers.
+    llama.cpp reads a GGUF file; a LoRA adapter becomes a GGUF adapter. One
+    tensor is in memory at a time. LoRA adapters of image and video models are
+    converted exactly between the layouts of ComfyUI, kohya and diffusers.
     """
     from actmat.api.exporting import export as write
     from actmat.cli.screen import console, escape, print_result
 
-    given = {"under": under, "like": like, "type": type_}
+    given = {"like": like, "type": type_}
     said = write(checkpoint, out=out, to=to, **{name: value for name, value in given.items() if value is not None})
     with optional_stdout("The export is complete."):
         if json:

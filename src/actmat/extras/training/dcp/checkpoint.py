@@ -54,11 +54,7 @@ class DcpCheckpoint(StoredCheckpoint):
         self.notes = part.notes
         self.aliases = MappingProxyType({})
         self.specs = MappingProxyType(self._specs())
-        local = {label: files.local(label) for label in self.labels}
-        if not files.streams:
-            local = {label: path or files.fetch(label) for label, path in local.items()}
-        self._reader = FileReader({label: path for label, path in local.items() if path is not None})
-        self._local = frozenset(label for label, path in local.items() if path is not None)
+        self._reader = FileReader({label: files.fetch(label) for label in self.labels})
         self._check_sizes()
 
     def identity(self) -> tuple[FileIdentity, ...]:
@@ -89,13 +85,13 @@ class DcpCheckpoint(StoredCheckpoint):
 
     def _check_sizes(self) -> None:
         """Raise if a file ends before an item does."""
-        sizes = {label: self._reader.size(label) for label in self._local}
+        sizes = {label: self._reader.size(label) for label in self.labels}
         problems = [
             f"tensor {name[:120]!r}: the metadata places it at {c.offset} to {c.offset + c.length} of {c.file}, which "
             f"has {sizes[c.file]} bytes"
             for name, stored in self._stored.items()
             for c in stored.chunks
-            if c.file in sizes and c.offset + c.length > sizes[c.file]
+            if c.offset + c.length > sizes[c.file]
         ]
         problems += [
             f"tensor {name[:120]!r}: its part of the shape {c.sizes} cannot be in {c.length} bytes of {c.file}"
@@ -111,20 +107,13 @@ class DcpCheckpoint(StoredCheckpoint):
                 problems,
             )
 
-    def _read_at(self, label: str, offset: int, length: int) -> bytes:
-        if label in self._local:
-            return self._reader.read(label, offset, length)
-        if self._reader.closed:
-            raise ValueError(f"{label}: read from a checkpoint that is closed")
-        return self._folder.read_range(label, offset, length)
-
     def _item(self, spec: TensorSpec, stored: DcpTensor, k: int) -> DcpItem:
         """The item of box `k`, cached after the first lookup."""
         key = spec.name, k
         if key not in self._items:
             chunk = stored.chunks[k]
             try:
-                item = locate(lambda at, n: self._read_at(chunk.file, at, n), chunk.offset, chunk.length)
+                item = locate(lambda at, n: self._reader.read(chunk.file, at, n), chunk.offset, chunk.length)
                 if (item.dtype, item.shape) != (stored.dtype, chunk.sizes):
                     raise PickleError(f"{item.dtype} {item.shape}, but the metadata has {stored.dtype} {chunk.sizes}")
             except PickleError as error:
@@ -137,77 +126,43 @@ class DcpCheckpoint(StoredCheckpoint):
         return self._items[key]
 
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
-        """Assemble bytes: by runs if boxes are runs of rows, else by rows of the first axis."""
+        """Assemble bytes: by runs if all boxes are runs of rows, else in whole rows of the first axis."""
         if self._reader.closed:
             raise ValueError(f"{self.location}: read from a checkpoint that is closed")
         if not len(out):
             return
-        stored = self._stored[spec.name]
-        rows = spec.shape[0] if spec.shape else 1
-        width = spec.nbytes // rows
+        stored, shape = self._stored[spec.name], spec.shape or (1,)
+        width = spec.nbytes // shape[0]
         first, last = start // width, -(-(start + len(out)) // width)
+        parts = []
         for k, chunk in enumerate(stored.chunks):
             low, high = (chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]) if spec.shape else (0, 1)
-            if high <= first or low >= last:
-                continue
-            item = self._item(spec, stored, k)
-            if chunk.sizes[1:] == spec.shape[1:] and item.is_contiguous:
-                self._run(chunk, item, (start, low * width, high * width), out)
-            else:
-                self._rows(spec, chunk, item, (start, max(low, first), min(high, last)), out)
+            if low < last and high > first:
+                parts.append((chunk, self._item(spec, stored, k), low, high))
+        if all(chunk.sizes[1:] == spec.shape[1:] and item.is_contiguous for chunk, item, *_ in parts):
+            for chunk, item, low, high in parts:
+                begin, end = max(start, low * width), min(start + len(out), high * width)
+                self._reader.read_into(chunk.file, item.start + begin - low * width, out[begin - start : end - start])
+            return
+        is_whole = (first * width, last * width) == (start, start + len(out))
+        data = out if is_whole else memoryview(bytearray((last - first) * width))
+        rows = torch.frombuffer(data, dtype=torch.uint8).view(torch_dtype(spec.dtype)).view(-1, *shape[1:])
+        for chunk, item, low, high in parts:
+            begin, end = max(low, first), min(high, last)
+            inner = tuple(slice(o, o + s) for o, s in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
+            rows[(slice(begin - first, end - first), *inner)] = self._rows(chunk, item, begin - low, end - low)
+        if not is_whole:
+            out[:] = data[start - first * width :][: len(out)]
 
-    def _run(self, chunk: Chunk, item: DcpItem, places: tuple[int, int, int], out: memoryview) -> None:
-        """Copy a box of whole rows; `places`: first requested byte, begin and end of the box in bytes."""
-        start, low, high = places
-        begin, end = max(start, low), min(start + len(out), high)
-        target = out[begin - start : end - start]
-        if chunk.file in self._local:
-            self._reader.read_into(chunk.file, item.start + begin - low, target)
-        else:
-            target[:] = self._read_at(chunk.file, item.start + begin - low, end - begin)
-
-    def _rows(
-        self, spec: TensorSpec, chunk: Chunk, item: DcpItem, places: tuple[int, int, int], out: memoryview
-    ) -> None:
-        """Copy rows `places[1]` to `places[2]` of a box that does not span the other axes, or is transposed."""
-        start, low, high = places
-        dtype, inner = torch_dtype(spec.dtype), chunk.sizes[1:]
-        per_row = math.prod(inner)
-        top = low - (chunk.offsets[0] if spec.shape else 0)
-        if item.is_contiguous:
-            data = self._read_at(
-                chunk.file, item.start + top * per_row * spec.itemsize, (high - low) * per_row * spec.itemsize
-            )
-            box = torch.frombuffer(bytearray(data), dtype=dtype).view(high - low, *inner)
-        else:
-            data = self._read_at(chunk.file, item.start, item.span)
-            whole = torch.frombuffer(bytearray(data), dtype=dtype).as_strided(item.shape, item.strides)
-            box = whole[top : top + high - low].contiguous()
-        width = spec.nbytes // spec.shape[0]
-        target = torch.frombuffer(out, dtype=torch.uint8)
-        first, last = max(low, -(-start // width)), min(high, (start + len(out)) // width)
-        if first < last and (first * width - start) % spec.itemsize == 0:  # whole rows, all at once
-            rows = target[first * width - start : last * width - start].view(dtype).view(-1, *spec.shape[1:])
-            rows[(slice(None), *_slices(chunk))] = box[first - low : last - low]
-        else:
-            first = last = high
-        for row in (*range(low, min(first, high)), *range(max(last, low), high)):
-            self._part_of_row(spec, chunk, box[row - low], row * width - start, target)
-
-    @staticmethod
-    def _part_of_row(spec: TensorSpec, chunk: Chunk, box: Tensor, begin: int, target: Tensor) -> None:
-        """Copy a box's entries of one row into `target`; `begin`: byte of `target` at which the row begins."""
-        row = torch.zeros(spec.shape[1:], dtype=box.dtype)
-        mask = torch.zeros(spec.shape[1:], dtype=torch.bool)
-        row[_slices(chunk)], mask[_slices(chunk)] = box, True
-        data = row.view(-1).view(torch.uint8)
-        low, high = max(begin, 0), min(begin + data.numel(), target.numel())
-        wanted = mask.reshape(-1, 1).expand(-1, spec.itemsize).reshape(-1)[low - begin : high - begin]
-        target[low:high][wanted] = data[low - begin : high - begin][wanted]
-
-
-def _slices(chunk: Chunk) -> tuple[slice, ...]:
-    return tuple(slice(o, o + s) for o, s in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
+    def _rows(self, chunk: Chunk, item: DcpItem, low: int, high: int) -> Tensor:
+        """Rows of a box."""
+        dtype = torch_dtype(item.dtype)
+        if not item.is_contiguous:
+            data = self._reader.read(chunk.file, item.start, item.span)
+            return torch.frombuffer(bytearray(data), dtype=dtype).as_strided(item.shape, item.strides)[low:high]
+        width = math.prod(chunk.sizes[1:]) * dtype.itemsize
+        data = self._reader.read(chunk.file, item.start + low * width, (high - low) * width)
+        return torch.frombuffer(bytearray(data), dtype=dtype).view(high - low, *chunk.sizes[1:])
 
 
 def _files_of(source: Source) -> Source | None:
