@@ -32,16 +32,15 @@ from actmat.extras.ray.batches import (
     unit_seconds,
 )
 from actmat.extras.ray.cluster import connect
-from actmat.extras.ray.executor import RayExecutor, _observed
+from actmat.extras.ray.executor import RayExecutor
 from actmat.extras.ray.shared import prepared_storage, storage_problems
 from actmat.extras.ray.worker import Answer, Opening, Worker
-from actmat.planning.placement import DeviceRoom
 
 GB = 10**9
 
 
-def unit(name: str = "w", *, flops: int = 0, traffic: int = 0, peak: int = GB, device: bool = False) -> Unit:
-    return Unit((((0, 0),),), name, traffic, peak, flops, device_bytes=int(device))
+def unit(name: str = "w", *, flops: int = 0, traffic: int = 0, peak: int = GB) -> Unit:
+    return Unit((((0, 0),),), name, traffic, peak, flops)
 
 
 # Batches
@@ -73,28 +72,13 @@ def test_few_small_units_still_serve_every_worker() -> None:
     assert len(make_batches(units, workers=3)) >= 24
 
 
-def test_a_batch_is_of_one_sort_and_as_large_as_its_largest_unit() -> None:
-    units = [unit(f"{n}", peak=n * GB, device=n % 2 == 0) for n in range(1, 9)]
-    batches = make_batches(units, workers=1)
-    assert {u: b.device for b in batches for u in b.units} == {u: u.device_bytes > 0 for u in units}
-    assert all(b.memory == max(u.host_bytes for u in b.units) for b in batches)
-
-
 def test_units_in_the_order_of_the_output_make_batches_in_that_order() -> None:
-    """As an upload wants them; also with accelerators, whose batches lie between the others."""
+    """As an upload wants them."""
     units = [unit(f"{n}", flops=(n * 7919 % 13) * 10**10) for n in range(60)]
     batches = make_batches(units, workers=2, in_order=True)
     assert [u for b in batches for u in b.units] == units
     assert 2 * 8 <= len(batches) < 60, "small units still travel together"
     assert [u for b in make_batches(units, workers=2) for u in b.units] != units
-    units = [dataclasses.replace(u, device_bytes=int(n % 3 == 0)) for n, u in enumerate(units)]
-    batches = make_batches(units, workers=2, in_order=True)
-    assert all({u.device_bytes > 0 for u in b.units} == {b.device} for b in batches)
-    firsts = [units.index(b.units[0]) for b in batches]
-    assert firsts == sorted(firsts)
-    for sort in (True, False):
-        of_sort = [u for b in batches if b.device == sort for u in b.units]
-        assert of_sort == [u for u in units if (u.device_bytes > 0) == sort]
 
 
 class _Idle:
@@ -117,12 +101,12 @@ def test_the_executor_asks_for_the_order_that_its_resources_say(merged: Any, in_
 
 def test_one_worker_per_core_where_memory_suffices() -> None:
     units = [unit(), unit(peak=2 * GB)]
-    assert plan_offers([Node(4, 0, 100 * GB)], units, GB) == [Offer(3 * GB, GB)] * 4
+    assert plan_offers([Node(4, 100 * GB)], units, GB) == [Offer(3 * GB, GB)] * 4
 
 
 def test_scarce_memory_is_shared_below_one_large_worker() -> None:
     units = [unit(peak=10 * GB), *(unit(peak=GB) for _ in range(9))]
-    offers = plan_offers([Node(8, 0, 20 * GB)], units, GB)
+    offers = plan_offers([Node(8, 20 * GB)], units, GB)
     assert offers[0].memory == 11 * GB
     assert len(offers) == 1 + 4
     assert sum(o.memory for o in offers) <= 20 * GB
@@ -132,7 +116,7 @@ def test_scarce_memory_is_shared_below_one_large_worker() -> None:
 
 
 def test_the_largest_workers_are_kept_where_their_number_is_limited() -> None:
-    nodes = [Node(2, 0, 4 * GB), Node(2, 0, 100 * GB)]
+    nodes = [Node(2, 4 * GB), Node(2, 100 * GB)]
     units = [unit(peak=5 * GB), unit()]
     (offer,) = plan_offers(nodes, units, GB, most=1)
     assert offer.takes(UnitBatch((units[0],)))
@@ -141,23 +125,7 @@ def test_the_largest_workers_are_kept_where_their_number_is_limited() -> None:
 def test_a_unit_that_no_node_takes_is_named() -> None:
     units = [unit("lm_head", peak=50 * GB)]
     with pytest.raises(MergeError, match=r"'lm_head': a worker for it needs one core and 51 GB; the largest .* 20 GB"):
-        plan_offers([Node(8, 0, 20 * GB), Node(8, 0, 10 * GB)], units, GB)
-
-
-def test_workers_with_an_accelerator_for_the_units_that_need_one() -> None:
-    nodes = [Node(4, 2, 100 * GB), Node(4, 0, 100 * GB)]
-    units = [unit("matrix", device=True), unit("vector")]
-    offers = plan_offers(nodes, units, GB)
-    assert [o.device for o in offers] == [True] * 2 + [False] * 6
-    assert not offers[-1].takes(UnitBatch((units[0],)))
-    assert offers[0].takes(UnitBatch((units[1],)))
-    assert [o.device for o in plan_offers(nodes, units[:1], GB)] == [True] * 2
-    assert not any(o.device for o in plan_offers(nodes, units[1:], GB)), "idle accelerators are reserved"
-
-
-def test_a_cluster_without_accelerators_is_refused() -> None:
-    with pytest.raises(MergeError, match="no node of the Ray cluster offers one"):
-        plan_offers([Node(4, 0, 100 * GB)], [unit(device=True)], GB)
+        plan_offers([Node(8, 20 * GB), Node(8, 10 * GB)], units, GB)
 
 
 # A worker in this process
@@ -182,7 +150,7 @@ def opened(merged: tuple[SessionSpec, list[Unit], list[UnitResult]], monkeypatch
     def make(**changes: Any) -> tuple[Worker, Answer]:
         worker = Worker(lambda: "node7")
         workers.append(worker)
-        given = Opening("key", {}, os.getcwd(), synchronous=True, room=GB, device=False)
+        given = Opening("key", {}, os.getcwd(), synchronous=True, room=GB)
         of = changes.pop("spec", spec)
         return worker, worker.open(dataclasses.replace(given, **changes), of)
 
@@ -232,7 +200,7 @@ def test_a_stopped_worker_begins_nothing_until_it_is_opened_again(merged: Any, o
     worker.use(spec.surveys)
     worker.stop()
     assert worker.merge(units).results == []
-    worker.open(Opening("key", {}, "", synchronous=True, room=GB, device=False), spec)
+    worker.open(Opening("key", {}, "", synchronous=True, room=GB), spec)
     worker.use(spec.surveys)
     assert len(worker.merge(units[:1]).results) == 1
 
@@ -332,34 +300,9 @@ def test_attached_files_are_never_made_or_cut(merged: Any, tmp_path: Path) -> No
 # Names
 
 
-def test_units_go_where_the_plan_places_them(tmp_path: Path) -> None:
-    """Workers with a device merge there, also those that observe for a survey; the bytes are those of the host."""
-    family = Family.make(tmp_path, layers=1)
-    fields = {"base": str(family.base), "experts": [str(e) for e in family.experts], "method": "actmat"}
-    spec, units, _ = run_here([fields], [tmp_path / "out"], room=DeviceRoom("cpu:0"))
-    wanted = {u.name for u in units if u.device_bytes}
-    assert "model.layers.0.mlp.up_proj.weight" in wanted
-    assert "model.norm.weight" not in wanted
-    item = spec.plans[0].by_name["model.layers.0.mlp.up_proj.weight"]
-    assert _observed(item, (0, 0)).device_bytes > 0
-    file = tmp_path / "out" / "model.safetensors"
-    expected, header = file.read_bytes(), spec.plans[0].shards[0].header
-    for device in (True, False):
-        file.write_bytes(header + bytes(len(expected) - len(header)))
-        worker = Worker(lambda: "node7")
-        opening = Opening("key", {}, os.getcwd(), synchronous=True, room=GB, device=device)
-        assert worker.open(opening, dataclasses.replace(spec, device="cpu:0")).error is None
-        assert (worker._opened.device is not None) == device
-        assert worker.merge(units[:-1]).error is None
-        assert worker.merge(units[-1:]).error is None
-        worker.close()
-        assert file.read_bytes() == expected
-
-
-def test_ray_gives_out_the_gpus() -> None:
-    for device in ("cuda:1", "cpu:0,1", "mps"):
-        with pytest.raises(RecipeError, match=f"found the device '{device}'. Fix: --device cuda"):
-            find_executor("ray", device)
+def test_gpus_are_refused() -> None:
+    with pytest.raises(RecipeError, match="merges on CPUs only; found the device 'cuda'"):
+        find_executor("ray", "cuda")
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "head", "head:port", ":6379"])

@@ -26,7 +26,7 @@ BATCHES_PER_WORKER = 8
 
 @dataclass(frozen=True)
 class UnitBatch:
-    """Units that one worker merges in sequence: all on an accelerator, or none."""
+    """Units that one worker merges in sequence."""
 
     units: tuple[Unit, ...]
 
@@ -35,38 +35,25 @@ class UnitBatch:
         """Host memory of the largest unit, in bytes."""
         return max(u.host_bytes for u in self.units)
 
-    @property
-    def device(self) -> bool:
-        """True if the units compute on an accelerator."""
-        return self.units[0].device_bytes > 0
-
 
 @dataclass(frozen=True)
 class Node:
-    """One machine of a cluster in Ray's terms: cores, accelerators, bytes of memory."""
+    """One machine of a cluster in Ray's terms: cores, bytes of memory."""
 
     cpus: int
-    gpus: int
     memory: int
 
 
 @dataclass(frozen=True)
 class Offer:
-    """One worker: the memory that Ray reserves for it, in bytes, and whether it has an accelerator.
-
-    Args:
-        memory: reserved bytes.
-        process: bytes of it that the process itself needs.
-        device: whether it has an accelerator.
-    """
+    """One worker: the memory that Ray reserves for it, in bytes, and the part that the process itself needs."""
 
     memory: int
     process: int
-    device: bool = False
 
     def takes(self, batch: UnitBatch) -> bool:
         """True if the worker can merge the batch."""
-        return self.process + batch.memory <= self.memory and (self.device or not batch.device)
+        return self.process + batch.memory <= self.memory
 
 
 def unit_seconds(unit: Unit) -> float:
@@ -84,15 +71,13 @@ def make_batches(units: Sequence[Unit], workers: int, *, in_order: bool = False)
     """
     most = min(BATCH_SECONDS, sum(map(unit_seconds, units)) / max(1, workers * BATCHES_PER_WORKER))
     batches: list[list[Unit]] = []
-    latest: dict[bool, tuple[list[Unit], float]] = {}  # on accelerator or host -> units, seconds
+    total = 0.0
     for unit in units if in_order else sorted(units, key=unit_seconds, reverse=True):
-        held, seconds = latest.get(unit.device_bytes > 0, ([], 0.0))
-        seconds += unit_seconds(unit)
-        if not held or len(held) == BATCH_UNITS or seconds > most:
-            held, seconds = [], unit_seconds(unit)
-            batches.append(held)
-        held.append(unit)
-        latest[unit.device_bytes > 0] = held, seconds
+        total += unit_seconds(unit)
+        if not batches or len(batches[-1]) == BATCH_UNITS or total > most:
+            batches.append([])
+            total = unit_seconds(unit)
+        batches[-1].append(unit)
     return [UnitBatch(tuple(held)) for held in batches]
 
 
@@ -108,33 +93,23 @@ def plan_offers(nodes: Sequence[Node], units: Sequence[Unit], process: int, most
         most: maximum number of workers.
 
     Raises:
-        MergeError: no node can hold the largest unit, or has the accelerator that units need.
+        MergeError: no node can hold the largest unit.
     """
-    device = {unit.device_bytes > 0 for unit in units}
-    if True in device and not any(n.gpus for n in nodes):
-        raise MergeError(
-            "--device asks for GPUs, but no node of the Ray cluster offers one. Fix: start the nodes with 'ray start "
-            "--num-gpus', or remove --device."
-        )
     offers = [offer for node in nodes for offer in _of_node(node, units, process)]
-    for wanted in device:
-        worst = max((u for u in units if (u.device_bytes > 0) == wanted), key=lambda unit: unit.host_bytes)
-        if not any(offer.takes(UnitBatch((worst,))) for offer in offers):
-            largest = max((n.memory for n in nodes if n.cpus and (n.gpus or not wanted)), default=0)
-            raise MergeError(
-                f"No node of the Ray cluster can merge '{worst.name}': a worker for it needs one core"
-                f"{' and a GPU' * wanted} and {format_size(process + worst.host_bytes)}; the largest of "
-                f"{len(nodes)} node(s) offers {format_size(largest)}. Ray offers 70 % of a node's memory. Fix: "
-                "larger nodes, 'ray start --memory', or a higher --max-memory."
-            )
-    return sorted(offers, key=lambda offer: (offer.device, offer.memory), reverse=True)[:most]
+    worst = max(units, key=lambda unit: unit.host_bytes)
+    if not any(offer.takes(UnitBatch((worst,))) for offer in offers):
+        largest = max((n.memory for n in nodes if n.cpus), default=0)
+        raise MergeError(
+            f"No node of the Ray cluster can merge '{worst.name}': a worker for it needs one core and "
+            f"{format_size(process + worst.host_bytes)}; the largest of {len(nodes)} node(s) offers "
+            f"{format_size(largest)}. Ray offers 70 % of a node's memory. Fix: larger nodes, 'ray start --memory', or "
+            "a higher --max-memory."
+        )
+    return sorted(offers, key=lambda offer: offer.memory, reverse=True)[:most]
 
 
 def _of_node(node: Node, units: Sequence[Unit], process: int) -> list[Offer]:
-    """Workers of one node, with accelerators first."""
-    peaks, moved = [u.host_bytes for u in units], [u.device_bytes > 0 for u in units]
-    gpus = min(node.gpus, node.cpus) if any(moved) else 0
-    count = gpus if all(moved) else node.cpus
+    peaks, count = [u.host_bytes for u in units], node.cpus
     full, least = process + max(peaks), process + int(statistics.median(peaks))
     if count == 0 or node.memory < process + min(peaks):
         return []
@@ -144,4 +119,4 @@ def _of_node(node: Node, units: Sequence[Unit], process: int) -> list[Offer]:
         first = min(full, node.memory)
         others = min(count - 1, (node.memory - first) // least)
         sizes = [first] + [min(full, (node.memory - first) // others)] * others if others else [first]
-    return [Offer(size, process, device=k < gpus) for k, size in enumerate(sizes)]
+    return [Offer(size, process) for size in sizes]

@@ -114,7 +114,7 @@ def cluster_nodes() -> dict[str, Node]:
     for node in ray.nodes():
         if node["Alive"]:
             has = node["Resources"]
-            found[node["NodeID"]] = Node(int(has.get("CPU", 0)), int(has.get("GPU", 0)), int(has.get("memory", 0)))
+            found[node["NodeID"]] = Node(int(has.get("CPU", 0)), int(has.get("memory", 0)))
     return found
 
 

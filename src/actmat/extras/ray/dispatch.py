@@ -142,7 +142,6 @@ class Dispatcher:
 
         actor = ray.remote(
             num_cpus=1,
-            num_gpus=int(offer.device),
             memory=offer.memory,
             scheduling_strategy=NodeAffinitySchedulingStrategy(self._pin, soft=False) if self._pin else "SPREAD",
             concurrency_groups={CONTROL: 1},
@@ -159,12 +158,9 @@ class Dispatcher:
                 worker.pending = send(worker.handle, worker.batch)
 
     def _take(self, offer: Offer) -> UnitBatch | None:
-        """Take the next batch that a worker can merge; workers with accelerators prefer batches for them."""
-        for wanted in (True, False) if offer.device else (False,):
-            for k, batch in enumerate(self._queue):
-                if batch.device == wanted and offer.takes(batch):
-                    return self._queue.pop(k)
-        return None
+        """Take the next batch that a worker can merge."""
+        found = next((k for k, batch in enumerate(self._queue) if offer.takes(batch)), None)
+        return None if found is None else self._queue.pop(found)
 
     def _next(self, send: Send) -> Answer | None:
         """The next answer to a batch, after its worker got a new batch; None if something else happened."""
@@ -255,10 +251,9 @@ class Dispatcher:
         offer = self._workers[0].offer
         free = ray.available_resources()
         raise MergeError(
-            f"No worker started in {START_SECONDS:.0f} s. One needs 1 core{' and 1 GPU' * offer.device} and "
-            f"{format_size(offer.memory)} of memory; free in the Ray cluster: {free.get('CPU', 0):g} cores, "
-            f"{free.get('GPU', 0):g} GPUs, {format_size(free.get('memory', 0))}. Likely cause: other jobs use the "
-            "rest, or nodes are down; the same command goes on where it stopped."
+            f"No worker started in {START_SECONDS:.0f} s. One needs 1 core and {format_size(offer.memory)} of memory; "
+            f"free in the Ray cluster: {free.get('CPU', 0):g} cores, {format_size(free.get('memory', 0))}. Likely "
+            "cause: other jobs use the rest, or nodes are down; the same command goes on where it stopped."
         )
 
     def _check_processor(self, answer: Answer) -> None:

@@ -31,7 +31,7 @@ class RayExecutor:
 
     Args:
         inputs, writers: not used; workers open their own.
-        resources: maximum number of workers and memory of each node, if the user set them; `cuda` for plans with GPUs.
+        resources: maximum number of workers and memory of each node, if the user set them.
         address: see `cluster.connect`.
         workers: existing workers, which are not ended; default: as many as fit, ended after `run`.
     """
@@ -68,9 +68,9 @@ class RayExecutor:
     @staticmethod
     def device_problem(device: str) -> str | None:
         """See `Executor`."""
-        if device in ("cpu", "cuda"):
+        if device == "cpu":
             return None
-        return f"gives every worker its own GPU; found the device '{device}'. Fix: --device cuda."
+        return f"merges on CPUs only; found the device '{device}'. Fix: remove --device, or use --executor threads."
 
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
         """See `Executor`."""
@@ -134,7 +134,7 @@ class RayExecutor:
 
         def opening(offer: Offer) -> Opening:
             room = offer.memory - offer.process
-            return Opening(key, tokens, os.getcwd(), synchronous=not alone, room=room, device=offer.device)
+            return Opening(key, tokens, os.getcwd(), synchronous=not alone, room=room)
 
         self._workers.open(opening, ray.put(plain))
         self._shipped = plain
@@ -172,7 +172,7 @@ class RayExecutor:
 def _observed(item: Item, member: Member) -> Unit:
     """An item as a unit of a survey."""
     cost = item.cost
-    return Unit(((member,),), item.name, cost.read_bytes, cost.host_bytes, device_bytes=cost.device_bytes)
+    return Unit(((member,),), item.name, cost.read_bytes, cost.host_bytes)
 
 
 def _released(answer: Answer, workers: Dispatcher) -> Iterator[UnitResult]:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from actmat.engine.devices import check_device
 from actmat.engine.session import Session, SessionSpec
 from actmat.engine.survey import SurveyKey
 from actmat.engine.units import Unit
@@ -37,7 +36,6 @@ class Opening:
         directory: working directory of the driver, the base of relative paths.
         synchronous: whether writes wait for the storage.
         room: memory for a unit, in bytes.
-        device: whether this worker has the accelerator named in the spec.
     """
 
     key: str
@@ -45,7 +43,6 @@ class Opening:
     directory: str
     synchronous: bool
     room: int
-    device: bool
 
 
 @dataclass
@@ -152,9 +149,7 @@ class Worker:
         if problems := storage_problems(opening.tokens, self.where):
             raise MergeError(_UNSHARED, problems)
         _check_versions(spec, self.where)
-        if opening.device:
-            check_device(spec.device)
-        spec = dataclasses.replace(spec, room=opening.room, device=spec.device if opening.device else "cpu")
+        spec = dataclasses.replace(spec, room=opening.room)
         try:
             session = self._stack.enter_context(Session.open(spec, synchronous=opening.synchronous))
         except MergeError as error:
