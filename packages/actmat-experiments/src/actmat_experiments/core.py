@@ -7,10 +7,7 @@ from actmat.checkpoints.memory import tensor_specs
 from actmat.engine.devices import check_device
 from actmat.engine.resources import one_thread
 from actmat.extras.collect.collect import collect
-from actmat.extras.collect.data import DataOptions, make_batches
 from actmat.extras.collect.on_data import output_energy
-from actmat.extras.models.loading import load_model
-from actmat.extras.research.adamerging import AdamState, adam_step, entropy
 from actmat.foreign import in_one_line
 from actmat.layout import resolve_layout
 from actmat.layout.types import TensorLayout
@@ -21,22 +18,16 @@ from actmat.settings import RunSettings
 from actmat.statistics import Statistics, open_statistics
 
 __all__ = [
-    "AdamState",
     "Checkpoint",
-    "DataOptions",
     "MergeMethod",
     "RunSettings",
     "Statistics",
     "TensorLayout",
-    "adam_step",
     "all_methods",
     "check_device",
     "collect",
-    "entropy",
     "get_method",
     "in_one_line",
-    "load_model",
-    "make_batches",
     "make_recipe",
     "one_thread",
     "open_statistics",

@@ -15,15 +15,7 @@ from actmat.cli import flags
 from actmat.cli.flags import with_flags
 from actmat.cli.listing import BAD_INPUTS, command
 from actmat.errors import RecipeError
-from actmat_experiments.commands.own import (
-    OwnCheckpoints,
-    OwnModel,
-    OwnRun,
-    named,
-    numbered,
-    numbers,
-    shape_of,
-)
+from actmat_experiments.commands.own import OwnCheckpoints, named, numbered, numbers, shape_of
 
 app = typer.Typer(
     name="analyze",
@@ -87,23 +79,11 @@ def theorem1(
 
 
 @_analysis
-def drift(
-    demo: Demo = DEMO,
-    task: Task = "digit",
-    layer: Layers = None,
-    moments: Moments = 10,
-    *,
-    own: OwnModel,
-    run: OwnRun,
-) -> Any:
-    """Theorem 3.1's angles along a real fine-tuning run: AdamW, minibatches; a demo's expert, or your own model."""
+def drift(demo: Demo = DEMO, task: Task = "digit", layer: Layers = None, moments: Moments = 10) -> Any:
+    """Theorem 3.1's angles along the fine-tuning run of a demo's expert: AdamW, minibatches."""
     from actmat_experiments.analyses import drift as again
-    from actmat_experiments.analyses.subjects import finetune
 
-    subject = own.open()
-    with _working("fine-tuning", run.steps if subject else None) as step:
-        if subject:
-            return finetune(subject, run.settings(layer, moments), on_step=step)
+    with _working("fine-tuning", None) as step:
         return again(demo, task=task, layers=layer, n_moments=moments, on_step=step)
 
 
@@ -117,23 +97,15 @@ def trajectory(
         list[str] | None,
         typer.Option("--statistics", help="STEP=FOLDER of a saved checkpoint's Gram matrices, once per checkpoint."),
     ] = None,
-    *,
-    own: OwnModel,
-    run: OwnRun,
 ) -> Any:
     """Angles of every layer's Gram matrix with the one at the end of training; from any family's checkpoints, too."""
     from actmat_experiments.analyses import drift as again
-    from actmat_experiments.analyses.subjects import finetune
     from actmat_experiments.analyses.trajectory import KeptGrams, trajectory_of_statistics
 
     if statistics:
         return trajectory_of_statistics(numbered(statistics, "--statistics"))
-    subject = own.open()
-    with _working("fine-tuning", run.steps if subject else None) as step, KeptGrams() as kept:
-        if subject:
-            done = finetune(subject, run.settings(layer, moments), on_step=step, on_moment=kept.keep)
-        else:
-            done = again(demo, task=task, layers=layer, n_moments=moments, on_step=step, on_moment=kept.keep)
+    with _working("fine-tuning", None) as step, KeptGrams() as kept:
+        done = again(demo, task=task, layers=layer, n_moments=moments, on_step=step, on_moment=kept.keep)
         return kept.result(done.title)
 
 
@@ -172,18 +144,12 @@ def correlation(
     sizes: Annotated[str, typer.Option("--samples", help="Numbers of samples.")] = "16,64,256,900",
     permutations: Permutations = 20,
     layer: Layers = None,
-    *,
-    own: OwnModel,
 ) -> Any:
     """Correlation of the size of a token's gradient with its input, against the level of chance."""
-    from actmat_experiments.analyses import correlation as run
     from actmat_experiments.analyses.demo import demo_correlation
 
     wanted = numbers(sizes, "--samples")
     with _working("sample sizes", len(wanted)) as step:
-        if subject := own.open():
-            return run(subject.model, subject.whole, wanted, layers=layer, n_permutations=permutations,
-                       title=subject.location, on_size=step)  # fmt: skip
         return demo_correlation(
             demo, task=task, at=at, sizes=wanted, n_permutations=permutations, layers=layer, on_size=step
         )
@@ -197,17 +163,11 @@ def distribution(
     samples: Annotated[int, typer.Option("--samples", min=2, help="Samples in the batch.")] = 100,
     permutations: Permutations = 5,
     layer: Layers = None,
-    *,
-    own: OwnModel,
 ) -> Any:
     """Distribution of the absolute correlations of input products with gradient sizes, against chance."""
     from actmat_experiments.analyses.demo import demo_distribution
-    from actmat_experiments.analyses.distribution import distribution as run
 
     with _working("correlations", None):
-        if subject := own.open():
-            return run(subject.model, lambda: subject.whole(samples), samples, layers=layer,
-                       n_permutations=permutations, title=subject.location)  # fmt: skip
         return demo_distribution(demo, task=task, at=at, n_samples=samples, n_permutations=permutations, layers=layer)
 
 

@@ -1,19 +1,17 @@
-"""Flags of `actmat analyze` for the user's own models and checkpoints, and parsers of lists."""
+"""Flags of `actmat analyze` for the user's own checkpoints, and parsers of lists."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from actmat.cli import flags
 from actmat.errors import RecipeError
 
 if TYPE_CHECKING:
-    from actmat_experiments.analyses.subjects import Finetuning, Subject
     from actmat_experiments.core import Statistics as StatisticsFile
 
 
@@ -48,55 +46,6 @@ class OwnCheckpoints:
 
         with contextlib.ExitStack() as stack:
             yield self.base, experts, {n: stack.enter_context(open_statistics(p)) for n, p in places.items()}
-
-
-@dataclass(frozen=True)
-class OwnModel:
-    """A model of the user with data, in place of a demo."""
-
-    model: Annotated[
-        str | None, typer.Option("--model", help="Your own model, instead of a demo: folder or hub id.")
-    ] = None
-    data: Annotated[str | None, typer.Option("--data", help="Its data: file, folder or hub id of a data set.")] = None
-    model_class: flags.ModelClass = None
-    device: Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:N or mps.")] = "cpu"
-    split: flags.SplitOption = "train"
-    text_column: flags.TextColumn = None
-    image_column: flags.ImageColumn = None
-    target_column: flags.TargetColumn = None
-    label_column: Annotated[str | None, typer.Option("--label-column", help="Column of class labels.")] = None
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Number of samples to read.")] = 256
-    batch_size: flags.BatchSize = 8
-    max_length: flags.MaxLength = 512
-
-    def open(self) -> Subject | None:
-        """The model with its data; None where none is given, which means a demo."""
-        if (self.model is None) != (self.data is None):
-            raise RecipeError(f"Your own model needs --model and --data; got model {self.model} and data {self.data}.")
-        if self.model is None or self.data is None:
-            return None
-        from actmat_experiments.analyses.subjects import open_subject
-        from actmat_experiments.core import DataOptions
-
-        given = asdict(self)
-        for other in ("model", "data", "model_class", "device"):
-            del given[other]
-        data = DataOptions(self.data, max_samples=given.pop("limit"), **given)
-        return open_subject(self.model, data, model_class=self.model_class, device=self.device)
-
-
-@dataclass(frozen=True)
-class OwnRun:
-    """Fine-tuning of a model of the user."""
-
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of AdamW on your own model.")] = 100
-    rate: Annotated[float, typer.Option("--rate", help="Its constant rate.")] = 1e-5
-
-    def settings(self, layers: list[str] | None, n_moments: int) -> Finetuning:
-        """Of the run."""
-        from actmat_experiments.analyses.subjects import Finetuning
-
-        return Finetuning(self.steps, self.rate, layers, n_moments)
 
 
 def named(given: list[str] | None, flag: str) -> dict[str, str]:
