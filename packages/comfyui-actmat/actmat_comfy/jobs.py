@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 import actmat
-from actmat.diagnostics.model import Diagnosis
 from actmat.errors import RecipeError
 from actmat.progress import Progress
 from actmat.run import MergeReport
@@ -26,9 +25,6 @@ from .stacks import Expert, Lora, expert_names
 
 LAYOUTS = ("same", "kohya", "diffusers", "comfy")
 """Layouts of tensor names in a LoRA file; `same`: as in the merged files."""
-
-STRENGTHS = ("scale", "weights")
-"""Meaning of a stack's strengths: factors of the deltas, as in ComfyUI, or weights of the method."""
 
 KEPT = 8
 """Maximum number of merged LoRA files kept in ComfyUI's temporary directory."""
@@ -50,21 +46,16 @@ class LoraJob:
         loras: at least one.
         settings: recipe fields: method, options, scale.
         rank: rank of the result; 0: exact.
-        strengths: one of `STRENGTHS`.
     """
 
     loras: tuple[Lora, ...]
     settings: Mapping[str, Any]
     rank: int = 0
-    strengths: str = STRENGTHS[0]
 
     @contextlib.contextmanager
     def experts(self, folder: Path) -> Iterator[list[dict[str, Any]]]:
         """Yield the recipe's experts; scaled copies are in `folder` until the context ends."""
         names = expert_names([lora.name for lora in self.loras])
-        if self.strengths == "weights":
-            yield [{"path": str(x.file), "name": n, "weight": x.weight} for x, n in zip(self.loras, names, strict=True)]
-            return
         with at_strength(self.loras, folder) as files:
             yield [{"path": str(file), "name": n} for file, n in zip(files, names, strict=True)]
 
@@ -154,12 +145,6 @@ def run_merge(out: Path, progress: Progress, **fields: Any) -> MergeReport:
     out.parent.mkdir(parents=True, exist_ok=True)
     with torch.inference_mode(False), torch.no_grad():
         return actmat.merge(out=out, progress=progress, durable=False, **fields)
-
-
-def run_diagnosis(job: LoraJob, folder: Path, progress: Progress) -> Diagnosis:
-    """Measure the effect of a job's merge on every module; `folder` holds temporary scaled copies."""
-    with job.experts(folder) as experts, torch.inference_mode(False), torch.no_grad():
-        return actmat.diagnose(None, experts, progress=progress, **job.fields("same"))
 
 
 def merged_file(out: Path, report: MergeReport, inputs: Iterable[str]) -> Merged:

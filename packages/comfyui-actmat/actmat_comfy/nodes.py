@@ -9,12 +9,11 @@ from typing import Any
 import folder_paths
 from comfy_api.latest import ComfyExtension, io, ui
 
-from actmat.errors import MergeError, RecipeError
+from actmat.errors import MergeError
 from actmat.methods import all_methods
 
 from . import host, jobs
 from .files import Watched, stamp
-from .report import conflict_text
 from .stacks import Expert, read_loras, read_options
 
 CATEGORY = "actmat"
@@ -45,14 +44,6 @@ def _method_inputs(*, of_adapters: bool) -> list[Any]:
     ]
 
 
-def _strengths_input() -> Any:
-    about = (
-        "scale: each LoRA is scaled by its strength, as in ComfyUI. weights: the strengths are the method's weights; "
-        "for average and the actmat family they set the relative importance, not the size."
-    )
-    return io.Combo.Input("strengths", options=list(jobs.STRENGTHS), default=jobs.STRENGTHS[0], tooltip=about)
-
-
 def _options_input() -> Any:
     return io.String.Input("options", default="", multiline=True, optional=True, tooltip=_OPTIONS)
 
@@ -61,8 +52,8 @@ def _settings(method: str, scale: float, options: str | None) -> dict[str, Any]:
     return {"method": method, "scale": scale, "options": read_options(options or "")}
 
 
-def _job(stack: Any, settings: dict[str, Any], strengths: str, rank: int = 0) -> jobs.LoraJob:
-    job = jobs.LoraJob(read_loras(stack, host.find_lora), settings, rank, strengths)
+def _job(stack: Any, settings: dict[str, Any], rank: int = 0) -> jobs.LoraJob:
+    job = jobs.LoraJob(read_loras(stack, host.find_lora), settings, rank)
     watched.add(lora.file for lora in job.loras)
     return job
 
@@ -125,7 +116,6 @@ class ActmatMergeLoras(io.ComfyNode):  # type: ignore[misc]
                 LoraStack.Input("lora_stack"),
                 *_method_inputs(of_adapters=True),
                 io.Int.Input("rank", default=0, min=0, max=4096, tooltip="Rank of the merged LoRA; 0: exact."),
-                _strengths_input(),
                 io.Model.Input("model", optional=True),
                 io.Clip.Input("clip", optional=True),
                 _options_input(),
@@ -145,11 +135,11 @@ class ActmatMergeLoras(io.ComfyNode):  # type: ignore[misc]
 
     @classmethod
     def execute(
-        cls, lora_stack: Any, method: str, scale: float, rank: int, strengths: str, model: Any = None,
-        clip: Any = None, options: str | None = "",
+        cls, lora_stack: Any, method: str, scale: float, rank: int, model: Any = None, clip: Any = None,
+        options: str | None = "",
     ) -> Any:  # fmt: skip
         """Merge, or reuse the merged file of an earlier run, and apply it."""
-        job = _job(lora_stack, _settings(method, scale, options), strengths, rank)
+        job = _job(lora_stack, _settings(method, scale, options), rank)
         if not job.loras:
             return io.NodeOutput(model, clip, job, "No LoRA in the stack: model and CLIP are unchanged.")
         found = merged.get(job, "same", host.ComfyProgress())
@@ -195,42 +185,6 @@ class ActmatSaveLora(io.ComfyNode):  # type: ignore[misc]
         jobs.publish(found.file, target, keep=True)
         jobs.write_record(target.with_suffix(".actmat.json"), merged_lora, found.manifest)
         return io.NodeOutput(name, str(target), ui=ui.PreviewText(f"saved {name}\n{found.summary}"))
-
-
-class ActmatConflictReport(io.ComfyNode):  # type: ignore[misc]
-    """Node that reports conflicts between the LoRA files of a stack as text."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        """Declare inputs and outputs."""
-        return io.Schema(
-            node_id="ActmatConflictReport",
-            display_name="LoRA Conflicts (actmat)",
-            category=CATEGORY,
-            description="Measures how much the LoRA files of a stack contradict each other. Writes no file.",
-            is_output_node=True,
-            inputs=[
-                LoraStack.Input("lora_stack"),
-                *_method_inputs(of_adapters=True),
-                _strengths_input(),
-                _options_input(),
-            ],
-            outputs=[io.String.Output("report", display_name="report")],
-        )
-
-    @classmethod
-    def fingerprint_inputs(cls, **inputs: Any) -> int:
-        """A number that increases when one of the files has changed."""
-        return watched.number()
-
-    @classmethod
-    def execute(cls, lora_stack: Any, method: str, scale: float, strengths: str, options: str | None = "") -> Any:
-        """Measure the merge."""
-        job = _job(lora_stack, _settings(method, scale, options), strengths)
-        if len(job.loras) < 2:
-            raise RecipeError(f"A conflict report needs at least two LoRA files; the stack has {len(job.loras)}.")
-        text = conflict_text(jobs.run_diagnosis(job, host.temporary_folder() / "inputs", host.ComfyProgress()))
-        return io.NodeOutput(text, ui=ui.PreviewText(text))
 
 
 class ActmatCheckpointStack(io.ComfyNode):  # type: ignore[misc]
@@ -354,7 +308,6 @@ class ActmatExtension(ComfyExtension):  # type: ignore[misc]
             ActmatLoraStack,
             ActmatMergeLoras,
             ActmatSaveLora,
-            ActmatConflictReport,
             ActmatCheckpointStack,
             ActmatMergeCheckpoints,
             ActmatLoadCheckpoint,

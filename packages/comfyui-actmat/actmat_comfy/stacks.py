@@ -28,13 +28,6 @@ class Lora:
     model: float
     clip: float
 
-    @property
-    def weight(self) -> float | list[dict[str, Any]]:
-        """The strengths as an expert's weight in a recipe."""
-        if self.model == self.clip:
-            return self.model
-        return [{"match": f"re:{TEXT_ENCODER}.*", "value": self.clip}, {"value": self.model}]
-
     def strength_of(self, tensor: str) -> float:
         """Strength of a tensor or module of the file."""
         return self.clip if is_text(tensor) else self.model

@@ -62,11 +62,10 @@ def two(comfy: Any) -> Any:
 STACK = [("ink.safetensors", 0.8, 0.25), ("None", 1.0, 1.0), ("oil.safetensors", -0.5, 0.5)]
 
 
-@pytest.mark.parametrize("strengths", ["scale", "weights"])
-def test_a_stack_is_merged_exactly_and_applied(two: Any, strengths: str) -> None:
+def test_a_stack_is_merged_exactly_and_applied(two: Any) -> None:
     stack = list(STACK)
     model, clip = parts(two)
-    out = two.nodes.ActmatMergeLoras.execute(stack, rank=0, strengths=strengths, model=model, clip=clip, **CONTRACT)
+    out = two.nodes.ActmatMergeLoras.execute(stack, rank=0, model=model, clip=clip, **CONTRACT)
     new_model, new_clip, job, summary = out.args
     ink, oil = (two.folder("loras") / f"{n}.safetensors" for n in ("ink", "oil"))
     assert error(new_model.weights[UNET], 0.8 * delta(ink, UNET) - 0.5 * delta(oil, UNET)) < F32_ELEMENTWISE
@@ -80,19 +79,16 @@ def test_a_stack_is_merged_exactly_and_applied(two: Any, strengths: str) -> None
 
 
 def test_a_method_without_weights_takes_strengths_as_scale(two: Any) -> None:
-    args = {"method": "dc_merge", "scale": 1.0, "rank": 0, "options": ""}
     model, _ = parts(two)
-    found = two.nodes.ActmatMergeLoras.execute(STACK, strengths="scale", model=model, **args)
+    found = two.nodes.ActmatMergeLoras.execute(STACK, "dc_merge", 1.0, 0, model=model)
     assert found.args[0].weights[UNET].any()
     assert found.args[1] is None
-    with pytest.raises(MergeError, match="takes no weights"):
-        two.nodes.ActmatMergeLoras.execute(STACK, strengths="weights", model=model, **args)
 
 
 def test_strength_zero_of_clip_leaves_its_modules_out(two: Any) -> None:
     model, clip = parts(two)
     stack = [("ink.safetensors", 1.0, 0.0)]
-    out = two.nodes.ActmatMergeLoras.execute(stack, rank=0, strengths="scale", model=model, clip=clip, **CONTRACT)
+    out = two.nodes.ActmatMergeLoras.execute(stack, rank=0, model=model, clip=clip, **CONTRACT)
     assert error(out.args[0].weights[UNET], delta(two.folder("loras") / "ink.safetensors", UNET)) < F32_ELEMENTWISE
     assert not out.args[1].weights[TEXT].any()
 
@@ -103,9 +99,7 @@ def test_a_file_without_alpha_is_scaled_as_well(comfy: Any, dtype: torch.dtype, 
     rng = torch.Generator().manual_seed(5)
     a, b = torch.randn((3, SIZE), generator=rng).to(dtype), torch.randn((SIZE, 3), generator=rng).to(dtype)
     save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, comfy.folder("loras") / "d.safetensors")
-    job = comfy.nodes._job(
-        [("d.safetensors", 0.3, 1.0)], comfy.nodes._settings("task_arithmetic", 1.0, "scaling=1"), "scale"
-    )
+    job = comfy.nodes._job([("d.safetensors", 0.3, 1.0)], comfy.nodes._settings("task_arithmetic", 1.0, "scaling=1"))
     file = comfy.nodes.merged.get(job, "same", comfy.host.ComfyProgress()).file
     stored = load_file(file)
     found = stored[f"{name}.lora_B.weight"].double() @ stored[f"{name}.lora_A.weight"].double()
@@ -114,7 +108,7 @@ def test_a_file_without_alpha_is_scaled_as_well(comfy: Any, dtype: torch.dtype, 
 
 def test_a_merge_is_kept_by_the_contents_of_its_files(two: Any) -> None:
     def run(**changed: Any) -> Path:
-        args = {"rank": 0, "strengths": "scale"} | CONTRACT | changed
+        args = {"rank": 0} | CONTRACT | changed
         job = two.nodes.ActmatMergeLoras.execute(STACK, **args).args[2]
         file: Path = two.nodes.merged.get(job, "same", two.host.ComfyProgress()).file
         return file
@@ -124,7 +118,7 @@ def test_a_merge_is_kept_by_the_contents_of_its_files(two: Any) -> None:
     assert len(two.steps) == steps, "nothing was merged again"
     before = two.nodes.ActmatMergeLoras.fingerprint_inputs()
     assert two.nodes.ActmatMergeLoras.fingerprint_inputs() == before
-    assert len({first, run(scale=0.5), run(rank=1), run(options="scaling=0.9"), run(strengths="weights")}) == 5
+    assert len({first, run(scale=0.5), run(rank=1), run(options="scaling=0.9")}) == 4
     save_lora(two.folder("loras") / "ink.safetensors", 3)
     assert two.nodes.ActmatMergeLoras.fingerprint_inputs() == before + 1
     assert run() != first
@@ -138,7 +132,7 @@ def test_a_merge_is_kept_by_the_contents_of_its_files(two: Any) -> None:
 def test_an_interrupted_merge_goes_on(two: Any, kind: str) -> None:
     two.interruption = vars(sys.modules[type(two).__module__])[kind]
     two.interrupt_at = 1  # after the step that stands for what was taken over
-    args = {"rank": 0, "strengths": "scale"} | CONTRACT
+    args = {"rank": 0} | CONTRACT
     with pytest.raises(two.interruption):  # ComfyUI knows its own exception only
         two.nodes.ActmatMergeLoras.execute(STACK, **args)
     model, _ = parts(two)
@@ -147,7 +141,7 @@ def test_an_interrupted_merge_goes_on(two: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("layout", ["same", "kohya", "diffusers"])
 def test_a_merged_lora_is_saved_and_overwrites_nothing(two: Any, layout: str) -> None:
-    job = two.nodes.ActmatMergeLoras.execute(STACK, rank=0, strengths="scale", **CONTRACT).args[2]
+    job = two.nodes.ActmatMergeLoras.execute(STACK, rank=0, **CONTRACT).args[2]
     saved = [two.nodes.ActmatSaveLora.execute(job, "merged/x", layout) for _ in range(2)]
     assert [s.args[0] for s in saved] == ["merged/x_00001_.safetensors", "merged/x_00002_.safetensors"]
     file = Path(saved[0].args[1])
@@ -162,24 +156,9 @@ def test_a_merged_lora_is_saved_and_overwrites_nothing(two: Any, layout: str) ->
         two.nodes.ActmatSaveLora.execute(job, "../../x", layout)
 
 
-def test_conflicts_are_a_text(two: Any) -> None:
-    save_lora(two.folder("loras") / "ink2.safetensors", 1)
-    stack = [("ink.safetensors", 1.0, 1.0), ("ink2.safetensors", 1.0, 1.0), ("oil.safetensors", 1.0, 1.0)]
-    out = two.nodes.ActmatConflictReport.execute(stack, "tsv", 1.0, "scale")
-    (text,) = out.args
-    assert out.ui.as_dict()["text"] == (text,)
-    pairs = {line.split("  ")[0]: line.split()[3:] for line in text.splitlines() if " + " in line}
-    assert set(pairs) == {"ink + ink2", "ink + oil", "ink2 + oil"}
-    assert (float(pairs["ink + ink2"][0]), float(pairs["ink + ink2"][1])) == pytest.approx((1.0, 1.0), abs=1e-3)
-    assert abs(float(pairs["ink + oil"][0])) < 0.5
-    assert TEXT in text
-    with pytest.raises(MergeError, match="has 1"):
-        two.nodes.ActmatConflictReport.execute(stack[:1], "tsv", 1.0, "scale")
-
-
 def test_an_empty_stack_changes_nothing_and_cannot_be_saved(two: Any) -> None:
     model, clip = parts(two)
-    out = two.nodes.ActmatMergeLoras.execute([("ink.safetensors", 0.0, 0.0)], rank=0, strengths="scale", model=model,
+    out = two.nodes.ActmatMergeLoras.execute([("ink.safetensors", 0.0, 0.0)], rank=0, model=model,
                                              clip=clip, **CONTRACT)  # fmt: skip
     assert out.args[:2] == (model, clip)
     assert "unchanged" in out.args[3]
@@ -191,7 +170,7 @@ def test_a_lora_of_another_model_is_refused(two: Any) -> None:
     model, _ = parts(two)
     model.weights = {"lora_unet_other": torch.zeros(2, 2)}
     with pytest.raises(MergeError, match="accepts no module of the merged LoRA"):
-        two.nodes.ActmatMergeLoras.execute(STACK, rank=0, strengths="scale", model=model, **CONTRACT)
+        two.nodes.ActmatMergeLoras.execute(STACK, rank=0, model=model, **CONTRACT)
 
 
 def test_names_that_comfyui_does_not_know_are_translated(comfy: Any) -> None:
@@ -202,7 +181,7 @@ def test_names_that_comfyui_does_not_know_are_translated(comfy: Any) -> None:
     model, _ = parts(comfy)
     name = "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q"
     model.weights = {name: torch.zeros(320, 320).double()}
-    out = comfy.nodes.ActmatMergeLoras.execute([("d.safetensors", 0.5, 1.0)], rank=0, strengths="scale", model=model,
+    out = comfy.nodes.ActmatMergeLoras.execute([("d.safetensors", 0.5, 1.0)], rank=0, model=model,
                                                **CONTRACT)  # fmt: skip
     assert error(out.args[0].weights[name], 0.5 * (b.double() @ a.double())) < F32_ELEMENTWISE
     assert "applied with ComfyUI's names; its loader does not know 1" in out.args[3]
@@ -214,7 +193,7 @@ def test_a_layout_without_names_for_the_modules_is_refused(two: Any) -> None:
     for name in ("ink", "oil"):
         file = two.folder("loras") / f"{name}.safetensors"
         save_file({n.replace(UNET, "lora_unet_glow_knot"): t for n, t in load_file(file).items()}, file)
-    job = two.nodes.ActmatMergeLoras.execute(STACK, rank=0, strengths="scale", **CONTRACT).args[2]
+    job = two.nodes.ActmatMergeLoras.execute(STACK, rank=0, **CONTRACT).args[2]
     with pytest.raises(MergeError, match="lora_unet_glow_knot"):
         two.nodes.ActmatSaveLora.execute(job, "x", "diffusers")
 
@@ -232,13 +211,13 @@ def test_a_layout_without_names_for_the_modules_is_refused(two: Any) -> None:
 )
 def test_wrong_stacks_are_refused_by_row(two: Any, stack: Any, message: str) -> None:
     with pytest.raises(MergeError, match=message):
-        two.nodes.ActmatMergeLoras.execute(stack, rank=0, strengths="scale", **CONTRACT)
+        two.nodes.ActmatMergeLoras.execute(stack, rank=0, **CONTRACT)
 
 
 @pytest.mark.parametrize("text", ["density", "=3", "a=1\na=2"])
 def test_wrong_options_are_refused(two: Any, text: str) -> None:
     with pytest.raises(MergeError, match="one name=value per line"):
-        two.nodes.ActmatMergeLoras.execute(STACK, "ties", 1.0, 0, "scale", options=text)
+        two.nodes.ActmatMergeLoras.execute(STACK, "ties", 1.0, 0, options=text)
 
 
 def test_the_stack_node_appends(two: Any) -> None:
@@ -311,7 +290,7 @@ def load_as_comfyui() -> Any:
 def test_comfyui_finds_all_nodes(comfy: Any) -> None:
     extension = asyncio.run(load_as_comfyui().comfy_entrypoint())
     found = [node.define_schema() for node in asyncio.run(extension.get_node_list())]
-    assert len({s.node_id for s in found}) == 7
+    assert len({s.node_id for s in found}) == 6
     assert all(s.node_id.startswith("Actmat") and s.description and s.category == "actmat" for s in found)
     methods = {s.node_id: next((i.about["options"] for i in s.inputs if i.id == "method"), []) for s in found}
     assert {"auto", "task_arithmetic", "tsv", "ties"} <= set(methods["ActmatMergeLoras"])
@@ -341,7 +320,7 @@ def test_the_example_workflow_fits_the_nodes(comfy: Any) -> None:
     flow = json.loads(file.read_text())
     nodes = {n["id"]: n for n in flow["nodes"]}
     own = [n for n in flow["nodes"] if n["type"].startswith("Actmat")]
-    assert {"ActmatLoraStack", "ActmatMergeLoras", "ActmatSaveLora", "ActmatConflictReport"} <= {n["type"] for n in own}
+    assert {"ActmatLoraStack", "ActmatMergeLoras", "ActmatSaveLora"} <= {n["type"] for n in own}
     for node in own:
         schema = schemas[node["type"]]
         sockets = [i for i in schema.inputs if i.io_type not in ("COMBO", "FLOAT", "INT", "STRING", "BOOLEAN")]
