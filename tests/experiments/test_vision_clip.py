@@ -18,6 +18,7 @@ from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.heads import ClipHead, load_head
 from actmat_experiments.harness.models import read_tensors
 from actmat_experiments.harness.progress import Watch, placed
+from actmat_experiments.harness.report import show
 from actmat_experiments.harness.results import read_scores
 from actmat_experiments.harness.suite import score_file
 from actmat_experiments.suites import RunRequest, TableRequest
@@ -86,7 +87,7 @@ def test_every_stage_runs_and_is_scored(finished):
 def test_the_table_puts_the_papers_figures_beside(finished):
     console = Console(width=80)
     with console.capture() as capture:
-        suite.table(TableRequest("vision", finished.cache, console=console))
+        show(TableRequest("vision", finished.cache, console=console))
     text = capture.get()
     row = next(line for line in text.splitlines() if line.split()[:1] == ["actmat"])
     assert "82.9" in row.split()

@@ -51,13 +51,11 @@ class TableRequest:
 
     Args:
         cache: folder that `run` has filled.
-        figures: folder for figures; None: no figures.
     """
 
     suite: str
     cache: Path
     markdown: bool = False
-    figures: Path | None = None
     console: Console | None = None
 
 

@@ -103,7 +103,6 @@ def table(
     suite: SuiteName,
     cache: CacheFolder = _CACHE,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a terminal table.")] = False,
-    figures: Annotated[Path | None, typer.Option("--figures", help="Draw the figures into this folder.")] = None,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
@@ -115,14 +114,14 @@ def table(
         raise typer.BadParameter("give --json or --markdown, not both")
     found = get_suite(suite)
     shown = SafeConsole(quiet=True) if json or quiet else console
-    request = TableRequest(suite=suite, cache=cache, markdown=markdown, figures=figures, console=shown)
+    request = TableRequest(suite=suite, cache=cache, markdown=markdown, console=shown)
     if json:
         from actmat.cli.screen import print_result
         from actmat_experiments.harness.report import stored_scores
 
         scores = [asdict(score) for score in stored_scores(request)]
         print_result("experiment", {"suite": suite, "scores": scores})
-    if figures is not None or not json:
+    else:
         found.table(request)
 
 

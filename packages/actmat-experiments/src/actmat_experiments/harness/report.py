@@ -92,8 +92,8 @@ def balanced(scores: Sequence[Score], task: str) -> dict[str, float]:
     return {method: sum(values) / len(values) for method, values in found.items()}
 
 
-def show(request: TableRequest, skewed: Sequence[str] = ()) -> list[Score]:
-    """Print the tables of all models and regimes that have scores; returns the scores.
+def show(request: TableRequest, skewed: Sequence[str] = ()) -> None:
+    """Print the tables of all models and regimes that have scores.
 
     Args:
         skewed: tasks with one frequent answer; their balanced accuracy is shown, too.
@@ -114,7 +114,6 @@ def show(request: TableRequest, skewed: Sequence[str] = ()) -> list[Score]:
     if any(s.model for s in scores):
         for note in NOTES.get(request.suite, ()):
             console.print(f"note: {note}", markup=False, highlight=False)
-    return scores
 
 
 def _show_one(request: TableRequest, console: Console, own: Sequence[Score], skewed: Sequence[str]) -> None:

@@ -271,10 +271,8 @@ def table(request: TableRequest) -> list[Line]:
     """The paper's table from the latest settings in the cache.
 
     Raises:
-        RecipeError: nothing has been run with this cache, or figures are asked for.
+        RecipeError: nothing has been run with this cache.
     """
-    if request.figures is not None:
-        raise RecipeError(f"The suite {NAME} has tables alone: leave out --figures.")
     scores = stored_scores(request)
     scores = [s for s in scores if s.settings == scores[-1].settings]
     console = request.console or Console(quiet=True)

@@ -19,7 +19,7 @@ from actmat_experiments.harness.results import Regime
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import run_experiments
 from actmat_experiments.harness.training import Schedule
-from actmat_experiments.suites import RunRequest, TableRequest
+from actmat_experiments.suites import RunRequest
 from actmat_experiments.vision.backbones import PLAIN_SCALE, Backbone, features
 from actmat_experiments.vision.experiment import Vision, common
 from actmat_experiments.vision.images import ImageTask, Limits, local_task, prepare_task
@@ -79,13 +79,6 @@ def run(request: RunRequest) -> None:
         CheckpointError: the folder lacks a task.
     """
     run_experiments(request, experiments, len(request.tasks or TASKS))
-
-
-def table(request: TableRequest) -> None:
-    """See `suites.Suite`."""
-    from actmat_experiments.vision.figures import show_and_draw
-
-    show_and_draw(request)
 
 
 def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:

@@ -13,7 +13,7 @@ from actmat_experiments.harness.results import REGIMES, Part, Regime
 from actmat_experiments.harness.settings import changed
 from actmat_experiments.harness.suite import run_experiments
 from actmat_experiments.harness.training import Precision, Schedule
-from actmat_experiments.suites import RunRequest, TableRequest
+from actmat_experiments.suites import RunRequest
 from actmat_experiments.vision.backbones import CLIP_SCALE, Backbone
 from actmat_experiments.vision.clip import ClipTask, clip_base, clip_head, clip_tasks, public_expert
 from actmat_experiments.vision.experiment import Vision, common
@@ -73,13 +73,6 @@ def run(request: RunRequest) -> None:
         CheckpointError: data or a model cannot be had.
     """
     run_experiments(request, experiments, len(clip_tasks(request.tasks)))
-
-
-def table(request: TableRequest) -> None:
-    """See `suites.Suite`."""
-    from actmat_experiments.vision.figures import show_and_draw
-
-    show_and_draw(request)
 
 
 def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:
