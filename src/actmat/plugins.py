@@ -12,7 +12,6 @@ actmat.codecs     `checkpoints.codecs.base.Codec`
 actmat.commands   a command of another distribution: a function, or a `typer.Typer`
 actmat.executors  `engine.executors.base.ExecutorFactory`
 actmat.experts    `experts.base.Family`; `reader.NAME`: `experts.changes.base.Reader`, a family in PEFT's folders;
-                  `conversion.NAME`: `experts.base.Conversion`, a checkpoint read in the layout of its base;
                   `layout.NAME`: `experts.locate.ConvertLayout`, an adapter with the names of another tool
 actmat.formats    `checkpoints.source.Format`; `view.NAME`: `checkpoints.resolve.View`, a checkpoint made of others
 actmat.methods    `methods.MergeMethod`

@@ -1,22 +1,18 @@
 """Tensors whose rows are rows of other tensors: one checkpoint read in the layout of another, without a copy.
 
 Packed projections that the other layout stores apart, halves in another order and renamed tensors are all ranges of
-rows; a matrix that the other layout stores transposed is read whole.
+rows.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
-import torch
-from torch import Tensor
-
 from actmat.checkpoints.base import Checkpoint, TensorSpec
-from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.view import CheckpointView
 
 
@@ -31,13 +27,12 @@ class RowRange:
 
 @dataclass(frozen=True, slots=True)
 class TensorRows:
-    """A tensor made of ranges of rows, in order; `transposed`: rows of the transpose of the one matrix named.
+    """A tensor made of ranges of rows, in order.
 
     `columns`: entries of a row in a stack, where one index of the first axis holds several rows.
     """
 
     ranges: tuple[RowRange, ...]
-    transposed: bool = False
     columns: int = 0
 
 
@@ -68,9 +63,6 @@ class RowsCheckpoint(CheckpointView):
         parts = self.rows.get(spec.name)
         if parts is None:
             self.inner.read_into(spec.name, start, out)
-        elif parts.transposed:
-            whole = self.inner.read(parts.ranges[0].name).reshape(spec.shape[::-1]).mT.contiguous()
-            out[:] = raw_bytes(whole)[start : start + len(out)]
         else:
             self._read_rows(parts, start, out)
 
@@ -94,43 +86,3 @@ class RowsCheckpoint(CheckpointView):
             self.inner.read_into(one.name, one.start * width + inside, out[done : done + size])
             done += size
             k += 1
-
-
-def numbered_rows(specs: Mapping[str, TensorSpec]) -> tuple[dict[str, Tensor], list[str], list[int]]:
-    """Stand-ins of tensors that hold, in one entry per row, the number of that row among all rows of all tensors.
-
-    Functions that rename, split, join and reorder tensors by rows can be run on them; `ranges_of` reads the result.
-
-    Returns:
-        The stand-ins (`rows 1 ... 1`), the names in order, and the number of the first row of each.
-    """
-    out: dict[str, Tensor] = {}
-    starts: list[int] = []
-    position = 0
-    for name, spec in specs.items():
-        count = spec.shape[0] if spec.shape else 1
-        numbers = torch.arange(position, position + count)
-        out[name] = numbers.reshape((count, *(1,) * (len(spec.shape) - 1)) if spec.shape else ())
-        starts.append(position)
-        position += count
-    return out, list(specs), starts
-
-
-def ranges_of(found: Tensor, names: Sequence[str], starts: Sequence[int]) -> tuple[RowRange, ...]:
-    """The ranges of rows that a stand-in holds.
-
-    >>> ranges_of(torch.tensor([4, 5, 0, 1]), ["a", "b"], [0, 3])
-    (RowRange(name='b', start=1, stop=3), RowRange(name='a', start=0, stop=2))
-    """
-    numbers = found.flatten()
-    breaks = (numbers[1:] != numbers[:-1] + 1).nonzero().flatten() + 1
-    out = []
-    for part in torch.tensor_split(numbers, breaks):
-        first, count = int(part[0]), int(part.numel())
-        while count:  # rows of neighboring tensors may follow each other
-            k = bisect_right(starts, first) - 1
-            end = starts[k + 1] if k + 1 < len(starts) else first + count
-            size = min(count, end - first)
-            out.append(RowRange(names[k], first - starts[k], first - starts[k] + size))
-            first, count = first + size, count - size
-    return tuple(out)

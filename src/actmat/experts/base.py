@@ -120,11 +120,6 @@ class Expert(abc.ABC):
         """Parsed `config.json` of a full model, else None."""
         return None
 
-    @property
-    def lacks(self) -> Mapping[str, str]:
-        """Tensors of the base that this sort of expert cannot have, and why; they are copied from the base."""
-        return {}
-
     @abc.abstractmethod
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of every weight file, for fingerprints; reads no tensor."""
@@ -218,20 +213,6 @@ class AdapterFamily:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
-    """Full checkpoints read in the layout of their base, a plug-in of the group `actmat.experts`, `conversion.NAME`.
-
-    Args:
-        applies: `applies(checkpoint, base)` is true for two layouts of one model.
-        open: `open(checkpoint, base, owns_base)` gives the expert, with the layout of the base. It closes the base if
-            it owns it.
-    """
-
-    applies: Callable[[Checkpoint, Checkpoint], bool]
-    open: Callable[[Checkpoint, Checkpoint, bool], Expert]
-
-
-@dataclass(frozen=True, slots=True)
 class AdapterHandle:
     """Address from which `locate.open_handle` opens an adapter again, also in another process. Plain data.
 
@@ -254,12 +235,11 @@ class AdapterHandle:
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertedHandle:
-    """Address of a full checkpoint that is read in the layout of the base."""
+class RestackedHandle:
+    """Address of a full checkpoint whose experts of a mixture are read as the base stores them."""
 
     checkpoint: CheckpointHandle
     base: CheckpointHandle
-    conversion: Conversion
 
     @property
     def address(self) -> str:
@@ -267,5 +247,5 @@ class ConvertedHandle:
         return self.checkpoint.address
 
 
-ExpertHandle: TypeAlias = CheckpointHandle | AdapterHandle | ConvertedHandle
+ExpertHandle: TypeAlias = CheckpointHandle | AdapterHandle | RestackedHandle
 """Address of an expert: that of a checkpoint for a full one."""

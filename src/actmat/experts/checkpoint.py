@@ -11,7 +11,7 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint, FileIdentity
 from actmat.checkpoints.rows import RowsCheckpoint
 from actmat.checkpoints.side_files import ModelFiles, SideFiles
-from actmat.experts.base import Conversion, ConvertedHandle, DeltaSource, Expert, ExpertHandle
+from actmat.experts.base import DeltaSource, Expert, ExpertHandle, RestackedHandle
 
 
 class CheckpointExpert(Expert):
@@ -84,38 +84,22 @@ class CheckpointExpert(Expert):
         self.checkpoint.close()
 
 
-class ConvertedExpert(CheckpointExpert):
+class RestackedExpert(CheckpointExpert):
     """A full checkpoint that is read in the base's layout.
 
     Args:
         checkpoint: in the base's layout, closed with this.
         base: the base.
-        lacks: tensors of the base without a counterpart, and why.
-        conversion: opens it again.
         owns: close the base too.
     """
 
-    def __init__(
-        self,
-        checkpoint: RowsCheckpoint,
-        base: Checkpoint,
-        lacks: Mapping[str, str],
-        conversion: Conversion,
-        *,
-        owns: bool,
-    ) -> None:
+    def __init__(self, checkpoint: RowsCheckpoint, base: Checkpoint, *, owns: bool) -> None:
         super().__init__(checkpoint)
-        self._lacks, self._conversion = dict(lacks), conversion
         self._stored, self._base, self._owns = checkpoint.inner, base, owns
 
-    @property
-    def lacks(self) -> Mapping[str, str]:
-        """Tensors of the base without a counterpart."""
-        return self._lacks
-
-    def handle(self) -> ConvertedHandle:
+    def handle(self) -> RestackedHandle:
         """Addresses of the expert and of the base."""
-        return ConvertedHandle(self._stored.handle(), self._base.handle(), self._conversion)
+        return RestackedHandle(self._stored.handle(), self._base.handle())
 
     def close(self) -> None:
         """Close the checkpoint, and the base if it is its own."""

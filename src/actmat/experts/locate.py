@@ -23,7 +23,7 @@ from actmat.checkpoints.resolve import find_source, is_composed, open_checkpoint
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.checkpoints.source import LocalSource, Source
 from actmat.errors import CheckpointError, MergeError
-from actmat.experts.base import AdapterFamily, AdapterHandle, ConvertedHandle, Expert, ExpertHandle
+from actmat.experts.base import AdapterFamily, AdapterHandle, Expert, ExpertHandle, RestackedHandle
 from actmat.experts.candidate import Candidate
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.convert import convert
@@ -33,6 +33,7 @@ from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.experts.lora.names import first_factor, foreign_writer, holds_factors
 from actmat.experts.peft import PEFT
+from actmat.experts.restacked import open_restacked
 from actmat.layout.ties import check_absent, is_output_head, is_token_table
 
 GROUP: Final = "actmat.experts"
@@ -319,9 +320,9 @@ def open_handle(handle: ExpertHandle) -> Expert:
     """
     if isinstance(handle, CheckpointHandle):
         return CheckpointExpert(open_checkpoint_handle(handle))
-    if isinstance(handle, ConvertedHandle):
+    if isinstance(handle, RestackedHandle):
         other = open_checkpoint_handle(handle.base)
-        return handle.conversion.open(open_checkpoint_handle(handle.checkpoint), other, True)
+        return open_restacked(open_checkpoint_handle(handle.checkpoint), other, owns_base=True)
     located = locate(handle.location, handle.stacks)
     if handle.base is None:
         found = located.expert(None)

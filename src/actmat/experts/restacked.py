@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.rows import RowRange, RowsCheckpoint, TensorRows
 from actmat.errors import CheckpointError
-from actmat.experts.base import Conversion
-from actmat.experts.checkpoint import ConvertedExpert
+from actmat.experts.checkpoint import RestackedExpert
 from actmat.layout import resolve_layout
 from actmat.layout.types import LayoutMap
 
@@ -119,13 +118,13 @@ def _read(checkpoint: Checkpoint, base: Checkpoint) -> tuple[dict[str, TensorRow
     return rows, problems
 
 
-def _applies(checkpoint: Checkpoint, base: Checkpoint) -> bool:
+def stacks_otherwise(checkpoint: Checkpoint, base: Checkpoint) -> bool:
     """True if one of the two stacks experts that the other stores one by one."""
     return bool(_stacks(checkpoint.specs, base.specs) or _stacks(base.specs, checkpoint.specs))
 
 
-def _open(checkpoint: Checkpoint, base: Checkpoint, owns_base: bool) -> ConvertedExpert:
-    """The expert, with its experts stored as in the base.
+def open_restacked(checkpoint: Checkpoint, base: Checkpoint, *, owns_base: bool = False) -> RestackedExpert:
+    """The expert, with its experts stored as in the base; it closes the base if it owns it.
 
     Raises:
         CheckpointError: they cannot be brought into that layout; one problem per stack.
@@ -139,11 +138,8 @@ def _open(checkpoint: Checkpoint, base: Checkpoint, owns_base: bool) -> Converte
             "that transformers did not write in transformers and save it again (save_pretrained)"
         )
     shapes = {n: base.specs[n].shape for n in rows}
-    expert = ConvertedExpert(RowsCheckpoint(checkpoint, shapes, rows), base, {}, RESTACKED, owns=owns_base)
+    expert = RestackedExpert(RowsCheckpoint(checkpoint, shapes, rows), base, owns=owns_base)
     count = sum(_SINGLE.fullmatch(n) is not None or _STACK.fullmatch(n) is not None for n in rows)
     way = "one by one" if any(map(_SINGLE.fullmatch, rows)) else "stacked"
     expert.notes += (f"its experts of a mixture are read {way}, as the base stores them: {count} tensors, exactly",)
     return expert
-
-
-RESTACKED = Conversion(_applies, _open)

@@ -44,9 +44,6 @@ def absent_parts(base: Checkpoint, experts: Sequence[Expert], labels: Sequence[s
         if lacking:
             who = ", ".join(f"'{label}'" for label in lacking)
             out |= dict.fromkeys(names, f"expert {who} has no {part} ({prefix}*): copied from the base")
-    for label, expert in zip(labels, experts, strict=True):
-        for name, why in expert.lacks.items():
-            out.setdefault(name, f"{why}, expert '{label}': copied from the base")
     return out
 
 
