@@ -10,7 +10,6 @@ from pathlib import PurePath
 from typing import Any
 
 from actmat.foreign import html_table, terminal
-from actmat.planning.choose import depth_of
 from actmat.report.totals import Norms
 from actmat.report.words import size_ratios
 
@@ -49,11 +48,6 @@ class TensorDifference:
     relative: float | None = None
     cosine: float | None = None
     dtypes: tuple[str, str] | None = None
-
-    @property
-    def depth(self) -> int | None:
-        """Number of its layer, if its name has one."""
-        return depth_of(self.name)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
