@@ -44,8 +44,8 @@ from actmat.planning.placement import DeviceRoom
 from actmat.planning.statistics import opened_statistics
 from actmat.recipe import make_recipe
 
-RecordFields = Mapping[str, Any]
-"""RecordFields of a recipe other than its inputs."""
+RecipeFields = Mapping[str, Any]
+"""Fields of a recipe other than its inputs."""
 
 
 class ExecutorConformance(abc.ABC):
@@ -67,7 +67,7 @@ class ExecutorConformance(abc.ABC):
 
     def test_full_checkpoints_and_variants(self, tmp_path: Path) -> None:
         """Several methods over one reading, deterministic and random ones; tied tensors are written too."""
-        variants: list[RecordFields] = [
+        variants: list[RecipeFields] = [
             {"method": "actmat"},
             {"method": "average", "scale": 0.5, "scope": "all"},
             {"method": "dare", "seed": 3, "options": {"density": 0.5}},
@@ -79,7 +79,7 @@ class ExecutorConformance(abc.ABC):
 
     def test_surveys_of_the_whole_model(self, tmp_path: Path) -> None:
         """Thresholds over all items, whichever worker saw which."""
-        variants: list[RecordFields] = [
+        variants: list[RecipeFields] = [
             {"method": "ties", "options": {"trim": "global"}},
             {"method": "ties", "options": {"trim": "global", "variant": "mergekit", "density": 0.4}},
             {"method": "knots", "options": {"trim": "global"}},
@@ -99,12 +99,12 @@ class ExecutorConformance(abc.ABC):
 
     def test_adapters_into_a_model(self, tmp_path: Path) -> None:
         """LoRA adapters that are added to their base."""
-        variants: list[RecordFields] = [{"method": "actmat"}, {"method": "ties", "options": {"trim": "global"}}]
+        variants: list[RecipeFields] = [{"method": "actmat"}, {"method": "ties", "options": {"trim": "global"}}]
         self._assert_same(Samples.adapters(tmp_path), [{**v, "output": "model"} for v in variants])
 
     def test_adapters_into_an_adapter(self, tmp_path: Path) -> None:
         """LoRA adapters that stay one, with and without a survey, and in the core space."""
-        variants: list[RecordFields] = [
+        variants: list[RecipeFields] = [
             {"method": "actmat"},
             {"method": "knots", "options": {"trim": "global"}},
             {"method": "ties", "space": "core", "post": "isotropize"},
@@ -180,7 +180,7 @@ class ExecutorConformance(abc.ABC):
                 assert len(alive) <= 1, f"{len(alive)} of {len(yielded)} results are kept"
 
     def _assert_same(
-        self, samples: Samples, variants: Sequence[RecordFields], observers: ObserverFactory | None = None
+        self, samples: Samples, variants: Sequence[RecipeFields], observers: ObserverFactory | None = None
     ) -> ExecutorRun:
         """Assert that the executor gives what one session gives, and that nothing was found; what it did."""
         expected, found = self._both(samples, variants, observers)
@@ -191,7 +191,7 @@ class ExecutorConformance(abc.ABC):
         return found
 
     def _both(
-        self, samples: Samples, variants: Sequence[RecordFields], observers: ObserverFactory | None = None
+        self, samples: Samples, variants: Sequence[RecipeFields], observers: ObserverFactory | None = None
     ) -> tuple[ExecutorRun, ExecutorRun]:
         with opened_run(samples, variants, "expected", observers, self.device) as expected:
             expected.merge_here()
@@ -203,7 +203,7 @@ class ExecutorConformance(abc.ABC):
 
     @contextlib.contextmanager
     def _opened(
-        self, samples: Samples, variants: Sequence[RecordFields], name: str, observers: ObserverFactory | None = None
+        self, samples: Samples, variants: Sequence[RecipeFields], name: str, observers: ObserverFactory | None = None
     ) -> Iterator[tuple[ExecutorRun, Executor]]:
         with opened_run(samples, variants, name, observers, self.device) as run:
             yield run, self.make(run.inputs, run.writers, Resources(self.workers, 1 << 30, self.device))
@@ -259,7 +259,7 @@ class ExecutorRun:
 
 @contextlib.contextmanager
 def opened_run(
-    samples: Samples, variants: Sequence[RecordFields], name: str, observers: ObserverFactory | None, device: str
+    samples: Samples, variants: Sequence[RecipeFields], name: str, observers: ObserverFactory | None, device: str
 ) -> Iterator[ExecutorRun]:
     """A run of variants into folders below `name`, its inputs and outputs opened, planned for devices."""
     recipes = [make_recipe({**samples.recipe(), **fields}) for fields in variants]
