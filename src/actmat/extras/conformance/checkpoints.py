@@ -121,14 +121,14 @@ class CheckpointConformance(abc.ABC):
             )
             for start, out in cases:
                 case = f"read_into from byte {start} into a buffer of {out.nbytes} bytes"
-                _refusal(ValueError, case, checkpoint.read_into, "w", start, out)
+                refusal(ValueError, case, checkpoint.read_into, "w", start, out)
 
     def test_an_unknown_name_is_refused_with_the_near_one(self, tmp_path: Path) -> None:
         """Reading a tensor that does not exist is a `CheckpointError`."""
         with self.store({"model.weight": torch.ones(4)}, tmp_path) as checkpoint:
-            reading = _refusal(CheckpointError, "read of a name that does not exist", checkpoint.read, "model.weigth")
+            reading = refusal(CheckpointError, "read of a name that does not exist", checkpoint.read, "model.weigth")
             buffer = memoryview(bytearray())
-            into = _refusal(CheckpointError, "read_into of no tensor", checkpoint.read_into, "model.weigth", 0, buffer)
+            into = refusal(CheckpointError, "read_into of no tensor", checkpoint.read_into, "model.weigth", 0, buffer)
             assert "'model.weight'" in reading, f"read does not offer the near name: {reading}"
             assert "'model.weight'" in into, f"read_into does not offer the near name: {into}"
 
@@ -158,7 +158,7 @@ class CheckpointConformance(abc.ABC):
         """`handle` survives JSON, and `open_handle` gives the same specs and bytes under the same location."""
         with self.store({"w": torch.arange(6.0), "v": torch.ones(2, 3)}, tmp_path) as checkpoint:
             if not self.has_handle:
-                _refusal(CheckpointError, "handle of a checkpoint that only this process can read", checkpoint.handle)
+                refusal(CheckpointError, "handle of a checkpoint that only this process can read", checkpoint.handle)
                 return
             fields = json.loads(json.dumps(dataclasses.asdict(checkpoint.handle())))
             with open_handle(CheckpointHandle(**fields)) as again:
@@ -174,11 +174,11 @@ class CheckpointConformance(abc.ABC):
         checkpoint.close()
         checkpoint.close()
         assert set(checkpoint.specs) == {"w"}, "specs are gone after close"
-        _refusal(ValueError, "read after close", checkpoint.read, "w")
-        _refusal(ValueError, "read_into after close", checkpoint.read_into, "w", 0, memoryview(bytearray(16)))
+        refusal(ValueError, "read after close", checkpoint.read, "w")
+        refusal(ValueError, "read_into after close", checkpoint.read_into, "w", 0, memoryview(bytearray(16)))
 
 
-def _refusal(kind: type[Exception], case: str, call: Callable[..., object], *arguments: object) -> str:
+def refusal(kind: type[Exception], case: str, call: Callable[..., object], *arguments: object) -> str:
     """Message of the error of type `kind` that the call must raise."""
     try:
         call(*arguments)

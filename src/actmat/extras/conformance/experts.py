@@ -34,6 +34,7 @@ from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import CheckpointError
 from actmat.experts.base import DeltaSource, Expert, ExpertHandle, SourceKind
 from actmat.experts.locate import locate, open_handle
+from actmat.extras.conformance.checkpoints import refusal
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class ExpertConformance(abc.ABC):
             for name in expert.specs:
                 source = expert.source(name)
                 for what, call in _not_given(expert, source):
-                    assert f"'{name}'" in _refusal(ValueError, f"{what} of {source}", call), f"{what} names no tensor"
+                    assert f"'{name}'" in refusal(ValueError, f"{what} of {source}", call), f"{what} names no tensor"
 
     def test_an_unknown_name_is_refused_with_the_near_one(self, tmp_path: Path) -> None:
         """A name that is not in `specs` is a `CheckpointError`, whatever is asked for."""
@@ -166,7 +167,7 @@ class ExpertConformance(abc.ABC):
             unknown = DeltaSource(f"{near}x", "zero", "float32", 0)
             calls = {"source": lambda: expert.source(unknown.name), **dict(_all_calls(expert, unknown))}
             for what, call in calls.items():
-                message = _refusal(CheckpointError, f"{what} of a name that does not exist", call)
+                message = refusal(CheckpointError, f"{what} of a name that does not exist", call)
                 assert f"'{near}'" in message, f"{what} does not offer the near name: {message}"
 
     def test_content_tells_data_apart(self, tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ class ExpertConformance(abc.ABC):
             expert.close()
             expert.close()
             for name in names:
-                _refusal(ValueError, f"{name!r} after close", functools.partial(_content, expert, name))
+                refusal(ValueError, f"{name!r} after close", functools.partial(_content, expert, name))
             assert set(names) <= set(expert.specs), "specs are gone after close"
 
 
@@ -297,12 +298,3 @@ def _assert_near(found: Tensor, expected: Tensor, tolerance: float, what: str) -
     wanted = expected.double()
     error, norm = float((found.double() - wanted).norm()), float(wanted.norm())
     assert error <= tolerance * norm, f"{what}: off by {error:.3g} at a norm of {norm:.3g}"
-
-
-def _refusal(kind: type[Exception], what: str, call: Callable[[], object]) -> str:
-    """Message of the error of that kind which the call must raise."""
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"expected {kind.__name__}, nothing was raised: {what}")
