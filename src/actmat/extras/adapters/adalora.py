@@ -20,9 +20,9 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.keys import Keys
-from actmat.experts.changes.base import Change, Content, Reader
+from actmat.experts.changes.base import Content, Reader
 from actmat.experts.lora.fields import IRRELEVANT, REFUSED
-from actmat.extras.adapters.groups import family_keys, group_tensors, shape_misfit
+from actmat.extras.adapters.groups import OwnDelta, family_keys, group_tensors
 from actmat.linalg.lowrank import LowRank
 
 ROLES = ("lora_A", "lora_B", "lora_E")
@@ -44,16 +44,8 @@ KEYS = Keys(
 
 
 @dataclass(frozen=True)
-class _Scaled(Change):
-    target: str
-    stored: tuple[str, ...]  # A, B, E
-    scaling: float
-    shape: tuple[int, int]
-    rank: int
-    reads_base = False
-
-    def misfit(self, shape: tuple[int, int]) -> str:
-        return shape_misfit(self.shape, shape)
+class _Scaled(OwnDelta):
+    rank: int  # `stored`: A, B, E
 
     def factors(self, tensors: Mapping[str, Tensor], base_OI: Tensor, shape: tuple[int, int]) -> LowRank:
         a_RI, b_OR, e_R1 = (tensors[n] for n in self.stored)

@@ -71,6 +71,21 @@ def shape_misfit(own: Sequence[int], shape: Sequence[int]) -> str:
     return "" if tuple(own) == tuple(shape) else f"its delta is {' x '.join(map(str, own))}"
 
 
+@dataclass(frozen=True)
+class OwnDelta(Change):
+    """A delta of a known shape, formed from stored tensors without the base."""
+
+    target: str
+    stored: tuple[str, ...]
+    scaling: float
+    shape: tuple[int, int]
+    reads_base = False
+
+    def misfit(self, shape: tuple[int, int]) -> str:
+        """See `Change`."""
+        return shape_misfit(self.shape, shape)
+
+
 def group_tensors(
     specs: Mapping[str, TensorSpec], roles: Sequence[str], family: str
 ) -> tuple[list[Group], dict[str, str], list[str]]:

@@ -10,28 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from actmat.experts.changes.base import Change, Reader
-from actmat.extras.adapters.groups import SCALED, Group, family_keys, scaled_content, shape_misfit
+from actmat.extras.adapters.groups import SCALED, Group, OwnDelta, family_keys, scaled_content
 
 ROLES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2")
 
 
-@dataclass(frozen=True)
-class _Product(Change):
-    target: str
-    stored: tuple[str, ...]  # w1_a, w1_b, w2_a, w2_b, and t1, t2 of a core
-    scaling: float
-    shape: tuple[int, int]
-    reads_base = False
-
-    def misfit(self, shape: tuple[int, int]) -> str:
-        return shape_misfit(self.shape, shape)
+class _Product(OwnDelta):
+    """`stored`: w1_a, w1_b, w2_a, w2_b, and t1, t2 of a core."""
 
     def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
         a1, b1, a2, b2, *cores = (tensors[n] for n in self.stored)

@@ -18,24 +18,15 @@ import torch
 from torch import Tensor
 
 from actmat.experts.changes.base import Change, Reader
-from actmat.extras.adapters.groups import SCALED, Group, family_keys, scaled_content, shape_misfit
+from actmat.extras.adapters.groups import SCALED, Group, OwnDelta, family_keys, scaled_content
 
 ROLES = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
 
 
 @dataclass(frozen=True)
-class _Kronecker(Change):
-    target: str
-    stored: tuple[str, ...]
+class _Kronecker(OwnDelta):
     roles: tuple[str, ...]  # of the stored tensors
-    scaling: float
-    first: tuple[int, int]  # shape of W1
-    second: tuple[int, int]  # of W2, a kernel flattened into its columns
-    reads_base = False
-
-    def misfit(self, shape: tuple[int, int]) -> str:
-        own = self.first[0] * self.second[0], self.first[1] * self.second[1]
-        return shape_misfit(own, shape)
+    height: int  # rows of W2
 
     def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
         found = {role: tensors[name] for role, name in zip(self.roles, self.stored, strict=True)}
@@ -46,10 +37,9 @@ class _Kronecker(Change):
             w2 = torch.einsum("ijkl,ip,jr->prkl", found["lokr_t2"], found["lokr_w2_a"], found["lokr_w2_b"]).flatten(1)
         else:
             w2 = found["lokr_w2_a"] @ found["lokr_w2_b"]
-        height = self.second[0]
-        start = first // height
-        whole = torch.kron(w1[start : -(-last // height)], w2)
-        return whole[first - start * height : last - start * height] * self.scaling
+        start = first // self.height
+        whole = torch.kron(w1[start : -(-last // self.height)], w2)
+        return whole[first - start * self.height : last - start * self.height] * self.scaling
 
 
 def lokr_change(group: Group, target: str, scaling: float) -> Change | str:
@@ -58,8 +48,8 @@ def lokr_change(group: Group, target: str, scaling: float) -> Change | str:
     if first is None or second is None:
         has = ", ".join(f"{n} {group.specs[n].shape}" for n in group.names.values())
         return f"module '{group.module}': no Kronecker product can be formed from {has}"
-    stored, roles = tuple(group.names.values()), tuple(group.names)
-    return _Kronecker(target, stored, roles, scaling, first, second)
+    stored, roles, shape = tuple(group.names.values()), tuple(group.names), (first[0] * second[0], first[1] * second[1])
+    return _Kronecker(target, stored, scaling, shape, roles, second[0])
 
 
 def _shape(group: Group, role: str) -> tuple[int, int] | None:

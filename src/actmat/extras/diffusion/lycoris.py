@@ -36,7 +36,7 @@ from actmat.experts.changes.base import Change, Content
 from actmat.experts.changes.expert import FormedExpert
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.modules import unreadable
-from actmat.extras.adapters.groups import Group, shape_misfit
+from actmat.extras.adapters.groups import Group, OwnDelta
 from actmat.extras.adapters.ia3 import Scaled
 from actmat.extras.adapters.loha import loha_change
 from actmat.extras.adapters.lokr import lokr_change
@@ -121,18 +121,8 @@ _FAMILIES = {"hada_": "LoHa", "lokr_": "LoKr", "on_input": "(IA)^3", "lora_": "L
 """Prefix of a role -> family."""
 
 
-@dataclass(frozen=True)
-class _Factors(Change):
-    """`s B A`, or with a kernel's core `C`: `s sum_ij C[i, j] B[:, i] A[j, :]`."""
-
-    target: str
-    stored: tuple[str, ...]  # down, up, and the core
-    scaling: float
-    shape: tuple[int, int]
-    reads_base = False
-
-    def misfit(self, shape: tuple[int, int]) -> str:
-        return shape_misfit(self.shape, shape)
+class _Factors(OwnDelta):
+    """`s B A`, or with a kernel's core `C`: `s sum_ij C[i, j] B[:, i] A[j, :]`; `stored`: down, up, and the core."""
 
     def rows(self, tensors: Mapping[str, Tensor], base_PI: Tensor, first: int, last: int) -> Tensor:
         down, up, *core = (tensors[n] for n in self.stored)
