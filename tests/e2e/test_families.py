@@ -79,6 +79,7 @@ def test_the_recorded_matrix_has_no_failure_of_ours() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # some 800 models are made and merged
 def test_every_class_that_can_be_built() -> None:
     """Every class of both libraries; a test of its own, as listing them takes the import of both."""
     failed = []

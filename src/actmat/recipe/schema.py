@@ -247,8 +247,8 @@ class Recipe(Strict):
     allow_nonfinite: bool = Field(
         default=False, description="treat NaN and Inf in an expert as unchanged, instead of stopping"
     )
-    max_shard_size: str = Field(
-        default="5GB", description="largest size of a weight file, such as 500MB (powers of ten)"
+    max_shard_size: Annotated[str, Field(coerce_numbers_to_str=True)] = Field(
+        default="5GB", description="largest size of a weight file, such as 500MB (powers of ten), or bytes"
     )
     output: Annotated[AnyOutput | None, BeforeValidator(from_text), Flag(("--to",), type=str)] = Field(
         default=None,

@@ -105,8 +105,7 @@ def in_place(load: Callable[[Path], Any], base: Path, merged: Path, acted: Seque
 
 
 def _parameters(model: Any, name: str, value: Tensor) -> list[str]:
-    """Names of the parameters that have this value; the one that is called as in the file, if it has."""
-    known = dict(model.named_parameters())
-    if name in known and known[name].equal(value):
-        return [name]
-    return [n for n, p in known.items() if p.shape == value.shape and p.equal(value)]
+    """Parameters that have this value; of several (zero biases), those named as in the file up to a prefix."""
+    equal = [n for n, p in model.named_parameters() if p.shape == value.shape and p.equal(value)]
+    alike = [n for n in equal if f".{n}".endswith(f".{name}") or f".{name}".endswith(f".{n}")]
+    return [name] if name in alike else alike or equal
