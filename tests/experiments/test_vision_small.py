@@ -78,6 +78,7 @@ def test_rows_are_the_methods_and_variants_that_can_run():
     names = [r.name for r in rows]
     assert {"average", "actmat", "knots_tsv", "knots_iso_c", "iso_c_rank"} <= set(names)
     assert "gram" in left_out["regmean"]
+    assert "adamerging" in left_out
     with_data, still_out = candidates(None, "full", 4, ("gram", "fisher"))
     assert {"regmean", "fisher", "lot", "cat"} <= {r.name for r in with_data}
     assert "regmean" not in still_out

@@ -40,7 +40,7 @@ COUNTING = {"tsv", "iso_c", "iso_cts", "actmat_ridge", "dc_merge"}
 """Methods with ranks or means over the sides of the matrix: directions per expert, mean singular or eigenvalue."""
 
 IN_CORE = [
-    m for m in all_methods() if not space_problems("core", m, m.resolve_options({}), 3)
+    m for m in all_methods() if m.name != "adamerging" and not space_problems("core", m, m.resolve_options({}), 3)
     and m.max_experts is None
 ]  # fmt: skip
 

@@ -20,6 +20,7 @@ from tests.helpers.spectra import random_deltas
 from tests.tolerances import F32_PRODUCT, F32_SOLVE, F64_IDENTITY, F64_ORACLE, relative_error
 from torch import Tensor
 
+from actmat.extras.research.adamerging import ADAMERGING, AdamState, adam_step, coefficient_gradient, entropy
 from actmat.extras.research.cat import CAT
 from actmat.extras.research.della import DELLA
 from actmat.methods import get_method
@@ -265,3 +266,50 @@ def test_della(elect: bool, rescale: str, dtype: torch.dtype, bound: float) -> N
         parts.append(part)
     found = call(DELLA, deltas, weights=weights, density=density, epsilon=epsilon, rescale=rescale, sign_election=elect)
     assert relative_error(found, by_entry(parts, weights, "ties" if elect else "linear")) < bound
+
+
+def predicted_entropy(weight: Matrix, x_NI: Matrix) -> float:
+    """Mean Shannon entropy of softmax(W x), from its definition."""
+    total = 0.0
+    for x in x_NI:
+        logits = [math.fsum(w * v for w, v in zip(row, x, strict=True)) for row in weight]
+        exponents = [math.exp(z - max(logits)) for z in logits]
+        p = [e / math.fsum(exponents) for e in exponents]
+        total -= math.fsum(q * math.log(q) for q in p)
+    return total / len(x_NI)
+
+
+def test_adamerging() -> None:
+    """Five steps of Adam on the entropy, its gradient by central differences of the definition."""
+    deltas, (base,) = random_deltas(3, 5, 7, seed=4), random_deltas(1, 5, 7, seed=9)
+    x_NI = random_deltas(1, 6, 7, seed=1)[0]
+    rate, betas, step = 0.05, (0.9, 0.999), 1e-5
+
+    def loss(coefficients: Sequence[float]) -> float:
+        weight = rows(base)
+        for c, delta in zip(coefficients, deltas, strict=True):
+            weight = plus(weight, rows(delta), c)
+        return predicted_entropy(weight, rows(x_NI))
+
+    wanted, first, second = [0.3] * 3, [0.0] * 3, [0.0] * 3
+    found, state = torch.full((3,), 0.3, dtype=torch.float64), AdamState.zeros(3)
+    for k in range(1, 6):
+        gradient = []
+        for t in range(3):
+            up, down = ([c + sign * step * (i == t) for i, c in enumerate(wanted)] for sign in (1, -1))
+            gradient.append((loss(up) - loss(down)) / (2 * step))
+        for t, g in enumerate(gradient):
+            first[t] = betas[0] * first[t] + (1 - betas[0]) * g
+            second[t] = betas[1] * second[t] + (1 - betas[1]) * g * g
+            unbiased, spread = first[t] / (1 - betas[0] ** k), math.sqrt(second[t] / (1 - betas[1] ** k))
+            wanted[t] -= rate * unbiased / (spread + 1e-8)
+        merged = base + call(ADAMERGING, deltas, coefficients=found.tolist())
+        weight = merged.requires_grad_()
+        entropy(x_NI @ weight.T).backward()
+        assert weight.grad is not None
+        found, state = adam_step(found, coefficient_gradient(weight.grad, deltas), state, lr=rate)
+    assert relative_error(found, torch.tensor(wanted, dtype=torch.float64)) < F32_PRODUCT, "differences have 1e-10"
+    expected = zeros(5, 7)
+    for c, delta in zip(found.tolist(), deltas, strict=True):
+        expected = plus(expected, rows(delta), c)
+    assert relative_error(call(ADAMERGING, deltas, coefficients=found.tolist()), tensor(expected)) < F64_IDENTITY

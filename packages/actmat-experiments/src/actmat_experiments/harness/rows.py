@@ -27,6 +27,9 @@ _VARIANTS = {
 """Rows beside every rule with its defaults: the authors' variants, so that no figure of the paper stands next to
 another rule; the ablation of packed attention; and Iso-C's mean over the rank."""
 
+_NOT_COMPARED = {"adamerging": "without coefficients that were learned it is task arithmetic"}
+
+
 POSTPROCESSED = (
     Candidate("average+isotropize", "average", fields={"post": ["isotropize"]}),
     Candidate("task_arithmetic+subspace_boosting", "task_arithmetic", fields={"post": ["subspace_boosting"]}),
@@ -122,7 +125,8 @@ def candidates(
     rules = None if wanted is None else [w for w in wanted if w in {m.name for m in all_methods()} or ".py:" in w]
     names, left_out = choose_methods(rules, n_experts, statistics)
     if wanted is None:
-        left_out |= missing
+        names = [n for n in names if n not in _NOT_COMPARED]
+        left_out |= _NOT_COMPARED | missing
     rows = [Candidate(n.rpartition(":")[2], n) for n in names]
     rows += [c for n, c in variants.items() if wanted is None or n in wanted]
     return rows + [c for c in more_rows(regime) if c.name in (wanted or ())], left_out
