@@ -115,6 +115,7 @@ OWN: dict[str, tuple[int, float]] = {
     "experiments/analyses/test_own_models.py": (3, 0.001),
     "experiments/analyses/test_theorem1.py": (8, 1e-06),
     "experiments/reasoning/test_passk.py": (1, 1e-09),
+    "experiments/test_adamerging.py": (2, 0.001),
     "experiments/test_language_suites.py": (1, 1e-06),
     "experiments/test_language_train.py": (1, 0.0101),
     "experiments/test_paper_figures.py": (1, 1e-09),

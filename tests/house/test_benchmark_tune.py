@@ -68,7 +68,7 @@ def toy(root: Path) -> Subject:
 
 
 def test_a_subject_is_measured_from_end_to_end(tmp_path: Path) -> None:
-    row = measure(toy(tmp_path / "models"), tmp_path / "work")
+    row = measure(toy(tmp_path / "models"), tmp_path / "work", adamerging=False)
     assert row["expert_test"] == 1.0
     assert row["base_test"] < 1.0
     methods = {c["method"] for c in row["candidates"]}

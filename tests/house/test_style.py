@@ -35,6 +35,7 @@ LONG: dict[str, str] = {
 """Function of more than `LONGEST_FUNCTION` lines -> reason."""
 
 WIDE: dict[str, str] = {
+    "actmat_experiments.adamerging.learn": "keyword arguments of a public function",
     "actmat_experiments.commands.experiment.run": "a parameter is a flag",
     "actmat.extras.collect.on_data.agreement": "keyword arguments of a public function",
     "actmat.methods.actmat.rule": "options of a method are parameters of its function",

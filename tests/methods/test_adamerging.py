@@ -1,12 +1,13 @@
-"""AdaMerging: the weighted sum with coefficients that were learned elsewhere."""
+"""AdaMerging: the weighted sum, and one training step against autograd and torch's own Adam."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from tests.helpers.experts import Experts
 from tests.tolerances import relative_error
 
-from actmat.extras.research.adamerging import merge
+from actmat.extras.research.adamerging import AdamState, adam_step, entropy, merge
 
 
 @pytest.fixture
@@ -14,12 +15,38 @@ def experts() -> Experts:
     return Experts.random(3, (5, 7))
 
 
-def test_coefficients_given_and_initial(experts: Experts) -> None:
+def test_coefficients_from_each_source(experts: Experts) -> None:
     d = experts.deltas
     assert relative_error(merge(d).value, 0.3 * (d[0] + d[1] + d[2])) < 1e-15
     assert relative_error(merge(d, coefficients=[1.0, 0.0, -2.0]).value, d[0] - 2 * d[2]) < 1e-15
+    learned = {"coefficient": [torch.tensor(c) for c in (0.5, 0.25, 2.0)]}
+    assert relative_error(merge(d, statistics=learned).value, 0.5 * d[0] + 0.25 * d[1] + 2 * d[2]) < 1e-15
 
 
-def test_one_per_expert(experts: Experts) -> None:
+def test_one_source_and_one_per_expert(experts: Experts) -> None:
+    with pytest.raises(ValueError, match="not both"):
+        merge(experts.deltas, coefficients=[1.0] * 3, statistics={"coefficient": [torch.tensor(1.0)] * 3})
     with pytest.raises(ValueError, match="2 coefficients for 3 experts"):
         merge(experts.deltas, coefficients=[1.0, 1.0])
+
+
+def test_entropy_of_known_distributions() -> None:
+    assert float(entropy(torch.zeros(4, 8))) == pytest.approx(torch.tensor(8.0).log().item())
+    certain = torch.full((2, 3), -1e4)
+    certain[:, 1] = 1e4
+    assert float(entropy(certain)) == 0.0
+    p = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    assert float(entropy(p.log().unsqueeze(0))) == pytest.approx(float(-(p * p.log()).sum()))
+
+
+def test_steps_are_those_of_adam() -> None:
+    mine, state = torch.tensor([0.3, 0.3], dtype=torch.float64), AdamState.zeros(2)
+    theirs = mine.clone().requires_grad_()
+    optimizer = torch.optim.Adam([theirs], lr=1e-2)
+    for step in range(5):
+        slope = torch.tensor([1.0, -0.5], dtype=torch.float64) * (step - 2)
+        mine, state = adam_step(mine, slope, state, lr=1e-2)
+        theirs.grad = slope
+        optimizer.step()
+    assert state.steps == 5
+    assert torch.allclose(mine, theirs.detach(), atol=1e-12)
