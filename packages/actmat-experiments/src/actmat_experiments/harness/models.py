@@ -44,7 +44,12 @@ def with_adapter(load: Callable[[Path], Any], base: Path, adapter: Path) -> Any:
 
 
 def add_adapter(
-    model: Any, rank: int, generator: torch.Generator | None = None, alpha: float = 0, task: str | None = None
+    model: Any,
+    rank: int,
+    generator: torch.Generator | None = None,
+    alpha: float = 0,
+    task: str | None = None,
+    size: float = 1.0,
 ) -> Any:
     """The model with LoRA factors on all linear layers but the head; `A` as PEFT draws it, `B` zero.
 
@@ -52,6 +57,7 @@ def add_adapter(
         generator: that `A` is drawn from; None: torch's own.
         alpha: 0: the rank.
         task: PEFT's kind of task.
+        size: of `A`, relative to PEFT's; obeyed with a generator only.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -61,6 +67,7 @@ def add_adapter(
     for name, parameter in adapted.named_parameters() if generator else ():
         if ".lora_A." in name:
             nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
+            parameter.data.mul_(size)
     return adapted
 
 

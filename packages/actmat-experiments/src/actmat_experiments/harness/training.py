@@ -17,6 +17,10 @@ from actmat_experiments.harness.models import add_adapter
 from actmat_experiments.harness.results import Regime
 
 Precision = Literal["float32", "bfloat16", "float16"]
+Start = Literal["apart", "shared", "small"]
+"""Of LoRA's `A`: drawn for every task; one for all tasks, as scripts with one seed draw it; apart, at `_SMALL` of its
+size."""
+_SMALL = 0.05
 OnStep = Callable[[], object]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -284,6 +288,7 @@ class Training:
         name: of the task; with the seed it decides the order of examples and the start of the factors.
         regime: all weights that a suite trains, or LoRA on all linear layers without dropout.
         alpha: of LoRA; 0: the rank.
+        start: of LoRA's `A`.
         precision: of the forward pass (autocast); weights and moments stay float32.
         save_every: steps between two states.
     """
@@ -297,6 +302,7 @@ class Training:
     device: str = "cpu"
     precision: Precision = "float32"
     save_every: int = 500
+    start: Start = "apart"
 
 
 def trainable(model: Any, how: Training, trained: Callable[[str], bool] = lambda name: True) -> Any:
@@ -306,7 +312,8 @@ def trainable(model: Any, how: Training, trained: Callable[[str], bool] = lambda
         trained: whether full fine-tuning trains the parameter of a name.
     """
     if how.regime == "lora":
-        model = add_adapter(model, how.rank, generator_for(how.seed, f"factors {how.name}"), how.alpha)
+        drawn = generator_for(how.seed, "factors" if how.start == "shared" else f"factors {how.name}")
+        model = add_adapter(model, how.rank, drawn, how.alpha, size=_SMALL if how.start == "small" else 1.0)
     else:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trained(name))

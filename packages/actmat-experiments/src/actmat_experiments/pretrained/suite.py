@@ -144,13 +144,13 @@ def variants(
 
 
 def settings_digest(settings: PretrainedSettings, base: str, tasks: Sequence[Any]) -> str:
-    """Stands for all but seed, regime, row, and the rank and `alpha` of LoRA, which are in the name of the model.
+    """Stands for all but seed, regime, row, and the rank, `alpha` and start of LoRA, which are in the model's name.
 
     Args:
         base: its digest.
         tasks: each has a `name` and the hashes of its parts, `content`.
     """
-    plain = {n: v for n, v in asdict(settings).items() if n not in ("base", "ranks", "mixed", "alpha")}
+    plain = {n: v for n, v in asdict(settings).items() if n not in ("base", "ranks", "mixed", "alpha", "start")}
     return digest([plain, base, [[t.name, t.content] for t in tasks]])
 
 

@@ -22,7 +22,7 @@ from actmat_experiments.harness.heads import ClipHead, counted, fitted_head, loa
 from actmat_experiments.harness.measuring import Batch
 from actmat_experiments.harness.progress import Stage, Watch
 from actmat_experiments.harness.settings import changed
-from actmat_experiments.harness.training import Schedule, Training
+from actmat_experiments.harness.training import Schedule, Start, Training
 from actmat_experiments.pretrained.suite import (
     PretrainedSettings,
     base_of,
@@ -56,6 +56,7 @@ class TextSettings(PretrainedSettings):
         head_examples: training examples that the heads are fitted on; few, so that experts have something to learn.
         mixed: one experiment with adapters of all these ranks: a task after the other gets the next.
         alpha: of LoRA; 0: the rank.
+        start: of LoRA's `A`: drawn `apart`, `shared` by all tasks, or apart and `small`, at 0.05 of its size.
         ridge, logit_scale: of the heads, see `actmat.extras.demo.model`.
     """
 
@@ -63,6 +64,7 @@ class TextSettings(PretrainedSettings):
     head_examples: int = 200
     mixed: bool = False
     alpha: int = 0
+    start: Start = "apart"
     ridge: float = 0.3
     logit_scale: float = 10.0
 
@@ -76,6 +78,7 @@ class PretrainedText(Experiment):
         schedule: of the regime.
         mixed: ranks of the tasks, in turn; none: all have `rank`.
         alpha: of LoRA; 0: the rank.
+        start: of LoRA's `A`.
     """
 
     reader: Reader
@@ -85,6 +88,7 @@ class PretrainedText(Experiment):
     rank: int = 16
     mixed: tuple[int, ...] = ()
     alpha: int = 0
+    start: Start = "apart"
 
     def training(self, task: TextSet) -> Mapping[str, Any]:
         """See `Experiment`."""
@@ -93,6 +97,7 @@ class PretrainedText(Experiment):
             "data": task.content["train"],
             "rank": self._rank(task) or None,
             "alpha": self.alpha or None,
+            "start": self.start if self.regime == "lora" else None,
             "schedule": self.schedule,
         }
 
@@ -102,7 +107,8 @@ class PretrainedText(Experiment):
 
     def train(self, task: TextSet, out: Path, stage: Stage) -> None:
         """See `Experiment`."""
-        how = Training(task.name, self.seed, self.schedule, self.regime, self._rank(task), self.alpha, self.device)
+        lora: dict[str, Any] = {"rank": self._rank(task), "alpha": self.alpha, "start": self.start}
+        how = Training(task.name, self.seed, self.schedule, self.regime, device=self.device, **lora)
         finetune(self.reader, self.base.path, self._head(task.name), task.train, how, out, stage.advance)
 
     def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
@@ -175,15 +181,25 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[PretrainedText]:
 
 
 def _variants(request: RunRequest, watch: Watch, settings: TextSettings, base: Made) -> Iterator[dict[str, Any]]:
-    """See `variants`; mixed ranks and `alpha` are in the name of the model."""
+    """See `variants`; all of an adapter's training that is not the suite's own is in the name of the model."""
     mixed = settings.ranks if settings.mixed else ()
     for fields in variants(request, watch, replace(settings, ranks=mixed[:1] or settings.ranks), base, NAME):
         if fields["regime"] == "full":
             yield fields
             continue
         model = f"{NAME}, r = {', '.join(map(str, mixed))}" if mixed else fields["model"]
-        about = f"{model}, alpha = {settings.alpha}" if settings.alpha else model
-        yield fields | {"model": about, "mixed": mixed, "alpha": settings.alpha}
+        about = ", ".join((model, *_other_training(settings)))
+        yield fields | {"model": about, "mixed": mixed, "alpha": settings.alpha, "start": settings.start}
+
+
+def _other_training(settings: TextSettings) -> list[str]:
+    plain, found = TextSettings(), list[str]()
+    if settings.alpha:
+        found.append(f"alpha = {settings.alpha}")
+    if (settings.lora_rate, settings.lora_epochs) != (plain.lora_rate, plain.lora_epochs):
+        steps = settings.schedule("lora").steps(settings.train)
+        found.append(f"{steps} steps at {settings.lora_rate:g}")
+    return found if settings.start == "apart" else [*found, f"A {settings.start}"]
 
 
 def _head(cache: Cache, reader: Reader, settings: TextSettings, base: Made, task: TextSet, device: str) -> Path:
