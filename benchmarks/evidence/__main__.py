@@ -36,7 +36,9 @@ def collect(cache: Path, folder: Path = FOLDER, small: Path = SMALL_FOLDER, *, f
         fresh: beginning of the names of files, where the runs choose nothing: see `group.FRESH` and `group.RANKS`.
     """
     if fresh:
-        return [path for suite in (*SUITES, *SMALL) if (path := _scores(cache, suite, folder, f"{fresh}-")) is not None]
+        written = [_scores(cache, suite, folder, f"{fresh}-") for suite in (*SUITES, *SMALL)]
+        written += [_cosines(cache, suite, folder, f"{fresh}-") for suite in SUITES if fresh == "regimes"]
+        return [path for path in written if path is not None]
     written = [_scores(cache, suite, folder) for suite in SUITES]
     written += [_scores(cache, suite, small) for suite in SMALL]
     return [path for path in (*written, *(_cosines(cache, suite, folder) for suite in SUITES)) if path is not None]
@@ -52,8 +54,8 @@ def _scores(cache: Path, suite: str, folder: Path, prefix: str = "") -> Path | N
     return path
 
 
-def _cosines(cache: Path, suite: str, folder: Path) -> Path | None:
-    found, path = gram_file(cache, suite), folder / f"{suite}-gram.jsonl"
+def _cosines(cache: Path, suite: str, folder: Path, prefix: str = "") -> Path | None:
+    found, path = gram_file(cache, suite), folder / f"{prefix}{suite}-gram.jsonl"
     if not found.is_file():
         return None
     before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
@@ -72,7 +74,8 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="of 'actmat experiment run'")
-    parser.add_argument("--fresh", choices=["fresh", "ranks"], default="", help="runs that nothing was chosen on")
+    choices = ["fresh", "ranks", "regimes"]
+    parser.add_argument("--fresh", choices=choices, default="", help="runs with files of their own")
     given = parser.parse_args()
     for path in collect(given.cache, fresh=given.fresh):
         suite = path.stem.removesuffix("-gram").removeprefix(f"{given.fresh}-")

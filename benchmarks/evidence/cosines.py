@@ -8,7 +8,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.common import read_lines
-from benchmarks.evidence.group import SUITES
+from benchmarks.evidence.group import REGIMES, SUITES, Group
 
 HEAD = ["experts", "layer", "n", "`D^T D`", "identity", "`D^T D` nearer", "change of weights"]
 SWEEP_HEAD = [
@@ -54,6 +54,13 @@ def kind_rows(folder: Path) -> list[list[str]]:
     return [
         [title, f"`{kind}`", str(len(rows)), *_means(rows), _change(rows)] for (title, kind), rows in by_kind.items()
     ]
+
+
+def fact_of(folder: Path, group: Group, fact: str) -> float | None:
+    """Mean of a value over layers, experts and seeds of a group whose file is not a suite's."""
+    rows = [row for name in REGIMES for row in read_lines(folder / f"{name}-gram.jsonl") if row["model"] == group.model]
+    values = [row[fact] for row in rows if fact in row and row["settings"] == group.scores[0].settings]
+    return mean(values) if values else None
 
 
 def sweep_rows(folder: Path) -> list[list[str]]:

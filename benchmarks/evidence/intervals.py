@@ -25,6 +25,8 @@ from statistics import mean
 from scipy.stats import t
 
 LEAST_TASKS = 4
+LEAST_HALF = 0.05
+"""Half an interval in points below which all values agree by chance: that says nothing of others."""
 Points = Mapping[int, Mapping[str, float]]
 """Seed -> task -> points."""
 
@@ -40,7 +42,7 @@ class Interval:
     def text(self, *, sign: bool = False) -> str:
         """One decimal, as in `+2.0 ±2.5`."""
         center = f"{self.mean:+.1f}" if sign else f"{self.mean:.1f}"
-        return center if self.half is None else f"{center} ±{self.half:.1f}"
+        return center if self.half is None or self.half < LEAST_HALF else f"{center} ±{self.half:.1f}"
 
 
 def interval(points: Points) -> Interval:

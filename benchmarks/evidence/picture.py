@@ -1,4 +1,4 @@
-"""The picture of the README: test accuracy of base, average, `auto` and experts, from the evidence."""
+"""The picture of the README: test accuracy of base, average, `auto` and experts, each on a base that chose nothing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import re
 from html import escape
 from statistics import mean
 
-from benchmarks.evidence.choice import choice_table
-from benchmarks.evidence.group import groups
-from benchmarks.evidence.intervals import Points
+from benchmarks.evidence.choice import held_out
+from benchmarks.evidence.intervals import Points, paired
 
 LEFT, RIGHT, TOP, ROW = 230, 640, 74, 34
 """Pixels: the ends of the scale of accuracies, the first row, and the distance of rows."""
@@ -20,17 +19,14 @@ MUTED = "#8a8f98"
 
 
 def picture() -> str:
-    """An SVG with a row per set of experts; a gain whose interval has 0 in it is gray."""
-    rows = [
-        (
-            _short(group.title),
-            method.strip("`"),
-            gain,
-            [_accuracy(group.points(n)) for n in ("base", "average", name, "experts")],
-        )
-        for group, (_, method, gain, *_) in zip(groups(), choice_table(), strict=True)
-        for name in (method.strip("`"),)
-    ]
+    """An SVG with a row per set, of the table that was chosen without its base; a gain whose interval has 0 is gray."""
+    rows = []
+    for held in held_out():
+        points, average = held.one.group.points(held.row), held.one.group.points("average")
+        if (gap := paired(points, average)) is not None and held.one.group.seeds != [10]:
+            names = ("base", "average", held.row, "experts")
+            values = [_accuracy(held.one.group.points(name)) for name in names]
+            rows.append((_short(held.one.title), held.row, gap.text(sign=True), values))
     rows.sort(key=lambda row: "LoRA" in row[0])
     height = TOP + ROW * len(rows) + 30
     parts = [

@@ -78,27 +78,10 @@ def test_rows_are_means_over_tasks_with_paired_differences(folder):
     assert "seed 0; torch 2" in text
 
 
-def test_references_and_the_choice_by_divergence(folder):
+def test_references_have_the_head_room(folder):
     (row,) = [x for x in evidence_table("references", folder).splitlines() if "vision-vits14" in x]
     assert "| 4 | 0 | 100 |" in row
     assert over_tasks([30, 20, 10, 20], sign=True) in row
-    (row,) = [x for x in evidence_table("choice", folder).splitlines() if "vision-vits14" in x]
-    assert "| 6 | 0.83 |" in row, "three rows at two scales"
-    assert row.endswith("| `tsv` 68.0 | 3.0 | `average` x 2 66.0 | 5.0 | `tsv` x 2 71.0 |"), (
-        "the first of those that validation cannot tell apart"
-    )
-
-
-def test_only_differences_beyond_their_interval_are_named_with_a_number(tmp_path):
-    """Three tasks: intervals over seeds. Shifts by seed: 10, 12, 14 of `tsv`; -9, 0, 3 of `ties`; 1, 1, 1 of `sce`."""
-    shifts = {"average": (0, 0, 0), "tsv": (10, 12, 14), "ties": (-9, 0, 3), "sce": (1, 1, 1), "dare": (-8, -9, -10)}
-    some = [line(m, t, 60 + by[s], seed=s) for m, by in shifts.items() for s in (0, 1, 2) for t in TASKS]
-    some += [line(m, t, c, seed=s) for m, c in (("base", 50), ("experts", 80)) for s in (0, 1, 2) for t in TASKS]
-    once = [line("wudi", t, 90) for t in TASKS]
-    write(tmp_path, [*some, *once])
-    found = cells(evidence_table("significant", tmp_path), "ViT, full fine-tuning")
-    assert found[1:4] == ["50.0", "60.0", "80.0"]
-    assert found[4:] == ["`tsv` +12.0", "`sce`, `ties`", "`dare` -9.0"], "wudi has one seed of three"
 
 
 def test_methods_that_need_data_are_no_candidates(folder):

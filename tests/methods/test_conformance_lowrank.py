@@ -88,6 +88,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "cart": [{}, {"rank": 0.3, "scaling": 2.3}, {"rank": 0.16, "rounding": "up"}],
     "dc_merge": [{"density": 0.1}, {"k": 3, "smoothing": "linear", "density": 0.2}],
     "iso_c": [{}, {"mean": "rank"}, {"weights": [1.0, -2.0, 0.5]}],
+    "ct_merging": [{}, {"k": 2, "common": 1}],
     "iso_cts": [{}, {"common_fraction": 0.25}, {"weights": [1.0, -2.0, 0.5]}],
     "tsv": [{}, {"k": 2}, {"k": 0}, {"min_k": 1, "weights": [1.0, -2.0, 0.5]}],
     "knots": [

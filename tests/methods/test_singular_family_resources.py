@@ -8,6 +8,7 @@ from tests.helpers.experts import OnePass
 from tests.helpers.memory import peak_bytes
 from tests.helpers.spectra import random_deltas
 
+from actmat.extras.research.ct_merging import CT_MERGING
 from actmat.extras.research.iso_c import ISO_C
 from actmat.extras.research.iso_cts import ISO_CTS
 from actmat.extras.research.knots import KNOTS
@@ -19,6 +20,7 @@ CASES = [
     (TSV, {"rank_aware": False}),
     (ISO_C, {}),
     (ISO_C, {"null": "fill"}),
+    (CT_MERGING, {}),
     (ISO_CTS, {}),
     (KNOTS, {"trim": "tensor"}),
     (KNOTS, {"rule": "dare"}),

@@ -104,6 +104,7 @@ class CountProducts(TorchDispatchMode):
         ("wudi", {"optimizer": "adam", "steps": 7}, (40, 96)),
         ("tsv", {}, (60, 96)),
         ("iso_c", {}, (60, 96)),
+        ("ct_merging", {}, (90, 96)),
         ("iso_cts", {}, (90, 96)),
         ("knots", {"rule": "task_arithmetic"}, (60, 96)),
         ("knots", {"rule": "tsv"}, (60, 96)),

@@ -6,6 +6,7 @@ that it states; `tests/house/test_benchmark_choice.py` holds both together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,16 +16,21 @@ from actmat.methods.spaces import Space
 from actmat.planning.choose import WHOLE
 from actmat.recipe import Recipe
 from actmat.recipe.values import leaves
+from actmat.run.adapters import look_at
 from actmat.run.locate import Given, located
 
 AUTO = "auto"
-ModelForm = Literal["full", "adapters", "changes", "mixed"]
-"""All experts are checkpoints; all are adapters with factors; all are adapters, and some have none; some of each."""
+ModelForm = Literal["full", "gentle", "adapters", "changes", "mixed"]
+"""All experts are checkpoints; all are adapters with factors, whose deltas are below `GENTLE`, or not or nobody knows;
+all are adapters, and some have no factors; some of each."""
 ModelKind = Literal["encoder", "decoder", "any"]
 """`any`: encoder-decoders and unknown kinds, for which nothing was measured."""
 
-REGIME = "adapters trained for 20 to 64 steps at rates of 6e-4 to 3e-3"
-"""Training of the adapters of all sets; what holds for gentler training is not known."""
+GENTLE = 0.009
+"""Mean of `||D|| / ||W_0||` below which adapters are gentle."""
+
+LARGEST = 200_000_000
+"""Parameters of models that were measured, at most."""
 
 DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of architectures that generate, unless their config says `is_encoder_decoder`."""
@@ -32,12 +38,12 @@ DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 @dataclass(frozen=True)
 class AutoChoice:
-    """The method for experts of one form and kind, and its measurements.
+    """The method for experts of one form and kind, and what it gave on bases that took no part in its choice.
 
     Args:
         method: its name.
-        above, sets: sets of experts in which its mean accuracy is above the average's, of how many.
-        gain, worst: points above the average, in the mean and in the worst set.
+        above, sets: bases on which its mean accuracy is above the average's, of how many.
+        gain, worst: points above the average, in the mean over bases and on the worst.
         space: in which it works.
     """
 
@@ -56,29 +62,31 @@ class AutoChoice:
     def __str__(self) -> str:
         """The measurement in words."""
         if self.method == "average":
-            return f"no other method was measured in all {self.sets} sets and was safe there"
-        return f"{self.gain:+.1f} points over the average in {self.sets} measured sets, {self.worst:+.1f} at worst"
+            return "no other method was measured in all sets and was safe there"
+        return f"{self.gain:+.1f} points over the average on {self.sets} bases, {self.worst:+.1f} on the worst"
 
 
 TABLE: Mapping[tuple[ModelForm, ModelKind], AutoChoice] = {
-    ("full", "encoder"): AutoChoice("actmat_ridge", above=6, sets=6, gain=5.8, worst=1.1),
-    ("full", "decoder"): AutoChoice("actmat_ridge", above=6, sets=6, gain=37.1, worst=13.7),
-    ("full", "any"): AutoChoice("actmat_ridge", above=12, sets=12, gain=21.5, worst=1.1),
-    ("adapters", "encoder"): AutoChoice("dc_merge", above=11, sets=12, gain=1.2, worst=0.0, space="pico"),
-    ("adapters", "decoder"): AutoChoice("dc_merge", above=6, sets=6, gain=5.9, worst=0.4, space="pico"),
-    ("adapters", "any"): AutoChoice("dc_merge", above=17, sets=18, gain=2.8, worst=0.0, space="pico"),
-    ("changes", "encoder"): AutoChoice("cart", above=11, sets=12, gain=0.9, worst=-0.1),
-    ("changes", "decoder"): AutoChoice("average", above=0, sets=6, gain=0.0, worst=0.0),
-    ("changes", "any"): AutoChoice("average", above=0, sets=18, gain=0.0, worst=0.0),
-    ("mixed", "any"): AutoChoice("average", above=0, sets=30, gain=0.0, worst=0.0),
+    ("full", "encoder"): AutoChoice("dc_merge", above=3, sets=3, gain=3.8, worst=0.9),
+    ("full", "decoder"): AutoChoice("actmat_ridge", above=2, sets=2, gain=23.8, worst=11.3),
+    ("full", "any"): AutoChoice("dc_merge", above=6, sets=6, gain=9.9, worst=0.7),
+    ("gentle", "any"): AutoChoice("dc_merge", above=2, sets=2, gain=18.4, worst=1.3),
+    ("adapters", "any"): AutoChoice("dc_merge", above=3, sets=5, gain=0.5, worst=-0.9, space="pico"),
+    ("changes", "any"): AutoChoice("average", above=0, sets=5, gain=0.0, worst=0.0),
+    ("mixed", "any"): AutoChoice("average", above=0, sets=6, gain=0.0, worst=0.0),
 }
 
 
-ON_ADAPTERS: Mapping[ModelKind, AutoChoice] = {
-    "encoder": AutoChoice("actmat", above=0, sets=12, gain=-12.4, worst=-24.6),
-    "decoder": AutoChoice("actmat", above=3, sets=6, gain=5.6, worst=-16.3),
+ON_ADAPTERS: Mapping[ModelForm, AutoChoice] = {
+    "gentle": AutoChoice("actmat", above=1, sets=2, gain=2.7, worst=-17.1),
+    "adapters": AutoChoice("actmat", above=0, sets=5, gain=-17.5, worst=-33.4),
 }
 """Measurements of the paper's method on adapters, noted on a merge by it."""
+
+
+def choice_for(form: ModelForm, kind: ModelKind) -> AutoChoice:
+    """The row of the table: that of the kind of model, or of all kinds."""
+    return TABLE.get((form, kind)) or TABLE[form, "any"]
 
 
 def named(recipe: Recipe) -> Recipe:
@@ -112,12 +120,11 @@ def with_method(recipe: Recipe, given: Given) -> Recipe:
 
 def _told(recipe: Recipe, given: Given) -> Recipe:
     """The recipe of `actmat` on adapters, with its measurements among the notes."""
-    kind = _kind(given.config)
-    found = ON_ADAPTERS.get(kind, ON_ADAPTERS["encoder"])
-    of, better = "a decoder" if kind == "decoder" else "an encoder", TABLE["adapters", kind]
+    form, size = _by_size(given)
+    found, better = ON_ADAPTERS[form], TABLE[form, "any"]
     note = (
-        f"actmat on adapters, measured of {of}: {found}, of {REGIME}; auto would choose {better.name}: "
-        f"{better.gain:+.1f}. Gentler training is not measured"
+        f"actmat on adapters{size}: {found}; auto would choose {better.name}: {better.gain:+.1f}"
+        f"{_beyond(given, _kind(given.config))}"
     )
     return recipe if note in recipe.notes else recipe.model_copy(update={"notes": (*recipe.notes, note)})
 
@@ -137,15 +144,31 @@ def _chosen(recipe: Recipe, given: Given) -> tuple[str, Space, dict[str, Any], s
     if form != "full" and any("weight" in e.model_fields_set for e in recipe.experts):
         why = "adapters with weights: task_arithmetic with scaling=1, the sum of w_t D_t, as stacks of LoRA add"
         return "task_arithmetic", space, dict(WHOLE), f"{why} (-m average: the mean)"
-    kind = _kind(given.config) if form != "mixed" else "any"
-    choice = TABLE[form, kind]
+    kind, size = _kind(given.config) if form != "mixed" else "any", ""
+    if form == "adapters":
+        form, size = _by_size(given)
+    choice = choice_for(form, kind)
     what = {"full": "fine-tuned checkpoints", "mixed": "checkpoints and adapters"}.get(form, "adapters")
     of = f" of {'an' if kind == 'encoder' else 'a'} {kind}" if kind != "any" else ""
     where = "" if choice.space == "full" else f" with --space {choice.space}"
-    beyond = f", of {REGIME}" if form == "adapters" else ""
-    beyond += "" if kind != "any" or form == "mixed" else "; this kind of model is not among them"
-    reason = f"{choice.method}{where}, for {what}{of} ({choice}{beyond}); actmat tune chooses by unlabeled inputs"
+    beyond = _beyond(given, kind) if form != "mixed" else ""
+    reason = f"{choice.method}{where}, for {what}{of}{size} ({choice}{beyond}); actmat tune chooses by unlabeled inputs"
     return choice.method, choice.space if space == "full" else space, {}, reason
+
+
+def _by_size(given: Given) -> tuple[ModelForm, str]:
+    """The form of adapters with factors, and their size in words."""
+    if (found := look_at(given)) is None:
+        return "adapters", " of unknown size"
+    return "gentle" if found.size < GENTLE else "adapters", f" that change the weights by {100 * found.size:.2g} %"
+
+
+def _beyond(given: Given, kind: ModelKind) -> str:
+    """The part of the inputs' description that no measured set has, for notes."""
+    entries = 0 if given.base is None else sum(math.prod(spec.shape) for spec in given.base.header.values())
+    if kind == "any":
+        return "; this kind of model is not among them"
+    return "; no model of this size is among them" if entries > LARGEST else ""
 
 
 def _form(recipe: Recipe, given: Given) -> ModelForm:
