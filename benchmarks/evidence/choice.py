@@ -15,20 +15,21 @@ threshold and rows are fitted without it, and its sets show what that table give
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
 from actmat.methods.spaces import Space
-from actmat.run.automatic import GENTLE, ON_ADAPTERS, TABLE, AutoChoice, ModelForm, ModelKind
-from actmat_experiments.harness.results import REFERENCES
+from actmat.run.automatic import FEW, GENTLE, ON_ADAPTERS, TABLE, AutoChoice, ModelForm, ModelKind
+from actmat_experiments.harness.results import REFERENCES, Score
 from benchmarks.common import read_lines
 from benchmarks.evidence.group import FOLDER, FRESH, MEASURED, RANKS, REGIMES, SUITES, Group, groups, method_of
 from benchmarks.evidence.intervals import Points, paired
 from benchmarks.evidence.small import FOLDER as SMALL_FOLDER
 from benchmarks.evidence.small import SMALL
+from benchmarks.evidence.subsets import subset_file
 
 TOLERATED = -1.0
 """Points below the average or the base that a method may be in a set."""
@@ -47,8 +48,8 @@ BASES: Mapping[str, tuple[str, ModelKind]] = {
 }
 """Suite -> its base, and the kind of that."""
 WANTED: tuple[tuple[ModelForm, ModelKind], ...] = (
-    *(("full", "encoder"), ("full", "decoder"), ("full", "any"), ("gentle", "any"), ("adapters", "any")),
-    *(("changes", "any"), ("mixed", "any")),
+    *(("full", "encoder"), ("full", "decoder"), ("full", "any"), ("few", "any")),
+    *(("gentle", "any"), ("adapters", "any"), ("changes", "any"), ("mixed", "any")),
 )
 SPACES: Mapping[str, Space] = {"pico": "pico"}
 """Spaces whose rows count for adapters with factors."""
@@ -77,7 +78,7 @@ class ExpertSet:
     def form(self, threshold: float) -> ModelForm:
         """Full, or adapters by the size of their deltas."""
         if self.group.regime == "full":
-            return "full"
+            return "few" if self.kind != "decoder" and len(self.group.tasks) < FEW else "full"
         return "gentle" if self.size is not None and self.size < threshold else "adapters"
 
     def gains(self, row: str, over: str = "average") -> list[float]:
@@ -99,7 +100,8 @@ def expert_sets(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> tuple[Expe
     for path in sorted(folder.glob("*-gram.jsonl")):
         for line in read_lines(path):
             sizes.setdefault((line["suite"], line["model"], line["regime"]), []).append(line["change"])
-    known = (*groups(folder, (*SUITES, *FRESH, *RANKS, *REGIMES)), *groups(small, SMALL))
+    known = [*groups(folder, (*SUITES, *FRESH, *RANKS, *REGIMES)), *groups(small, SMALL)]
+    known += [some for group in known if group.regime == "full" for some in _subsets(group, folder)]
     found = []
     for group in known:
         size = sizes.get((group.suite, group.model, group.regime))
@@ -107,6 +109,31 @@ def expert_sets(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> tuple[Expe
         if (above := some.gains("experts", "base")) and mean(above) >= LEAST_HEADROOM and some.gains("average"):
             found.append(some)
     return tuple(found)
+
+
+def _subsets(group: Group, folder: Path) -> list[Group]:
+    """The first two, three and four experts of a group that were merged, with the references of their tasks."""
+    by_count: dict[int, list[Score]] = {}
+    for line in read_lines(subset_file(folder, group.suite)):
+        if (line["regime"], line["settings"]) == (group.regime, group.scores[0].settings) and line["experts"] < FEW:
+            score = Score(
+                group.suite,
+                "full",
+                line["method"],
+                "default",
+                line["task"],
+                line["seed"],
+                line["correct"],
+                line["total"],
+            )
+            by_count.setdefault(line["experts"], []).append(
+                replace(score, model=f"{group.model}, {line['experts']} experts")
+            )
+    for some in by_count.values():
+        tasks, seeds, model = {s.task for s in some}, {s.seed for s in some}, some[0].model
+        own = [s for s in group.scores if s.method in ("base", "experts") and s.task in tasks and s.seed in seeds]
+        some += [replace(s, model=model, settings="") for s in own]
+    return [Group(some) for some in by_count.values()]
 
 
 def units(some: Sequence[ExpertSet]) -> list[list[ExpertSet]]:
@@ -233,6 +260,7 @@ def measured(name: str, some: Sequence[float]) -> AutoChoice:
 RULE_HEAD = ["you have", "deltas", "`auto` takes", "bases", "points above the average, held out", "on the worst base"]
 WORDS: Mapping[ModelForm, tuple[str, str]] = {
     "full": ("fine-tuned models", ""),
+    "few": (f"fewer than {FEW} fine-tuned models, no decoders", ""),
     "gentle": ("LoRA adapters", f"below {100 * GENTLE:g} % of the base's weights"),
     "adapters": ("LoRA adapters", "larger, or no base is given"),
     "changes": ("adapters without factors, or in another space", ""),

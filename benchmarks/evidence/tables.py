@@ -145,6 +145,12 @@ def task_rows(group: Group) -> list[list[str]]:
     return found
 
 
+def claim_rows(some: Sequence[Group]) -> list[list[str]]:
+    """`actmat` less the average, TSV and the sum, by group."""
+    others = ("average", "tsv", "task_arithmetic_1")
+    return [[g.title, *(difference(g.points("actmat"), g.points(other)) for other in others)] for g in some]
+
+
 def rank(some: Sequence[Candidate]) -> float:
     """Spearman's correlation of small divergence with test accuracy."""
     return -float(spearmanr([c.divergence for c in some], [c.test for c in some])[0])
@@ -153,7 +159,7 @@ def rank(some: Sequence[Candidate]) -> float:
 def evidence_table(name: str, folder: Path = FOLDER) -> str:
     """One of the tables, in Markdown.
 
-    Names: `references`, `rule`, `held`, `gram`, `sweep`, `subsets`, `shapes`, `candidates`, `regimes`;
+    Names: `references`, `claims`, `rule`, `held`, `gram`, `sweep`, `subsets`, `shapes`, `candidates`, `regimes`;
     `methods`, `variants` or `tasks`, followed by `_SUITE_REGIME` of "vision", "text", "llm" or "tasks", "full" or
     "lora". With `fresh_`, `ranks_` or `regimes_` before it, a table is of those files.
     """
@@ -167,6 +173,10 @@ def evidence_table(name: str, folder: Path = FOLDER) -> str:
         "shapes": (row_heads(SHAPE_ROWS), lambda: shape_rows(some, SHAPE_ROWS)),
         "candidates": (row_heads(FRESH_ROWS), lambda: shape_rows(some, FRESH_ROWS)),
         "regimes": (["", *(f"{g.title}, {len(g.seeds)}" for g in some)], lambda: regime_rows(some, folder)),
+        "claims": (
+            ["experts", "`actmat` - average", "- TSV", "- sum"],
+            lambda: claim_rows([*some, *groups(folder, REGIMES)]),
+        ),
         "rule": (auto.RULE_HEAD, auto.rule_rows),
         "held": (auto.HELD_HEAD, lambda: auto.held_rows(folder)),
         "gram": (cosines.HEAD, lambda: cosines.kind_rows(folder)),

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import actmat
 from actmat.errors import CheckpointError, RecipeError
 from actmat.extras.models.loading import load_model
+from actmat.recipe import Recipe
 from actmat.report.outputs import recipe_of_output
 from actmat.run import automatic
-from actmat.run.automatic import ON_ADAPTERS, REGIME, TABLE, AutoChoice, named
+from actmat.run.adapters import SHARED, look_at
+from actmat.run.automatic import GENTLE, ON_ADAPTERS, TABLE, AutoChoice, choice_for, named
+from actmat.run.locate import located
 
 
 def pair(models: Path, kind: str) -> list[Path]:
     return [models / kind / name for name in ("math", "code")]
+
+
+def recipe_for(base: Path, adapters: list[Path]) -> Recipe:
+    return Recipe.model_validate({"base": str(base), "experts": [{"path": str(a)} for a in adapters]})
 
 
 def recipe_of(plan: actmat.MergePlan) -> tuple[str, str]:
@@ -34,19 +42,49 @@ def test_checkpoints_of_a_decoder(models: Path) -> None:
 @pytest.mark.parametrize("with_base", [True, False])
 def test_adapters_of_a_decoder(models: Path, with_base: bool) -> None:
     plan = actmat.plan(models / "base" if with_base else None, pair(models, "adapters"))
-    assert recipe_of(plan)[0] == TABLE["adapters", "decoder"].method, "task_type says so where no base does"
+    choice = TABLE["adapters", "any"]
+    assert (plan.recipe.method, plan.recipe.space) == (choice.method, choice.space)
+    assert ("change the weights by " if with_base else "of a decoder of unknown size") in plan.recipe.notes[-1]
+
+
+def test_gentle_adapters_have_a_row_of_their_own(models: Path, tmp_path: Path) -> None:
+    for name in ("math", "code"):
+        shutil.copytree(models / "adapters" / name, tmp_path / name)
+        path = tmp_path / name / "adapter_model.safetensors"
+        save_file({n: t * (1e-3 if "lora_B" in n else 1) for n, t in load_file(path).items()}, path)
+    adapters = [tmp_path / "math", tmp_path / "code"]
+    with located(recipe_for(models / "base", adapters)) as given:
+        found = look_at(given)
+    assert found is not None
+    assert 0 < found.size < GENTLE
+    plan = actmat.plan(models / "base", adapters)
+    assert (plan.recipe.method, plan.recipe.space) == (TABLE["gentle", "any"].method, TABLE["gentle", "any"].space)
+    assert "that change the weights by 0.0" in plan.recipe.notes[-1]
+
+
+def test_the_look_sees_starts_that_are_shared(models: Path, tmp_path: Path) -> None:
+    one, other = (load_file(models / "adapters" / name / "adapter_model.safetensors") for name in ("math", "code"))
+    shutil.copytree(models / "adapters" / "code", tmp_path / "code")
+    overlaps = []
+    for tensors in (other, {n: one[n] if "lora_A" in n else t for n, t in other.items()}):
+        save_file(tensors, tmp_path / "code" / "adapter_model.safetensors")
+        with located(recipe_for(models / "base", [models / "adapters" / "math", tmp_path / "code"])) as given:
+            look = look_at(given)
+        assert look is not None
+        overlaps.append(look.overlap)
+    assert overlaps[0] < SHARED < overlaps[1]
 
 
 def test_a_choice_may_name_a_space_for_adapters_with_factors(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrated = AutoChoice("tsv", above=3, sets=3, gain=2.0, worst=1.0, space="pico")
-    monkeypatch.setattr(automatic, "TABLE", {**TABLE, ("adapters", "decoder"): calibrated})
+    monkeypatch.setattr(automatic, "TABLE", {**TABLE, ("adapters", "any"): calibrated})
     plan = actmat.plan(models / "base", pair(models, "adapters"))
     assert (plan.recipe.method, plan.recipe.space) == ("tsv", "pico")
-    assert plan.recipe.notes[-1].startswith("auto: tsv with --space pico, for adapters of a decoder (+2.0")
-    assert f"at worst, of {REGIME}); actmat tune" in plan.recipe.notes[-1]
+    assert plan.recipe.notes[-1].startswith("auto: tsv with --space pico, for adapters of a decoder that change the we")
+    assert "(+2.0 points over the average on 3 bases, +1.0 on the worst); actmat tune" in plan.recipe.notes[-1]
     assert any("damped (Pico)" in item.reason for item in plan.items)
     given = actmat.plan(models / "base", pair(models, "adapters"), space="core").recipe
-    assert (given.method, given.space) == (TABLE["changes", "decoder"].method, "core")
+    assert (given.method, given.space) == (choice_for("changes", "decoder").method, "core")
     weighted = actmat.plan(models / "base", pair(models, "adapters"), weights=[1.0, 0.3]).recipe
     assert (weighted.method, weighted.space) == ("task_arithmetic", "full")
 
@@ -61,12 +99,12 @@ def test_adapters_without_factors_are_merged_as_they_are(models: Path, tmp_path:
         }
         save_file(scales, tmp_path / name / "adapter_model.safetensors")
     plan = actmat.plan(models / "base", [tmp_path / "one", tmp_path / "two"])
-    assert (plan.recipe.method, plan.recipe.space) == (TABLE["changes", "decoder"].method, "full")
+    assert (plan.recipe.method, plan.recipe.space) == (choice_for("changes", "decoder").method, "full")
 
 
 def test_both_forms_together(models: Path) -> None:
     experts = [models / "experts" / "math", models / "adapters" / "code"]
-    assert recipe_of(actmat.plan(models / "base", experts))[0] == TABLE["mixed", "any"].method
+    assert recipe_of(actmat.plan(models / "base", experts))[0] == choice_for("mixed", "any").method
 
 
 def test_one_expert_is_added_whole(models: Path, tmp_path: Path) -> None:
@@ -103,8 +141,9 @@ def test_the_record_names_the_method_and_the_reason(models: Path, tmp_path: Path
 def test_the_papers_method_on_adapters_comes_with_its_record(models: Path) -> None:
     plan = actmat.plan(models / "base", pair(models, "adapters"), method="actmat")
     assert plan.recipe.method == "actmat"
-    record = ON_ADAPTERS["decoder"]
-    assert plan.recipe.notes[-1].startswith(f"actmat on adapters, measured of a decoder: {record}, of {REGIME}; auto")
+    note = plan.recipe.notes[-1]
+    assert note.startswith("actmat on adapters that change the weights by ")
+    assert f"%: {ON_ADAPTERS['adapters']}; auto would choose dc_merge@pico" in note
     assert not actmat.plan(models / "base", pair(models, "experts"), method="actmat").recipe.notes
 
 

@@ -20,17 +20,19 @@ from actmat.run.adapters import look_at
 from actmat.run.locate import Given, located
 
 AUTO = "auto"
-ModelForm = Literal["full", "gentle", "adapters", "changes", "mixed"]
-"""All experts are checkpoints; all are adapters with factors, whose deltas are below `GENTLE`, or not or nobody knows;
-all are adapters, and some have no factors; some of each."""
+ModelForm = Literal["full", "few", "gentle", "adapters", "changes", "mixed"]
+"""All experts are checkpoints; so, but fewer than `FEW`, and no decoders; all are adapters with factors, whose deltas
+are below `GENTLE`, or not or nobody knows; all are adapters, and some have no factors; some of each."""
 ModelKind = Literal["encoder", "decoder", "any"]
 """`any`: encoder-decoders and unknown kinds, for which nothing was measured."""
 
 GENTLE = 0.009
 """Mean of `||D|| / ||W_0||` below which adapters are gentle."""
 
-LARGEST = 200_000_000
-"""Parameters of models that were measured, at most."""
+FEW = 5
+"""Number of checkpoints from which a method that shares directions out among them is taken."""
+LARGEST, MOST = 200_000_000, 8
+"""Parameters of models that were measured, and experts, at most."""
 
 DECODERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of architectures that generate, unless their config says `is_encoder_decoder`."""
@@ -70,6 +72,7 @@ TABLE: Mapping[tuple[ModelForm, ModelKind], AutoChoice] = {
     ("full", "encoder"): AutoChoice("dc_merge", above=3, sets=3, gain=3.8, worst=0.9),
     ("full", "decoder"): AutoChoice("actmat_ridge", above=2, sets=2, gain=23.8, worst=11.3),
     ("full", "any"): AutoChoice("dc_merge", above=6, sets=6, gain=9.9, worst=0.7),
+    ("few", "any"): AutoChoice("actmat_ridge", above=2, sets=2, gain=7.2, worst=7.1),
     ("gentle", "any"): AutoChoice("dc_merge", above=2, sets=2, gain=18.4, worst=1.3),
     ("adapters", "any"): AutoChoice("dc_merge", above=3, sets=5, gain=0.5, worst=-0.9, space="pico"),
     ("changes", "any"): AutoChoice("average", above=0, sets=5, gain=0.0, worst=0.0),
@@ -147,8 +150,15 @@ def _chosen(recipe: Recipe, given: Given) -> tuple[str, Space, dict[str, Any], s
     kind, size = _kind(given.config) if form != "mixed" else "any", ""
     if form == "adapters":
         form, size = _by_size(given)
+    elif form == "full" and kind != "decoder" and len(given.experts) < FEW:
+        form = "few"
     choice = choice_for(form, kind)
-    what = {"full": "fine-tuned checkpoints", "mixed": "checkpoints and adapters"}.get(form, "adapters")
+    words = {
+        "full": "fine-tuned checkpoints",
+        "few": f"fewer than {FEW} checkpoints",
+        "mixed": "checkpoints and adapters",
+    }
+    what = words.get(form, "adapters")
     of = f" of {'an' if kind == 'encoder' else 'a'} {kind}" if kind != "any" else ""
     where = "" if choice.space == "full" else f" with --space {choice.space}"
     beyond = _beyond(given, kind) if form != "mixed" else ""
@@ -168,7 +178,9 @@ def _beyond(given: Given, kind: ModelKind) -> str:
     entries = 0 if given.base is None else sum(math.prod(spec.shape) for spec in given.base.header.values())
     if kind == "any":
         return "; this kind of model is not among them"
-    return "; no model of this size is among them" if entries > LARGEST else ""
+    if entries > LARGEST:
+        return "; no model of this size is among them"
+    return f"; none of them merges {len(given.experts)} experts" if len(given.experts) > MOST else ""
 
 
 def _form(recipe: Recipe, given: Given) -> ModelForm:
