@@ -42,7 +42,7 @@ class Interval:
     def text(self, *, sign: bool = False) -> str:
         """One decimal, as in `+2.0 ±2.5`."""
         center = f"{self.mean:+.1f}" if sign else f"{self.mean:.1f}"
-        return center if self.half is None or self.half < LEAST_HALF else f"{center} ±{self.half:.1f}"
+        return center if self.half is None or (sign and self.half < LEAST_HALF) else f"{center} ±{self.half:.1f}"
 
 
 def interval(points: Points) -> Interval:

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from docs.markdown import table
-
 from actmat_experiments.harness.report import latest
-from actmat_experiments.harness.results import REFERENCES, Regime, Score, read_scores
+from actmat_experiments.harness.results import Regime, Score, read_scores
 from actmat_experiments.harness.table import markdown_table, summarize
 from actmat_experiments.reasoning.passk import at, at_k_markdown
 from benchmarks.common import RESULTS
@@ -21,25 +19,9 @@ from benchmarks.evidence.group import is_known, made_by
 FOLDER = RESULTS / "small"
 SMALL = ("vision-small", "language-small", "reasoning-small")
 
-SUMMARY = (
-    *("average", "task_arithmetic", "actmat", "actmat_ridge", "aswudi", "tsv", "iso_c", "cart"),
-    *("dc_merge", "regmean", "fisher"),
-)
-"""Rows of the short table."""
-
-COLUMNS: dict[str, tuple[str, Regime]] = {
-    "images, full": ("vision-small", "full"),
-    "images, LoRA": ("vision-small", "lora"),
-    "text, full": ("language-small", "full"),
-    "text, LoRA": ("language-small", "lora"),
-    "reinforcement learning": ("reasoning-small", "full"),
-}
-
 
 def small_table(name: str, folder: Path = FOLDER) -> str:
-    """One of the tables, in Markdown: `summary`, or `SUITE_full`, `SUITE_lora`, and `reasoning-small_at-k`."""
-    if name == "summary":
-        return table(["at the default scale", *COLUMNS], _summary_rows(folder))
+    """One of the tables, in Markdown: `SUITE_full`, `SUITE_lora`, and `reasoning-small_at-k`."""
     suite, what = name.split("_")
     scores = read_scores(folder / f"{suite}.jsonl")
     regime: Regime = "lora" if what == "lora" else "full"
@@ -73,22 +55,3 @@ def _at_k(scores: Sequence[Score]) -> str:
     experts = [f"expert {t}" for t in names]
     order = ["base", *experts, *(m for m in merged if m != "base" and m not in experts)]
     return at_k_markdown([s for s in scores if s.scale == "default"], columns, order)
-
-
-def _summary_rows(folder: Path) -> list[list[str]]:
-    found: dict[str, dict[str, float]] = {}
-    widest: dict[str, float] = {}
-    for head, (suite, regime) in COLUMNS.items():
-        own, _ = latest(read_scores(folder / f"{suite}.jsonl"), _model(suite), regime)
-        lines = summarize(own, _tasks(own))
-        means = {line.method: line.average for line in lines if line.scale == "default"}
-        found[head] = {name: 100 * m.value for name, m in means.items()}
-        widest[head] = max(
-            (50 * (m.high - m.low) for name, m in means.items() if name in (*REFERENCES, *SUMMARY)), default=0
-        )
-    names = {"base": "base", "experts": "the expert of each task", **{n: f"`{n}`" for n in SUMMARY}}
-    rows = [
-        [label, *(f"{found[head][name]:.1f}" if name in found[head] else "" for head in COLUMNS)]
-        for name, label in names.items()
-    ]
-    return [*rows, ["95 % intervals, at most", *(f"±{widest[head]:.1f}" if widest[head] else "" for head in COLUMNS)]]

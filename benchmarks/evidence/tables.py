@@ -28,7 +28,6 @@ from benchmarks.evidence.group import (
     Group,
     groups,
     made_by,
-    method_of,
 )
 from benchmarks.evidence.intervals import LEAST_TASKS, Points, interval, paired
 from benchmarks.evidence.subsets import SUBSET_HEAD, subset_rows
@@ -125,16 +124,6 @@ def method_rows(group: Group) -> list[list[str]]:
     return found
 
 
-def variant_rows(group: Group) -> list[list[str]]:
-    """Variants of methods, by method; each less the method itself, at the default scale of both and tuned."""
-    found = []
-    for name in sorted(group.rows(varied=True), key=method_of):
-        own, method = group.points(name), method_of(name)
-        gaps = (difference(group.points(name, kind), group.points(method, kind)) for kind in ("default", "tuned"))
-        found.append([f"`{name}`", ", ".join(map(str, own)), value(own), *gaps])
-    return found
-
-
 def task_rows(group: Group) -> list[list[str]]:
     """Points per task, mean over seeds: references, then merges at the default scale."""
     names = [n for n in REFERENCES if group.points(n)]
@@ -160,7 +149,7 @@ def evidence_table(name: str, folder: Path = FOLDER) -> str:
     """One of the tables, in Markdown.
 
     Names: `references`, `claims`, `rule`, `held`, `gram`, `sweep`, `subsets`, `shapes`, `candidates`, `regimes`;
-    `methods`, `variants` or `tasks`, followed by `_SUITE_REGIME` of "vision", "text", "llm" or "tasks", "full" or
+    `methods` or `tasks`, followed by `_SUITE_REGIME` of "vision", "text", "llm" or "tasks", "full" or
     "lora". With `fresh_`, `ranks_` or `regimes_` before it, a table is of those files.
     """
     suites = {"fresh": FRESH, "ranks": RANKS, "regimes": REGIMES}.get(name.partition("_")[0], SUITES)
@@ -194,10 +183,6 @@ def evidence_table(name: str, folder: Path = FOLDER) -> str:
 def _group_table(what: str, group: Group) -> str:
     if what == "tasks":
         text = table(["row", *group.tasks], task_rows(group))
-    elif what == "variants":
-        if not (rows := variant_rows(group)):
-            return ""
-        text = table(["row", "seeds", "default scale", "- the method", "tuned: - the method"], rows)
     else:
         head = ["row", "seeds", "default scale", "- average", "divergence", "tuned scale", "scale", "- tuned average"]
         text = table(head, method_rows(group))

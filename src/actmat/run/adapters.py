@@ -1,6 +1,6 @@
 """A look at a few modules of LoRA adapters: how large their deltas are, and whether their `A` started alike.
 
-Shapes: `T` adapters, `O` out_features, `I` in_features, `R` rank.
+Shapes: `I` in_features, `R` rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHARED, APART = 0.9, 0.5
 
 @dataclass(frozen=True)
 class AdapterLook:
-    """What the factors show.
+    """Measures of the factors.
 
     Args:
         size: mean of `||D_t|| / ||W_0||` over modules and adapters.
