@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import actmat
 from actmat.checkpoints.base import TensorSpec
-from actmat.layout import resolve_layout
+from actmat.layout.resolve import resolve_layout
 from benchmarks.common import stored_tensors
 from benchmarks.families.inputs import batch_of
 from benchmarks.families.splits import observed_pieces

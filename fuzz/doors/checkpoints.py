@@ -18,7 +18,7 @@ from safetensors.torch import save
 from actmat.checkpoints.header import read_header
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.experts.locate import locate
-from actmat.layout import resolve_layout
+from actmat.layout.resolve import resolve_layout
 from fuzz.doors.folder import in_folder, inspected
 from fuzz.draw import json_text, mutated_bytes
 from fuzz.harness import Files, door

@@ -13,8 +13,7 @@ import yaml
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import MergeError
 from actmat.experts.lora.patterns import PatternTable
-from actmat.layout.matching import MatchError
-from actmat.layout.patterns import compile_pattern
+from actmat.layout.patterns import MatchError, compile_pattern
 from actmat.methods import all_methods
 from actmat.planning.choose import Chooser
 from actmat.recipe import load_recipe, make_recipe, parse_option, recipe_yaml, variants

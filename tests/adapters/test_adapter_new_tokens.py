@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.helpers.merging import actmat
 from tests.tolerances import F32_ELEMENTWISE
 from torch import Tensor
+
+from actmat.experts.locate import locate, open_handle
+from actmat.experts.policy import VocabularyPolicy, vocabulary_aligner
 
 ROWS, WIDTH = 24, 16
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -72,6 +76,20 @@ def test_one_adapter_is_merged_as_by_peft(flag: str, targets: str, tied: bool, t
     tokens = json.loads((out / "tokenizer.json").read_text())["added_tokens"]
     assert [(t["content"], t["id"]) for t in tokens] == [("<a>", ROWS), ("<b>", ROWS + 1)]
     assert actmat(["verify", str(out)]).out.startswith("intact")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_names_with_wrappers_are_read_in_other_processes_too(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", tie_word_embeddings=False)
+    wanted = make_adapter(base, tmp_path / "adapter", ["<a>"], ["q_proj"])
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({f"module._orig_mod.{n}": t for n, t in load_file(file).items()}, file)
+    with locate(tmp_path / "adapter") as located, locate(base) as model:
+        opened, found = vocabulary_aligner()(model.model(), {"one": located.stored}, VocabularyPolicy("union"))
+        expert = located.with_rows(found["one"]).expert(opened)
+        with open_handle(pickle.loads(pickle.dumps(expert.handle()))) as again:
+            table = again.read(TABLE)
+    torch.testing.assert_close(table, wanted[TABLE], rtol=0.0, atol=0.0)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

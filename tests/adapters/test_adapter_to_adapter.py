@@ -16,7 +16,7 @@ from torch import Tensor
 
 import actmat
 from actmat.errors import MergeError, OutputError
-from actmat.layout import resolve_layout
+from actmat.layout.resolve import resolve_layout
 from actmat.progress import NoProgress
 from actmat.recipe import make_recipe
 from actmat.report import verify

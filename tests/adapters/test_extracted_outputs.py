@@ -13,7 +13,7 @@ from tests.adapters.test_extract import noise, save
 from typer.testing import CliRunner
 
 import actmat
-from actmat.checkpoints.writing.spool import SPOOL, SpoolWriter
+from actmat.checkpoints.writing.writer import SPOOL, SpoolWriter
 from actmat.cli.main import app
 from actmat.errors import MergeError, OutputError
 from actmat.planning import MergePlan

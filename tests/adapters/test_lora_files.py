@@ -28,7 +28,7 @@ from torch import Tensor
 
 import actmat
 from actmat.errors import MergeError
-from actmat.experts.lora.names import holds_factors
+from actmat.experts.lora.names import first_factor
 from actmat.extras.diffusion.architectures import ARCHITECTURES, text_names
 from actmat.extras.diffusion.names import find_flat_names, foreign_factor, parse_factor
 from actmat.report import verify
@@ -207,6 +207,35 @@ def test_a_base_that_cannot_tell_modules_apart_is_refused() -> None:
     assert "under each of the prefixes 'one.' and 'two.'" in find_flat_names(twice, ["q"])[1][0]
 
 
+@pytest.mark.parametrize("prefix", ["lora_te1_", "lora_te2_"])
+@pytest.mark.parametrize(
+    "parts",
+    [("text_encoder.", "text_encoder_2."), ("text_encoders.clip_l.transformer.", "text_encoders.clip_g.transformer.")],
+    ids=["diffusers", "comfy"],
+)
+def test_the_prefix_tells_text_encoders_of_equal_names_apart(
+    prefix: str, parts: tuple[str, str], tmp_path: Path
+) -> None:
+    """Both encoders of SDXL have the names, here the shapes too: shapes and counts do not decide."""
+    layer = "text_model.encoder.layers.{}.self_attn.q_proj"
+    names = [f"{part}{layer.format(k)}.weight" for part, n in zip(parts, (2, 3), strict=True) for k in range(n)]
+    base = {n: torch.randn(4, 4, dtype=torch.float64) for n in names}
+    save_file(base, tmp_path / "base.safetensors")
+    a, b = torch.randn(2, 4, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    flat = prefix + layer.format(1).replace(".", "_")
+    factors = {"lora_down.weight": a, "lora_up.weight": b, "alpha": torch.tensor(1.0, dtype=torch.float64)}
+    save_file({f"{flat}.{n}": t for n, t in factors.items()}, tmp_path / "lora.safetensors")
+    actmat.merge(
+        tmp_path / "base.safetensors", [tmp_path / "lora.safetensors"], out=tmp_path / "out",
+        method="task_arithmetic", options={"scaling": 1.0}, scope="all", **RUN,
+    )  # fmt: skip
+    changed = f"{parts[prefix == 'lora_te2_']}{layer.format(1)}.weight"
+    out = written(tmp_path / "out")
+    torch.testing.assert_close(out.pop(changed), base.pop(changed) + b @ a / 2, **EXACT)
+    assert out.keys() == base.keys()
+    assert all(torch.equal(out[n], base[n]) for n in base)
+
+
 def _spec(name: str) -> Any:
     from actmat.checkpoints.base import TensorSpec
 
@@ -238,8 +267,8 @@ def test_dots_are_put_back_as_diffusers_does() -> None:
 
 def test_names_of_other_tensors_are_no_factors() -> None:
     full = list(tiny("llama").state_dict())
-    assert not holds_factors([*full, "block.alpha"])
-    assert not holds_factors(["down_proj.lora_A.speech.weight"], {"speech_lora": {}})  # of the architecture
+    assert first_factor([*full, "block.alpha"]) is None
+    assert first_factor(["down_proj.lora_A.speech.weight"], {"speech_lora": {}}) is None  # of the architecture
     assert not any(map(foreign_factor, full))
 
 

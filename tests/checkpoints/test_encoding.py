@@ -10,8 +10,7 @@ from tests.helpers.quantized import Stored, compressed, fp8_blocks, mxfp4, save_
 from torch import Tensor
 
 from actmat.checkpoints.codecs.base import CodedTensor
-from actmat.checkpoints.codecs.checkpoint import coding_of
-from actmat.checkpoints.codecs.encode import EncodingSink, encoding_bytes
+from actmat.checkpoints.codecs.checkpoint import EncodingSink, coding_of, encoding_bytes
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.resolve import open_checkpoint

@@ -26,7 +26,7 @@ from actmat.errors import CheckpointError
 from actmat.extras.conformance.checkpoints import CheckpointConformance
 
 
-class HexCheckpoint(StoredCheckpoint, HeldTensors):
+class HexCheckpoint(HeldTensors, StoredCheckpoint):
     """A toy: one JSON file of `name -> [dtype, shape, bytes in hexadecimal digits]`."""
 
     format = "hex"

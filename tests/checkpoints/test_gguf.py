@@ -14,7 +14,7 @@ from tests.helpers.quantized import save_model
 from actmat import merge
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.errors import CheckpointError
-from actmat.extras.gguf.file import QUANTIZED
+from actmat.extras.gguf.file import QUANTIZED, converted_tokenizer
 from actmat.extras.gguf.header import read_gguf_header
 
 HEADS, KV_HEADS, WIDTH, INNER, LAYERS, VOCAB = 4, 2, 64, 96, 2, 80
@@ -132,6 +132,31 @@ def test_a_gguf_base_gives_a_model_that_loads(tmp_path: Path) -> None:
     state = model.state_dict()
     for name, tensor in changed.items():
         assert torch.allclose(state[name].float(), tensor.float(), rtol=1e-2), name
+
+
+def test_the_tokenizer_of_a_file_is_converted(tmp_path: Path) -> None:
+    from gguf import GGUFWriter
+    from transformers import AutoTokenizer
+
+    writer = GGUFWriter(tmp_path / "m.gguf", "qwen2")
+    for key, value in METADATA.items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"qwen2.{key}", value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b", "c", "\u0120", "ab", "\u0120c", "<end>"])
+    writer.add_token_types([1, 1, 1, 1, 1, 1, 3])
+    writer.add_token_merges(["a b", "\u0120 c"])
+    writer.add_eos_token_id(6)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    files = converted_tokenizer(tmp_path / "m.gguf")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.encode("ab c") == [4, 5]
+    assert tokenizer.eos_token == "<end>"
+    assert converted_tokenizer(write_gguf(tmp_path / "none.gguf")) == {}, "a list of tokens without a model of them"
 
 
 def in_pairs(weights: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:

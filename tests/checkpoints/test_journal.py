@@ -10,8 +10,8 @@ import pytest
 from actmat.checkpoints.base import TensorSpec
 from actmat.checkpoints.hashing import ContentHash
 from actmat.checkpoints.writing.journal import LENGTH_BITS, Journal
-from actmat.checkpoints.writing.lock import OutputLock
 from actmat.checkpoints.writing.shards import plan_shards
+from actmat.checkpoints.writing.staging import OutputLock
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.errors import OutputError
 

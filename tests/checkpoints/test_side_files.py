@@ -159,13 +159,13 @@ def test_folders_in_a_bucket_are_listed(sentences: tuple[Path, Path], tmp_path: 
     with open_checkpoint(f"file://{base}") as opened:
         kept = opened.side_files().kept
         folder = opened.fetch_sidecars()
-    assert folder is not None
-    assert "onnx/config.json" not in kept
-    assert (folder / "2_Dense" / "model.safetensors").read_bytes() == (
-        base / "2_Dense" / "model.safetensors"
-    ).read_bytes()
-    with open_checkpoint(base) as local:
-        assert local.side_files() == opened.side_files()
+        assert folder is not None
+        assert "onnx/config.json" not in kept
+        assert (folder / "2_Dense" / "model.safetensors").read_bytes() == (
+            base / "2_Dense" / "model.safetensors"
+        ).read_bytes()
+        with open_checkpoint(base) as local:
+            assert local.side_files() == opened.side_files()
     url = f"file://{tmp_path}/bucket"
     actmat.merge(base, [expert], out=url, threads=1, durable=False)
     assert (tmp_path / "bucket" / "1_Pooling" / "config.json").exists()

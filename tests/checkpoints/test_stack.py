@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from tests.helpers.merging import CONFIG, actmat, llama_tensors, save_checkpoint
 
-from actmat.checkpoints.base import CheckpointHandle
 from actmat.checkpoints.layer_names import stack_parts
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.errors import CheckpointError
@@ -91,9 +89,9 @@ def test_a_config_of_several_parts_is_deepened_inside(folder: Path) -> None:
 def test_a_handle_opens_the_stack_again(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with open_checkpoint("a[0:1] + b[1:3] + a[3:4]") as stack:
         handle = pickle.loads(pickle.dumps(stack.handle()))
-        with open_handle(CheckpointHandle(**json.loads(json.dumps(dataclasses.asdict(handle))))) as from_json:
-            assert dict(from_json.specs) == dict(stack.specs)
-            assert from_json.handle() == handle
+        with open_handle(handle) as again:
+            assert dict(again.specs) == dict(stack.specs)
+            assert again.handle() == handle
         wanted = {name: stack.read(name) for name in stack.specs}
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -16,8 +16,9 @@ import actmat
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.rows import RowRange, RowsCheckpoint, TensorRows
 from actmat.errors import CheckpointError
-from actmat.layout import Role, resolve_layout
 from actmat.layout.components import single_file_of
+from actmat.layout.resolve import resolve_layout
+from actmat.layout.types import Role
 
 QUICK: dict[str, Any] = {"threads": 1, "durable": False}
 SD1 = "cond_stage_model.transformer.text_model.embeddings.token_embedding.weight"

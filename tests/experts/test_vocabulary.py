@@ -18,8 +18,9 @@ from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.resolve import open_checkpoint, open_handle
 from actmat.errors import CheckpointError
 from actmat.experts.policy import TokenSource, VocabularyPolicy
-from actmat.extras.vocabulary.align import align_vocabularies, read_vocabulary
+from actmat.extras.vocabulary.align import align_vocabularies
 from actmat.extras.vocabulary.rows import TokenRowsCheckpoint
+from actmat.extras.vocabulary.tokenizer import read_tokenizer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BASE = [f"t{i}" for i in range(18)]  # two rows of padding
@@ -179,7 +180,7 @@ def test_damaged_tokenizers_are_refused(folder: Path) -> None:
 def test_a_tokenizer_is_needed(folder: Path) -> None:
     (folder / "expert" / "tokenizer.json").write_text("{}")
     with open_checkpoint("expert") as found, pytest.raises(CheckpointError, match="expected a vocabulary"):
-        read_vocabulary(found)
+        read_tokenizer(found)
     (folder / "expert" / "tokenizer.json").unlink()
     refused = actmat(["plan", "-b", "base", "-e", "expert", "--vocabulary", "base"])
     assert refused.code == 1

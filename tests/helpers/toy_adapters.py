@@ -27,15 +27,13 @@ class ToyExpert(Expert):
     """`W_0 + up down` of one tensor."""
 
     kind = "adapter"
-    n_tensors = 2
 
     def __init__(self, adapter: Adapter, base: Checkpoint) -> None:
-        self.location = adapter.location
+        super().__init__(adapter.weights)
         self._base = base
         (up, down) = adapter.weights.specs
         self._target = up.partition(" of ")[2]
         self._factors: LowRank | None = LowRank(adapter.weights.read(up)[:, None], adapter.weights.read(down)[None])
-        self.nbytes = sum(spec.nbytes for spec in adapter.weights.specs.values())
         self.specs = base.specs
         if self.specs[self._target].shape != tuple(self._factors.shape):
             raise CheckpointError(f"{self.location}: does not fit '{self._target}' of {base.location}")

@@ -37,7 +37,7 @@ ENTRIES: dict[str, str] = {
     "extras.models.loading.switched": "an adapter that is switched on",
     "extras.pages.comparison.merges._opened_base": "the base that two manifests name",
     "extras.pages.comparison.merges.open_output": "an output",
-    "extras.stack.adapted._Adapted.merged": "the adapter of model+adapter",
+    "extras.stack.adapted.merged": "the adapter of model+adapter",
     "extras.tune.merges.search_inputs": "the start of a search",
     "extras.tune.with_inputs.merge_with_inputs": "the start of a merge with inputs",
 }
@@ -47,7 +47,7 @@ OUTPUTS: dict[str, str] = {
     "extras.conformance.experts": "the base of a test",
     "extras.remote.push": "a repository that is written to",
     "extras.remote.source": "the folder of a file, a storage of its own",
-    "extras.remote.urls": "a storage of its own",
+    "extras.remote.upload": "a storage of its own",
     "extras.serving": "an output",
     "report.verify": "an output",
     "run.places": "an output",

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actmat.layout import Block, Role, TensorLayout
+from actmat.layout.types import Block, Role, TensorLayout
 
 
 @st.composite

@@ -18,8 +18,7 @@ from tests.helpers.merging import Family, actmat
 
 from actmat.errors import RecipeError
 from actmat.experts.lora.patterns import PatternTable
-from actmat.layout import compile_pattern
-from actmat.layout.matching import MatchError, Regex, RegexSet
+from actmat.layout.patterns import MatchError, Regex, RegexSet, compile_pattern
 
 NAME = "base_model.model.model.layers.11.self_attn.q_proj" * 4
 SLOW = [

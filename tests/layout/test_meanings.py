@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from tests.helpers.tinymodels import saved, specs_of
 
 import actmat
-from actmat.layout import Role, resolve_layout
-from actmat.layout.types import LayoutMap, TensorLayout
+from actmat.layout.resolve import resolve_layout
+from actmat.layout.types import LayoutMap, Role, TensorLayout
 
 DECODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL = {**DECODER, "intermediate_size": 48, "vocab_size": 60, "pad_token_id": 0}

@@ -12,7 +12,8 @@ import torch
 from tests.helpers.tinymodels import build, specs_of
 from torch import nn
 
-from actmat.layout import Block, Role, TensorLayout, resolve_layout
+from actmat.layout.resolve import resolve_layout
+from actmat.layout.types import Block, Role, TensorLayout
 
 ATTENTION = [
     "phi3", "gpt2", "gpt_bigcode", "gpt_bigcode_heads", "codegen", "gpt_neox", "falcon_mq", "falcon_heads",

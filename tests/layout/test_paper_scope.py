@@ -1,7 +1,7 @@
 import pytest
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.layout import paper_scope
+from actmat.layout.paper import paper_scope
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actmat.errors import RecipeError
-from actmat.layout import compile_pattern
+from actmat.layout.patterns import compile_pattern
 
 
 @pytest.mark.parametrize(

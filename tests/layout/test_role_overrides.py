@@ -2,7 +2,8 @@ import pytest
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import RecipeError
-from actmat.layout import Block, Role, RoleOverride, TensorLayout, resolve_layout
+from actmat.layout.resolve import resolve_layout
+from actmat.layout.types import Block, Role, RoleOverride, TensorLayout
 
 SHAPES = {"a.qkv.weight": (12, 4), "a.dense.weight": (4, 4), "a.norm.weight": (4,), "a.conv.weight": (4, 2, 3)}
 SPECS = {n: TensorSpec(n, s, "float32", "f") for n, s in SHAPES.items()}

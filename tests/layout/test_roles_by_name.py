@@ -3,7 +3,8 @@
 import pytest
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.layout import LayoutMap, Role, TensorLayout, resolve_layout
+from actmat.layout.resolve import resolve_layout
+from actmat.layout.types import LayoutMap, Role, TensorLayout
 
 
 def specs(shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> dict[str, TensorSpec]:

@@ -8,7 +8,8 @@ from tests.helpers.tinymodels import build, saved, specs_of
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from actmat.layout import Role, resolve_layout
+from actmat.layout.resolve import resolve_layout
+from actmat.layout.types import Role
 
 FAMILIES = [
     "llama", "llama_tied", "mixtral", "qwen2_moe", "granitemoe", "phi3", "gpt2", "gpt_bigcode", "codegen", "gpt_neox",

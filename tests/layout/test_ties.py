@@ -4,7 +4,9 @@ import pytest
 from tests.helpers.tinymodels import build, saved, specs_of
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.layout import LayoutMap, Role, resolve_layout, tied_partner
+from actmat.layout.resolve import resolve_layout
+from actmat.layout.ties import tied_partner
+from actmat.layout.types import LayoutMap, Role
 
 TABLE = (60, 32)
 

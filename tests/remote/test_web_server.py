@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,6 +46,20 @@ class TestOnAWebServer(CheckpointConformance):
         self.served.root = folder
         save_sharded(dict(tensors), folder, shards=min(3, len(tensors)))
         return open_checkpoint(self.served.url)
+
+
+def test_copies_of_small_files_are_removed_when_the_checkpoint_is_closed(
+    server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when the process ends: a worker may end without its last steps."""
+    publish(tmp_path / "m")
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with open_checkpoint(f"{server.url}/m/") as found:
+        assert {f.name for f in temporary.glob("*/*")} == {"config.json", "model.safetensors.index.json"}
+    assert not list(temporary.iterdir())
+    assert found.config == {"model_type": "tiny"}
+    found.close()
 
 
 def test_opening_reads_each_header_once_and_reading_sends_each_byte_once(server: RangeServer, tmp_path: Path) -> None:

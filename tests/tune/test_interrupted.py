@@ -13,7 +13,7 @@ import yaml
 from tests.helpers.family import tuned
 
 import actmat
-from actmat.checkpoints.writing.lock import OutputLock
+from actmat.checkpoints.writing.staging import OutputLock
 from actmat.errors import OutputError
 from actmat.extras.tune import merges
 from actmat.extras.tune.tuning import LOCK

@@ -119,7 +119,7 @@ def extract_recipe(base: str | Path, model: str | Path, **fields: Any) -> Recipe
                 f"{model} is a LoRA adapter; its rank is reduced without a base. Fix: actmat merge -e {model} "
                 f"--rank {rank} --out OUT"
             )
-        wide = inputs.base is not None and any(s.dtype == "float64" for s in inputs.base.header.values())
+        wide = inputs.base is not None and any(s.dtype == "float64" for s in inputs.base.stored.specs.values())
     return recipe.model_copy(update={"compute_dtype": "float64"}) if wide else recipe
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -111,9 +111,16 @@ def versions_of_files(files: Iterable[FileIdentity]) -> tuple[tuple[str, int, st
     return tuple((f.path.rpartition("/")[2], f.size, f.etag) for f in files if f.etag)
 
 
+class View(Protocol):
+    """Address of a checkpoint that is made of others: plain data."""
+
+    def open(self, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
+        """The checkpoint, made of those that `open_handle` gives."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointHandle:
-    """Address from which `resolve.open_handle` opens a checkpoint again, also in another process. Plain data."""
+    """Address from which `resolve.open_handle` opens a checkpoint again, also in another process: it can be pickled."""
 
     address: str  # absolute path of a folder or file, `hf://org/name@commit`, or a URL
     format: str
@@ -121,17 +128,7 @@ class CheckpointHandle:
     cache_dir: str = ""  # folder of downloads; empty for local files
     streams: bool = False  # remote tensors are read by ranges
     etags: tuple[tuple[str, int, str], ...] = ()  # name, size and version of remote files, which must be the same
-    parts: tuple[tuple[CheckpointHandle, str, int, int], ...] = ()  # of a stack: handle, location, first layer, end
-    view: Any = None  # plain data from which the plug-in `view.FORMAT` opens it
-    heads: tuple[tuple[str, str], ...] = ()  # output heads that are untied, and the token table of each
-    marks: tuple[tuple[str, str, tuple[int, ...], str], ...] = ()  # see `marked.Mark`
-
-    def __post_init__(self) -> None:
-        """Accept parts that come from JSON."""
-        parts = tuple((h if isinstance(h, CheckpointHandle) else CheckpointHandle(**h), *p) for h, *p in self.parts)
-        object.__setattr__(self, "parts", parts)
-        object.__setattr__(self, "heads", tuple((head, table) for head, table in self.heads))
-        object.__setattr__(self, "marks", tuple((n, d, tuple(shape), text) for n, d, shape, text in self.marks))
+    view: View | None = None  # of a checkpoint that is made of others
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.folder import is_plain_name, shown
+from actmat.checkpoints.folder import is_plain_name, is_plain_path, shown
 from actmat.checkpoints.hashing import sha256_file
 from actmat.errors import CheckpointError
 
@@ -21,6 +21,7 @@ SHA256 = re.compile("[0-9a-f]{64}")
 CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 MAX_SIZE = 10**18
 """Bytes of the largest file that a server may state."""
+SHOWN_NAMES = 3
 MAX_VERSION = 512
 """Longest version (ETag) of a file, in characters."""
 TRUST = "Likely cause: a mirror or a proxy that is broken or hostile. Fix: use another server, or download the model."
@@ -77,15 +78,6 @@ def check_commit(what: str, found: object, wanted: str = "") -> str:
     return found
 
 
-def is_plain_path(name: object) -> bool:
-    """True for a path below a folder, with slashes.
-
-    >>> is_plain_path("vae/config.json"), is_plain_path("/etc/passwd"), is_plain_path("a/../b")
-    (True, False, False)
-    """
-    return isinstance(name, str) and all(map(is_plain_name, name.split("/")))
-
-
 def stated_file(where: str, name: str, size: object, version: object) -> RemoteFile:
     """A file with the size and the version that its server states.
 
@@ -117,6 +109,17 @@ def stated_files(where: str, rows: Iterable[tuple[object, object, object]]) -> d
         if found.setdefault(name, file) != file:
             raise CheckpointError(f"{where}: the server lists {shown(name)} twice, with other contents. {TRUST}")
     return found
+
+
+def odd_names_note(names: Iterable[object]) -> tuple[str, ...]:
+    """Remark for plans on listed files that `stated_files` leaves out; empty without any.
+
+    >>> odd_names_note(["config.json", "../a", "b/../c"])
+    ("its server lists files whose names are not plain paths, left out (2): '../a', 'b/../c'",)
+    """
+    odd = [shown(name) for name in names if not is_plain_path(name)]
+    listed = ", ".join([*odd[:SHOWN_NAMES], *(["..."] if len(odd) > SHOWN_NAMES else [])])
+    return (f"its server lists files whose names are not plain paths, left out ({len(odd)}): {listed}",) if odd else ()
 
 
 def stated_total(what: str, headers: Mapping[str, Any], offset: int, length: int) -> int:

@@ -54,15 +54,14 @@ def file_identity(path: Path) -> FileIdentity:
 
 
 class FileReader:
-    """Files by label (the name in messages and specs), read at offsets; `keep_open` idle descriptors are kept.
+    """Files by label (the name in messages and specs), read at offsets; `KEEP_OPEN` idle descriptors are kept.
 
     The state of a file is recorded when it is first opened. Every read raises `CheckpointError` if the file is missing,
     unreadable, shorter than it was, or changed.
     """
 
-    def __init__(self, files: Mapping[str, Path], keep_open: int = KEEP_OPEN) -> None:
+    def __init__(self, files: Mapping[str, Path]) -> None:
         self._files = dict(files)
-        self._keep_open = keep_open
         self._lock = threading.Lock()
         self._open: dict[str, _Open] = {}  # least recently used first
         self._states: dict[str, tuple[int, int, int, int]] = {}
@@ -141,8 +140,7 @@ class FileReader:
     def _give_back(self, opened: _Open) -> None:
         with self._lock:
             opened.users -= 1
-            if self.closed or len(self._open) > self._keep_open:
-                self._trim(0 if self.closed else self._keep_open)
+            self._trim(0 if self.closed else KEEP_OPEN)
 
     def _trim(self, keep: int) -> None:
         for label, opened in list(self._open.items()):

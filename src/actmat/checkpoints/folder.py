@@ -99,7 +99,7 @@ def nested_member(folder: Path, name: str) -> Path:
     Raises:
         CheckpointError: as `member`, or a link on the way.
     """
-    if not all(is_plain_name(part) for part in name.split("/")):
+    if not is_plain_path(name):
         raise CheckpointError(f"{folder}: {name[:200]!r} is not a path below the folder")
     path = folder / name
     for above in path.relative_to(folder).parents[:-1]:
@@ -144,6 +144,15 @@ def is_plain_name(name: object) -> bool:
         and len(name) <= 255
         and is_file_name(name)
     )
+
+
+def is_plain_path(name: object) -> bool:
+    """True for a path below a folder, with slashes.
+
+    >>> is_plain_path("vae/config.json"), is_plain_path("/etc/passwd"), is_plain_path("a/../b")
+    (True, False, False)
+    """
+    return isinstance(name, str) and all(map(is_plain_name, name.split("/")))
 
 
 def _hub_blobs(folder: Path) -> tuple[Path, ...]:

@@ -126,16 +126,13 @@ def _metadata(value: Any, problems: list[str], file: str) -> dict[str, str]:
     if not isinstance(value, dict):
         problems.append(f"{file}: __metadata__ must be a map of strings, found {type(value).__name__}")
         return {}
-    problems.extend(
-        f"{file}: __metadata__ must be a map of strings, found {type(item).__name__} at {shown(key)}"
-        for key, item in value.items()
-        if not isinstance(item, str)
-    )
-    problems.extend(
-        f"{file}: __metadata__ at {shown(key)} holds half of a surrogate pair, which is not text"
-        for key, item in value.items()
-        if isinstance(item, str) and not (_is_text(key) and _is_text(item))
-    )
+    for key, item in value.items():
+        if not isinstance(item, str):
+            problems.append(
+                f"{file}: __metadata__ must be a map of strings, found {type(item).__name__} at {shown(key)}"
+            )
+        elif not (_is_text(key) and _is_text(item)):
+            problems.append(f"{file}: __metadata__ at {shown(key)} holds half of a surrogate pair, which is not text")
     return value
 
 

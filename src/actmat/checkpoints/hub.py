@@ -17,8 +17,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import (
@@ -32,17 +33,7 @@ from huggingface_hub import (
 )
 from huggingface_hub.utils import _http, build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
-from actmat.checkpoints.claims import (
-    TRUST,
-    RemoteFile,
-    changed,
-    check_commit,
-    check_download,
-    check_headers,
-    stated_files,
-    stated_total,
-    stated_version,
-)
+from actmat.checkpoints import claims
 from actmat.checkpoints.folder import nested_member
 from actmat.checkpoints.remote import RemoteFiles
 from actmat.checkpoints.retry import FIRST_RANGE, TIMEOUT, TransientError, first_line, ranged, read_body, retried
@@ -64,34 +55,27 @@ REFUSALS: dict[type[Exception], str] = {
 """Errors of the hub library -> cause and fix. The first that matches counts: a gated repository is also not found."""
 
 
+@dataclass(eq=False)
 class HubRepository(RemoteFiles):
     """One pinned commit.
 
-    `commit` is the full hash; `files` maps names to the files in and below the top folder, or the subfolder `folder`.
+    `commit` is the full hash; `files` maps names to the files in and below the top folder, or the subfolder `folder`,
+    which ends in a slash.
     """
 
+    repo_id: str
+    location: str
+    commit: str
+    files: Mapping[str, claims.RemoteFile]
     cache_dir: Path
+    streams: bool = False
+    folder: str = ""
+    named: str | None = None
+    notes: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        repo_id: str,
-        location: str,
-        commit: str,
-        files: Mapping[str, RemoteFile],
-        cache_dir: Path,
-        *,
-        streams: bool = False,
-        folder: str = "",
-    ) -> None:
-        self._folder = f"{folder}/" if folder else ""
-        self.repo_id = self.hub_id = repo_id
-        self.home = f"{repo_id}/{self._folder}"
-        self.location = location
-        self.commit = commit
-        self.files = files
-        self.cache_dir = cache_dir
-        self.streams = streams
-        self.names = sorted(name for name in files if "/" not in name)
+    def __post_init__(self) -> None:
+        self.hub_id, self.home = self.repo_id, f"{self.repo_id}/{self.folder}"
+        self.names = sorted(name for name in self.files if "/" not in name)
         self._versions: dict[str, str] = {}
 
     @property
@@ -106,28 +90,28 @@ class HubRepository(RemoteFiles):
 
     def local(self, name: str) -> Path | None:
         """Path of the file in the cache, or None."""
-        path = self._folder + name
+        path = self.folder + name
         found = try_to_load_from_cache(self.repo_id, path, cache_dir=self.cache_dir, revision=self.commit)
         return Path(found) if isinstance(found, str) else None
 
     def fetch(self, name: str) -> Path:
         """Path of the file in the cache, downloaded first if it is not there."""
-        cached, path = self.local(name) is not None, self._folder + name
+        cached, path = self.local(name) is not None, self.folder + name
         with explained(self.location, library=True):
             found = Path(hub_api().hf_hub_download(self.repo_id, path, revision=self.commit, cache_dir=self.cache_dir))
         where = f"{self.location}: {name}"
         snapshot = Path(str(found).removesuffix(str(Path(path))))
-        check_commit(where, snapshot.name, self.commit)
+        claims.check_commit(where, snapshot.name, self.commit)
         if not cached:
             try:
-                check_download(where, found, self.files[name])
+                claims.check_download(where, found, self.files[name])
             except CheckpointError:  # the next run must not find it in the cache
                 for left in {found.resolve(), found}:
                     left.unlink(missing_ok=True)
                 raise
         return nested_member(snapshot, path)
 
-    def file(self, name: str) -> RemoteFile:
+    def file(self, name: str) -> claims.RemoteFile:
         """A file of the commit."""
         return self.files[name]
 
@@ -142,13 +126,12 @@ class HubRepository(RemoteFiles):
         """A folder of the commit."""
         start = f"{name}/"
         inside = {
-            n.removeprefix(start): RemoteFile(n.removeprefix(start), f.size, f.etag)
+            n.removeprefix(start): claims.RemoteFile(n.removeprefix(start), f.size, f.etag)
             for n, f in self.files.items()
             if n.startswith(start)
         }
-        location = f"{self.location}/{name}"
-        return HubRepository(self.repo_id, location, self.commit, inside, self.cache_dir, streams=self.streams,
-                             folder=self._folder + name) if inside else None  # fmt: skip
+        folder = f"{self.folder}{start}"
+        return replace(self, location=f"{self.location}/{name}", files=inside, folder=folder) if inside else None
 
     def only(self, name: str) -> HubRepository:
         """The same files with `name` as the named one, downloaded when it is first read: for adapters, read often.
@@ -158,10 +141,7 @@ class HubRepository(RemoteFiles):
         """
         if self.files[name].size <= FIRST_RANGE:
             self.fetch(name)
-        location, folder = f"{self.repo_id}@{self.commit}", self._folder.removesuffix("/")
-        found = HubRepository(self.repo_id, location, self.commit, self.files, self.cache_dir, folder=folder)
-        found.named = name
-        return found
+        return replace(self, location=f"{self.repo_id}@{self.commit}", streams=False, named=name)
 
     def whole(self) -> HubRepository:
         """The commit itself: users name no files in it."""
@@ -171,26 +151,18 @@ class HubRepository(RemoteFiles):
         """Files of the commit."""
         return side_files_in({f.name: f.size for f in self.files.values()}, merged, self.fetch)
 
-    def fetch_sidecars(self) -> Path | None:
-        """Download the side files; return their folder, or None without side files."""
-        folder = self.directory
-        for name in self.side_files(()).kept:
-            fetched = self.fetch(name)
-            folder = folder or fetched.parents[len(PurePosixPath(name).parts) - 1]
-        return folder
-
     def _range(self, name: str, offset: int, length: int) -> bytes:
-        url = hf_hub_url(self.repo_id, self._folder + name, revision=self.commit, endpoint=constants.ENDPOINT)
+        url = hf_hub_url(self.repo_id, self.folder + name, revision=self.commit, endpoint=constants.ENDPOINT)
         with ranged(url, offset, length, build_hf_headers()) as response:
             hf_raise_for_status(response)
             if response.status_code != 206 and offset > 0:
                 raise CheckpointError(f"{self.location}: the hub ignored a range request for {name}; download it first")
             what, file = f"{self.location}: {name}", self.files[name]
-            version = stated_version(what, file, self.commit, [*response.history, response])
+            version = claims.stated_version(what, file, self.commit, [*response.history, response])
             if self._versions.setdefault(name, version) != version:
-                raise changed(what, f"version {self._versions[name]}, now {version}")
+                raise claims.changed(what, f"version {self._versions[name]}, now {version}")
             whole = response.status_code != 206  # the start of it is read
-            if not whole and (total := stated_total(what, response.headers, offset, length)) != file.size:
+            if not whole and (total := claims.stated_total(what, response.headers, offset, length)) != file.size:
                 raise CheckpointError(
                     f"{what} is not what the hub announced: it has {total} bytes, expected {file.size} at commit "
                     f"{self.commit}. Fix: run again."
@@ -217,27 +189,27 @@ def open_repository(
     home = cache / f"models--{repo_id.replace('/', '--')}"
     if constants.is_offline_mode():
         commit = _cached_commit(home, wanted, location)
-        return HubRepository(repo_id, location, commit, _cached_files(home / "snapshots" / commit), cache,
-                             streams=streams)  # fmt: skip
+        return HubRepository(repo_id, location, commit, _cached_files(home / "snapshots" / commit), cache, streams)
     with explained(location, NO_PATH, library=True):
         info = hub_api().model_info(repo_id, revision=wanted, files_metadata=True, timeout=TIMEOUT)
-        commit = check_commit(location, info.sha, wanted)
+        commit = claims.check_commit(location, info.sha, wanted)
         versions = ((s.lfs.sha256 if s.lfs else s.blob_id) or commit for s in info.siblings or ())
         rows = zip(info.siblings or (), versions, strict=True)
-        files = stated_files(location, ((s.rfilename, s.size or 0, version) for s, version in rows))
+        files = claims.stated_files(location, ((s.rfilename, s.size or 0, version) for s, version in rows))
     _remember_commit(home, wanted, commit)
-    return HubRepository(repo_id, location, commit, files, cache, streams=streams)
+    notes = claims.odd_names_note(s.rfilename for s in info.siblings or ())
+    return HubRepository(repo_id, location, commit, files, cache, streams, notes=notes)
 
 
 def hub_api() -> HfApi:
     """The hub library, whose answers are checked before it makes paths of them."""
     client = get_session()
-    if check_headers not in client.event_hooks["response"]:
+    if claims.check_headers not in client.event_hooks["response"]:
         made: Callable[[], Any] = getattr(_http, "_GLOBAL_CLIENT_FACTORY", _http.default_client_factory)
 
         def checked() -> Any:  # also after a lost connection, for which the library makes another client
             found = made()
-            found.event_hooks["response"].append(check_headers)
+            found.event_hooks["response"].append(claims.check_headers)
             return found
 
         set_client_factory(checked)
@@ -249,7 +221,7 @@ def _cached_commit(home: Path, wanted: str, location: str) -> str:
         return wanted
     reference = home / "refs" / wanted
     if reference.is_file() and (home / "snapshots" / (commit := reference.read_text().strip())).is_dir():
-        return check_commit(location, commit)
+        return claims.check_commit(location, commit)
     cached = sorted(p.name for p in (home / "snapshots").glob("*")) if home.is_dir() else []
     has = f"cached commits: {', '.join(cached[:4])}" if cached else "no commit of it is cached"
     raise CheckpointError(
@@ -258,14 +230,14 @@ def _cached_commit(home: Path, wanted: str, location: str) -> str:
     )
 
 
-def _cached_files(snapshot: Path) -> dict[str, RemoteFile]:
+def _cached_files(snapshot: Path) -> dict[str, claims.RemoteFile]:
     """Files of a snapshot: links to blobs named by their content hash (a copy has the commit as its hash)."""
-    files: dict[str, RemoteFile] = {}
+    files: dict[str, claims.RemoteFile] = {}
     for path in sorted(snapshot.rglob("*")):
         if path.is_file():
             name = path.relative_to(snapshot).as_posix()
             etag = Path(os.readlink(path)).name if path.is_symlink() else snapshot.name
-            files[name] = RemoteFile(name, path.stat().st_size, etag)
+            files[name] = claims.RemoteFile(name, path.stat().st_size, etag)
     return files
 
 
@@ -309,5 +281,5 @@ def explained(location: str, lead: str = "", *, library: bool = False) -> Iterat
             raise
         raise CheckpointError(
             f"{location}: the answer of the hub at {constants.ENDPOINT} cannot be used: {type(error).__name__}: "
-            f"{first_line(error)}. {TRUST}"
+            f"{first_line(error)}. {claims.TRUST}"
         ) from error

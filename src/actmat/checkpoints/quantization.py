@@ -69,15 +69,42 @@ def has_signs(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> bool:
     return bool(_scheme(spec, specs))
 
 
+LEVELS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Entries of a config that may hold the settings of the text model."""
+
+CONFIG_KEYS = ("quantization_config", "compression_config")
+
+
+def _levels(config: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """The config, and those of its text model and of a pipeline's components."""
+    top = config or {}
+    components = top.get("components")
+    inner = [*(top.get(key) for key in LEVELS), *(components.values() if isinstance(components, Mapping) else ())]
+    return [level for level in (top, *inner) if isinstance(level, Mapping)]
+
+
+def quantization_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The config's entry about quantization, of the whole model or of a part; may be empty."""
+    entries = (level.get(key) for level in _levels(config) for key in CONFIG_KEYS)
+    return next((entry for entry in entries if isinstance(entry, Mapping) and entry), {})
+
+
+def float_dtype(config: Mapping[str, Any] | None) -> str:
+    """dtype of the weights that a config declares; bfloat16 if it declares no wide float type.
+
+    >>> float_dtype({"torch_dtype": "float16"}), float_dtype({"dtype": "auto"}), float_dtype(None)
+    ('float16', 'bfloat16', 'bfloat16')
+    """
+    named = (
+        str(level.get(key)).removeprefix("torch.") for level in _levels(config) for key in ("dtype", "torch_dtype")
+    )
+    return next((name for name in named if name in ("bfloat16", "float16", "float32")), "bfloat16")
+
+
 def declared_scheme(config: Mapping[str, Any] | None) -> str:
-    """Name of the scheme that the config declares, of the whole, its text part or a component; empty if none."""
-    parts = (config or {}).get("components")
-    components = parts.values() if isinstance(parts, Mapping) else ()
-    for level in (config, (config or {}).get("text_config"), *components):
-        found = level.get("quantization_config") if isinstance(level, Mapping) else None
-        if isinstance(found, Mapping) and found:
-            return str(found.get("quant_method") or found.get("quant_algo") or "no method named")
-    return ""
+    """Name of the scheme that the config declares; empty if none."""
+    found = quantization_config(config)
+    return str(found.get("quant_method") or found.get("quant_algo") or "no method named") if found else ""
 
 
 def _scheme(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> str:

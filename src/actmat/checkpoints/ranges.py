@@ -14,7 +14,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import attrgetter
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.errors import CheckpointError
@@ -32,6 +33,8 @@ IN_FLIGHT = 8
 """Requests of one checkpoint at the same time."""
 
 MOST_THREADS = 64
+
+_start_of = attrgetter("start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +83,12 @@ class _Held:
     unread: int
 
 
-@dataclass(slots=True)
-class _RangeFile:
-    blocks: list[CachedBlock]
-    starts: list[int] = field(default_factory=list)
-
-
 class RangeReader:
     """Files by label, read through `fetch(label, offset, length)`, which retries and raises `CheckpointError`."""
 
     def __init__(self, fetch: Callable[[str, int, int], bytes]) -> None:
         self._fetch = fetch
-        self._files: dict[str, _RangeFile] = {}
+        self._files: dict[str, list[CachedBlock]] = {}
         self._lock = threading.Lock()
         self._held: OrderedDict[tuple[str, int], _Held] = OrderedDict()  # least recently used first
         self._threads: set[int] = set()
@@ -100,18 +97,17 @@ class RangeReader:
 
     def add(self, label: str, specs: Iterable[TensorSpec]) -> None:
         """Register a file; only the bytes of its tensors can be read."""
-        blocks = plan_blocks(specs)
-        self._files[label] = _RangeFile(blocks, [b.start for b in blocks])
+        self._files[label] = plan_blocks(specs)
 
     def read_into(self, label: str, offset: int, out: memoryview, *, tensor: str = "") -> None:
         """Fill `out` with bytes of tensors of the file from `offset` on. `tensor` is named in errors."""
         if self.closed:
             raise ValueError(f"{label}: read from a checkpoint that is closed")
-        file, done = self._files[label], 0
+        blocks, done = self._files[label], 0
         while done < len(out):
             position = offset + done
-            number = bisect.bisect_right(file.starts, position) - 1
-            block = file.blocks[number]
+            number = bisect.bisect_right(blocks, position, key=_start_of) - 1
+            block = blocks[number]
             held = self._ask(label, number)
             if block.goes_on:
                 self._hint(label, number + 1)
@@ -131,9 +127,8 @@ class RangeReader:
 
     def prefetch(self, label: str, offset: int) -> None:
         """Fetch the block at `offset` in the background, if there is memory for it. Never fails."""
-        file = self._files.get(label)
-        if file is not None and not self.closed and file.blocks:
-            self._hint(label, max(bisect.bisect_right(file.starts, offset) - 1, 0))
+        if not self.closed and (blocks := self._files.get(label)):
+            self._hint(label, max(bisect.bisect_right(blocks, offset, key=_start_of) - 1, 0))
 
     def close(self) -> None:
         """Cancel requests without a waiting reader and drop all blocks. May be called twice."""
@@ -151,7 +146,8 @@ class RangeReader:
                 self._threads.add(threading.get_ident())
             held = self._held.get((label, number))
             if held is None:
-                self._drop_old(self._capacity - 1)
+                while len(self._held) > self._capacity - 1:
+                    self._held.popitem(last=False)  # a thread may still wait for it, so it is not canceled
                 held = self._start(label, number)
             self._held.move_to_end((label, number))
             return held
@@ -165,16 +161,12 @@ class RangeReader:
     def _capacity(self) -> int:
         return BLOCKS_PER_THREAD * max(1, len(self._threads))
 
-    def _drop_old(self, keep: int) -> None:
-        while len(self._held) > keep:
-            self._held.popitem(last=False)  # a thread may still wait for it, so it is not canceled
-
     def _start(self, label: str, number: int) -> _Held:
         if self.closed:
             raise ValueError(f"{label}: read from a checkpoint that is closed")
         if self._pool is None:
             self._pool = ThreadPoolExecutor(IN_FLIGHT, "actmat-fetch")
-        block = self._files[label].blocks[number]
+        block = self._files[label][number]
         held = _Held(self._pool.submit(self._fetch, label, block.start, block.stop - block.start),
                      block.stop - block.start)  # fmt: skip
         self._held[label, number] = held

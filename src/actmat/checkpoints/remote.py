@@ -55,6 +55,13 @@ class RemoteFiles(Source):
         files = [self.file(name) for name in names]
         return tuple(FileIdentity(self.home + f.name, f.size, etag=f.etag) for f in files)
 
+    def fetch_sidecars(self) -> Path | None:
+        """Download the side files; return their folder, or None without side files."""
+        folder = self.directory
+        for name in self.side_files(()).kept:
+            folder = self.fetch(name).parents[name.count("/")]
+        return folder
+
     def start_of(self, name: str) -> bytes:
         """The first bytes of a file, in one request; most headers are in them."""
         return self.read_range(name, 0, min(FIRST_RANGE, self.file(name).size))

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -23,26 +23,17 @@ from actmat.checkpoints.claims import COMMIT
 from actmat.checkpoints.codecs import decoded
 from actmat.checkpoints.formats import find_format, format_named
 from actmat.checkpoints.layer_names import StackPart, adapted_parts, stack_parts
-from actmat.checkpoints.marked import MarkedCheckpoint, read_marks
 from actmat.checkpoints.memory import MemoryCheckpoint
 from actmat.checkpoints.source import LocalSource, Source
-from actmat.checkpoints.untied import UntiedCheckpoint
+from actmat.checkpoints.view import ViewHandle
 from actmat.errors import CheckpointError, did_you_mean
 
 
 @runtime_checkable
-class View(Protocol):
-    """Checkpoints made of others: `view.NAME` of the group `actmat.formats`, by the format NAME of their handles."""
-
-    def open(self, view: Any, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
-        """The checkpoint of `CheckpointHandle.view`, which may have gone through JSON."""
-
-
-@runtime_checkable
-class AdaptedView(View, Protocol):
+class OpenAdapted(Protocol):
     """Models with an adapter merged into them."""
 
-    def merged(self, location: str, model: Checkpoint, adapter: str) -> Checkpoint:
+    def __call__(self, location: str, model: Checkpoint, adapter: str) -> Checkpoint:
         """The model with the adapter at a location merged into it; closing it closes the model."""
 
 
@@ -68,12 +59,27 @@ def commit_of(address: str) -> str:
     return revision if COMMIT.fullmatch(revision) else ""
 
 
+@dataclass(frozen=True, slots=True)
+class StackHandle:
+    """Address of a stack: a `View`."""
+
+    location: str
+    parts: tuple[tuple[CheckpointHandle, StackPart], ...]
+
+    def open(self, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
+        """The stack."""
+        handles = {part.location: handle for handle, part in self.parts}
+        return _open_stack(self.location, [p for _, p in self.parts], lambda place: open_handle(handles[place]))
+
+
 def pinned_stack(handle: CheckpointHandle) -> str:
     """Text of a stack with the commits of its parts on the hub; empty if no part is there, or without a stack."""
-    if not any(commit_of(part.address) for part, *_ in handle.parts):
+    view = handle.view
+    while isinstance(view, ViewHandle):
+        view = view.inner.view
+    if not isinstance(view, StackHandle) or not any(commit_of(h.address) for h, _ in view.parts):
         return ""
-    places = ((part.address if commit_of(part.address) else place, a, b) for part, place, a, b in handle.parts)
-    return " + ".join(str(StackPart(*place)) for place in places)
+    return " + ".join(str(replace(p, location=h.address) if commit_of(h.address) else p) for h, p in view.parts)
 
 
 def open_checkpoint(
@@ -98,8 +104,8 @@ def open_checkpoint(
         return _open_stack(str(location), parts, lambda place: open_checkpoint(place, cache_dir=cache_dir))
     if pair is None:
         return open_source(find_source(location, cache_dir=cache_dir))
-    view = plugins.needed("actmat.formats", "view.adapted", AdaptedView)
-    return view.merged(str(location), open_checkpoint(pair[0], cache_dir=cache_dir), pair[1])
+    merged = plugins.needed("actmat.formats", "view.adapted", OpenAdapted)
+    return merged(str(location), open_checkpoint(pair[0], cache_dir=cache_dir), pair[1])
 
 
 def is_composed(location: str | Path) -> bool:
@@ -120,17 +126,8 @@ def open_source(source: Source) -> Checkpoint:
 
 def open_handle(handle: CheckpointHandle) -> Checkpoint:
     """Open the checkpoint that `Checkpoint.handle` described, in any process that has the same storage."""
-    if handle.marks:
-        return MarkedCheckpoint(open_handle(replace(handle, marks=())), read_marks(handle.marks))
-    if handle.heads:
-        return UntiedCheckpoint(open_handle(replace(handle, heads=())), dict(handle.heads))
-    if handle.parts:
-        handles = {location: part for part, location, _, _ in handle.parts}
-        layers = [StackPart(location, start, stop) for _, location, start, stop in handle.parts]
-        return _open_stack(handle.location, layers, lambda location: open_handle(handles[location]))
     if handle.view is not None:
-        view = plugins.needed("actmat.formats", f"view.{handle.format}", View)
-        return view.open(handle.view, open_handle)
+        return handle.view.open(open_handle)
     source = find_source(handle.address, cache_dir=handle.cache_dir or None, handle=handle)
     source.location = handle.location
     return decoded(format_named(handle.format).open(source))
@@ -158,17 +155,13 @@ def find_source(
     if hub_id is None or not hub_id["scheme"]:
         if os.path.exists(path):
             return LocalSource(path, text)
-        if hub_id is None or _is_in_folder(path):
+        # a missing a/b whose parent is a folder is a path rather than a hub id
+        if hub_id is None or (path.parent != Path() and os.path.isdir(path.parent)):
             raise _not_found(path, text)
     from actmat.checkpoints.hub import open_repository
 
     streams = bool(hub_id["scheme"]) if handle is None else handle.streams
     return open_repository(hub_id["repo"], hub_id["revision"], cache_dir=cache_dir, streams=streams)
-
-
-def _is_in_folder(path: Path) -> bool:
-    """True for a missing `a/b` whose parent is a folder that exists: a path rather than a hub id."""
-    return path.parent != Path() and os.path.isdir(path.parent)
 
 
 def _open_url(url: str, handle: CheckpointHandle | None) -> Source:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec
 from actmat.checkpoints.view import CheckpointView
 
 
@@ -58,6 +58,10 @@ class RowsCheckpoint(CheckpointView):
             specs[name] = TensorSpec(name, shapes[name], first.dtype, first.file)
         self.specs = MappingProxyType(specs)
 
+    def handle(self) -> CheckpointHandle:
+        """Address of the stored checkpoint, with the rows."""
+        return self.viewed(_opened, ({n: self.specs[n].shape for n in self.rows}, self.rows))
+
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Bytes of the tensor, in the other layout."""
         parts = self.rows.get(spec.name)
@@ -86,3 +90,7 @@ class RowsCheckpoint(CheckpointView):
             self.inner.read_into(one.name, one.start * width + inside, out[done : done + size])
             done += size
             k += 1
+
+
+def _opened(inner: Checkpoint, data: tuple[Mapping[str, tuple[int, ...]], Mapping[str, TensorRows]]) -> RowsCheckpoint:
+    return RowsCheckpoint(inner, *data)

@@ -8,6 +8,7 @@ that is not local is either downloaded when a tensor of it is first read, or, if
 from __future__ import annotations
 
 import abc
+import contextlib
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,18 +17,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from actmat.bounds import kind_of_file, list_folder
+from actmat.checkpoints import folder
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec, versions_of_files
 from actmat.checkpoints.files import file_identity
-from actmat.checkpoints.folder import (
-    INDEX_SUFFIX,
-    foreign_format,
-    is_plain_name,
-    may_be_weights,
-    member,
-    read_config,
-    read_index,
-    shown,
-)
 from actmat.checkpoints.side_files import ModelFiles, SideFiles, side_files_of
 from actmat.checkpoints.tied_names import may_be_tied
 from actmat.errors import CheckpointError
@@ -44,6 +36,7 @@ class Source(abc.ABC):
         cache_dir: folder of downloads that outlives the process, or None.
         streams: tensors of files that are not local are read by ranges, through `read_range`.
         can_list: `names` has all files of the folder; a web server cannot list its files.
+        notes: remarks for plans.
     """
 
     location: str
@@ -53,6 +46,7 @@ class Source(abc.ABC):
     cache_dir: Path | None = None
     streams: bool = False
     can_list: bool = True
+    notes: tuple[str, ...] = ()
 
     @property
     def weights(self) -> list[str]:
@@ -60,8 +54,8 @@ class Source(abc.ABC):
 
         Files in formats that are not read are left out.
         """
-        found = (name for name in self.names if name == self.named or may_be_weights(name))
-        return [name for name in found if not foreign_format(name)]
+        found = (name for name in self.names if name == self.named or folder.may_be_weights(name))
+        return [name for name in found if not folder.foreign_format(name)]
 
     @property
     @abc.abstractmethod
@@ -128,6 +122,9 @@ class Source(abc.ABC):
         """Local folder of the side files, downloaded first if they are not local."""
         return self.directory
 
+    def close(self) -> None:  # noqa: B027 - most have nothing to remove
+        """Remove copies of files that nothing else uses. May be called twice."""
+
 
 class LocalSource(Source):
     """A folder, weight file or index file on this machine."""
@@ -155,7 +152,7 @@ class LocalSource(Source):
     @property
     def directory(self) -> Path | None:
         """The folder, also that of an index file; None for a weight file."""
-        return self._folder if self.named is None or self.named.endswith(INDEX_SUFFIX) else None
+        return self._folder if self.named is None or self.named.endswith(folder.INDEX_SUFFIX) else None
 
     def local(self, name: str) -> Path:
         """Path of a file."""
@@ -166,12 +163,12 @@ class LocalSource(Source):
         if name == self.named:
             return self._path
         if name not in self._members:
-            self._members[name] = member(self._folder, name)
+            self._members[name] = folder.member(self._folder, name)
         return self._members[name]
 
     def weight_map(self, index: str) -> dict[str, str]:
         """Content of an index file of the folder."""
-        weight_map = read_index(self._folder / index)
+        weight_map = folder.read_index(self._folder / index)
         problems: list[str] = []
         for name in sorted(set(weight_map.values())):
             try:
@@ -185,7 +182,7 @@ class LocalSource(Source):
     def child(self, name: str) -> Source | None:
         """A folder inside; links to folders are not followed."""
         path = self._folder / name
-        if not is_plain_name(name) or path.is_symlink() or not path.is_dir():
+        if not folder.is_plain_name(name) or path.is_symlink() or not path.is_dir():
             return None
         return LocalSource(path, f"{self.location}/{name}")
 
@@ -215,13 +212,12 @@ class StoredCheckpoint(Checkpoint):
     def __init__(self, source: Source, labels: Sequence[str]) -> None:
         self.source = source
         self.labels = tuple(labels)
-        self.location = source.location
-        self.directory = source.directory
+        self.location, self.directory, self.notes = source.location, source.directory, source.notes
 
     @cached_property
     def config(self) -> Mapping[str, Any] | None:
         """Parsed `config.json` of the source."""
-        return read_config(self.directory)
+        return folder.read_config(self.directory)
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of every weight file."""
@@ -247,6 +243,12 @@ class StoredCheckpoint(Checkpoint):
             source.address, self.format, self.location, str(source.cache_dir or ""), source.streams, etags
         )
 
+    def close(self) -> None:
+        """Close the source; the config can still be read."""
+        with contextlib.suppress(CheckpointError):
+            _ = self.config
+        self.source.close()
+
 
 def join_shards(
     shards: Mapping[str, Mapping[str, TensorSpec]], weight_map: Mapping[str, str] | None, *, location: str
@@ -257,9 +259,9 @@ def join_shards(
     for label, shard in shards.items():
         for name, spec in shard.items():
             if name in specs:
-                problems.append(f"tensor {shown(name)}: in {specs[name].file} and again in {label}")
+                problems.append(f"tensor {folder.shown(name)}: in {specs[name].file} and again in {label}")
             elif weight_map is not None and name not in weight_map:
-                problems.append(f"tensor {shown(name)}: in {label}, but not in the index")
+                problems.append(f"tensor {folder.shown(name)}: in {label}, but not in the index")
             else:
                 specs[name] = spec
     for name, label in (weight_map or {}).items():
@@ -267,9 +269,9 @@ def join_shards(
         if found is None and may_be_tied(name):
             continue  # see `Checkpoint.absent`
         if found is None:
-            problems.append(f"tensor {shown(name)}: the index says {label}, which does not hold it")
+            problems.append(f"tensor {folder.shown(name)}: the index says {label}, which does not hold it")
         elif found.file != label:
-            problems.append(f"tensor {shown(name)}: the index says {label}, it is in {found.file}")
+            problems.append(f"tensor {folder.shown(name)}: the index says {label}, it is in {found.file}")
     if problems:
         raise CheckpointError(
             f"{location}: the shards do not agree with each other or with the index. Likely cause: files of two saves "

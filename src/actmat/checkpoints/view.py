@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from actmat.checkpoints.base import Checkpoint, FileIdentity, TensorSpec
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec
 from actmat.checkpoints.side_files import ModelFiles, SideFiles
+
+
+@dataclass(frozen=True, slots=True)
+class ViewHandle:
+    """Address of a view of one checkpoint: `make(inner, data)`; a `View`."""
+
+    inner: CheckpointHandle
+    make: Callable[[Checkpoint, Any], Checkpoint]
+    data: Any
+
+    def open(self, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
+        """The view of the checkpoint."""
+        return self.make(open_handle(self.inner), self.data)
 
 
 class CheckpointView(Checkpoint):
@@ -25,6 +37,12 @@ class CheckpointView(Checkpoint):
         self.inner = inner
         self.location, self.directory = inner.location, inner.directory
         self.notes, self.unused, self.absent, self.models = inner.notes, inner.unused, inner.absent, inner.models
+        self.is_composed, self.written_sidecars = inner.is_composed, inner.written_sidecars
+
+    def viewed(self, make: Callable[[Checkpoint, Any], Checkpoint], data: Any) -> CheckpointHandle:
+        """Handle from which `make(inner, data)` opens the view again."""
+        inner = self.inner.handle()
+        return replace(inner, view=ViewHandle(inner, make, data))
 
     @property
     def config(self) -> Mapping[str, Any] | None:
@@ -89,11 +107,6 @@ class DelegatingCheckpoint(Checkpoint):
         """Specs from the checkpoint that holds the tensor, with their names there."""
         held, own = self.origin(name)
         return held.stored_specs(own)
-
-    def read(self, name: str) -> Tensor:
-        """The whole tensor, from its checkpoint."""
-        held, own = self.origin(self.find_spec(name).name)
-        return held.read(own)
 
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Bytes of the tensor, from its checkpoint."""

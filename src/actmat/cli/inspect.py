@@ -71,13 +71,13 @@ def _print_serving(out: str, *, json: bool, quiet: bool) -> None:
 def _print_content(checkpoint: str, *, json: bool, every: bool, quiet: bool) -> None:
     from actmat.cli.screen import print_result
     from actmat.experts.locate import LocatedAdapter, locate
-    from actmat.layout import resolve_layout
+    from actmat.layout.resolve import resolve_layout
 
     with locate(checkpoint) as found:
         if isinstance(found, LocatedAdapter):
             data, show = _describe_adapter(found), _print_adapter
         else:
-            data, show = _describe(found.stored, resolve_layout(found.header, found.stored.config)), _print
+            data, show = _describe(found.stored, resolve_layout(found.stored.specs, found.stored.config)), _print
     if json:
         print_result("inspect", data, long=("tensors", "modules", "full_tensors", "base_copies"), full=every)
     elif not quiet:
@@ -157,12 +157,12 @@ def _print(data: Mapping[str, Any], *, every: bool) -> None:
 
 
 def _describe_adapter(found: LocatedAdapter) -> dict[str, Any]:
-    adapter, specs = found.adapter, found.header
+    adapter, specs = found.adapter, found.stored.specs
     names = {"peft": "lora", "pairs": "list of factor pairs"}
     return {
         "location": found.place,
         "adapter": names.get(adapter.layout, adapter.layout),
-        "base_model": found.base_model,
+        "base_model": adapter.config.base_model,
         "use_rslora": adapter.config.use_rslora,
         "fan_in_fan_out": adapter.config.fan_in_fan_out,
         "modules": [
@@ -177,7 +177,7 @@ def _describe_adapter(found: LocatedAdapter) -> dict[str, Any]:
         "bytes": sum(s.nbytes for s in specs.values()),
         "dtypes": dict(Counter(s.dtype for s in specs.values())),
         "problems": list(adapter.problems),
-        **found.description(),
+        **found.family.describe(adapter),
     }
 
 

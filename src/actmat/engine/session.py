@@ -21,8 +21,7 @@ from actmat.checkpoints.base import CheckpointHandle, torch_dtype
 from actmat.checkpoints.codecs.base import CodedTensor
 from actmat.checkpoints.codecs.checkpoint import coding_of
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
-from actmat.checkpoints.writing.spool import SpoolWriter
-from actmat.checkpoints.writing.writer import ShardWriter
+from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
 from actmat.engine.content import broken_ties, foreign_tensors
 from actmat.engine.deltas import Deltas
 from actmat.engine.devices import Device, device_memory_errors, open_devices

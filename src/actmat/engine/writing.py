@@ -17,7 +17,7 @@ from torch import Tensor
 
 from actmat.checkpoints.base import TensorSpec, torch_dtype
 from actmat.checkpoints.codecs.base import CodedTensor
-from actmat.checkpoints.codecs.encode import EncodingSink
+from actmat.checkpoints.codecs.checkpoint import EncodingSink
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.observer import Sink, SinkSource
 from actmat.engine.reader import StreamedBase, TensorReader

@@ -46,19 +46,25 @@ class Expert(abc.ABC):
     """Deltas of the tensors of one base, read or formed on request. Thread-safe for reading. Use as a context manager.
 
     `specs` are the tensors that it can give, by its own names (an adapter: those of its base, one name per tied group).
+
+    Args:
+        checkpoint: its stored tensors, which are closed with it.
     """
 
     location: str  # what the user called it, for messages
     kind: Literal["model", "adapter"]  # for records only
     specs: Mapping[str, TensorSpec]
-    n_tensors: int  # in storage, for summaries
-    nbytes: int
     adapter: Adapter | None = None  # the factors, for outputs that are adapters
     models: tuple[str, ...] = ()  # locations of the models it is made of, see `Checkpoint`
     notes: tuple[str, ...] = ()  # remarks for the plan: what was read, what was left out; begin with a small letter
     warnings: tuple[str, ...] = ()  # remarks on a likely mistake
     # of an adapter that unties them: output heads of its own -> table that the base ties each to
     heads: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint, self.location = checkpoint, checkpoint.location
+        self.n_tensors = len(checkpoint.specs)
+        self.nbytes = sum(spec.nbytes for spec in checkpoint.specs.values())
 
     @abc.abstractmethod
     def source(self, name: str) -> DeltaSource:
@@ -120,9 +126,9 @@ class Expert(abc.ABC):
         """Parsed `config.json` of a full model, else None."""
         return None
 
-    @abc.abstractmethod
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of every weight file, for fingerprints; reads no tensor."""
+        return self.checkpoint.identity()
 
     @abc.abstractmethod
     def handle(self) -> ExpertHandle:
@@ -138,27 +144,27 @@ class Expert(abc.ABC):
     @property
     def buffer_bytes(self) -> int:
         """See `Checkpoint.buffer_bytes`."""
-        return 0
+        return self.checkpoint.buffer_bytes
 
     def sources(self) -> tuple[ModelFiles, ...]:
         """Files of every model that it is made of, see `Checkpoint.sources`."""
-        return ()
+        return self.checkpoint.sources()
 
     def side_files(self) -> SideFiles:
         """Files of its folder other than the weights."""
-        return SideFiles()
+        return self.checkpoint.side_files()
 
     def fetch_sidecars(self) -> Path | None:
         """Local folder of the side files; None without one."""
-        return None
+        return self.checkpoint.fetch_sidecars()
 
     def adopt(self, base: Checkpoint) -> None:
         """Take ownership of its base: close it with the expert, or at once if it is not read again."""
         base.close()
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Release files. Reading afterwards is an error. May be called twice."""
+        self.checkpoint.close()
 
     def __repr__(self) -> str:
         size = format_size(self.nbytes)
@@ -234,18 +240,5 @@ class AdapterHandle:
         return self.location
 
 
-@dataclass(frozen=True, slots=True)
-class RestackedHandle:
-    """Address of a full checkpoint whose experts of a mixture are read as the base stores them."""
-
-    checkpoint: CheckpointHandle
-    base: CheckpointHandle
-
-    @property
-    def address(self) -> str:
-        """Address of the checkpoint."""
-        return self.checkpoint.address
-
-
-ExpertHandle: TypeAlias = CheckpointHandle | AdapterHandle | RestackedHandle
+ExpertHandle: TypeAlias = CheckpointHandle | AdapterHandle
 """Address of an expert: that of a checkpoint for a full one."""

@@ -17,23 +17,22 @@ from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 from torch import Tensor
 
 from actmat import plugins
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec, versions_of_files
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, versions_of_files
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.resolve import find_source, is_composed, open_checkpoint
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
 from actmat.checkpoints.source import LocalSource, Source
 from actmat.errors import CheckpointError, MergeError
-from actmat.experts.base import AdapterFamily, AdapterHandle, Expert, ExpertHandle, RestackedHandle
+from actmat.experts.base import AdapterFamily, AdapterHandle, Expert, ExpertHandle
 from actmat.experts.candidate import Candidate
 from actmat.experts.checkpoint import CheckpointExpert
-from actmat.experts.convert import convert
 from actmat.experts.fitted import UnfittedAdapter
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
-from actmat.experts.lora.names import first_factor, foreign_writer, holds_factors
+from actmat.experts.lora.names import first_factor, foreign_writer
 from actmat.experts.peft import PEFT
-from actmat.experts.restacked import open_restacked
+from actmat.experts.restacked import convert
 from actmat.layout.ties import check_absent, is_output_head, is_token_table
 
 GROUP: Final = "actmat.experts"
@@ -50,10 +49,10 @@ class ConvertLayout(Protocol):
 
 
 @runtime_checkable
-class SimulatedView(Protocol):
+class Simulate(Protocol):
     """Checkpoints of floats with the values that they have when loaded quantized."""
 
-    def of(self, base: Checkpoint, scheme: str) -> Checkpoint:
+    def __call__(self, base: Checkpoint, scheme: str) -> Checkpoint:
         """The base with its linear layers rounded by a scheme."""
 
 
@@ -76,11 +75,6 @@ class Located(AbstractContextManager["Located"]):
     def needs_base(self) -> bool:
         """True for changes to a base, which are not a model by themselves."""
         return self.kind == "adapter"
-
-    @property
-    def header(self) -> Mapping[str, TensorSpec]:
-        """Name, shape and dtype of every stored tensor."""
-        return self.stored.specs
 
     @property
     @abc.abstractmethod
@@ -157,7 +151,7 @@ class LocatedModel(Located):
 
     def model(self, scheme: str | None = None) -> Checkpoint:
         """The checkpoint."""
-        if (first := first_factor(self.header, self.config)) is not None:
+        if (first := first_factor(self.stored.specs, self.config)) is not None:
             raise CheckpointError(
                 f"{self.place}: expected a full checkpoint, found factors of an adapter, such as '{first}', "
                 + (
@@ -169,7 +163,7 @@ class LocatedModel(Located):
             )
         if scheme is None:
             return self.stored
-        return plugins.needed("actmat.formats", "view.simulated", SimulatedView).of(self.stored, scheme)
+        return plugins.needed("actmat.formats", "view.simulated", Simulate)(self.stored, scheme)
 
     @property
     def token_tables(self) -> Checkpoint:
@@ -208,15 +202,6 @@ class LocatedAdapter(Located):
     def config(self) -> Mapping[str, Any]:
         """Fields of `adapter_config.json`."""
         return self.adapter.config.fields
-
-    @property
-    def base_model(self) -> str:
-        """The base that its config names; empty if it names none."""
-        return self.adapter.config.base_model
-
-    def description(self) -> dict[str, Any]:
-        """Additional entries of `inspect` from its family; empty for plain LoRA."""
-        return self.family.describe(self.adapter)
 
     def model(self, scheme: str | None = None) -> Checkpoint:
         """Raise an error: an adapter is not a model."""
@@ -281,7 +266,7 @@ def _families(candidate: Candidate) -> Iterator[AdapterFamily]:
     for name in plugins.names(GROUP):
         if name not in SIGNED:
             yield plugins.needed(GROUP, name, AdapterFamily)
-    if candidate.file is not None and holds_factors(candidate.file.specs):
+    if candidate.file is not None and first_factor(candidate.file.specs) is not None:
         signed = [family for name in SIGNED if (family := plugins.load(GROUP, name, AdapterFamily)) is not None]
         if not signed:
             raise CheckpointError(
@@ -320,9 +305,6 @@ def open_handle(handle: ExpertHandle) -> Expert:
     """
     if isinstance(handle, CheckpointHandle):
         return CheckpointExpert(open_checkpoint_handle(handle))
-    if isinstance(handle, RestackedHandle):
-        other = open_checkpoint_handle(handle.base)
-        return open_restacked(open_checkpoint_handle(handle.checkpoint), other, owns_base=True)
     located = locate(handle.location, handle.stacks)
     if handle.base is None:
         found = located.expert(None)

@@ -17,7 +17,6 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.config import field_refusals, parse_adapter_config
 from actmat.experts.lora.expert import AdapterExpert
 from actmat.experts.lora.open import look_for_peft
-from actmat.experts.untied import keeps_ties
 
 
 def reader_of(fields: Mapping[str, Any]) -> Reader | None:
@@ -39,8 +38,7 @@ def _fit(adapter: Adapter, base: Checkpoint) -> Expert:
     if reader is None:
         expert = AdapterExpert(adapter, base)
     else:
-        content = replace(_content(reader, adapter), keeps_ties=keeps_ties(fields))
-        expert = FormedExpert(adapter, base, content)
+        expert = FormedExpert(adapter, base, _content(reader, adapter))
         unknown = () if reader.keys is None else reader.keys.sort(fields).unknown
         expert.notes = (*expert.notes, *unknown_note(ADAPTER_CONFIG, unknown))
     expert.notes = (*expert.notes, *_lost_biases(adapter, expert, base))

@@ -32,27 +32,23 @@ class VocabularyPolicy:
 
 
 @runtime_checkable
-class VocabularyView(Protocol):
-    """Checkpoints with the rows of another vocabulary."""
+class AlignVocabularies(Protocol):
+    """The base and the experts with the rows of one vocabulary."""
 
-    def align(
-        self, base: Checkpoint, experts: Mapping[str, Checkpoint], policy: VocabularyPolicy, *, owned: bool
+    def __call__(
+        self, base: Checkpoint, experts: Mapping[str, Checkpoint], policy: VocabularyPolicy
     ) -> tuple[Checkpoint, dict[str, Checkpoint]]:
-        """See `align_vocabularies`."""
+        """The aligned checkpoints.
+
+        Args:
+            base, experts: open full checkpoints, each with a `tokenizer.json`.
+            policy: the new vocabulary.
+
+        Raises:
+            CheckpointError: the vocabularies cannot be put in one order; all problems.
+        """
 
 
-def align_vocabularies(
-    base: Checkpoint, experts: Mapping[str, Checkpoint], policy: VocabularyPolicy, *, owned: bool = False
-) -> tuple[Checkpoint, dict[str, Checkpoint]]:
-    """The base and the experts with the rows of one vocabulary, by the plug-in `view.vocabulary`.
-
-    Args:
-        base, experts: open full checkpoints, each with a `tokenizer.json`.
-        policy: the new vocabulary.
-        owned: closing a result closes all inputs.
-
-    Raises:
-        CheckpointError: the vocabularies cannot be put in one order; all problems.
-    """
-    view = plugins.needed("actmat.formats", "view.vocabulary", VocabularyView)
-    return view.align(base, experts, policy, owned=owned)
+def vocabulary_aligner() -> AlignVocabularies:
+    """The plug-in `view.vocabulary`."""
+    return plugins.needed("actmat.formats", "view.vocabulary", AlignVocabularies)

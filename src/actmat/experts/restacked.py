@@ -6,20 +6,22 @@
 | `experts.0.down_proj.weight` or `w2` | `experts.down_proj` |
 
 Transformers 5 has the right column in memory and writes the left one; other tools write what is in memory. The same
-tools rename `block_sparse_moe` to `mlp`. Shapes: `E` experts, `O` out_features, `I` in_features.
+tools rename `block_sparse_moe` to `mlp`. `convert` opens or refuses other layouts.
+Shapes: `E` experts, `O` out_features, `I` in_features.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.rows import RowRange, RowsCheckpoint, TensorRows
 from actmat.errors import CheckpointError
-from actmat.experts.checkpoint import RestackedExpert
-from actmat.layout import resolve_layout
+from actmat.experts.checkpoint import CheckpointExpert
+from actmat.layout.components import single_file_of
+from actmat.layout.resolve import resolve_layout
 from actmat.layout.types import LayoutMap
 
 _SINGLE = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<part>w[123]|(?:gate|up|down)_proj)\.weight")
@@ -118,13 +120,8 @@ def _read(checkpoint: Checkpoint, base: Checkpoint) -> tuple[dict[str, TensorRow
     return rows, problems
 
 
-def stacks_otherwise(checkpoint: Checkpoint, base: Checkpoint) -> bool:
-    """True if one of the two stacks experts that the other stores one by one."""
-    return bool(_stacks(checkpoint.specs, base.specs) or _stacks(base.specs, checkpoint.specs))
-
-
-def open_restacked(checkpoint: Checkpoint, base: Checkpoint, *, owns_base: bool = False) -> RestackedExpert:
-    """The expert, with its experts stored as in the base; it closes the base if it owns it.
+def _open(checkpoint: Checkpoint, base: Checkpoint) -> CheckpointExpert:
+    """The expert, with its experts stored as in the base.
 
     Raises:
         CheckpointError: they cannot be brought into that layout; one problem per stack.
@@ -138,8 +135,38 @@ def open_restacked(checkpoint: Checkpoint, base: Checkpoint, *, owns_base: bool 
             "that transformers did not write in transformers and save it again (save_pretrained)"
         )
     shapes = {n: base.specs[n].shape for n in rows}
-    expert = RestackedExpert(RowsCheckpoint(checkpoint, shapes, rows), base, owns=owns_base)
+    expert = CheckpointExpert(RowsCheckpoint(checkpoint, shapes, rows))
     count = sum(_SINGLE.fullmatch(n) is not None or _STACK.fullmatch(n) is not None for n in rows)
     way = "one by one" if any(map(_SINGLE.fullmatch, rows)) else "stacked"
     expert.notes += (f"its experts of a mixture are read {way}, as the base stores them: {count} tensors, exactly",)
     return expert
+
+
+def convert(checkpoint: Checkpoint, base: Checkpoint) -> CheckpointExpert | None:
+    """The checkpoint as an expert in another layout, that of the base; None if it needs no conversion.
+
+    Raises:
+        CheckpointError: not all of it can be converted, or only one of them is a single file of an image tool.
+    """
+    # one of the two stacks experts that the other stores one by one
+    if _stacks(checkpoint.specs, base.specs) or _stacks(base.specs, checkpoint.specs):
+        return _open(checkpoint, base)
+    if not _shares_names(base.specs, checkpoint.specs) and _is_diffusers(checkpoint) != _is_diffusers(base):
+        single = base if _is_diffusers(checkpoint) else checkpoint
+        kind = single_file_of(single.specs)
+        if kind is not None:
+            raise CheckpointError(
+                f"{checkpoint.location}: its layout differs from the base's ({base.location}): {single.location} is "
+                f"{kind.words}, the other is a folder of diffusers. Fix: convert the file with diffusers "
+                "(from_single_file, then save_pretrained), and give folders only."
+            )
+    return None
+
+
+def _is_diffusers(checkpoint: Checkpoint) -> bool:
+    return checkpoint.config is not None and "_class_name" in checkpoint.config
+
+
+def _shares_names(names: Collection[str], others: Collection[str]) -> bool:
+    """True if at least half of the names are among the others: two checkpoints in one layout."""
+    return 2 * sum(name in others for name in names) >= len(names)

@@ -10,19 +10,9 @@ import re
 from dataclasses import replace
 
 from actmat.checkpoints.base import TensorSpec
-from actmat.layout.branches import branch_packing
+from actmat.layout import fused
 from actmat.layout.families import Tower
-from actmat.layout.fused import (
-    GATED,
-    HYPER_CONNECTION,
-    QKV,
-    RECURRENT,
-    TRANSPOSED_PARAMETER,
-    is_stacked,
-    linear_layout,
-    stacked_layout,
-)
-from actmat.layout.modulation import modulation_packing
+from actmat.layout.modulation import branch_packing, modulation_packing
 from actmat.layout.packing import first_int
 from actmat.layout.types import Role, TensorLayout
 
@@ -125,13 +115,13 @@ def classify(spec: TensorSpec, partner: tuple[int, ...] | None, tower: Tower) ->
         return TensorLayout(Role.VECTOR, f"{len(shape)}-D scale of a norm, by the name {owner}")
     if table and (len(shape) == 2 or not leaf):
         return TensorLayout(Role.EMBEDDING, f"table of vectors, by the name {owner}")
-    if is_stacked(spec.name, owner, shape):
-        return stacked_layout(owner, shape, partner, tower)
+    if fused.is_stacked(spec.name, owner, shape):
+        return fused.stacked_layout(owner, shape, partner, tower)
     if len(shape) >= 3:
         return _convolution_or_unknown(spec, owner, leaf)
     if not leaf and (_SCALE.fullmatch(owner) or not _is_matrix_parameter(owner, tower)):
         return _scale_or_unknown("2-D parameter", owner, leaf)
-    layout = linear_layout(owner, not leaf, shape, partner, tower)
+    layout = fused.linear_layout(owner, not leaf, shape, partner, tower)
     if _is_router(spec.name, owner, shape, tower):
         return replace(layout, role=Role.ROUTER, reason=ROUTER_REASON + layout.reason, blocks=())
     rows, cols = shape
@@ -167,8 +157,8 @@ def _is_table(owner: str, tower: Tower) -> bool:
 
 def _is_matrix_parameter(owner: str, tower: Tower) -> bool:
     """Return True for names of bare 2-D parameters that are linear maps."""
-    patterns = (TRANSPOSED_PARAMETER, RECURRENT, _MATRIX_PARAMETER, HYPER_CONNECTION)
-    return owner in {*QKV, *GATED, *tower.family.transposed} or any(p.fullmatch(owner) for p in patterns)
+    patterns = (fused.TRANSPOSED_PARAMETER, fused.RECURRENT, _MATRIX_PARAMETER, fused.HYPER_CONNECTION)
+    return owner in {*fused.QKV, *fused.GATED, *tower.family.transposed} or any(p.fullmatch(owner) for p in patterns)
 
 
 def _vector_or_token(shape: tuple[int, ...], owner: str, leaf: str) -> TensorLayout:

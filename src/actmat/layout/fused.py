@@ -16,8 +16,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from actmat.layout.branches import PARTNERS_OF_BRANCHES
 from actmat.layout.families import Tower
+from actmat.layout.modulation import PARTNERS_OF_BRANCHES
 from actmat.layout.packing import SCHEMES, Packing, attention_of, first_int
 from actmat.layout.types import Orientation, Role, TensorLayout
 

@@ -6,19 +6,124 @@ A pattern describes the *whole* name:
 * `{q,k,v}` is any of the alternatives, which may hold globs and braces of their own;
 * a backslash takes the next character literally;
 * `re:` starts a regular expression, matched against the whole name in time linear in its length: no lookaround, no
-  backreferences (`actmat.layout.matching`).
+  backreferences.
 
 `*.mlp.{up,gate}_proj.weight` and `re:.*\.layers\.(1[0-9])\..*` are examples.
+
+Python's `re` backtracks: `(.*)*X` takes time exponential in the length of a name. RE2 does not, and refuses what it
+could not match so (lookaround, backreferences, huge repeats). `\w`, `\d`, `\s` and `\b` know ASCII only.
+
+Source: RE2 (https://github.com/google/re2), syntax: https://github.com/google/re2/wiki/Syntax.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
+
+import re2
 
 from actmat.errors import RecipeError
-from actmat.layout.matching import MatchError, Regex
+
+LONGEST = 10_000
+"""Most characters of a pattern."""
+MEMORY = 1 << 18
+"""Bytes of a compiled pattern, about 4,000 instructions; a step of the matcher costs at most that many."""
+
+SET_MEMORY = 1 << 23
+"""Bytes of a compiled set, about 350,000 instructions; a step of the matcher costs at most that many."""
+_ANYTHING = "(?s:.*)"
+
+_OTHER_MEANING = (
+    (re.compile(r"(?:^|[^\\])(?:\\\\)*\{,\d*\}"), "a repeat without its lower bound: write {0,n}"),
+    (re.compile(r"\[:\^?\w+:\]"), "a POSIX class such as [:alpha:]: write its characters, such as a-zA-Z"),
+)
+"""Constructs to which `re` and RE2 give different meanings."""
+_REASONS = (
+    ("pattern too large", "it is too large, or its repeats are: write several patterns, or * in place of {n}"),
+    ("repetition size", "its repeats are too large, at most 1000 also if they are nested: write * in place of {n}"),
+    ("nesting", "its groups are nested too deeply"),
+    ("perl operator: (?", "lookaround and flags other than i, m, s are not supported: no matcher in linear time can"),
+    (r"escape sequence: \Z", r"\Z is not supported; the whole name is matched anyway"),
+    ("escape sequence: \\", "it has an escape that is not supported, such as a backreference: write it without"),
+)
+"""Words of RE2's messages -> our text, with the fix."""
+
+
+class MatchError(ValueError):
+    """A pattern that cannot be matched; says why, in one clause."""
+
+
+class Regex:
+    """A compiled pattern; `dot_all`: a dot matches newlines too.
+
+    Raises:
+        MatchError: on compilation.
+    """
+
+    def __init__(self, pattern: str, *, dot_all: bool = False) -> None:
+        self._regexp = _compile(pattern, dot_all)
+
+    @property
+    def size(self) -> int:
+        """Instructions of the compiled pattern: the largest cost per character of a text."""
+        return int(self._regexp.programsize)
+
+    def matches(self, text: str) -> bool:
+        """True if the pattern describes the whole text; halves of surrogate pairs count as `?`."""
+        return self._regexp.fullmatch(text.encode("utf-8", "replace")) is not None
+
+
+class RegexSet:
+    """Patterns that are matched against a text together, in time that hardly depends on their number.
+
+    Raises:
+        MatchError: on compilation, all together are too large.
+    """
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        options = re2.Options()
+        options.log_errors, options.never_capture, options.max_mem = False, True, SET_MEMORY
+        self._set = re2.Set.FullMatchSet(options)
+        try:
+            for pattern in (_ANYTHING, *patterns):
+                self._set.Add(pattern)
+            self._set.Compile()
+        except re2.error:
+            raise MatchError("together they are too large") from None
+
+    def first(self, text: str) -> int | None:
+        """Index of the first pattern that describes the whole text, or None.
+
+        Raises:
+            MatchError: the set takes too much memory on this text.
+        """
+        found = self._set.Match(text.encode("utf-8", "replace")) or []
+        if 0 not in found:  # RE2 says that it ran out of memory as if nothing matched
+            raise MatchError("together they take too much memory")
+        return min((i - 1 for i in found if i), default=None)
+
+
+@lru_cache(maxsize=4096)
+def _compile(pattern: str, dot_all: bool) -> Any:
+    if len(pattern) > LONGEST:
+        raise MatchError(f"it has {len(pattern):,} characters, more than {LONGEST:,}")
+    why = next((why for construct, why in _OTHER_MEANING if construct.search(pattern)), None)
+    if why is not None:
+        raise MatchError(f"it has {why}")
+    options = re2.Options()
+    options.log_errors, options.never_capture, options.max_mem, options.dot_nl = False, True, MEMORY, dot_all
+    try:
+        return re2.compile(pattern.encode(), options)
+    except UnicodeEncodeError:
+        raise MatchError("it is not Unicode: it holds half of a surrogate pair") from None
+    except re2.error as error:
+        (found,) = error.args
+        text = found.decode("utf-8", "replace") if isinstance(found, bytes) else str(found)
+        hint = next((f" ({hint})" for words, hint in _REASONS if words in text), "")
+        raise MatchError(text[:200] + hint) from None
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ config no tensors are tied.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
@@ -43,9 +43,9 @@ def ties_embeddings(config: Config | None) -> bool:
 def find_ties(specs: Mapping[str, TensorSpec], config: Config | None) -> dict[str, str]:
     """Tied name -> canonical name, for ties whose names are both stored, with one shape and dtype."""
     ties: dict[str, str] = {}
-    stored = _NamesByEnd(specs)
+    tables = list(filter(is_token_table, specs))
     for name, spec in specs.items():
-        source = _source(name, stored, config, specs)
+        source = _source(name, specs, tables, config, specs)
         if source is not None and (specs[source].shape, specs[source].dtype) == (spec.shape, spec.dtype):
             ties[name] = source
     # a head tied to `decoder.embed_tokens`, itself tied to `shared`
@@ -57,11 +57,11 @@ def tied_partner(name: str, stored: Iterable[str], config: Config | None) -> str
 
     Needed to align a checkpoint that stores `lm_head.weight` with one, saved by another tool, that does not.
     """
-    names = list(stored)
-    index = _NamesByEnd([*names, name])
-    source = _source(name, index, config)
+    names = dict.fromkeys([*stored, name])
+    tables = list(filter(is_token_table, names))
+    source = _source(name, names, tables, config)
     # else only the head may be stored
-    return source or next((other for other in names if _source(other, index, config) == name), None)
+    return source or next((other for other in names if _source(other, names, tables, config) == name), None)
 
 
 def check_absent(checkpoint: Checkpoint) -> None:
@@ -156,24 +156,18 @@ def is_token_table(name: str) -> bool:
     return end_of(name, TOKEN_TABLES) is not None
 
 
-class _NamesByEnd:
-    """Names that end in one of the ends above; no other tensor can be tied."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self.tables: dict[str, list[str]] = {end: [] for end in TOKEN_TABLES}
-        self.biases: set[str] = set()
-        for name in names:
-            end = end_of(name, TOKEN_TABLES)
-            if end is not None:
-                self.tables[end].append(name)
-            elif name.endswith(".bias"):
-                self.biases.add(name)
-
-
 def _source(
-    name: str, stored: _NamesByEnd, config: Config | None, specs: Mapping[str, TensorSpec] | None = None
+    name: str,
+    stored: Collection[str],
+    tables: Sequence[str],
+    config: Config | None,
+    specs: Mapping[str, TensorSpec] | None = None,
 ) -> str | None:
-    """The stored name whose parameter `name` shares, or None. With specs, only tables of the head's shape count."""
+    """The stored name whose parameter `name` shares, or None. With specs, only tables of the head's shape count.
+
+    Args:
+        tables: the token tables among the stored names.
+    """
     if config is None:
         return None
     shared = end_of(name, SHARED_BY)
@@ -181,20 +175,20 @@ def _source(
         if not (ties_embeddings(config) or recognize(config) in _T5_LIKE):
             return None
         table = name.removesuffix(shared) + "shared.weight"
-        return table if table in stored.tables["shared.weight"] else None
+        return table if table in stored else None
     if is_output_head(name):
-        tables = [table for ended in stored.tables.values() for table in ended if table != name]
+        tables = [table for table in tables if table != name]
         if specs is not None:
             tables = [table for table in tables if specs[table].shape == specs[name].shape]
         return _nearest(name, tables) if ties_embeddings(config) else None
     for end, target in HEAD_BIASES:
         if end_of(name, [end]):
             bias = name.removesuffix(end) + target
-            return bias if bias in stored.biases and ties_embeddings(config) else None
+            return bias if bias in stored and ties_embeddings(config) else None
     return None
 
 
-def _nearest(head: str, tables: list[str]) -> str | None:
+def _nearest(head: str, tables: Sequence[str]) -> str | None:
     """The token table of the same model part: `shared` first, then the longest common path, then the shortest name."""
 
     def rank(table: str) -> tuple[bool, int, bool, int, str]:

@@ -12,9 +12,9 @@ from actmat.checkpoints.untied import UntiedCheckpoint
 from actmat.errors import MergeError
 from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
-from actmat.layout import resolve_layout
 from actmat.layout.in_memory import MULTIMODAL, begun_otherwise, names_in_memory, part_called
 from actmat.layout.renamed import in_new_form
+from actmat.layout.resolve import resolve_layout
 from actmat.layout.ties import is_output_head, tied_heads, tied_partner
 from actmat.layout.types import Block, LayoutMap, Role, RoleOverride
 from actmat.planning.missing import missing_problems

@@ -12,9 +12,9 @@ from typing import Any
 
 from actmat.bounds import read_object
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.codecs.base import quantization_config
 from actmat.checkpoints.codecs.checkpoint import coding_of
 from actmat.checkpoints.folder import ADAPTER_CONFIG
+from actmat.checkpoints.quantization import quantization_config
 from actmat.errors import CheckpointError
 from actmat.experts.base import DeltaSource, Expert
 from actmat.experts.fitted import StoredAdapter

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
-from actmat.checkpoints.codecs.checkpoint import coding_of
-from actmat.checkpoints.codecs.encode import encoding_bytes
+from actmat.checkpoints.codecs.checkpoint import coding_of, encoding_bytes
 from actmat.checkpoints.quantization import quantization_problems
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import AlignmentError, MergeError

@@ -16,18 +16,17 @@ from actmat.bounds import is_url
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.folder import member
 from actmat.checkpoints.hashing import HASH_NAME, ContentHash, hash_file, hash_names, sha256_file
-from actmat.checkpoints.marked import with_marks
 from actmat.checkpoints.ranges import BLOCK_BYTES
 from actmat.checkpoints.remote import storage_of
 from actmat.checkpoints.resolve import find_source
 from actmat.checkpoints.source import Source
-from actmat.checkpoints.untied import UntiedCheckpoint
+from actmat.checkpoints.untied import UntiedCheckpoint, with_marks
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
 from actmat.experts.base import Expert
-from actmat.experts.convert import convert
 from actmat.experts.locate import Located, locate
-from actmat.experts.policy import align_vocabularies
+from actmat.experts.policy import vocabulary_aligner
+from actmat.experts.restacked import convert
 from actmat.foreign import html_table
 from actmat.layout.ties import tied_heads
 from actmat.recipe.output import Vocabulary
@@ -254,7 +253,7 @@ def verify(
         raise CheckpointError(f"{location}: hashed with {found}; this version of actmat checks {HASH_NAME}.")
     with contextlib.ExitStack() as stack:
         merged = stack.enter_context(locate(location))
-        problems = _form_problems(merged.header, manifest)
+        problems = _form_problems(merged.stored.specs, manifest)
         expected = {r["name"]: r["hash"] for r in manifest["tensors"]}
         problems += _compare(merged.stored, expected, "the output", progress)
         problems += _edits(manifest)
@@ -410,7 +409,7 @@ class ManifestInputs:
             return found.model(scheme)
         if label == "base":
             return self._with_heads(found.stored)
-        if "base" not in self.places or all(name in found.header for name in self.expected(label)):
+        if "base" not in self.places or all(name in found.stored.specs for name in self.expected(label)):
             return found.stored
         return convert(found.stored, self.located("base").stored) or found.stored
 
@@ -427,7 +426,7 @@ class ManifestInputs:
         policy = Vocabulary.model_validate(self.output["vocabulary"]).policy()
         found = {label: self.located(label) for label in self.places}
         tables = {label: t for label, f in found.items() if label != "base" and (t := f.token_tables) is not None}
-        base, experts = align_vocabularies(found["base"].stored, tables, policy)
+        base, experts = vocabulary_aligner()(found["base"].stored, tables, policy)
         return {"base": base, **experts}
 
     def _with_heads(self, base: Checkpoint) -> Checkpoint:

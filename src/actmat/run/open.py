@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.marked import with_marks
 from actmat.checkpoints.source import LocalSource
-from actmat.checkpoints.untied import UntiedCheckpoint
+from actmat.checkpoints.untied import UntiedCheckpoint, with_marks
 from actmat.checkpoints.writing.sidecars import SideFolder, check_sidecars
 from actmat.engine.content import check_adapters, check_probes
 from actmat.engine.inputs import Inputs
@@ -21,7 +20,7 @@ from actmat.errors import CheckpointError, Problems, RecipeError
 from actmat.experts.base import Expert
 from actmat.experts.checkpoint import CheckpointExpert
 from actmat.experts.locate import Located, in_layout
-from actmat.experts.policy import align_vocabularies
+from actmat.experts.policy import vocabulary_aligner
 from actmat.experts.untied import FIX, untied_base
 from actmat.layout.ties import is_output_head, is_token_table
 from actmat.planning.adapter.layouts import needs_one_spelling, output_layout
@@ -147,7 +146,7 @@ def _opened(
         with problems.noted(CheckpointError):
             tables = {n: e.token_tables for n, e in zip(recipe.labels, given.experts, strict=True)}
             with_tables = {n: checkpoint for n, checkpoint in tables.items() if checkpoint is not None}
-            base, aligned = align_vocabularies(base, with_tables, vocabulary.policy())
+            base, aligned = vocabulary_aligner()(base, with_tables, vocabulary.policy())
         if problems.found:
             return base, []  # adapters would not fit tables of the old size
     rows = zip(recipe.labels, given.experts, strict=True)

@@ -12,9 +12,8 @@ from typing import Any
 
 from actmat.checkpoints.remote import staging_for
 from actmat.checkpoints.writing.sidecars import SideFolder, copy_sidecars
-from actmat.checkpoints.writing.spool import SpoolWriter
 from actmat.checkpoints.writing.staging import CheckedJournal, Staging, disk_errors
-from actmat.checkpoints.writing.writer import ShardWriter
+from actmat.checkpoints.writing.writer import ShardWriter, SpoolWriter
 from actmat.diagnostics.build import build_diagnosis, is_observation
 from actmat.diagnostics.model import Diagnosis, write_diagnosis
 from actmat.engine.inputs import Inputs
@@ -140,7 +139,7 @@ class StagedOutput:
                     own = {**own, "chat_template.jinja": template}
                 copied = copy_sidecars(*sidecars, folder.path, self.plan.recipe.dtype, written)
                 if inputs.base is not None and not has_files("tokenizer", (*copied, *own)):
-                    own = inputs.base.converted_sidecars()
+                    own = {**inputs.base.converted_sidecars(), **own}
                 for name, text in own.items():
                     (folder.path / name).write_text(text, encoding="utf-8", newline="\n")
                 self._note_missing(inputs, (*copied, *own))

@@ -10,7 +10,7 @@ from actmat.extras.collect.collect import collect
 from actmat.extras.collect.on_data import output_energy
 from actmat.extras.research.adamerging import AdamState, adam_step, entropy
 from actmat.foreign import in_one_line
-from actmat.layout import resolve_layout
+from actmat.layout.resolve import resolve_layout
 from actmat.layout.types import TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import MergeMethod, all_methods, get_method

@@ -7,11 +7,11 @@ tensors that no other claims.
 from __future__ import annotations
 
 from actmat import plugins
+from actmat.checkpoints import quantization
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.codecs.base import Codec, Headers, float_dtype, quantization_config
+from actmat.checkpoints.codecs.base import Codec, Headers
 from actmat.checkpoints.codecs.checkpoint import QuantizedCheckpoint
 from actmat.checkpoints.keys import Sorted, unknown_note
-from actmat.checkpoints.quantization import AFTER_TRAINING, declared_scheme, has_signs, is_plain
 from actmat.errors import CheckpointError
 
 __all__ = ["decoded"]
@@ -29,17 +29,19 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
     """
     if checkpoint.is_composed:
         return checkpoint
-    if not any(has_signs(spec, checkpoint.specs) for spec in checkpoint.specs.values()):
+    if not any(quantization.has_signs(spec, checkpoint.specs) for spec in checkpoint.specs.values()):
         return _without_leftover(checkpoint)
     try:
         config = checkpoint.config
     except CheckpointError:  # raised again when the config is used, with all problems of the inputs
         return checkpoint
-    settings = quantization_config(config)
+    settings = quantization.quantization_config(config)
     method = str(settings.get("quant_method") or settings.get("quant_algo") or "").lower()
     if settings and not method:
         return checkpoint
-    headers = Headers(checkpoint.location, checkpoint.specs, method, settings, float_dtype(config), checkpoint.read)
+    headers = Headers(
+        checkpoint.location, checkpoint.specs, method, settings, quantization.float_dtype(config), checkpoint.read
+    )
     codecs = plugins.load_all("actmat.codecs", Codec)
     found = [codec.claims(headers) for codec in codecs.values()]
     keys = next((codec.keys[method] for codec in codecs.values() if method in codec.keys), None)
@@ -60,10 +62,12 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
 def _without_leftover(checkpoint: Checkpoint) -> Checkpoint:
     """A checkpoint without codes; an entry about quantization that its floats contradict is left out of its config."""
     try:
-        method = declared_scheme(checkpoint.config)
+        method = quantization.declared_scheme(checkpoint.config)
     except CheckpointError:  # see above
         return checkpoint
-    if method.lower() not in AFTER_TRAINING or not all(map(is_plain, checkpoint.specs.values())):
+    if method.lower() not in quantization.AFTER_TRAINING or not all(
+        map(quantization.is_plain, checkpoint.specs.values())
+    ):
         return checkpoint
     opened = QuantizedCheckpoint(checkpoint, ())
     opened.notes = (

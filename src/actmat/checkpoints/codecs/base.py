@@ -21,11 +21,6 @@ from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
 from actmat.checkpoints.keys import Keys
 from actmat.checkpoints.raw import raw_bytes
 
-LEVELS = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Entries of a config that may hold the settings of the text model."""
-
-CONFIG_KEYS = ("quantization_config", "compression_config")
-
 
 class StoredParts:
     """Stored tensors behind the logical ones, read by runs of entries or cached per thread."""
@@ -205,30 +200,6 @@ class Codec:
         if claims.tensors:
             claims.unused += [n for n in headers.specs if n.rpartition(".")[2] in self.unused]
         return claims
-
-
-def quantization_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The config's entry about quantization, of the whole model or of its text part; may be empty."""
-    for level in (config, *((config or {}).get(key) for key in LEVELS)):
-        for key in CONFIG_KEYS:
-            found = level.get(key) if isinstance(level, Mapping) else None
-            if isinstance(found, Mapping) and found:
-                return found
-    return {}
-
-
-def float_dtype(config: Mapping[str, Any] | None) -> str:
-    """dtype of the weights that a config declares; bfloat16 if it declares no wide float type.
-
-    >>> float_dtype({"torch_dtype": "float16"}), float_dtype({"dtype": "auto"}), float_dtype(None)
-    ('float16', 'bfloat16', 'bfloat16')
-    """
-    for level in (config, *((config or {}).get(key) for key in LEVELS)):
-        for key in ("dtype", "torch_dtype"):
-            found = level.get(key) if isinstance(level, Mapping) else None
-            if isinstance(found, str) and found.removeprefix("torch.") in ("bfloat16", "float16", "float32"):
-                return found.removeprefix("torch.")
-    return "bfloat16"
 
 
 def count(shape: tuple[int, ...]) -> int:

@@ -83,6 +83,7 @@ class SafetensorsCheckpoint(StoredCheckpoint):
 
     def close(self) -> None:
         """Close the files, and end requests."""
+        super().close()
         self._reader.close()
         if self._ranges is not None:
             self._ranges.close()

@@ -53,7 +53,7 @@ DAMAGED = (
 """Errors of torch's reader on damaged or hostile bytes; it has no error class of its own."""
 
 
-class TorchCheckpoint(StoredCheckpoint, HeldTensors):
+class TorchCheckpoint(HeldTensors, StoredCheckpoint):
     """Tensors of files written by `torch.save`, downloaded when the checkpoint is opened.
 
     A mapped file must not shrink while it is open (the system would end the process); a file that changed is refused at

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from actmat.bounds import MAX_WRITTEN_VALUES, read_object
-from actmat.checkpoints.folder import is_plain_name
+from actmat.checkpoints.folder import is_plain_path
 from actmat.errors import OutputError
 
 MANIFEST_NAME = "actmat_manifest.json"
@@ -24,12 +24,7 @@ def listed_files(manifest: Mapping[str, Any]) -> list[str]:
     """
     output, timing = ({**row} if isinstance(row := manifest.get(k), dict) else {} for k in ("output", "timing"))
     rows = (output.get("files"), output.get("side_files"), timing.get("reports"))
-    return [name for row in rows if isinstance(row, dict) for name in row if _is_inside(name)]
-
-
-def _is_inside(name: object) -> bool:
-    """True for the name of a file in a folder or below it."""
-    return isinstance(name, str) and all(map(is_plain_name, name.split("/")))
+    return [name for row in rows if isinstance(row, dict) for name in row if is_plain_path(name)]
 
 
 def unlisted_files(out: Path) -> list[str]:

@@ -107,17 +107,14 @@ def _shard(file: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str], 
 
 def index_files(shards: Sequence[Shard], specs: Sequence[TensorSpec]) -> dict[str, str]:
     """Name and text of the index of every checkpoint that has several shards."""
-    return {
-        f"{stem}.safetensors.index.json": index_json(own, specs)
-        for stem in dict.fromkeys(s.stem for s in shards)
-        if len(own := [s for s in shards if s.stem == stem]) > 1
-    }
-
-
-def index_json(shards: Sequence[Shard], specs: Sequence[TensorSpec]) -> str:
-    """Text of `model.safetensors.index.json` for several shards of one checkpoint."""
-    weight_map = {n.removeprefix(s.prefix): s.file.rpartition("/")[2] for s in shards for n in s.extents}
-    known = {name for shard in shards for name in shard.extents}
-    own = [s for s in specs if s.name in known]
-    metadata = {"total_size": sum(s.nbytes for s in own), "total_parameters": sum(s.numel for s in own)}
-    return json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
+    out = {}
+    for stem in dict.fromkeys(s.stem for s in shards):
+        places = {n: s for s in shards if s.stem == stem for n in s.extents}
+        if len({s.file for s in places.values()}) < 2:
+            continue
+        weight_map = {n.removeprefix(s.prefix): s.file.rpartition("/")[2] for n, s in places.items()}
+        own = [s for s in specs if s.name in places]
+        metadata = {"total_size": sum(s.nbytes for s in own), "total_parameters": sum(s.numel for s in own)}
+        text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
+        out[f"{stem}.safetensors.index.json"] = text
+    return out

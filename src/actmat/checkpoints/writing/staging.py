@@ -7,7 +7,8 @@ fingerprint (other recipe, changed input) is deleted with everything it describe
 journal is a sibling, `.OUT.actmat-journal`: it must not show up in the output, and must not be lost before.
 
 The process that builds or renames holds the lock on `.OUT.actmat-lock`, a sibling too because the directories are
-renamed. Renaming siblings stays within one file system and is atomic.
+renamed. Renaming siblings stays within one file system and is atomic. An output that is one file is written by
+`whole_file`: it appears whole or not at all, and one process makes it.
 """
 
 from __future__ import annotations
@@ -17,17 +18,75 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from actmat.bounds import kind_of_file, list_folder, local_path
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, unlisted_files
-from actmat.checkpoints.writing.lock import OutputLock
 from actmat.errors import OutputError, format_size
 from actmat.system import WINDOWS, is_file_name, rename_folder, replace_file, sync_directory
+
+WITHOUT_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
+"""Errors of file systems that offer no locks."""
+
+
+class OutputLock:
+    """Held by one process at a time; the system releases it when that process ends.
+
+    Args:
+        out: the output, for messages.
+        path: the file that is locked.
+    """
+
+    def __init__(self, out: Path, path: Path) -> None:
+        self.out = out
+        self.path = path
+        # A lock that is the mere existence of a file would outlive a process that is killed on another machine.
+        self._lock = FileLock(path, blocking=False, thread_local=False, fallback_to_soft=False)
+
+    @property
+    def is_held(self) -> bool:
+        """True if this process holds it."""
+        return self._lock.is_locked
+
+    def take(self, *, required: bool = True) -> None:
+        """Take the lock, or fail at once.
+
+        Args:
+            required: False: continue without a lock on a file system that offers none.
+
+        Raises:
+            OutputError: another process holds it.
+            OSError: the file system offers no locks.
+        """
+        while not self.is_held:
+            try:
+                self._lock.acquire()
+            except Timeout:
+                if os.path.lexists(self.path):  # else its owner removed it between our opening and our locking
+                    raise OutputError(
+                        f"Another actmat is writing {self.out} right now (it holds {self.path}). Wait for it, or "
+                        "choose another place with --out."
+                    ) from None
+                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT))  # or the error of a place that takes no files
+            except OSError as error:
+                if required or error.errno not in WITHOUT_LOCKS:
+                    raise
+                self.path.unlink(missing_ok=True)
+                return
+
+    def release(self) -> None:
+        """Release the lock and remove its file. May be called twice."""
+        if self.is_held:
+            with contextlib.suppress(PermissionError):  # Windows removes no open file; it stays, unlocked
+                self.path.unlink(missing_ok=True)  # while locked: later it may be of another process
+            self._lock.release()
+
 
 JOURNAL_NAME = "journal.jsonl"
 LONGEST_NAME = 255
@@ -113,19 +172,13 @@ def occupied(out: Path, *, overwrite: bool) -> list[str]:
             f"{out} was not written by actmat (it has no {MANIFEST_NAME}), so --overwrite will not delete it; "
             "remove it yourself or choose another place"
         ]
-    return _not_ours(out)
-
-
-def _not_ours(out: Path) -> list[str]:
-    """Problem: files that no merge wrote, in an output that is to be replaced."""
     try:
-        names = unlisted_files(out)
+        return not_ours_problems(str(out), unlisted_files(out))
     except OutputError as error:
         return [
             f"{out} cannot be replaced: its manifest is damaged, so your own files in it cannot be recognized "
             f"({error.problems[0]}). Remove the folder yourself, or choose another place"
         ]
-    return not_ours_problems(str(out), names)
 
 
 def not_ours_problems(place: str, names: Sequence[str]) -> list[str]:
@@ -360,3 +413,31 @@ def _foreign(folder: Path) -> bool:
     folders = [e for e in entries if e.is_dir(follow_symlinks=False)]
     files = [e for e in entries if e.is_file(follow_symlinks=False)]
     return len(folders) + len(files) < len(entries) or any(_foreign(Path(e.path)) for e in folders)
+
+
+@contextlib.contextmanager
+def whole_file(out: Path, *, may_replace: Callable[[], bool] = lambda: False) -> Iterator[Path]:
+    """A hidden file next to `out` to write to; it is renamed to `out` when the block ends, and removed on any error.
+
+    Args:
+        may_replace: returns True if an `out` that exists by then may be replaced.
+
+    Raises:
+        OutputError: another process writes `out`, it exists and may not be replaced, or writing failed.
+    """
+    lock, building = OutputLock(out, sibling(out, "lock")), sibling(out, "partial")
+    with disk_errors(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lock.take()
+        try:
+            building.unlink(missing_ok=True)  # of a process that was killed here
+            yield building
+            if os.path.lexists(out) and not may_replace():  # another program was faster
+                raise OutputError(f"{out} exists; choose another place, or remove it.")
+            replace_file(building, out)
+            sync_directory(out.parent)
+        except BaseException:  # Ctrl-C too: nothing is left, and it is passed on
+            building.unlink(missing_ok=True)
+            raise
+        finally:
+            lock.release()

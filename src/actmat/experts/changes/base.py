@@ -69,13 +69,11 @@ class Content:
         changes: deltas.
         extras: tensors trained in full: name in the model -> stored name.
         problems: one sentence each.
-        keeps_ties: a saved table and its tied head stay tied, `ensure_weight_tying`.
     """
 
     changes: Sequence[Change]
     extras: Mapping[str, str]
     problems: Sequence[str]
-    keeps_ties: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ Shapes: `O` rows and `I` columns of the logical delta, `P` requested rows.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,15 +15,13 @@ from torch import Tensor
 from actmat.checkpoints.base import Checkpoint, TensorSpec, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.errors import CheckpointError
-from actmat.experts.base import DeltaSource
 from actmat.experts.changes.base import Change, Content
 from actmat.experts.fitted import FittedAdapter
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.expert import entries_of
 from actmat.experts.lora.fitting import hidden_names
-from actmat.experts.untied import tied_parts
-from actmat.layout import resolve_layout
 from actmat.layout.in_memory import TensorOnDisk, TensorSlice, find_on_disk
+from actmat.layout.resolve import resolve_layout
 from actmat.layout.ties import is_output_head, tied_partner
 from actmat.layout.types import LayoutMap
 from actmat.linalg.lowrank import LowRank
@@ -55,35 +52,17 @@ class FormedExpert(FittedAdapter):
     """
 
     def __init__(self, stored: Adapter, base: Checkpoint, content: Content) -> None:
-        content, hashes = _without_copies(content, base, stored), stored.hashes
-        parts = tied_parts(
-            base,
-            {name: stored.weights.specs[n] for name, n in content.extras.items()},
-            # PEFT ties trained tokens itself
-            {c.target: () for c in content.changes if c.kind != "tokens" or is_output_head(c.target)},
-            keeps_ties=content.keeps_ties,
-            equal=lambda a, b: hashes[content.extras[a]] == hashes[content.extras[b]],
-        )
-        super().__init__(stored, parts)
+        content = _without_copies(content, base, stored)
+        # PEFT ties trained tokens itself
+        own = [c for c in content.changes if c.kind != "tokens" or is_output_head(c.target)]
+        super().__init__(stored, base, content.extras, {c.target: () for c in own})
+        parts = self._parts
         self.notes = tuple(parts.notes)
         self._owned: Checkpoint | None = None
-        self._lock = threading.Lock()
-        self._last: tuple[str, torch.dtype, Tensor | LowRank] | None = None
-        self._closed = False
         layouts = resolve_layout(parts.base.specs, parts.base.config)
         fitted = replace(content, changes=[c for c in content.changes if c.target not in parts.refused])
         self._places, full, problems = _fit(fitted, parts.base, layouts, stored.config.trained_class)
-        self._take(parts, full, hidden_names(layouts, parts.base, {*self._places, *full}), problems)
-
-    def source(self, name: str) -> DeltaSource:
-        """Stored if it was trained in full, formed if a change applies to it, else zero."""
-        dtype, stored = self._spec(name).dtype, self._stored.weights.specs
-        if name in self._full:
-            return DeltaSource(name, "stored", dtype, stored[self._full[name]].nbytes)
-        place = self._places.get(name)
-        if place is None:
-            return DeltaSource(name, "zero", dtype, 0)
-        return DeltaSource(name, "formed", dtype, sum(stored[n].nbytes for n in place.change.stored), place.change.rank)
+        self._take(full, hidden_names(layouts, parts.base, {*self._places, *full}), problems)
 
     def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Entries `start:stop` of the flattened delta of `name`; only the rows around them are formed, where possible.
@@ -108,22 +87,13 @@ class FormedExpert(FittedAdapter):
             position += found.numel()
         return out
 
-    def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
-        """The delta as a product, for changes with a rank."""
-        if not self.source(name).rank:
-            return super().factors(name, shape, dtype)
-        whole = self._whole(name, dtype)
-        assert isinstance(whole, LowRank), "a change with a rank"
-        return whole
-
-    def _parts_of(self, name: str) -> tuple[str, ...]:
-        """Stored names of the tensors that its formed delta is made of."""
+    def _formed_of(self, name: str) -> tuple[Sequence[str], int] | None:
         place = self._places.get(name)
-        return place.change.stored if place is not None else ()
+        return None if place is None else (place.change.stored, place.change.rank)
 
     def check_values(self, label: str) -> list[str]:
         """One sentence for each stored tensor with NaN or Inf."""
-        return self._stored.check_values(label, self._stored.weights.specs)
+        return self.stored.check_values(label, self.checkpoint.specs)
 
     def adopt(self, base: Checkpoint) -> None:
         """Close the base with the expert."""
@@ -131,36 +101,22 @@ class FormedExpert(FittedAdapter):
 
     def close(self) -> None:
         """Close the adapter's files, and a base of its own."""
-        self._closed = True
-        with self._lock:
-            self._last = None
         super().close()
         if self._owned is not None:
             self._owned.close()
 
     def _tensors(self, change: Change, dtype: torch.dtype) -> dict[str, Tensor]:
-        return {n: self._stored.weights.read(n).to(dtype) for n in change.stored}
+        return {n: self.checkpoint.read(n).to(dtype) for n in change.stored}
 
-    def _whole(self, name: str, dtype: torch.dtype) -> Tensor | LowRank:
-        """The delta of a tensor as it is stored; the last one is kept, as callers read it in parts."""
-        if self._closed:
-            raise ValueError(f"{self.location}: read from an adapter that is closed")
-        with self._lock:
-            if self._last is not None and self._last[:2] == (name, dtype):
-                return self._last[2]
+    def _form(self, name: str, dtype: torch.dtype) -> Tensor | LowRank:
         place = self._places[name]
         tensors = self._tensors(place.change, dtype)
         base_OI = self._base_rows(name, place, 0, place.shape[0], dtype)
-        value: Tensor | LowRank
-        if place.change.rank:
-            product = place.change.factors(tensors, base_OI, place.shape)
-            turned = LowRank(product.a_RI.mT.contiguous(), product.b_OR.mT.contiguous())
-            value = turned if place.is_turned else product
-        else:
-            value = place.change.rows(tensors, base_OI, 0, place.shape[0]).mT.contiguous()
-        with self._lock:
-            self._last = (name, dtype, value)
-        return value
+        if not place.change.rank:
+            return place.change.rows(tensors, base_OI, 0, place.shape[0]).mT.contiguous()
+        product = place.change.factors(tensors, base_OI, place.shape)
+        turned = LowRank(product.a_RI.mT.contiguous(), product.b_OR.mT.contiguous())
+        return turned if place.is_turned else product
 
     def _base_rows(self, name: str, place: _Place, first: int, last: int, dtype: torch.dtype) -> Tensor:
         """Logical rows of the base; all of a transposed layer, none unless the change depends on them."""

@@ -57,11 +57,6 @@ class Adapter:
         return cls(weights, AdapterConfig(r=1, alpha=1.0), (), Listing({}, {}, {}, ()))
 
     @property
-    def is_pair_list(self) -> bool:
-        """True for a list of factors without names."""
-        return self.layout == "pairs"
-
-    @property
     def parts(self) -> dict[str, int]:
         """Components of a pipeline that it changes -> number of their modules; a single empty name for any other."""
         return dict(Counter(m.part for m in self.modules.values()))
@@ -91,7 +86,8 @@ class Adapter:
     @property
     def notes(self) -> tuple[str, ...]:
         """Remarks for plans: unknown fields of its config, and unused tensors."""
-        copies = ["it holds copies of base weights; the base's own are used"] if self.copies else []
+        copies = [*self.weights.notes]
+        copies += ["it holds copies of base weights; the base's own are used"] if self.copies else []
         if self.modules and not any(m.scaling for m in self.modules.values()):
             copies.append("its alpha (lora_alpha) is 0 in every module, so that it changes nothing")
         return (*unknown_note(ADAPTER_CONFIG, unknown_fields(self.config.fields)), *self.listing.notes, *copies)

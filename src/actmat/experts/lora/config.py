@@ -20,7 +20,7 @@ from actmat.checkpoints.folder import ADAPTER_CONFIG, shown
 from actmat.checkpoints.keys import Keys
 from actmat.experts.lora.fields import LORA, StackWord
 from actmat.experts.lora.patterns import PatternTable
-from actmat.layout.matching import MatchError, Regex
+from actmat.layout.patterns import MatchError, Regex
 from actmat.linalg.scaling import FLOAT32_MAX
 
 MAX_RANK = 2**31 - 1

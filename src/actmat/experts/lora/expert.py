@@ -5,18 +5,16 @@ Shapes: `O` rows and `I` columns of a tensor as it is stored, `R` rank, `E` stac
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
-from actmat.experts.base import DeltaSource
 from actmat.experts.fitted import FittedAdapter
 from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.apart import packed_product, put_rows
 from actmat.experts.lora.fitting import fit_adapter
-from actmat.experts.untied import keeps_ties, tied_parts
 from actmat.layout.types import Block
 from actmat.linalg.lowrank import LowRank
 
@@ -38,20 +36,13 @@ class AdapterExpert(FittedAdapter):
     adapter: Adapter
 
     def __init__(self, adapter: Adapter, base: Checkpoint) -> None:
-        parts = tied_parts(
-            base,
-            {name: adapter.weights.specs[stored] for name, stored in adapter.extras.items()},
-            {f"{module.inside}.weight": module.shape for module in adapter.modules.values()},
-            keeps_ties=keeps_ties(adapter.config.fields),
-            equal=lambda a, b: adapter.hashes[adapter.extras[a]] == adapter.hashes[adapter.extras[b]],
-        )
-        super().__init__(adapter, parts)
+        deltas = {f"{module.inside}.weight": module.shape for module in adapter.modules.values()}
+        super().__init__(adapter, base, adapter.extras, deltas)
+        parts = self._parts
         fitted = {n: n for n, m in adapter.modules.items() if f"{m.inside}.weight" not in parts.refused}
         fit = fit_adapter(adapter.renamed(fitted) if parts.refused else adapter, parts.base)
         self.adapter, self._pieces = adapter, fit.pieces
-        self._take(parts, fit.full, fit.hidden, fit.problems)
-        self._lock = threading.Lock()
-        self._last: tuple[str, torch.dtype, LowRank] | None = None
+        self._take(fit.full, fit.hidden, fit.problems)
         left_out = [
             f"the base is not a {part}: the adapter's {count} modules of the {part} are left out"
             for part, count in fit.left_out.items()
@@ -59,34 +50,18 @@ class AdapterExpert(FittedAdapter):
         self.notes = (*adapter.notes, *left_out, *fit.notes, *parts.notes)
         self.warnings = adapter.listing.warnings
 
-    def source(self, name: str) -> DeltaSource:
-        """Stored if it was trained in full, formed if a module changes it, else zero."""
-        dtype, stored = self._spec(name).dtype, self.adapter.weights.specs
-        if name in self._full:
-            return DeltaSource(name, "stored", dtype, stored[self._full[name]].nbytes)
-        nbytes = sum(stored[n].nbytes for n in self._parts_of(name))
-        pieces = self._pieces.get(name)
-        if pieces is None:
-            return DeltaSource(name, "zero", dtype, nbytes)
-        return DeltaSource(name, "formed", dtype, nbytes, sum(0 if p.bias else p.module.rank for p in pieces))
-
     def delta(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Entries `start:stop` of the flattened delta of `name`; only the rows around them are formed."""
         if self.source(name).kind != "formed":
             return super().delta(name, start, stop, dtype)
         if self._pieces[name][0].bias:
             return self._bias(name, dtype)[start:stop]
-        return entries_of(self._product(name, dtype), start, stop)
+        product = self._whole(name, dtype)
+        assert isinstance(product, LowRank)
+        return entries_of(product, start, stop)
 
-    def factors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> LowRank:
-        """The delta as a product, with a convolution's kernel flattened into `I`."""
-        return self._product(name, dtype) if self.source(name).rank else super().factors(name, shape, dtype)
-
-    def _product(self, name: str, dtype: torch.dtype) -> LowRank:
-        """The factors on the stored tensor, `*batch O I`; the last ones are kept, as callers read them in parts."""
-        with self._lock:
-            if self._last is not None and self._last[:2] == (name, dtype):
-                return self._last[2]
+    def _form(self, name: str, dtype: torch.dtype) -> LowRank:
+        """The factors on the stored tensor, `*batch O I`."""
         pieces = self._pieces[name]
         if pieces[0].rows:
             shape = self._base.specs[name].shape
@@ -101,8 +76,6 @@ class AdapterExpert(FittedAdapter):
             value = LowRank(value.a_RI.mT.contiguous(), value.b_OR.mT.contiguous())
         if piece.stop is not None:
             value = LowRank(value.b_OR[..., piece.start : piece.stop, :], value.a_RI)
-        with self._lock:
-            self._last = (name, dtype, value)
         return value
 
     def _bias(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -115,13 +88,12 @@ class AdapterExpert(FittedAdapter):
             put_rows(out, found.flatten()[piece.start : piece.stop, None], rows)
         return out.flatten()
 
-    def _parts_of(self, name: str) -> tuple[str, ...]:
-        """Stored names of the tensors that its formed delta is made of."""
-        names: list[str | None] = []
-        for piece in self._pieces.get(name, ()):
-            module = piece.module
-            names += [module.bias] if piece.bias else [module.a, module.b, module.alpha]
-        return tuple(n for n in names if n is not None)
+    def _formed_of(self, name: str) -> tuple[Sequence[str], int] | None:
+        if name not in self._pieces:
+            return None
+        modules = [(p.module, p.bias) for p in self._pieces[name]]
+        names = [n for m, bias in modules for n in ([m.bias] if bias else [m.a, m.b, m.alpha]) if n is not None]
+        return names, sum(0 if bias else m.rank for m, bias in modules)
 
 
 def entries_of(product: LowRank, start: int, stop: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.errors import CheckpointError
@@ -12,8 +12,8 @@ from actmat.experts.lora.apart import count_rows, names_of_packed, names_of_part
 from actmat.experts.lora.fields import AXES, StackWord
 from actmat.experts.lora.modules import AdapterModule
 from actmat.experts.lora.stacks import HOW_TO_SAY, axes_by_version, ways_to_fit
-from actmat.layout import resolve_layout
 from actmat.layout.in_memory import Fits, TensorOnDisk, TensorSlice, find_by_name, find_on_disk
+from actmat.layout.resolve import resolve_layout
 from actmat.layout.types import Block, LayoutMap
 
 
@@ -297,10 +297,7 @@ class _Fitting:
                 "is it an adapter of this base?"
             )
             return
-        self._apart[module.name] = tensor
-        self._put(tensor, Piece(module, turned, rows=rows))
-        if module.bias is not None:
-            self._put_bias(module, f"{tensor.removesuffix('weight')}bias", Piece(module, bias=True, rows=rows))
+        self._put_with_biases(module, {tensor: Piece(module, turned, rows=rows)})
 
     def _put_parts(self, module: AdapterModule, tensors: Sequence[str]) -> None:
         """The pieces of a packed layer on the tensors that the base has in its place."""
@@ -313,18 +310,20 @@ class _Fitting:
                 "its place, which do not add up to it; is it an adapter of this base?"
             )
             return
-        self._apart[module.name] = tensors[0]
-        for tensor, (start, stop) in zip(tensors, one_after_the_other(specs), strict=True):
-            self._put(tensor, Piece(module, start=start, stop=stop))
-            if module.bias is not None:
-                bias = Piece(module, start=start, stop=stop, bias=True)
-                self._put_bias(module, f"{tensor.removesuffix('weight')}bias", bias)
+        rows = one_after_the_other(specs)
+        self._put_with_biases(
+            module, {t: Piece(module, start=a, stop=b) for t, (a, b) in zip(tensors, rows, strict=True)}
+        )
 
-    def _put_bias(self, module: AdapterModule, bias: str, piece: Piece) -> None:
-        if bias in self._base.specs:
-            self._put(bias, piece)
-        else:
-            self.problems.append(f"module '{module.name}' has a lora_bias, but the base has no '{bias}'")
+    def _put_with_biases(self, module: AdapterModule, pieces: Mapping[str, Piece]) -> None:
+        self._apart[module.name] = next(iter(pieces))
+        for tensor, piece in pieces.items():
+            self._put(tensor, piece)
+            bias = f"{tensor.removesuffix('weight')}bias"
+            if module.bias is not None and bias in self._base.specs:
+                self._put(bias, replace(piece, bias=True, transposed=False))
+            elif module.bias is not None:
+                self.problems.append(f"module '{module.name}' has a lora_bias, but the base has no '{bias}'")
 
 
 def _candidates(

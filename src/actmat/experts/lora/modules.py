@@ -25,7 +25,7 @@ from actmat.experts.lora.config import AdapterConfig
 from actmat.experts.lora.fields import unknown_fields
 from actmat.experts.lora.names import PREFIX, first_factor, looks_like_factor
 from actmat.experts.lora.stacks import fitting_names, is_grouped
-from actmat.layout.matching import MatchError
+from actmat.layout.patterns import MatchError
 
 ModuleKind = Literal["linear", "embedding", "convolution", "parameter"]
 

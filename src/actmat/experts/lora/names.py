@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint, TensorSpec
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, TensorSpec
 from actmat.checkpoints.view import CheckpointView, DelegatingCheckpoint
 from actmat.errors import CheckpointError
 
@@ -59,21 +59,16 @@ def looks_like_factor(name: str) -> bool:
     return _LIKE.search(name) is not None
 
 
-def holds_factors(names: Iterable[str], config: Mapping[str, Any] | None = None) -> bool:
-    """True if a tensor is a factor of an adapter; a scale by itself is not.
+def first_factor(names: Iterable[str], config: Mapping[str, Any] | None = None) -> str | None:
+    """The first name of a factor of an adapter, None without any; a scale by itself is not one.
 
-    >>> holds_factors(["a.lora_up.weight"]), holds_factors(["a.lora_A.style"]), holds_factors(["a.weight", "b.alpha"])
-    (True, True, False)
+    >>> first_factor(["a.norm", "a.lora_up.weight"]), first_factor(["a.lora_A.style"]), first_factor(["a.w", "b.alpha"])
+    ('a.lora_up.weight', 'a.lora_A.style', None)
 
     Args:
         config: that of a model. If it has settings of LoRA, factors with other names than a trainer's are of the
             architecture, as those of Phi-4-multimodal.
     """
-    return first_factor(names, config) is not None
-
-
-def first_factor(names: Iterable[str], config: Mapping[str, Any] | None = None) -> str | None:
-    """The first of the names for which `holds_factors` is true."""
     of_architecture = any("lora" in str(key) for key in config or ())
     fours: dict[str, set[str]] = {}
     for name in names:
@@ -141,6 +136,10 @@ class _Renamed(DelegatingCheckpoint, CheckpointView):
     def origin(self, name: str) -> tuple[Checkpoint, str]:
         """The file, and the stored name."""
         return self.inner, self._names[name]
+
+    def handle(self) -> CheckpointHandle:
+        """Address of the file, with the names."""
+        return self.viewed(_Renamed, self._names)
 
 
 def canonical(weights: Checkpoint) -> Checkpoint:

@@ -11,10 +11,10 @@ Source: PEFT (https://github.com/huggingface/peft), `get_pattern_key`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from actmat.layout.matching import MatchError, Regex, RegexSet
+from actmat.layout.patterns import MatchError, Regex, RegexSet
 
 MOST_ENTRIES = 200_000
 """Entries of one table; models with the most experts have half as many modules."""
@@ -31,7 +31,7 @@ _DOT = "\n"
 """Stands for any character in a name that is looked up; no dot of a pattern matches a newline."""
 
 
-class PatternTable(Mapping[str, Any]):
+class PatternTable:
     """Patterns and their values, in order."""
 
     def __init__(self, entries: Mapping[str, Any] | None = None, name: str = "rank_pattern") -> None:
@@ -40,12 +40,12 @@ class PatternTable(Mapping[str, Any]):
         Raises:
             MatchError: a pattern cannot be matched; says which.
         """
-        self._entries, self._name, self._steps = dict(entries or {}), name, 0
-        self._values = list(self._entries.values())
+        entries = entries or {}
+        self._values, self._name, self._steps = list(entries.values()), name, 0
         if len(self._values) > MOST_ENTRIES:
             raise MatchError(f"has {len(self._values):,} entries, more than {MOST_ENTRIES:,}")
         self._names = _Names()
-        others = [(i, p) for i, p in enumerate(self._entries) if not self._names.add(p, i)]
+        others = [(i, p) for i, p in enumerate(entries) if not self._names.add(p, i)]
         self._others = [i for i, _ in others]
         self._letters = sum(len(p) for _, p in others)
         self._set = _compiled([p for _, p in others])
@@ -69,18 +69,9 @@ class PatternTable(Mapping[str, Any]):
 
     def _refusal(self, why: str) -> MatchError:
         return MatchError(
-            f"{self._name} of adapter_config.json has {len(self._entries):,} patterns, of which {len(self._others):,} "
+            f"{self._name} of adapter_config.json has {len(self._values):,} patterns, of which {len(self._others):,} "
             f"are regular expressions: {why}. Write names, with '\\.' for a dot"
         )
-
-    def __getitem__(self, pattern: str) -> Any:
-        return self._entries[pattern]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
 
 class _Names:

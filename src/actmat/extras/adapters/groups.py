@@ -14,7 +14,7 @@ from actmat.experts.lora.config import parse_adapter_config
 from actmat.experts.lora.fields import OF_EVERY_FAMILY
 from actmat.experts.lora.modules import unreadable
 from actmat.experts.lora.names import PREFIX, looks_like_factor
-from actmat.layout.matching import MatchError
+from actmat.layout.patterns import MatchError
 
 _IN_THE_FILE = "given by the shapes of the stored tensors"
 SCALED = ("rank_pattern", "alpha_pattern", "r", "alpha")

@@ -13,8 +13,7 @@ Every `test_*` method checks one clause by plain assertions; a test runner suppl
 from __future__ import annotations
 
 import abc
-import dataclasses
-import json
+import pickle
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import DTYPES, Checkpoint, CheckpointHandle
+from actmat.checkpoints.base import DTYPES, Checkpoint
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.resolve import open_handle
 from actmat.errors import CheckpointError
@@ -155,13 +154,13 @@ class CheckpointConformance(abc.ABC):
             assert checkpoint.identity() == before, "reading changed the identity"
 
     def test_a_handle_opens_the_same_tensors_again(self, tmp_path: Path) -> None:
-        """`handle` survives JSON, and `open_handle` gives the same specs and bytes under the same location."""
+        """`handle` can be pickled, and `open_handle` gives the same specs and bytes under the same location."""
         with self.store({"w": torch.arange(6.0), "v": torch.ones(2, 3)}, tmp_path) as checkpoint:
             if not self.has_handle:
                 refusal(CheckpointError, "handle of a checkpoint that only this process can read", checkpoint.handle)
                 return
-            fields = json.loads(json.dumps(dataclasses.asdict(checkpoint.handle())))
-            with open_handle(CheckpointHandle(**fields)) as again:
+            handle = pickle.loads(pickle.dumps(checkpoint.handle()))
+            with open_handle(handle) as again:
                 assert again.location == checkpoint.location, f"reopened as {again.location}"
                 assert dict(again.specs) == dict(checkpoint.specs), "specs differ after reopening"
                 assert again.identity() == checkpoint.identity(), "identity differs after reopening"

@@ -18,8 +18,7 @@ from actmat.bounds import is_url
 from actmat.checkpoints.memory import tensor_specs
 from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.writing.shards import plan_shards
-from actmat.checkpoints.writing.staging import sibling
-from actmat.checkpoints.writing.whole import whole_file
+from actmat.checkpoints.writing.staging import sibling, whole_file
 from actmat.errors import CheckpointError, MergeError, OutputError
 from actmat.experts.locate import Located, LocatedAdapter, LocatedModel, locate
 from actmat.extras.diffusion.layouts import FileLayout, written

@@ -26,11 +26,11 @@ from actmat.experts.lora.config import AdapterConfig, parse_adapter_config
 from actmat.experts.lora.expert import AdapterExpert
 from actmat.experts.lora.fields import unknown_fields
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule, Listing, ModuleKind, unreadable
-from actmat.experts.lora.names import first_factor, foreign_writer, holds_factors
+from actmat.experts.lora.names import first_factor, foreign_writer
 from actmat.extras.diffusion.metadata import alpha_notes, distilled_warning, metadata_notes
 from actmat.extras.diffusion.names import FactorName, find_modules, foreign_factor, parse_factor
 from actmat.extras.diffusion.recognized import models_of
-from actmat.layout.matching import MatchError
+from actmat.layout.patterns import MatchError
 
 METADATA_KEY = "lora_adapter_metadata"
 """Metadata key under which diffusers stores the configs of all components of a file, as JSON."""
@@ -214,7 +214,7 @@ def adapter_of(weights: Checkpoint, metadata: Mapping[str, str]) -> Adapter:
 
 def _look(candidate: Candidate) -> Adapter | None:
     file = candidate.file
-    return adapter_of(file, file.metadata()) if file is not None and holds_factors(file.specs) else None
+    return adapter_of(file, file.metadata()) if file is not None and first_factor(file.specs) is not None else None
 
 
 LORA_FILE = AdapterFamily("LoRA file", _look, AdapterExpert, lambda adapter: "")

@@ -233,7 +233,7 @@ def _content(weights: Checkpoint, base: Checkpoint) -> tuple[Content, list[str]]
     changes: list[Change] = []
     notes = []
     for part, own in by_part.items():
-        found, why = find_flat_names(base.specs, [m.path for m in own])
+        found, why = find_flat_names(base.specs, [m.path for m in own], part)
         if not found and not why:
             notes.append(f"the base has no {part or 'such component'}: the adapter's {len(own)} modules of "
             f"{part or 'other components'} are left out")  # fmt: skip

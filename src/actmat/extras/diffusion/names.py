@@ -44,6 +44,12 @@ KOHYA_PREFIXES = {
 COMPONENTS = ("unet", "transformer", "transformer_2", "text_encoder", "text_encoder_2", "text_encoder_3", "prior")
 """Pipeline components that diffusers puts before module names."""
 
+_PREFIXES = {
+    "text_encoder": ("text_encoder.", "conditioner.embedders.0.", "text_encoders.clip_l."),
+    "text_encoder_2": ("text_encoder_2.", "conditioner.embedders.1.", "text_encoders.clip_g."),
+}
+"""Component that others may equal in names -> prefix of its tensors in a pipeline, in LDM's files and in ComfyUI's."""
+
 _COMFY = re.compile(r"(?P<part>diffusion_model|text_encoders\.\w+\.transformer)\.")
 """Checkpoint parts that ComfyUI puts before the original code's module names."""
 
@@ -140,12 +146,14 @@ def find_modules(
     specs: Mapping[str, TensorSpec], modules: Sequence[AdapterModule]
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Flat module name -> base tensors that it may change; and problems."""
-    found, problems = find_flat_names(specs, [m.inside for m in modules])
+    found, problems = find_flat_names(specs, [m.inside for m in modules], modules[0].part if modules else "")
     return {m.name: [found[m.inside]] if m.inside in found else [] for m in modules}, problems
 
 
-def find_flat_names(specs: Mapping[str, TensorSpec], flat: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Base tensor of each flat name, and problems.
+def find_flat_names(
+    specs: Mapping[str, TensorSpec], flat: Sequence[str], part: str = ""
+) -> tuple[dict[str, str], list[str]]:
+    """Base tensor of each flat name, and problems; of the component `part` only, if the base has it with others.
 
     `down_blocks_0_attentions_0_proj_in` can be `down_blocks.0.attentions.0.proj_in` or `down.blocks_0...`: only the
     base resolves this. Its tensors may have an additional prefix (`model.diffusion_model.`), the same for all modules.
@@ -154,7 +162,9 @@ def find_flat_names(specs: Mapping[str, TensorSpec], flat: Sequence[str]) -> tup
     >>> find_flat_names(specs, ["mid_block_proj_in"])
     ({'mid_block_proj_in': 'unet.mid_block.proj_in.weight'}, [])
     """
-    wanted = set(flat)
+    wanted, own = set(flat), _PREFIXES.get(part, ())
+    if own and any(name.startswith(own) for name in specs):
+        specs = {name: spec for name, spec in specs.items() if name.startswith(own)}
     by_prefix: dict[str, dict[str, list[str]]] = {}
     for name, spec in specs.items():
         if not name.endswith(_WEIGHT) or len(spec.shape) < 2:

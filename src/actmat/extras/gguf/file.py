@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints with transformers' names, dequantized row by row with the package gguf."""
+"""GGUF files as checkpoints with transformers' names, dequantized row by row by the package gguf; their tokenizers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,27 @@ from actmat.checkpoints.codecs.checkpoint import QuantizedCheckpoint
 from actmat.checkpoints.files import FileReader
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.errors import CheckpointError
-from actmat.extras.gguf.header import GgufEntry, GgufHeader, read_gguf_header
+from actmat.extras.gguf.header import GgufEntry, GgufHeader, joined, parts_of, read_gguf_header
 from actmat.extras.gguf.names import UNUSED, added, config_of, names_of, rotated_heads, undescribed
-from actmat.extras.gguf.splits import joined, parts_of
-from actmat.extras.gguf.tokenizer import converted_tokenizer
 
 if TYPE_CHECKING:
     import numpy
+import tempfile
+from pathlib import Path
+
+
+def converted_tokenizer(path: Path) -> dict[str, str]:
+    """Name of a file -> text; empty if transformers is missing or cannot convert it, which the output then says."""
+    try:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            return {f.name: f.read_text(encoding="utf-8") for f in sorted(Path(folder).iterdir()) if f.is_file()}
+    except Exception:  # noqa: BLE001 - converters of each architecture raise errors of many types
+        return {}
+
 
 SUFFIX = ".gguf"
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -60,7 +74,7 @@ class GgufFile(StoredCheckpoint):
                 specs |= _stored_specs(header, label, size, source.location)
             self.specs = MappingProxyType(specs)
             if why := undescribed(self.header):
-                self.notes = (
+                self.notes += (
                     f"{why}: no config.json can be made from it; copy the original model's config.json into the output",
                 )
         except CheckpointError:
@@ -93,6 +107,7 @@ class GgufFile(StoredCheckpoint):
 
     def close(self) -> None:
         """Close the file."""
+        super().close()
         self._reader.close()
 
 

@@ -60,7 +60,9 @@ BIASES = {
 }
 """Field of a Llama's `config.json` -> layers of each block that have a bias if it is set."""
 
-TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
+TOKENS = {
+    f"tokenizer.ggml.{k}_token_id": f"{f}_token_id" for k, f in (("bos", "bos"), ("eos", "eos"), ("padding", "pad"))
+}
 
 
 def names_of(header: GgufHeader, location: str) -> dict[str, str]:
@@ -138,12 +140,8 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     architecture = _arch(header)
     config: dict[str, Any] = {"model_type": MODEL_TYPES.get(architecture, architecture)}
     config["architectures"] = [ARCHITECTURES.get(architecture, "")]
-    for key, field in CONFIG_KEYS.items():
-        if isinstance(value := header.metadata.get(f"{architecture}.{key}"), int | float):
-            config[field] = value
-    for key, field in TOKENS.items():
-        if isinstance(value := header.metadata.get(f"tokenizer.ggml.{key}"), int):
-            config[field] = value
+    stated = {f"{architecture}.{k}": field for k, field in CONFIG_KEYS.items()} | TOKENS
+    config |= {f: v for k, f in stated.items() if isinstance(v := header.metadata.get(k), int | float)}
     tokens: Mapping[str, Any] = header.metadata
     if "vocab_size" not in config and isinstance(found := tokens.get("tokenizer.ggml.tokens"), SkippedList):
         config["vocab_size"] = found.count

@@ -7,6 +7,7 @@ that llama.cpp converted. Tensors get the names, row order and shifts of that fi
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.writing.whole import whole_file
+from actmat.checkpoints.writing.staging import whole_file
 from actmat.errors import AlignmentError, CheckpointError, NumericalError, OutputError, RecipeError
 from actmat.experts.locate import Located, LocatedAdapter, locate
 from actmat.experts.lora.adapter import Adapter
@@ -84,7 +85,7 @@ def write_gguf(given: Located, out: Path, *, like: str | None = None, type: str 
             adapter = given.adapter
             if adapter.problems:
                 raise CheckpointError(f"{given.place} cannot be read as an adapter.", adapter.problems)
-            return _write(out, pattern, _pieces_of_adapter(adapter, pattern, type), _adapter_keys(adapter))
+            return _write(out, pattern, _pieces_of_adapter(adapter, pattern, type), {"adapter": _alpha(adapter)})
         checkpoint = given.model()
         return _write(out, pattern, _pieces_of_model(checkpoint, pattern, type), {"file_type": FILE_TYPES[type]})
 
@@ -157,14 +158,9 @@ def _pieces_of_adapter(adapter: Adapter, pattern: GgufFile, type: str) -> list[_
         factor = module.scaling * module.rank / alpha
         order = rows_in_file(pattern.header, there)
         own = "F16" if type == "f16" else "F32"  # factors are small, and ranks do not fill blocks
-        pieces.append(
-            _piece(f"{there.name}.lora_a", own, (module.rank, module.shape[1]), _factor(adapter, module.a, 1.0, None))
-        )
-        pieces.append(
-            _piece(
-                f"{there.name}.lora_b", own, (module.shape[0], module.rank), _factor(adapter, module.b, factor, order)
-            )
-        )
+        a, b = _factor(adapter, module.a, 1.0, None), _factor(adapter, module.b, factor, order)
+        pieces.append(_piece(f"{there.name}.lora_a", own, (module.rank, module.shape[1]), a))
+        pieces.append(_piece(f"{there.name}.lora_b", own, (module.shape[0], module.rank), b))
     if problems:
         raise AlignmentError(
             f"{adapter.location} cannot be written as a llama.cpp adapter. Fix: merge it into its base "
@@ -181,10 +177,6 @@ def _alpha(adapter: Adapter) -> float:
     """
     first = next(iter(adapter.modules.values()), None)
     return 1.0 if first is None else first.scaling * first.rank or 1.0
-
-
-def _adapter_keys(adapter: Adapter) -> dict[str, Any]:
-    return {"adapter": _alpha(adapter)}
 
 
 def _values(checkpoint: Checkpoint, name: str, pattern: GgufFile, tensor: GgufEntry) -> Callable[[], Tensor]:
@@ -241,27 +233,20 @@ def _write(out: Path, pattern: GgufFile, pieces: list[_Piece], keys: Mapping[str
 
 def _fill(file: Path, pattern: GgufFile, pieces: list[_Piece], keys: Mapping[str, Any]) -> None:
     """Write the metadata, then one tensor after the other."""
+    import numpy
     from gguf import GGMLQuantizationType, GGUFWriter
 
     with contextlib.closing(GGUFWriter(file, architecture_of(pattern.header, pattern.location))) as writer:
         _add_metadata(writer, pattern, keys)
         for piece in pieces:
-            dtype, size = _stored_as(piece)
+            dtype = numpy.dtype({"F32": "float32", "F16": "float16"}.get(piece.type, "uint8"))
+            size = math.prod(piece.shape) * dtype.itemsize
             writer.add_tensor_info(piece.name, piece.shape, dtype, size, GGMLQuantizationType[piece.type])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for piece in pieces:
             writer.write_tensor_data(piece.make())
-
-
-def _stored_as(piece: _Piece) -> tuple[Any, int]:
-    import math
-
-    import numpy
-
-    dtype = numpy.dtype({"F32": "float32", "F16": "float16"}.get(piece.type, "uint8"))
-    return dtype, math.prod(piece.shape) * dtype.itemsize
 
 
 def _add_metadata(writer: GGUFWriter, pattern: GgufFile, keys: Mapping[str, Any]) -> None:

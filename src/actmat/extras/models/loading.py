@@ -97,7 +97,7 @@ def load_model(
         config = found.config
         if isinstance(found, LocatedAdapter):
             _check_for_peft(found.adapter, location)
-            adapter, checkpoint = location, base or adapters_base or found.base_model
+            adapter, checkpoint = location, base or adapters_base or found.adapter.config.base_model
             if not checkpoint:
                 raise StatisticsError(f"{adapter} does not name its base: pass --base BASE")
         elif base is not None:

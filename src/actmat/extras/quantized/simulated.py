@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,14 +14,12 @@ from actmat.checkpoints.raw import raw_bytes
 from actmat.checkpoints.view import CheckpointView
 from actmat.errors import CheckpointError
 from actmat.extras.quantized.nf4 import rounded_nf4
-from actmat.layout import resolve_layout
 from actmat.layout.classify import is_head
+from actmat.layout.resolve import resolve_layout
 from actmat.layout.types import Role
 
 ROUNDINGS = {"nf4": partial(rounded_nf4, nested=False), "nf4-double": partial(rounded_nf4, nested=True)}
 """Scheme -> function that quantizes and decodes a tensor."""
-FORMAT = "simulated"
-"""Format of its handles; the view contains the scheme, the names and the inner handle."""
 BYTES_PER_ENTRY = 24
 """Memory for rounding a tensor, relative to its size."""
 
@@ -38,7 +36,7 @@ class SimulatedCheckpoint(CheckpointView):
     def __init__(self, inner: Checkpoint, names: Iterable[str], scheme: str) -> None:
         super().__init__(inner)
         self._names, self._scheme, self._round = frozenset(names), scheme, ROUNDINGS[scheme]
-        self.specs, self.aliases, self.written_sidecars = inner.specs, inner.aliases, inner.written_sidecars
+        self.specs, self.aliases = inner.specs, inner.aliases
         self.notes = (*inner.notes, f"{len(self._names)} tensors are rounded to {scheme} and back on reading")
         self._last = threading.local()
 
@@ -68,51 +66,37 @@ class SimulatedCheckpoint(CheckpointView):
 
     def handle(self) -> CheckpointHandle:
         """Handle of the stored checkpoint, with the rounded tensors."""
-        inner = self.inner.handle()
-        return CheckpointHandle(
-            inner.address, FORMAT, self.location, view=(self._scheme, tuple(sorted(self._names)), inner)
+        return self.viewed(_opened, (tuple(sorted(self._names)), self._scheme))
+
+
+def _opened(inner: Checkpoint, data: tuple[Iterable[str], str]) -> SimulatedCheckpoint:
+    return SimulatedCheckpoint(inner, *data)
+
+
+def simulated(base: Checkpoint, scheme: str) -> Checkpoint:
+    """Round the linear layers that bitsandbytes quantizes: all except the output head.
+
+    Raises:
+        CheckpointError: the base is already quantized, or has no such layers in the usual orientation.
+    """
+    if coded := next((n for n in base.specs if base.scheme(n)), None):
+        base.close()
+        raise CheckpointError(
+            f"{base.location}: base_as={scheme} rounds floats, but tensor '{coded}' is already quantized: "
+            "the adapter is added to its decoded values. Fix: remove base_as"
         )
-
-
-class _Simulated:
-    """See `checkpoints.resolve.View`."""
-
-    def open(self, view: Any, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
-        """Open the checkpoint of a handle's view, which may come from JSON."""
-        scheme, names, inner = view
-        return SimulatedCheckpoint(
-            open_handle(inner if isinstance(inner, CheckpointHandle) else CheckpointHandle(**inner)), names, scheme
+    layouts = resolve_layout(base.specs, base.config).tensors
+    names = [
+        name
+        for name, layout in layouts.items()
+        if layout.role in (Role.LINEAR, Role.FUSED_LINEAR) and len(base.specs[name].shape) == 2 and not is_head(name)
+    ]
+    turned = [n for n in names if layouts[n].orientation != "OI"]
+    if turned or not names:
+        base.close()
+        found = f"'{turned[0]}' is stored transposed" if turned else "it has none"
+        raise CheckpointError(
+            f"{base.location}: base_as={scheme} rounds linear layers with one row per output, but {found}. "
+            "Fix: load the base in 4 bits, dequantize it (model.dequantize()), save it, and use that copy"
         )
-
-    def of(self, base: Checkpoint, scheme: str) -> Checkpoint:
-        """Round the linear layers that bitsandbytes quantizes: all except the output head.
-
-        Raises:
-            CheckpointError: the base is already quantized, or has no such layers in the usual orientation.
-        """
-        if coded := next((n for n in base.specs if base.scheme(n)), None):
-            base.close()
-            raise CheckpointError(
-                f"{base.location}: base_as={scheme} rounds floats, but tensor '{coded}' is already quantized: "
-                "the adapter is added to its decoded values. Fix: remove base_as"
-            )
-        layouts = resolve_layout(base.specs, base.config).tensors
-        names = [
-            name
-            for name, layout in layouts.items()
-            if layout.role in (Role.LINEAR, Role.FUSED_LINEAR)
-            and len(base.specs[name].shape) == 2
-            and not is_head(name)
-        ]
-        turned = [n for n in names if layouts[n].orientation != "OI"]
-        if turned or not names:
-            base.close()
-            found = f"'{turned[0]}' is stored transposed" if turned else "it has none"
-            raise CheckpointError(
-                f"{base.location}: base_as={scheme} rounds linear layers with one row per output, but {found}. "
-                "Fix: load the base in 4 bits, dequantize it (model.dequantize()), save it, and use that copy"
-            )
-        return SimulatedCheckpoint(base, names, scheme)
-
-
-SIMULATED = _Simulated()
+    return SimulatedCheckpoint(base, names, scheme)

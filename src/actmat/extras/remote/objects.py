@@ -10,15 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.claims import (
-    RemoteFile,
-    changed,
-    check_same,
-    is_plain_path,
-    stated_file,
-    stated_files,
-    stated_total,
-)
+from actmat.checkpoints import claims
+from actmat.checkpoints.folder import is_plain_path
 from actmat.checkpoints.retry import TransientError, first_line
 from actmat.checkpoints.side_files import DEEPEST
 from actmat.errors import CheckpointError, MergeError
@@ -52,27 +45,30 @@ class ObjectStore(Store):
         self._listed, self._root = _file_system(url, error, use_listings_cache=True)
         self._fresh, _ = _file_system(url, error, use_listings_cache=False)
 
-    def list(self) -> dict[str, RemoteFile]:
+    def list(self) -> dict[str, claims.RemoteFile]:
         """List the folder's files, with sizes and etags."""
         with self._explained(""):
             self._listed.invalidate_cache(self._root)
             rows = self._listed.ls(self._root, detail=True)
         listed = self._files((str(row["name"]), row) for row in rows)
+        self.notes = claims.odd_names_note(
+            posixpath.basename(str(row["name"])) for row in rows if row["type"] == "file"
+        )
         return {name: file for name, file in listed.items() if "/" not in name}
 
-    def below(self) -> dict[str, RemoteFile]:
+    def below(self) -> dict[str, claims.RemoteFile]:
         """List files to a bounded depth, in one or a few requests."""
         with self._explained(""):
             rows = self._listed.find(self._root, maxdepth=DEEPEST + 1, detail=True)
         return {name: file for name, file in self._files(rows.items()).items() if "/" in name}
 
-    def head(self, name: str, length: int) -> tuple[RemoteFile, bytes]:
+    def head(self, name: str, length: int) -> tuple[claims.RemoteFile, bytes]:
         """Get the file and its first bytes: one request after `list`, else two."""
         with self._explained(name):
             file = self._file(name, self._listed.info(self._path(name)))
         return file, self.read(file, 0, min(length, file.size))
 
-    def read(self, file: RemoteFile, offset: int, length: int) -> bytes:
+    def read(self, file: claims.RemoteFile, offset: int, length: int) -> bytes:
         """Read a range. S3 is told the etag and states the range; elsewhere the version is checked after the read."""
         if length == 0:
             return b""
@@ -80,15 +76,15 @@ class ObjectStore(Store):
             return self._read_s3(file, offset, length)
         with self._explained(file.name), self._listed.open(self._path(file.name), "rb", cache_type="none") as opened:
             if hasattr(opened, "details"):
-                self._compare(file, self._file(file.name, opened.details))
+                claims.check_same(f"{self.url}/{file.name}", file, self._file(file.name, opened.details))
             opened.seek(offset)
             data = bytes(opened.read(length))
         with self._explained(file.name):
             now = self._file(file.name, self._fresh.info(self._path(file.name)))
-        self._compare(file, now)
+        claims.check_same(f"{self.url}/{file.name}", file, now)
         return _whole(data, length)
 
-    def put(self, path: Path, name: str) -> RemoteFile:
+    def put(self, path: Path, name: str) -> claims.RemoteFile:
         """Write a file; large files are sent in parts and appear after the last part."""
         with self._explained(name):
             self._fresh.put_file(str(path), self._path(name))
@@ -104,7 +100,7 @@ class ObjectStore(Store):
                 if self._fresh.exists(self._path(name)):
                     self._fresh.rm_file(self._path(name))
 
-    def _read_s3(self, file: RemoteFile, offset: int, length: int) -> bytes:
+    def _read_s3(self, file: claims.RemoteFile, offset: int, length: int) -> bytes:
         """Read a range; the answer's range, size and etag are compared, which s3fs does not."""
         from fsspec.asyn import sync
 
@@ -122,14 +118,14 @@ class ObjectStore(Store):
             answer, data = sync(self._listed.loop, get)
         what = f"{self.url}/{file.name}"
         headers = {"Content-Range": answer.get("ContentRange"), "Content-Length": answer.get("ContentLength")}
-        total = stated_total(what, headers, offset, length)
-        check_same(what, file, self._file(file.name, {**answer, "size": total}))
+        total = claims.stated_total(what, headers, offset, length)
+        claims.check_same(what, file, self._file(file.name, {**answer, "size": total}))
         return _whole(data, length)
 
     def _path(self, name: str) -> str:
         return posixpath.join(self._root, name)
 
-    def _file(self, name: str, row: Mapping[str, Any]) -> RemoteFile:
+    def _file(self, name: str, row: Mapping[str, Any]) -> claims.RemoteFile:
         found = next((row[key] for key in VERSIONS if row.get(key)), "")
         version = str(found.timestamp() if isinstance(found, datetime.datetime) else found)
         if row.get("size") is None or not version:
@@ -137,17 +133,14 @@ class ObjectStore(Store):
                 f"{self.url}/{name}: its store gives no size or no version, so a change during the merge would "
                 "not be detected. Fix: download the folder and pass its path."
             )
-        return stated_file(self.url, name, row["size"], version.strip('"'))
+        return claims.stated_file(self.url, name, row["size"], version.strip('"'))
 
-    def _files(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, RemoteFile]:
+    def _files(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, claims.RemoteFile]:
         """Files of a listing, by path below the folder."""
         start = f"{self._root.rstrip('/')}/"
         below = [(path.removeprefix(start), row) for path, row in rows if path.startswith(start)]
         found = [self._file(name, row) for name, row in below if row["type"] == "file" and is_plain_path(name)]
-        return stated_files(self.url, ((f.name, f.size, f.etag) for f in found))
-
-    def _compare(self, before: RemoteFile, now: RemoteFile) -> None:
-        check_same(f"{self.url}/{before.name}", before, now)
+        return claims.stated_files(self.url, ((f.name, f.size, f.etag) for f in found))
 
     @contextmanager
     def _explained(self, name: str) -> Iterator[None]:
@@ -166,7 +159,7 @@ class ObjectStore(Store):
             ) from error
         except OSError as error:
             if error.errno == errno.EINVAL and "pre-conditions" in str(error):  # of S3: the etag changed
-                raise changed(what, first_line(error)) from error
+                raise claims.changed(what, first_line(error)) from error
             raise TransientError(f"{type(error).__name__}: {first_line(error)}") from error
         except Exception as error:  # each library has its own errors
             raise CheckpointError(

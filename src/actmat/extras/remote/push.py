@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,10 +22,13 @@ from actmat.bounds import read_object
 from actmat.checkpoints.claims import RemoteFile
 from actmat.checkpoints.hashing import sha256_file
 from actmat.checkpoints.hub import HTTP_ERROR, HubRepository, explained, open_repository
+from actmat.checkpoints.remote import Storage
 from actmat.checkpoints.resolve import HUB_ID
+from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, listed_files
 from actmat.checkpoints.writing.staging import disk_errors
 from actmat.errors import CheckpointError, OutputError
+from actmat.extras.remote.upload import RemoteStaging
 from actmat.foreign import in_one_line
 
 KEPT = frozenset({".gitattributes", ".gitignore"})
@@ -277,3 +280,43 @@ def push_errors(repo_id: str) -> Iterator[None]:
         raise OutputError(
             f"Cannot write to {repo_id} on the hub: {said} The hub keeps the files sent: the same command goes on."
         ) from error
+
+
+class _HubStorage(Storage):
+    def upload_problems(self, url: str) -> list[str]:
+        try:
+            hub_name(url)
+        except OutputError as error:
+            return list(error.problems)
+        return []
+
+    def stage(self, url: str, folder: Path, fingerprint: str, *, overwrite: bool = False) -> RemoteStaging:
+        return HubStaging(f"hf://{hub_name(url)}", folder, fingerprint, overwrite=overwrite)
+
+    def sizes(self, url: str) -> dict[str, int]:
+        return {name: file.size for name, file in look_up(hub_name(url)).files.items()}
+
+
+class HubStaging(RemoteStaging):
+    """Staging of an output in a hub repository."""
+
+    def open(self) -> Journal:
+        """Take the local lock, read the local journal, and create the repository, private, if missing.
+
+        Raises:
+            OutputError: the repository is public, has other content, or cannot be created.
+        """
+        journal = super().open()
+        there = look_up(hub_name(self.url))
+        check_place(there, private=True, overwrite=self.overwrite)
+        create(there, private=True)
+        return journal
+
+    def send(self, names: Collection[str]) -> None:
+        """Send all files in one commit."""
+        there = look_up(hub_name(self.url))
+        push = plan_push(there, self.path, names, private=True, overwrite=self.overwrite)
+        send(push, "Merge with actmat")
+
+
+HUB = _HubStorage()

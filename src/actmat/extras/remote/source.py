@@ -2,7 +2,7 @@
 
 Opening lists the folder once (from a web server, which cannot list, the usual names are requested) and reads the header
 of every shard with one request. Tensors are read by ranges; configs and tokenizers are downloaded into a temporary
-folder that exists as long as the source.
+folder, which is removed when the source is closed, and at the latest with the process.
 """
 
 from __future__ import annotations
@@ -11,16 +11,24 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from actmat.bounds import MAX_BYTES
-from actmat.checkpoints.claims import RemoteFile, check_same, is_plain_path
-from actmat.checkpoints.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_SUFFIX, is_plain_name, read_config
+from actmat.checkpoints.claims import RemoteFile, check_same
+from actmat.checkpoints.folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    INDEX_SUFFIX,
+    is_plain_name,
+    is_plain_path,
+    read_config,
+)
+from actmat.checkpoints.formats.safetensors import PARALLEL_REQUESTS
+from actmat.checkpoints.formats.torch_files import TORCH_SUFFIXES
 from actmat.checkpoints.ranges import BLOCK_BYTES
 from actmat.checkpoints.remote import RemoteFiles
 from actmat.checkpoints.retry import FIRST_RANGE, retried
@@ -40,9 +48,6 @@ SIDECAR_NAMES = (
     "image_processor_config.json", "video_preprocessor_config.json", "feature_extractor_config.json",
 )  # fmt: skip
 """Files requested from a server that cannot list."""
-
-PARALLEL_REQUESTS = 8
-TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 
 
 class RemoteSource(RemoteFiles):
@@ -75,11 +80,12 @@ class RemoteSource(RemoteFiles):
         self._copies: dict[str, Path] = {}
         self._lock = threading.Lock()
         self._folder: Path | None = None
+        self._removal: weakref.finalize[..., RemoteSource] | None = None
         if named is not None and not named.endswith(INDEX_SUFFIX):
             self.names = [named]
             return
         listed = retried(store.list, location)
-        self.can_list = listed is not None
+        self.can_list, self.notes = listed is not None, store.notes
         if listed is None:
             found = self._probe(MODEL_NAMES) or self._probe(TORCH_NAMES)
         else:
@@ -128,35 +134,25 @@ class RemoteSource(RemoteFiles):
                 self._copies[name] = self._download(name)
             return self._copies[name]
 
-    def file(self, name: str) -> RemoteFile:
-        """The pinned file; requested at first access."""
-        return self._file(name)
-
     def start_of(self, name: str) -> bytes:
         """The first bytes of a file, received with its size and version."""
-        self._file(name, length=FIRST_RANGE)
+        self.file(name, length=FIRST_RANGE)
         return self._heads.pop(name, b"")
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         """Read bytes of a pinned file, with retries."""
-        file = self._file(name)
+        file = self.file(name)
         return retried(lambda: self.store.read(file, offset, length), f"{self.store.url}/{name}")
 
     def side_files(self, merged: Sequence[str]) -> SideFiles:
         """Files of the folder and its subfolders; well-known names if it cannot be listed."""
         if self.named is not None and not self.named.endswith(INDEX_SUFFIX):
             return SideFiles()
-        sizes = {name: self._file(name).size for name in (*self.names, *self._others)}
+        sizes = {name: self.file(name).size for name in (*self.names, *self._others)}
         found = side_files_in(sizes, merged, self.fetch)
         if self.can_list:
             return found
         return replace(found, left_out={**found.left_out, "(other files)": UNLISTED})
-
-    def fetch_sidecars(self) -> Path | None:
-        """Download the side files; return their folder, or None without side files."""
-        for name in self.side_files(()).kept:
-            self.fetch(name)
-        return self._folder
 
     @cached_property
     def _others(self) -> list[str]:
@@ -180,18 +176,29 @@ class RemoteSource(RemoteFiles):
         """Source of the named file's whole folder."""
         return self if self.named is None else open_remote(self.store.url)
 
+    def close(self) -> None:
+        """Remove the temporary folder; a file that is asked for again is downloaded again."""
+        with self._lock:
+            if self._removal is not None:
+                self._removal()
+            self._folder = self._removal = None
+            self._copies.clear()
+            self.__dict__.pop("directory", None)
+
     def _code_names(self) -> list[str]:
         """Python files named in `config.json`; they are copied, never run."""
-        classes: Any = (read_config(self.directory) or {}).get("auto_map")
-        found = [str(v).rpartition("--")[2].partition(".")[0] + ".py" for v in _strings(classes)]
-        return sorted({name for name in found if is_plain_name(name)})
+        classes = (read_config(self.directory) or {}).get("auto_map")
+        rows = classes.values() if isinstance(classes, Mapping) else [classes]
+        named = [str(v) for row in rows for v in (row if isinstance(row, list) else [row]) if isinstance(v, str)]
+        found = {v.rpartition("--")[2].partition(".")[0] + ".py" for v in named}
+        return sorted(filter(is_plain_name, found))
 
     def _probe(self, names: Iterable[str]) -> list[str]:
         """Names that exist on the server; their first bytes are cached."""
 
         def has(name: str) -> bool:
             try:
-                self._file(name, length=FIRST_RANGE)
+                self.file(name, length=FIRST_RANGE)
             except MissingFileError:
                 return False
             return True
@@ -200,7 +207,7 @@ class RemoteSource(RemoteFiles):
         with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
             return [name for name, found in zip(names, pool.map(has, names), strict=True) if found]
 
-    def _file(self, name: str, *, length: int = 1) -> RemoteFile:
+    def file(self, name: str, *, length: int = 1) -> RemoteFile:
         """The pinned file; requested with its first `length` bytes at first access."""
         if name not in self._files or (length > 1 and name not in self._heads):
             known = self._files.get(name)
@@ -220,14 +227,14 @@ class RemoteSource(RemoteFiles):
 
     def _download(self, name: str) -> Path:
         is_weights = (name in self.weights and self.named == name) or name.endswith(".safetensors")
-        file = self._file(name, length=1 if is_weights else FIRST_RANGE)
+        file = self.file(name, length=1 if is_weights else FIRST_RANGE)
         if not is_weights and file.size > MAX_BYTES:
             raise CheckpointError(
                 f"{self.location}: expected {name} to have at most {MAX_BYTES} bytes, found {file.size}"
             )
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="actmat-remote-"))
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            self._removal = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         start = self._heads.pop(name, b"")
@@ -249,12 +256,3 @@ def open_remote(url: str, *, pinned: Mapping[str, tuple[int, str]] | None = None
     if name is not None and PurePosixPath(name).suffix == ".json" and not name.endswith(INDEX_SUFFIX):
         raise CheckpointError(f"{location}: expected a folder, a weight file or an index, found a URL of '{name}'")
     return RemoteSource(open_store(folder), location, name, pinned=pinned)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Strings in nested mappings and lists."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _strings(item)

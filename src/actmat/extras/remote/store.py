@@ -29,9 +29,11 @@ class Store(abc.ABC):
 
     Attributes:
         url: of the folder, without a slash at the end.
+        notes: remarks for plans on its last listing.
     """
 
     url: str
+    notes: tuple[str, ...] = ()
 
     @abc.abstractmethod
     def list(self) -> dict[str, RemoteFile] | None:

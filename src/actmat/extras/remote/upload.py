@@ -25,12 +25,15 @@ from typing import Any, TypeVar
 from actmat.bounds import MAX_BYTES, parse_object, read_object
 from actmat.checkpoints.claims import RemoteFile
 from actmat.checkpoints.folder import INDEX_SUFFIX
+from actmat.checkpoints.remote import Storage
 from actmat.checkpoints.retry import retried
+from actmat.checkpoints.source import Source
 from actmat.checkpoints.writing.journal import Journal
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS, listed_files
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, Staging, disk_errors, not_ours_problems
 from actmat.errors import CheckpointError, OutputError
 from actmat.extras.remote.objects import open_store
+from actmat.extras.remote.source import open_remote
 from actmat.extras.remote.store import MissingFileError, Store, check_url
 
 MARK_NAME = ".actmat-upload.json"
@@ -212,3 +215,35 @@ def _listed(store: Store) -> dict[str, RemoteFile]:
 def _rank(name: str) -> int:
     """Sort key of the sending order; removal uses the reverse."""
     return 3 if name == MANIFEST_NAME else 2 if name.endswith(INDEX_SUFFIX) else 1 if name.endswith(WEIGHTS) else 0
+
+
+class _Urls(Storage):
+    def open_source(self, url: str, *, pinned: Mapping[str, tuple[int, str]]) -> Source:
+        return open_remote(url, pinned=pinned)
+
+    def upload_problems(self, url: str) -> list[str]:
+        try:
+            checked = check_url(url)
+            if checked.startswith(("http://", "https://")):
+                return [
+                    f"{url} cannot be written: web servers are read only; write to a folder or a bucket, then upload it"
+                ]
+            open_store(checked, error=OutputError)
+        except (CheckpointError, OutputError) as error:
+            return list(error.problems)
+        return []
+
+    def stage(self, url: str, folder: Path, fingerprint: str, *, overwrite: bool = False) -> UploadStaging:
+        return UploadStaging(url, folder, fingerprint, overwrite=overwrite)
+
+    def sizes(self, url: str) -> dict[str, int]:
+        store = open_store(check_url(url))
+        there = {**retried(lambda: store.list() or {}, url), **retried(store.below, url)}
+        return {name: file.size for name, file in there.items()}
+
+    def clear(self, url: str) -> None:
+        store = open_store(check_url(url))
+        retried(lambda: clear_upload(store), url)
+
+
+URLS = _Urls()

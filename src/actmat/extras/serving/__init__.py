@@ -15,7 +15,7 @@ from actmat.checkpoints.resolve import find_source
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError
 from actmat.experts.candidate import Candidate
-from actmat.experts.lora.names import holds_factors
+from actmat.experts.lora.names import first_factor
 from actmat.planning.adapter.serving import VLLM_DEFAULT_RANK, VLLM_RANKS
 
 TASKS = {
@@ -54,7 +54,7 @@ def serving_commands(out: str) -> Serving:
     """
     source = find_source(out)
     file = Candidate(source).file if source.named is not None else None
-    if file is not None and holds_factors(file.specs):
+    if file is not None and first_factor(file.specs) is not None:
         file.close()
         return _of_lora_file(out, Path(out).name)
     if MANIFEST_NAME not in source.names:

@@ -7,8 +7,8 @@ to the model's dtype, as in PEFT's `merge_and_unload`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,10 @@ from actmat.checkpoints.raw import copy_range, raw_bytes
 from actmat.checkpoints.side_files import ModelFiles
 from actmat.checkpoints.view import CheckpointView
 from actmat.errors import CheckpointError
-from actmat.experts.base import AdapterHandle, Expert
+from actmat.experts.base import Expert, ExpertHandle
 from actmat.experts.locate import locate
 from actmat.experts.locate import open_handle as open_expert_handle
 from actmat.extras.stack.composed import models_of
-
-NAME = "adapted"
 
 
 class AdaptedCheckpoint(CheckpointView):
@@ -57,7 +55,8 @@ class AdaptedCheckpoint(CheckpointView):
     def handle(self) -> CheckpointHandle:
         """Handles of the model and the adapter."""
         handle = self.inner.handle()
-        return CheckpointHandle(handle.address, NAME, self.location, view=(handle, self._adapter.handle()))
+        view = AdaptedHandle(self.location, handle, self._adapter.handle())
+        return CheckpointHandle(handle.address, "adapted", self.location, view=view)
 
     def close(self) -> None:
         """Close both."""
@@ -79,32 +78,33 @@ class AdaptedCheckpoint(CheckpointView):
         return (values.to(wide) + self._adapter.delta(name, first, last, wide)).to(dtype)
 
 
-class _Adapted:
-    """Plug-in: opens a model with its adapter, also from a handle."""
+@dataclass(frozen=True, slots=True)
+class AdaptedHandle:
+    """Address of a model with an adapter: a `View`."""
 
-    def merged(self, location: str, model: Checkpoint, adapter: str) -> Checkpoint:
-        try:
-            located = locate(adapter)
-            if not located.needs_base:
-                raise CheckpointError(f"{location}: '{adapter}' is not an adapter")
-            opened = located.expert(model)
-            if opened.heads:
-                opened.close()
-                raise CheckpointError(
-                    f"{location}: the adapter unties the output head, which the model does not have. Fix: pass the "
-                    "model as the base and the adapter as an expert"
-                )
-        except CheckpointError:
-            model.close()
-            raise
-        return AdaptedCheckpoint(location, model, opened)
+    location: str
+    model: CheckpointHandle
+    adapter: ExpertHandle
 
-    def open(self, view: Any, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
-        model, adapter = view
-        assert isinstance(adapter, AdapterHandle)
-        return AdaptedCheckpoint(
-            f"{model.location}+{adapter.location}", open_handle(model), open_expert_handle(adapter)
-        )
+    def open(self, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
+        """The model with the adapter."""
+        return AdaptedCheckpoint(self.location, open_handle(self.model), open_expert_handle(self.adapter))
 
 
-ADAPTED = _Adapted()
+def merged(location: str, model: Checkpoint, adapter: str) -> Checkpoint:
+    """See `checkpoints.resolve.OpenAdapted`."""
+    try:
+        located = locate(adapter)
+        if not located.needs_base:
+            raise CheckpointError(f"{location}: '{adapter}' is not an adapter")
+        opened = located.expert(model)
+        if opened.heads:
+            opened.close()
+            raise CheckpointError(
+                f"{location}: the adapter unties the output head, which the model does not have. Fix: pass the "
+                "model as the base and the adapter as an expert"
+            )
+    except CheckpointError:
+        model.close()
+        raise
+    return AdaptedCheckpoint(location, model, opened)

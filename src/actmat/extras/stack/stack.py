@@ -14,6 +14,7 @@ from typing import Any
 
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle
 from actmat.checkpoints.layer_names import StackPart, is_before_layers, split_layer
+from actmat.checkpoints.resolve import StackHandle
 from actmat.errors import CheckpointError
 from actmat.extras.stack.composed import ComposedCheckpoint, Origin
 from actmat.identity.compare import agree
@@ -83,8 +84,8 @@ class StackedCheckpoint(ComposedCheckpoint):
     def handle(self) -> CheckpointHandle:
         """Handle of the stack: the handles of its parts."""
         handles = {id(c): c.handle() for c in self.checkpoints}
-        parts = tuple((handles[id(c)], p.location, p.start, p.stop) for c, p in self._parts)
-        return CheckpointHandle(self.location, "stack", self.location, parts=parts)
+        view = StackHandle(self.location, tuple((handles[id(c)], p) for c, p in self._parts))
+        return CheckpointHandle(self.location, "stack", self.location, view=view)
 
 
 def _slices(parts: Sequence[tuple[Checkpoint, StackPart]]) -> list[Slice]:

@@ -197,7 +197,7 @@ def _base_of_adapters(recipe: Recipe, given: Given) -> str:
     for label, expert in zip(recipe.labels, given.experts, strict=True):
         if not isinstance(expert, LocatedAdapter):
             raise RecipeError(f"No base given: pass --base; {label} is a full checkpoint.")
-        names.add(expert.base_model)
+        names.add(expert.adapter.config.base_model)
     if len(names) != 1 or not (base := names.pop()):
         raise RecipeError("The adapters do not name a common base: pass --base.")
     return base
@@ -207,7 +207,7 @@ def _plain_bytes(expert: Located) -> int:
     """Bytes in float32 of an adapter that holds factors of PEFT's only; 0 for any other expert."""
     if not isinstance(expert, LocatedAdapter) or not expert.has_factors or expert.adapter.extras:
         return 0
-    return sum(4 * s.numel for s in expert.header.values()) if expert.adapter.layout == "peft" else 0
+    return sum(4 * s.numel for s in expert.stored.specs.values()) if expert.adapter.layout == "peft" else 0
 
 
 def _is_plain(recipe: Recipe) -> bool:

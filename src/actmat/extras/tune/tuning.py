@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.base import Checkpoint
-from actmat.checkpoints.writing.lock import OutputLock
-from actmat.checkpoints.writing.staging import check_output_path, disk_errors
+from actmat.checkpoints.writing.staging import OutputLock, check_output_path, disk_errors
 from actmat.errors import OutputError, RecipeError, StatisticsError
 from actmat.extras.collect.data import (
     SAMPLES,

@@ -9,25 +9,18 @@ experts starts from their mean. The rule is that of mergekit's `tokenizer_source
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity
+from actmat.checkpoints.base import Checkpoint, FileIdentity
 from actmat.checkpoints.files import file_identity
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.errors import CheckpointError, did_you_mean
 from actmat.experts.policy import TokenSource, VocabularyPolicy
-from actmat.extras.vocabulary.rows import OWN_MEAN, RowsHandle, Sources, TableContext, TokenRowsCheckpoint, joined_runs
-from actmat.extras.vocabulary.tables import table_names, token_tables
-from actmat.extras.vocabulary.tokenizer import (
-    ADDED,
-    config_with_tokens,
-    read_tokenizer,
-    tokenizer_folder,
-    written_tokenizer,
-)
+from actmat.extras.vocabulary import tokenizer
+from actmat.extras.vocabulary.rows import OWN_MEAN, Sources, TokenRowsCheckpoint, joined_runs
 from actmat.identity.tokens import TOKENIZER
 
 BASE, UNION = "base", "union"
@@ -54,19 +47,9 @@ class _TokenInput:
 
 
 def align_vocabularies(
-    base: Checkpoint, experts: Mapping[str, Checkpoint], policy: VocabularyPolicy, *, owned: bool = False
+    base: Checkpoint, experts: Mapping[str, Checkpoint], policy: VocabularyPolicy
 ) -> tuple[Checkpoint, dict[str, Checkpoint]]:
-    """Align base and experts to the new vocabulary; returns label -> checkpoint, the same object if nothing changes.
-
-    Args:
-        base, experts: open full checkpoints, each with a `tokenizer.json`.
-        policy: the new vocabulary.
-        owned: if true, closing a result closes all inputs.
-
-    Raises:
-        CheckpointError: a tokenizer is missing, tokenizers cannot be joined, or the source of a row is missing; lists
-        all problems.
-    """
+    """See `experts.policy.AlignVocabularies`; a checkpoint is returned unchanged if its rows stay."""
     inputs, problems = _inputs({BASE: base, **experts})
     if policy.source not in (*inputs, UNION) and not problems:
         problems.append(f"the vocabulary '{policy.source}' is not one of base, union, {', '.join(experts)}")
@@ -75,17 +58,8 @@ def align_vocabularies(
     joined = _Joined(inputs, policy)
     if joined.problems:
         raise CheckpointError("The vocabularies cannot be aligned.", joined.problems)
-    found = {label: joined.aligned(label, owned=owned) for label in inputs}
+    found = {label: joined.aligned(label) for label in inputs}
     return found.pop(BASE), found
-
-
-def read_vocabulary(checkpoint: Checkpoint) -> dict[str, int]:
-    """Token -> row, from the `tokenizer.json` of a checkpoint.
-
-    Raises:
-        CheckpointError: the file is missing or has no vocabulary.
-    """
-    return read_tokenizer(checkpoint)[0]
 
 
 def _inputs(checkpoints: Mapping[str, Checkpoint]) -> tuple[dict[str, _TokenInput], list[str]]:
@@ -93,9 +67,9 @@ def _inputs(checkpoints: Mapping[str, Checkpoint]) -> tuple[dict[str, _TokenInpu
     problems: list[str] = []
     for label, checkpoint in checkpoints.items():
         try:
-            tables, rows = token_tables(checkpoint)
+            tables, rows = tokenizer.token_tables(checkpoint)
             like_base = tables and BASE in found and found[BASE].rows == rows and _is_adapter_without_tokens(checkpoint)
-            tokens = found[BASE].tokens if like_base else read_vocabulary(checkpoint)
+            tokens = found[BASE].tokens if like_base else tokenizer.read_tokenizer(checkpoint)[0]
             found[label] = _TokenInput(label, checkpoint, tokens, tables, rows)
         except CheckpointError as error:
             problems.extend(error.problems)
@@ -138,7 +112,7 @@ class _Joined:
         self.special = {t: self._special(t, source) for t, source in policy.tokens.items()}
         self._lent = {t: self._lent_row(t) for t in self.tokens}
 
-    def aligned(self, label: str, *, owned: bool) -> Checkpoint:
+    def aligned(self, label: str) -> Checkpoint:
         """An input with the new rows, or unchanged if it already has them."""
         one = self.inputs[label]
         number = self.labels.index(label)
@@ -148,22 +122,16 @@ class _Joined:
         if not one.tables or (self.rows == one.rows and as_they_lie):
             return one.checkpoint
         checkpoints = [i.checkpoint for i in self.inputs.values()]
-        names = {n: table_names(n, one.checkpoint, checkpoints) for n in one.tables}
+        names = {n: [n if c is one.checkpoint else tokenizer.table_in(n, c) for c in checkpoints] for n in one.tables}
         self._check_tables(one, names, rows)
-        is_base = label == BASE
-        return TokenRowsCheckpoint(
-            one.checkpoint,
-            checkpoints,
-            names,
-            joined_runs(rows),
-            around=TableContext(
-                config=self._config() if is_base else None,
-                sidecars=self._sidecars() if is_base else {},
-                identity=tuple(i for c in checkpoints for i in _tokenizer_identity(c)),
-                notes=(*self._counts(one, number, rows), *(self._new_tokens() if is_base else ())),
-            ),
-            owned=owned,
-        )
+        found = TokenRowsCheckpoint(one.checkpoint, checkpoints, names, joined_runs(rows))
+        found.tokenizers = tuple(i for c in checkpoints for i in _tokenizer_identity(c))
+        found.notes += tuple(self._counts(one, number, rows))
+        found.written_sidecars = {}
+        if label == BASE:
+            found.new_config, found.written_sidecars = self._config(), self._sidecars()
+            found.notes += tuple(self._new_tokens())
+        return found
 
     def _added(self) -> dict[str, str]:
         """Tokens that the kept tokenizer lacks, in row order -> label of an input that has them."""
@@ -171,7 +139,7 @@ class _Joined:
         added: dict[str, str] = {}
         for one in self.inputs.values() if self.policy.source == UNION else ():
             more = [t for t in sorted(one.tokens, key=one.tokens.__getitem__) if t not in own]
-            listed = {entry["content"] for entry in read_tokenizer(one.checkpoint)[1]} if more else set()
+            listed = {entry["content"] for entry in tokenizer.read_tokenizer(one.checkpoint)[1]} if more else set()
             plain = [t for t in more if t not in listed]
             if plain:
                 self.problems.append(
@@ -287,7 +255,7 @@ class _Joined:
         config = self.inputs[BASE].checkpoint.config
         if config is None:
             return None
-        return config_with_tokens(config, self.rows, self.keeper.checkpoint.config)
+        return tokenizer.config_with_tokens(config, self.rows, self.keeper.checkpoint.config)
 
     def _sidecars(self) -> dict[str, str]:
         """Tokenizer files that differ from those of the kept tokenizer."""
@@ -295,30 +263,13 @@ class _Joined:
             return {}
         entries = []
         for token, label in self.added.items():
-            listed = read_tokenizer(self.inputs[label].checkpoint)[1] if label else []
-            found = next((e for e in listed if e["content"] == token), {**ADDED, "content": token})
+            listed = tokenizer.read_tokenizer(self.inputs[label].checkpoint)[1] if label else []
+            found = next((e for e in listed if e["content"] == token), {**tokenizer.ADDED, "content": token})
             entries.append({**found, "id": self.tokens[token]})
-        return written_tokenizer(Path(tokenizer_folder(self.keeper.checkpoint) or "."), entries)
+        return tokenizer.written_tokenizer(Path(tokenizer.tokenizer_folder(self.keeper.checkpoint) or "."), entries)
 
 
 def _tokenizer_identity(checkpoint: Checkpoint) -> Iterator[FileIdentity]:
-    folder = tokenizer_folder(checkpoint)
+    folder = tokenizer.tokenizer_folder(checkpoint)
     if folder is not None and (Path(folder) / TOKENIZER).exists():
         yield file_identity(Path(folder) / TOKENIZER)
-
-
-class _Vocabulary:
-    """Plug-in: aligns vocabularies and opens aligned checkpoints from handles."""
-
-    def align(
-        self, base: Checkpoint, experts: Mapping[str, Checkpoint], policy: VocabularyPolicy, *, owned: bool
-    ) -> tuple[Checkpoint, dict[str, Checkpoint]]:
-        return align_vocabularies(base, experts, policy, owned=owned)
-
-    def open(self, view: Any, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
-        rows = RowsHandle.of(view)
-        own, sources = open_handle(rows.own), [open_handle(s) for s in rows.sources]
-        return TokenRowsCheckpoint(own, sources, dict(rows.tables), rows.runs, owned=True)
-
-
-VOCABULARY = _Vocabulary()

@@ -8,24 +8,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from actmat.checkpoints.base import (
-    Checkpoint,
-    CheckpointHandle,
-    FileIdentity,
-    TensorSpec,
-    torch_dtype,
-)
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec, torch_dtype
 from actmat.checkpoints.raw import raw_bytes
-from actmat.checkpoints.side_files import ModelFiles, SideFiles
+from actmat.checkpoints.view import CheckpointView
 
 OWN_MEAN = ((-1, -1),)
 """Marks a row that is the mean of the table's other rows."""
@@ -47,25 +40,17 @@ class RowRun:
 
 @dataclass(frozen=True, slots=True)
 class RowsHandle:
-    """Tables made of rows of several checkpoints, as plain data; see `TokenRowsCheckpoint`."""
+    """Address of a `TokenRowsCheckpoint`: a `View`."""
 
     own: CheckpointHandle
     sources: tuple[CheckpointHandle, ...]
     tables: tuple[tuple[str, tuple[str, ...]], ...]
     runs: tuple[RowRun, ...]
 
-    @classmethod
-    def of(cls, data: RowsHandle | Mapping[str, Any]) -> RowsHandle:
-        """The handle itself, or rebuilt from `dataclasses.asdict` and JSON."""
-        if isinstance(data, cls):
-            return data
-        assert isinstance(data, Mapping)
-        return cls(
-            CheckpointHandle(**data["own"]),
-            tuple(CheckpointHandle(**s) for s in data["sources"]),
-            tuple((n, tuple(t)) for n, t in data["tables"]),
-            tuple(RowRun(r["start"], r["count"], tuple((k, row) for k, row in r["sources"])) for r in data["runs"]),
-        )
+    def open(self, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
+        """The checkpoint; closing it closes the sources."""
+        own, sources = open_handle(self.own), [open_handle(s) for s in self.sources]
+        return TokenRowsCheckpoint(own, sources, dict(self.tables), self.runs, owned=True)
 
 
 def joined_runs(rows: Iterable[Sources]) -> tuple[RowRun, ...]:
@@ -93,24 +78,7 @@ def _follows(run: RowRun, sources: Sources) -> bool:
     return k == other >= 0 and next_row == row + run.count
 
 
-@dataclass(frozen=True)
-class TableContext:
-    """Files and notes of a checkpoint with new tables.
-
-    Args:
-        config: config of the new model; None for the checkpoint's own.
-        sidecars: name -> text of files written to an output in place of copies.
-        identity: identity of files other than weights that affect the result, such as tokenizers.
-        notes: notes on the rows, for plans.
-    """
-
-    config: Mapping[str, Any] | None = None
-    sidecars: Mapping[str, str] = field(default_factory=dict)
-    identity: tuple[FileIdentity, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-class TokenRowsCheckpoint(Checkpoint):
+class TokenRowsCheckpoint(CheckpointView):
     """A checkpoint whose tables are made of rows of several checkpoints.
 
     Args:
@@ -118,9 +86,15 @@ class TokenRowsCheckpoint(Checkpoint):
         sources: source checkpoints of the rows, including `own`.
         tables: name of a table of `own` -> its name in each source (empty if a source lacks it).
         runs: table -> its runs.
-        around: files and notes that belong to the new tables.
         owned: close the sources with this checkpoint.
+
+    Attributes:
+        new_config: config of the new model; None for the checkpoint's own.
+        tokenizers: identity of files other than weights that affect the result.
     """
+
+    new_config: Mapping[str, Any] | None = None
+    tokenizers: tuple[FileIdentity, ...] = ()
 
     def __init__(
         self,
@@ -129,20 +103,16 @@ class TokenRowsCheckpoint(Checkpoint):
         tables: Mapping[str, Sequence[str]],
         runs: Sequence[RowRun],
         *,
-        around: TableContext | None = None,
         owned: bool = False,
     ) -> None:
-        self._own, self._sources, self._tables = own, list(sources), {n: tuple(t) for n, t in tables.items()}
+        super().__init__(own)
+        self._sources, self._tables = list(sources), {n: tuple(t) for n, t in tables.items()}
         self._runs, self._starts = tuple(runs), [r.start for r in runs]
         self.n_rows = runs[-1].start + runs[-1].count if runs else 0
         first = self._runs[0] if self._runs else RowRun(0, 0, ())
         is_own = len(first.sources) == 1 and first.sources[0][1] == 0 and sources[first.sources[0][0]] is own
         self.keeps_rows = is_own and all(own.specs[n].shape[0] <= first.count for n in tables)
-        around = around or TableContext()
-        self._config, self._identity, self._owned = around.config, around.identity, owned
-        self.written_sidecars = around.sidecars
-        self.location, self.directory, self.aliases = own.location, own.directory, own.aliases
-        self.notes = (*own.notes, *around.notes)
+        self.aliases, self._owned = own.aliases, owned
         self.specs = MappingProxyType(
             {n: replace(s, shape=(self.n_rows, *s.shape[1:])) if n in self._tables else s for n, s in own.specs.items()}
         )
@@ -151,40 +121,31 @@ class TokenRowsCheckpoint(Checkpoint):
     @property
     def config(self) -> Mapping[str, Any] | None:
         """Config of the new model."""
-        return self._own.config if self._config is None else self._config
+        return self.inner.config if self.new_config is None else self.new_config
 
     @property
     def written_config(self) -> Mapping[str, Any] | None:
         """The config, unless it is copied."""
-        return self._own.written_config if self._config is None else self._config
+        return self.inner.written_config if self.new_config is None else self.new_config
 
     def scheme(self, name: str) -> str:
         """The checkpoint's scheme."""
-        return self._own.scheme(name)
+        return self.inner.scheme(name)
 
     def stored_bytes(self, name: str) -> int:
         """Stored bytes in the checkpoint; for a table, its size."""
-        return self.specs[name].nbytes if name in self._tables else self._own.stored_bytes(name)
-
-    def sources(self) -> tuple[ModelFiles, ...]:
-        """Those of the checkpoint."""
-        return self._own.sources()
-
-    def side_files(self) -> SideFiles:
-        """Those of the checkpoint."""
-        return self._own.side_files()
+        return self.specs[name].nbytes if name in self._tables else self.inner.stored_bytes(name)
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of the weight files, and of the files that determine the rows."""
-        return (*self._own.identity(), *self._identity)
+        return (*self.inner.identity(), *self.tokenizers)
 
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Fill with the tensor's bytes; for a table, from the sources of its rows."""
         if spec.name not in self._tables:
-            self._own.read_into(spec.name, start, out)
+            self.inner.read_into(spec.name, start, out)
             return
-        width = math.prod(spec.shape[1:]) * spec.itemsize
-        done = 0
+        width, done = _width(spec), 0
         while done < len(out):
             run = self._runs[bisect_right(self._starts, (start + done) // width) - 1]
             inside = start + done - run.start * width
@@ -192,32 +153,24 @@ class TokenRowsCheckpoint(Checkpoint):
             self._fill_run(spec, run, inside, out[done : done + size])
             done += size
 
-    def prefetch(self, names: Iterable[str]) -> None:
-        """Pass the hint on."""
-        self._own.prefetch(names)
-
     @property
     def buffer_bytes(self) -> int:
         """Sum over all sources, because each may read ahead."""
-        return sum(c.buffer_bytes for c in {id(c): c for c in (self._own, *self._sources)}.values())
+        return sum(c.buffer_bytes for c in {id(c): c for c in (self.inner, *self._sources)}.values())
 
     def handle(self) -> CheckpointHandle:
         """Handle of the checkpoint, with the handles of the sources and the runs."""
         rows = RowsHandle(
-            self._own.handle(),
+            self.inner.handle(),
             tuple(c.handle() for c in self._sources),
             tuple((n, t) for n, t in self._tables.items()),
             self._runs,
         )
         return CheckpointHandle(rows.own.address, "vocabulary", self.location, view=rows)
 
-    def fetch_sidecars(self) -> Path | None:
-        """Local folder of config, tokenizer and processor files."""
-        return self._own.fetch_sidecars()
-
     def close(self) -> None:
         """Close the checkpoint, and the sources if it owns them."""
-        self._own.close()
+        self.inner.close()
         for checkpoint in self._sources if self._owned else ():
             checkpoint.close()
 
@@ -227,10 +180,9 @@ class TokenRowsCheckpoint(Checkpoint):
             ((k, row),) = run.sources
             name = self._tables[spec.name][k]
             if self._sources[k].specs[name].dtype == spec.dtype:
-                width = math.prod(spec.shape[1:]) * spec.itemsize
-                self._sources[k].read_into(name, row * width + start, out)
+                self._sources[k].read_into(name, row * _width(spec) + start, out)
                 return
-        width = math.prod(spec.shape[1:]) * spec.itemsize
+        width = _width(spec)
         first, last = start // width, -(-(start + len(out)) // width)
         for number in range(first, last):
             data = raw_bytes(self._row(spec, run, number).to(torch_dtype(spec.dtype)).contiguous())
@@ -263,13 +215,17 @@ class TokenRowsCheckpoint(Checkpoint):
         """Mean of all rows of a table except the rows that hold this mean."""
         if spec.name not in self._means:
             total, count = torch.zeros(spec.shape[1:] or (1,), dtype=torch.float64), 0
-            width = math.prod(spec.shape[1:]) * spec.itemsize
             for run in (r for r in self._runs if r.sources != OWN_MEAN):
                 for low in range(0, run.count, BLOCK_ROWS):
                     rows = min(BLOCK_ROWS, run.count - low)
                     block = torch.empty(rows, *(spec.shape[1:] or (1,)), dtype=torch_dtype(spec.dtype))
-                    self.read_into(spec.name, (run.start + low) * width, raw_bytes(block))
+                    self.read_into(spec.name, (run.start + low) * _width(spec), raw_bytes(block))
                     total += block.double().sum(0)
                     count += rows
             self._means[spec.name] = total / max(1, count)
         return self._means[spec.name]
+
+
+def _width(spec: TensorSpec) -> int:
+    """Bytes of a row."""
+    return math.prod(spec.shape[1:]) * spec.itemsize

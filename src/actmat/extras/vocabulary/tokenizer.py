@@ -1,4 +1,7 @@
-"""Tokenizer files: read tokens from `tokenizer.json`, write a tokenizer with added tokens, update the config."""
+"""Tokens of a checkpoint, from `tokenizer.json`, and its tables of them (embeddings, output heads, their biases).
+
+A tokenizer with added tokens and its config are written here too.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from actmat.checkpoints.folder import ADAPTER_CONFIG, member
 from actmat.errors import CheckpointError
 from actmat.identity.tokens import ADDED as ADDED_TOKENS
 from actmat.identity.tokens import CONFIG, TOKENIZER, listed_tokens
+from actmat.layout.ties import is_output_head, is_token_table, tied_partner
 
 ADDED: Mapping[str, Any] = {
     "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False,
@@ -88,3 +92,50 @@ def config_with_tokens(config: Mapping[str, Any], rows: int, of_tokenizer: Mappi
 
 def _text(data: Any) -> str:
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+
+HEAD_BIASES = tuple(
+    f"{head}.bias" for head in ("lm_head", "predictions", "predictions.decoder", "lm_head.decoder", "embed_out")
+)
+
+
+def token_tables(checkpoint: Checkpoint) -> tuple[tuple[str, ...], int]:
+    """Names of tensors with one row per token, and the number of rows.
+
+    The number is `vocab_size` of the config if a token embedding has that many rows, else the longest embedding's.
+    """
+    specs = {_plain(n): s for n, s in checkpoint.specs.items()}
+    heights = {s.shape[0] for n, s in specs.items() if len(s.shape) == 2 and is_token_table(n)}
+    if not heights:
+        heights = {s.shape[0] for n, s in specs.items() if len(s.shape) == 2 and is_output_head(n)}
+    if not heights:
+        return (), 0
+    config = checkpoint.config or {}
+    levels = (c for c in (config, config.get("text_config")) if isinstance(c, Mapping))
+    rows = next((n for c in levels if (n := c.get("vocab_size")) in heights), max(heights))
+    names = [
+        s.name
+        for n, s in specs.items()
+        if s.shape[:1] == (rows,) and (is_token_table(n) or is_output_head(n) or n.endswith(HEAD_BIASES))
+    ]
+    return tuple(names), rows
+
+
+def table_in(name: str, checkpoint: Checkpoint) -> str:
+    """Name of a table in a checkpoint: the same, with or without a prefix, or the table tied to a head; or empty."""
+    tables = token_tables(checkpoint)[0]
+    if name in tables:
+        return name
+    name = _plain(name)
+    near = [t for t in tables if f".{_plain(t)}".endswith(f".{name}") or name.endswith(f".{_plain(t)}")]
+    if len(near) == 1:
+        return near[0]
+    if is_output_head(name):
+        partner = tied_partner(name, checkpoint.specs, checkpoint.config)
+        return partner if partner in tables else ""
+    return ""
+
+
+def _plain(name: str) -> str:
+    """Name in the model of a table that PEFT stores under its wrapper's."""
+    return name.replace(".base_layer.", ".")

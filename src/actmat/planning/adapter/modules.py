@@ -44,7 +44,7 @@ def adapter_problems(recipe: Recipe, adapters: Sequence[Adapter]) -> list[str]:
     """Problems of the adapters themselves, and of their combination."""
     pairs = list(zip(recipe.labels, adapters, strict=True))
     problems = [f"expert '{label}' ({a.location}): {p}" for label, a in pairs for p in a.problems]
-    lists = [label for label, a in pairs if a.is_pair_list]
+    lists = [label for label, a in pairs if a.layout == "pairs"]
     if 0 < len(lists) < len(pairs):
         problems.append(
             f"{', '.join(lists)}: a list of (up, down) pairs names no modules, but other adapters do: it is unknown "

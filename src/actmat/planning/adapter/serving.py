@@ -48,7 +48,7 @@ def plan_notes(
     widths = {m.pair.rank for m in modules}
     if recipe.adapter.ranks == "uniform" and widths and any(m.pair.rank > m.pair.exact_rank for m in modules):
         notes.append(f"all modules are written with rank {max(widths)}, padded with zeros; 'ranks: pattern' avoids it")
-    lists = [label for label, a in zip(recipe.labels, adapters, strict=True) if a.is_pair_list]
+    lists = [label for label, a in zip(recipe.labels, adapters, strict=True) if a.layout == "pairs"]
     if lists:
         notes.append(
             f"{', '.join(lists)}: lists of (up, down) pairs without names, alpha or config. Modules are called "

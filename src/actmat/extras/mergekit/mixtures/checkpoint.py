@@ -12,7 +12,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -133,8 +133,7 @@ class MixtureCheckpoint(ComposedCheckpoint):
 
     def handle(self) -> CheckpointHandle:
         """The mixture and the handles of its models; another process does not read the file again."""
-        models = tuple((n, c.handle()) for n, c in self._models.items())
-        view = (self.location, json.dumps(asdict(self.mixture)), models)
+        view = MixtureHandle(self.location, self.mixture, {n: c.handle() for n, c in self._models.items()})
         return CheckpointHandle(self.location, NAME, self.location, view=view)
 
     def _spec(self, spec: TensorSpec) -> TensorSpec:
@@ -283,21 +282,17 @@ def _claims(source: Source) -> bool:
     return isinstance(source, LocalSource) and source.named is not None and source.named.endswith(SUFFIXES)
 
 
-class _MixtureView:
-    """Opens a mixture from a handle."""
+@dataclass(frozen=True, slots=True)
+class MixtureHandle:
+    """Address of a mixture: a `View`."""
 
-    def open(self, view: Any, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
-        location, text, models = view
-        data = json.loads(text)
-        experts = {k: tuple(_expert(e) for e in data[k]) for k in ("experts", "shared")}
-        handles = {n: h if isinstance(h, CheckpointHandle) else CheckpointHandle(**h) for n, h in models}
-        return open_mixture(location, Mixture(**(data | experts)), lambda model: open_handle(handles[model]))
+    location: str
+    mixture: Mixture
+    models: Mapping[str, CheckpointHandle]
 
-
-def _expert(data: Mapping[str, Any]) -> MixedExpert:
-    prompts = tuple(data["positive"]), tuple(data["negative"])
-    return MixedExpert(str(data["model"]), *prompts, data["noise"], data["residual"])
+    def open(self, open_handle: Callable[[CheckpointHandle], Checkpoint]) -> Checkpoint:
+        """The mixture."""
+        return open_mixture(self.location, self.mixture, lambda model: open_handle(self.models[model]))
 
 
 MIXTURE = Format(NAME, (), _claims, _open)
-MIXTURE_VIEW = _MixtureView()

@@ -63,6 +63,7 @@ class DcpCheckpoint(StoredCheckpoint):
 
     def close(self) -> None:
         """Close the files."""
+        super().close()
         self._reader.close()
 
     def _specs(self) -> dict[str, TensorSpec]:
