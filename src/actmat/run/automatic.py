@@ -175,7 +175,7 @@ def _by_size(given: Given) -> tuple[ModelForm, str]:
 
 def _beyond(given: Given, kind: ModelKind) -> str:
     """The part of the inputs' description that no measured set has, for notes."""
-    entries = 0 if given.base is None else sum(math.prod(spec.shape) for spec in given.base.header.values())
+    entries = 0 if given.base is None else sum(math.prod(spec.shape) for spec in given.base.stored.specs.values())
     if kind == "any":
         return "; this kind of model is not among them"
     if entries > LARGEST:
