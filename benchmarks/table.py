@@ -19,6 +19,7 @@ from docs import markdown as pages
 from docs.markdown import ROOT, table
 
 from benchmarks.common import cell, markdown, read_result, title
+from benchmarks.evidence.choice import measured_table
 from benchmarks.evidence.picture import picture
 from benchmarks.evidence.small import small_table
 from benchmarks.evidence.tables import evidence_table
@@ -96,6 +97,7 @@ def demo(_: str) -> str:
 KINDS: pages.Kinds = {
     "result": result,
     "evidence": evidence_table,
+    "measured": measured_table,
     "small": small_table,
     "tune": tune_table,
     "gpu": gpu,

@@ -2,10 +2,11 @@
 
     python -m docs.generate             # writes every page, the JSON Schemas and the catalog of methods anew
     python -m docs.generate --check     # exit status 1 when a page is not what the code says
+    python -m docs.generate --pictures  # also takes the pictures anew, by Chromium
 
 Kinds of parts (`docs/markdown.py` has the marks): `methods` (the overview table), `method NAME`, `steps`, `step NAME`,
-`flags COMMAND`, `group-flags GROUP` (each flag of its commands once), `exit-codes COMMAND`,
-`settings SUITE`, `recipe MODEL`, `outputs` (fields of all kinds of output), `exits`, `families`, `api`.
+`flags COMMAND`, `exit-codes COMMAND`, `settings SUITE`, `recipe MODEL`, `outputs` (fields of all kinds of output),
+`exits`, `families`, `api`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import importlib
 import inspect
 import json
 import re
+import sys
 import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any
 from docs import markdown
 from docs.markdown import ROOT, table
 from docs.published import WRITTEN as SCHEMA_FILES
+from docs.published import spellings
 from docs.reference import api
 from pydantic import BaseModel
 from typer.models import ArgumentInfo
@@ -151,39 +154,14 @@ def flags(name: str) -> str:
     return f"{text}\nThese flags are the same as for [`merge`](merge.md#flags): {listed}.\n"
 
 
-def group_flags(group: str) -> str:
-    """Flags of all commands of a group, each described once."""
-    commands = {c.callback.__name__: c.name for c in declared_command(group).registered_commands}
-    defaults: dict[tuple[str, str], dict[str, str]] = {}
-    for function, name in commands.items():
-        for flag, default, text in _flags(f"{group}_{function}").values():
-            defaults.setdefault((flag, text), {})[name or function] = default
-    rows = []
-    for (flag, text), found in defaults.items():
-        takers = "all" if len(found) == len(commands) else ", ".join(found)
-        usual = next(iter(found.values()))
-        others = [f"{command}: {default}" for command, default in found.items() if default != usual]
-        rows.append([flag, "; ".join([usual, *others]), text, takers])
-    return table(["flag", "default", "meaning", "taken by"], rows)
-
-
 def _flags(name: str) -> dict[str, list[str]]:
     """Parameters of one command: name -> its spellings, default and meaning."""
-    home, _, sub = name.replace("-", "_").partition("_")  # statistics_collect: a command of a group
-    declared = declared_command(home)
-    if sub:
-        (declared,) = (c.callback for c in declared.registered_commands if c.callback.__name__ == sub)
-    command = with_flags(declared)
     rows = {}
-    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+    for parameter in inspect.signature(with_flags(declared_command(name)), eval_str=True).parameters.values():
         kind, info = typing.get_args(parameter.annotation)[:2]
-        # typer keeps the first spelling of an Annotated option where a default would stand
-        declared = [d for d in (info.default, *(info.param_decls or ())) if isinstance(d, str)]
-        spelled = [f"`{s}`" for d in declared for s in d.split("/")]
+        spelled = [f"`{s}`" for s in spellings(parameter)]
         is_flag, many = bool in (kind, *typing.get_args(kind)), "list[" in str(kind)
-        if isinstance(info, ArgumentInfo):
-            spelled = [f"`{info.metavar or parameter.name.upper()}`"]
-        elif not is_flag:
+        if not is_flag and not isinstance(info, ArgumentInfo):
             words = {"float": "number", "int": "number", "Path": "path", "str": "text", "Literal": "text"}
             spelled[-1] += " " + next(word for name, word in words.items() if name in str(kind))
         default = "" if parameter.default in (None, False, inspect.Parameter.empty) else str(parameter.default)
@@ -297,7 +275,6 @@ KINDS: markdown.Kinds = {
     "steps": steps,
     "step": step,
     "flags": flags,
-    "group-flags": group_flags,
     "settings": settings,
     "exits": exits,
     "exit-codes": exit_codes,
@@ -322,6 +299,11 @@ WRITTEN: dict[Path, Callable[[], str]] = {
 
 def main() -> None:
     """Command line."""
+    if "--pictures" in sys.argv:
+        from docs.pictures import take
+
+        sys.argv.remove("--pictures")
+        take()
     markdown.main(__doc__ or "", KINDS, WRITTEN)
 
 

@@ -3,7 +3,7 @@
     python -m docs.published            # writes tests/house/surface.json anew: say why in CHANGELOG.md
     python -m docs.generate             # writes docs/schemas/*.json anew, with the pages
 
-docs/stability.md says what is promised of both.
+docs/limits.md says what is promised of both.
 """
 
 from __future__ import annotations
@@ -184,21 +184,22 @@ class _Shown:
         return getattr(self.value, "__name__", None) or repr(self.value)
 
 
+def spellings(parameter: inspect.Parameter) -> list[str]:
+    """All spellings of a flag or an argument."""
+    info = typing.get_args(parameter.annotation)[1]
+    if not isinstance(info, OptionInfo):
+        return [info.metavar or parameter.name.upper()]
+    # typer keeps the first spelling of an Annotated option where a default would stand
+    return [s for d in (info.default, *(info.param_decls or ())) if isinstance(d, str) for s in d.split("/")]
+
+
 def _flags(command: Any) -> list[str]:
     """All spellings of the flags and arguments of a command."""
-    found = []
-    for parameter in inspect.signature(with_flags(command), eval_str=True).parameters.values():
-        info = typing.get_args(parameter.annotation)[1]
-        if isinstance(info, OptionInfo):
-            spelled = [d for d in (info.default, *(info.param_decls or ())) if isinstance(d, str)]
-            found += [s for d in spelled for s in d.split("/")]
-        else:
-            found.append(info.metavar or parameter.name.upper())
-    return found
+    return [s for p in inspect.signature(with_flags(command), eval_str=True).parameters.values() for s in spellings(p)]
 
 
 def surface() -> dict[str, Any]:
-    """Everything that docs/stability.md calls public, of this distribution."""
+    """Everything that docs/limits.md calls public, of this distribution."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     points = project["entry-points"]
     listed = actmat.__all__

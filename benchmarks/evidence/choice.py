@@ -21,6 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
+from docs.markdown import table
+
 from actmat.methods.spaces import Space
 from actmat.run.automatic import FEW, GENTLE, ON_ADAPTERS, TABLE, AutoChoice, ModelForm, ModelKind
 from actmat_experiments.harness.results import REFERENCES, Score
@@ -306,6 +308,19 @@ def held_rows(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> list[list[st
 
 def _mean_of(points: Points, seeds: Points) -> float:
     return mean(value for seed in seeds for value in points[seed].values())
+
+
+def measured_table(name: str) -> str:
+    """Points of a method above the average, untuned, by form and kind of model; for the page of the method."""
+    cells = {}
+    for words, is_full in (("full fine-tuning", True), ("LoRA", False)):
+        for kind in ("encoder", "decoder"):
+            sets = [s for s in expert_sets() if s.kind == kind and (s.group.regime == "full") == is_full]
+            some = [gain for s in sets for gain in s.gains(name)]
+            said = f"{mean(some):+.1f} ({min(some):+.1f} to {max(some):+.1f}; {len(some)})" if some else "not measured"
+            cells[f"{kind}s, {words}"] = said
+    head = "Points above the average, untuned: mean (worst to best set; sets), see [evidence](../evidence.md)."
+    return f"{head}\n\n{table(list(cells), [list(cells.values())])}"
 
 
 def main() -> None:

@@ -1,43 +1,59 @@
-"""The picture of the README: test accuracy of base, average, `auto` and experts, each on a base that chose nothing."""
+"""The picture of the README: accuracy of base, average, `auto`, RegMean and experts, on bases that chose nothing."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from html import escape
 from statistics import mean
 
 from benchmarks.evidence.choice import held_out
 from benchmarks.evidence.intervals import Points, paired
 
-LEFT, RIGHT, TOP, ROW = 230, 640, 74, 34
-"""Pixels: the ends of the scale of accuracies, the first row, and the distance of rows."""
-WIDTH = 950
-LOW, HIGH = 10, 100
+WIDTH, EDGE, TOP, ROW = 440, 16, 84, 46
+"""Pixels, as shown by a telephone: width, margin, the first row, and the distance of rows."""
+LOW, HIGH = 10, 90
 """Accuracies in % at the ends of the scale."""
-COLORS = {"base": "#8a8f98", "average": "#c98a1b", "auto": "#1f5fa8", "experts": "#222222"}
-MUTED = "#8a8f98"
+WORDS = {"base": "base", "average": "average", "auto": "auto", "regmean": "with inputs", "experts": "each expert"}
+STYLE = """<style>
+rect { fill: white } text { fill: #222 } .muted { fill: #6b7280 } .strong { font-weight: bold }
+.grid { stroke: #e4e6ea } .way { stroke: #c9cdd3 } .base { stroke: #8a8f98 } .experts { stroke: #222 }
+.average { fill: #c98a1b } .auto { fill: #1f5fa8 } .regmean { fill: #2e8b57 }
+@media (prefers-color-scheme: dark) {
+rect { fill: #1e2129 } text { fill: #e6e8ec } .muted { fill: #a3aab6 }
+.grid { stroke: #343945 } .way { stroke: #565d6b } .experts { stroke: #e6e8ec }
+.average { fill: #e2a83d } .auto { fill: #6ea8ee } .regmean { fill: #5fc98d }
+}
+</style>"""
 
 
 def picture() -> str:
-    """An SVG with a row per set, of the table that was chosen without its base; a gain whose interval has 0 is gray."""
+    """An SVG with two lines per set of experts; a gain whose interval has 0 in it is gray."""
     rows = []
     for held in held_out():
-        points, average = held.one.group.points(held.row), held.one.group.points("average")
-        if (gap := paired(points, average)) is not None and held.one.group.seeds != [10]:
-            names = ("base", "average", held.row, "experts")
-            values = [_accuracy(held.one.group.points(name)) for name in names]
-            rows.append((_short(held.one.title), held.row, gap.text(sign=True), values))
+        group = held.one.group
+        gap = paired(group.points(held.row), group.points("average"))
+        if gap is not None and group.seeds != [10]:
+            names = dict(zip(WORDS, ("base", "average", held.row, "regmean", "experts"), strict=True))
+            found = {word: _accuracy(points) for word, name in names.items() if (points := group.points(name))}
+            rows.append((_short(held.one.title), gap.text(sign=True), found))
     rows.sort(key=lambda row: "LoRA" in row[0])
-    height = TOP + ROW * len(rows) + 30
+    height = TOP + ROW * len(rows) + 24
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        'font-family="system-ui, sans-serif" font-size="13">',
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        *_legend(),
-        *_scale(height),
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH * 1.25:.0f}" '
+        f'height="{height * 1.25:.0f}" font-family="system-ui, sans-serif" font-size="13">{STYLE}',
+        f'<rect width="{WIDTH}" height="{height}"/>',
+        _text(EDGE, 22, "Test accuracy in %, mean over tasks and seeds", "strong"),
     ]
+    for (name, word), x in zip(WORDS.items(), (EDGE + 6, 84, 166, 226, 328), strict=True):
+        parts += [_mark(name, x, 42), _text(x + 12, 46, word)]
+    for accuracy in range(20, HIGH + 1, 20):
+        x = _place(accuracy)
+        parts.append(f'<line class="grid" x1="{x:.1f}" y1="{TOP - 14}" x2="{x:.1f}" y2="{height - 20}"/>')
+        parts.append(_text(x, height - 6, str(accuracy), "muted", anchor="middle"))
+    parts.append(_text(WIDTH - EDGE, TOP - 16, "auto - average, points", "muted", anchor="end"))
     for number, row in enumerate(rows):
-        parts += _row(TOP + ROW * number + ROW / 2, *row)
+        parts += _row(TOP + ROW * number, *row)
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -51,37 +67,15 @@ def _accuracy(points: Points) -> float:
 
 
 def _place(accuracy: float) -> float:
-    return LEFT + (accuracy - LOW) / (HIGH - LOW) * (RIGHT - LEFT)
+    return EDGE + (accuracy - LOW) / (HIGH - LOW) * (WIDTH - 2 * EDGE)
 
 
-def _legend() -> list[str]:
-    words = ("base", "average of the experts", "merge by auto", "each expert alone")
-    places = (LEFT, LEFT + 66, LEFT + 236, LEFT + 366)
-    parts = [
-        _text(16, 24, "Test accuracy in %", weight="bold"),
-        _text(16, 42, "mean over tasks and seeds", color=MUTED),
-    ]
-    for (name, word), x in zip(zip(COLORS, words, strict=True), places, strict=True):
-        parts += [_mark(name, x, 20), _text(x + 10, 24, word)]
-    return [*parts, _text(RIGHT + 30, 54, "auto - average, points", weight="bold")]
-
-
-def _scale(height: float) -> list[str]:
-    parts = []
-    for accuracy in range(20, HIGH + 1, 20):
-        x = _place(accuracy)
-        parts.append(f'<line x1="{x:.1f}" y1="62" x2="{x:.1f}" y2="{height - 24}" stroke="#e4e6ea"/>')
-        parts.append(_text(x, 54, str(accuracy), anchor="middle", color=MUTED))
-    return parts
-
-
-def _row(y: float, title: str, method: str, gain: str, values: list[float]) -> list[str]:
-    base, _, _, experts = values
-    left, right = sorted((_place(base), _place(experts)))
-    line = f'<line x1="{left:.1f}" y1="{y}" x2="{right:.1f}" y2="{y}" stroke="#c9cdd3" stroke-width="2"/>'
-    marks = [_mark(name, _place(value), y) for name, value in zip(COLORS, values, strict=True)]
-    color = MUTED if _holds_zero(gain) else COLORS["auto"]
-    return [_text(16, y + 4, title), line, *marks, _text(RIGHT + 30, y + 4, f"{gain}, {method}", color=color)]
+def _row(y: float, title: str, gain: str, found: Mapping[str, float]) -> list[str]:
+    places = {name: _place(value) for name, value in found.items()}
+    line = f'<line class="way" x1="{places["base"]:.1f}" y1="{y + 24}" x2="{places["experts"]:.1f}" y2="{y + 24}"/>'
+    marks = [_mark(name, x, y + 24) for name, x in places.items()]
+    kind = "muted" if _holds_zero(gain) else ""
+    return [_text(EDGE, y + 8, title), _text(WIDTH - EDGE, y + 8, gain, kind, anchor="end"), line, *marks]
 
 
 def _holds_zero(gain: str) -> bool:
@@ -95,15 +89,10 @@ def _holds_zero(gain: str) -> bool:
 
 
 def _mark(name: str, x: float, y: float) -> str:
-    color = COLORS[name]
     if name in ("base", "experts"):
-        return f'<line x1="{x:.1f}" y1="{y - 8}" x2="{x:.1f}" y2="{y + 8}" stroke="{color}" stroke-width="3"/>'
-    return f'<circle cx="{x:.1f}" cy="{y}" r="6" fill="{color}" fill-opacity="0.9"/>'
+        return f'<line class="{name}" x1="{x:.1f}" y1="{y - 7}" x2="{x:.1f}" y2="{y + 7}" stroke-width="3"/>'
+    return f'<circle class="{name}" cx="{x:.1f}" cy="{y}" r="6" fill-opacity="0.9"/>'
 
 
-def _text(
-    x: float, y: float, text: str, *, anchor: str = "start", color: str = "#222222", weight: str = "normal"
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}" fill="{color}" font-weight="{weight}">{escape(text)}</text>'
-    )
+def _text(x: float, y: float, text: str, kind: str = "", *, anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'

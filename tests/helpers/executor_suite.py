@@ -128,7 +128,7 @@ class ExecutorConformance(abc.ABC):
         assert found.findings.fatal
 
     def test_no_units(self, tmp_path: Path) -> None:
-        """Nothing to do is no error."""
+        """A run without units is not an error."""
         with self._opened(Samples.checkpoints(tmp_path), [{}], "out") as (run, executor):
             assert not [*executor.run(run.spec, [])]
 
@@ -146,7 +146,7 @@ class ExecutorConformance(abc.ABC):
             _assert_stays(starts, begun)
 
     def test_a_closed_run_can_be_resumed(self, tmp_path: Path) -> None:
-        """Closing the iterator ends the run; what is left gives the bytes of an uninterrupted one."""
+        """Closing the iterator ends the run; the rest gives the bytes of an uninterrupted one."""
         samples, fields = Samples.checkpoints(tmp_path), [{"method": "ties", "options": {"trim": "global"}}]
         starts, others = _Starts.make(tmp_path / "starts"), _Starts.make(tmp_path / "others")
         with opened_run(samples, fields, "expected", others, self.device) as whole:
@@ -214,9 +214,9 @@ class ExecutorRun:
     """A run as its driver sees it.
 
     Args:
-        spec, units: what is to be done.
+        spec, units: of the run.
         inputs, writers: opened.
-        records: of what is done, by plan and item.
+        records: of finished items, by plan and item.
         findings: of all results.
         taken: units of all results.
     """
@@ -241,7 +241,7 @@ class ExecutorRun:
             self.take(session.merge(unit) for unit in self.units)
 
     def take(self, results: Iterable[UnitResult]) -> None:
-        """Keep what results say."""
+        """Record results."""
         for result in results:
             self.taken.append(result.unit)
             self.findings.add(result.findings)
@@ -334,7 +334,7 @@ class _Norms:
         return _NormsOfItem()
 
     def memory(self, item: Item, itemsize: int) -> int:
-        """Nothing worth counting."""
+        """Zero: not counted."""
         return 0
 
 

@@ -46,14 +46,11 @@ LONG = {
     "docs/commands/try.md",
     "docs/commands/tune.md",
     "docs/commands/verify.md",
-    "docs/cookbook.md",
-    "docs/formats/diffusion.md",
     "docs/formats/quantized.md",
     "docs/formats/recipe.md",
     "docs/formats/training.md",
     "docs/remote.md",
     "docs/start.md",
-    "docs/tour.md",
     "docs/vocabularies.md",
 }
 """Pages of 4 to 33 seconds: slow tests. What they show is tested elsewhere, too; the README runs in every test run."""

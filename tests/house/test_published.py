@@ -56,7 +56,7 @@ def test_the_public_surface_is_the_recorded_one() -> None:
     found = difference(json.loads(SURFACE.read_text()), json.loads(json.dumps(surface())))
     assert not found, (
         "the public surface changed. A name that goes, or a signature that breaks callers, needs a deprecation "
-        "(docs/stability.md) and a line in CHANGELOG.md. Then: python -m docs.published\n" + "\n".join(found)
+        "(docs/limits.md) and a line in CHANGELOG.md. Then: python -m docs.published\n" + "\n".join(found)
     )
 
 

@@ -48,12 +48,12 @@ def test_links_are_those_of_the_site() -> None:
     sites = places()
     page = ROOT / "README.md"
     text = (
-        "[a](docs/methods/ties.md#trap) [`b`](docs/tour.md) [c](CONTRIBUTING.md) [d](https://x.org) [e](#one)\n"
-        "[code](src/actmat/run.py) `[f](docs/tour.md)`\n```text\n[g](docs/tour.md)\n```\n"
+        "[a](docs/methods/ties.md#trap) [`b`](docs/start.md) [c](CONTRIBUTING.md) [d](https://x.org) [e](#one)\n"
+        "[code](src/actmat/run.py) `[f](docs/start.md)`\n```text\n[g](docs/start.md)\n```\n"
     )
     assert relinked(text, page, sites) == (
-        "[a](methods/ties.md#trap) [`b`](tour.md) [c](project/contributing.md) [d](https://x.org) [e](#one)\n"
-        "code (`src/actmat/run.py`) `[f](docs/tour.md)`\n```text\n[g](docs/tour.md)\n```\n"
+        "[a](methods/ties.md#trap) [`b`](start.md) [c](project/contributing.md) [d](https://x.org) [e](#one)\n"
+        "code (`src/actmat/run.py`) `[f](docs/start.md)`\n```text\n[g](docs/start.md)\n```\n"
     )
     deep = relinked("[a](../README.md) [b](../../README.md)", DOCS / "methods" / "ties.md", sites)
     assert deep == "[a](../pages.md) [b](../index.md)"
@@ -85,7 +85,7 @@ def test_cells_of_a_notebook() -> None:
     )
 
 
-MOST_WORDS = 40_000
+MOST_WORDS = 30_000
 """Of the guide: what a user reads, without the pages of methods and the tables that the code makes."""
 GENERATED = re.compile(r"<!-- generated: .*?<!-- end generated -->", re.DOTALL)
 

@@ -177,7 +177,7 @@ def _beyond(given: Given, kind: ModelKind) -> str:
     """The part of the inputs' description that no measured set has, for notes."""
     entries = 0 if given.base is None else sum(math.prod(spec.shape) for spec in given.base.stored.specs.values())
     if kind == "any":
-        return "; this kind of model is not among them"
+        return "; not measured for image models or other kinds"
     if entries > LARGEST:
         return "; no model of this size is among them"
     return f"; none of them merges {len(given.experts)} experts" if len(given.experts) > MOST else ""

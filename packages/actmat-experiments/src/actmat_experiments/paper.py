@@ -3,7 +3,7 @@
 M. G. Abdel Hameed et al., "Model Merging via Data-Free Covariance Estimation", 2026, arXiv:2604.01329. The numbers per
 benchmark are those of the run records in the authors' repository (marawangamal/actmat); their means are the averages
 that the paper's Tables 1, 4 and 5 print, but for `DEVIATING`. A figure stands under the name of the row that is the
-authors' rule: `iso_c_paper`, for example, and not `iso_c`, which leaves the null space of a sum of adapters alone.
+authors' rule: `iso_c_paper`, for example, and not `iso_c`, which does not change the null space of a sum of adapters.
 docs/paper.md lists what differs.
 """
 

@@ -29,7 +29,7 @@ from actmat.errors import CheckpointError
 
 
 def conformance_tensors() -> dict[str, Tensor]:
-    """Tensors that every format must hold: all common dtypes; no, one and many entries."""
+    """Tensors that every format must hold: all common dtypes; zero, one and many entries."""
     generator = torch.Generator().manual_seed(11)
     tensors = {
         f"{name}.weight": (torch.randint(0, 2, (5, 16), dtype=torch.uint8, generator=generator)).to(dtype)

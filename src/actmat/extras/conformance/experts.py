@@ -77,14 +77,14 @@ class ExpertConformance(abc.ABC):
             yield base, expert, stored.tuned
 
     def test_attributes_describe_the_expert(self, tmp_path: Path) -> None:
-        """`location` is what was opened, sizes are counted, and `kind` tells adapters from full checkpoints."""
+        """`location` is the opened one, sizes are counted, `kind` distinguishes adapters from full checkpoints."""
         stored = self.store(tmp_path / "seed1", 1)
         located = locate(stored.expert)
         with open_checkpoint(stored.base) as base, located.expert(base) as expert:
             assert expert.location == str(stored.expert), f"location is {expert.location!r}"
             assert expert.kind == located.kind, f"kind is {expert.kind!r}"
             assert expert.n_tensors > 0, "nothing is stored"
-            assert expert.nbytes > 0, "what is stored has no bytes"
+            assert expert.nbytes > 0, "a stored expert without bytes"
 
     def test_sources_agree_with_specs(self, tmp_path: Path) -> None:
         """Every tensor in `specs` has a source of its name, and costs and ranks belong to its kind."""
@@ -103,7 +103,7 @@ class ExpertConformance(abc.ABC):
                     assert (spec.shape, spec.dtype) == (there.shape, there.dtype), f"{name!r}: spec is not the base's"
 
     def test_deltas_lead_to_the_tuned_tensors(self, tmp_path: Path) -> None:
-        """`W_0 + D_t = W_t` for every tensor that is given; what is not given is tied to one that is."""
+        """`W_0 + D_t = W_t` for every given tensor; others are tied to given ones."""
         with self.opened(tmp_path / "seed1") as (base, expert, tuned):
             for name in expert.specs:
                 _assert_near(_tuned(expert, base, name), tuned[name], self.tolerance, f"{name!r}")
@@ -153,7 +153,7 @@ class ExpertConformance(abc.ABC):
                     assert tuple(product.shape) == shape, f"{name!r}: shape {tuple(product.shape)}, expected {shape}"
 
     def test_what_a_source_does_not_give_is_refused(self, tmp_path: Path) -> None:
-        """Reading what is not stored, and forming what is, are `ValueError`s that name the tensor."""
+        """Reading an unstored tensor, and forming a stored one, are `ValueError`s that name the tensor."""
         with self.opened(tmp_path / "seed1") as (_, expert, _):
             for name in expert.specs:
                 source = expert.source(name)

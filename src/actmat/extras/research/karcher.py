@@ -60,7 +60,7 @@ def combine(
     """The coefficients of `W_0, D_1 .. D_T`, in which the points are `W_t = W_0 + D_t`; or of `D_1 .. D_T`."""
     if of == "deltas":
         if include_base:
-            raise ValueError("karcher: the base is no delta: leave include_base out, or take of='weights'")
+            raise ValueError("karcher: include_base needs of='weights'; the base has no delta")
         found = combine(
             _with_zero_base(gram_BB), weights=weights, max_iter=max_iter, tol=tol, include_base=False, of="weights"
         )

@@ -165,7 +165,7 @@ def _pairs(deltas: Sequence[Any], space: Space) -> list[LowRank]:
             "another space, such as 'core'.")  # fmt: skip
         return []
     if not deltas:
-        raise RecipeError("merge_matrices: there are no deltas to merge.")
+        raise RecipeError("merge_matrices: expected deltas, found none.")
     pairs = _as_factors(deltas)
     shapes = {tuple(p.shape) for p in pairs}
     if len(shapes) > 1:
@@ -200,7 +200,7 @@ def _merge_pairs(
 
 def _check_deltas(method: MergeMethod, deltas: Sequence[Tensor], steps: Sequence[Step]) -> None:
     if not deltas:
-        raise RecipeError("merge_matrices: there are no deltas to merge.")
+        raise RecipeError("merge_matrices: expected deltas, found none.")
     shapes = {tuple(d.shape) for d in deltas}
     if len(shapes) > 1:
         raise AlignmentError(f"merge_matrices: deltas of one layer have one shape; found {sorted(shapes)}.")

@@ -1,4 +1,4 @@
-"""`correlation`: whether the size of a token's gradient depends on its input, against what chance alone would show.
+"""`correlation`: does the size of a token's gradient depend on its input? Compared with independent tokens.
 
 For every product `z_i z_j` of a layer's inputs, Pearson's correlation over tokens with `||g||^2`, and the root mean
 square of these over `i, j`. Theorem 3.1's middle term is zero where `z z^T` and `||g||^2` are uncorrelated. A

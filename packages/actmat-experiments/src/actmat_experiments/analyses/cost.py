@@ -1,7 +1,7 @@
 """`cost`: floating-point operations and measured time of every method on given layer shapes.
 
 Operations are counted as in the paper's table: a product of `N x N` matrices is `N^3`. The machine's own rate for such
-a product, measured on the same shapes, stands beside, so that a time can be read as a number of matrix products.
+the time of a product of the same shapes is printed too, so that a time can be read as a number of matrix products.
 
 Shapes: `T` experts, `O` out_features, `I` in_features.
 """

@@ -1,8 +1,8 @@
-"""`distribution`: absolute correlations of the entries of `z z^T` with `||g||^2`, against what chance alone gives.
+"""`distribution`: absolute correlations of the entries of `z z^T` with `||g||^2`, compared with independent tokens.
 
 The paper shows them as violins per layer. Without the distribution under chance such a picture says nothing: of `N`
-tokens without any dependence, half of the absolute correlations exceed `0.67 / sqrt(N)`. Two levels stand beside the
-measured one: the half-normal distribution of independent tokens, and sizes dealt to whole samples at random.
+tokens without any dependence, half of the absolute correlations exceed `0.67 / sqrt(N)`. Two levels are printed next
+to the measured one: the half-normal distribution of independent tokens, and sizes dealt to whole samples at random.
 
 Shapes: `N` tokens, `I` in_features.
 """

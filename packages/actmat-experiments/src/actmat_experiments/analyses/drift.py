@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 ROUNDING = 1e-9
-"""By how much (radians) the inequality may fail for rounding alone."""
+"""By how much (radians) the inequality may fail because of rounding."""
 
 
 @dataclass(frozen=True, slots=True)

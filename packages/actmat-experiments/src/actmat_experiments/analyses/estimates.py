@@ -1,7 +1,7 @@
 """`cosine` and `scale`: how near `D^T D` is to the Gram matrix of the inputs, in direction and in size.
 
-`cosine`: the identity is what an estimate must beat, since it knows nothing; Gram matrices measured on 1, 10 and 100
-samples are what a little data would give. All are compared with a Gram matrix of other data.
+`cosine`: an estimate must beat the identity, which uses no information; Gram matrices measured on 1, 10 and 100
+samples stand for a little data. All are compared with a Gram matrix of other data.
 
 `scale`: `kappa_t = ||C_t||_F / ||D_t^T D_t||_F` of a layer. If all `kappa_t` of a layer are equal, merging with the
 estimates is merging with matrices of the right size (multiplying all estimates by one number changes nothing); a ratio

@@ -1,4 +1,4 @@
-"""`interference`: what a merge does to every expert's layer outputs, relative to those outputs.
+"""`interference`: change of every expert's layer outputs by a merge, relative to those outputs.
 
 `E||(W* - W_t) z||^2 / E||W_t z||^2` per expert and layer, `z` the inputs of the layer in expert `t` on its own task. It
 needs nothing but weights and Gram matrices: `tr((W* - W_t) C_t (W* - W_t)^T) / tr(W_t C_t W_t^T)`.

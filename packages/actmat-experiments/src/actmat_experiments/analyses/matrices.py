@@ -44,7 +44,7 @@ def layers_of(base: Source, others: Mapping[str, Source]) -> Iterator[Layer]:
     Matrices that are stacked over the experts of a mixture are left out.
 
     Raises:
-        AlignmentError: lists what one of the others lacks, or holds in another shape.
+        AlignmentError: lists tensors that another one lacks or has in another shape.
     """
     with contextlib.ExitStack() as stack:
         opened = {n: stack.enter_context(_opened(s)) for n, s in others.items()}
@@ -92,7 +92,7 @@ def need_experts(experts: Mapping[str, Source], grams: Grams) -> None:
     """Every expert has Gram matrices.
 
     Raises:
-        RecipeError: there are no experts, or some have none.
+        RecipeError: no experts, or an expert without matrices.
     """
     missing = [f"'{n}' has no Gram matrices" for n in experts if n not in grams]
     if missing or not experts:

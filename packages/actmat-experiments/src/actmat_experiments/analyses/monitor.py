@@ -118,7 +118,7 @@ class DriftMonitor:
         return self
 
     def detach(self) -> None:
-        """Stop reading, also of passes that are under way. What was added up stays."""
+        """Stop reading, also in passes under way. Sums so far are kept."""
         self._stack.close()
         self._mode = "detached"
 
@@ -127,7 +127,7 @@ class DriftMonitor:
         """Around the backward passes of one optimizer step; several add up to one gradient.
 
         Args:
-            mask: bool `(samples, tokens)`, False where a token is padding; its input then counts nowhere.
+            mask: bool `(samples, tokens)`, False where a token is padding; its input is then ignored.
         """
         self.begin_step(mask=mask)
         try:
@@ -186,7 +186,7 @@ class DriftMonitor:
             if not sums.gram_tokens
         ]
         if problems:
-            raise MergeError("The monitor has not seen what the angles need.", problems)
+            raise MergeError("The monitor lacks measurements that the angles need.", problems)
         found = {}
         for tap in self._taps:
             deltas = tap.matrices(tap.weight.detach() - self._start[tap.weight_name])

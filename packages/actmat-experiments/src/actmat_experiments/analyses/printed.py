@@ -1,4 +1,4 @@
-"""Lemma B.3 of the paper with its printed constants, beside the smaller ones of `theorem2`.
+"""Lemma B.3 of the paper with its printed constants, next to the smaller ones of `theorem2`.
 
     ||W_m - W*||_F  <=  sum_t ||C_t - C^_t||_F (
                             kappa_W kappa_S + kappa_W max{||S^+||_F^2, ||S~^+||_F^2} sum_t ||C^_t||_F )

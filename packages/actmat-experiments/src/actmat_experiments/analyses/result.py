@@ -50,7 +50,7 @@ class Analysis(abc.ABC):
         """The picture."""
 
     def to_json(self) -> dict[str, Any]:
-        """`data` with name and versions; what is not a number (NaN, infinity) is null."""
+        """`data` with name and versions; NaN and infinity become null."""
         versions = {"actmat": __version__, "torch": str(torch.__version__)}
         return {"analysis": self.name, "versions": versions, **_finite(self.data())}
 

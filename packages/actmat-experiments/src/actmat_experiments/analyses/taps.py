@@ -2,7 +2,7 @@
 
 Shapes: `N` tokens (all leading axes of an input, flattened), `O` out_features, `I` in_features.
 
-A *tap* belongs to one stored weight that layout calls a matrix. What it sees is cut as a merge would cut it: packed q,
+A *tap* belongs to one stored weight that layout calls a matrix. Its values are split as in a merge: packed q,
 k, v are three linear maps with one input. Reading changes no bit of what the model computes.
 """
 

@@ -59,7 +59,7 @@ class MLP(nn.Module):
 
 
 def new_mlp(widths: Sequence[int], *, activation: ActivationName = "relu", seed: int = 0) -> MLP:
-    """A freshly initialized one in float64 that depends on the seed alone; the global random state stays."""
+    """A new model in float64 that depends only on the seed; the global random state is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return MLP(widths, activation).double()

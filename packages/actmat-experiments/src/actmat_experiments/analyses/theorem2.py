@@ -82,7 +82,7 @@ class MinimizerGap:
 
     @property
     def weighted_error(self) -> float:
-        """`sum_t ||D^ - D_t||_2 ||C_t - C^_t||_F`, and the residual: what the inverse of `sum_t C_t` multiplies."""
+        """`sum_t ||D^ - D_t||_2 ||C_t - C^_t||_F`, and the residual: the factors of the inverse of `sum_t C_t`."""
         return sum(e * d for e, d in zip(self.errors, self.distances, strict=True)) + self.residual
 
 

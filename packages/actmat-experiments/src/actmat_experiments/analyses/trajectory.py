@@ -97,7 +97,7 @@ class KeptGrams:
         self._stack.close()
 
     def keep(self, step: int, monitor: DriftMonitor) -> None:
-        """Write what the monitor has measured last; packed q, k and v share their input, and its matrix."""
+        """Write the monitor's last measurements; packed q, k and v share their input, and its matrix."""
         from safetensors.torch import save_file
 
         found: dict[str, Tensor] = {}

@@ -138,7 +138,7 @@ class TransferResult(Analysis):
         """Sides per task, and the stages' parts, mean over tasks."""
         caption = (
             "nats. |.|: mean absolute transfer; (1): local errors, propagated; (2): the same split into\n"
-            "what is left with true Gram matrices and what the estimates add; times: (1) and (2) over |.|."
+            "the rest with true Gram matrices, and what the estimates add; times: (1) and (2) over |.|."
         )
         sums = new_table(f"Negative transfer and its bounds: {self.title}", caption, "task",
                          ("mean", "|.|", "(1)", "times", "(2)", "times"))  # fmt: skip

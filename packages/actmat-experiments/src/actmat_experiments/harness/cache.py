@@ -1,6 +1,6 @@
 """Results of stages on disk, found again by everything that determines them.
 
-    root/<stage>/<key>/         what the stage made, and key.json: the key in full
+    root/<stage>/<key>/         output of the stage, and key.json: the whole key
     root/<stage>/<key>.part/    a stage that is running, or was interrupted
     root/<stage>/<key>.lock     held while it runs, so that two processes do not make the same thing
 
@@ -46,7 +46,7 @@ def canonical(key: Any) -> str:
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
-    raise TypeError(f"a cache key holds a {type(value).__name__}, which does not say what it contains: {value!r}")
+    raise TypeError(f"a cache key holds a {type(value).__name__}, whose content is unknown: {value!r}")
 
 
 def digest(key: Any) -> str:
@@ -83,7 +83,7 @@ def code_digest(*layers: str) -> str:
 
 
 def meaning(source: str) -> str:
-    """The syntax tree of a module as text, without comments, layout and strings that stand alone (docstrings)."""
+    """The syntax tree of a module as text, without comments, layout and docstrings."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         for field in ("body", "orelse", "finalbody"):
@@ -99,7 +99,7 @@ def _is_text(statement: ast.AST) -> bool:
 
 
 def library_versions(*names: str) -> dict[str, str]:
-    """Installed versions, "absent" where a library is not there: part of the key of what they compute."""
+    """Installed versions, "absent" for a missing library: part of the cache key."""
     found = {}
     for name in names:
         try:
@@ -131,7 +131,7 @@ class Cache:
         """The folder of a finished stage, made now unless it is there.
 
         `make` fills an empty folder, which then appears under its name whole. One that failed or was interrupted begins
-        again, or, if `resumable`, finds what it had left.
+        again, or, if `resumable`, finds its unfinished files.
 
         Args:
             stage: name of the stage: letters, digits, `-` and `_`.

@@ -106,7 +106,7 @@ class Experiment(abc.ABC):
     measured: Part = "train"
     known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    # What a suite supplies
+    # Supplied by a suite
 
     @abc.abstractmethod
     def training(self, task: Any) -> Mapping[str, Any]:
@@ -118,7 +118,7 @@ class Experiment(abc.ABC):
 
     @abc.abstractmethod
     def train(self, task: Any, out: Path, stage: Stage) -> None:
-        """Train an expert into a folder, which holds what an interrupted run left."""
+        """Train an expert into a folder, which may hold files of an interrupted run."""
 
     @abc.abstractmethod
     def inputs(self, task: str, n: int) -> Iterator[Batch]:
@@ -126,7 +126,7 @@ class Experiment(abc.ABC):
 
     @abc.abstractmethod
     def content(self, tasks: Sequence[str], parts: Sequence[str]) -> Any:
-        """All that decides what a model answers to these parts of these tasks, as plain data."""
+        """Everything that decides a model's answers to these parts of these tasks, as plain data."""
 
     @abc.abstractmethod
     def read(self, folder: Path) -> Any:
@@ -223,7 +223,7 @@ class Experiment(abc.ABC):
         return [line for row, counts in found.items() for line in self.lines(row, "default", counts)]
 
     def row_scores(self, row: Candidate, found: Mapping[str, Any]) -> list[Score]:
-        """Scores of a result of `merges`, at the default scale and the tuned one, with what was merged how."""
+        """Scores of a result of `merges`, at the default scale and the tuned one, with tensors and rules."""
         how = {"rule": row.method, "options": dict(row.options), **row.fields, "split": "test"}
         how |= {"versions": library_versions(*_VERSIONS), "merge": found["merge"], "merged_at": found["default"]}
         lines: list[Score] = []

@@ -1,6 +1,6 @@
 """The style of all figures. No global state of matplotlib is used.
 
-The colors are those of M. Okabe and K. Ito, "Color universal design" (2008): told apart with any kind of color
+The colors are those of M. Okabe and K. Ito, "Color universal design" (2008): distinguishable with any kind of color
 vision, and each series has a marker or a line style of its own besides.
 """
 

@@ -1,7 +1,7 @@
 """Models and data sets of the hub: one download, known by its commit.
 
 A model is a folder or `org/name[@revision]`. Weights are taken in the format that the repository has: safetensors, or
-PyTorch's where there are none, as on the main branch of `openai/clip-vit-base-patch32`.
+else PyTorch's, as on the main branch of `openai/clip-vit-base-patch32`.
 
 Of a data set only the files of the splits that are used are downloaded: SVHN's `extra` alone holds 531,131 images.
 """
@@ -47,7 +47,7 @@ def model_folder(location: str) -> tuple[Path, str]:
     try:
         try:
             info = HfApi().model_info(repo, revision=revision or None)
-        except OfflineModeIsEnabled:  # what an earlier run has downloaded
+        except OfflineModeIsEnabled:  # use files of an earlier download
             found = Path(snapshot_download(repo, revision=revision or None, local_files_only=True))
         else:
             names = [sibling.rfilename for sibling in info.siblings or ()]
@@ -142,7 +142,7 @@ def kept_rows(rows: Sequence[Any], read: Callable[[Any], Read], where: str) -> t
     """Rows as `read` makes them, without malformed ones, and a line for each of those.
 
     Args:
-        read: raises `ValueError` with what is wrong with a row.
+        read: raises `ValueError` that describes the fault of a row.
         where: file or data set, for messages.
 
     Raises:

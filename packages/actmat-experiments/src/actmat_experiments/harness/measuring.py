@@ -24,7 +24,7 @@ def measure_expert(
     device: str,
     **collecting: Any,
 ) -> None:
-    """Measure a full model, or an adapter beside the base's weights.
+    """Measure a full model, or an adapter on its base.
 
     Args:
         load: reads a model from its folder.

@@ -1,7 +1,7 @@
 """Merged models by the real engine: all rows in one reading, and their scale tuned.
 
 Every row of a table is a `Candidate`. Default and tuned scale are two things: the default uses no data at all; the
-tuned one is chosen on the validation parts of the tasks, never on what is reported.
+tuned one is chosen on the validation parts of the tasks, never on reported data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Candidate:
     Args:
         name: row of the table, and name of the folder.
         method: the rule.
-        options: of the rule; what is left out has its default.
+        options: of the rule; others have their defaults.
         scale: `W* = W_0 + scale * D*`.
         fields: further fields of the recipe (`scope`, `pool`, `postprocess`, ...).
     """
@@ -66,7 +66,7 @@ def merge_candidates(
         statistics: name of the expert -> folder of its statistics, for the rules that need some.
 
     Returns:
-        Name of the row -> names of the tensors that its rule has merged; `scale` acts on these alone.
+        Name of the row -> names of the tensors that its rule has merged; `scale` acts only on these.
     """
     from actmat.run import run_recipes
 
@@ -107,7 +107,7 @@ def kinds_needed(rows: Sequence[Candidate]) -> tuple[str, ...]:
 
 
 def merging_code() -> str:
-    """Hash of the code that decides the bytes of a merge, for the key of what is made from one."""
+    """Hash of the code that decides the bytes of a merge, for cache keys."""
     core = ("linalg", "methods", "checkpoints", "experts", "layout", "recipe", "planning", "engine")
     return code_digest(*core, "extras/research")
 

@@ -36,7 +36,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def with_adapter(load: Callable[[Path], Any], base: Path, adapter: Path) -> Any:
-    """The base with an adapter beside its weights."""
+    """The base with an adapter attached."""
     from peft import PeftModel
 
     with LOADING:

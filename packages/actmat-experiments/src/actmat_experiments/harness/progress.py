@@ -1,7 +1,7 @@
 """Runs of many stages: bars and logs, threads and processes, loads of models, and no chatter of libraries.
 
 Bars show the time that is left per stage and go to the console that a command gives; logs go below the cache,
-`logs/<stage>.log`, with a time in every line, and grow over runs: they are what is read after a night.
+`logs/<stage>.log`, with a time in every line, and grow over runs: they are read after a long run.
 """
 
 from __future__ import annotations

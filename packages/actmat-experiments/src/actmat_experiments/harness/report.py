@@ -1,4 +1,4 @@
-"""The tables of a suite from its stored scores, the paper's figures beside, on the terminal or as Markdown.
+"""The tables of a suite from its stored scores, with the paper's figures, on the terminal or as Markdown.
 
 Figures of the paper are test accuracies in percent, see `actmat_experiments.paper`.
 """
@@ -25,14 +25,14 @@ from actmat_experiments.paper import paper_figures, paper_tasks
 from actmat_experiments.suites import TableRequest
 
 _PAPER_ROWS = (
-    "What the paper prints as data-free task arithmetic with 0.4 is lambda = 1, the row task_arithmetic_1. Its "
+    "The paper's data-free task arithmetic with 0.4 is lambda = 1, the row task_arithmetic_1. Its "
     "figures stand by the rows of the authors' rules: iso_c_paper, tsv_paper. Not in its tables, but in the authors' "
     "run records: task_arithmetic (0.4), ties_paper, regmean_packed (its ablation).",
 )
 
 NOTES: dict[str, tuple[str, ...]] = {
     "vision": (
-        "The paper's LoRA experts adapt the packed q, k and v alone and its LoRA row of RegMean reuses the statistics "
+        "The paper's LoRA experts adapt only the packed q, k and v, and its LoRA row of RegMean reuses the statistics "
         "of full fine-tuning; here all linear layers are adapted.",
         *_PAPER_ROWS,
         "The paper's ViT-B/16 expert of DTD (98.3 %) looks trained on test images.",
@@ -67,7 +67,7 @@ def stored_scores(request: TableRequest) -> list[Score]:
     """All scores of earlier runs.
 
     Raises:
-        RecipeError: there are none yet.
+        RecipeError: no scores yet.
     """
     path = score_file(request.cache, request.suite)
     scores = read_scores(path)
@@ -99,7 +99,7 @@ def show(request: TableRequest, skewed: Sequence[str] = ()) -> None:
         skewed: tasks with one frequent answer; their balanced accuracy is shown, too.
 
     Raises:
-        RecipeError: there are no scores yet.
+        RecipeError: no scores yet.
     """
     scores = stored_scores(request)
     console = request.console or Console(quiet=True)

@@ -37,7 +37,7 @@ class Score:
         correct: right answers; a fraction where a metric averages over samples.
         model: architecture, such as "ViT-B/32"; empty where a suite has one.
         settings: digest of everything else that decided the number.
-        detail: what is worth knowing: the scale that was chosen, options, ...
+        detail: further facts: the chosen scale, options, ...
     """
 
     suite: str
@@ -76,7 +76,7 @@ def append_scores(path: Path, scores: Iterable[Score]) -> None:
 def read_scores(path: Path) -> list[Score]:
     """All scores of a file, the latest of each identity, in the order of their first appearance.
 
-    A last line without its end is what an interrupted write leaves; it is passed over.
+    An incomplete last line (an interrupted write) is ignored.
 
     Raises:
         CheckpointError: a line is no score; names the file and all such lines.

@@ -1,4 +1,4 @@
-"""Rows of the tables: every rule with its defaults, the authors' variants, and further ones for whoever names them."""
+"""Rows of the tables: every rule with its defaults, the authors' variants, and further ones on request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _VARIANTS = {
         _PACKED,
     ),
 }
-"""Rows beside every rule with its defaults: the authors' variants, so that no figure of the paper stands next to
+"""Rows in addition to every rule with its defaults: authors' variants, so that no figure of the paper stands next to
 another rule; the ablation of packed attention; and Iso-C's mean over the rank."""
 
 _NOT_COMPARED = {"adamerging": "without coefficients that were learned it is task arithmetic"}
@@ -59,7 +59,7 @@ STRENGTHS = tuple(
 
 
 def more_rows(regime: str) -> tuple[Candidate, ...]:
-    """Rows of a regime beside those that are compared unless a request names some: steps, strengths, spaces."""
+    """Rows of a regime in addition to those compared by default: steps, strengths, spaces."""
     return (*POSTPROCESSED, *STRENGTHS, *(SPACES if regime == "lora" else ()))
 
 
@@ -102,7 +102,7 @@ def candidates(
     these and of `more_rows`.
 
     Returns:
-        The rows, and for what is left out the reason.
+        The rows, and the reasons for those left out.
 
     Raises:
         RecipeError: a wanted row is unknown or cannot run here.

@@ -15,7 +15,7 @@ Settings = TypeVar("Settings")
 
 
 def changed(settings: Settings, values: Mapping[str, str]) -> Settings:
-    """The settings with some fields set from text; the type of a field decides what it means.
+    """The settings with some fields set from text; parsed by the type of the field.
 
     A comma separates the values of a field that is a tuple; "none" is None; `a.b` is field `b` of the dataclass `a`.
 

@@ -14,7 +14,7 @@ from actmat_experiments.harness.rows import candidates
 from actmat_experiments.suites import RunRequest
 
 Experiments = Callable[[RunRequest, Watch], Iterator[Experiment]]
-"""One experiment per model, seed and regime of a request; what they share is made when the first is asked for."""
+"""One experiment per model, seed and regime of a request; shared data are made on the first request."""
 
 
 def score_file(cache: Path, suite: str) -> Path:

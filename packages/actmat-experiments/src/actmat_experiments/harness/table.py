@@ -1,4 +1,4 @@
-"""From scores to tables: per task, averages with intervals, majorities, the paper's figures beside ours."""
+"""From scores to tables: per task, averages with intervals, majorities, the paper's figures next to ours."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def summarize(scores: Sequence[Score], tasks: Sequence[str], paper: Figure | Non
 
     Args:
         scores: of one suite, model, regime and settings.
-        tasks: what the average is over; a seed that lacks one of them in a row is not counted in that row.
+        tasks: of the average; a seed that lacks one of them in a row is not counted in that row.
         paper: figures of the paper.
     """
     found: dict[tuple[str, ScaleKind], dict[int, dict[str, Score]]] = {}
@@ -144,7 +144,7 @@ def _line(
 
 
 def average_table(title: str, lines: Sequence[Line], caption: str = "") -> Table:
-    """Averages in percent, data-free and tuned scale side by side, the paper's figures beside; 80 columns."""
+    """Averages in percent, data-free and tuned scale side by side, with the paper's figures; 80 columns."""
     tuned = {line.method: line for line in lines if line.scale == "tuned"}
     has_paper = any(line.paper is not None for line in lines)
     paper = ["paper"] if has_paper else []

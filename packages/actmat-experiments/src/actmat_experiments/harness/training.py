@@ -200,7 +200,7 @@ class Progress:
 @dataclass(slots=True)
 class Selection:
     """Validates a run now and then, keeps its best weights, ends it when they are no longer beaten; for `descend` as a
-    callback and as what it resumes from.
+    callback and as its state to resume from.
 
     Args:
         folder: of the state, `last.pt`, and of the best weights, `best.pt`; written at every validation.

@@ -113,7 +113,7 @@ def batches_by_length(items: Sequence[Encoded], max_tokens: int) -> Iterator[lis
 
 
 MAX_TOKENS, MAX_TOKENS_CPU = 8192, 2048
-"""Prompt tokens per batch, after padding; on a CPU fewer, so that what is computed on stays in its caches."""
+"""Prompt tokens per batch, after padding; on a CPU fewer, so that the data stay in its caches."""
 
 
 def chosen(

@@ -32,7 +32,7 @@ def load_tokenizer(base: Path) -> Any:
 
 
 def save_expert(model: Any, tokenizer: Any, folder: Path) -> None:
-    """As transformers or PEFT save it, with the tokenizer beside a full model."""
+    """As transformers or PEFT save it, a full model with its tokenizer."""
     model.save_pretrained(folder)
     if not is_adapter(folder):
         tokenizer.save_pretrained(folder)

@@ -3,7 +3,7 @@
 A task knows the forms in which its rows are found: the schema on the hub, and local files. A row whose columns fit none
 is an error that names what was expected and what was found; empty or equal answers are malformed rows, which are left
 out and counted, one in a hundred at most. A wrong column name must not become an empty text: with two empty choices
-every model is right on half of the items, and nobody notices.
+every model answers half of the items correctly without an error.
 
 Prompts are in `templates.json`, those of the paper's code.
 """
@@ -62,7 +62,7 @@ class TextTask:
         return majority_share([item.label for item in self.train], [item.label for item in self.test])
 
     def key(self, *parts: str) -> dict[str, str]:
-        """The name, and the hash of each of these parts: what a result on them depends on."""
+        """The name, and the hash of each of these parts, on which results depend."""
         return {"task": self.name, **{part: fingerprint(getattr(self, part)) for part in parts}}
 
 

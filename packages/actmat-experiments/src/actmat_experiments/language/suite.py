@@ -178,5 +178,5 @@ def prepare_base(source: str, cache: Cache, watch: Watch) -> Made:
 
 
 def table(request: TableRequest) -> None:
-    """The tables of all earlier runs below the cache, the paper's averages beside."""
+    """The tables of all earlier runs below the cache, with the paper's averages."""
     show(request, skewed=("wikiqa",))

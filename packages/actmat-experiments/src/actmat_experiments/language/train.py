@@ -113,7 +113,7 @@ class LanguageSettings:
     shuffled: bool = True
 
     def decisive(self) -> Self:
-        """The same with all that changes no score at one value: how a run is made is no part of what it is."""
+        """The same with fixed values of all settings that change no score, for the cache key."""
         return replace(self, together=1, keep=False)
 
 

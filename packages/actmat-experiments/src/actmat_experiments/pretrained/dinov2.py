@@ -1,6 +1,6 @@
 """A ViT of DINOv2's architecture out of an ONNX graph, as a checkpoint that `Dinov2Model` loads.
 
-The exporter of PyTorch keeps the names of biases and norms, and folds what it can into anonymous constants: the weight
+The exporter of PyTorch keeps the names of biases and norms, and folds constants into unnamed ones: the weight
 of a linear layer is the second input of a `MatMul` whose node carries the layer's name, transposed; the table of
 positions is two constants, the class token's and the patches'.
 """
@@ -31,7 +31,7 @@ def convert_vit(path: Path, out: Path, *, prefix: str = "backbone", head_width: 
         head_width: features per attention head; the graph does not store it as a weight.
 
     Raises:
-        CheckpointError: the library `onnx` is missing, or the graph is no such encoder; names what is missing.
+        CheckpointError: the library `onnx` is missing, or the graph is not such an encoder; names the missing parts.
     """
     from safetensors.torch import save_file
     from transformers import Dinov2Config, Dinov2Model

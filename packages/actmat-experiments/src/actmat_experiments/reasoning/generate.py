@@ -33,7 +33,7 @@ class Engine:
     Args:
         backend: "hf" (transformers) or "vllm".
         dtype: of weights and arithmetic.
-        longest: most tokens of prompt and answer together; None: what the model's config says.
+        longest: most tokens of prompt and answer together; None: the limit of the model's config.
         tensor_parallel: GPUs over which each layer is divided ("vllm" only).
         data_parallel: copies of the model ("vllm" only).
         memory_fraction: share of a GPU's memory ("vllm" only).
@@ -222,7 +222,7 @@ def _whole_groups(questions: Questions) -> int:
 
 
 def _cut(path: Path, n_problems: int) -> None:
-    """Take off what an interruption has left unfinished."""
+    """Remove the unfinished end of an interrupted run."""
     if path.is_file():
         lines = path.read_text(encoding="utf-8").split("\n")[:n_problems]
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")

@@ -56,8 +56,8 @@ class Estimate:
 def estimate(right_N: Sequence[int], n: int, k: int) -> Estimate:
     """Mean of pass@k over problems, `m +- z s / sqrt(N)`, with `s` the standard deviation over problems.
 
-    The problems are what was drawn at random: more answers to the same problems narrow the interval only as far as
-    they make the score of each problem sharper. One problem alone has the interval 0..1.
+    Only the problems are a random sample: more answers to the same problems narrow the interval only as far as
+    they make the score of each problem sharper. A single problem has the interval 0..1.
 
     Args:
         right_N: right answers per problem.
@@ -111,7 +111,7 @@ Columns = Sequence[tuple[str, str]]
 def at_k_rows(
     scores: Sequence[Score], columns: Columns, order: Sequence[str], cell: Callable[[float, float], str]
 ) -> list[list[str]]:
-    """A row per model: its name and a cell per column, mean over seeds; empty where there is no score.
+    """A row per model: its name and a cell per column, mean over seeds; empty without a score.
 
     Args:
         scores: of one suite, model, settings and kind of scale.

@@ -1,4 +1,4 @@
-"""The suite `reasoning`: base, experts and every merge through the benchmarks, the paper's table beside."""
+"""The suite `reasoning`: base, experts and every merge through the benchmarks, with the paper's table."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AVERAGED = ("humaneval", "humaneval_plus", "aime24", "aime25", "ifeval")
 """The paper's average is over these at one answer; IFEval counts whole prompts, loosely."""
 
 NOTES = (
-    "The paper gives one run and no intervals: two of its averages closer than the interval here are not told apart.",
+    "The paper gives one run and no intervals: two of its averages closer than the interval here may be equal.",
     "Prompts and sampling are those of the paper's published configurations.",
 )
 
@@ -49,13 +49,13 @@ PROMPTS = {
 
 
 def run(request: RunRequest) -> list[Score]:
-    """Evaluate base and experts, then merge and evaluate row by row; what is in the cache is not made again.
+    """Evaluate base and experts, then merge and evaluate row by row; cached results are not made again.
 
     Returns:
         The scores, which are also added to `scores/reasoning.jsonl` in the cache.
 
     Raises:
-        RecipeError: a setting, benchmark or method is unknown, or asks for what the suite does not have.
+        RecipeError: a setting, benchmark or method is unknown, or requests something that the suite lacks.
         MergeError: data, a back end or a fence for code is missing; found before anything is generated.
     """
     settings = _settings(request)

@@ -72,7 +72,7 @@ def clip_tasks(names: Sequence[str] | None = None) -> list[ClipTask]:
             names=tuple(fields.get("names", ())),
         )
     if unknown := [n for n in names or () if n not in found]:
-        problems = [f"there is no task '{n}'.{did_you_mean(n, found)} Tasks: {', '.join(found)}" for n in unknown]
+        problems = [f"unknown task '{n}'.{did_you_mean(n, found)} Tasks: {', '.join(found)}" for n in unknown]
         raise RecipeError("These tasks are not known.", problems)
     return list(found.values()) if names is None else [found[n] for n in names]
 
@@ -87,7 +87,7 @@ def class_words(name: str) -> str:
 
 
 def clip_base(cache: Cache, location: str) -> Path:
-    """The image encoder of a CLIP checkpoint, as a checkpoint of its own, with the projection and text parts beside it.
+    """The image encoder of a CLIP checkpoint, as a checkpoint of its own, with projection and text parts next to it.
 
     Returns:
         The stage's folder: `encoder/`, `text/` (the whole model, for the heads), `projection.safetensors`.

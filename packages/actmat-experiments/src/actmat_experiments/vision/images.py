@@ -82,7 +82,7 @@ def local_task(data: Path, name: str) -> RawTask:
     """A task of a folder: `<name>.npz`, or a folder `<name>` of image files or of a saved `datasets` data set.
 
     Raises:
-        CheckpointError: neither is there, or it does not hold what it should.
+        CheckpointError: both are missing, or the content is wrong.
     """
     if (data / f"{name}.npz").is_file():
         return open_npz(data / f"{name}.npz")
@@ -133,7 +133,7 @@ def open_folder(folder: Path) -> RawTask:
     """The task of a folder `train/<class>/*`, `test/<class>/*`; classes in alphabetical order.
 
     Raises:
-        CheckpointError: a class of one part is missing in the other, or there are no images.
+        CheckpointError: a class of one part is missing in the other, or no images.
     """
     from PIL import Image
 
@@ -166,7 +166,7 @@ def open_hub(
     """A data set of the hub, downloaded or from the local store of `datasets`; only the splits that are used.
 
     Args:
-        class_names: what the labels mean, where the data set's own names are not it.
+        class_names: meaning of the labels, if not the data set's own names.
         published: names for a copy whose labels are bare numbers.
 
     Raises:

@@ -32,7 +32,7 @@ class ClipSettings:
     """Settings of the suite, for `--set name=value`; the defaults are the paper's.
 
     Args:
-        experts: "train" them, or take "public" ones of the hub (full fine-tuning alone).
+        experts: "train" them, or take "public" ones of the hub (full fine-tuning only).
         base: folder or hub id of the CLIP model, where it is not OpenAI's; for one model at a time.
         batch_size, micro_batches: examples per step, and in how many pieces they go through the model.
         rate, lora_rate, weight_decay, warm_up_steps: of the schedules.
@@ -80,10 +80,10 @@ def experiments(request: RunRequest, watch: Watch) -> Iterator[Vision]:
     settings = changed(ClipSettings(), request.settings)
     names = request.models or list(MODELS)
     if unknown := [n for n in names if n not in MODELS]:
-        problems = [f"there is no model '{n}'.{did_you_mean(n, MODELS)} Models: {', '.join(MODELS)}" for n in unknown]
+        problems = [f"unknown model '{n}'.{did_you_mean(n, MODELS)} Models: {', '.join(MODELS)}" for n in unknown]
         raise RecipeError("These models are not known.", problems)
     if settings.experts == "public" and "lora" in request.regimes:
-        raise RecipeError("There are public experts of full fine-tuning alone: leave out --lora, or experts=public.")
+        raise RecipeError("Public experts exist only for full fine-tuning: leave out --lora, or experts=public.")
     cache = Cache(request.cache)
     known = clip_tasks(request.tasks)
     limits = Limits(settings.train, settings.validation, settings.test)

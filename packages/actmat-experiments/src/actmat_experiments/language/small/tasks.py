@@ -78,7 +78,7 @@ def load_small(
             base's mixture and the statistics see, and files may be sorted by label.
         n_validation: how many, per task.
         n_test: test rows per task, the same for all seeds; default: all. No text of the others is trained on.
-        names: tasks to load; default: all. What is tested and the corpus always come from all tasks.
+        names: tasks to load; default: all. Test data and the corpus always come from all tasks.
 
     Raises:
         CheckpointError: files are missing or hold something else; all problems in one message.
@@ -139,7 +139,7 @@ def _extra(folder: Path) -> Iterable[str]:
 
 
 def _bare(text: str) -> str:
-    """Letters and digits alone: copies of one sentence differ in spaces and punctuation."""
+    """Only letters and digits: copies of one sentence differ in spaces and punctuation."""
     return "".join(c for c in text.lower() if c.isalnum())
 
 

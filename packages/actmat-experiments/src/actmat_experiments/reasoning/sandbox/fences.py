@@ -4,7 +4,7 @@
                  the program's own can be seen or signalled; the whole file system read-only; a private, small tmpfs
     landlock     files: nothing may be written or made outside the scratch folder, nothing read but what Python needs;
                  TCP ports closed and signals kept inside where the kernel knows how (6.7, 6.12)
-    user         a number that no one has, so that limits count its processes alone; no way to gain rights
+    user         a number that no one has, so that limits count only its processes; no way to gain rights
 
 None of them is a virtual machine: they do not hold against a program that attacks the kernel itself.
 """
@@ -68,7 +68,7 @@ def read_only_everywhere() -> None:
 
 
 def private_scratch(folder: str, size_b: int, n_files: int) -> None:
-    """An empty tmpfs of a limited size and number of files on `folder`, for this mount namespace alone.
+    """An empty tmpfs of a limited size and number of files on `folder`, only for this mount namespace.
 
     Raises:
         OSError: the kernel refuses.

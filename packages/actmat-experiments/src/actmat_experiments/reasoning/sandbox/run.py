@@ -1,4 +1,4 @@
-"""Start a program behind the guard, and say what the guard can enforce on this machine."""
+"""Start a program behind the guard, and report the guard's abilities on this machine."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def run_program(program: str, limits: Limits = Limits()) -> Verdict:  # frozen
     """Run Python text to its end in a process of its own; nothing of it is left behind.
 
     Its environment is scrubbed, its standard streams are closed off, its folder is empty and private. Whatever it
-    does, the result is a verdict: a program that hangs, dies, or fills what it may use has failed.
+    does, the result is a verdict: a program that hangs, dies, or exceeds a limit has failed.
 
     Args:
         program: source text.
-        limits: what it may use.
+        limits: of its resources.
     """
     with tempfile.TemporaryDirectory(prefix="actmat-sandbox-", ignore_cleanup_errors=True) as scratch:
         os.chmod(scratch, 0o711)

@@ -1,6 +1,6 @@
 """The small decoder: settings of the suite, a Llama from its config, and a tokenizer with one token per character.
 
-Both are saved as any checkpoint is, so that the engine merges them and `from_pretrained` loads what it wrote.
+Both are saved as any checkpoint is, so that the engine merges them and `from_pretrained` loads its output.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class SmallSettings:
         validation: prompts per task kept for choosing scales.
         test: prompts per task that are reported.
         samples: answers per test prompt.
-        k: of `@k`, beside `@1`.
+        k: of `@k`, in addition to `@1`.
         temperature: of all answers, in training and evaluation.
         validation_samples: answers per validation prompt, when scales are chosen.
         measured: training prompts per task that statistics are measured on.

@@ -7,7 +7,7 @@
 
 An answer is right or wrong, and a few lines of code can tell: that is all that reinforcement learning with verifiable
 rewards needs. The base reads text in which only some answers are right (`unreliable`), as a language model does: it
-then knows how to answer, but not to prefer right answers, and that is what the experts are rewarded for.
+then knows how to answer, but not to prefer right answers, for which the experts are rewarded.
 """
 
 from __future__ import annotations

@@ -29,13 +29,13 @@ STATISTICS = ("gram",)
 
 
 def run(request: RunRequest) -> list[Score]:
-    """Base, experts, merges and answers of every seed; what is in the cache is not made again.
+    """Base, experts, merges and answers of every seed; cached results are not made again.
 
     Returns:
         The scores, which are also added to `scores/reasoning-small.jsonl` in the cache.
 
     Raises:
-        RecipeError: a setting, task or method is unknown, or asks for what the suite does not have.
+        RecipeError: a setting, task or method is unknown, or requests something that the suite lacks.
     """
     changed(SmallSettings(), request.settings)
     with one_thread():

@@ -1,0 +1,54 @@
+"""Pictures of the report and of the page of `actmat ui`, taken by Chromium, narrow enough for a telephone.
+
+`python -m docs.generate --pictures` writes docs/report.png and docs/ui.png; it needs chromium and Gradio.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from docs.markdown import ROOT
+
+import actmat
+
+SIZE, DENSITY, COLORS = "560,1000", 2, 64
+TASKS = ("reverse", "sort", "shift")
+"""The adapters of the folder `examples`."""
+
+
+def take() -> None:
+    """Take all pictures."""
+    from actmat_app.jobs import Jobs
+    from actmat_app.page import SHOWN, build
+    from actmat_app.view import plan_html
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        shutil.copytree(ROOT / "examples", "examples")
+        experts = [f"examples/{task}" for task in TASKS]
+        data = {task: f"examples/{task}.jsonl" for task in TASKS}
+        actmat.merge("examples/base", experts, out="merged", data=data, to="adapter", new_tokens=8, diagnose=True)
+        _shoot(Path("merged/report.html").absolute().as_uri(), "report.png")
+        page = build(Jobs(), [])
+        values = {"Base": "examples/base", "Experts": "\n".join(experts), "Output": "merged"}
+        for block in page.blocks.values():
+            block.value = values.get(getattr(block, "label", None), getattr(block, "value", None))
+            if getattr(block, "elem_id", None) == "am-shown":
+                block.value = str(plan_html(actmat.plan("examples/base", experts)))
+        page.launch(prevent_thread_lock=True, quiet=True, **SHOWN)
+        _shoot(page.local_url, "ui.png")
+        page.close()
+
+
+def _shoot(address: str, name: str) -> None:
+    """Write the top of a page to a file of docs."""
+    from PIL import Image
+
+    picture = ROOT / "docs" / name
+    flags = ["--headless", "--no-sandbox", "--hide-scrollbars", "--virtual-time-budget=9000", f"--window-size={SIZE}"]
+    flags += [f"--force-device-scale-factor={DENSITY}", f"--screenshot={picture}"]
+    subprocess.run(["chromium", *flags, address], check=True, capture_output=True)
+    Image.open(picture).convert("RGB").quantize(COLORS).save(picture, optimize=True)
