@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from safetensors.torch import save_file
 from tests.helpers.hub import HubStandIn, served
 from tests.helpers.hub_uploads import Uploads
 
+from actmat_app import jobs as module
 from actmat_app.jobs import Jobs
 from actmat_app.limits import Limits
 
@@ -58,8 +61,64 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield hub, deltas
 
 
+CLIENT = """
+import json, os, socket, sys
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server.connect(sys.argv[1])
+socket.send_fds(server, [json.dumps([os.getcwd(), dict(os.environ)]).encode()], [0, 1, 2])
+sys.exit(int(server.recv(4)))
+"""
+SERVER = """
+import json, os, socket, sys, tempfile
+import torch, actmat.api.merging, actmat.cli.main, actmat.diagnostics, actmat.extras.pages.html, actmat.run.recipes
+from actmat_app import child, limits, view
+assert "huggingface_hub" not in sys.modules, "it reads the environment when it is imported"
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server.bind(sys.argv[1])
+server.listen()
+print("ready", flush=True)
+while True:
+    client, _ = server.accept()
+    said, streams, *_ = socket.recv_fds(client, 1 << 20, 3)
+    process = os.fork()
+    if process == 0:
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        folder, environment = json.loads(said)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        tempfile.tempdir = None
+        child.main()
+        sys.stderr.flush()
+        os._exit(0)
+    for stream in streams:
+        os.close(stream)
+    client.send(str(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])).encode())
+    client.close()
+"""
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """A command that runs a job as `COMMAND` does, in a fork of a process that has loaded torch."""
+    place = str(tmp_path_factory.mktemp("forks") / "socket")
+    with subprocess.Popen([sys.executable, "-P", "-c", SERVER, place], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield [sys.executable, "-S", "-P", "-c", CLIENT, place]
+        process.kill()
+
+
 @pytest.fixture
-def visitors(world: World) -> Iterator[Jobs]:
+def forked(forks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs in forks: as new processes they need most of their time to import torch."""
+    monkeypatch.setattr(module, "COMMAND", forks)
+
+
+@pytest.fixture
+def visitors(world: World, forked: None) -> Iterator[Jobs]:
     jobs = Jobs(Limits(seconds=300))
     yield jobs
     jobs.close()

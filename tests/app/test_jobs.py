@@ -21,7 +21,7 @@ from tests.tolerances import F32_ELEMENTWISE
 from actmat.errors import MergeError
 from actmat_app import jobs as module
 from actmat_app.form import recipe_fields
-from actmat_app.jobs import Jobs
+from actmat_app.jobs import COMMAND, Jobs
 from actmat_app.limits import Limits
 
 BOTH = "org/math 0.7\norg/code@main 0.3"
@@ -37,7 +37,7 @@ def last(events: Iterator[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 @pytest.fixture
-def local() -> Iterator[Jobs]:
+def local(forked: None) -> Iterator[Jobs]:
     jobs = Jobs()
     yield jobs
     jobs.close()
@@ -116,6 +116,7 @@ def test_names_in_files_are_shown_and_have_no_effect(visitors: Jobs) -> None:
         assert "<img src=x" not in text
 
 
+@pytest.mark.usefixtures("world", "forked")
 @pytest.mark.parametrize(
     ("limits", "experts", "words"),
     [
@@ -125,7 +126,7 @@ def test_names_in_files_are_shown_and_have_no_effect(visitors: Jobs) -> None:
         (Limits(max_bytes=1000), BOTH, "more than this page allows, 1 kB. Nothing was downloaded"),
     ],
 )
-def test_inputs_are_refused_before_a_merge(world: World, limits: Limits, experts: str, words: str) -> None:
+def test_inputs_are_refused_before_a_merge(limits: Limits, experts: str, words: str) -> None:
     jobs = Jobs(limits)
     with pytest.raises(MergeError, match=words):
         last(jobs.merge("v", fields(experts), ""))
@@ -133,7 +134,8 @@ def test_inputs_are_refused_before_a_merge(world: World, limits: Limits, experts
     jobs.close()
 
 
-def test_only_a_few_outputs_are_kept(visitors: Jobs) -> None:
+def test_only_a_few_outputs_are_kept(visitors: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COMMAND", COMMAND)  # a new process
     for age in range(10):
         folder = visitors.root / f"kept-{age}"
         folder.mkdir()

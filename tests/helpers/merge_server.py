@@ -1,7 +1,7 @@
 """Runs `actmat` in children that have everything imported, so that a signal falls into the merge and not into imports.
 
 Reads one JSON list of arguments per line; answers with a line `started PID`, then `ended STATUS` (negative: signal).
-Started with `python -m tests.helpers.merge_server ERRORS [MODULE...]`; `Server` is the other end of the pipe.
+`Server` is the other end of the pipe.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+EVERYTHING = ("torch", "actmat.api", "actmat.cli.main", "actmat.cli.screen")
+"""Modules that a merge imports."""
 
 
 class Run:
-    """One `actmat` process; `wait` gives its exit status and what it printed on stderr."""
+    """One `actmat` process; `wait` gives its exit status and what it printed."""
 
-    def __init__(self, server: Server, pid: int, errors: Path) -> None:
-        self.server, self.pid, self._errors = server, pid, errors
+    def __init__(self, server: Server, pid: int, said: Path) -> None:
+        self.server, self.pid, self._said = server, pid, said
         self.began = time.monotonic()
 
     def signal(self, number: int) -> None:
@@ -34,18 +36,27 @@ class Run:
 
     def wait(self) -> tuple[int, str]:
         status = int(self.server.answer("ended"))
-        return status, self._errors.read_text()
+        return status, self._said.read_text()
 
 
 class Server:
-    """A process that forks an `actmat` per request, one at a time; `modules` are imported before as well."""
+    """A process that forks an `actmat` per request, one at a time, in `folder`.
 
-    def __init__(self, folder: Path, modules: Sequence[str] = ()) -> None:
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-        command = [sys.executable, "-m", "tests.helpers.merge_server", str(folder / "stderr.txt"), *modules]
-        self._folder = folder
+    Args:
+        folder: of the processes, and of the file that they print to.
+        modules: imported before the first of them.
+        environment: of the processes; by default this one's, with the packages of this tree.
+    """
+
+    def __init__(
+        self, folder: Path, modules: Sequence[str] = EVERYTHING, environment: Mapping[str, str] | None = None
+    ) -> None:
+        env = environment or os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+        code = f"import sys; sys.path.append({str(ROOT)!r}); from tests.helpers.merge_server import serve; serve(*{{}})"
+        self._said = folder / "said.txt"
+        command = [sys.executable, "-c", code.format([str(self._said), *modules])]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=folder
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(env), cwd=folder
         )
         self.answer("ready")
 
@@ -54,7 +65,7 @@ class Server:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(list(argv)) + "\n")
         self._process.stdin.flush()
-        return Run(self, int(self.answer("started")), self._folder / "stderr.txt")
+        return Run(self, int(self.answer("started")), self._said)
 
     def answer(self, word: str) -> str:
         assert self._process.stdout is not None
@@ -71,27 +82,16 @@ class Server:
         self._process.stdout.close()
 
 
-@contextlib.contextmanager
-def merge_server(folder: Path, modules: Sequence[str] = ()) -> Iterator[Server]:
-    """A server that writes its children's stderr into `folder`, and has imported `modules` for them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    server = Server(folder, modules)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-def _child(argv: list[str], errors: str) -> None:
+def _child(argv: list[str], said: str) -> None:
     """What the forked process does; never returns."""
     code = 70
     for number in (signal.SIGHUP, signal.SIGTERM):  # `nohup` and background jobs of scripts ignore some
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        handle = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(handle, 1)
         os.dup2(handle, 2)
-        os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         sys.argv = ["actmat", *argv]
         from actmat.cli.main import main
 
@@ -100,29 +100,21 @@ def _child(argv: list[str], errors: str) -> None:
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 0
     finally:
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
-def _serve(errors: str, modules: Sequence[str]) -> None:
-    import torch
-
-    import actmat.api
-    import actmat.cli.main
-    import actmat.cli.screen  # noqa: F401 - everything a merge imports
-
+def serve(said: str, *modules: str) -> None:
+    """Body of the server's process."""
     for name in modules:
         importlib.import_module(name)
-    torch.set_num_threads(1)
+    sys.modules["torch"].set_num_threads(1)
     print("ready", flush=True)
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
-            _child(json.loads(line), errors)
+            _child(json.loads(line), said)
         print("started", pid, flush=True)
         _, status = os.waitpid(pid, 0)
         print("ended", os.waitstatus_to_exitcode(status), flush=True)
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1], sys.argv[2:])

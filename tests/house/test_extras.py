@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.helpers.adapters import LLAMA, save_adapter, tiny
-from tests.helpers.forks import ForkServer
+from tests.helpers.merge_server import Server
 from tests.helpers.merging import save_checkpoint
 from tests.helpers.repository import ROOT
 
@@ -148,7 +148,7 @@ class Shell:
     def __init__(self, folder: Path, *path: Path) -> None:
         self.folder = folder
         self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "COLUMNS": "300"}
-        self._server = ForkServer(folder, self.environment, ["torch", "actmat.run", "actmat.cli.main"])
+        self._server = Server(folder, ["torch", "actmat.run", "actmat.cli.main"], self.environment)
 
     def python(self, code: str, *arguments: object) -> str:
         """A new process, which has loaded nothing."""
@@ -160,9 +160,9 @@ class Shell:
         return " ".join((done.stdout + done.stderr).split())
 
     def actmat(self, *arguments: object, fails: bool = False) -> str:
-        done = self._server.actmat(*arguments)
-        said = " ".join(done.stdout.split())
-        assert (done.returncode != 0) is fails, said
+        status, text = self._server.start([str(a) for a in arguments]).wait()
+        said = " ".join(text.split())
+        assert (status != 0) is fails, said
         return said
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.helpers.experts import Experts
 from tests.helpers.spectra import orthogonal
-from tests.tolerances import relative_error
+from tests.tolerances import F32_SOLVE, relative_error
 from torch import Tensor
 
 from actmat.extras.research.cat import merge, removal_basis
@@ -29,15 +29,20 @@ def naive_basis(deltas: list[Tensor], grams: list[Tensor], k: int, rank: int, tr
     return vectors[:, keep]
 
 
-def test_three_experts_lose_the_span_of_the_other_bases(experts: Experts) -> None:
+@pytest.mark.parametrize(("rank", "tradeoff"), [(1, 1.0), (2, 1.0), (2, 0.5), (3, 0.1)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-11), (torch.float32, F32_SOLVE)])
+def test_three_experts_lose_the_span_of_the_other_bases(
+    experts: Experts, rank: int, tradeoff: float, dtype: torch.dtype, bound: float
+) -> None:
     grams = experts.statistics["gram"]
-    bases = [naive_basis(experts.deltas, grams, k, 2, 1.0) for k in range(3)]
+    bases = [naive_basis(experts.deltas, grams, k, rank, tradeoff) for k in range(3)]
     expected = torch.zeros(8, 6, dtype=torch.float64)
     for i in range(3):
         joint = torch.cat([bases[k] for k in range(3) if k != i], dim=1)
         expected += experts.deltas[i] - joint @ torch.linalg.pinv(joint) @ experts.deltas[i]
-    out = merge(experts.deltas, statistics=experts.statistics)
-    assert relative_error(out.value, expected) < 1e-11
+    given = experts.to(dtype)
+    out = merge(given.deltas, statistics=given.statistics, rank=rank, tradeoff=tradeoff)
+    assert relative_error(out.value, expected) < bound
     assert out.stats["directions_removed"] == sum(b.shape[1] for b in bases)
 
 

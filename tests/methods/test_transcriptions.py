@@ -1,10 +1,9 @@
 """Methods without results of their authors' code in tests/parity, against naive transcriptions of their papers.
 
-Every transcription is written from the paper's equations, with loops over experts, entries or samples, in float64, and
-shares no code with the package. Random methods are transcribed given their masks, which are read off the method itself
-(one expert with weight 1, no rescaling); the law of the masks is tested in test_dare.py and test_della.py.
+Random methods are transcribed given their masks, which are read off the method itself (one expert with weight 1, no
+rescaling); the law of the masks is tested in test_dare.py and test_della.py.
 
-Shapes: `T` experts, `O` out_features, `I` in_features.
+Shapes: `N` samples, `I` in_features.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.interference import naive, self_grams
 from tests.helpers.masking import call
 from tests.helpers.spectra import random_deltas
 from tests.tolerances import F32_PRODUCT, F32_SOLVE, F64_IDENTITY, F64_ORACLE, relative_error
 from torch import Tensor
 
 from actmat.extras.research.adamerging import ADAMERGING, AdamState, adam_step, coefficient_gradient, entropy
-from actmat.extras.research.cat import CAT
 from actmat.extras.research.della import DELLA
 from actmat.methods import get_method
 from actmat.methods.contract import MergeMethod
@@ -30,9 +29,6 @@ from actmat.methods.dare import DARE
 ACTMAT = get_method("actmat")
 ACTMAT_RIDGE = get_method("actmat_ridge")
 LOT = get_method("lot")
-
-EPS32 = 2.0**-23
-Matrix = list[list[float]]
 
 PRECISION = [(torch.float64, F64_ORACLE), (torch.float32, F32_SOLVE)]
 CASES = {
@@ -51,148 +47,44 @@ def experts(case: str, dtype: torch.dtype) -> list[Tensor]:
     return [d.to(dtype) for d in deltas]
 
 
-def rows(x: Tensor) -> Matrix:
-    found: Matrix = x.double().tolist()
-    return found
+each_case = pytest.mark.parametrize("case", CASES)
+each_precision = pytest.mark.parametrize(("dtype", "bound"), PRECISION)
 
 
-def product(a: Matrix, b: Matrix) -> Matrix:
-    return [[math.fsum(x * b[k][j] for k, x in enumerate(row)) for j in range(len(b[0]))] for row in a]
-
-
-def transpose(a: Matrix) -> Matrix:
-    return [list(column) for column in zip(*a, strict=True)]
-
-
-def plus(a: Matrix, b: Matrix, factor: float = 1.0) -> Matrix:
-    return [[x + factor * y for x, y in zip(r, s, strict=True)] for r, s in zip(a, b, strict=True)]
-
-
-def zeros(n: int, m: int) -> Matrix:
-    return [[0.0] * m for _ in range(n)]
-
-
-def solve(left: Matrix, square: Matrix) -> Matrix:
-    """`left square^-1` by Gaussian elimination with pivots."""
-    size = len(square)
-    system = [[*transpose(square)[i], *transpose(left)[i]] for i in range(size)]
-    for column in range(size):
-        pivot = max(range(column, size), key=lambda r: abs(system[r][column]))
-        system[column], system[pivot] = system[pivot], system[column]
-        for r in range(size):
-            if r != column:
-                factor = system[r][column] / system[column][column]
-                system[r] = [x - factor * y for x, y in zip(system[r], system[column], strict=True)]
-    return transpose([[x / system[i][i] for x in system[i][size:]] for i in range(size)])
-
-
-def pseudo_inverse(square: Matrix, rtol: float) -> Matrix:
-    """By the sum over eigenvectors above the cut-off, one at a time."""
-    values, vectors = torch.linalg.eigh(torch.tensor(square, dtype=torch.float64))
-    found = zeros(len(square), len(square))
-    for value, v in zip(values.tolist(), vectors.T.tolist(), strict=True):
-        if value > rtol * float(values[-1]):
-            found = plus(found, [[x * y / value for y in v] for x in v])
-    return found
-
-
-def tensor(a: Matrix) -> Tensor:
-    return torch.tensor(a, dtype=torch.float64)
-
-
-def sums(deltas: Sequence[Matrix], grams: Sequence[Matrix]) -> tuple[Matrix, Matrix]:
-    """`sum_t D_t K_t` and `sum_t K_t`."""
-    left, gram = zeros(len(deltas[0]), len(deltas[0][0])), zeros(len(grams[0]), len(grams[0]))
-    for delta, own in zip(deltas, grams, strict=True):
-        left, gram = plus(left, product(delta, own)), plus(gram, own)
-    return left, gram
-
-
-def self_gram(delta: Matrix) -> Matrix:
-    return product(transpose(delta), delta)
-
-
-def ridge_of(gram: Matrix, ridge: float) -> Matrix:
-    """`S + ridge tr(S) / I`."""
-    level = ridge * math.fsum(gram[i][i] for i in range(len(gram))) / len(gram)
-    return [[x + level * (i == j) for j, x in enumerate(row)] for i, row in enumerate(gram)]
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("dtype", "bound"), PRECISION)
+@each_case
+@each_precision
 def test_actmat_ridge(case: str, dtype: torch.dtype, bound: float) -> None:
     """`D* = (sum D_t D_t^T D_t)(sum D_t^T D_t + ridge tr(S)/I)^-1`."""
     deltas = experts(case, dtype)
-    left, gram = sums([rows(d) for d in deltas], [self_gram(rows(d)) for d in deltas])
+    grams = self_grams(deltas)
     for ridge in (0.01, 0.1, 1.0):
-        expected = tensor(solve(left, ridge_of(gram, ridge)))
+        level = ridge * sum(float(g.trace()) for g in grams) / deltas[0].shape[1]
+        expected = naive(deltas, grams, response=lambda values, level=level: values / (values + level))
         assert relative_error(call(ACTMAT_RIDGE, deltas, ridge=ridge), expected) < bound
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("dtype", "bound"), PRECISION)
+@each_case
+@each_precision
 def test_centered(case: str, dtype: torch.dtype, bound: float) -> None:
     """The authors of ACTMat compare with ACE's estimate: the scatter of the rows of a delta about their mean."""
     deltas = experts(case, dtype)
-    lists, scatters = [rows(d) for d in deltas], []
-    for delta in lists:
-        mean = [math.fsum(column) / len(delta) for column in transpose(delta)]
-        scatter = zeros(len(mean), len(mean))
-        for row in delta:
-            centered = [x - m for x, m in zip(row, mean, strict=True)]
-            scatter = plus(scatter, [[x * y for y in centered] for x in centered])
-        scatters.append(scatter)
-    left, gram = sums(lists, scatters)
-    expected = tensor(product(left, pseudo_inverse(gram, len(gram) * EPS32)))
+    expected = naive(deltas, self_grams([d.double() - d.double().mean(0) for d in deltas]))
     assert relative_error(call(ACTMAT, deltas, center=True), expected) < bound
 
 
-def inputs(case: str, samples: int) -> list[Tensor]:
-    """Inputs of every expert's task, `samples x I`, the tasks of different size."""
-    n_experts = len(experts(case, torch.float64))
-    return [(1 + t) * x for t, x in enumerate(random_deltas(n_experts, samples, CASES[case][2], seed=5))]
-
-
-@pytest.mark.parametrize("case", CASES)
+@each_case
 @pytest.mark.parametrize("samples", [14, 1])
-@pytest.mark.parametrize(("dtype", "bound"), PRECISION)
+@each_precision
 def test_lot(case: str, samples: int, dtype: torch.dtype, bound: float) -> None:
-    """The least drift of features, `sum_t sum_n ||(D - D_t) x_n||^2`, sample by sample through its normal equations."""
-    deltas, lists = experts(case, dtype), []
-    for x_NI in inputs(case, samples):
-        gram = zeros(x_NI.shape[1], x_NI.shape[1])
-        for x in rows(x_NI):
-            gram = plus(gram, [[a * b for b in x] for a in x])
-        lists.append(gram)
-    left, total = sums([rows(d) for d in deltas], lists)
-    expected = tensor(product(left, pseudo_inverse(total, len(total) * EPS32)))
-    grams = [tensor(g).to(dtype) for g in lists]
-    assert relative_error(call(LOT, deltas, statistics={"gram": grams}), expected) < bound
+    """The least drift of features, `sum_t sum_n ||(D - D_t) x_n||^2`, through its normal equations.
 
-
-@pytest.mark.parametrize(("rank", "tradeoff"), [(1, 1.0), (2, 0.5), (3, 0.1)])
-@pytest.mark.parametrize(("dtype", "bound"), PRECISION)
-def test_cat(rank: int, tradeoff: float, dtype: torch.dtype, bound: float) -> None:
-    """Two tasks: from each delta the leading directions of the other task's conflict are projected out, one by one."""
-    deltas = [d.to(dtype) for d in random_deltas(2, 7, 6, seed=3)]
-    samples = random_deltas(2, 9, 6, seed=8)
-    expected = torch.zeros(7, 6, dtype=torch.float64)
-    for own, other in ((0, 1), (1, 0)):
-        # B_other: where `own` moves the outputs on the other task's inputs more than (tradeoff times) on its own
-        conflict = torch.zeros(7, 7, dtype=torch.float64)
-        for sign, x_NI in ((1.0, samples[other]), (-tradeoff, samples[own])):
-            for x in x_NI:
-                y = deltas[own].double() @ x
-                conflict += sign * torch.outer(y, y)
-        values, vectors = torch.linalg.eigh(conflict)
-        left = deltas[own].double()
-        for k in range(1, rank + 1):
-            if values[-k] > 0:
-                left = left - torch.outer(vectors[:, -k], vectors[:, -k] @ left)
-        expected += left
-    grams = [(x.T @ x).to(dtype) for x in samples]
-    found = call(CAT, deltas, statistics={"gram": grams}, rank=rank, tradeoff=tradeoff)
-    assert relative_error(found, expected) < bound
+    The tasks' inputs, `samples x I`, are of different size.
+    """
+    deltas = experts(case, dtype)
+    inputs = random_deltas(len(deltas), samples, CASES[case][2], seed=5)
+    grams = self_grams([(1 + t) * x for t, x in enumerate(inputs)])
+    found = call(LOT, deltas, statistics={"gram": [g.to(dtype) for g in grams]})
+    assert relative_error(found, naive(deltas, grams)) < bound
 
 
 def masks_of(method: MergeMethod, deltas: Sequence[Tensor], **given: Any) -> list[Tensor]:
@@ -257,7 +149,7 @@ def test_della(elect: bool, rescale: str, dtype: torch.dtype, bound: float) -> N
     masks = masks_of(DELLA, deltas, density=density, epsilon=epsilon, sign_election=False)
     for delta, kept in zip(deltas, masks, strict=True):
         part = torch.zeros(delta.shape, dtype=torch.float64)
-        for r, row in enumerate(rows(delta)):
+        for r, row in enumerate(delta.double().tolist()):
             for rank, (_, i) in enumerate(sorted((abs(x), i) for i, x in enumerate(row))):
                 p = density - epsilon + 2 * epsilon * rank / (len(row) - 1)
                 part[r, i] = row[i] * float(kept[r, i]) / (p if rescale == "inverse" else 1.0)
@@ -268,15 +160,15 @@ def test_della(elect: bool, rescale: str, dtype: torch.dtype, bound: float) -> N
     assert relative_error(found, by_entry(parts, weights, "ties" if elect else "linear")) < bound
 
 
-def predicted_entropy(weight: Matrix, x_NI: Matrix) -> float:
+def predicted_entropy(weight: Tensor, x_NI: Tensor) -> float:
     """Mean Shannon entropy of softmax(W x), from its definition."""
-    total = 0.0
-    for x in x_NI:
-        logits = [math.fsum(w * v for w, v in zip(row, x, strict=True)) for row in weight]
-        exponents = [math.exp(z - max(logits)) for z in logits]
-        p = [e / math.fsum(exponents) for e in exponents]
-        total -= math.fsum(q * math.log(q) for q in p)
-    return total / len(x_NI)
+    powers = (x_NI @ weight.T).exp()
+    p = powers / powers.sum(1, keepdim=True)
+    return float(-(p * p.log()).sum(1).mean())
+
+
+def summed(coefficients: Sequence[float], deltas: Sequence[Tensor]) -> Tensor:
+    return torch.stack([c * d for c, d in zip(coefficients, deltas, strict=True)]).sum(0)
 
 
 def test_adamerging() -> None:
@@ -284,20 +176,14 @@ def test_adamerging() -> None:
     deltas, (base,) = random_deltas(3, 5, 7, seed=4), random_deltas(1, 5, 7, seed=9)
     x_NI = random_deltas(1, 6, 7, seed=1)[0]
     rate, betas, step = 0.05, (0.9, 0.999), 1e-5
-
-    def loss(coefficients: Sequence[float]) -> float:
-        weight = rows(base)
-        for c, delta in zip(coefficients, deltas, strict=True):
-            weight = plus(weight, rows(delta), c)
-        return predicted_entropy(weight, rows(x_NI))
-
     wanted, first, second = [0.3] * 3, [0.0] * 3, [0.0] * 3
     found, state = torch.full((3,), 0.3, dtype=torch.float64), AdamState.zeros(3)
     for k in range(1, 6):
         gradient = []
         for t in range(3):
-            up, down = ([c + sign * step * (i == t) for i, c in enumerate(wanted)] for sign in (1, -1))
-            gradient.append((loss(up) - loss(down)) / (2 * step))
+            ends = ([c + sign * step * (i == t) for i, c in enumerate(wanted)] for sign in (1, -1))
+            up, down = (predicted_entropy(base + summed(c, deltas), x_NI) for c in ends)
+            gradient.append((up - down) / (2 * step))
         for t, g in enumerate(gradient):
             first[t] = betas[0] * first[t] + (1 - betas[0]) * g
             second[t] = betas[1] * second[t] + (1 - betas[1]) * g * g
@@ -309,7 +195,5 @@ def test_adamerging() -> None:
         assert weight.grad is not None
         found, state = adam_step(found, coefficient_gradient(weight.grad, deltas), state, lr=rate)
     assert relative_error(found, torch.tensor(wanted, dtype=torch.float64)) < F32_PRODUCT, "differences have 1e-10"
-    expected = zeros(5, 7)
-    for c, delta in zip(found.tolist(), deltas, strict=True):
-        expected = plus(expected, rows(delta), c)
-    assert relative_error(call(ADAMERGING, deltas, coefficients=found.tolist()), tensor(expected)) < F64_IDENTITY
+    expected = summed(found.tolist(), deltas)
+    assert relative_error(call(ADAMERGING, deltas, coefficients=found.tolist()), expected) < F64_IDENTITY

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-GOLDEN = Path(__file__).parent / "golden"
+HERE = Path(__file__).parent
 
 Rule = tuple[str, dict[str, Any]]
 
@@ -92,6 +92,15 @@ ORACLE_METHODS: dict[str, Rule] = {
     "mk_nearswap": ("nearswap", {"t": 0.01, "experts": 1}),
     "mk_sce": ("sce", {}),
     "mk_sce_k05": ("sce", {"select_topk": 0.5}),
+    # the closed forms of 2025-26
+    "cart_adarank": ("cart", {"rank": 0.16, "scaling": 2.3}),
+    "cart_corespace": ("cart", {"rank": 0.16, "rounding": "up"}),
+    "cart_in_ace": ("average", {}),
+    "dc_lora_avg": ("dc_merge", {"k": 16, "smoothing": "mean"}),
+    "dc_lora_linear": ("dc_merge", {"k": 16, "smoothing": "linear"}),
+    "dc_lora_linear_k10": ("dc_merge", {"k": 16, "smoothing": "linear", "density": 0.1}),
+    "dc_merge": ("dc_merge", {}),
+    "dc_merge_k10": ("dc_merge", {"density": 0.1}),
 }
 
 _AVERAGE: Rule = ("average", {})
@@ -128,19 +137,20 @@ SCOPES: dict[str, Callable[[str, Tensor], Rule]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One golden file and how to compare with it; fields as in `index.json`."""
+    """One golden answer and how to compare with it; fields as in the `index.json` of its folder."""
 
+    folder: str
     file: str
     method: str
     case: str
-    T: int
     status: str
-    compare: str
-    tolerance: float | None
+    tolerance: float
     tolerance64: float | None
-    absolute: bool
-    options: Mapping[str, Any]
-    remark: str
+    compare: str = "numeric"
+    T: int = 0
+    absolute: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    remark: str = ""
 
     def __str__(self) -> str:
         return f"{self.method}-{self.case}"
@@ -148,10 +158,11 @@ class Case:
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Tensor name -> key -> tensor; single-tensor cases use the name `weight`."""
         out: dict[str, dict[str, Tensor]] = {}
-        for key, value in load_file(GOLDEN / self.file).items():
+        for key, value in load_file(HERE / self.folder / self.file).items():
             name, _, part = key.rpartition("::")
             out.setdefault(name or "weight", {})[part] = value
-        return dict(sorted(out.items()))
+        own = f"{self.method}::{self.case}"  # of a file with several cases
+        return {"weight": out[own]} if own in out else dict(sorted(out.items()))
 
     def rule(self, name: str, base: Tensor) -> Rule:
         """Method and options for the tensor called `name`."""
@@ -159,10 +170,24 @@ class Case:
             return SCOPES[self.method](name, base)
         return ORACLE_METHODS[self.method]
 
+    def error(self, out: Mapping[str, Tensor], dtype: torch.dtype) -> float:
+        """The error of a run in this dtype, in units of its tolerance."""
+        if dtype == torch.float32 or self.tolerance64 is None:
+            return self.distance(out, "expected_delta") / self.tolerance
+        end = "_rtol32" if self.status == "float32_cutoff" else ""  # actmat's default cut-off is that of float32
+        return self.distance(out, f"expected_delta64{end}") / self.tolerance64
 
-def all_cases() -> list[Case]:
-    """Every case of the index."""
-    return [Case(**entry) for entry in json.loads((GOLDEN / "index.json").read_text())["cases"]]
+    def distance(self, out: Mapping[str, Tensor], key: str) -> float:
+        """Relative Frobenius error over all tensors together (absolute where zero is expected)."""
+        expected = {n: t[key].double() for n, t in self.tensors().items()}
+        top = sum(float((out[n].double() - t).square().sum()) for n, t in expected.items())
+        return top**0.5 if self.absolute else (top / sum(float(t.square().sum()) for t in expected.values())) ** 0.5
+
+
+def all_cases(*folders: str) -> list[Case]:
+    """Every case of the folders' indexes."""
+    entries = [(f, e) for f in folders for e in json.loads((HERE / f / "index.json").read_text())["cases"]]
+    return [Case(f, **({"compare": "none"} if e["status"] == "ill_posed" else {}) | e) for f, e in entries]
 
 
 def deltas_of(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> list[Tensor]:

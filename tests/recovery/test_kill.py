@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.merge_server import Run, Server, merge_server
+from tests.helpers.merge_server import Run, Server
 from tests.helpers.merging import Family, actmat, contents, hidden
 
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
@@ -21,13 +21,14 @@ from actmat.checkpoints.writing.staging import JOURNAL_NAME
 KILLS = 20
 EVERY_TIME = 5
 """Kills of every test run; the others are slow ones."""
-LAYERS = 150
+LAYERS = 80
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with merge_server(tmp_path_factory.mktemp("server")) as running:
-        yield running
+    running = Server(tmp_path_factory.mktemp("server"))
+    yield running
+    running.close()
 
 
 @pytest.fixture(scope="module")

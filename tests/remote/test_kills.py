@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import s3fs
-from tests.helpers.merge_server import Run, Server, merge_server
+from tests.helpers.merge_server import EVERYTHING, Run, Server
 from tests.helpers.merging import Family, actmat, contents, hidden
 from tests.helpers.range_server import RangeServer
 
@@ -30,8 +30,9 @@ def children(moto_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> It
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        with merge_server(folder, ["s3fs", "tests.helpers.small_blocks"]) as running:
-            yield running
+        running = Server(folder, [*EVERYTHING, "s3fs", "tests.helpers.small_blocks"])
+        yield running
+        running.close()
 
 
 @pytest.mark.parametrize("number", [0, 8, 16])
