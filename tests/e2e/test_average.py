@@ -1,20 +1,37 @@
-"""`actmat merge --average`, and merges without a base."""
+"""Averages of checkpoints, merges without a base, and one adapter added to its base (`verify --against`)."""
 
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from tests.helpers.merging import EMBEDDING, Q0, Family, actmat, contents, expert_of, llama_tensors, save_checkpoint
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
+from tests.helpers.adapters import LLAMA, save_adapter, save_peft, tiny
+from tests.helpers.merging import EMBEDDING, Q0, Family, contents, expert_of, llama_tensors, save_checkpoint
+from tests.helpers.merging import actmat as command_line
 from tests.tolerances import BF16_ROUNDING, F32_ELEMENTWISE, F32_PRODUCT, relative_error
 from torch import Tensor
+from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
 
-import actmat as library
-from actmat.errors import MergeError, RecipeError
+import actmat
+from actmat.checkpoints.resolve import open_handle
+from actmat.cli.main import app
+from actmat.errors import CheckpointError, MergeError, RecipeError
+from actmat.experts.locate import locate
+from actmat.extras.quantized.nf4 import NF4, rounded_nf4
+from actmat.methods import METHODS
+from actmat.planning.choose import WHOLE
 from actmat.planning.cost import SOURCE_BYTES
+
+# `actmat merge --average`, and merges without a base.
+
 
 STEPS = (30, 200, 1000)
 
@@ -50,7 +67,7 @@ def test_the_average_is_that_of_the_checkpoints_in_the_order_of_their_steps(
     run: list[Path], tmp_path: Path, weights: str, wanted: list[float]
 ) -> None:
     out = tmp_path / "out"
-    done = actmat(["merge", "--average", weights, *map(str, run), "--out", str(out), "--threads", "1"])
+    done = command_line(["merge", "--average", weights, *map(str, run), "--out", str(out), "--threads", "1"])
     assert done.code == 0, done
     found, expected = tensors(out), weighted(tmp_path, wanted)
     assert found.keys() == expected.keys()
@@ -61,7 +78,7 @@ def test_the_average_is_that_of_the_checkpoints_in_the_order_of_their_steps(
 
 
 def test_the_plan_lists_order_weights_and_formula(run: list[Path]) -> None:
-    shown = " ".join(actmat(["merge", "--average", "linear", *map(str, run), "--plan"]).out.split())
+    shown = " ".join(command_line(["merge", "--average", "linear", *map(str, run), "--plan"]).out.split())
     assert "w_t = 2 t / (T (T + 1))" in shown
     assert "step-30 0.166667, step-200 0.333333, step-1000 0.5" in shown
     assert "come from the last checkpoint, step-1000" in shown
@@ -69,10 +86,10 @@ def test_the_plan_lists_order_weights_and_formula(run: list[Path]) -> None:
 
 def test_listed_numbers_want_checkpoints_in_order(run: list[Path], tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"step-30.*step-200.*step-1000.*as_given"):
-        library.average(run, weights=[0.2, 0.3, 0.5], out=tmp_path / "out")
+        actmat.average(run, weights=[0.2, 0.3, 0.5], out=tmp_path / "out")
     ordered = [tmp_path / f"step-{n}" for n in STEPS]
-    library.average(ordered, weights=[0.2, 0.3, 0.5], out=tmp_path / "out", durable=False)
-    backwards = library.average(run, weights=[0.5, 0.3, 0.2], as_given=True, out=tmp_path / "other", durable=False)
+    actmat.average(ordered, weights=[0.2, 0.3, 0.5], out=tmp_path / "out", durable=False)
+    backwards = actmat.average(run, weights=[0.5, 0.3, 0.2], as_given=True, out=tmp_path / "other", durable=False)
     wanted = weighted(tmp_path, [0.2, 0.3, 0.5])
     for folder in (tmp_path / "out", tmp_path / "other"):
         assert relative_error(tensors(folder)[Q0], wanted[Q0]) < F32_ELEMENTWISE
@@ -83,12 +100,12 @@ def test_bytes_do_not_depend_on_workers_and_memory_not_on_the_number_of_checkpoi
     base = llama_tensors(1, dtype=torch.bfloat16)
     folders = [save_checkpoint(tmp_path / f"s{n}", expert_of(base, n)) for n in range(12)]
     reports = [
-        library.average(folders, weights="ema:0.9", out=tmp_path / "out" / str(n), threads=n, durable=False)
+        actmat.average(folders, weights="ema:0.9", out=tmp_path / "out" / str(n), threads=n, durable=False)
         for n in (1, 3)
     ]
     one, three = (contents(r.out) for r in reports)
     assert one == three
-    few = library.average(folders[:2], out=tmp_path / "few", durable=False)
+    few = actmat.average(folders[:2], out=tmp_path / "few", durable=False)
     headers = len(few.plan.items) * (12 - 2) * SOURCE_BYTES
     assert reports[0].plan.peak_bytes(1) == few.plan.peak_bytes(1) + headers
     share = [0.9 ** (11 - t) for t in range(12)]
@@ -97,15 +114,15 @@ def test_bytes_do_not_depend_on_workers_and_memory_not_on_the_number_of_checkpoi
 
 
 def test_float64_accumulation_and_output(run: list[Path], tmp_path: Path) -> None:
-    report = library.average(run, out=tmp_path / "out", dtype="float64", compute_dtype="float64", durable=False)
+    report = actmat.average(run, out=tmp_path / "out", dtype="float64", compute_dtype="float64", durable=False)
     assert relative_error(tensors(report.out)[Q0], weighted(tmp_path, [1 / 3] * 3)[Q0]) < 1e-15
 
 
 def test_nothing_to_average_is_an_error(tmp_path: Path) -> None:
-    assert actmat(["merge", "--average", "uniform"]).code == 1
-    assert actmat(["merge", "--average", "uniform", str(tmp_path)]).code == 2
+    assert command_line(["merge", "--average", "uniform"]).code == 1
+    assert command_line(["merge", "--average", "uniform", str(tmp_path)]).code == 2
     with pytest.raises(RecipeError, match="needs at least two checkpoints"):
-        library.average([], out=tmp_path / "out")
+        actmat.average([], out=tmp_path / "out")
 
 
 BASELESS = [("average", {}), ("linear", {}), ("linear", {"normalize": False}), ("karcher", {}), ("slerp", {"t": 0.3})]
@@ -115,8 +132,8 @@ BASELESS = [("average", {}), ("linear", {}), ("linear", {"normalize": False}), (
 def test_a_merge_without_a_base_is_that_with_any(tmp_path: Path, method: str, options: dict[str, object]) -> None:
     family = Family.make(tmp_path, layers=1)
     common = {"method": method, "options": options, "scope": "all", "durable": False}
-    with_base = library.merge(family.base, family.experts, out=tmp_path / "with", **common)
-    without = library.merge(None, family.experts, out=tmp_path / "without", **common)
+    with_base = actmat.merge(family.base, family.experts, out=tmp_path / "with", **common)
+    without = actmat.merge(None, family.experts, out=tmp_path / "without", **common)
     found, wanted = tensors(without.out), tensors(with_base.out)
     for name in wanted:
         assert relative_error(found[name], wanted[name]) < F32_PRODUCT
@@ -126,7 +143,7 @@ def test_a_merge_without_a_base_is_that_with_any(tmp_path: Path, method: str, op
 
 def succeeds(argv: list[str]) -> None:
     """Run a command; a failure shows what it said, because a full disk or memory fails a command as well."""
-    done = actmat(argv)
+    done = command_line(argv)
     assert done.code == 0, f"{argv}: {done.err}"
 
 
@@ -159,12 +176,241 @@ def test_command_line_and_recipe_take_no_base(tmp_path: Path) -> None:
 def test_what_needs_a_base_says_so(tmp_path: Path, fields: dict[str, object], said: str) -> None:
     family = Family.make(tmp_path, layers=1)
     with pytest.raises(MergeError, match="--base must be given") as error:
-        library.merge(None, family.experts, out=family.out, **fields)
+        actmat.merge(None, family.experts, out=family.out, **fields)
     assert said in str(error.value)
 
 
 def test_slerp_of_one_expert_needs_the_other_end(tmp_path: Path) -> None:
     family = Family.make(tmp_path, layers=1, experts=1)
-    done = actmat(["merge", "-e", str(family.experts[0]), "-m", "slerp", "--out", str(family.out)])
+    done = command_line(["merge", "-e", str(family.experts[0]), "-m", "slerp", "--out", str(family.out)])
     assert done.code == 1
     assert "slerp between two experts" in " ".join(done.err.replace("│", " ").split())
+
+
+# One adapter added to its base by any method that leaves one delta as it is; `verify --against` adds it again.
+
+
+ALONE = [m.name for m in METHODS if "single" in m.laws and not m.needs_statistics]
+CHANGING = ["ties", "iso_c", "task_arithmetic"]
+
+
+def merge(models: Path, out: Path, kind: str, *names: str, **fields: Any) -> dict[str, torch.Tensor]:
+    actmat.merge(models / "base", [models / kind / n for n in names], out=out, durable=False, threads=1, **fields)
+    return load_file(out / "model.safetensors")
+
+
+@pytest.mark.parametrize("method", ALONE)
+def test_one_expert_is_added_by_every_method_with_the_law(method: str, models: Path, tmp_path: Path) -> None:
+    added = merge(models, tmp_path / "added", "adapters", "math", method="linear")
+    found = merge(models, tmp_path / "out", "adapters", "math", method=method)
+    assert all(torch.equal(found[n], t) for n, t in added.items())
+    expert = load_file(models / "experts" / "math" / "model.safetensors")
+    found = merge(models, tmp_path / "full", "experts", "math", method=method, compute_dtype="float64")
+    assert all(torch.equal(found[n], t) for n, t in expert.items())
+
+
+def test_an_adapter_from_one_adapter_is_not_factored_again(models: Path) -> None:
+    plan = actmat.plan(None, [models / "adapters" / "math"], method="tsv")
+    assert {i.call.method for i in plan.items if i.call is not None} == {"task_arithmetic"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"method": "actmat", "options": {"ridge": 0.2}}, {"method": "tsv", "space": "core"}, {"method": "ties"}],
+)
+def test_a_call_without_the_law_is_made(fields: dict[str, Any], models: Path) -> None:
+    plan = actmat.plan(models / "base", [models / "adapters" / "math"], **fields)
+    assert {i.call.method for i in plan.items if i.call is not None} == {fields["method"]}
+
+
+@pytest.mark.parametrize("method", [*ALONE, *CHANGING])
+def test_the_plan_says_what_becomes_of_one_expert(method: str, models: Path) -> None:
+    plan = actmat.plan(models / "base", [models / "adapters" / "math"], method=method)
+    notes = [n for n in map(str, plan.notes) if "changes its delta: use -m linear to add it unchanged" in n]
+    assert len(notes) == (method in CHANGING)
+    merged = [i for i in plan.items if i.action == "merge"]
+    if method not in (*CHANGING, "linear", "average"):
+        assert all(i.call is not None and i.call.options == WHOLE for i in merged)
+        assert all(i.reason.endswith(f"{method} of one expert is its delta: added whole") for i in merged)
+    assert not [
+        n for n in map(str, actmat.plan(models / "base", [models / "adapters" / "math"]).notes) if "-m linear" in n
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_adapter_is_what_peft_merges(dtype: torch.dtype, tmp_path: Path) -> None:
+    tiny("llama").to(dtype).save_pretrained(tmp_path / "base")
+    save_peft(tmp_path / "adapter", "llama", 1, LoraConfig(**LLAMA), dtype=torch.float32)
+    actmat.merge(tmp_path / "base", [tmp_path / "adapter"], out=tmp_path / "out", durable=False)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype)
+    wanted = PeftModel.from_pretrained(model, tmp_path / "adapter").merge_and_unload().state_dict()
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[n], wanted[n]) for n in found)
+    added = actmat.verify(tmp_path / "out", against=tmp_path / "adapter").added
+    assert added is not None
+    assert added.problems == ()
+    assert max(t.units for t in added.tensors) <= (1 if dtype == torch.bfloat16 else 4), "float32 sums of products"
+    assert sum(t.differing for t in added.tensors) <= 2 or dtype == torch.float32, "bfloat16 rounds float32 once more"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compute"), [("float32", "float64"), ("bfloat16", "float32"), ("float16", "float64")]
+)
+def test_against_is_met_to_the_bit(dtype: Any, compute: Any, models: Path, tmp_path: Path) -> None:
+    merge(models, tmp_path / "out", "adapters", "math", dtype=dtype, compute_dtype=compute, method="actmat")
+    result = actmat.verify(tmp_path / "out", against=[models / "adapters" / "math"])
+    assert result.ok
+    assert result.added is not None
+    assert [t.differing for t in result.added.tensors] == [0, 0, 0, 0]
+    assert (result.added.relative_error > torch.finfo(torch.float16).eps / 10) == (dtype != "float32")
+
+
+def test_float32_computed_in_float32_is_within_units(models: Path, tmp_path: Path) -> None:
+    merge(models, tmp_path / "out", "adapters", "math", method="tsv", dtype="float32")
+    result = actmat.verify(tmp_path / "out", against=models / "adapters" / "math")
+    assert result.ok
+    assert result.added is not None
+    assert 0 < max(t.units for t in result.added.tensors) <= 2
+    assert len(result.added.lines()) == 2
+
+
+@pytest.mark.parametrize("kind", ["adapters", "experts"])
+@pytest.mark.parametrize(
+    "fields", [{"method": "linear"}, {"method": "task_arithmetic", "options": {"scaling": 0.7}}, {"scale": 0.5}]
+)
+def test_a_weighted_set_is_met(kind: str, fields: dict[str, Any], models: Path, tmp_path: Path) -> None:
+    chosen: dict[str, Any] = {"method": "linear", "dtype": "bfloat16"} | fields
+    merge(models, tmp_path / "out", kind, "math", "code", weights=[0.75, 0.3], compute_dtype="float64", **chosen)
+    places = [models / kind / n for n in ("math", "code")]
+    result = actmat.verify(tmp_path / "out", against=places)
+    assert result.ok
+    assert result.added is not None
+    assert not any(t.differing for t in result.added.tensors)
+    assert not actmat.verify(tmp_path / "out", against=places[::-1]).ok
+
+
+def test_one_changed_entry_is_found(models: Path, tmp_path: Path) -> None:
+    found = merge(models, tmp_path / "out", "adapters", "math", dtype="bfloat16")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    found[name].view(torch.int16)[3, 5] += 2
+    save_file(found, tmp_path / "out" / "model.safetensors")
+    added = actmat.verify(tmp_path / "out", against=models / "adapters" / "math").added
+    assert added is not None
+    assert [p for p in added.problems if f"'{name}'" in p and "1 entries differ" in p] == list(added.problems)
+    found["model.norm.weight"][0] = 3
+    save_file(found, tmp_path / "out" / "model.safetensors")
+    again = actmat.verify(tmp_path / "out", against=models / "adapters" / "math").added
+    assert again is not None
+    assert any("no expert changes it" in p for p in again.problems)
+
+
+def test_another_adapter_is_found(models: Path, tmp_path: Path) -> None:
+    merge(models, tmp_path / "out", "adapters", "math")
+    result = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), "--against", str(models / "adapters" / "code")])
+    assert result.exit_code == 1
+    assert "is not W_0 + sum_t c_t D_t" in " ".join(result.output.split())
+
+
+def test_the_command_says_how_near(models: Path, tmp_path: Path) -> None:
+    merge(models, tmp_path / "out", "adapters", "math", dtype="bfloat16", keep=["*.layers.0.*"])
+    place = str(models / "adapters" / "math")
+    result = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), "--against", place])
+    text = " ".join(result.output.split())
+    assert result.exit_code == 0
+    assert "added: 2 of 2 changed tensors to the bit" in text
+    assert "2 kept by the recipe" in text
+    assert "entries vanished" in text
+    plain = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), "--against", place, "--json"])
+    assert '"relative_error"' in plain.output
+
+
+def test_what_is_no_sum_is_refused(models: Path, tmp_path: Path) -> None:
+    merge(models, tmp_path / "out", "adapters", "math", "code", method="ties", postprocess={"norm_cap": "mean"})
+    with pytest.raises(CheckpointError) as caught:
+        actmat.verify(tmp_path / "out", against=models / "adapters" / "math")
+    text = str(caught.value)
+    assert "expected one --against for each of math, code" in text
+    assert "merged by ties" in text
+
+
+def test_dora_is_within_units(tmp_path: Path) -> None:
+    tiny("llama").float().save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path / "dora", "llama", 1, **LLAMA, use_dora=True)
+    actmat.merge(tmp_path / "base", [tmp_path / "dora"], out=tmp_path / "out", durable=False)
+    assert actmat.verify(tmp_path / "out", against=tmp_path / "dora").ok
+
+
+def bitsandbytes_nf4(values: torch.Tensor) -> torch.Tensor:
+    """NF4 by the definition: the nearest of 16 values to each entry over the largest of its 64."""
+    table = torch.tensor(NF4, dtype=torch.float64)
+    blocks = values.double().flatten().view(-1, 64)
+    largest = blocks.abs().amax(1, keepdim=True)
+    codes = (blocks / largest).unsqueeze(-1).sub(table).abs().argmin(-1)
+    return (table[codes] * largest).view(values.shape).to(values.dtype)
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "nf4-double"])
+def test_a_base_is_rounded_as_it_was_trained_on(scheme: Any, models: Path, tmp_path: Path) -> None:
+    found = merge(models, tmp_path / "out", "adapters", "math", base_as=scheme, executor="threads")
+    base = load_file(models / "base" / "model.safetensors")
+    plain = merge(models, tmp_path / "plain", "adapters", "math")
+    for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
+        assert name not in found or torch.equal(found[name], base[name])
+    name = "model.layers.0.mlp.up_proj.weight"  # no adapter changes it, and it was rounded while they were trained
+    wanted = bitsandbytes_nf4(base[name])
+    assert not torch.equal(plain[name], found[name])
+    if scheme == "nf4":
+        assert torch.equal(found[name], wanted)
+    else:
+        error = (found[name].double() - wanted.double()).norm() / wanted.double().norm()
+        assert 0 < error < torch.finfo(torch.bfloat16).eps * 2, "scales in 8 bits"
+    result = actmat.verify(tmp_path / "out", against=models / "adapters" / "math")
+    assert result.ok
+    assert result.added is not None
+    assert len(result.added.tensors) == 4
+
+
+def test_a_simulated_base_is_opened_again_from_its_handle(models: Path) -> None:
+    with (
+        locate(models / "base").model("nf4") as base,
+        open_handle(pickle.loads(pickle.dumps(base.handle()))) as again,
+    ):
+        assert all(torch.equal(again.read(n), base.read(n)) for n in base.specs)
+        assert again.notes == base.notes
+
+
+def test_scales_of_zeros_are_zeros() -> None:
+    assert torch.equal(rounded_nf4(torch.zeros(3, 50), nested=False), torch.zeros(3, 50))
+
+
+def test_an_adapter_of_a_base_in_4_bits_is_told(models: Path, tmp_path: Path) -> None:
+    shutil.copytree(models / "adapters" / "math", tmp_path / "math")
+    config = json.loads((tmp_path / "math" / "adapter_config.json").read_text())
+    quantized = tmp_path / "quantized"
+    quantized.mkdir()
+    (quantized / "config.json").write_text('{"quantization_config": {"load_in_4bit": true}}')
+    for name in ("unsloth/tiny-bnb-4bit", str(quantized)):
+        (tmp_path / "math" / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": name}))
+        notes = [n for n in map(str, actmat.plan(models / "base", [tmp_path / "math"]).notes) if "base_as=nf4" in n]
+        assert len(notes) == 1
+        again = actmat.plan(models / "base", [tmp_path / "math"], base_as="nf4")
+        assert not [n for n in map(str, again.notes) if "base_as=nf4" in n]
+        assert any("14 tensors are rounded to nf4 and back" in n for n in map(str, again.notes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "words"),
+    [
+        ("experts", {}, "is a full model"),
+        ("adapters", {"output": {"kind": "adapter"}}, "base_as: goes with a model"),
+    ],
+)
+def test_a_rounded_base_is_for_adapters(kind: str, fields: dict[str, Any], words: str, models: Path) -> None:
+    with pytest.raises(MergeError, match=words):
+        actmat.plan(models / "base", [models / kind / "math"], base_as="nf4", method="linear", **fields)
+
+
+def test_transposed_layers_are_refused(tmp_path: Path) -> None:
+    tiny("gpt2").save_pretrained(tmp_path / "base")
+    with pytest.raises(CheckpointError, match="stored transposed"):
+        locate(tmp_path / "base").model("nf4")

@@ -1,19 +1,27 @@
-"""Generated parts of the documentation are up to date, and no method is without a page."""
+"""Generated parts of the documentation are up to date; the site builds, and the tutorial runs."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
+import nbformat
 import pytest
+import yaml
 from benchmarks import table as results
 from docs import generate, markdown
 from docs.markdown import PLACE, filled, pages
-from docs.record import recorded
+from docs.record import NOTEBOOK, recorded, run
+from docs.site import DOCS, _leaves, build, navigation, notebook_page, places, relinked, run_mkdocs, unescaped
 from tests.helpers.docs_run import Run
-from tests.helpers.repository import ROOT
+from tests.helpers.repository import ROOT, SOURCES
 
 from actmat.methods import all_methods
+
+# Generated parts of the documentation are up to date, and no method is without a page.
+
 
 PAGES = [p for p in pages() if p.exists()]
 
@@ -134,3 +142,159 @@ def test_recorded_output_replaces_what_disagrees() -> None:
     run = Run(0, "", {3: ["new", "er"], 5: ["unasked"], 6: ["x", "end"]})
     assert recorded(page, run) == "a\n```console\n$ one\nnew\ner\n$ two\n$ three\n...\nend\n```\nb\n"
     assert recorded(page, Run(0, "", {3: ["old"], 5: [], 6: ["y"]})).splitlines()[5:7] == ["$ three", "y"]
+
+
+# The documentation builds as a site: every link leads somewhere, every page is in the navigation.
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    root = tmp_path_factory.mktemp("site")
+    (root / "work").mkdir()
+    return root / "out", build(root / "out", root / "work")
+
+
+def test_the_site_builds_without_a_warning(site: tuple[Path, list[str]]) -> None:
+    out, warnings = site
+    assert warnings == []
+    assert (out / "index.html").is_file()
+    for page in DOCS.rglob("*.md"):
+        name = page.relative_to(DOCS).with_suffix(".html")
+        assert (out / {"README.html": "pages.html"}.get(str(name), name.with_name(
+            "index.html" if name.stem == "README" else name.name))).is_file(), name  # fmt: skip
+    assert all((out / "methods" / f"{m.name}.html").is_file() for m in all_methods())
+
+
+@pytest.mark.parametrize(
+    ("page", "said"), [("[a](gone.md)", "gone.md"), ("[a](#gone)", "gone"), ("![a](gone.png)", "gone.png")]
+)
+def test_a_broken_link_is_a_warning(tmp_path: Path, page: str, said: str) -> None:
+    given = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "index.md").write_text(f"# Title\n{page}\n")
+    config = {"site_name": "x", "docs_dir": "pages", "site_dir": str(tmp_path / "out"), "plugins": [],
+              "theme": "mkdocs", "validation": given["validation"]}  # fmt: skip
+    (warning,) = run_mkdocs(config, tmp_path)
+    assert said in warning
+
+
+def test_links_are_those_of_the_site() -> None:
+    sites = places()
+    page = ROOT / "README.md"
+    text = (
+        "[a](docs/methods/ties.md#trap) [`b`](docs/start.md) [c](CONTRIBUTING.md) [d](https://x.org) [e](#one)\n"
+        "[code](src/actmat/run.py) `[f](docs/start.md)`\n```text\n[g](docs/start.md)\n```\n"
+    )
+    assert relinked(text, page, sites) == (
+        "[a](methods/ties.md#trap) [`b`](start.md) [c](project/contributing.md) [d](https://x.org) [e](#one)\n"
+        "code (`src/actmat/run.py`) `[f](docs/start.md)`\n```text\n[g](docs/start.md)\n```\n"
+    )
+    deep = relinked("[a](../README.md) [b](../../README.md)", DOCS / "methods" / "ties.md", sites)
+    assert deep == "[a](../pages.md) [b](../index.md)"
+
+
+def test_a_folder_stands_for_its_pages_that_are_not_named() -> None:
+    nav = ["index.md", {"Methods": ["m/README.md", {"...": "m"}]}, {"M": "m/special.md"}, {"...": ""}]
+    pages = ["index.md", "m/README.md", "m/b.md", "m/a.md", "m/special.md", "m/deep/c.md", "other.md"]
+    assert navigation(nav, pages) == [
+        "index.md",
+        {"Methods": ["m/README.md", "m/a.md", "m/b.md"]},
+        {"M": "m/special.md"},
+        "other.md",
+    ]
+
+
+def test_code_in_tables_has_plain_bars() -> None:
+    assert unescaped("| `a \\| b` \\| c |\n`d \\| e`\n") == "| `a | b` \\| c |\n`d \\| e`\n"
+
+
+def test_cells_of_a_notebook() -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# T\n", "x"]},
+        {"cell_type": "code", "source": ["1"], "outputs": [{"output_type": "stream", "text": ["one\n"]}]},
+        {"cell_type": "code", "source": ["2"], "outputs": [{"data": {"text/html": ["<b>", "2</b>"]}}]},
+    ]
+    assert notebook_page(json.loads(json.dumps({"cells": cells}))) == (
+        "# T\nx\n\n```python\n1\n```\n\n```text\none\n```\n\n```python\n2\n```\n\n<b>2</b>\n"
+    )
+
+
+MOST_WORDS = 30_000
+"""Of the guide: what a user reads, without the pages of methods and the tables that the code makes."""
+GENERATED = re.compile(r"<!-- generated: .*?<!-- end generated -->", re.DOTALL)
+
+
+def test_the_guide_is_short() -> None:
+    (guide,) = (part["Guide"] for part in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"] if "Guide" in part)
+    pages = [str(p.relative_to(DOCS)) for p in sorted(DOCS.rglob("*.md"))]
+    results = [
+        part["Results"] for part in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"] if "Results" in part
+    ]
+    named = set(_leaves(navigation([{"Guide": guide}, {"Results": results[0]}], pages)[0]))
+    read = [p for p in named if (DOCS / p).is_file() and not p.startswith(("methods/", "post/", "project/"))]
+    assert {"start.md", "commands/merge.md", "formats/recipe.md", "safety.md"} <= set(read)
+    assert not {"evidence.md", "commands/analyze.md", "paper.md"} & set(read)
+    words = sum(len(GENERATED.sub("", (DOCS / p).read_text(encoding="utf-8")).split()) for p in read)
+    assert words <= MOST_WORDS, f"the guide has {words} words; {MOST_WORDS} at most"
+
+
+# The tutorial runs in a kernel, shows what it is stored with, and what its text claims is so.
+
+
+STORED = nbformat.read(NOTEBOOK, as_version=4)
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", ":".join(map(str, SOURCES)))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        return run(nbformat.read(NOTEBOOK, as_version=4), tmp_path_factory.mktemp("tutorial"))
+
+
+def kinds(notebook: Any) -> list[list[str]]:
+    """Per cell, the types of its outputs: what two runs have in common."""
+    return [
+        [",".join(sorted(o.get("data", {}))) or o.output_type for o in cell.get("outputs", [])]
+        for cell in notebook.cells
+    ]
+
+
+def accuracies(notebook: Any) -> dict[str, dict[str, float]]:
+    text = next(o.text for c in notebook.cells for o in c.get("outputs", []) if o.get("name") == "stdout")
+    return {
+        line.split()[0]: {n: float(v) for n, v in re.findall(r"(parity|large) (\d\.\d+)", line)}
+        for line in text.splitlines()
+    }
+
+
+def test_the_tutorial_shows_what_is_stored(executed: Any) -> None:
+    assert kinds(executed) == kinds(STORED), "run python -m docs.record docs/tutorial.ipynb"
+
+
+def test_its_claims_hold(executed: Any) -> None:
+    for notebook in (executed, STORED):
+        found = accuracies(notebook)
+        assert found.keys() == {"base", "experts/parity", "experts/large", "merged"}
+        assert all(found["merged"][task] > found["base"][task] for task in ("parity", "large"))
+        assert max(found, key=lambda name: found[name]["parity"]) == "experts/parity"
+        assert max(found, key=lambda name: found[name]["large"]) == "experts/large"
+
+
+def test_it_fits_on_screens_and_names_no_machine() -> None:
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    assert len(text) < 60_000
+    assert "/tmp" not in text
+    assert all(len(line) < 200 for cell in STORED.cells for line in cell.source.splitlines())
+
+
+def test_the_first_cell_installs_actmat_only_where_it_is_missing(tmp_path: Path) -> None:
+    """As on Colab; pip is replaced, and actmat is hidden by its name."""
+    first = next(c for c in STORED.cells if c.cell_type == "code")
+    assert first.source.startswith('import importlib.util\n\nif importlib.util.find_spec("actmat") is None:\n    %pip ')
+    heard = (
+        "from IPython.core.magic import register_line_magic as magic\n@magic\ndef pip(line):\n    print('pip', line)"
+    )
+    cells = [nbformat.v4.new_code_cell(s) for s in (heard, first.source, first.source.replace('"actmat"', '"missing"'))]
+    done = run(nbformat.v4.new_notebook(cells=cells), tmp_path)
+    assert [[o.text for o in c.outputs] for c in done.cells] == [[], [], ['pip install --quiet "actmat[demo]"\n']]

@@ -1,17 +1,27 @@
-"""Files of a release agree with each other: citation, extras, workflows, issue forms, changelog."""
+"""Wheel, sdist and containers hold what is needed; citation, workflows and change log fit the release."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
+import tarfile
 import tomllib
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from docs.published import FILES
-from tests.helpers.repository import ROOT
+from tests.helpers.repository import PACKAGE, ROOT, tracked_files
 
 from actmat.version import __version__
+
+# Files of a release agree with each other: citation, extras, workflows, issue forms, changelog.
+
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -97,3 +107,94 @@ def test_the_page_on_stability_is_short_and_names_every_schema() -> None:
     )
     for kind, (version, *_) in FILES.items():
         assert f"(schemas/{kind}-{version}.json)" in text
+
+
+# Wheel and sdist hold what is needed, and the installed wheel runs outside of the repository.
+
+
+BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
+LARGEST_WHEEL = 2_000_000
+"""Bytes: a wheel above holds tests, figures or data that it should not."""
+
+
+def built(folder: Path, kind: str, out: Path) -> Path:
+    """A wheel or sdist, by the build backend that pip would call; no other package is fetched."""
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, f"build_{kind}", str(out)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return out / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The sdist of a clean copy, and the wheel that is built of it."""
+    root = tmp_path_factory.mktemp("dist")
+    for path in tracked_files():
+        name = path.relative_to(ROOT)
+        if name.parts[0] == "src" or str(name) in ("pyproject.toml", "README.md", "LICENSE"):
+            (root / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, root / "copy" / name)
+    (root / "out").mkdir()
+    sdist = built(root / "copy", "sdist", root / "out")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(root / "unpacked", filter="data")
+    wheel = built(root / "unpacked" / f"actmat-{__version__}", "wheel", root / "out")
+    return sdist, wheel
+
+
+def test_the_wheel_of_the_sdist_holds_every_file_of_the_package(dist: tuple[Path, Path]) -> None:
+    _, wheel = dist
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    tracked = {str(p.relative_to(PACKAGE.parent)) for p in tracked_files() if p.is_relative_to(PACKAGE)}
+    assert {n for n in names if n.startswith("actmat/")} == tracked
+    assert any(n.endswith("licenses/LICENSE") for n in names)
+    assert wheel.stat().st_size < LARGEST_WHEEL
+    assert not [n for n in names if re.search(r"(^|/)tests?/|\.png$|\.safetensors$", n)]
+    assert not {n.split("/")[0] for n in names} - {"actmat", f"actmat-{__version__}.dist-info"}
+
+
+def test_the_installed_wheel_runs_by_itself(dist: tuple[Path, Path], tmp_path: Path) -> None:
+    """The dependencies are those of this environment; the package is that of the wheel."""
+    target = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--no-compile", "--quiet"]
+    subprocess.run([*install, "--disable-pip-version-check", "--target", str(target), str(dist[1])], check=True)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONPATH": str(target)}
+
+    def run(*arguments: str) -> str:
+        return subprocess.run(
+            arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert run(sys.executable, "-c", "import actmat; print(actmat.__file__)").strip().startswith(str(target))
+    assert "task_arithmetic" in run(sys.executable, "-m", "actmat", "methods")
+    assert run(sys.executable, str(target / "bin" / "actmat"), "--version") == f"actmat {__version__}\n"
+
+
+def test_every_command_of_the_pages_on_installing_names_an_extra_that_there_is() -> None:
+    text = (ROOT / "docs" / "install.md").read_text()
+    named = {x for part in text.split("actmat[")[1:] for x in part.split("]")[0].split(",")}
+    assert named <= set(PROJECT["optional-dependencies"])
+    assert {"statistics", "remote", "ray"} <= named
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    """Instructions of a Dockerfile: word and the rest of the line, continued lines joined, without comments."""
+    lines = (ROOT / "docker" / f"Dockerfile.{name}").read_text().splitlines()
+    text = re.sub(r"\\\n *", "", "\n".join(x for x in lines if not x.lstrip().startswith("#")))
+    return [(word, rest) for word, _, rest in (x.partition(" ") for x in text.splitlines() if x)]
+
+
+def test_the_files_for_containers_differ_by_where_torch_comes_from() -> None:
+    cpu, cuda = instructions("cpu"), instructions("cuda")
+    (of_cpu,), (of_cuda,) = ([rest for word, rest in file if word == "RUN"] for file in (cpu, cuda))
+    assert of_cpu == 'if [ -n "$TORCH_INDEX" ]; then pip install --index-url "$TORCH_INDEX" torch; fi && ' + of_cuda
+    own = ("RUN", "ARG", "ENV")
+    assert [i for i in cpu if i[0] not in own] == [i for i in cuda if i[0] not in own]
+    copied = {source for word, rest in cpu if word == "COPY" for source in rest.split()[:-1]}
+    assert copied == {"pyproject.toml", "README.md", "LICENSE", "src"}  # what the sdist of this file's tests has
