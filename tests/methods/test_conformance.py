@@ -335,7 +335,8 @@ def test_the_declared_workspace_bounds_the_measured_peak(method: MergeMethod) ->
     # Selections over a whole tensor may keep a scratch of fixed size, so those rules are shown large tensors.
     shapes = [(96, 64), (40, 160), (200, 40)] if method.acts_on == "matrix" else [(2000, 1000)]
     for shape in shapes:
-        experts = Experts.random(usable_experts(method, 4), shape, dtype=torch.float32)
+        has_statistics = bool(method.needs_statistics)
+        experts = Experts.random(usable_experts(method, 4), shape, dtype=torch.float32, statistics=has_statistics)
         options = method.resolve_options({})
         survey = run_survey(method, {"weight": experts.deltas}, options)
         given = {"base": experts.base, "statistics": experts.statistics, "survey": survey}
