@@ -9,7 +9,6 @@ undisturbed merge on the cluster, and the weights those of one by threads.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -22,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from actmat.checkpoints.writing.staging import JOURNAL_NAME, sibling
-from chaos.sorts import contents, leftovers, weights
+from chaos.sorts import contents, leftovers, save_checkpoints, weights
 
 LABEL = "model, ray"
 KINDS = ("worker", "node", "driver")
@@ -42,18 +40,6 @@ LONGEST = 300.0
 DRIVER = [sys.executable, "-c", "from actmat.cli.main import main; main()"]
 
 
-def make_inputs(root: Path) -> None:
-    """A base and two experts of 60 matrices."""
-    rng = torch.Generator().manual_seed(0)
-    base = {f"model.layers.{i}.up_proj.weight": torch.randn(WIDTH, WIDTH, generator=rng) for i in range(TENSORS)}
-    for folder in ("base", "one", "two"):
-        (root / folder).mkdir(parents=True)
-        (root / folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": WIDTH}))
-        noise = 0.0 if folder == "base" else 0.1
-        tensors = {n: t + noise * torch.randn(t.shape, generator=rng) for n, t in base.items()}
-        save_file(tensors, root / folder / "model.safetensors", {"format": "pt"})
-
-
 class RayChaos:
     """A cluster of two nodes on this machine, and the files of an undisturbed merge."""
 
@@ -65,7 +51,8 @@ class RayChaos:
 
         services.get_node = _patient(services.get_node)
         self.root = root
-        make_inputs(root)
+        rng, names = torch.Generator().manual_seed(0), [f"model.layers.{i}.up_proj.weight" for i in range(TENSORS)]
+        save_checkpoints(root, {name: torch.randn(WIDTH, WIDTH, generator=rng) for name in names}, rng)
         before = signal.getsignal(signal.SIGTERM)
         self.cluster: Any = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
         self.second = self.cluster.add_node(**NODE)

@@ -57,18 +57,24 @@ SORTS = {s.name: s for s in _SORTS}
 """Every sort of output that is made in a forked process; `on_ray` kills the workers of Ray, which are elsewhere."""
 
 
+def save_checkpoints(root: Path, base: dict[str, torch.Tensor], rng: torch.Generator) -> None:
+    """Save these square tensors as `base`, and with noise as the experts `one` and `two`."""
+    for folder in ("base", "one", "two"):
+        (root / folder).mkdir(parents=True)
+        width = len(next(iter(base.values())))
+        (root / folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": width}))
+        (root / folder / "tokenizer.json").write_text("{}")
+        noise = 0.0 if folder == "base" else 0.1
+        tensors = {n: t + noise * torch.randn(t.shape, generator=rng) for n, t in base.items()}
+        save_file(tensors, root / folder / "model.safetensors", {"format": "pt"})
+
+
 def make_inputs(root: Path) -> None:
     """A base, two experts of it, and two adapters."""
     rng = torch.Generator().manual_seed(0)
     names = ["embed_tokens.weight", *(f"layers.{i}.{n}_proj.weight" for i in range(LAYERS) for n in ("q", "up"))]
     base = {f"model.{n}": torch.randn(WIDTH, WIDTH, generator=rng) for n in names}
-    for folder in ("base", "one", "two"):
-        (root / folder).mkdir(parents=True)
-        (root / folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": WIDTH}))
-        (root / folder / "tokenizer.json").write_text("{}")
-        noise = 0.0 if folder == "base" else 0.1
-        tensors = {n: t + noise * torch.randn(t.shape, generator=rng) for n, t in base.items()}
-        save_file(tensors, root / folder / "model.safetensors", {"format": "pt"})
+    save_checkpoints(root, base, rng)
     for folder in ("lora-one", "lora-two"):
         (root / folder).mkdir()
         config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj", "up_proj"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickletools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,7 @@ TOKENS = (
     b"[" * 40, b"{" * 40, b'{"a":' * 150, b"\xff", b"\x00", b"\x1b[2J", b"\xe2\x80\xae", b"NaN", b"1e999", b"-", b"\\ud800",
     b"0" * 60, b"9" * 400, b'"', b"}", b"]", b",", b":", b"null", b"true", b'"__metadata__":{}', b"\n", b"/*", b"\xef\xbb\xbf",
 )  # fmt: skip
+OPCODES = tuple(op.code.encode("latin1") for op in pickletools.opcodes)
 DEEP = 120
 """Nesting of the deepest values, above what any reader takes."""
 
@@ -101,6 +103,11 @@ def _nodes(root: Any) -> list[Any]:
             found.append(node)
             todo.extend(node.values() if isinstance(node, dict) else node)
     return found
+
+
+def pickled(rng: random.Random, pieces: Sequence[bytes]) -> bytes:
+    """Opcodes of pickles and these pieces in any order."""
+    return b"".join(rng.choices(OPCODES + tuple(pieces), k=rng.randrange(40))) + b"."
 
 
 def json_text(rng: random.Random, given: Any) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import pickletools
 import random
 import struct
 import zipfile
@@ -20,7 +19,7 @@ from actmat.checkpoints.resolve import open_checkpoint
 from actmat.experts.locate import locate
 from actmat.layout.resolve import resolve_layout
 from fuzz.doors.folder import in_folder, inspected
-from fuzz.draw import json_text, mutated_bytes
+from fuzz.draw import json_text, mutated_bytes, pickled
 from fuzz.harness import Files, door
 
 DTYPES = ("F32", "BF16", "F16", "F64", "I64", "U8", "BOOL", "F8_E4M3", "I4", "X")
@@ -109,7 +108,6 @@ def _members() -> tuple[tuple[str, bytes], ...]:
         return tuple((n, archive.read(n)) for n in archive.namelist())
 
 
-OPCODES = tuple(op.code.encode("latin1") for op in pickletools.opcodes)
 PICKLED = (
     b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch\nFloatStorage\n", b"cbuiltins\neval\n", b"cos\nsystem\n",
     b"ccollections\nOrderedDict\n", b"X\x01\x00\x00\x00a", b"J\xff\xff\xff\x7f", b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f",
@@ -118,14 +116,11 @@ PICKLED = (
 
 
 def _torch_file(rng: random.Random) -> Files:
-    as_zip, legacy, pickled = torch_files()
+    as_zip, legacy, text = torch_files()
     kind = rng.random()
     if kind < 0.5:
         return {"m.pt": mutated_bytes(rng, as_zip if kind < 0.25 else legacy)}
-    if kind < 0.75:
-        text = mutated_bytes(rng, pickled)
-    else:
-        text = b"\x80\x02" + b"".join(rng.choices(OPCODES + PICKLED, k=rng.randrange(40))) + b"."
+    text = mutated_bytes(rng, text) if kind < 0.75 else b"\x80\x02" + pickled(rng, PICKLED)
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED if rng.random() < 0.1 else zipfile.ZIP_STORED) as archive:
         for name, content in _members():

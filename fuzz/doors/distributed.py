@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickletools
 import random
 import tempfile
 import warnings
@@ -13,10 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fuzz.doors.folder import in_folder, read_all
-from fuzz.draw import mutated_bytes
+from fuzz.draw import mutated_bytes, pickled
 from fuzz.harness import Files, door
 
-OPCODES = tuple(op.code.encode("latin1") for op in pickletools.opcodes)
 PICKLED = (
     b"cbuiltins\neval\n", b"cos\nsystem\n", b"ctorch\nSize\n", b"ctorch.distributed.checkpoint.metadata\nMetadata\n",
     b"\x8c\x01a", b"K\x01", b"(" * 50, b"}" * 50, b"\x85" * 50, b"\x94" * 20, b"r\xff\xff\xff\x7f", b"\x8a\xff" + b"\x7f" * 255,
@@ -41,7 +39,7 @@ def _files(rng: random.Random) -> Files:
     elif kind < 0.8:
         data = mutated_bytes(rng, data)
     else:
-        metadata = b"\x80\x04" + b"".join(rng.choices(OPCODES + PICKLED, k=rng.randrange(40))) + b"."
+        metadata = b"\x80\x04" + pickled(rng, PICKLED)
     return {".metadata": metadata, "__0_0.distcp": data}
 
 

@@ -39,6 +39,14 @@ ODD_VALUES = (1e38, float("nan"), float("inf"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn)
 
 
+def drawn(rng: random.Random, tensors: dict[str, torch.Tensor], name: str, shape: tuple[int, ...]) -> None:
+    """Add a tensor of one value, now and then of another name, dtype or an odd value."""
+    stored = name if rng.random() < 0.99 else f"{text(rng)}.{name.partition('.')[2]}"
+    dtype = DTYPES[0] if rng.random() < 0.97 else rng.choice(DTYPES)
+    value = rng.choice((1.0, 1.0, 2.0, 0.0, -3.0)) if rng.random() < 0.95 else rng.choice(ODD_VALUES)
+    tensors[stored.encode("utf-8", "replace").decode()] = torch.full(shape, value).to(dtype)
+
+
 def _shape(rng: random.Random, module: str, tensor: str) -> tuple[int, ...]:
     """What the tensor should have, now and then something else."""
     down, up = STORED["conv" if "conv" in module else "plain"]
@@ -51,16 +59,13 @@ def _shape(rng: random.Random, module: str, tensor: str) -> tuple[int, ...]:
 def _file(rng: random.Random) -> Files:
     one_layout = FACTORS[:3] if rng.random() < 0.5 else FACTORS[3:]
     modules = one_layout if rng.random() < 0.8 else FACTORS
-    has_alpha, tensors = rng.random() < 0.6, {}
+    has_alpha, tensors = rng.random() < 0.6, dict[str, torch.Tensor]()
     for module, names in rng.sample(modules, rng.randrange(1, 4)):
         for name in names:
             rare = 0.02 if "up" in name or "down" in name or "lora_A" in name or "lora_B" in name else 0.95
             if rng.random() < (0.05 if name == "alpha" and has_alpha else rare):
                 continue
-            stored = f"{module}.{name}" if rng.random() < 0.99 else f"{text(rng)}.{name}"
-            dtype = DTYPES[0] if rng.random() < 0.97 else rng.choice(DTYPES)
-            value = rng.choice((1.0, 1.0, 2.0, 0.0, -3.0)) if rng.random() < 0.95 else rng.choice(ODD_VALUES)
-            tensors[stored.encode("utf-8", "replace").decode()] = torch.full(_shape(rng, module, name), value).to(dtype)
+            drawn(rng, tensors, f"{module}.{name}", _shape(rng, module, name))
     metadata = {"format": "pt"}
     if rng.random() < (0.1 if has_alpha else 0.6):
         metadata[METADATA_KEY] = json_text(rng, CONFIGS).decode("utf-8", "replace")

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save
 
 from fuzz.doors.folder import in_folder, inspected
-from fuzz.doors.lora_files import DTYPES, ODD_VALUES, form
-from fuzz.draw import mutated_bytes, text
+from fuzz.doors.lora_files import drawn, form
+from fuzz.draw import mutated_bytes
 from fuzz.harness import Files, door
 
 Shapes = dict[str, tuple[int, ...]]
@@ -34,17 +34,14 @@ MODULES: tuple[tuple[str, Shapes], ...] = (
 
 
 def _file(rng: random.Random) -> Files:
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for module, shapes in rng.sample(MODULES, rng.choice((1, 1, 2, 3))):
         for name, shape in shapes.items():
             kind = rng.random()
             if kind < 0.03 or (name == "diff" and kind < 0.9):
                 continue
             own = tuple(rng.choice((0, 1, 2, 3, 4)) for _ in range(rng.randrange(5))) if kind < 0.06 else shape
-            value = rng.choice((1.0, 1.0, 2.0, 0.0, -3.0)) if rng.random() < 0.95 else rng.choice(ODD_VALUES)
-            dtype = torch.float32 if rng.random() < 0.97 else rng.choice(DTYPES)
-            stored = f"{module}.{name}" if rng.random() < 0.99 else f"{text(rng)}.{name}"
-            tensors[stored.encode("utf-8", "replace").decode()] = torch.full(own, value).to(dtype)
+            drawn(rng, tensors, f"{module}.{name}", own)
     content = save(tensors, {"format": "pt", "ss_network_module": "lycoris.kohya"})
     return {"lora.safetensors": mutated_bytes(rng, content) if rng.random() < 0.15 else content}
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
 import dataclasses
-import functools
 import json
-import multiprocessing
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +26,7 @@ from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.survey import SurveyKey, run_surveys
 from actmat.engine.units import Unit
 from actmat.errors import MergeError, RecipeError
+from actmat.extras.conformance.experts import _other_process
 from actmat.planning.model import Item
 
 
@@ -41,13 +39,13 @@ class ReversedExecutor:
     def survey(self, spec: SessionSpec) -> Mapping[SurveyKey, Any]:
         def observe(fork: Callable[[], Any], items: Sequence[Item]) -> Iterator[Any]:
             for share in (items[1::2], items[::2]):
-                yield other_process().submit(observe_there, spec, share, fork()).result()
+                yield _other_process().submit(observe_there, spec, share, fork()).result()
 
         return run_surveys(spec.plans, observe)
 
     def run(self, spec: SessionSpec, units: Sequence[Unit]) -> Generator[UnitResult, None, None]:
         for unit in reversed(units):
-            yield other_process().submit(merge_there, spec, unit).result()
+            yield _other_process().submit(merge_there, spec, unit).result()
 
 
 def observe_there(spec: SessionSpec, items: Sequence[Item], state: Any) -> Any:
@@ -60,14 +58,6 @@ def observe_there(spec: SessionSpec, items: Sequence[Item], state: Any) -> Any:
 def merge_there(spec: SessionSpec, unit: Unit) -> UnitResult:
     with one_thread(), Session.open(spec) as session:
         return session.merge(unit)
-
-
-@functools.cache
-def other_process() -> concurrent.futures.ProcessPoolExecutor:
-    """One process with an interpreter of its own, shared by all tests, as starting one takes seconds."""
-    pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-    atexit.register(pool.shutdown)
-    return pool
 
 
 class TestOneThread(ExecutorConformance):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.helpers.adapters import LLAMA, save_adapter, tiny
 from tests.helpers.grams import padded_batches
 from tests.helpers.merging import NORM, Q0, UP0, Family
 from tests.helpers.models import BY_NAME, VOCABULARY, save_family
-from tests.helpers.sessions import Run, merge_units, other_process, run_here
+from tests.helpers.sessions import Run, merge_units, run_here
 
 from actmat.checkpoints.writing.writer import ShardWriter
 from actmat.diagnostics.observer import Observers
@@ -25,6 +25,7 @@ from actmat.engine.observer import NoWriter
 from actmat.engine.session import Session, SessionSpec, UnitResult
 from actmat.engine.units import plan_units
 from actmat.extras.collect.collect import collect
+from actmat.extras.conformance.experts import _other_process
 from actmat.planning.placement import DeviceRoom
 from actmat.recipe import make_recipe
 from actmat.run.open import open_inputs
@@ -34,9 +35,8 @@ Fields = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[concurrent.futures.ProcessPoolExecutor]:
-    with other_process() as pool:
-        yield pool
+def process() -> concurrent.futures.ProcessPoolExecutor:
+    return _other_process()
 
 
 def full(folder: Path) -> list[Fields]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.diffusion import text_encoder, unet
 from torch import Tensor
 
 UNET = (
@@ -25,14 +26,7 @@ TEXT = ("text_model.encoder.layers.0.self_attn.q_proj", "text_model.encoder.laye
 
 def tiny_unet() -> Any:
     """A float64 UNet with fixed weights."""
-    from diffusers import UNet2DConditionModel
-
-    torch.manual_seed(0)
-    return UNet2DConditionModel(
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        sample_size=8,
-        norm_num_groups=4,
+    return unet(
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         cross_attention_dim=8,
@@ -42,11 +36,7 @@ def tiny_unet() -> Any:
 
 def tiny_text() -> Any:
     """A float64 CLIP text encoder with fixed weights."""
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_hidden_layers": 1}
-    return CLIPTextModel(CLIPTextConfig(**sizes, vocab_size=20, max_position_embeddings=8)).double()
+    return text_encoder().double()
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from tests.helpers.tinymodels import build
 from torch import Tensor, nn
 
-HIDDEN, WIDTH, VOCABULARY = 32, 48, 96
 Views = Callable[[Tensor], list[Tensor]]
 
 
@@ -61,35 +62,26 @@ def stacked_alternating(weight: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Case:
-    """One architecture: how to build it, what to feed it, which stored tensors are matrices."""
+    """One architecture of `tinymodels`: what to feed it, and which stored tensors are matrices."""
 
     name: str
-    model_class: str
-    config_class: str
-    config: Mapping[str, Any]
     matrices: Mapping[str, Views]
     pixels: bool = False
     tied: bool = False
 
-    @property
+    @cached_property
     def loader(self) -> Any:
         """The transformers class."""
-        import transformers
+        return type(self.build())
 
-        return getattr(transformers, self.model_class)
-
-    def build(self) -> nn.Module:
+    def build(self) -> Any:
         """A fresh random model, in float32, for inference."""
-        import transformers
-
-        torch.manual_seed(sum(map(ord, self.name)))
-        config = getattr(transformers, self.config_class)(**self.config)
-        return self.loader(config).eval()
+        return build(self.name)
 
     def inputs(self) -> dict[str, Tensor]:
         """A small batch."""
         generator = torch.Generator().manual_seed(5)
-        tokens = torch.randint(3, VOCABULARY, (2, 7), generator=generator)
+        tokens = torch.randint(3, 60, (2, 7), generator=generator)
         pixels = torch.randn(2, 3, 16, 16, generator=generator)
         if self.name == "clip":
             return {"input_ids": tokens, "pixel_values": pixels}
@@ -108,127 +100,34 @@ class Case:
         return next((v for pattern, v in self.matrices.items() if re.fullmatch(pattern, name)), None)
 
 
-_DECODER = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-_ENCODER = {k: _DECODER[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
-_TOWER = {**_ENCODER, "projection_dim": 24}
-
 CASES = (
-    Case("llama", "LlamaForCausalLM", "LlamaConfig", _DECODER, {r".*_proj\.weight|lm_head\.weight": linear}),
-    Case(
-        "mixtral",
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        {**_DECODER, "num_local_experts": 4},
-        {r".*_proj\.weight|.*\.w[123]\.weight|lm_head\.weight": linear},
-    ),
-    Case(
-        "qwen2_moe",
-        "Qwen2MoeForCausalLM",
-        "Qwen2MoeConfig",
-        {
-            **_DECODER,
-            "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 40,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-        },
-        {r".*_proj\.weight|lm_head\.weight": linear},
-    ),
+    Case("llama", {r".*_proj\.weight|lm_head\.weight": linear}),
+    Case("mixtral", {r".*_proj\.weight|.*\.w[123]\.weight|lm_head\.weight": linear}),
+    Case("qwen2_moe", {r".*_proj\.weight|lm_head\.weight": linear}),
     Case(
         "gpt_oss",
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
         {
             r".*experts\.gate_up_proj": stacked_alternating,
             r".*experts\.down_proj": stacked_transposed,
             r".*[qkvo]_proj\.weight|lm_head\.weight": linear,
         },
     ),
-    Case(
-        "gpt2",
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {
-            "n_embd": HIDDEN,
-            "n_layer": 2,
-            "n_head": 4,
-            "vocab_size": VOCABULARY,
-            "n_positions": 16,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-        {r".*c_attn\.weight": conv1d_thirds, r".*c_(proj|fc)\.weight": conv1d},
-        tied=True,
-    ),
+    Case("gpt2", {r".*c_attn\.weight": conv1d_thirds, r".*c_(proj|fc)\.weight": conv1d}, tied=True),
     Case(
         "phi3",
-        "Phi3ForCausalLM",
-        "Phi3Config",
-        _DECODER,
         {
             r".*qkv_proj\.weight": four_query_two_key_heads,
             r".*gate_up_proj\.weight": halves,
             r".*(o|down)_proj\.weight|lm_head\.weight": linear,
         },
     ),
-    Case(
-        "bert",
-        "BertForMaskedLM",
-        "BertConfig",
-        {**_ENCODER, "vocab_size": VOCABULARY, "max_position_embeddings": 16},
-        {r".*(query|key|value|dense)\.weight": linear},
-        tied=True,
-    ),
-    Case(
-        "t5",
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {"d_model": HIDDEN, "d_kv": 8, "d_ff": WIDTH, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY},
-        {r".*\.(q|k|v|o|wi|wo)\.weight": linear},
-        tied=True,
-    ),
-    Case(
-        "clip",
-        "CLIPModel",
-        "CLIPConfig",
-        {
-            "text_config": {
-                **_TOWER,
-                "vocab_size": VOCABULARY,
-                "max_position_embeddings": 16,
-                "bos_token_id": 1,
-                "eos_token_id": 2,
-            },
-            "vision_config": {**_TOWER, "image_size": 16, "patch_size": 8},
-            "projection_dim": 24,
-        },
-        {r".*_proj\.weight|.*fc[12]\.weight|(text|visual)_projection\.weight": linear},
-    ),
-    Case(
-        "vit",
-        "ViTForImageClassification",
-        "ViTConfig",
-        {**_ENCODER, "image_size": 16, "patch_size": 8, "num_labels": 5},
-        {r".*(query|key|value|dense)\.weight|classifier\.weight": linear},
-        pixels=True,
-    ),
+    Case("bert", {r".*(query|key|value|dense)\.weight": linear}, tied=True),
+    Case("t5", {r".*\.(q|k|v|o|wi_[01]|wo)\.weight": linear}, tied=True),
+    Case("clip", {r".*_proj\.weight|.*fc[12]\.weight|(text|visual)_projection\.weight": linear}),
+    Case("vit", {r".*(query|key|value|dense)\.weight|classifier\.weight": linear}, pixels=True),
     Case(
         "resnet",
-        "ResNetForImageClassification",
-        "ResNetConfig",
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 5, "layer_type": "basic"},
-        {r"classifier\.1\.weight": linear, r".*\.shortcut\.convolution\.weight": pointwise},
+        {r"classifier\.1\.weight": linear, r".*\.(shortcut|layer\.[02])\.convolution\.weight": pointwise},
         pixels=True,
     ),
 )

@@ -39,29 +39,20 @@ def fp8_scaled(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     return {name: codes} | extra, (codes.double() * scale.double()).to(weight.dtype)
 
 
-def compressed(**arguments: Any) -> tuple[Writer, dict[str, Any]]:
-    """Writer with the library compressed-tensors, and the config that goes with it, for arguments of weights."""
+def _written(scheme: Any, state_of: Callable[[Tensor], Stored], more: Stored) -> tuple[Writer, dict[str, Any]]:
+    """Writer of the states of weights in a scheme of compressed-tensors, and the config that goes with it."""
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.compressors.format import infer_module_format
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization import QuantizationConfig
 
-    arguments = dict(arguments)
-    given = arguments.pop("activations", None)
-    weights = QuantizationArgs(**arguments)
-    activations = None if given is None else QuantizationArgs(**given)
-    scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations)
     form = infer_module_format(torch.nn.Linear, scheme)
     compressor = BaseCompressor.get_value_from_registry(form.value)
 
     def write(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
-        low, high = _extremes(weight, arguments)
-        scale, zero = calculate_qparams(low, high, weights)
-        state = {"weight": weight, "weight_scale": scale.to(weight.dtype), "weight_zero_point": zero}
-        stored = compressor.compress(state, scheme)
+        stored = compressor.compress(state_of(weight), scheme)
         read = compressor.decompress(dict(stored), scheme)["weight"]
         stem = name.removesuffix("weight")
-        return {stem + n: t.contiguous() for n, t in stored.items()}, read.to(weight.dtype)
+        return {stem + n: t.contiguous() for n, t in (stored | more).items()}, read.to(weight.dtype)
 
     config = QuantizationConfig(
         config_groups={"group_0": scheme}, format=form.value, quant_method="compressed-tensors", ignore=["lm_head"],
@@ -70,37 +61,41 @@ def compressed(**arguments: Any) -> tuple[Writer, dict[str, Any]]:
     return write, json.loads(config.model_dump_json())
 
 
+def compressed(**arguments: Any) -> tuple[Writer, dict[str, Any]]:
+    """Writer with the library compressed-tensors, and the config that goes with it, for arguments of weights."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    given = arguments.pop("activations", None)
+    weights = QuantizationArgs(**arguments)
+    activations = None if given is None else QuantizationArgs(**given)
+
+    def state_of(weight: Tensor) -> Stored:
+        scale, zero = calculate_qparams(*_extremes(weight, arguments), weights)
+        return {"weight": weight, "weight_scale": scale.to(weight.dtype), "weight_zero_point": zero}
+
+    return _written(
+        QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations), state_of, {}
+    )
+
+
 def compressed_fp4(kind: str) -> tuple[Writer, dict[str, Any]]:
     """Writer of `NVFP4A16`, `NVFP4` or `MXFP4A16` with compressed-tensors, and the config that goes with it."""
-    from compressed_tensors.compressors.base import BaseCompressor
-    from compressed_tensors.compressors.format import infer_module_format
-    from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     scheme = preset_name_to_scheme(kind, ["Linear"])
-    form = infer_module_format(torch.nn.Linear, scheme)
-    compressor = BaseCompressor.get_value_from_registry(form.value)
     weights = scheme.weights
     assert weights is not None
 
-    def write(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    def state_of(weight: Tensor) -> Stored:
         groups = weight.float().view(len(weight), -1, weights.group_size)
-        low, high = groups.amin(-1), groups.amax(-1)
         overall = generate_gparam(weight.float().amin(), weight.float().amax()) if kind.startswith("NV") else None
-        scale, _ = calculate_qparams(low, high, weights, global_scale=overall)
+        scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), weights, global_scale=overall)
         state = {"weight": weight.float(), "weight_scale": scale.float()}
-        state |= {} if overall is None else {"weight_global_scale": overall}
-        stored = compressor.compress(state, scheme)
-        read = compressor.decompress(dict(stored), scheme)["weight"]
-        if kind == "NVFP4":
-            stored = {**stored, "input_global_scale": torch.tensor([3.0])}
-        stem = name.removesuffix("weight")
-        return {stem + n: t.contiguous() for n, t in stored.items()}, read.to(weight.dtype)
+        return state | ({} if overall is None else {"weight_global_scale": overall})
 
-    config = QuantizationConfig(config_groups={"group_0": scheme}, format=form.value, quant_method="compressed-tensors",
-                                ignore=["lm_head"], quantization_status="compressed")  # fmt: skip
-    return write, json.loads(config.model_dump_json())
+    return _written(scheme, state_of, {"input_global_scale": torch.tensor([3.0])} if kind == "NVFP4" else {})
 
 
 def _extremes(weight: Tensor, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,11 +39,6 @@ def package_name(path: Path) -> str:
 def tree(path: Path) -> ast.Module:
     """Parsed file; several tests look at every one."""
     return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def source_lines(path: Path) -> int:
-    """Number of lines of a file."""
-    return len(path.read_text(encoding="utf-8").splitlines())
 
 
 def tracked_files() -> list[Path]:
@@ -86,19 +81,3 @@ def _walk(node: ast.AST, package: str, inside: bool) -> Iterator[Import]:
                 yield Import(f"{module}.{name.name}", child.lineno, inside)
         else:
             yield from _walk(child, package, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
-
-
-def cycles(imports: Mapping[str, set[str]]) -> list[list[str]]:
-    """Groups of modules that import one another, directly or not; `imports` is module -> modules that it imports."""
-    reached = {m: _reached(m, imports) for m in imports}
-    groups = {frozenset(n for n in reached[m] if m in reached[n]) for m in imports if m in reached[m]}
-    return sorted(sorted(group) for group in groups)
-
-
-def _reached(start: str, imports: Mapping[str, set[str]]) -> set[str]:
-    found, todo = set[str](), [start]
-    while todo:
-        new = imports.get(todo.pop(), set()) - found
-        found |= new
-        todo += new
-    return found

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import dataclasses
-import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +59,3 @@ def merge_units(spec: SessionSpec, units: Sequence[Unit]) -> list[UnitResult]:
     torch.set_num_threads(1)
     with Session.open(spec) as session:
         return [session.merge(unit) for unit in units]
-
-
-@contextlib.contextmanager
-def other_process() -> Iterator[concurrent.futures.ProcessPoolExecutor]:
-    """A fresh interpreter that runs functions: everything it is given and everything it returns is pickled."""
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield pool

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.docs_fixture import write_models
 from tests.helpers.docs_run import Command, agrees, blocks, commands, run_page, steps
 from tests.helpers.repository import ROOT, tracked_files
 
@@ -23,13 +22,6 @@ def pages() -> list[Path]:
 
 def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models")
-    write_models(directory)
-    return directory
 
 
 LONG = {
@@ -49,6 +41,7 @@ LONG = {
     "docs/formats/quantized.md",
     "docs/formats/recipe.md",
     "docs/formats/training.md",
+    "docs/inputs.md",
     "docs/remote.md",
     "docs/start.md",
     "docs/vocabularies.md",
