@@ -60,7 +60,8 @@ def build(family: str) -> Any:
         "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**gqa, **moe)),
         "qwen2_moe": lambda: hf.Qwen2MoeForCausalLM(
             hf.Qwen2MoeConfig(
-                **gqa, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=20
+                **gqa, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=16,
+                shared_expert_intermediate_size=20,
             )
         ),
         "gpt_oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**gqa, **moe, head_dim=8)),
