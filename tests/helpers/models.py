@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tests.helpers.tinymodels import build
 from torch import Tensor, nn
 
+VOCABULARY = 60
 Views = Callable[[Tensor], list[Tensor]]
 
 
@@ -76,12 +77,12 @@ class Case:
 
     def build(self) -> Any:
         """A fresh random model, in float32, for inference."""
-        return build(self.name)
+        return build(self.name, experts=4)
 
     def inputs(self) -> dict[str, Tensor]:
         """A small batch."""
         generator = torch.Generator().manual_seed(5)
-        tokens = torch.randint(3, 60, (2, 7), generator=generator)
+        tokens = torch.randint(3, VOCABULARY, (2, 7), generator=generator)
         pixels = torch.randn(2, 3, 16, 16, generator=generator)
         if self.name == "clip":
             return {"input_ids": tokens, "pixel_values": pixels}

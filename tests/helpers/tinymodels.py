@@ -41,8 +41,8 @@ def saved(model: Any, folder: Path) -> Tiny:
     return Tiny(model, specs_of(state), json.loads((folder / "config.json").read_text()))
 
 
-def build(family: str) -> Any:
-    """A tiny model of a family, random weights, eval mode."""
+def build(family: str, *, experts: int = 3) -> Any:
+    """A tiny model of a family, random weights, eval mode; mixtures have so many experts."""
     import transformers as hf
 
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def build(family: str) -> Any:
     gpt2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 60, "n_positions": 16}
     t5 = {"vocab_size": 60, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4}
     clip = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    moe = {"num_local_experts": 3, "num_experts_per_tok": 2}
+    moe = {"num_local_experts": experts, "num_experts_per_tok": 2}
     falcon = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 60}
     makers = {
         "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**gqa)),
@@ -60,7 +60,7 @@ def build(family: str) -> Any:
         "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**gqa, **moe)),
         "qwen2_moe": lambda: hf.Qwen2MoeForCausalLM(
             hf.Qwen2MoeConfig(
-                **gqa, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=16,
+                **gqa, num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=16,
                 shared_expert_intermediate_size=20,
             )
         ),
