@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
+from random import Random
 from statistics import mean, median
 
 import torch
@@ -15,8 +16,8 @@ from actmat.errors import MergeError
 from actmat.linalg.lowrank import orthogonal_core
 from actmat.run.locate import Given
 
-MODULES = 8
-"""Modules that are read, evenly spread over the model: their mean size is within a few percent of that of all."""
+MODULES = 16
+"""Modules that are read, drawn at random with a fixed seed: kinds of layers recur, and differ in size."""
 SHARED, APART = 0.9, 0.5
 """Overlap above which adapters started from one `A`, and below which from different ones."""
 
@@ -43,7 +44,7 @@ def look_at(given: Given) -> AdapterLook | None:
         experts = [e.expert(base) for e in given.experts]
         names = [n for n, s in base.specs.items() if len(s.shape) == 2 and all(e.source(n).rank for e in experts)]
         sizes, overlaps = list[float](), list[float]()
-        for name in names[:: max(1, len(names) // MODULES)]:
+        for name in Random(0).sample(names, min(MODULES, len(names))):
             norm = float(torch.linalg.vector_norm(base.read(name).float()))
             cores = [orthogonal_core(e.factors(name, base.specs[name].shape, torch.float32)) for e in experts]
             sizes += [float(core_RR.norm()) / norm for core_RR, _, _ in cores if norm]

@@ -15,6 +15,8 @@ from actmat.layout.types import TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import MergeMethod, all_methods, get_method
 from actmat.recipe import make_recipe
+from actmat.run.adapters import look_at
+from actmat.run.locate import located
 from actmat.settings import RunSettings
 from actmat.statistics import Statistics, open_statistics
 
@@ -32,6 +34,8 @@ __all__ = [
     "entropy",
     "get_method",
     "in_one_line",
+    "located",
+    "look_at",
     "make_recipe",
     "one_thread",
     "open_statistics",

@@ -33,6 +33,7 @@ _NOT_COMPARED = {"adamerging": "without coefficients that were learned it is tas
 POSTPROCESSED = (
     Candidate("average+isotropize", "average", fields={"post": ["isotropize"]}),
     Candidate("task_arithmetic+subspace_boosting", "task_arithmetic", fields={"post": ["subspace_boosting"]}),
+    *(Candidate(f"{method}+kappa", method, fields={"post": ["kappa"]}) for method in ("actmat", "tsv", "dc_merge")),
 )
 """Rows with a step of post-processing."""
 
@@ -47,20 +48,10 @@ SPACES = (
 )
 """Rows of adapters seen in another space."""
 
-STRENGTHS = tuple(
-    Candidate(f"{method}:{option}={value:g}", method, {option: value})
-    for method, option, values in (
-        ("actmat", "rtol", (1e-6, 1e-3, 1e-2)),
-        ("actmat_ridge", "ridge", (0.01, 1.0)),
-    )
-    for value in values
-)
-"""Other cut-offs and ridges than the defaults: a relative cut-off of 4.6e-5 for layers 384 wide, 0.1 and 1."""
-
 
 def more_rows(regime: str) -> tuple[Candidate, ...]:
-    """Rows of a regime in addition to those compared by default: steps, strengths, spaces."""
-    return (*POSTPROCESSED, *STRENGTHS, *(SPACES if regime == "lora" else ()))
+    """Rows of a regime in addition to those compared by default: steps and spaces."""
+    return (*POSTPROCESSED, *(SPACES if regime == "lora" else ()))
 
 
 def choose_methods(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from actmat_experiments.analyses.angles import cosine
-from actmat_experiments.core import open_statistics
+from actmat_experiments.core import located, look_at, make_recipe, open_statistics
 from actmat_experiments.harness.experiment import Experiment
 from actmat_experiments.harness.lines import json_lines
 from actmat_experiments.harness.models import is_adapter, read_tensors
@@ -41,9 +41,18 @@ def store_gram(experiment: Experiment, path: Path) -> None:
     if any({n: row[n] for n in about} == about for row in rows):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(about | row) + "\n" for row in gram_rows(experiment))
+    starts = overlap(experiment)
+    text = "".join(json.dumps(about | row | starts) + "\n" for row in gram_rows(experiment))
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
+
+
+def overlap(experiment: Experiment) -> dict[str, float]:
+    """How alike the row spaces of adapters are, see `actmat.run.adapters`; nothing of full models."""
+    experts = [{"path": str(made.path), "name": task} for task, made in experiment.experts().items()]
+    with located(make_recipe({"base": str(experiment.base.path), "experts": experts})) as given:
+        found = look_at(given)
+    return {} if found is None else {"overlap": round(found.overlap, 3)}
 
 
 def gram_rows(experiment: Experiment) -> Iterator[dict[str, Any]]:
