@@ -158,6 +158,17 @@ def test_lora_starts_at_the_base_and_its_seed_decides_its_factors(base):
     assert [n for n, p in full.named_parameters() if not p.requires_grad] == ["model.embed_tokens.weight"]
 
 
+def test_factors_start_apart_shared_or_small(base):
+    found = {}
+    for start in ("apart", "shared", "small"):
+        for task in ("x", "y"):
+            model = trainable_decoder(base, Training(task, 0, Schedule(1, 1, 1.0), "lora", rank=2, start=start))
+            found[start, task] = next(p for n, p in model.named_parameters() if "lora_A" in n).detach()
+    assert not torch.equal(found["apart", "x"], found["apart", "y"])
+    assert torch.equal(found["shared", "x"], found["shared", "y"])
+    assert torch.equal(found["small", "x"], found["apart", "x"] * 0.05)
+
+
 def test_a_base_out_of_gguf_is_the_model_that_was_written(base, tmp_path):
     pytest.importorskip("gguf")
     (tmp_path / "wheel").mkdir()
