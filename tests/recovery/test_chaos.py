@@ -23,10 +23,10 @@ def chaos(*flags: str, startup: str = "", folder: Path) -> subprocess.CompletedP
 
 
 def test_a_few_runs(tmp_path: Path) -> None:
-    sorts = ("sharded", "variants", "adapter", "overwrite", "model, devices", "extraction", "export", "push", "tune")
-    done = chaos("--runs", "9", *(flag for sort in sorts for flag in ("--sort", sort)), folder=tmp_path)
+    sorts = ("sharded", "variants", "adapter", "overwrite", "model, devices", "extraction", "push", "tune")
+    done = chaos("--runs", "8", *(flag for sort in sorts for flag in ("--sort", sort)), folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "9 runs, 0 problems" in done.stdout
+    assert "8 runs, 0 problems" in done.stdout
 
 
 @pytest.mark.slow  # starts a cluster of two nodes, and workers for every run
