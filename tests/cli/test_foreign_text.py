@@ -68,13 +68,12 @@ def test_every_command_on_hostile_names(hostile: Family) -> None:
     run("diagnose", out, "--out", str(hostile.root / "page.html"), code=0)
     second = str(hostile.root / "second")
     run(*hostile.argv("--scale", "0.5", "--out", second), code=0)
-    compared = run("compare", out, second, "--out", str(hostile.root / "compared.html"), code=0).out
+    compared = run("compare", out, second, code=0).out
     assert r"\nall-good" in re.sub(r"\n *", "", compared)
     run("compare", out, second, "--json", code=0)
-    for page in ("page.html", "compared.html"):
-        text = (hostile.root / page).read_text()
-        assert not set(text) & set("\x1b\x07\x9b\u202e\u2066\u200b"), page
-        assert "x[bold red]:bomb:|<b>" not in text
+    text = (hostile.root / "page.html").read_text()
+    assert not set(text) & set("\x1b\x07\x9b\u202e\u2066\u200b")
+    assert "x[bold red]:bomb:|<b>" not in text
     check((hostile.out / "README.md").read_text())
     hostile.change(hostile.out, lambda t: next(iter(t.values())).add_(1.0))
     assert r"\nall-good" in run("verify", out, code=1).out.replace("\n", "")
