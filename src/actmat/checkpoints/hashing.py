@@ -78,11 +78,8 @@ class NamesHash:
 
 def hash_file(path: Path) -> str:
     """XXH3-128 of a file's bytes."""
-    total, buffer = ContentHash(), bytearray(1 << 20)
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            total.update(memoryview(buffer)[:count])
-    return total.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def sha256_file(path: Path) -> str:

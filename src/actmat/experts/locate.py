@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 from torch import Tensor
 
 from actmat import plugins
-from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, versions_of_files
+from actmat.checkpoints.base import Checkpoint, CheckpointHandle, versions_of_files
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.checkpoints.resolve import find_source, is_composed, open_checkpoint
 from actmat.checkpoints.resolve import open_handle as open_checkpoint_handle
@@ -80,10 +80,6 @@ class Located(AbstractContextManager["Located"]):
     @abc.abstractmethod
     def config(self) -> Mapping[str, Any]:
         """Fields of `config.json`, or of `adapter_config.json`; empty without such a file."""
-
-    def identity(self) -> tuple[FileIdentity, ...]:
-        """Identity of every weight file."""
-        return self.stored.identity()
 
     def paths(self) -> dict[str, Path | str]:
         """Folders, files and URLs that it is read from, which no output may replace, by the user's names."""
