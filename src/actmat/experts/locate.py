@@ -32,7 +32,7 @@ from actmat.experts.lora.fields import StackWord
 from actmat.experts.lora.modules import AdapterLayout
 from actmat.experts.lora.names import first_factor, foreign_writer
 from actmat.experts.peft import PEFT
-from actmat.experts.restacked import convert
+from actmat.experts.restacked import in_layout_of
 from actmat.layout.ties import check_absent, is_output_head, is_token_table
 
 GROUP: Final = "actmat.experts"
@@ -174,8 +174,7 @@ class LocatedModel(Located):
         """The checkpoint as an expert, in the base's layout."""
         if base is None:
             raise CheckpointError(f"{self.place}: expected an adapter, found a full checkpoint, which needs a base")
-        checkpoint = self.model()
-        return convert(checkpoint, base) or CheckpointExpert(checkpoint)
+        return CheckpointExpert(in_layout_of(base, self.model()))
 
 
 class LocatedAdapter(Located):

@@ -6,7 +6,7 @@
 | `experts.0.down_proj.weight` or `w2` | `experts.down_proj` |
 
 Transformers 5 has the right column in memory and writes the left one; other tools write what is in memory. The same
-tools rename `block_sparse_moe` to `mlp`. `convert` opens or refuses other layouts.
+tools rename `block_sparse_moe` to `mlp`. `in_layout_of` refuses other layouts.
 Shapes: `E` experts, `O` out_features, `I` in_features.
 """
 
@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from actmat.checkpoints.base import Checkpoint, TensorSpec
 from actmat.checkpoints.rows import RowRange, RowsCheckpoint, TensorRows
 from actmat.errors import CheckpointError
-from actmat.experts.checkpoint import CheckpointExpert
 from actmat.layout.components import single_file_of
 from actmat.layout.resolve import resolve_layout
 from actmat.layout.types import LayoutMap
@@ -120,8 +119,8 @@ def _read(checkpoint: Checkpoint, base: Checkpoint) -> tuple[dict[str, TensorRow
     return rows, problems
 
 
-def _open(checkpoint: Checkpoint, base: Checkpoint) -> CheckpointExpert:
-    """The expert, with its experts stored as in the base.
+def _restacked(checkpoint: Checkpoint, base: Checkpoint) -> Checkpoint:
+    """The checkpoint with its experts stored as in the base.
 
     Raises:
         CheckpointError: they cannot be brought into that layout; one problem per stack.
@@ -135,22 +134,22 @@ def _open(checkpoint: Checkpoint, base: Checkpoint) -> CheckpointExpert:
             "that transformers did not write in transformers and save it again (save_pretrained)"
         )
     shapes = {n: base.specs[n].shape for n in rows}
-    expert = CheckpointExpert(RowsCheckpoint(checkpoint, shapes, rows))
+    found = RowsCheckpoint(checkpoint, shapes, rows)
     count = sum(_SINGLE.fullmatch(n) is not None or _STACK.fullmatch(n) is not None for n in rows)
     way = "one by one" if any(map(_SINGLE.fullmatch, rows)) else "stacked"
-    expert.notes += (f"its experts of a mixture are read {way}, as the base stores them: {count} tensors, exactly",)
-    return expert
+    found.notes += (f"its experts of a mixture are read {way}, as the base stores them: {count} tensors, exactly",)
+    return found
 
 
-def convert(checkpoint: Checkpoint, base: Checkpoint) -> CheckpointExpert | None:
-    """The checkpoint as an expert in another layout, that of the base; None if it needs no conversion.
+def in_layout_of(base: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint in the layout of the base; itself if it needs no conversion.
 
     Raises:
         CheckpointError: not all of it can be converted, or only one of them is a single file of an image tool.
     """
     # one of the two stacks experts that the other stores one by one
     if _stacks(checkpoint.specs, base.specs) or _stacks(base.specs, checkpoint.specs):
-        return _open(checkpoint, base)
+        return _restacked(checkpoint, base)
     if not _shares_names(base.specs, checkpoint.specs) and _is_diffusers(checkpoint) != _is_diffusers(base):
         single = base if _is_diffusers(checkpoint) else checkpoint
         kind = single_file_of(single.specs)
@@ -160,7 +159,7 @@ def convert(checkpoint: Checkpoint, base: Checkpoint) -> CheckpointExpert | None
                 f"{kind.words}, the other is a folder of diffusers. Fix: convert the file with diffusers "
                 "(from_single_file, then save_pretrained), and give folders only."
             )
-    return None
+    return checkpoint
 
 
 def _is_diffusers(checkpoint: Checkpoint) -> bool:

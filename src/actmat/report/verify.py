@@ -23,10 +23,9 @@ from actmat.checkpoints.source import Source
 from actmat.checkpoints.untied import UntiedCheckpoint, with_marks
 from actmat.checkpoints.writing.listed import MANIFEST_NAME
 from actmat.errors import CheckpointError, MergeError
-from actmat.experts.base import Expert
 from actmat.experts.locate import Located, locate
 from actmat.experts.policy import vocabulary_aligner
-from actmat.experts.restacked import convert
+from actmat.experts.restacked import in_layout_of
 from actmat.foreign import html_table
 from actmat.layout.ties import tied_heads
 from actmat.recipe.output import Vocabulary
@@ -394,7 +393,7 @@ class ManifestInputs:
         """Stored name -> hash of all that was read."""
         return _read_from_base(self.manifest) if label == "base" else expert_hashes(self.manifest, label)
 
-    def as_read(self, label: str) -> Checkpoint | Expert:
+    def as_read(self, label: str) -> Checkpoint:
         """The tensors of an input.
 
         Raises:
@@ -411,7 +410,7 @@ class ManifestInputs:
             return self._with_heads(found.stored)
         if "base" not in self.places or all(name in found.stored.specs for name in self.expected(label)):
             return found.stored
-        return convert(found.stored, self.located("base").stored) or found.stored
+        return in_layout_of(self.located("base").stored, found.stored)
 
     def located(self, label: str) -> Located:
         """An input at its present location."""
