@@ -255,8 +255,7 @@ def on_adapters(folder: Path = FOLDER, small: Path = SMALL_FOLDER) -> dict[Model
 def measured(name: str, some: Sequence[float]) -> AutoChoice:
     """The record of a method, or of a method in a space, by its mean gain on every base."""
     method, _, space = name.partition("@")
-    above, gain, worst = sum(x > 0 for x in some), round(mean(some), 1), round(min(some), 1)
-    return AutoChoice(method, above, len(some), gain, worst, *([SPACES[space]] if space else []))
+    return AutoChoice(method, len(some), round(mean(some), 1), round(min(some), 1), *([SPACES[space]] if space else []))
 
 
 RULE_HEAD = ["you have", "deltas", "`auto` takes", "bases", "points above the average, held out", "on the worst base"]

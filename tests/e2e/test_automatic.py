@@ -76,7 +76,7 @@ def test_the_look_sees_starts_that_are_shared(models: Path, tmp_path: Path) -> N
 
 
 def test_a_choice_may_name_a_space_for_adapters_with_factors(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calibrated = AutoChoice("tsv", above=3, sets=3, gain=2.0, worst=1.0, space="pico")
+    calibrated = AutoChoice("tsv", sets=3, gain=2.0, worst=1.0, space="pico")
     monkeypatch.setattr(automatic, "TABLE", {**TABLE, ("adapters", "any"): calibrated})
     plan = actmat.plan(models / "base", pair(models, "adapters"))
     assert (plan.recipe.method, plan.recipe.space) == ("tsv", "pico")

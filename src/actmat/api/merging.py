@@ -96,7 +96,7 @@ def plan(
     statistics: Mapping[str, Location] | Sequence[Location] | None = None,
     **fields: Any,
 ) -> MergePlan:
-    """Plan a merge tensor by tensor, from headers only. Arguments as for `merge`.
+    """Plan a merge tensor by tensor, from headers. Arguments as for `merge`.
 
     Raises:
         MergeError: the inputs are incompatible; lists all problems.

@@ -29,7 +29,7 @@ def plan(
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Show what 'actmat merge' would do with the same flags, from headers only.
+    """Show what 'actmat merge' would do with the same flags, from headers.
 
     actmat plan -b BASE -e EXPERT1 -e EXPERT2
     actmat plan mergekit.yml --as-recipe > recipe.yaml

@@ -1,7 +1,7 @@
 """Method `ct_merging`.
 
 Shapes: `T` experts, `O` out_features, `I` in_features, `K` directions of each expert, `C` common directions,
-`J = T K` directions of all.
+`J = T K` directions of all, `M = C + J`.
 """
 
 from __future__ import annotations
@@ -66,14 +66,10 @@ def _merge(deltas: Sequence[Tensor], *, k: int, common: int, rtol: float) -> One
     shared = thin_svd((common_OC.mT @ u_OJ * s_J) @ v_IJ.mT / len(deltas), rtol=rtol)
     rest_OJ = u_OJ - common_OC @ (common_OC.mT @ u_OJ)
     kept_J = torch.linalg.vector_norm(rest_OJ, dim=0) > TIE
-    left, coefficients, right = (
-        [common_OC @ shared.u_OK, rest_OJ * kept_J],
-        [part.s_K.new_full(part.s_K.shape, _rms(part.s_K)) for part in (shared, *parts)],
-        [shared.v_IK, v_IJ * kept_J],
-    )
-    left_OM, right_MI, retries = orthogonalized_sum(
-        torch.cat(left, -1), torch.cat(coefficients), torch.cat(right, -1), accuracy
-    )
+    left_OM = torch.cat([common_OC @ shared.u_OK, rest_OJ * kept_J], -1)
+    right_IM = torch.cat([shared.v_IK, v_IJ * kept_J], -1)
+    sizes_M = torch.cat([part.s_K.new_full(part.s_K.shape, _rms(part.s_K)) for part in (shared, *parts)])
+    left_OM, right_MI, retries = orthogonalized_sum(left_OM, sizes_M, right_IM, accuracy)
     retries += joint.retries + shared.retries + tuple(name for part in parts for name in part.retries)
     return OneMatrix(left_OM @ right_MI, {"common_min": n_common}, retries, [part.way for part in parts])
 
