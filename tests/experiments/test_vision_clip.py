@@ -1,4 +1,4 @@
-"""`vision` with a tiny CLIP: zero-shot heads, experts of both regimes, public experts, the way to the tables."""
+"""`vision` and `vision-small` rehearsed with tiny models: tasks, training, merges, tables."""
 
 from __future__ import annotations
 
@@ -9,22 +9,30 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import save_file
-from tests.helpers.vision import write_clip
-from tests.tolerances import F32_PRODUCT, relative_error
+from tests.helpers.vision import TINY, write_clip, write_tasks
+from tests.tolerances import F32_ELEMENTWISE, F32_PRODUCT, relative_error
 from transformers import AutoTokenizer, CLIPModel, CLIPVisionModel
 
 from actmat.errors import CheckpointError, RecipeError
+from actmat.extras.demo.tasks import generator_for
 from actmat_experiments.harness.cache import Cache
 from actmat_experiments.harness.heads import ClipHead, load_head
-from actmat_experiments.harness.models import read_tensors
+from actmat_experiments.harness.merging import Candidate, best_scale, merge_candidates
+from actmat_experiments.harness.models import in_place, read_tensors
 from actmat_experiments.harness.progress import Watch, placed
 from actmat_experiments.harness.report import show
 from actmat_experiments.harness.results import read_scores
+from actmat_experiments.harness.rows import candidates
 from actmat_experiments.harness.suite import score_file
+from actmat_experiments.harness.training import Schedule, order_of
 from actmat_experiments.suites import RunRequest, TableRequest
-from actmat_experiments.vision import suite
+from actmat_experiments.vision import small, suite
 from actmat_experiments.vision.clip import ClipTask, clip_base, clip_head, public_expert, text_feature
 from actmat_experiments.vision.images import HubSet, ImageTask
+from actmat_experiments.vision.train import augmented
+
+# `vision` with a tiny CLIP: zero-shot heads, experts of both regimes, public experts, the way to the tables.
+
 
 TASKS = ("mnist", "svhn", "eurosat")
 SETTINGS = {
@@ -165,3 +173,137 @@ def test_a_prompt_that_the_text_encoder_cannot_read_is_told(tmp_path):
     model, tokenizer = (kind.from_pretrained(tmp_path / "clip") for kind in (CLIPModel, AutoTokenizer))
     with pytest.raises(CheckpointError, match=r"a yyy.* has 152 tokens; the text encoder reads 128"):
         text_feature(["a x", "a " + "y" * 149], model, tokenizer, "cpu")
+
+
+# `vision-small` with tiny models: scales, rows and tables; the command's tests run the suite.
+
+
+SMALL_TASKS = ("one", "two", "three", "four")
+METHODS = ("average", "task_arithmetic", "actmat", "regmean", "fisher", "knots_tsv")
+
+
+@pytest.fixture(scope="module")
+def small_request_of(tmp_path_factory):
+    data = write_tasks(tmp_path_factory.mktemp("data"), ("cifar100", *SMALL_TASKS))
+    cache = tmp_path_factory.mktemp("cache")
+
+    def made(**changes):
+        settings = TINY | changes.pop("settings", {})
+        fields = {"data": data, "tasks": SMALL_TASKS, "methods": METHODS, "regimes": ("full", "lora"), "threads": 2}
+        return RunRequest("vision-small", cache, settings=settings, **fields | changes)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def small_finished(small_request_of):
+    request = small_request_of()
+    small.run(request)
+    return request
+
+
+def small_prepared(request, regime="full"):
+    return next(v for v in small.experiments(request, Watch()) if v.regime == regime)
+
+
+def paths(made):
+    return {name: path for name, (path, _) in made.items()}
+
+
+@pytest.mark.slow
+def test_a_scale_is_chosen_on_what_the_engine_would_write(small_finished, small_request_of, tmp_path):
+    row = Candidate("actmat", "actmat")
+    for regime in ("full", "lora"):
+        vision = small_prepared(small_request_of(), regime)
+        base, experts = vision.base.path, paths(vision.experts())
+        rows = [row, Candidate("half", "actmat", scale=0.5), Candidate("average", "average")]
+        outs = {r.name: tmp_path / regime / r.name for r in rows}
+        acted = merge_candidates(base, experts, rows, outs)
+        found = in_place(vision.read, base, outs["actmat"], acted["actmat"])(0.5).state_dict()
+        expected = vision.read(outs["half"]).state_dict()
+        assert len(acted["actmat"]) >= 6
+        assert all(relative_error(found[n], expected[n]) < F32_ELEMENTWISE for n in expected)
+        alone = merge_candidates(base, experts, [row], {"actmat": tmp_path / regime / "alone"})
+        assert alone["actmat"] == acted["actmat"]
+        together = read_tensors(outs["actmat"])
+        assert all(torch.equal(t, together[n]) for n, t in read_tensors(tmp_path / regime / "alone").items())
+
+
+def test_ties_between_scales_go_to_the_nearest_to_one():
+    assert best_scale(lambda s: 0.5, (0.1, 0.7, 2.0))[0] == 0.7
+    assert best_scale(lambda s: s, (0.1, 0.7, 2.0)) == (2.0, {0.1: 0.1, 0.7: 0.7, 2.0: 2.0})
+
+
+def test_rows_are_the_methods_and_variants_that_can_run():
+    rows, left_out = candidates(None, "lora", 4)
+    names = [r.name for r in rows]
+    assert {"average", "actmat", "knots_tsv", "knots_iso_c", "iso_c_rank"} <= set(names)
+    assert "gram" in left_out["regmean"]
+    assert "adamerging" in left_out
+    with_data, still_out = candidates(None, "full", 4, ("gram", "fisher"))
+    assert {"regmean", "fisher", "lot", "cat"} <= {r.name for r in with_data}
+    assert "regmean" not in still_out
+    with pytest.raises(RecipeError, match="Did you mean 'knots_tsv'"):
+        candidates(["knots_tvs"], "lora", 4)
+    assert "gram" in left_out["regmean_packed"]
+    for name in ("regmean", "regmean_packed"):
+        with pytest.raises(RecipeError, match=f"'{name}' needs statistics"):
+            candidates([name], "full", 4)
+
+
+@pytest.mark.slow
+def test_the_table_shows_all_rows(small_finished):
+    console = Console(width=80)
+    with console.capture() as capture:
+        show(TableRequest("vision-small", small_finished.cache, console=console))
+    text = capture.get()
+    assert max(map(len, text.splitlines()[:40])) <= 80
+    assert all(word in text for word in ("majority", "regmean", "knots_tsv", "full fine-tuning", "LoRA", "±"))
+
+
+def test_without_data_or_with_a_model_it_says_what_to_give(small_request_of):
+    with pytest.raises(RecipeError, match="--data"):
+        small.run(small_request_of(data=None))
+    with pytest.raises(RecipeError, match="--set"):
+        small.run(small_request_of(models=["ViT-B/32"]))
+
+
+# Parts of the vision experiments: batches that go on, augmentation, adapters, logs.
+
+
+def test_batches_go_on_where_they_stopped():
+    schedule = Schedule(3, 6, 0.1)
+    whole = list(order_of(20, schedule, seed=0, name="a"))
+    assert len(whole) == 9
+    for first in (1, 3, 5, 8):
+        rest = list(order_of(20, schedule, seed=0, name="a", first=first))
+        assert [r.tolist() for r in rest] == [w.tolist() for w in whole[first:]]
+    epoch = torch.cat(whole[:3])
+    assert len(set(epoch.tolist())) == 18, "no example twice in an epoch"
+    assert [w.tolist() for w in whole] != [w.tolist() for w in order_of(20, schedule, seed=1, name="a")]
+
+
+def test_augmentation_moves_and_mirrors_and_depends_on_the_generator():
+    images = torch.arange(2 * 3 * 16 * 16).float().reshape(2, 3, 16, 16)
+    found = augmented(images, generator_for(0, "x"))
+    assert found.shape == images.shape
+    assert torch.equal(found, augmented(images, generator_for(0, "x")))
+    assert not torch.equal(found, augmented(images, generator_for(1, "x")))
+    constant = torch.full((4, 3, 16, 16), 0.5)
+    assert torch.equal(augmented(constant, generator_for(0, "x")), constant), "borders are repeated, not black"
+
+
+def test_every_stage_has_a_log_with_its_end_or_its_failure(tmp_path):
+    console = Console(width=80)
+    with console.capture() as capture, Watch(console, tmp_path) as watch:
+        with watch.stage("experts: full", total=2) as stage:
+            stage.advance()
+            stage.log("half done")
+        with pytest.raises(RuntimeError), watch.stage("experts: lora"):
+            raise RuntimeError("broken")
+    log = (tmp_path / "experts.log").read_text()
+    assert "half done" in log
+    assert log.count("begin") == 2
+    assert "failed experts: lora" in log
+    assert "RuntimeError('broken')" in log
+    assert "experts: full: " in capture.get()

@@ -1,4 +1,4 @@
-"""A finished merge that is asked for again is verified, not refused; anything else in its place still is."""
+"""A finished merge that is asked for again is verified; `--overwrite` deletes no file that it did not write."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from tests.helpers.adapters import save_adapter
 from tests.helpers.merging import Q0, Family, actmat, contents, hidden
 
 import actmat as library
-from actmat.checkpoints.writing.listed import MANIFEST_NAME
-from actmat.checkpoints.writing.staging import Staging
+from actmat.checkpoints.writing.listed import MANIFEST_NAME, unlisted_files
+from actmat.checkpoints.writing.staging import SHOWN_FILES, Staging
+from actmat.errors import OutputError
+
+# A finished merge that is asked for again is verified, not refused; anything else in its place still is.
 
 
 @pytest.fixture
@@ -162,3 +165,88 @@ def test_an_adapter_too(tmp_path: Path) -> None:
     flip(tmp_path / "out" / "adapter_model.safetensors")
     with pytest.raises(library.OutputError, match="is not what the recipe gives now"):
         library.merge(None, experts, out=tmp_path / "out")
+
+
+# `--overwrite` replaces an earlier output, and deletes no file that the output's manifest does not record.
+
+
+@pytest.fixture
+def files_family(tmp_path: Path) -> Family:
+    made = Family.make(tmp_path, layers=1)
+    assert actmat(made.argv("--set", "durable=false", "--diagnose")).code == 0
+    return made
+
+
+def add_own(out: Path) -> None:
+    (out / "MY_NOTES.txt").write_text("best so far")
+    (out / "eval").mkdir()
+    (out / "eval" / "scores.json").write_text("{}")
+    (out / "empty").mkdir()
+    (out / "link").symlink_to("MY_NOTES.txt")
+
+
+def test_a_users_own_files_stop_a_merge_and_are_all_named(files_family: Family) -> None:
+    assert unlisted_files(files_family.out) == []
+    add_own(files_family.out)
+    before = sorted(p.relative_to(files_family.out) for p in files_family.out.rglob("*"))
+    refused = actmat(files_family.argv("--overwrite", "--method", "average"))
+    assert refused.code == 1
+    said = " ".join(refused.err.split())
+    assert "--overwrite will not delete: MY_NOTES.txt, empty/, eval/, link. Move them elsewhere" in said
+    assert sorted(p.relative_to(files_family.out) for p in files_family.out.rglob("*")) == before
+    assert hidden(files_family.root) == []
+    for name in ("MY_NOTES.txt", "link"):
+        (files_family.out / name).unlink()
+    for name in ("eval", "empty"):
+        shutil.rmtree(files_family.out / name)
+    assert actmat(files_family.argv("--overwrite", "--method", "average")).code == 0
+
+
+def test_files_that_come_while_the_merge_runs(files_family: Family) -> None:
+    """The last look is before the rename; what is merged is kept, and the same command goes on."""
+    stage = Staging(files_family.out, "of another recipe", overwrite=True)
+    stage.open()
+    add_own(files_family.out)
+    with pytest.raises(OutputError, match=r"MY_NOTES\.txt, empty/, eval/, link"):
+        stage.commit()
+    stage.close()
+    assert (files_family.out / "eval" / "scores.json").is_file()
+    assert stage.path.is_dir()
+
+
+def test_an_extraction_deletes_no_own_files(tmp_path: Path) -> None:
+    files_family = Family.make(tmp_path, layers=1, experts=1)
+    argv = [
+        "extract",
+        "-b",
+        str(files_family.base),
+        "--model",
+        str(files_family.experts[0]),
+        "--out",
+        str(files_family.out),
+        "--rank",
+        "2",
+    ]
+    assert actmat(argv).code == 0
+    expected = contents(files_family.out)
+    (files_family.out / "MY_NOTES.txt").write_text("x")
+    refused = actmat([*argv, "--overwrite"])
+    assert refused.code == 1
+    assert "MY_NOTES.txt" in refused.err
+    (files_family.out / "MY_NOTES.txt").unlink()
+    assert actmat([*argv, "--overwrite"]).code == 0
+    assert contents(files_family.out) == expected
+
+
+def test_a_damaged_manifest_lists_nothing(files_family: Family) -> None:
+    (files_family.out / MANIFEST_NAME).write_text("{")
+    refused = actmat(files_family.argv("--overwrite"))
+    assert refused.code == 1
+    assert "its manifest is damaged" in refused.err
+    assert (files_family.out / "model.safetensors").is_file()
+
+
+def test_many_own_files_are_counted(files_family: Family) -> None:
+    for n in range(SHOWN_FILES + 3):
+        (files_family.out / f"{n:02}.txt").touch()
+    assert "19.txt and 3 more. Move them elsewhere" in " ".join(actmat(files_family.argv("--overwrite")).err.split())
