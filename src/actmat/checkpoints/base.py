@@ -147,6 +147,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         keeps_rows: rows of its token tables are those that are stored, with others after them.
         is_composed: composed of checkpoints that are each decoded by their own config.
         written_sidecars: name -> text of files that an output gets instead of copies, such as a new tokenizer's.
+        inner: of a view, the stored checkpoint: it has the files, and reads ahead.
     """
 
     location: str
@@ -160,6 +161,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     keeps_rows = True
     is_composed = False
     written_sidecars: Mapping[str, str] = MappingProxyType({})
+    inner: Checkpoint | None = None
 
     @property
     @abc.abstractmethod
@@ -178,7 +180,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def metadata(self) -> Mapping[str, str]:
         """Texts in the headers of its files; empty for formats without them."""
-        return {}
+        return {} if self.inner is None else self.inner.metadata()
 
     def scheme(self, name: str) -> str:
         """Description of a quantized tensor's layout; empty for any other tensor."""
@@ -232,11 +234,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Hint that these tensors will be read soon (disk read-ahead). Never fails."""
+        if self.inner is not None:
+            self.inner.prefetch(names)
 
     @property
     def buffer_bytes(self) -> int:
         """Most bytes that each reading thread takes for read-ahead; 0 for local files."""
-        return 0
+        return 0 if self.inner is None else self.inner.buffer_bytes
 
     def handle(self) -> CheckpointHandle:
         """Address from which another process can open this checkpoint again; an error if in memory."""
@@ -247,19 +251,19 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def sources(self) -> tuple[ModelFiles, ...]:
         """Files of every model it is composed of; empty for tensors in memory."""
-        return ()
+        return () if self.inner is None else self.inner.sources()
 
     def side_files(self) -> SideFiles:
         """Files of the folder except the weights: those that are copied to an output, and the rest."""
-        return side_files_of(self.directory)
+        return side_files_of(self.directory) if self.inner is None else self.inner.side_files()
 
     def converted_sidecars(self) -> Mapping[str, str]:
         """Name -> text of a tokenizer's files, made from the metadata of a format that stores it; takes seconds."""
-        return {}
+        return {} if self.inner is None else self.inner.converted_sidecars()
 
     def fetch_sidecars(self) -> Path | None:
         """Local folder of the side files; a hub checkpoint downloads them first."""
-        return self.directory
+        return self.directory if self.inner is None else self.inner.fetch_sidecars()
 
     @abc.abstractmethod
     def close(self) -> None:

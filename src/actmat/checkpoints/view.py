@@ -5,11 +5,9 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.base import Checkpoint, CheckpointHandle, FileIdentity, TensorSpec
-from actmat.checkpoints.side_files import ModelFiles, SideFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +31,8 @@ class CheckpointView(Checkpoint):
             `aliases` are the view's own, and its `handle`, where another process can open it.
     """
 
+    inner: Checkpoint
+
     def __init__(self, inner: Checkpoint) -> None:
         self.inner = inner
         self.location, self.directory = inner.location, inner.directory
@@ -46,12 +46,8 @@ class CheckpointView(Checkpoint):
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """Config of the stored checkpoint; all methods below delegate to it as well."""
+        """Config of the stored checkpoint."""
         return self.inner.config
-
-    def metadata(self) -> Mapping[str, str]:
-        """Texts in the headers of the stored checkpoint."""
-        return self.inner.metadata()
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Identity of every weight file."""
@@ -60,31 +56,6 @@ class CheckpointView(Checkpoint):
     def fill(self, spec: TensorSpec, start: int, out: memoryview) -> None:
         """Bytes of the tensor of this name."""
         self.inner.read_into(spec.name, start, out)
-
-    def prefetch(self, names: Iterable[str]) -> None:
-        """Pass the hint on."""
-        self.inner.prefetch(names)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Most memory that a thread takes for reading ahead."""
-        return self.inner.buffer_bytes
-
-    def sources(self) -> tuple[ModelFiles, ...]:
-        """Those of the stored checkpoint."""
-        return self.inner.sources()
-
-    def side_files(self) -> SideFiles:
-        """Files other than the weights."""
-        return self.inner.side_files()
-
-    def converted_sidecars(self) -> Mapping[str, str]:
-        """Files of a tokenizer from its metadata."""
-        return self.inner.converted_sidecars()
-
-    def fetch_sidecars(self) -> Path | None:
-        """Local folder of config, tokenizer and processor files."""
-        return self.inner.fetch_sidecars()
 
     def close(self) -> None:
         """Close the stored checkpoint."""
