@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actmat.checkpoints.base import Checkpoint, FileIdentity
+from actmat.checkpoints.base import Checkpoint
 from actmat.checkpoints.files import file_identity
 from actmat.checkpoints.folder import ADAPTER_CONFIG
 from actmat.errors import CheckpointError, did_you_mean
@@ -125,7 +125,8 @@ class _Joined:
         names = {n: [n if c is one.checkpoint else tokenizer.table_in(n, c) for c in checkpoints] for n in one.tables}
         self._check_tables(one, names, rows)
         found = TokenRowsCheckpoint(one.checkpoint, checkpoints, names, joined_runs(rows))
-        found.tokenizers = tuple(i for c in checkpoints for i in _tokenizer_identity(c))
+        folders = [f for c in checkpoints if (f := tokenizer.tokenizer_folder(c)) is not None]
+        found.tokenizers = tuple(file_identity(f / TOKENIZER) for f in folders if (f / TOKENIZER).exists())
         found.notes += tuple(self._counts(one, number, rows))
         found.written_sidecars = {}
         if label == BASE:
@@ -176,22 +177,15 @@ class _Joined:
             return ()
         return ((self.labels.index(source.model), row),)
 
-    def _holders(self, token: str) -> dict[str, tuple[int, int]]:
-        """Inputs that have a token, each checkpoint once."""
-        found: dict[str, tuple[int, int]] = {}
-        for number, one in enumerate(self.inputs.values()):
-            row = one.row(token)
-            if row is not None:
-                found.setdefault(str(one.checkpoint.identity()), (number, row))
-        return found
-
     def _lent_row(self, token: str) -> Sources:
         """Substitute row of a token for inputs that lack it."""
         if token in self.special:
             return self.special[token]
-        holders = list(self._holders(token).values())
-        of_base = [pair for pair in holders if pair[0] == 0]
-        return tuple(of_base or holders)
+        found: dict[str, tuple[int, int]] = {}  # each checkpoint once
+        for number, one in enumerate(self.inputs.values()):
+            if (row := one.row(token)) is not None:
+                found.setdefault(str(one.checkpoint.identity()), (number, row))
+        return tuple(pair for pair in found.values() if pair[0] == 0) or tuple(found.values())
 
     def _sources(self, one: _TokenInput, number: int, row: int) -> Sources:
         """Sources of a row of an input's new table."""
@@ -267,9 +261,3 @@ class _Joined:
             found = next((e for e in listed if e["content"] == token), {**tokenizer.ADDED, "content": token})
             entries.append({**found, "id": self.tokens[token]})
         return tokenizer.written_tokenizer(Path(tokenizer.tokenizer_folder(self.keeper.checkpoint) or "."), entries)
-
-
-def _tokenizer_identity(checkpoint: Checkpoint) -> Iterator[FileIdentity]:
-    folder = tokenizer.tokenizer_folder(checkpoint)
-    if folder is not None and (Path(folder) / TOKENIZER).exists():
-        yield file_identity(Path(folder) / TOKENIZER)
