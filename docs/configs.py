@@ -26,8 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from actmat.identity.layers import expand
-from actmat.identity.tables import DEPTH_KEYS, PATH, is_ignored
+from actmat.identity.tables import DEPTH_KEYS, PATH, expand, is_ignored
 
 OF_RULES = re.compile(r"pattern|interval|period|every|step$|offset|dense_replace|num_dense|window_layers|group_size")
 """Names of keys with numbers from which lists of layers follow."""

@@ -47,7 +47,7 @@ RECIPE = 1
 
 SHORT_TEXT = ("ExpertRef", "PostRef", "Vocabulary", "TokenRow")
 """Models that a recipe may give as a text."""
-SHORT_LIST = {"Recipe": ("keep", "pool", "mute", "post"), "Rule": ("match",), "ExpertRef": ("stacks",)}
+SHORT_LIST = {"Recipe": ("keep", "mute", "post"), "Rule": ("match",), "ExpertRef": ("stacks",)}
 """Model -> lists that a recipe may give as their only member."""
 NUMBER_TEXT = {"type": "string", "pattern": r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"}
 """`1e-6`, which YAML 1.1 reads as a text."""

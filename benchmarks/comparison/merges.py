@@ -67,13 +67,6 @@ def _statistics(method: str) -> tuple[str, ...]:
     return of("llama", *given, method=method)
 
 
-POOLED = """\
-base: llama/base
-experts: [llama/math, llama/code]
-method: actmat
-pool: ['*.self_attn.{q,k,v}_proj.weight']
-"""
-
 RULES = """\
 base: llama/base
 experts:
@@ -88,7 +81,7 @@ rules:
   - {match: ['model.embed_tokens.weight'], method: dare}
 roles:
   - {match: '*.up_proj.weight', blocks: {first: [0, 88], second: [88, 176]}}
-postprocess: {lines: [0.5, 1.0], norm_cap: mean, singular_value_cap: 0.9}
+postprocess: {lines: [0.5, 1.0], norm_cap: mean}
 seed: 3
 """
 
@@ -100,7 +93,7 @@ method: actmat
 keep: ['*.v_proj.weight']
 rules:
   - {match: ['*.q_proj.weight'], method: tsv}
-postprocess: {lines: [0.5, 1.0], norm_cap: mean, singular_value_cap: 0.9}
+postprocess: {lines: [0.5, 1.0], norm_cap: mean}
 """
 
 MERGES = (
@@ -113,7 +106,6 @@ MERGES = (
     Merge("bfloat16", of("bfloat16", experts=("math", "code", "law"))),
     Merge("bfloat16-ties", of("bfloat16", "--set", "scope=all", method="ties")),
     Merge("float16-out", of("bfloat16", "--set", "scope=all", "--dtype", "float16", method="task_arithmetic")),
-    Merge("pooled", (), POOLED),
     Merge("rules", (), RULES),
     Merge("diagnosed", of("llama"), running=("--diagnose",)),
     Merge("average", of("llama", "--set", "scope=all", method="average")),

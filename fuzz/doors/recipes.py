@@ -26,7 +26,7 @@ RECIPE: dict[str, Any] = {
     "options": {"density": 0.2}, "scale": 0.9, "scope": "linear", "seed": 7, "keep": ["*lm_head*"], "dtype": "bfloat16",
     "rules": [{"match": "*.{q,k}_proj.*", "method": "average"}, {"match": ["re:.*norm.*"], "keep": "base"}],
     "roles": [{"match": "*.qkv.*", "role": "fused_linear", "blocks": {"q": [0, 4], "k": [4, 8]}}],
-    "pool": "*.{q,k,v}_proj.weight", "postprocess": {"lines": [0.5, 1.5], "norm_cap": "mean"}, "max_shard_size": "5GB",
+    "postprocess": {"lines": [0.5, 1.5], "norm_cap": "mean"}, "max_shard_size": "5GB",
     "mute": ["AM402"], "out": "merged", "ties": True, "rank": 4,
 }  # fmt: skip
 YAML = (

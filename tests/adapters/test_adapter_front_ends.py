@@ -12,7 +12,7 @@ from tests.helpers.merging import actmat as command
 
 import actmat
 from actmat.errors import MergeError, RecipeError
-from actmat.report import verify
+from actmat.report.verify import verify
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from tests.helpers.located import is_adapter, open_adapter
 
 import actmat
 from actmat.errors import CheckpointError, MergeError
-from actmat.report import verify
 from actmat.report.manifest import read_manifest
+from actmat.report.verify import verify
 
 
 def publish(hub: HubStandIn, folder: Path, name: str, seed: int, *, branch: str = "main") -> str:

@@ -63,7 +63,7 @@ GIVEN: list[dict[str, Any]] = [
     {"space": "factors", "method": "ties", "options": {"density": 0.4}, "post": "mean_norm"},
     {"space": "factors", "method": "dare", "options": {"density": 0.5}, "seed": 3},
     {"space": "pico", "method": "cart", "post": "isotropize"},
-    {"space": "pico_unscaled", "method": "dc_merge", "postprocess": {"norm_cap": 0.5}},
+    {"space": "pico", "method": "dc_merge", "postprocess": {"norm_cap": 0.5}},
     {"method": "task_arithmetic", "post": ["subspace_boosting", "mean_norm"]},
 ]
 

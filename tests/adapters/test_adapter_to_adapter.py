@@ -19,7 +19,7 @@ from actmat.errors import MergeError, OutputError
 from actmat.layout.resolve import resolve_layout
 from actmat.progress import NoProgress
 from actmat.recipe import make_recipe
-from actmat.report import verify
+from actmat.report.verify import verify
 from actmat.run import plan_recipe
 
 GPT2 = {"r": 2, "lora_alpha": 5, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}

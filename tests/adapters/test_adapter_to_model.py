@@ -16,7 +16,7 @@ from torch import Tensor
 
 import actmat
 from actmat.errors import MergeError
-from actmat.report import verify
+from actmat.report.verify import verify
 
 FAMILIES = {k: v for k, v in CASES.items() if v[0] != "vision"}
 

@@ -19,7 +19,7 @@ import actmat
 from actmat.cli.main import app
 from actmat.engine.kernels import extracted as extraction
 from actmat.errors import MergeError
-from actmat.report import verify
+from actmat.report.verify import verify
 
 FAMILIES = ("llama", "gpt2", "vit", "mixtral")
 Q = "model.layers.0.self_attn.q_proj.weight"

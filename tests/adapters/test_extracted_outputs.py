@@ -17,7 +17,8 @@ from actmat.checkpoints.writing.writer import SPOOL, SpoolWriter
 from actmat.cli.main import app
 from actmat.errors import MergeError, OutputError
 from actmat.planning import MergePlan
-from actmat.report import read_manifest, verify
+from actmat.report.manifest import read_manifest
+from actmat.report.verify import verify
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 FILE = "adapter_model.safetensors"

@@ -31,7 +31,7 @@ from actmat.errors import MergeError
 from actmat.experts.lora.names import first_factor
 from actmat.extras.diffusion.architectures import ARCHITECTURES, text_names
 from actmat.extras.diffusion.names import find_flat_names, foreign_factor, parse_factor
-from actmat.report import verify
+from actmat.report.verify import verify
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 RUN: dict[str, Any] = {"durable": False, "threads": 1, "compute_dtype": "float64"}

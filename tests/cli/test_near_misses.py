@@ -24,6 +24,8 @@ FLAGS = [
     (["--set", "wieght=1"], "Its flag is --weight."),
     (["-e", "one"], "-e NAME=PATH"),
     (["."], "each needs its own flag, -e A -e B"),
+    (["two/model.safetensors"], "each needs its own flag, -e A -e B"),
+    (["org/code"], "each needs its own flag, -e A -e B"),
     (["--wieght", "1"], "--weight"),
 ]
 

@@ -130,16 +130,6 @@ def test_problems_with_devices_come_with_all_others(family: Family) -> None:
     assert "Did you mean 'ties'?" in outcome.err
 
 
-def test_a_pool_is_placed_as_one_matrix(tmp_path: Path) -> None:
-    samples = Samples.checkpoints(tmp_path)
-    plan = library.plan(samples.base, samples.experts, method="actmat", device="cuda", pool=["*layers.0.self_attn*"])
-    q, k = (plan.by_name[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qk")
-    assert q.cost.device_bytes == k.cost.device_bytes > 0
-    assert q.reason.endswith("actmat, pooled over 2 tensors, on cuda")
-    (unit,) = (u for u in plan_units([plan], [()], None) if len(u.groups) == 2)
-    assert unit.device_bytes == q.cost.device_bytes
-
-
 def test_adapters_stay_on_the_host(tmp_path: Path) -> None:
     for seed in (1, 2):
         save_adapter(tmp_path / f"a{seed}", "llama", seed, **LLAMA)

@@ -154,14 +154,6 @@ def test_unchanged_and_copied_tensors_are_rows_without_measures(family: Family) 
     assert found.totals.bytes_written == 0
 
 
-def test_a_pool_is_measured_member_by_member(family: Family) -> None:
-    pooled = actmat.diagnose(family.base, family.experts, pool=["*.{q,up}_proj.weight"], **FAST)
-    apart = actmat.diagnose(family.base, family.experts, **FAST)
-    assert [m.name for m in pooled.measures] == [m.name for m in apart.measures]
-    for a, b in zip(pooled.measures, apart.measures, strict=True):
-        assert (a.norms, a.cosine, a.subspace_overlap) == (b.norms, b.cosine, b.subspace_overlap)
-
-
 def test_several_methods_share_the_reading(family: Family) -> None:
     from actmat.run import run_recipes
 

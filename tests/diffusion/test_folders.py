@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,17 @@ def test_a_pipeline_is_merged_component_by_component(pipelines: Path, tmp_path: 
     assert again.was_finished
     for name, tensor in stored(pipelines / "base" / "vae").items():
         assert torch.equal(stored(out / "vae")[name], tensor)
+
+
+def test_a_scheduler_tells_what_a_pipeline_predicts(pipelines: Path, tmp_path: Path) -> None:
+    shutil.copytree(pipelines / "e1", tmp_path / "e1")
+    path = tmp_path / "e1" / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"prediction_type": "v_prediction"}))
+    with pytest.raises(MergeError, match=r"scheduler\.prediction_type \(base epsilon; 'e1' v_prediction\)"):
+        actmat.plan(pipelines / "base", [tmp_path / "e1"])
+    actmat.merge(pipelines / "base", [tmp_path / "e1"], out=tmp_path / "out", config_from="e1", **QUICK)
+    written = json.loads((tmp_path / "out" / "scheduler" / "scheduler_config.json").read_text())
+    assert written == json.loads(path.read_text())
 
 
 @pytest.mark.slow

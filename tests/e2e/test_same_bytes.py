@@ -77,7 +77,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "ties, global": {"method": "ties", "options": {"trim": "global"}},
     "ties, global, all": {"method": "ties", "scope": "all", "options": {"trim": "global"}},
     "tsv": {"method": "tsv"},
-    "capped": {"method": "task_arithmetic", "postprocess": {"norm_cap": "mean", "singular_value_cap": 1.0}},
+    "capped": {"method": "task_arithmetic", "postprocess": {"norm_cap": "mean"}},
     "kept": {"method": "actmat", "keep": ["*.down_proj.*", "*experts*"]},
     "half": {"method": "average", "dtype": "bfloat16"},
 }
@@ -297,7 +297,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "average": [{"method": "average"}],
     "actmat": [{"method": "actmat"}],
     "ties per tensor": [{"method": "ties", "options": {"trim": "tensor"}}],
-    "capped": [{"method": "actmat", "postprocess": {"norm_cap": "mean", "singular_value_cap": 1.0}}],
+    "capped": [{"method": "actmat", "postprocess": {"norm_cap": "mean"}}],
     "task arithmetic capped": [{"method": "task_arithmetic", "postprocess": {"norm_cap": "mean"}}],
     "several cut-offs": [{"options": {"rtol": r}} for r in (1e-6, 1e-4, 1e-2)],
     "several kinds of rule": [{"method": m} for m in ("average", "actmat", "dare", "tsv", "task_arithmetic")],

@@ -21,7 +21,8 @@ from actmat.extras.pages.comparison import compare
 from actmat.extras.tune.settings import NotebookTuneProgress, TuneProgress, usual_tune_progress
 from actmat.methods import all_methods
 from actmat.progress import NoProgress, NotebookProgress, in_notebook, usual_progress
-from actmat.report import Verification, recorded_totals
+from actmat.report.totals import recorded_totals
+from actmat.report.verify import Verification
 
 # Plans, reports, diagnoses, checkpoints and methods in a notebook: one line, and a short table.
 

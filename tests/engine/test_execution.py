@@ -337,7 +337,7 @@ def test_several_workers_begin_with_the_largest_tensors(family: Family, monkeypa
     merge_unit = Session.merge
 
     def noting(session: Session, unit: Unit) -> UnitResult:
-        ((plan, n), *_), *_ = unit.groups
+        (plan, n), *_ = unit.members
         sizes.append(session.spec.plans[plan].items[n].numel)
         return merge_unit(session, unit)
 

@@ -62,7 +62,7 @@ class KernelConformance(abc.ABC):
         spec, units, results = run_here([recipe], [out])
         (plan,) = spec.plans
         item = plan.by_name[self.name]
-        unit = next(u for u in units if any(plan.items[n] is item for group in u.groups for _, n in group))
+        unit = next(u for u in units if any(plan.items[n] is item for _, n in u.members))
         assert (unit.kernel, item.kernel) == (self.kernel, self.kernel)
         record = next(r for result in results for _, r in result.records if r.name == self.name)
         return item, record, {n: t for file in out.iterdir() for n, t in load_file(file).items()}
@@ -149,17 +149,6 @@ class TestCombine(KernelConformance):
     def expected(self, base: Mapping[str, Tensor], experts: Sequence[Mapping[str, Tensor]]) -> Tensor:
         deltas = [e[UP].double() - base[UP].double() for e in experts]
         return base[UP].double() + SCALE * of_method("model_stock", base[UP], deltas)
-
-
-class TestPool(KernelConformance):
-    kernel = "pool"
-    name = Q
-    fields: ClassVar[Mapping[str, Any]] = {"method": "actmat", "scale": SCALE, "pool": ["*layers.0.self_attn*"]}
-
-    def expected(self, base: Mapping[str, Tensor], experts: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        deltas = [torch.cat([e[n].double() - base[n].double() for n in (K, Q)]) for e in experts]
-        rows = base[K].shape[0]
-        return base[Q].double() + SCALE * of_method("actmat", base[Q], deltas)[rows:]
 
 
 class Adapters(KernelConformance):

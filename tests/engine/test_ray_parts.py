@@ -40,7 +40,7 @@ GB = 10**9
 
 
 def unit(name: str = "w", *, flops: int = 0, traffic: int = 0, peak: int = GB) -> Unit:
-    return Unit((((0, 0),),), name, traffic, peak, flops)
+    return Unit(((0, 0),), name, traffic, peak, flops)
 
 
 # Batches
@@ -187,7 +187,7 @@ def test_a_worker_observes_into_a_copy(merged: Any, opened: Any) -> None:
     def observe(fork: Callable[[], Any], items: Any) -> Any:
         state = fork()
         for item in items:
-            answer = worker.observe([Unit(((places[id(item)],),), item.name, 0, 0)], state)
+            answer = worker.observe([Unit((places[id(item)],), item.name, 0, 0)], state)
             assert answer.error is None
             yield from answer.results
 
@@ -209,7 +209,7 @@ def test_an_error_ends_the_worker_and_keeps_what_was_done(merged: Any, opened: A
     spec, units, _ = merged
     worker, _ = opened()
     worker.use(spec.surveys)
-    wrong = dataclasses.replace(units[1], groups=())
+    wrong = dataclasses.replace(units[1], members=())
     answer = worker.merge([units[0], wrong, units[2]])
     assert [r.unit for r in answer.results] == units[:1]
     assert isinstance(answer.error, IndexError)

@@ -45,11 +45,10 @@ def full(folder: Path) -> list[Fields]:
 
 
 def variants(folder: Path) -> list[Fields]:
-    """A survey of the whole model, random masks, and a pool."""
+    """A survey of the whole model, random masks, and a matrix method."""
     (fields,) = full(folder)
     ties = {"method": "ties", "options": {"trim": "global"}, "scope": "all"}
-    pool = {"method": "actmat", "pool": ["*.{q,up}_proj.weight"]}
-    return [fields | ties, fields | {"method": "dare", "scope": "all"}, fields | pool]
+    return [fields | ties, fields | {"method": "dare", "scope": "all"}, fields | {"method": "actmat"}]
 
 
 def adapters(folder: Path) -> Fields:

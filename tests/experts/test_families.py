@@ -33,7 +33,7 @@ import actmat
 from actmat.checkpoints.resolve import open_checkpoint
 from actmat.errors import MergeError
 from actmat.extras.conformance.experts import ExpertConformance, StoredExpert
-from actmat.report import verify
+from actmat.report.verify import verify
 
 LINEAR = ["q_proj", "down_proj"]
 GPT2 = ["c_attn", "c_proj"]

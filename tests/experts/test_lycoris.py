@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import actmat
 from actmat.cli.main import app
 from actmat.errors import MergeError
-from actmat.report import verify
+from actmat.report.verify import verify
 
 FC, CONV, ATTENTION = UNET[4], UNET[5], UNET[1]
 RUN: dict[str, Any] = {"durable": False, "threads": 1, "compute_dtype": "float64", "scope": "all"}

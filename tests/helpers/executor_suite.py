@@ -87,11 +87,6 @@ class ExecutorConformance(abc.ABC):
         run = self._assert_same(Samples.checkpoints(tmp_path), variants)
         assert len(run.spec.surveys) == len(variants), "a variant without its survey"
 
-    def test_pools(self, tmp_path: Path) -> None:
-        """Several tensors that are merged as one matrix."""
-        run = self._assert_same(Samples.checkpoints(tmp_path), [{"pool": ["*self_attn*"]}])
-        assert any(len(unit.groups) > 1 for unit in run.units), "no pool"
-
     def test_statistics(self, tmp_path: Path) -> None:
         """Methods that take statistics of the experts."""
         run = self._assert_same(Samples.checkpoints(tmp_path, statistics=True), [{"method": "regmean"}])

@@ -195,7 +195,7 @@ from actmat.run import plan_recipe, run_recipes
 recipe = make_recipe({"base": "base", "experts": ["a", "b"], "method": "average", "scope": "all", "out": "bare"})
 assert plan_recipe(recipe).items
 (report,) = run_recipes([recipe])
-from actmat.report import verify
+from actmat.report.verify import verify
 print("intact" if verify(report.out).ok else "damaged")
 """
     shell = core.environment

@@ -142,6 +142,34 @@ def test_what_may_change_the_function_is_a_note(base: dict[str, Any], expert: di
     assert words in " ".join(found.notes)
 
 
+PIPELINE = {"_class_name": "StableDiffusionPipeline", "components": {"unet": UNET}}
+PNDM, EULER = ({"_class_name": f"{name}Scheduler", "beta_start": 0.00085} for name in ("PNDM", "EulerDiscrete"))
+
+
+@pytest.mark.parametrize(
+    ("expert", "named"),
+    [
+        (PNDM | {"prediction_type": "v_prediction"}, "scheduler.prediction_type (base epsilon; 'one' v_prediction)"),
+        (EULER | {"prediction_type": "v_prediction"}, "scheduler.prediction_type"),
+        (PNDM | {"rescale_betas_zero_snr": True}, "scheduler.rescale_betas_zero_snr"),
+        (PNDM | {"beta_schedule": "scaled_linear"}, "scheduler.beta_schedule"),
+        (PNDM | {"prediction_type": "epsilon", "num_train_timesteps": 1000, "trained_betas": None}, ""),
+        (PNDM | {"clip_sample": False, "steps_offset": 1, "_diffusers_version": "0.1"}, ""),
+        (EULER, ""),
+    ],
+)
+def test_schedulers_of_pipelines_are_compared(expert: dict[str, Any], named: str) -> None:
+    """What a model was trained to predict must agree; how it is sampled is a note."""
+    base, one = PIPELINE | {"scheduler": PNDM}, PIPELINE | {"scheduler": expert}
+    found = agree(base, [("one", one)])
+    assert len(found.problems) == bool(named)
+    assert all(named in p for p in found.problems)
+    written = agree(base, [("one", one)], "one").configs
+    assert not named or {k: written["scheduler/scheduler_config.json"][k] for k in expert if k[0] != "_"} == {
+        k: v for k, v in expert.items() if k[0] != "_"
+    }
+
+
 def test_an_expert_may_be_a_part_of_the_base() -> None:
     """The tower of a multimodal model, or a component of a pipeline."""
     base = {"model_type": "llava", "text_config": LLAMA, "vision_config": VISION}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from tests.helpers.merging import actmat
 
-from actmat.identity.inputs import chat_template
+from actmat.checkpoints.source import LocalSource
+from actmat.identity.inputs import chat_template, label_names, most_frequent_template
 
 ORDERED, TURNED = ["neg", "neu", "pos"], ["pos", "neu", "neg"]
 GENERIC = ["LABEL_0", "LABEL_1", "LABEL_2"]
@@ -21,7 +23,9 @@ def classifier(folder: Path, names: list[str] | None, seed: int, template: str =
     torch.manual_seed(seed)
     tensors = {"model.layers.0.mlp.weight": torch.randn(8, 8), "score.weight": torch.randn(3, 8)}
     save_file(tensors, folder / "model.safetensors")
-    labels = {} if names is None else {"id2label": {str(i): n for i, n in enumerate(names)}}
+    labels: dict[str, object] = {}
+    if names is not None:
+        labels = {"id2label": {str(i): n for i, n in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | labels))
     if template:
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
@@ -55,6 +59,30 @@ def test_rows_of_a_head_mean_the_same_labels(
 
 
 @pytest.mark.parametrize(
+    ("base", "one", "two", "flags", "written"),
+    [
+        (ORDERED, ORDERED, TURNED, ["--set", "config_from=two"], TURNED),
+        (ORDERED, ORDERED, TURNED, ["--set", "config_from=one"], ORDERED),
+        (ORDERED, TURNED, TURNED, ["--set", "config_from=base"], ORDERED),
+        (ORDERED, TURNED, TURNED, ["--set", "config_from=two", "--keep", "score.*"], ORDERED),
+        (GENERIC, TURNED, TURNED, [], TURNED),
+        (None, TURNED, TURNED, [], TURNED),
+    ],
+)
+def test_labels_are_those_of_the_head(
+    tmp_path: Path, base: list[str], one: list[str], two: list[str], flags: list[str], written: list[str]
+) -> None:
+    for i, (name, labels) in enumerate({"base": base, "one": one, "two": two}.items()):
+        classifier(tmp_path / name, labels, i)
+    run = ["merge", "-b", f"{tmp_path}/base", "-e", f"{tmp_path}/one", "-e", f"{tmp_path}/two", "-m", "average"]
+    found = actmat([*run, "--out", f"{tmp_path}/out", *flags])
+    assert found.code == 0, found
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert label_names(config) == tuple(written)
+    assert config["label2id"] == {n: i for i, n in enumerate(written)}
+
+
+@pytest.mark.parametrize(
     ("base", "one", "flags", "words"),
     [
         ("{{a}}", "{{a}}", [], ""),
@@ -77,28 +105,61 @@ def test_chat_templates_that_differ_are_a_note(
 
 
 def test_a_chat_template_is_found_in_each_file(tmp_path: Path) -> None:
-    assert chat_template(tmp_path) is None
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "default"}]}))
-    assert chat_template(tmp_path) == '[{"name": "default"}]'
+    assert chat_template(LocalSource(tmp_path)) is None
+    assert chat_template(None) is None
+    listed = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+    assert chat_template(LocalSource(tmp_path)) == json.dumps(listed)
+    assert chat_template(LocalSource(tmp_path), name="default") == "d"
+    assert chat_template(LocalSource(tmp_path), name="other") is None
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "b"}))
-    assert chat_template(tmp_path) == "b"
+    assert chat_template(LocalSource(tmp_path)) == "b"
     (tmp_path / "chat_template.jinja").write_text("c\n")
-    assert chat_template(tmp_path) == "c"
+    assert chat_template(LocalSource(tmp_path)) == "c"
+
+
+class RemoteFiles:
+    """Files that are elsewhere until they are fetched; the folder of a checkpoint with nothing else."""
+
+    location, hub_id, named = "org/model", "org/model", None
+
+    def __init__(self, folder: Path, template: str) -> None:
+        self.names = ["config.json", "tokenizer_config.json"]
+        self._folder, self._template = folder, template
+
+    def fetch(self, name: str) -> Path:
+        self._folder.mkdir(exist_ok=True)
+        (self._folder / name).write_text(json.dumps({"chat_template": self._template}))
+        return self._folder / name
+
+    def whole(self) -> RemoteFiles:
+        return self
+
+    def sources(self) -> tuple[RemoteFiles, ...]:
+        return (self,)
+
+
+def test_chat_templates_are_fetched(tmp_path: Path) -> None:
+    """Of inputs on a hub; the most frequent one, the first of several."""
+    inputs: list[Any] = [RemoteFiles(tmp_path / str(i), text) for i, text in enumerate(("a ", "b", "c", "c"))]
+    assert most_frequent_template(inputs) == "c"
+    assert most_frequent_template(inputs[:3]) == "a"
+    assert most_frequent_template([]) is None
 
 
 @pytest.mark.parametrize(
     ("given", "written", "status"),
-    [("{{ messages }}", "{{ messages }}", 0), ("chatml", "<|im_start|>", 0), ("auto", "{{a}}", 0), ("alpaca", "", 1)],
+    [("{{ messages }}", "{{ messages }}", 0), ("chatml", "<|im_start|>", 0), ("auto", "{{b}}", 0), ("alpaca", "", 1)],
 )
 def test_the_chat_template_of_mergekit_is_obeyed(tmp_path: Path, given: str, written: str, status: int) -> None:
-    for i, name in enumerate(("base", "one")):
-        classifier(tmp_path / name, None, i, "{{a}}")
+    for i, (name, template) in enumerate((("base", "{{a}}"), ("one", "{{b}}"), ("two", "{{b}}"))):
+        classifier(tmp_path / name, None, i, template)
     (tmp_path / "merge.yml").write_text(
         f"merge_method: task_arithmetic\nbase_model: {tmp_path}/base\nchat_template: '{given}'\n"
-        f"models:\n  - model: {tmp_path}/one\n    parameters: {{weight: 1.0}}\n"
+        f"models:\n  - model: {tmp_path}/one\n  - model: {tmp_path}/two\nparameters: {{weight: 0.5}}\n"
     )
     found = actmat(["merge", f"{tmp_path}/merge.yml", "--out", f"{tmp_path}/out"])
     assert found.code == status, found
     assert "chat_template" in found.out + found.err or status == 0
     if not status:
-        assert written in (chat_template(tmp_path / "out") or "")
+        assert written in (chat_template(LocalSource(tmp_path / "out")) or "")

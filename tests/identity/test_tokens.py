@@ -91,3 +91,19 @@ def test_tokens_are_read_in_all_forms(form: str, tmp_path: Path) -> None:
     assert kept.code == 0, kept.err
     (tmp_path / "b" / "tokenizer.json").write_text("{")
     assert "its tokens are not compared" in " ".join(actmat(["plan", *map(str, flags)]).out.split())
+
+
+@pytest.mark.parametrize(("texts", "who"), [("aaa", ""), ("aab", "b"), ("abb", "b"), ("-aa", "a"), ("-ab", "b")])
+def test_tokenizers_that_are_not_read_are_said(texts: str, who: str, tmp_path: Path) -> None:
+    """Files of SentencePiece by their content; `-` is a tokenizer that is read."""
+    for seed, (name, text) in enumerate(zip(("base", "a", "b"), texts, strict=True)):
+        folder = save_checkpoint(tmp_path / name, llama_tensors(seed=seed))
+        if text == "-":
+            write_tokens(folder, "fast", WORDS)
+        else:
+            (folder / "tokenizer.json").unlink()
+            (folder / "tokenizer.model").write_text(text)
+    flags = ["-b", tmp_path / "base", "-e", tmp_path / "a", "-e", tmp_path / "b", "-m", "linear"]
+    found = " ".join(actmat(["plan", *map(str, flags)]).out.split())
+    assert ("are not compared with those of others: their tokenizers differ" in found) == bool(who)
+    assert not who or f"expert '{who}' (tokenizer.model)" in found

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.lapack import failing
-from tests.helpers.spectra import random_deltas, with_spectrum
+from tests.helpers.spectra import random_deltas
 from tests.tolerances import F64_IDENTITY, relative_error
 
 from actmat.linalg.caps import cap_delta, cap_lowrank
 from actmat.linalg.lowrank import LowRank, weighted_sum
-
-
-def test_singular_values_are_lowered_to_a_multiple_of_the_largest_of_any_expert():
-    deltas = [with_spectrum(6, 9, [2.0, 1.0]), with_spectrum(6, 9, [3.0, 0.5], seed=1)]
-    merged = with_spectrum(6, 9, [9.0, 5.0, 1.0], seed=2)
-    capped, stats = cap_delta(merged, deltas, singular_value_cap=2.0)
-    assert relative_error(capped, with_spectrum(6, 9, [6.0, 5.0, 1.0], seed=2)) < 1e-13
-    assert stats == {"singular_values_capped": 1}
-    same, stats = cap_delta(merged, deltas, singular_value_cap=4.0)
-    assert same is merged
-    assert stats == {"singular_values_capped": 0}
 
 
 @pytest.mark.parametrize(("cap", "factor"), [("mean", 1.5), ("sum", 3.0), (4.0, 6.0)])
@@ -32,12 +20,6 @@ def test_norms_are_lowered_to_the_cap(cap, factor):
     assert stats == pytest.approx({"norm_before_cap": 100.0, "norm_cap": factor})
     small, _ = cap_delta(0.1 * unit, [unit, 2 * unit], norm_cap=cap)
     assert torch.equal(small, 0.1 * unit)
-
-
-def test_a_retry_is_recorded(monkeypatch):
-    failing(monkeypatch, "svd")
-    deltas = random_deltas(2, 4, 6)
-    assert cap_delta(sum(deltas), deltas, singular_value_cap=0.5)[1]["retries"] == "jitter"
 
 
 def factors(rows: int, columns: int, rank: int, seed: int) -> LowRank:
@@ -58,27 +40,21 @@ def test_the_average_is_never_exceeded(shape, dtype):
     assert all(map(torch.equal, deltas, before)), "nothing is written to what is given"
 
 
-@pytest.mark.parametrize(
-    "limits", [(None, 0.3), ("mean", None), ("average", None), ("average", 0.5), ("sum", 0.5), (0.2, 0.4), (50.0, 50.0)]
-)
+@pytest.mark.parametrize("cap", ["mean", "average", "sum", 0.2, 50.0])
 @pytest.mark.parametrize("shape", [(9, 12), (12, 9), (3, 12)])
-def test_caps_on_factors_are_those_on_the_matrices(limits, shape):
-    norm_cap, singular_value_cap = limits
+def test_caps_on_factors_are_those_on_the_matrices(cap, shape):
     deltas = [factors(*shape, rank, seed=rank) for rank in (1, 2, 3)]
     merged = weighted_sum(deltas, [2.0, 1.0, -1.0])
     before = merged.b_OR.clone()
-    given = {"norm_cap": norm_cap, "singular_value_cap": singular_value_cap}
-    found, stats = cap_lowrank(merged, deltas, **given)
-    expected, dense_stats = cap_delta(merged.dense(), [d.dense() for d in deltas], **given)
+    found, stats = cap_lowrank(merged, deltas, cap)
+    expected, dense_stats = cap_delta(merged.dense(), [d.dense() for d in deltas], cap)
     assert relative_error(found.dense(), expected) < F64_IDENTITY
     assert stats == pytest.approx(dense_stats)
     assert found.rank <= merged.rank
     assert torch.equal(merged.b_OR, before)
 
 
-def test_caps_on_factors_keep_the_dtype_and_record_retries(monkeypatch):
+def test_caps_on_factors_keep_the_dtype():
     deltas = [factors(8, 7, 2, seed=s).to(torch.float32) for s in (1, 2)]
-    failing(monkeypatch, "svd")
-    found, stats = cap_lowrank(weighted_sum(deltas, [1, 1]), deltas, singular_value_cap=0.5)
+    found, _ = cap_lowrank(weighted_sum(deltas, [1, 1]), deltas, 0.5)
     assert found.b_OR.dtype == found.a_RI.dtype == torch.float32
-    assert stats["retries"] == "jitter"

@@ -59,8 +59,8 @@ def test_suffixes_of_caps_and_truncation() -> None:
     deltas = Experts.random(2, (7, 11)).deltas
     factored = [LowRank(d[:, :2], d[:2]) for d in deltas]
     with checked_suffixes() as problems:
-        cap_delta(2 * deltas[0], deltas, norm_cap="average", singular_value_cap=0.5)
-        cap_lowrank(factored[0], factored, norm_cap="average", singular_value_cap=0.5)
+        cap_delta(2 * deltas[0], deltas, norm_cap="average")
+        cap_lowrank(factored[0], factored, norm_cap="average")
         truncate(factored[0], 1)
         truncate(factored[0], 4)
     assert not problems

@@ -184,7 +184,7 @@ def test_wrong_arguments_are_told() -> None:
         merge_matrices("ties", dense(pairs), space="core")
     with pytest.raises(RecipeError, match="go with another space, such as 'core'"):
         merge_matrices("ties", pairs)
-    with pytest.raises(RecipeError, match="space is one of full, core, factors, pico, pico_unscaled; got 'kernel'"):
+    with pytest.raises(RecipeError, match="space is one of full, core, factors, pico; got 'kernel'"):
         merge_matrices("ties", pairs, **other)
     with pytest.raises(AlignmentError, match=r"ranks differ: \[2, 3\]"):
         merge_matrices("ties", pairs, space="factors")
@@ -239,7 +239,6 @@ def calibrated(pairs: Pairs) -> list[Tensor]:
 def test_the_method_sees_calibrated_deltas_and_the_result_has_the_mean_norm(method: str) -> None:
     pairs = pico_adapters()
     expected = merge_matrices(method, calibrated(pairs))
-    assert distance(merge_matrices(method, pairs, space="pico_unscaled"), expected) <= F64_ORACLE
     mean = sum(float(d.norm()) for d in dense(pairs)) / len(pairs)
     found = merge_matrices(method, pairs, space="pico")
     assert distance(found, expected * mean / expected.norm()) <= F64_ORACLE
@@ -252,7 +251,7 @@ def test_a_direction_that_all_share_is_damped_most() -> None:
     before, after = dense(pairs), calibrated(pairs)
     kept = [float((u.mT @ x).norm(dim=1)[0] / (u.mT @ y).norm(dim=1)[0]) for x, y in zip(after, before, strict=True)]
     assert max(kept) < 0.4  # towards 1 / T
-    found = merge_matrices("task_arithmetic", pairs, space="pico_unscaled")
+    found = merge_matrices("task_arithmetic", pairs, space="pico")
     plain = merge_matrices("task_arithmetic", dense(pairs))
     ratio = (u.mT @ found).norm(dim=1) / (u.mT @ plain).norm(dim=1)
     assert int(ratio.argmin()) == 0
@@ -287,4 +286,3 @@ def test_a_call_in_a_space_that_does_not_serve_is_refused() -> None:
 def test_the_plan_says_what_is_done() -> None:
     method = get_method("tsv")
     assert "mean norm" in space_words("pico", method, method.resolve_options({}))
-    assert "mean norm" not in space_words("pico_unscaled", method, method.resolve_options({}))

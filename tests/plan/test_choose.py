@@ -8,7 +8,8 @@ import pytest
 
 from actmat.checkpoints.base import TensorSpec
 from actmat.layout.types import Role, TensorLayout
-from actmat.planning.choose import Chooser, Decision, depth_factors, weight_problems
+from actmat.planning.calls import depth_factors
+from actmat.planning.choose import Chooser, Decision, weight_problems
 from actmat.recipe import make_recipe
 
 

@@ -145,17 +145,6 @@ def test_the_plan_adds_up_its_items(tmp_path: Path) -> None:
     assert kept.flops == 0
 
 
-def test_a_pool_is_solved_once(tmp_path: Path) -> None:
-    family = Family.make(tmp_path, layers=1, experts=2)
-    stem = "model.layers.0.self_attn"
-    for folder in (family.base, *family.experts):
-        family.change(folder, lambda t: t.update({f"{stem}.v_proj.weight": t[f"{stem}.q_proj.weight"].clone()}))
-    alone, pooled = (actmat.plan(family.base, family.experts, pool=p) for p in ([], ["*.self_attn.*_proj.weight"]))
-    members = [i for i in pooled.items if i.pool]
-    assert len(members) == 2
-    assert sum(i.cost.flops for i in members) < sum(alone.by_name[i.name].cost.flops for i in members)
-
-
 def test_factored_items_are_counted_on_their_cores(tmp_path: Path) -> None:
     write_models(tmp_path)
     adapters = [tmp_path / "adapters" / name for name in ("math", "code")]

@@ -42,7 +42,6 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
         optional={
             "lines": st.tuples(st.floats(0, 1), st.floats(0, 2)),
             "norm_cap": st.sampled_from(["mean", "sum", "average", 0.5]),
-            "singular_value_cap": st.floats(0.1, 2),
         },
     ),
     "ties": st.booleans(),
@@ -84,7 +83,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     experts = draw(st.sampled_from([("a1", "a2"), ("m1", "m2"), ("a1", "m2"), ("a2",), ("t1", "t2")]))
     adapters = all(e.startswith("a") for e in experts)
     to = draw(st.sampled_from(["adapter", "model"] if adapters else ["model"]))
-    chosen = FIELDS | (OF_ADAPTERS if to == "adapter" else {"pool": st.sampled_from([[], [QV]])})
+    chosen = FIELDS | (OF_ADAPTERS if to == "adapter" else {})
     fields = draw(st.fixed_dictionaries({}, optional=chosen))
     statistics = "t1" not in experts and draw(st.booleans())
     method = draw(st.sampled_from(["regmean", "lot"] if statistics else METHOD_NAMES))
@@ -123,7 +122,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "model": {"experts": ("m1", "m2"), "to": "model", "method": "ties", "scope": "all"},
     "ties": {"experts": ("t1", "t2"), "to": "model", "method": "average"},
     "no-ties": {"experts": ("t1", "t2"), "to": "model", "method": "average", "ties": False},
-    "pool": {"experts": ("m1", "m2"), "to": "model", "method": "actmat", "pool": [QV]},
     "statistics": {"experts": ("m1", "m2"), "to": "model", "method": "regmean", "statistics": True},
     "adapter": {"experts": ("a1", "a2"), "to": "adapter", "method": "actmat", "keep": ["*.down_proj.weight"]},
     "adapter-statistics": {"experts": ("a1", "a2"), "to": "adapter", "method": "regmean", "statistics": True},

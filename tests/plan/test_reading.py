@@ -38,7 +38,7 @@ def read(name: str, numel: int, *, experts: int = 2, options: dict[str, Any] | N
         ("average", SMALL, Reading("each")),
         ("dare", SMALL, Reading("chunks")),
         ("dare", 2 * CHUNK, Reading("chunks", base_held=False)),
-        ("ties", 2 * CHUNK, Reading("chunks_held")),
+        ("ties", 2 * CHUNK, Reading("held")),
         ("ties", LARGE, Reading("chunks", base_held=False)),
         ("karcher", SMALL, Reading("combine", base_held=False)),
         ("karcher", 2 * CHUNK, Reading("combine", base_held=False)),
@@ -89,7 +89,6 @@ def test_outputs_that_share_a_reading() -> None:
     streamed = item("dare", "dense", Reading("chunks", base_held=False))
     copied = dataclasses.replace(combined, action="copy", call=None, kernel="copy", reading=None)
     factored = dataclasses.replace(combined, kernel="factored", reading=None, form="factored")
-    pooled = dataclasses.replace(streamed, kernel="pool", reading=Reading("each"))
     held = Reading("held")
     assert shared_way([combined], observed=False) == ("combine", combined.reading)
     assert shared_way([combined], observed=True) == ("dense", held)
@@ -98,8 +97,6 @@ def test_outputs_that_share_a_reading() -> None:
     assert shared_way([copied, copied], observed=True) == ("copy", None)
     assert shared_way([factored, copied, factored], observed=True) == ("factored", None)
     assert shared_way([factored, streamed], observed=False) == ("dense", held)
-    assert shared_way([pooled], observed=False) == ("pool", Reading("each"))
-    assert shared_way([pooled, pooled], observed=False) == ("pool", held)
 
 
 PLANS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, bool]]]] = {
@@ -107,7 +104,6 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, bool]]]] = {
     "combine": ({"method": "karcher"}, {UP: ("combine", "combine, base streamed", True)}),
     "held": ({"method": "sce"}, {UP: ("dense", "held", True)}),
     "observed": ({"method": "ties", "post": ["isotropize"]}, {UP: ("dense", "held", True)}),
-    "pool": ({"pool": ["*layers.0.self_attn*"]}, {Q: ("pool", "each", True)}),
     "copy": ({"keep": [UP]}, {UP: ("copy", "None", False)}),
     "extracted": ({"to": "adapter", "rank": 2}, {UP: ("extracted", "each", True), NORM: ("extracted", "each", False)}),
 }

@@ -274,6 +274,13 @@ def test_ignored_keys_are_noted_with_near_names() -> None:
     assert any("'models.0.parameters.wheight' is ignored" in n for n in notes)
 
 
+def test_a_missing_parameter_names_the_one_that_is_nearly_right() -> None:
+    text = "{merge_method: ties, base_model: b, models: [{model: a, parameters: {wieght: 1}}]}"
+    found = problems(text)
+    assert "needs 'weight' for every tensor" in found
+    assert "'models.0.parameters.wieght' is ignored, as mergekit ignores it. Did you mean 'weight'?" in found
+
+
 def test_ignored_keys_of_a_tokenizer_are_noted() -> None:
     token = "{source: {kind: zero, knid: x}, froce: true}"
     tokenizer = f"{{source: base, padding: 8, tokens: {{x: {token}}}}}"

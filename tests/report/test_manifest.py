@@ -18,9 +18,9 @@ from tests.helpers.merging import Family, actmat
 from actmat.api.merging import merge
 from actmat.errors import CheckpointError, MergeError
 from actmat.extras.pages.comparison import compare
-from actmat.report import Verification, read_manifest, verify
-from actmat.report.manifest import manifest_content
+from actmat.report.manifest import manifest_content, read_manifest
 from actmat.report.outputs import recipe_of_output
+from actmat.report.verify import Verification, verify
 
 NAME = "actmat_manifest.json"
 KINDS = ("model", "adapter")

@@ -20,7 +20,7 @@ from actmat.planning.model import InputSummary, Item
 from actmat.recipe import make_recipe
 from actmat.report.manifest import model_contents
 from actmat.report.rows import StreamedRows, canonical_json, indented_json
-from actmat.report.totals import sum_records
+from actmat.report.totals import recorded_totals
 from actmat.run.stage import JournalRecords
 
 VALUES = st.recursive(
@@ -81,7 +81,6 @@ def test_records_are_read_from_the_journal_when_they_are_asked_for() -> None:
 
 
 def test_totals() -> None:
-    plan = plan_of(["a", "b"], [{"a": "a", "b": "b"}])
-    records = {n: Record(n, "h", {n: "h"}, unchanged=n == "a", nonfinite=3) for n in "ab"}
-    assert (sum_records(plan, records).unchanged, sum_records(plan, records).nonfinite) == (1, 6)
-    assert sum_records(plan, records).norms is None
+    rows = [{"name": n, "action": "merge", "unchanged": n == "a", "nonfinite": 3} for n in "ab"]
+    found = recorded_totals({"tensors": rows})
+    assert (found.unchanged, found.nonfinite, found.norms) == (1, 6, None)

@@ -202,7 +202,6 @@ def test_missing_and_misplaced_statistics_are_said(bert: Measured, tmp_path: Pat
         ({"statistics": {"expert7": one}}, RecipeError, r"'expert7', but no expert has this name.* Did you mean"),
         ({"statistics": [one]}, RecipeError, "2 experts, but 1 statistics"),
         ({"statistics": dict.fromkeys(bert.statistics, tmp_path)}, StatisticsError, r"expert 'expert1': .*found none"),
-        ({"pool": "*.{query,key,value}.weight"}, AlignmentError, "pool"),
     ):
         with pytest.raises(error, match=says):
             actmat.plan(**bert.arguments | changed)

@@ -24,7 +24,7 @@ from actmat.extras.tune.evaluate import compare_answers, default_predict, keep_a
 from actmat.extras.tune.inputs import ExpertInputs, InputBatch, cut_at, prepare_inputs
 from actmat.extras.tune.report import TuneReport
 from actmat.extras.tune.settings import TuneProgress
-from actmat.planning.choose import depth_of
+from actmat.planning.calls import depth_of
 from actmat.recipe import load_recipe
 from actmat.run.automatic import TABLE
 from actmat.statistics import open_statistics

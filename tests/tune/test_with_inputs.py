@@ -20,7 +20,7 @@ from actmat.extras.tune.evaluate import default_predict
 from actmat.extras.tune.settings import TuneProgress
 from actmat.extras.tune.with_inputs import InputSettings, is_prompt, merge_with_inputs
 from actmat.recipe import Recipe, make_recipe
-from actmat.report import read_manifest
+from actmat.report.manifest import read_manifest
 from actmat.settings import RunSettings
 
 QUICK = ["--set", "new_tokens=4"]

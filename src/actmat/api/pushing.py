@@ -12,8 +12,8 @@ from actmat.bounds import local_path
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, listed_files
 from actmat.errors import OutputError
 from actmat.foreign import terminal
-from actmat.report import read_manifest, verify
-from actmat.report.verify import VERSIONING
+from actmat.report.manifest import read_manifest
+from actmat.report.verify import VERSIONING, verify
 
 if TYPE_CHECKING:
     from actmat.extras.remote.push import HubPlace, PushedFile

@@ -54,6 +54,8 @@ MODULES = "modules.json"
 """Names the folders of the modules of a sentence-transformers model, whose weights are their own."""
 PIPELINE = "model_index.json"
 """Names the components of a pipeline of diffusers, each in a folder."""
+SCHEDULER_CONFIG = "scheduler_config.json"
+"""In the folder of a pipeline's scheduler: tells what the model was trained to predict."""
 
 
 class ModelFiles(Protocol):
@@ -98,7 +100,11 @@ def is_weights(name: str) -> bool:
 def is_of_architecture(name: str, whole: Collection[str] = ()) -> bool:
     """True for files that belong to the base's tensors, whichever input gives the tokenizer: config, code, modules."""
     top = name.partition("/")[0]
-    of_it = PurePosixPath(name).name == "config.json" or name in (MODULES, PIPELINE) or name.endswith(".py")
+    of_it = (
+        PurePosixPath(name).name in ("config.json", SCHEDULER_CONFIG)
+        or name in (MODULES, PIPELINE)
+        or name.endswith(".py")
+    )
     return of_it or (top in whole and "/" in name)
 
 

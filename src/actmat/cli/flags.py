@@ -56,6 +56,8 @@ FIRST = (
 RecipeArgument = Annotated[
     Path | None, typer.Argument(metavar="[RECIPE.yaml]", help="A recipe file; flags replace its fields.")
 ]
+RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
+"""Endings of recipe files."""
 _SETTINGS = ("durable", "sha256")
 """Run settings that have no flag and are set with `--set`."""
 Set = Annotated[
@@ -256,7 +258,13 @@ class RecipeFlags:
             given["method"] = methods[0]
         if file is None:
             _check_complete(given)
-        recipe = make_recipe(with_output({}, given)) if file is None else read_recipe(file, given)
+        try:
+            recipe = make_recipe(with_output({}, given)) if file is None else read_recipe(file, given)
+        except RecipeError as error:
+            if file is None or "experts" not in given or file.suffix in RECIPE_SUFFIXES:
+                raise
+            hint = f"Fix, if '{file}' is an expert: each needs its own flag, -e A -e B"
+            raise RecipeError(f"{error.sentence}. {hint}") from None
         if statistics:
             recipe = _with_own(recipe, statistics_of(statistics), "statistics")
         if stacks:

@@ -26,9 +26,9 @@ from actmat.linalg.interference.moments import Reduced
 from actmat.linalg.interference.solver import State
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import get_method
-from actmat.planning.choose import depth_of
+from actmat.planning.calls import depth_of
 from actmat.planning.model import Item, MethodCall
-from actmat.planning.regions import Region, cut
+from actmat.planning.regions import Region, cut, matrix_label
 from actmat.recipe import Recipe
 
 WORKSPACE_ROWS = 512
@@ -172,7 +172,7 @@ class ItemObserver:
         for k, merged_OI in enumerate(merged):
             if merged_OI.ndim != 2:
                 continue
-            label = _label(region, k)
+            label = matrix_label(region, k)
             rule = _reduced(seen.stages.get(k))
             numbers = measure_dense(
                 [d[k] for d in deltas],
@@ -190,7 +190,7 @@ class ItemObserver:
         merged = region.layout.to_matrices(value.view(region.shape))
         base = region.layout.to_matrices(seen.stored.view(region.shape))
         for k, deltas in enumerate(factors):
-            label = _label(region, k)
+            label = matrix_label(region, k)
             kept = self._kept(seen.stats, label) if self.plain else None
             numbers = measure_lowrank(deltas, merged[k], scale=self.call.scale, kept=kept)
             beside = against_base(numbers["norms"], merged[k].numel(), _norm(base[k]), None)
@@ -209,11 +209,6 @@ def _reduced(stage: object) -> Reduced | None:
 
 def _member(delta: LowRank, index: int) -> LowRank:
     return LowRank(delta.b_OR.flatten(0, -3)[index], delta.a_RI.flatten(0, -3)[index]) if delta.b_OR.ndim > 2 else delta
-
-
-def _label(region: Region, k: int) -> str:
-    blocks = region.layout.blocks
-    return "/".join(x for x in (region.label, blocks[k].name if blocks else "") if x)
 
 
 def _norm(tensor: Tensor) -> float:

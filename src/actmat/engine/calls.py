@@ -19,16 +19,15 @@ from torch import Tensor
 
 from actmat.checkpoints.base import torch_dtype
 from actmat.engine.deltas import LazySequence, mapped
+from actmat.engine.memory import ALIGNMENT
 from actmat.engine.task import Task
 from actmat.errors import NumericalError, RecipeError
-from actmat.layout.types import TensorLayout
 from actmat.linalg.caps import cap_delta, cap_lowrank
 from actmat.linalg.lowrank import LowRank
 from actmat.methods import Merged, MergeMethod
 from actmat.methods.facets import Stages
 from actmat.methods.post import apply_steps, apply_steps_lowrank
 from actmat.methods.spaces import MERGE_IN
-from actmat.planning.post import has_spectrum
 from actmat.planning.regions import Region, cut, matrix_label
 from actmat.planning.statistics import ExpertStatistics
 
@@ -144,20 +143,15 @@ def _kept(method: MergeMethod, count: int, read: Callable[[int], Tensor]) -> Seq
     return lazy if method.access.one_pass else list(lazy)
 
 
-_ALIGNMENT = 64
-"""Alignment in bytes of a new tensor of torch's CPU allocator."""
-
-
-def finish_matrix(task: Task, merged: Tensor, deltas: Sequence[Tensor], layout: TensorLayout, label: str) -> Tensor:
-    """Steps and caps of one matrix; a table of vectors has no singular values, so only its norm is capped."""
-    steps, caps = task.call.steps, task.caps
+def finish_matrix(task: Task, merged: Tensor, deltas: Sequence[Tensor], label: str) -> Tensor:
+    """Steps and cap of one matrix."""
+    steps, cap = task.call.steps, task.caps.norm_cap
     if steps:
         changed = apply_steps(merged, deltas, steps)
         task.note(label, changed.stats)
         merged = changed.value
-    if caps.caps:
-        limit = caps.singular_value_cap if has_spectrum(layout) else None
-        merged, stats = cap_delta(merged, deltas, norm_cap=caps.norm_cap, singular_value_cap=limit)
+    if cap is not None:
+        merged, stats = cap_delta(merged, deltas, cap)
         task.note(label, stats)
     return merged
 
@@ -170,35 +164,31 @@ def finish_tensor(task: Task, merged: Tensor, deltas: Sequence[Tensor], whole: R
     for region in cut(whole.shape, whole.layout, "matrix"):
         value, *own = (region.layout.to_matrices(narrowed(x, region).view(region.shape)) for x in (merged, *deltas))
         finished = [
-            finish_matrix(task, matrix, [matrices[k] for matrices in own], region.layout, matrix_label(region, k))
+            finish_matrix(task, matrix, [matrices[k] for matrices in own], matrix_label(region, k))
             for k, matrix in enumerate(value)
         ]
         out[region.start : region.stop].copy_(region.layout.from_matrices(finished, region.shape).reshape(-1))
     return out.view(merged.shape)
 
 
-def finish_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], layout: TensorLayout, label: str) -> LowRank:
+def finish_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], label: str) -> LowRank:
     """Steps and caps of one merged delta; of each of a stack of experts, as a full model has them."""
     steps = task.call.steps
     if not steps:
-        return limit_factors(task, value, deltas, layout, label)
+        return limit_factors(task, value, deltas, label)
     found = []
     for own_label, (one, *own) in _each(label, value, *deltas):
         changed = apply_steps_lowrank(one, own, steps)
         task.note(own_label, changed.stats)
         found.append(changed.value)
-    return limit_factors(task, found[0] if value.b_OR.ndim == 2 else stacked(found), deltas, layout, label)
+    return limit_factors(task, found[0] if value.b_OR.ndim == 2 else stacked(found), deltas, label)
 
 
-def limit_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], layout: TensorLayout, label: str) -> LowRank:
+def limit_factors(task: Task, value: LowRank, deltas: Sequence[LowRank], label: str) -> LowRank:
     """Caps of one merged delta whose steps are done; of each of a stack."""
     value, stack = value.to(torch.float64), value.b_OR.ndim > 2
-    if task.caps.caps:
-        limit = task.caps.singular_value_cap if has_spectrum(layout) else None
-        capped = [
-            cap_lowrank(one, own, norm_cap=task.caps.norm_cap, singular_value_cap=limit)
-            for _, (one, *own) in _each(label, value, *deltas)
-        ]
+    if (cap := task.caps.norm_cap) is not None:
+        capped = [cap_lowrank(one, own, cap) for _, (one, *own) in _each(label, value, *deltas)]
         value = stacked([one for one, _ in capped]) if stack else capped[0][0]
         task.note(label, {"caps": {str(e): stats for e, (_, stats) in enumerate(capped)}} if stack else capped[0][1])
     return value
@@ -216,7 +206,7 @@ def stacked(found: Sequence[LowRank]) -> LowRank:
 def narrowed(whole: Tensor, own: Region) -> Tensor:
     """Entries of a region of a whole tensor; at an aligned address, on which the last bits of a BLAS may depend."""
     entries = whole.reshape(-1)[own.start : own.stop]
-    return entries if entries.data_ptr() % _ALIGNMENT == 0 else entries.clone()
+    return entries if entries.data_ptr() % ALIGNMENT == 0 else entries.clone()
 
 
 def _each(label: str, *deltas: LowRank) -> Iterator[tuple[str, Sequence[LowRank]]]:
@@ -267,11 +257,11 @@ def merge_factors(task: Task, region: Region, k: int, deltas: Sequence[LowRank],
     if call.space != "full":
         merged = MERGE_IN[call.space](method, deltas, needs, call.options, call.steps)
         task.note(label, merged.stats)
-        return limit_factors(task, merged.value, deltas, region.layout, label)
+        return limit_factors(task, merged.value, deltas, label)
     assert method.lowrank is not None, "the plan chose the factored form"
     merged = method.lowrank.merge(deltas, **needs, **call.options)
     task.note(label, merged.stats)
-    return finish_factors(task, merged.value, deltas, region.layout, label)
+    return finish_factors(task, merged.value, deltas, label)
 
 
 def compute_dtype(task: Task) -> torch.dtype:
@@ -293,7 +283,7 @@ def _merge_matrices(task: Task, region: Region, deltas: Sequence[Tensor], contex
         label = matrix_label(region, k)
         merged = _call(task, region, k, label, matrices, context)
         task.note(label, merged.stats)
-        values.append(finish_matrix(task, merged.value, matrices, layout, label))
+        values.append(finish_matrix(task, merged.value, matrices, label))
     return layout.from_matrices(values, region.shape)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from actmat.checkpoints.base import torch_dtype
 from actmat.checkpoints.raw import raw_bytes
 from actmat.engine.reader import StreamedBase, TensorReader, same_bits
-from actmat.linalg.chunks import CHUNK_ENTRIES, Stacked, chunk_size
+from actmat.linalg.chunks import CHUNK_ENTRIES, Stacked, walk
 from actmat.linalg.inner import PRODUCT
 from actmat.planning.item import Strategy
 from actmat.planning.regions import CHUNK, Region
@@ -77,15 +77,10 @@ class Deltas(LazySequence):
         self._given: set[int] = set()
         self._shared: Tensor | None = None
         self._whole: list[Tensor] | None = None
-        self._flat: list[Tensor] = []
-        self._read_entries = 0
         self.shape = region.shape
         self.dtype = reader.compute_dtype
         self.changed = False
-        large = reader.chunkable and region.numel > CHUNK
-        if strategy == "chunks_held" and large:
-            self._hold()
-        elif strategy in ("held", "chunks_held"):
+        if strategy == "held":
             self.held()
 
     def each(self) -> Iterator[Tensor]:
@@ -94,30 +89,24 @@ class Deltas(LazySequence):
 
     def held(self) -> Sequence[Tensor]:
         """All deltas, in memory until the next region is read."""
-        whole = self._whole
-        if whole is None and (not self._reader.chunkable or self._region.numel <= CHUNK):
-            whole = self._whole = [self._load(t) for t in range(len(self))]
-            self._read_entries = self._region.numel
-        elif whole is None:
-            whole = self._hold()
-        for _ in self._unread():
-            pass
-        return whole
+        if self._whole is None and self._reader.chunkable and self._region.numel > CHUNK:
+            flat = [self._reader.buffer(self._region) for _ in range(len(self))]
+            for _ in self._chunks(lambda start, numel: [flat_N[start : start + numel] for flat_N in flat]):
+                pass
+            self._whole = [flat_N.view(self._region.shape) for flat_N in flat]
+        elif self._whole is None:
+            self._whole = [self._load(t) for t in range(len(self))]
+        return self._whole
 
     def walk(self) -> Iterator[tuple[int, list[Tensor]]]:
         """`(start, pieces_TP)` of consecutive chunks; chunks not held are read again, and overwritten by the next."""
-        if self._whole is None:
-            scratch = self._reader.scratch
-            yield from self._chunks(0, lambda start, numel: [
-                scratch.delta(t).take(numel, self.dtype) for t in range(len(self))
-            ])  # fmt: skip
+        if self._whole is not None:
+            yield from walk(self._whole)
             return
-        flat = self._flat or [delta.reshape(-1) for delta in self._whole]
-        size = CHUNK_ENTRIES if flat[0].device.type == "cpu" else chunk_size(flat[0].device)
-        for start in range(0, self._region.numel, size):
-            if start >= self._read_entries:
-                next(self._unread())
-            yield start, [flat_N[start : start + size] for flat_N in flat]
+        scratch = self._reader.scratch
+        yield from self._chunks(lambda start, numel: [
+            scratch.delta(t).take(numel, self.dtype) for t in range(len(self))
+        ])  # fmt: skip
 
     def result(self) -> Tensor:
         """Memory for the merged delta, shaped like the region; contents arbitrary."""
@@ -125,11 +114,11 @@ class Deltas(LazySequence):
 
     def release(self) -> None:
         """Release held deltas at once: device memory cannot wait for garbage collection."""
-        self._whole, self._shared, self._flat = None, None, []
+        self._whole, self._shared = None, None
 
     def _get(self, t: int) -> Tensor:
         if self._whole is not None:
-            return self.held()[t]
+            return self._whole[t]
         if t in self._given:
             raise RuntimeError("a method declared one_pass asked for a delta twice; declare one_pass=False")
         self._given.add(t)
@@ -147,38 +136,19 @@ class Deltas(LazySequence):
         self.changed |= changed
         return delta
 
-    def _hold(self) -> list[Tensor]:
-        """Allocate memory for all deltas; entries arrive chunk by chunk, when they are first needed."""
-        self._flat = [self._reader.buffer(self._region) for _ in range(len(self))]
-        self._whole = [buffer.view(self._region.shape) for buffer in self._flat]
-        return self._whole
-
-    def _unread(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """Read the chunks of held deltas that no pass has reached yet."""
-        return self._chunks(
-            self._read_entries, lambda start, numel: [flat_N[start : start + numel] for flat_N in self._flat]
-        )
-
-    def _chunks(self, first: int, room: Callable[[int, int], list[Tensor]]) -> Iterator[tuple[int, list[Tensor]]]:
+    def _chunks(self, room: Callable[[int, int], list[Tensor]]) -> Iterator[tuple[int, list[Tensor]]]:
         """Read all experts chunk by chunk into `room(start, numel)`; they share one conversion of the base."""
-        for start in range(first, self._region.numel, CHUNK_ENTRIES):
+        for start in range(0, self._region.numel, CHUNK_ENTRIES):
             base_P = self._base_raw[start : start + CHUNK_ENTRIES]
             pieces_TP = room(start, base_P.numel())
             for t, piece_P in enumerate(pieces_TP):
                 self.changed |= self._reader.read_chunk(t, self._region.start + start, base_P, piece_P)
-            if self._whole is not None:
-                self._read_entries = start + base_P.numel()
             yield start, pieces_TP
 
 
 def mapped(deltas: Sequence[Tensor], view: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
     """A view of every delta, made on request."""
     return LazySequence(len(deltas), lambda t: view(deltas[t]))
-
-
-def stacked(members: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """Deltas of several tensors, their rows one below the other."""
-    return LazySequence(len(members[0]), lambda t: torch.cat([m[t] for m in members]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from actmat.system import free_memory
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 """Alignment in bytes of a new tensor of torch's CPU allocator; the last bits of a BLAS may depend on it."""
 
 
@@ -111,7 +111,7 @@ class Room:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class MemoryBudget:

@@ -192,21 +192,18 @@ class TensorReader:
         torch.sub(out.copy_(raw), self.wide_base(start, base_raw), out=out)
         return self.check(t, start, out, raw, base_raw)
 
-    def check(
-        self, t: int, start: int, out: Tensor, raw: Tensor, base_raw: Tensor, *, same: bool = False, new: bool = True
-    ) -> bool:
+    def check(self, t: int, start: int, out: Tensor, raw: Tensor, base_raw: Tensor, *, same: bool = False) -> bool:
         """Clear the non-finite entries of the delta of expert `t`, from entry `start` on, in `out`.
 
         The entries of an expert are checked once, in order; after that only if some were not finite.
 
         Args:
             same: the expert has the bits of the base there.
-            new: this may be the first check.
 
         Returns:
             True if a first check finds a nonzero entry.
         """
-        new = new and start == self._checked[t]
+        new = start == self._checked[t]
         if new:
             self._checked[t] += out.numel()
         if same or (not new and self._finite[t]):
@@ -314,23 +311,6 @@ class StreamedBase:
     def __getitem__(self, where: slice) -> Tensor:
         start, stop, _ = where.indices(self._region.numel)
         return self._reader.base_chunk(self._region.start + start, stop - start)
-
-
-class PoolReader:
-    """The readers of several tensors that are merged as one matrix, each with buffers of its own."""
-
-    def __init__(self, members: Sequence[TensorReader]) -> None:
-        self.members = members
-
-    @property
-    def reading(self) -> Reading | None:
-        """See `TensorReader`."""
-        return self.members[0].reading
-
-    @property
-    def is_futile(self) -> bool:
-        """See `TensorReader`; findings are those of all."""
-        return self.members[0].is_futile
 
 
 class AdapterReader:

@@ -31,7 +31,7 @@ from actmat.engine.kernels import KERNELS
 from actmat.engine.kernels.factored import module_deltas
 from actmat.engine.memory import Scratch
 from actmat.engine.observer import NoWriter, ObserverFactory, SinkSource
-from actmat.engine.reader import AdapterReader, PoolReader, TensorReader
+from actmat.engine.reader import AdapterReader, TensorReader
 from actmat.engine.survey import SurveyKey, survey_key
 from actmat.engine.task import Record, Task
 from actmat.engine.units import Member, Unit
@@ -158,20 +158,18 @@ class Session:
             MergeError: a device has too little memory.
         """
         findings = Findings(tolerated=self._tolerant)
-        members = [member for group in unit.groups for member in group]
-        tasks = [self._task(member) for member in members]
+        tasks = [self._task(member) for member in unit.members]
         device = self.device if unit.device_bytes else None
         with torch.no_grad(), device_memory_errors(device, unit.name, unit.device_bytes):
             records = KERNELS[unit.kernel](tasks, self._opened(unit, findings))
             for task, record in zip(tasks, records, strict=False):
-                self._check(task, record, findings, [t for t in tasks if t.item.name == task.item.name])
+                self._check(task, record, findings, tasks)
         kept = () if findings.fatal or self.inspect_only else records
-        return UnitResult(unit, tuple((member[0], r) for member, r in zip(members, kept, strict=False)), findings)
+        return UnitResult(unit, tuple((member[0], r) for member, r in zip(unit.members, kept, strict=False)), findings)
 
     def prefetch(self, unit: Unit) -> None:
         """Ask the system to read ahead what a unit needs."""
-        for group in unit.groups:
-            self.inputs.prefetch(_leader([self._item(member) for member in group]))
+        self.inputs.prefetch(_leader([self._item(member) for member in unit.members]))
 
     def observe(self, item: Item, state: Any) -> None:
         """Give the deltas of an item to a state of its method's survey."""
@@ -189,7 +187,7 @@ class Session:
             return
         acts_on = get_method(call.method).acts_on
         ignored, on_device = Findings(tolerated=True), item.cost.device_bytes > 0  # they are found when it is merged
-        reader = self._tensor_reader(item, ignored, self._scratch, on_device=on_device)
+        reader = self._tensor_reader(item, ignored, on_device=on_device)
         for region in cut(item.shape, item.layout, acts_on):
             deltas = Deltas(reader, region, reader.read_base(region), "held")
             split = [region.layout.to_matrices(d) if acts_on == "matrix" else [d] for d in deltas.held()]
@@ -226,25 +224,20 @@ class Session:
     def _item(self, member: Member) -> Item:
         return self.spec.plans[member[0]].items[member[1]]
 
-    def _opened(self, unit: Unit, findings: Findings) -> TensorReader | PoolReader | AdapterReader:
-        """The reader of a unit's tensors or modules of adapters; bad values go to `findings`."""
-        groups = [[self._item(member) for member in group] for group in unit.groups]
-        if not groups[0][0].base_dtype:
+    def _opened(self, unit: Unit, findings: Findings) -> TensorReader | AdapterReader:
+        """The reader of a unit's tensor or module of adapters; bad values go to `findings`."""
+        items = [self._item(member) for member in unit.members]
+        if not items[0].base_dtype:
             return AdapterReader(self.inputs, self._compute)
-        pooled = unit.kernel == "pool"
-        readers: list[TensorReader] = []
-        for group, items in zip(unit.groups, groups, strict=True):
-            scratch = Scratch() if pooled else self._scratch
-            reader = self._tensor_reader(_leader(items), findings, scratch, on_device=unit.device_bytes > 0)
-            reader.regions = shared_regions(items, [self.spec.plans[plan].recipe.postprocess for plan, _ in group])
-            reader.reading, reader.planned_bytes = unit.reading, unit.host_bytes
-            reader.inspect_only = self.inspect_only
-            readers.append(reader)
-        return PoolReader(readers) if pooled else readers[0]
+        reader = self._tensor_reader(_leader(items), findings, on_device=unit.device_bytes > 0)
+        reader.regions = shared_regions(items, [self.spec.plans[plan].recipe.postprocess for plan, _ in unit.members])
+        reader.reading, reader.planned_bytes = unit.reading, unit.host_bytes
+        reader.inspect_only = self.inspect_only
+        return reader
 
-    def _tensor_reader(self, item: Item, findings: Findings, scratch: Scratch, *, on_device: bool) -> TensorReader:
+    def _tensor_reader(self, item: Item, findings: Findings, *, on_device: bool) -> TensorReader:
         device = self.device.torch_device if on_device and self.device is not None else None
-        return TensorReader(item, self.inputs, self._compute, scratch, findings, device)
+        return TensorReader(item, self.inputs, self._compute, self._scratch, findings, device)
 
 
 def _leader(items: Sequence[Item]) -> Item:

@@ -70,7 +70,7 @@ class Task:
     @property
     def looks_again(self) -> bool:
         """True if the deltas are needed after the method: by steps of post-processing, or by caps."""
-        return self.caps.caps or bool(self.call.post)
+        return self.caps.norm_cap is not None or bool(self.call.post)
 
     @property
     def merges(self) -> bool:

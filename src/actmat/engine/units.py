@@ -19,11 +19,11 @@ Member = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One item, or the items of a pool; plain data.
+    """One item; plain data.
 
     Args:
-        groups: per item, the plans that want it, each with its own item.
-        name: of the first item, for messages.
+        members: the plans that want it, each with its own item.
+        name: of the item.
         traffic: bytes read and written.
         flops: floating-point operations of all variants.
         host_bytes: peak memory of one worker.
@@ -31,7 +31,7 @@ class Unit:
         kernel, reading: of all its outputs, see `planning.reading.shared_way`.
     """
 
-    groups: tuple[tuple[Member, ...], ...]
+    members: tuple[Member, ...]
     name: str
     traffic: int
     host_bytes: int
@@ -49,50 +49,39 @@ def planned_seconds(unit: Unit) -> float:
 def plan_units(
     plans: Sequence[MergePlan], done: Sequence[Collection[str]], observers: ObserverFactory | None
 ) -> list[Unit]:
-    """All unfinished units, in the order of the plans; ties go with their tensor, a pool is done whole.
+    """All unfinished units, in the order of the plans; ties go with their tensor.
 
     Args:
         done: per plan, names of the items that an earlier run finished.
         observers: of a run that is measured.
     """
-    groups: dict[tuple[str, str, bool], list[Member]] = {}
+    units: dict[tuple[str, bool], list[Member]] = {}
     for p, (plan, finished) in enumerate(zip(plans, done, strict=True)):
-        todo = {i.pool or i.name for i in plan.items if i.action != "tie" and i.name not in finished}
         for n, item in enumerate(plan.items):
-            if item.action != "tie" and (item.pool or item.name) in todo:
-                groups.setdefault((item.pool, item.name, item.kernel == "extracted"), []).append((p, n))
-    units: dict[tuple[str, bool], list[tuple[Member, ...]]] = {}
-    for (pool, name, extracted), group in groups.items():
-        units.setdefault((pool or name, extracted), []).append(tuple(group))
-    return [_unit(plans, unit, observers) for unit in units.values()]
+            if item.action != "tie" and item.name not in finished:
+                units.setdefault((item.name, item.kernel == "extracted"), []).append((p, n))
+    return [_unit(plans, tuple(unit), observers) for unit in units.values()]
 
 
-def _unit(plans: Sequence[MergePlan], groups: Sequence[tuple[Member, ...]], observers: ObserverFactory | None) -> Unit:
-    ordered = sorted(groups, key=lambda group: _item(plans, group[0]).name)
-    items = [[_item(plans, member) for member in group] for group in ordered]
+def _unit(plans: Sequence[MergePlan], members: tuple[Member, ...], observers: ObserverFactory | None) -> Unit:
+    items = [plans[plan].items[n] for plan, n in members]
     width = torch_dtype(plans[0].recipe.compute_dtype).itemsize
-    observing = 0 if observers is None else sum(observers.memory(i, width) for group in items for i in group)
-    observed = observers is not None and any(i.is_observed for i in items[0] if i.call is not None)
-    kernel, reading = shared_way(items[0], observed=observed)
-    merging = [i for group in items for i in group if i.call is not None]
+    observing = 0 if observers is None else sum(observers.memory(i, width) for i in items)
+    merging = [i for i in items if i.call is not None]
+    kernel, reading = shared_way(items, observed=observers is not None and any(i.is_observed for i in merging))
     planned = max((i.cost.device_bytes for i in merging), default=0)
-    is_shared = any(sum(i.call is not None for i in group) > 1 for group in items)
-    together = merging[0].numel * (len(merging[0].sources) + 2) * width if is_shared else 0
+    together = merging[0].numel * (len(merging[0].sources) + 2) * width if len(merging) > 1 else 0
     device_bytes = _device_bytes(merging, planned, together + observing, plans[0].device_memory)
     return Unit(
-        groups=tuple(ordered),
-        name=items[0][0].name,
-        traffic=sum(max(i.cost.read_bytes + i.cost.write_bytes for i in group) for group in items),
-        host_bytes=max(_host_bytes(group, width) for group in items) + observing + (0 if device_bytes else planned),
-        flops=sum(i.cost.flops for group in items for i in group),
+        members=members,
+        name=items[0].name,
+        traffic=max(i.cost.read_bytes + i.cost.write_bytes for i in items),
+        host_bytes=_host_bytes(items, width) + observing + (0 if device_bytes else planned),
+        flops=sum(i.cost.flops for i in items),
         device_bytes=device_bytes,
         kernel=kernel,
         reading=reading,
     )
-
-
-def _item(plans: Sequence[MergePlan], member: Member) -> Item:
-    return plans[member[0]].items[member[1]]
 
 
 def _host_bytes(group: Sequence[Item], itemsize: int) -> int:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from actmat.checkpoints.folder import ADAPTER_CONFIG, INDEX_SUFFIX, may_be_weights
 from actmat.checkpoints.hashing import hash_file
 from actmat.checkpoints.side_files import SideFiles, is_weights
+from actmat.errors import first_names
 
-SHOWN = 3
 _ADDED_BY_TASK = frozenset({"classifier", "score"})
 """Heads that PEFT lists for every classifier, of which a model has one."""
 
@@ -36,9 +36,9 @@ def module_warnings(
         )
         folder = changed[0].partition("/")[0]
         found.append(
-            f"expert '{label}' has other weights than the base in {_listed(changed)}, outside of its model, which are "
-            f"not merged: {kept}. To merge them, merge the folders by themselves (-b BASE/{folder} -e NAME/{folder}) "
-            "and put the result into the output"
+            f"expert '{label}' has other weights than the base in {first_names(changed)}, outside of its model, which "
+            f"are not merged: {kept}. To merge them, merge the folders by themselves (-b BASE/{folder} -e "
+            f"NAME/{folder}) and put the result into the output"
         )
     return found
 
@@ -76,8 +76,8 @@ def adapter_warnings(
     found = []
     if others := beside_adapter(names):
         found.append(
-            f"expert '{label}' has weights beside its adapter that are not merged: {_listed(others)}. Load them after "
-            "the merge with the code that trained them"
+            f"expert '{label}' has weights beside its adapter that are not merged: {first_names(others)}. Load them "
+            "after the merge with the code that trained them"
         )
     listed = fields.get("modules_to_save")
     saved = [str(n) for n in listed] if isinstance(listed, list | tuple) else []
@@ -87,7 +87,7 @@ def adapter_warnings(
         lost = saved[-1:]
     if lost:
         found.append(
-            f"expert '{label}': modules_to_save lists {_listed(lost)}, and its file has no tensor of them: their "
+            f"expert '{label}': modules_to_save lists {first_names(lost)}, and its file has no tensor of them: their "
             "training is lost, the base's stay. Likely cause: a trainer that saved the factors only"
         )
     return found
@@ -95,8 +95,3 @@ def adapter_warnings(
 
 def _parts(names: Iterable[str]) -> set[str]:
     return {part for name in names for part in name.split(".")}
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(f"'{n}'" for n in names[:SHOWN]) + more

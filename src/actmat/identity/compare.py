@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from actmat.checkpoints.side_files import SCHEDULER_CONFIG
 from actmat.identity.meaning import ABSENT, NESTED, ROPE_KEYS, ConfigEntry, meaning, same
 
 FIX = "--set config_from=base, or =NAME for those of an expert"
@@ -14,11 +15,17 @@ SHOWN = 8
 """Most entries that one sentence names."""
 LOADERS = ("model_type", "architectures")
 """Entries by which loaders find the class of a model."""
+KINDS = {
+    "length": "lengths and sizes for which the inputs are meant differ",
+    "unknown": "entries whose effect is not known differ",
+    "absent": "entries that their class computes where they are absent are in one file only",
+}
+"""Kind of differences that are notes -> words for them."""
 
 
 @dataclass(frozen=True)
-class ConfigAgreement:
-    """Outcome of a comparison.
+class InputAgreement:
+    """Outcome of a comparison of inputs.
 
     Args:
         problems: differences that must be decided.
@@ -41,10 +48,9 @@ class _Difference:
     @property
     def kind(self) -> str:
         """`absent` if only one file holds it and its class computes it from others; else that of the entries."""
-        values = [e.value if e is not None else ABSENT for e in (self.base, self.expert)]
-        if any(v is ABSENT for v in values) and self.entry.raw != ROPE_KEYS:
-            return "absent" if self.entry.kind == "function" else self.entry.kind
-        return self.entry.kind
+        is_absent = any(e is None or e.value is ABSENT for e in (self.base, self.expert))
+        in_one = is_absent and self.entry.raw != ROPE_KEYS and self.entry.kind == "function"
+        return "absent" if in_one else self.entry.kind
 
     @property
     def entry(self) -> ConfigEntry:
@@ -56,7 +62,7 @@ class _Difference:
 
 def agree(
     base: Mapping[str, Any] | None, experts: Sequence[tuple[str, Mapping[str, Any] | None]], take: str | None = None
-) -> ConfigAgreement:
+) -> InputAgreement:
     """Compare the config of the base with those of the experts.
 
     Args:
@@ -72,30 +78,34 @@ def agree(
     1000000.0
     """
     if base is None:
-        return ConfigAgreement()
+        return InputAgreement()
     given = {label: config for label, config in experts if config is not None}
     found = _with_class(base, given)
-    notes = _class_notes(base, found)
+    problems, notes = [], _class_notes(base, found)
     differences: list[_Difference] = []
     for label, config in given.items():
         part, at = _counterpart(found, config)
-        differences += _differences(label, part, config)
+        own = list(_differences(label, part, config))
+        differences += own
         if take == label:
-            found = _patched(found, at, [d for d in differences if d.label == label], config)
-    problems: list[str] = []
-    decided = [d for d in differences if d.kind == "function"]
-    if decided and take is None:
-        problems.append(_problem(decided))
-    elif decided:
-        notes.append(f"config.json: {_listed(decided)}; written as in {_owner(take)} (config_from)")
-    notes += _notes(differences, take)
+            found = _patched(found, at, own, config)
+    owner = f"as in {words_of(take or 'base')}"
+    if decided := [d for d in differences if d.kind == "function"]:
+        if take is None:
+            problems.append(_problem(decided))
+        else:
+            notes.append(f"config.json: {_listed(decided)}; written {owner} (config_from)")
+    for kind, reason in KINDS.items():
+        if of_kind := [d for d in differences if d.kind == kind]:
+            notes.append(f"config.json: {reason}, and are written {owner}: {_listed(of_kind)}")
     if take not in (None, "base", *given):
         problems.append(f"config_from names '{take}', an adapter or a file without a config.json")
-    return ConfigAgreement(tuple(problems), tuple(notes), {} if found == base else _by_path(base, found))
+    return InputAgreement(tuple(problems), tuple(notes), {} if found == base else _by_path(base, found))
 
 
-def _owner(take: str | None) -> str:
-    return "the base" if take in (None, "base") else f"expert '{take}'"
+def words_of(label: str) -> str:
+    """An input in a sentence."""
+    return "the base" if label == "base" else f"expert '{label}'"
 
 
 def _with_class(base: Mapping[str, Any], experts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -125,10 +135,10 @@ def _counterpart(base: Mapping[str, Any], expert: Mapping[str, Any]) -> tuple[Ma
     for mark in ("_class_name", "model_type"):
         if expert.get(mark) is None or base.get(mark) == expert[mark]:
             continue
-        inner: list[tuple[tuple[str, ...], Any]] = [((k,), v) for k, v in base.items() if isinstance(v, Mapping)]
-        if isinstance(parts := base.get(NESTED), Mapping):
-            inner += [((NESTED, k), v) for k, v in parts.items() if isinstance(v, Mapping)]
-        fitting = [(v, at) for at, v in inner if v.get(mark) == expert[mark]]
+        parts = base.get(NESTED)
+        inner: list[tuple[tuple[str, ...], Any]] = [((k,), v) for k, v in base.items()]
+        inner += [((NESTED, k), v) for k, v in (parts.items() if isinstance(parts, Mapping) else ())]
+        fitting = [(v, at) for at, v in inner if isinstance(v, Mapping) and v.get(mark) == expert[mark]]
         if len(fitting) == 1:
             return fitting[0]
     return base, ()
@@ -137,15 +147,14 @@ def _counterpart(base: Mapping[str, Any], expert: Mapping[str, Any]) -> tuple[Ma
 def _differences(label: str, base: Mapping[str, Any], expert: Mapping[str, Any]) -> Iterator[_Difference]:
     """Entries with other values in an expert; of configs of two classes, only those that both files hold."""
     ours, theirs = meaning(base), meaning(expert)
-    kinds = [c.get("_class_name") or c.get("model_type") for c in (base, expert)]
+    kinds = [c.get("_class_name") or c.get("model_type") or "absent" for c in (base, expert)]
     if kinds[0] != kinds[1]:
-        of = ConfigEntry(kinds[0] or "absent", "unknown", ("model_type",))
-        yield _Difference("model_type", label, of, ConfigEntry(kinds[1] or "absent", "unknown", ("model_type",)))
-        ours, theirs = ({k: e for k, e in of_one.items() if e.given} for of_one in (ours, theirs))
-        theirs = {k: e for k, e in theirs.items() if k in ours}
-        ours = {k: e for k, e in ours.items() if k in theirs}
+        yield _Difference("model_type", label, *(ConfigEntry(k, "unknown", ("model_type",)) for k in kinds))
+        common = {k for k, e in ours.items() if e.given and k in theirs and theirs[k].given}
+        ours, theirs = ({k: of_one[k] for k in of_one if k in common} for of_one in (ours, theirs))
+    every = [*ours.values(), *theirs.values()]
     sections = {e.at for e in ours.values()} & {e.at for e in theirs.values()}
-    for at in dict.fromkeys(e.at for e in (*ours.values(), *theirs.values()) if e.at not in sections and e.at):
+    for at in dict.fromkeys(e.at for e in every if e.at not in sections and e.at):
         values = ("given", ABSENT) if any(e.at == at for e in ours.values()) else (ABSENT, "given")
         one, two = (ConfigEntry(v, "unknown", at[-1:], at=at[:-1]) for v in values)
         yield _Difference(".".join(at), label, one, two)
@@ -169,19 +178,6 @@ def _problem(found: Sequence[_Difference]) -> str:
     )
 
 
-def _notes(found: Sequence[_Difference], take: str | None) -> list[str]:
-    reasons = {
-        "length": "lengths and sizes for which the inputs are meant differ",
-        "unknown": "entries whose effect is not known differ",
-        "absent": "entries that their class computes where they are absent are in one file only",
-    }
-    out = []
-    for kind, reason in reasons.items():
-        if of_kind := [d for d in found if d.kind == kind]:
-            out.append(f"config.json: {reason}, and are written as in {_owner(take)}: {_listed(of_kind)}")
-    return out
-
-
 def _listed(found: Sequence[_Difference]) -> str:
     by_key: dict[str, list[_Difference]] = {}
     for difference in found:
@@ -191,9 +187,8 @@ def _listed(found: Sequence[_Difference]) -> str:
         values: dict[str, list[str]] = {}
         for d in of_key:
             values.setdefault(_shown(d.expert), []).append(f"'{d.label}'")
-        more = {v: " and others" if len(who) > 3 else "" for v, who in values.items()}
-        others = "; ".join(f"{', '.join(who[:3])}{more[v]} {v}" for v, who in values.items())
-        words.append(f"{key} (base {_shown(of_key[0].base)}; {others})")
+        others = (f"{', '.join(who[:3])}{' and others' * (len(who) > 3)} {v}" for v, who in values.items())
+        words.append(f"{key} (base {_shown(of_key[0].base)}; {'; '.join(others)})")
     return ", ".join(words) + (f" and {len(by_key) - SHOWN} more" if len(by_key) > SHOWN else "")
 
 
@@ -209,13 +204,10 @@ def _patched(
 ) -> dict[str, Any]:
     """The config with an expert's entries where they differ."""
     out = copy.deepcopy(dict(config))
-    for difference in found:
-        if difference.key == "model_type":
-            continue
+    for difference in (d for d in found if d.key != "model_type"):
         inside = difference.entry.at
         target, source = _inner(out, (*at, *inside)), _inner(expert, inside)
-        raws = [e.raw for e in (difference.base, difference.expert) if e is not None]
-        for key in dict.fromkeys(k for raw in raws for k in raw):
+        for key in dict.fromkeys(k for e in (difference.base, difference.expert) if e is not None for k in e.raw):
             target.pop(key, None)
             if key in source:
                 target[key] = copy.deepcopy(source[key])
@@ -234,8 +226,10 @@ def _inner(config: Mapping[str, Any], at: Sequence[str]) -> Any:
 
 
 def _by_path(base: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Configs that changed, by their paths in an output."""
-    parts, before = found.get(NESTED), base.get(NESTED)
-    if isinstance(parts, Mapping) and isinstance(before, Mapping):
-        return {f"{name}/config.json": c for name, c in parts.items() if c != before.get(name)}
-    return {"config.json": found}
+    """Configs that changed, by their paths in an output; those of a pipeline are in folders."""
+    before = base.get(NESTED)
+    if not isinstance(before, Mapping):
+        return {"config.json": found}
+    changed = {f"{name}/config.json": c for name, c in found[NESTED].items() if c != before.get(name)}
+    others = {k: c for k, c in found.items() if k != NESTED and isinstance(c, Mapping) and c != base.get(k)}
+    return changed | {f"{name}/{SCHEDULER_CONFIG}": c for name, c in others.items()}

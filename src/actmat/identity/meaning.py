@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from actmat.identity.layers import expand
-from actmat.identity.tables import DEPTH_KEYS, LOOSE, class_of, is_ignored, known_keys
+from actmat.identity.tables import DEPTH_KEYS, LOOSE, class_of, expand, is_ignored, known_keys
 
 ABSENT: Final = "(absent)"
 """Value of a key that a config does not hold and its class computes from others."""
@@ -18,6 +17,9 @@ _OWN_LENGTH = ("llama3", "yarn", "longrope")
 """Kinds of RoPE that use the length of the first training."""
 _WINDOW = ("sliding_window", "max_window_layers")
 NESTED = "components"
+
+ClassKeys = Mapping[str, Any]
+"""Entry of a class in the table; empty for an unknown class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,39 +47,30 @@ def meaning(config: Mapping[str, Any], nested: str = "") -> dict[str, ConfigEntr
     >>> {k: e.value for k, e in meaning({"model_type": "llama", "rope_theta": 5e5}).items() if k.startswith("rope")}
     {'rope_theta': 500000.0, 'rope_type': 'default'}
     """
-    declared = class_of(config, nested)
-    names = {} if declared is None else declared.get("names", {})
+    declared: ClassKeys = class_of(config, nested) or {}
+    names = declared.get("names", {})
     given = {names.get(k, k): v for k, v in config.items() if k not in names or names[k] not in config}
-    out: dict[str, ConfigEntry] = {}
-    keys: Mapping[str, Any] = {} if declared is None else {**declared.get("older", {}), **declared["keys"]}
-    derived = () if declared is None else declared.get("derived", ())
-    replaced = () if declared is None else declared.get("replaced", ())
+    keys = {**declared.get("older", {}), **declared.get("keys", {})}
+    derived, replaced = declared.get("derived", ()), declared.get("replaced", ())
     stated = {k: v for k, v in given.items() if v is not None or k not in derived}
     filled = {**keys, **dict.fromkeys(replaced), **stated}
     lists = _lists(declared, filled)
+    known = keys if declared else known_keys()
+    out: dict[str, ConfigEntry] = {}
     for key in dict.fromkeys([*keys, *given]):
         if key in ROPE_KEYS or is_ignored(key) or _is_nested(key, given.get(key), declared):
             continue
-        value = lists.get(key, _computed(key, filled, derived, replaced) if declared is not None else given.get(key))
-        out[key] = ConfigEntry(value, _kind(key, keys, declared), _raw(key, names), key in given)
-    _drop_unused(out, lists, declared)
+        value = lists.get(key, _computed(key, filled, derived, replaced) if declared else given.get(key))
+        is_function = key in known and key not in replaced
+        kind = "length" if LOOSE.search(key) else "function" if is_function else "unknown"
+        raw = (key, *(k for k, v in names.items() if v == key))
+        out[key] = ConfigEntry(value, kind, raw, key in given)
+    _drop_unused(out, declared)
     for key, value in _rope(given, filled, declared).items():
         out[key if key.startswith("rope_") else f"rope_parameters.{key}"] = ConfigEntry(value, "function", ROPE_KEYS)
     for key, value, kind in _nested_configs(given, declared):
         out |= {f"{key}.{k}": replace(e, at=(key, *e.at)) for k, e in meaning(value, kind).items()}
     return out
-
-
-def _kind(key: str, keys: Mapping[str, Any], declared: Mapping[str, Any] | None) -> str:
-    if LOOSE.search(key):
-        return "length"
-    if declared is not None and key in declared.get("replaced", ()):
-        return "unknown"
-    return "function" if key in keys or (declared is None and key in known_keys()) else "unknown"
-
-
-def _raw(key: str, names: Mapping[str, str]) -> tuple[str, ...]:
-    return (key, *(k for k, v in names.items() if v == key))
 
 
 def _computed(key: str, filled: Mapping[str, Any], derived: Any, replaced: Any) -> Any:
@@ -95,26 +88,20 @@ def _computed(key: str, filled: Mapping[str, Any], derived: Any, replaced: Any) 
     return width // heads if isinstance(heads, int) and isinstance(width, int) and heads else ABSENT
 
 
-def _lists(declared: Mapping[str, Any] | None, filled: Mapping[str, Any]) -> dict[str, Any]:
+def _lists(declared: ClassKeys, filled: Mapping[str, Any]) -> dict[str, Any]:
     """Lists with an entry per layer that the config leaves to its class."""
     found: dict[str, Any] = {}
-    depth = depth_of(filled)
-    for key, rule in ({} if declared is None else declared.get("rules", {})).items():
+    depth = next((n for k in DEPTH_KEYS if isinstance(n := filled.get(k), int)), None)
+    for key, rule in declared.get("rules", {}).items():
         if filled.get(key) is None and depth is not None:
             made = expand(rule, {**filled, **found}, depth)
             found[key] = ABSENT if made is None else made
     return found
 
 
-def depth_of(config: Mapping[str, Any]) -> int | None:
-    """Number of layers."""
-    found = next((config[k] for k in DEPTH_KEYS if isinstance(config.get(k), int)), None)
-    return found if found is None or not isinstance(found, bool) else None
-
-
-def _drop_unused(out: dict[str, ConfigEntry], lists: Mapping[str, Any], declared: Mapping[str, Any] | None) -> None:
+def _drop_unused(out: dict[str, ConfigEntry], declared: ClassKeys) -> None:
     """Remove keys that have no effect: those that a list replaces, and windows that no layer uses."""
-    for key, rule in ({} if declared is None else declared.get("rules", {})).items():
+    for key, rule in declared.get("rules", {}).items():
         if key in out and out[key].value not in (None, ABSENT):
             for name in (rule.get("period"), rule.get("start"), rule.get("if")):
                 if isinstance(name, str):
@@ -126,16 +113,15 @@ def _drop_unused(out: dict[str, ConfigEntry], lists: Mapping[str, Any], declared
             out.pop(name, None)
 
 
-def _rope(given: Mapping[str, Any], filled: Mapping[str, Any], declared: Mapping[str, Any] | None) -> dict[str, Any]:
+def _rope(given: Mapping[str, Any], filled: Mapping[str, Any], declared: ClassKeys) -> dict[str, Any]:
     """Parameters of rotary embeddings; empty for classes without."""
-    has_rope = declared is not None and "rope_parameters" in declared["keys"]
-    if not has_rope and not any(k in given for k in ROPE_KEYS):
+    if "rope_parameters" not in declared.get("keys", ()) and not any(k in given for k in ROPE_KEYS):
         return {}
     local = given.get("rope_local_base_freq")
     found = given.get("rope_parameters") or given.get("rope_scaling") or {}
     if not found and local is None:
         over = {k: given[k] for k in ("rope_theta", "partial_rotary_factor") if given.get(k) is not None}
-        found = {**((declared or {}).get("rope") or {}), **over}
+        found = {**(declared.get("rope") or {}), **over}
     if not isinstance(found, Mapping):
         return {"rope_parameters": found}
     by_type = {k: v for k, v in found.items() if isinstance(v, Mapping)}
@@ -147,13 +133,11 @@ def _rope(given: Mapping[str, Any], filled: Mapping[str, Any], declared: Mapping
     return _flat_rope(found, filled, declared)
 
 
-def _flat_rope(
-    rope: Mapping[str, Any], filled: Mapping[str, Any], declared: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _flat_rope(rope: Mapping[str, Any], filled: Mapping[str, Any], declared: ClassKeys) -> dict[str, Any]:
     out = {k: v for k, v in rope.items() if k != "type" and v is not None}
     kind = str(out.get("rope_type", rope.get("type", "default")))
     out["rope_type"] = _RENAMED_ROPE.get(kind, kind)
-    theta = filled.get("rope_theta") or (declared or {}).get("theta")
+    theta = filled.get("rope_theta") or declared.get("theta")
     out.setdefault("rope_theta", theta if theta is not None else ABSENT)
     if (share := filled.get("partial_rotary_factor")) is not None:
         out.setdefault("partial_rotary_factor", share)
@@ -165,26 +149,19 @@ def _flat_rope(
     return dict(sorted(out.items()))
 
 
-def _is_nested(key: str, value: Any, declared: Mapping[str, Any] | None) -> bool:
-    if declared is not None and key in declared.get("nested", ()):
+def _is_nested(key: str, value: Any, declared: ClassKeys) -> bool:
+    if key in declared.get("nested", ()):
         return True
     named = key == NESTED or key.endswith("_config")
     return isinstance(value, Mapping) and (named or "model_type" in value or "_class_name" in value)
 
 
-def _nested_configs(
-    given: Mapping[str, Any], declared: Mapping[str, Any] | None
-) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+def _nested_configs(given: Mapping[str, Any], declared: ClassKeys) -> Iterator[tuple[str, Mapping[str, Any], str]]:
     """Key, content and model type of the nested configs that are written."""
-    types = {} if declared is None else declared.get("nested", {})
     for key, value in given.items():
-        if (
-            isinstance(value, Mapping)
-            and not is_ignored(key)
-            and key not in ROPE_KEYS
-            and _is_nested(key, value, declared)
-        ):
-            yield key, value, types.get(key, "")
+        is_other = is_ignored(key) or key in ROPE_KEYS
+        if isinstance(value, Mapping) and not is_other and _is_nested(key, value, declared):
+            yield key, value, declared.get("nested", {}).get(key, "")
 
 
 def same(a: Any, b: Any) -> bool:
@@ -194,7 +171,6 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return {str(k) for k in a} == {str(k) for k in b} and all(
-            same(x, {str(k): y for k, y in b.items()}[str(n)]) for n, x in a.items()
-        )
+        one, two = ({str(k): v for k, v in x.items()} for x in (a, b))
+        return one.keys() == two.keys() and all(same(v, two[k]) for k, v in one.items())
     return bool(a == b)

@@ -49,6 +49,21 @@ def is_ignored(key: str) -> bool:
     return IGNORED.search(key) is not None
 
 
+SCHEDULER: Mapping[str, Any] = {
+    "prediction_type": "epsilon",
+    "rescale_betas_zero_snr": False,
+    "beta_schedule": "linear",
+    "beta_start": 0.0001,
+    "beta_end": 0.02,
+    "trained_betas": None,
+    "num_train_timesteps": 1000,
+    "shift": 1.0,
+    "use_dynamic_shifting": False,
+}
+"""Entries of the schedulers of diffusers that tell what a model was trained to predict, with their defaults; all others
+choose how it is sampled."""
+
+
 @functools.cache
 def _tables() -> Mapping[str, Any]:
     found: Mapping[str, Any] = json.loads(PATH.read_text(encoding="utf-8"))
@@ -64,7 +79,8 @@ def class_of(config: Mapping[str, Any], nested: str = "") -> Mapping[str, Any] |
     """
     tables = _tables()
     if isinstance(name := config.get("_class_name"), str):
-        found = tables["diffusers"]["classes"].get(name)
+        known = tables["diffusers"]["classes"]
+        found = known.get(name) or ({"keys": SCHEDULER} if name.endswith("Scheduler") else None)
     else:
         kind = config.get("model_type")
         found = tables["transformers"]["classes"].get(kind if isinstance(kind, str) and kind else nested)
@@ -76,3 +92,32 @@ def known_keys() -> frozenset[str]:
     """Keys of any class."""
     classes = [c for library in _tables().values() for c in library["classes"].values()]
     return frozenset(k for c in classes for part in ("keys", "older", "names") for k in c.get(part, ()))
+
+
+def expand(rule: Mapping[str, Any], config: Mapping[str, Any], depth: int) -> list[Any] | None:
+    """The list that follows by a rule of the table from other keys; None if it cannot be told.
+
+    >>> expand({"kind": "every", "period": 2, "on": "full", "off": "sliding"}, {}, 4)
+    ['sliding', 'full', 'sliding', 'full']
+    >>> expand({"kind": "from", "start": "k", "on": "moe", "off": "mlp"}, {"k": 1}, 3)
+    ['mlp', 'moe', 'moe']
+    """
+    if (gate := rule.get("if")) is not None and not (config.get(gate) and config.get("sliding_window", 1) is not None):
+        return [rule["else"]] * depth
+    kind = rule.get("kind")
+    if kind == "of":
+        source = config.get(rule["list"])
+        found = [rule["values"].get(str(int(x) if isinstance(x, bool) else x)) for x in source or [None]]
+        return None if None in found else found
+    number, below = (
+        config.get(k) if isinstance(k, str) else k
+        for k in (rule.get("start" if kind == "from" else "period"), rule.get("below", depth))
+    )
+    if not isinstance(number, int) or (number < 1 and kind != "from") or not isinstance(below, int):
+        return None
+    if kind == "indices":
+        return list(range(number - 1, depth, number))
+    if kind == "from":
+        return [rule["on"] if i >= number else rule["off"] for i in range(depth)]
+    shift = 0 if rule.get("first") else 1
+    return [rule["off"] if (i + shift) % number and i < below else rule["on"] for i in range(depth)]

@@ -1,11 +1,12 @@
 """Tokens of two inputs compared by row: the same row of a table must mean the same token, or rows are taken by token.
 
 A tokenizer is read from `tokenizer.json`, else from `vocab.json` or `vocab.txt`, with the tokens that were added to it
-(`added_tokens.json`, `tokenizer_config.json`). Tokenizers in other formats are not compared.
+(`added_tokens.json`, `tokenizer_config.json`). Of tokenizers in other forms, a note says that they were not compared.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import hashlib
 import json
@@ -17,6 +18,8 @@ from typing import Any
 from actmat.bounds import parse_object, read_bytes, read_object
 from actmat.checkpoints.side_files import ModelFiles
 from actmat.errors import CheckpointError
+from actmat.identity.compare import words_of
+from actmat.identity.usable import TOKENIZERS
 
 TOKENIZER = "tokenizer.json"
 CONFIG, ADDED, VOCABULARIES = "tokenizer_config.json", "added_tokens.json", ("vocab.json", "vocab.txt")
@@ -61,6 +64,12 @@ def _vocabulary(listed: Any) -> dict[str, int]:
     if isinstance(listed, list):
         return {str(pair[0]): i for i, pair in enumerate(listed) if isinstance(pair, list) and pair}
     return {}
+
+
+def unread_tokenizer(files: ModelFiles) -> str | None:
+    """The file of a tokenizer in another form, such as SentencePiece's; None without one."""
+    patterns = [p for p in TOKENIZERS if not p.endswith(".json") and not p.startswith("vocab.")]
+    return next((n for n in sorted(files.names) for p in patterns if fnmatch.fnmatchcase(n, p)), None)
 
 
 class TokenReader:
@@ -118,11 +127,6 @@ class TokenInput:
     label: str
     tokens: Mapping[str, int]
     merges_rows: bool = True
-
-    @property
-    def words(self) -> str:
-        """The input in a sentence."""
-        return "the base" if self.label == "base" else f"expert '{self.label}'"
 
 
 def compare_tokens(
@@ -196,9 +200,9 @@ def _problem(a: TokenInput, b: TokenInput, rows: Sequence[int], at: Mapping[str,
     shown = [f"row {r} is {at[a.label][r]!r} and {at[b.label][r]!r}" for r in rows[:SHOWN]]
     more = f", and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
     return (
-        f"{a.words} and {b.words} have different tokens in {len(rows)} rows of their token tables: {', '.join(shown)}"
-        f"{more}. Merged row by row, these would be mixed. Fix: take rows by token (--vocabulary union, or base, or "
-        "the name of an expert)"
+        f"{words_of(a.label)} and {words_of(b.label)} have different tokens in {len(rows)} rows of their token tables: "
+        f"{', '.join(shown)}{more}. Merged row by row, these would be mixed. Fix: take rows by token (--vocabulary "
+        "union, or base, or the name of an expert)"
     )
 
 
@@ -214,7 +218,7 @@ def _unwritten(known: Sequence[TokenInput], written: str, at: Mapping[str, Mappi
         shown = [f"{json.dumps(t, ensure_ascii=False)} (row {r})" for r, t in sorted(found.items())[:SHOWN]]
         more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         yield (
-            f"{one.words} has {len(found)} tokens that the written tokenizer, of {keeper.words}, lacks: "
+            f"{words_of(one.label)} has {len(found)} tokens that the written tokenizer, of {words_of(written)}, lacks: "
             f"{', '.join(shown)}{more}. '--vocabulary union' gives each its row, '--set files_from=NAME' writes "
             "another tokenizer"
         )

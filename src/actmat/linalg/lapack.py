@@ -72,12 +72,6 @@ def only_eigenvalues(sym_NN: Tensor) -> tuple[Tensor, Retries]:
     return values, retries
 
 
-def only_singular_values(a_MN: Tensor) -> tuple[Tensor, Retries]:
-    """All `R = min(M, N)` singular values, descending; retries and errors as `eigh`."""
-    (s,), retries = _with_retries(a_MN, torch.linalg.svdvals, "singular value decomposition")
-    return s, retries
-
-
 def retry_stats(retries: Iterable[str]) -> dict[str, str]:
     """Entry of a tensor's record: `retries` names the kinds of retries; empty without any."""
     names = sorted(set(retries))

@@ -121,11 +121,11 @@ class Truncated:
     retries: Retries = ()
 
 
-def truncate(delta: LowRank, rank: int, *, rtol: float = 2.0**-40) -> Truncated:
+def truncate(delta: LowRank, rank: int) -> Truncated:
     """Truncate to `rank` (Eckart-Young), or pad with zeros if the delta has fewer directions. float64 inside.
 
     The singular values are shared between the factors (balanced), so that neither is much larger than the other.
-    `rtol` only decides what is counted as `rank`. Cost `O((O + I) R^2 + R^3)`.
+    Cost `O((O + I) R^2 + R^3)`.
     """
     core_PQ, left_OP, right_IQ = orthogonal_core(delta)
     u_PK, s_K, vh_KQ, retries = economy_svd(core_PQ)
@@ -135,7 +135,7 @@ def truncate(delta: LowRank, rank: int, *, rtol: float = 2.0**-40) -> Truncated:
     missing = max(0, rank - a_RI.shape[-2])
     b_OR, a_RI = torch.nn.functional.pad(b_OR, (0, missing)), torch.nn.functional.pad(a_RI, (0, 0, 0, missing))
     top = s_K.amax(-1, keepdim=True) if s_K.shape[-1] else s_K
-    found = int(((s_K > rtol * top) & (s_K > 0)).sum(-1).max()) if s_K.numel() else 0
+    found = int(((s_K > 2.0**-40 * top) & (s_K > 0)).sum(-1).max()) if s_K.numel() else 0
     dtype = delta.b_OR.dtype
     value = LowRank(b_OR.to(dtype), a_RI.to(dtype).contiguous())
     return Truncated(value, float(torch.linalg.norm(s_K)), float(torch.linalg.norm(s_K[..., rank:])), found, retries)

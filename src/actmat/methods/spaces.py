@@ -5,7 +5,7 @@
               side and of all `a_t` one below the other
     factors   it sees `b_1 .. b_T`, then `a_1 .. a_T`, and `D* = b a`
     pico      it sees `S b_t a_t`, where `S` damps output directions that the `b_t` share, and `D*` gets the mean norm
-              of the experts' deltas; `pico_unscaled` keeps the method's norm
+              of the experts' deltas
 
 Core space: A. Panariello et al., "Accurate and Efficient Low-Rank Model Merging in Core Space", NeurIPS 2025.
 Pico: Y. Tang and Y. Yang, "Crowded in B-Space: Calibrating Shared Directions for LoRA Merging", 2026, arXiv:2604.16826.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,10 +27,9 @@ from actmat.methods.contract import MergeMethod
 from actmat.methods.facets import MergedLowRank
 from actmat.methods.post import Step, apply_steps, apply_steps_lowrank
 
-Space = Literal["full", "core", "factors", "pico", "pico_unscaled"]
+Space = Literal["full", "core", "factors", "pico"]
 
-CALIBRATED: frozenset[Space] = frozenset({"pico", "pico_unscaled"})
-KEEP_ROWS: frozenset[Space] = CALIBRATED | {"full"}
+KEEP_ROWS: frozenset[Space] = frozenset({"full", "pico"})
 """Spaces in which a method sees every delta with its own row space."""
 
 ROTATIONS = frozenset({"left_orthogonal", "right_orthogonal"})
@@ -94,15 +92,13 @@ def merge_calibrated(
     needs: Mapping[str, Any],
     options: Mapping[str, Any],
     steps: Sequence[Step] = (),
-    *,
-    rescale: bool = True,
 ) -> MergedLowRank:
     """`D* = g method(S b_1 a_1, .., S b_T a_T)`, with less of the output directions that many experts share.
 
         [b_1 .. b_T] = U diag(s) V^T,   c = s^2 / sum s^2,
         S = I + U (diag(1 / (1 + (T - 1) c)) - I) U^T
 
-    and `g = mean_t ||D_t|| / ||D||` for the merged delta `D`, or 1 without `rescale`. `T` counts the experts that have
+    and `g = mean_t ||D_t|| / ||D||` for the merged delta `D`. `T` counts the experts that have
     a delta; a single one is not changed. `S` depends on the norms of the columns of `b_t`: `(b g, a / g)` is the same
     delta with another share. Cost `O(O R'^2)` with `R' = sum_t R_t` on top of the method's.
     """
@@ -119,7 +115,7 @@ def merge_calibrated(
     changed = apply_steps_lowrank(merged.value, calibrated, steps)
     stats = {**merged.stats, **changed.stats, "least_damping": float(damping_R.min()), **retry_stats(svd.retries)}
     norm = frobenius_norm(changed.value)
-    if not rescale or norm == 0:
+    if norm == 0:
         return MergedLowRank(changed.value, stats)
     gain = sum(map(frobenius_norm, present)) / len(present) / norm
     return MergedLowRank(LowRank(changed.value.b_OR * gain, changed.value.a_RI), {**stats, "gain": gain})
@@ -129,7 +125,6 @@ MERGE_IN: Mapping[Space, Callable[..., MergedLowRank]] = {
     "core": merge_in_core,
     "factors": merge_in_factors,
     "pico": merge_calibrated,
-    "pico_unscaled": partial(merge_calibrated, rescale=False),
 }
 """Merges of the deltas of one matrix in spaces other than the full one, which has the method's own forms."""
 
@@ -150,7 +145,7 @@ def space_problems(space: Space, method: MergeMethod, options: Mapping[str, Any]
             f"{where}: method '{method.name}' needs a pass over the whole model with these options, and surveys see "
             "full deltas; rank within each tensor instead (-o trim=tensor)"
         )
-    if space in CALIBRATED and (why_dense := method.why_dense(options, n_experts)):
+    if space == "pico" and (why_dense := method.why_dense(options, n_experts)):
         problems.append(
             f"{where}: only factors are calibrated, and {why_dense}; use a method that merges factors, such as "
             "dc_merge, cart, tsv or average"
@@ -169,9 +164,8 @@ def space_words(space: Space, method: MergeMethod, options: Mapping[str, Any]) -
         return ""
     if space == "factors":
         return " of A and of B apart (unlike the method on deltas: their product mixes experts)"
-    if space in CALIBRATED:
-        size = " and given the experts' mean norm" if space == "pico" else ""
-        return f" of deltas whose shared output directions are damped (Pico){size}"
+    if space == "pico":
+        return " of deltas whose shared output directions are damped (Pico) and given the experts' mean norm"
     sums = method.combine is not None or (method.lowrank is not None and method.acts_on == "elementwise")
     if sums and not method.uses_base(options):
         return " in the core space (equal to the full space)"

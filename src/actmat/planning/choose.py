@@ -17,21 +17,11 @@ from actmat.layout.types import Role, TensorLayout
 from actmat.methods import MergeMethod, get_method
 from actmat.methods.facets import MEAN
 from actmat.methods.spaces import space_problems
-from actmat.planning.calls import (
-    NOWHERE,
-    CallTemplate,
-    TensorPlace,
-    WeightsTemplate,
-    depth_factors,
-    depth_of,
-    places_of,
-)
+from actmat.planning.calls import NOWHERE, CallTemplate, TensorPlace, WeightsTemplate, places_of
 from actmat.planning.item import Action, MethodCall
 from actmat.planning.post import has_spectrum, post_calls
 from actmat.recipe import Recipe
 from actmat.recipe.values import Value
-
-__all__ = ["WHOLE", "Chooser", "Decision", "depth_factors", "depth_of"]
 
 WHOLE = {"scaling": 1.0}
 """Options of `task_arithmetic` by which it adds one delta unchanged."""
@@ -131,7 +121,7 @@ class Chooser:
     def _added_whole(self, method: MergeMethod, call: MethodCall) -> MethodCall | None:
         """The call that adds one delta, if the method would compute the same one with rounding errors; else None."""
         is_alone = len(self.recipe.experts) == 1 and "single" in method.laws and method.acts_on != "elementwise"
-        is_plain = call.space == "full" and call.weights in (None, (1.0,)) and not self.recipe.pool
+        is_plain = call.space == "full" and call.weights in (None, (1.0,))
         if is_alone and is_plain and call.options == method.resolve_options({}):  # the law is one of the defaults
             return dataclasses.replace(call, method="task_arithmetic", options=WHOLE, weights=None)
         return None

@@ -5,7 +5,7 @@
          + deltas in memory as a whole, or a chunk of each           (compute dtype; `Item.reading`)
          + the method's workspace, its result included unless it is  (compute dtype, declared by the method)
            a sum that is written chunk by chunk (`combine`)
-         + for a cap on singular values: the result and its thin SVD, when that is more than the method's workspace
+         + for steps of post-processing: the result and its thin SVD, when that is more than the method's workspace
          + statistics in memory: one expert's for a one-pass method, else T (and one as stored: half of a Gram)
          + a packed copy of the result where blocks or a transposed layout need one
 
@@ -56,7 +56,7 @@ class CallShape:
         n_experts: number of deltas.
         base_itemsize: bytes per entry of the base as stored.
         compute_dtype: dtype of the deltas.
-        caps: limits on the result, which read the deltas again and may decompose the result.
+        caps: a limit on the result, which reads the deltas again.
         post: whether steps of post-processing follow, which decompose the result.
     """
 
@@ -94,12 +94,9 @@ def region_peak_bytes(region: Region, call: CallShape, reading: Reading) -> int:
     base = (region.numel if reading.base_held else min(CHUNK, region.numel)) * call.base_itemsize
     at_once = n_experts if method.acts_on == "elementwise" and reading.strategy != "each" else 1
     raw = base + at_once * CHUNK * 8
-    if _has_singular_values(region):
+    if call.post and _has_singular_values(region):
         shapes = region.layout.matrix_shapes(region.shape)
-        if call.caps.singular_value_cap is not None:
-            workspace = max(workspace, region.numel + max(map(_svd_workspace, shapes)))
-        if call.post:
-            workspace = max(workspace, region.numel + max(map(_step_workspace, shapes)))
+        workspace = max(workspace, region.numel + max(map(_step_workspace, shapes)))
     packed = 0 if single or not by_matrix else region.numel + sum(math.prod(m) for m in matrices)
     return (
         raw
@@ -122,12 +119,6 @@ def different(regions: Sequence[Region]) -> list[Region]:
 def _has_singular_values(region: Region) -> bool:
     role = region.layout.role
     return len(region.shape) > 1 and (role.is_matrix or role is Role.CONVOLUTION)
-
-
-def _svd_workspace(shape: Sequence[int]) -> int:
-    """A thin SVD in LAPACK's divide and conquer: a copy, the factors, its scratch, and their product again."""
-    short = min(shape[-2:])
-    return 3 * math.prod(shape) + 6 * short**2
 
 
 def _step_workspace(shape: Sequence[int]) -> int:

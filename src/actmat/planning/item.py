@@ -21,24 +21,22 @@ copy: the base's bytes; tie: the bytes of the tensor it is tied to."""
 Form = Literal["dense", "factored"]
 """Input of the method: whole deltas, or the factors of low-rank ones."""
 
-Kernel = Literal["copy", "dense", "combine", "pool", "factored", "extracted"]
+Kernel = Literal["copy", "dense", "combine", "factored", "extracted"]
 """Function of the engine that makes the output, a module of `engine.kernels`.
 
 copy        the base's bytes
 dense       a method on deltas that are formed
 combine     a sum of deltas, or of tensors without a base, added up chunk by chunk
-pool        several tensors as one matrix
 factored    a method on factors: of a module of adapters, or of a tensor whose deltas are all products
 extracted   the merged delta of one of the others, written as factors
 """
 
-Strategy = Literal["held", "each", "chunks", "chunks_held", "combine"]
+Strategy = Literal["held", "each", "chunks", "combine"]
 """The way in which a method is given its deltas.
 
 held         all of them, in memory
 each         one at a time, each in the memory of the one before it
 chunks       chunk by chunk, as often as the method asks; no delta is in memory as a whole
-chunks_held  chunk by chunk; what the first pass reads stays in memory for the next
 combine      as coefficients: one pass over chunks finds them, a second adds up and writes
 """
 
@@ -65,7 +63,7 @@ class Reading(Plain):
 
     def whole_deltas(self, n_experts: int) -> int:
         """Number of deltas that are in memory as a whole at a time."""
-        return {"held": n_experts, "chunks_held": n_experts, "each": 1}.get(self.strategy, 0)
+        return {"held": n_experts, "each": 1}.get(self.strategy, 0)
 
     def __str__(self) -> str:
         return f"{self.strategy}{'' if self.base_held else ', base streamed'}"
@@ -206,7 +204,6 @@ class Item(Plain):
         sources: per expert, where its delta comes from (None: the expert lacks it); empty for `copy` and `tie`.
         twins: per expert, other names under which it stores the same tensor; their bytes must agree.
         tied_to: for `tie`, the tensor whose bytes it gets.
-        pool: items with the same non-empty pool are merged as one matrix, their rows one below the other.
         factors: how A and B are written, for a module.
         cost: traffic, operations and memory.
         encoding: layout of codes in which the tensor is written, in words; empty: as floats.
@@ -228,7 +225,6 @@ class Item(Plain):
     sources: tuple[DeltaSource | None, ...] = ()
     twins: tuple[tuple[str, ...], ...] = ()
     tied_to: str | None = None
-    pool: str = ""
     factors: FactorPlan | None = None
     cost: ItemCost = ItemCost()
     encoding: str = ""

@@ -27,13 +27,6 @@ def post_calls(recipe: Recipe, problems: list[str]) -> tuple[PostCall, ...]:
     return tuple(found)
 
 
-def pool_problems(recipe: Recipe) -> list[str]:
-    """Problem of a pooled merge in a space of factors."""
-    if recipe.space != "full" and recipe.pool:
-        return [f"'space: {recipe.space}' works on the factors of one module; drop 'pool'"]
-    return []
-
-
 def has_spectrum(layout: TensorLayout) -> bool:
     """True if the tensor holds linear maps: a table of vectors has no meaningful singular values."""
     return layout.role.is_matrix or layout.role is Role.CONVOLUTION

@@ -21,8 +21,6 @@ def regions_of(item: Item, caps: Postprocess) -> tuple[Region, ...]:
     """The regions that the method of an item is called on, in storage order; chunks of a copy."""
     if item.call is None:
         return tuple(cut(item.shape, item.layout, "elementwise"))
-    if item.pool:
-        return (Region(0, item.numel, item.shape, item.layout),)
     method = get_method(item.call.method)
     acts_on = granularity(method, caps, space=item.call.space, post=bool(item.call.post))
     return tuple(cut(item.shape, item.layout, acts_on))
@@ -42,7 +40,7 @@ def way_of(
     """Kernel and reading of an item of a model with a single output.
 
     Args:
-        regions: see `regions_of`; of a pool, the one matrix.
+        regions: see `regions_of`.
         itemsize: bytes per entry of the compute dtype.
         on_device: the method computes on a device.
     """
@@ -50,14 +48,12 @@ def way_of(
         return "copy", None
     if item.form == "factored":
         return "factored", None
-    chunkable = item.is_chunkable and not on_device and not item.pool
-    looked_at = caps.caps or bool(item.call.post)
+    chunkable = item.is_chunkable and not on_device
+    looked_at = caps.norm_cap is not None or bool(item.call.post)
     method, n_experts = get_method(item.call.method), len(item.sources)
     reading = reading_of(
         method, item.call.options, regions, n_experts, itemsize, chunkable=chunkable, observed=looked_at
     )
-    if item.pool:
-        return "pool", reading
     return ("combine" if reading.strategy == "combine" else "dense"), reading
 
 
@@ -87,7 +83,7 @@ def reading_of(
     numel = max(region.numel for region in regions)
     streamed = streams(method, options, numel, n_experts, itemsize)
     base_held = not (streamed and numel > CHUNK) or method.uses_base(options)
-    return Reading("chunks" if streamed else "chunks_held", base_held)
+    return Reading("chunks" if streamed else "held", base_held)
 
 
 def _n_matrices(method: MergeMethod, region: Region) -> int:
@@ -96,7 +92,7 @@ def _n_matrices(method: MergeMethod, region: Region) -> int:
 
 
 def shared_way(items: Sequence[Item], *, observed: bool) -> tuple[Kernel, Reading | None]:
-    """Kernel and reading of the outputs of one tensor, or of several of a pool, that share its bytes.
+    """Kernel and reading of the outputs of one tensor that share its bytes.
 
     A single method may receive fewer than all deltas at a time. Several methods, or an observed one, receive all in
     memory; then nothing is combined chunk by chunk. If the base is copied too, it is held.

@@ -55,7 +55,8 @@ def granularity(method: MergeMethod, postprocess: Postprocess, *, space: Space =
     """
     if space != "full":
         return "matrix"
-    return "tensor" if method.acts_on == "elementwise" and (postprocess.caps or post) else method.acts_on
+    looked_at = post or postprocess.norm_cap is not None
+    return "tensor" if method.acts_on == "elementwise" and looked_at else method.acts_on
 
 
 def streams(method: MergeMethod, options: Mapping[str, Any], numel: int, n_experts: int, itemsize: int) -> bool:

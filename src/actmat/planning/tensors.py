@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,21 +13,21 @@ from actmat.checkpoints.quantization import quantization_problems
 from actmat.checkpoints.writing.shards import parse_size
 from actmat.errors import AlignmentError, MergeError
 from actmat.experts.base import DeltaSource, Expert
-from actmat.identity.compare import ConfigAgreement
-from actmat.identity.inputs import agreement
+from actmat.identity.compare import InputAgreement
+from actmat.identity.inputs import Choices, compare_inputs
 from actmat.layout.ties import tied_partner
 from actmat.layout.types import Role, TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import get_method
 from actmat.planning.adapter.modules import adapter_problems
 from actmat.planning.align import Alignment, align, resolve_roles
-from actmat.planning.choose import Chooser, Decision, depth_factors, weight_problems
+from actmat.planning.calls import depth_factors
+from actmat.planning.choose import Chooser, Decision, weight_problems
 from actmat.planning.cost import CallShape, item_operations
 from actmat.planning.item import Form, Item, ItemCost, MethodCall
 from actmat.planning.model import Draft
 from actmat.planning.placement import HOST, DeviceRoom, Placed, place
-from actmat.planning.pools import assign_pools
-from actmat.planning.post import factor_problems, in_space, pool_problems, space_input_problems
+from actmat.planning.post import factor_problems, in_space, space_input_problems
 from actmat.planning.statistics import ExpertStatistics, with_statistics
 from actmat.planning.storage import (
     absent_parts,
@@ -38,7 +38,6 @@ from actmat.planning.storage import (
     stems_of,
     trained_on_codes_notes,
 )
-from actmat.planning.tokens import token_findings
 from actmat.recipe import Recipe
 from actmat.recipe.output import ExtractedOutput
 
@@ -51,12 +50,13 @@ def plan_tensors(
     Raises:
         AlignmentError: the inputs do not fit together, or the recipe does not fit them; carries all problems.
     """
-    agreed = _agreed(recipe, base, experts)
-    problems = [*_input_problems(recipe, base, experts), *agreed.problems]
+    problems = _input_problems(recipe, base, experts)
     layouts, layout_problems = resolve_roles(recipe, base.specs, base.config)
     problems += statistics.kind_problems([e.needs_base for e in experts])
     chooser = Chooser(recipe, statistics.kinds, base.specs)
     kept = absent_parts(base, experts, recipe.labels) | _kept(base, chooser)
+    agreed = _agreed(recipe, base, experts, kept)
+    problems += agreed.problems
     stem, stems = stems_of(base)
     alignment = align(base, experts, recipe.labels, layouts, frozenset(kept))
     decided: dict[str, Decision] = {}
@@ -69,8 +69,7 @@ def plan_tensors(
         given[name] = [None if s is None else e.source(s) for e, s in zip(experts, sources, strict=True)]
         decided[name] = _of_touched(name, decision, given[name], chooser, only_adapters=only_adapters)
     problems += layout_problems + chooser.problems + list(alignment.problems)
-    token_problems, token_notes = token_findings(recipe, base, experts, kept)
-    problems += token_problems + list(weight_problems({n: d.call for n, d in decided.items()}))
+    problems += weight_problems({n: d.call for n, d in decided.items()})
     problems += _recipe_problems(recipe, base, experts, alignment, chooser)
     max_shard_bytes = 1
     try:
@@ -79,9 +78,8 @@ def plan_tensors(
         problems += error.problems
     _check(problems)
     planner = _TensorPlanner(recipe, base, experts, room)
-    items, problems = assign_pools(planner.items(alignment, decided, given), recipe.pool, planner.place, planner.flops)
-    problems += _adapter_problems(recipe, experts)
-    _check(problems)
+    items = planner.items(alignment, decided, given)
+    _check(_adapter_problems(recipe, experts))
     return Draft(
         items=items,
         specs=tuple(o for spec in base.specs.values() for o in planner.out_specs(spec)),
@@ -95,7 +93,6 @@ def plan_tensors(
             *part_notes(base),
             *agreed.notes,
             *alignment.notes,
-            *token_notes,
             *chooser.unused_entries(),
             *_storage_notes(recipe, base, experts),
             *_adapter_notes(recipe.labels, experts, items),
@@ -105,13 +102,16 @@ def plan_tensors(
     )
 
 
-def _agreed(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert]) -> ConfigAgreement:
-    """Comparison of configs; an adapter has none, so that differences are notes there."""
+def _agreed(recipe: Recipe, base: Checkpoint, experts: Sequence[Expert], kept: Collection[str]) -> InputAgreement:
+    """Comparison of the inputs beside their weights."""
     written = base.config if recipe.model.quantize is not None else base.written_config or base.config
-    named = list(zip(recipe.labels, experts, strict=True))
-    found = agreement(base, named, recipe.model.config_from, written, recipe.keep)
-    is_adapter = isinstance(recipe.output, ExtractedOutput)
-    return ConfigAgreement(notes=(*found.problems, *found.notes)) if is_adapter else found
+    chosen = Choices(
+        config_from=recipe.model.config_from,
+        files_from=recipe.model.files_of,
+        has_vocabulary=recipe.model.vocabulary is not None,
+        is_model=not isinstance(recipe.output, ExtractedOutput),
+    )
+    return compare_inputs(base, list(zip(recipe.labels, experts, strict=True)), chosen, written, kept)
 
 
 def _recipe_problems(
@@ -310,7 +310,7 @@ class _TensorPlanner:
         if call.space != "full":
             return True
         method = get_method(call.method)
-        if method.acts_on != "matrix" or self.recipe.pool:
+        if method.acts_on != "matrix":
             return False
         if method.survey is not None and method.survey.applies(call.options):
             return False  # the survey of a full model sees dense deltas, and both must see the same
@@ -335,7 +335,7 @@ class _TensorPlanner:
             return Placed(item.numel * torch_dtype(item.base_dtype).itemsize)
         # the options live as long as the decisions, which outlive this planner
         named = (item.call.method, id(item.call.options), item.call.space, bool(item.call.post))
-        key = (named, item.shape, item.base_dtype, item.layout, item.is_chunkable, self._ranks(item), bool(item.pool))
+        key = (named, item.shape, item.base_dtype, item.layout, item.is_chunkable, self._ranks(item))
         if key not in self._places:
             call = CallShape(
                 method=get_method(item.call.method),
@@ -357,7 +357,6 @@ class _TensorPlanner:
 def _space_problems(recipe: Recipe, experts: Sequence[Expert], chooser: Chooser) -> list[str]:
     labeled = list(zip(recipe.labels, experts, strict=True))
     return [
-        *pool_problems(recipe),
         *space_input_problems(recipe, [label for label, e in labeled if e.adapter is None]),
         *factor_problems(recipe, [(label, e.adapter) for label, e in labeled if e.adapter is not None]),
     ]

@@ -137,8 +137,7 @@ def _read(file: Path) -> str:
     try:
         content = read_bytes(file, most=MAX_BYTES, error=RecipeError)
     except RecipeError as error:
-        hint = ". Fix, if it is an expert: each needs its own flag, -e A -e B" if file.is_dir() else ""
-        raise RecipeError(f"Cannot read the recipe {error.sentence}{hint}") from None
+        raise RecipeError(f"Cannot read the recipe {error.sentence}") from None
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:

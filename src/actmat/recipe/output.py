@@ -89,7 +89,9 @@ class ModelOutput(Strict):
         "or an expert's name; default: such inputs are refused",
     )
     chat_template: str | None = Field(
-        default=None, description="Jinja text of the chat template; default: that of the tokenizer's files"
+        default=None,
+        description="Jinja text of the chat template, or 'auto' for the most frequent one of the inputs; default: that "
+        "of the tokenizer's files",
     )
     base_as: Literal["nf4", "nf4-double"] | None = Field(
         default=None,
@@ -216,9 +218,7 @@ def with_output(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
     return {**found, "output": {"kind": kind, **merged}}
 
 
-STRUCTURES = frozenset(
-    {"rules", "roles", "postprocess", "output", "notes", "warnings", "executor", "kind", "layout", "pool"}
-)
+STRUCTURES = frozenset({"rules", "roles", "postprocess", "output", "notes", "warnings", "executor", "kind", "layout"})
 """Fields that --set does not take: lists of mappings, and those that other flags decide."""
 
 

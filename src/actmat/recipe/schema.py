@@ -121,14 +121,6 @@ class Postprocess(Strict):
         description="largest ||D*||_F: the mean or the sum of the experts' norms, a multiple of the mean, or the "
         "norm of their average",
     )
-    singular_value_cap: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="largest singular value of D*, in units of the experts' largest singular value"
-    )
-
-    @property
-    def caps(self) -> bool:
-        """True if a cap is set."""
-        return self.norm_cap is not None or self.singular_value_cap is not None
 
 
 class PostRef(Strict):
@@ -205,11 +197,6 @@ class Recipe(Strict):
     keep: Annotated[Patterns, Flag()] = Field(
         default=(), description="patterns of tensors to copy from the base, such as '*lm_head*'"
     )
-    pool: Patterns = Field(
-        default=(),
-        description="patterns of linear layers with the same input, such as '*.{q,k,v}_proj.weight'; matches in "
-        "one parent module are merged as one matrix",
-    )
     ties: bool = Field(
         default=True, description="merge tensors that config.json ties as one; otherwise each separately"
     )
@@ -217,10 +204,10 @@ class Recipe(Strict):
         default="token",
         description="divisor of an expert's Gram: its tokens, its samples (long inputs count more), or none (sum)",
     )
-    space: Annotated[Literal["full", "core", "factors", "pico", "pico_unscaled"], Flag()] = Field(
+    space: Annotated[Literal["full", "core", "factors", "pico"], Flag()] = Field(
         default="full",
         description="space in which adapters are merged: their deltas (full), the core space of their factors "
-        "(core), A and B separately (factors), or deltas with shared output directions damped (pico, pico_unscaled)",
+        "(core), A and B separately (factors), or deltas with shared output directions damped (pico)",
     )
     post: Annotated[
         tuple[PostRef, ...],

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import datetime
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +17,11 @@ from actmat.checkpoints.hashing import HASH_NAME, ContentHash, NamesHash, hash_f
 from actmat.checkpoints.writing.listed import MANIFEST_NAME, REPORTS
 from actmat.checkpoints.writing.staging import JOURNAL_NAME
 from actmat.engine.task import Record
-from actmat.errors import CheckpointError, Note
+from actmat.errors import CheckpointError
 from actmat.experts.base import Expert
 from actmat.planning.model import InputSummary, Item, MergePlan
 from actmat.report.rows import StreamedRows, canonical_json, indented_json
+from actmat.report.totals import relative_error
 from actmat.system import replace_file
 
 
@@ -87,7 +87,6 @@ def build_manifest(
     out: Path | None,
     seconds: float,
     files: Sequence[str] = (),
-    warnings: Sequence[Note] = (),
 ) -> dict[str, Any]:
     """The manifest as plain data, except for its longest lists, which are `StreamedRows` made from the records.
 
@@ -101,7 +100,6 @@ def build_manifest(
             None for an output in a bucket.
         seconds: wall time of the run that finished it.
         files: copied from the inputs.
-        warnings: of the finished merge, which follow the notes of the plan.
     """
     is_adapter = plan.output == "adapter"
     contents = None if is_adapter else model_contents(plan, records)
@@ -127,7 +125,7 @@ def build_manifest(
         "experts": [_expert(plan, t, read[t], _hashes(plan, records, experts, t), out) for t in range(len(experts))],
         **({"statistics": [_located(dict(s), out) for s in plan.statistics]} if plan.statistics else {}),
         "output": output,
-        "notes": [dataclasses.asdict(note) for note in (*plan.notes, *warnings)],
+        "notes": [dataclasses.asdict(note) for note in plan.notes],
         **adapter,
         "tensors": tensors,
         "timing": {
@@ -142,9 +140,7 @@ def build_manifest(
 
 def total_error(records: Mapping[str, Record]) -> float:
     """Relative error of the truncation over all modules: `sqrt(sum error^2 / sum norm^2)`."""
-    stats = [r.stats for r in records.values() if "error_norm" in r.stats]
-    norm = math.fsum(s["norm"] ** 2 for s in stats)
-    return math.sqrt(math.fsum(s["error_norm"] ** 2 for s in stats) / norm) if norm else 0.0
+    return relative_error((s["error_norm"], s["norm"]) for r in records.values() if "error_norm" in (s := r.stats))
 
 
 def _tensor_row(plan: MergePlan, item: Item, records: Mapping[str, Record]) -> dict[str, Any]:
@@ -173,8 +169,6 @@ def _tensor_row(plan: MergePlan, item: Item, records: Mapping[str, Record]) -> d
         row["factored"] = True
     if item.tied_to is not None:
         row["tied_to"] = item.tied_to
-    if item.pool:
-        row["pool"] = item.pool
     row |= {"hash": record.hash, "stats": record.stats, "unchanged": record.unchanged, "nonfinite": record.nonfinite}
     row |= {} if record.size is None else {"size": dict(record.size)}
     hashes = dict(zip(plan.recipe.labels, record.expert_hashes, strict=False))

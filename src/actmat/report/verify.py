@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import hashlib
@@ -35,11 +34,10 @@ from actmat.statistics.header import header_hash
 from actmat.statistics.store import open_statistics
 
 if TYPE_CHECKING:
-    from actmat.checkpoints.claims import RemoteFile
     from actmat.checkpoints.hub import HubRepository
 
 
-class OutputFiles(abc.ABC):
+class OutputFiles(Protocol):
     """Files by name; names of files in subfolders have slashes.
 
     Attributes:
@@ -48,11 +46,9 @@ class OutputFiles(abc.ABC):
 
     manifest_folder: Path
 
-    @abc.abstractmethod
     def names(self) -> list[str]:
         """Names of all stored files, sorted. Links to folders are not followed."""
 
-    @abc.abstractmethod
     def size(self, name: str) -> int:
         """Bytes of a file.
 
@@ -60,16 +56,14 @@ class OutputFiles(abc.ABC):
             CheckpointError, OSError: it is missing, or not a file of the output.
         """
 
-    @abc.abstractmethod
     def content(self, name: str) -> str:
         """Content hash of a file without weights."""
 
-    @abc.abstractmethod
     def sha256(self, name: str) -> str:
         """SHA-256 of a file."""
 
 
-class _Folder(OutputFiles):
+class _Folder:
     def __init__(self, folder: Path) -> None:
         self.manifest_folder = folder
 
@@ -94,15 +88,15 @@ class _Folder(OutputFiles):
         return member(self.manifest_folder, name) if "/" not in name else self.manifest_folder / name
 
 
-class _Remote(OutputFiles):
-    def __init__(self, source: Source) -> None:
-        if source.can_list and MANIFEST_NAME not in source.names:
+class _Remote:
+    def __init__(self, source: Source, names: Sequence[str]) -> None:
+        if source.can_list and MANIFEST_NAME not in names:
             raise CheckpointError(f"{source.location} has no {MANIFEST_NAME}: it is not a finished merge of actmat.")
-        self._source = source
+        self._source, self._names = source, names
         self.manifest_folder = source.fetch(MANIFEST_NAME).parent
 
     def names(self) -> list[str]:
-        return list(self._source.names)
+        return sorted(self._names)
 
     def size(self, name: str) -> int:
         return self._source.identity([name])[0].size
@@ -117,31 +111,20 @@ class _Remote(OutputFiles):
         return total.hexdigest()
 
 
-class _HubNames(OutputFiles):
+class _HubNames(_Remote):
     """A commit of the hub; weights are compared by the hash that the hub states."""
 
     def __init__(self, source: HubRepository) -> None:
-        if MANIFEST_NAME not in source.files:
-            raise CheckpointError(f"{source.location} has no {MANIFEST_NAME}: it is not a finished merge of actmat.")
-        self._source = source
-        self.manifest_folder = source.fetch(MANIFEST_NAME).parent
-
-    def names(self) -> list[str]:
-        return sorted(self._source.files)
+        super().__init__(source, list(source.files))
+        self._files = source.files
 
     def size(self, name: str) -> int:
-        return self._file(name).size
-
-    def content(self, name: str) -> str:
-        return hash_file(self._source.fetch(name))
+        if name not in self._files:
+            raise CheckpointError("it is missing")
+        return self._files[name].size
 
     def sha256(self, name: str) -> str:
-        return self._file(name).etag
-
-    def _file(self, name: str) -> RemoteFile:
-        if name not in self._source.files:
-            raise CheckpointError("it is missing")
-        return self._source.files[name]
+        return self._files[name].etag
 
 
 def open_output(out: str | Path) -> OutputFiles:
@@ -156,7 +139,10 @@ def open_output(out: str | Path) -> OutputFiles:
         source = find_source(str(out))
         assert isinstance(source, HubRepository)
         return _HubNames(source)
-    return _Remote(storage_of(str(out)).open_source(str(out), pinned={})) if is_url(out) else _Folder(Path(out))
+    if is_url(out):
+        source = storage_of(str(out)).open_source(str(out), pinned={})
+        return _Remote(source, source.names)
+    return _Folder(Path(out))
 
 
 _CHUNK = 1 << 22

@@ -186,7 +186,7 @@ def _form(recipe: Recipe, given: Given) -> ModelForm:
     """The form of the experts; adapters for which the recipe names a space are not merged as they are."""
     if not given.only_adapters:
         return "mixed" if any(e.needs_base for e in given.experts) else "full"
-    return "adapters" if given.have_factors and recipe.space == "full" and not recipe.pool else "changes"
+    return "adapters" if given.have_factors and recipe.space == "full" else "changes"
 
 
 def _kind(config: Mapping[str, Any]) -> ModelKind:

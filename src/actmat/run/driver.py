@@ -53,12 +53,9 @@ def execute(outputs: Sequence[StagedOutput], prepared: Prepared, progress: Progr
             if not findings.fatal:
                 for p, record in result.records:
                     outputs[p].keep(record)
-            for group in result.unit.groups:
-                items = [plans[p].items[n] for p, n in group]
-                nbytes = max(i.cost.read_bytes + i.cost.write_bytes for i in items)
-                progress.tensor(items[0].name, nbytes)
-                if result.where:
-                    progress.node(result.where, nbytes)
+            progress.tensor(result.unit.name, result.unit.traffic)
+            if result.where:
+                progress.node(result.where, result.unit.traffic)
             for note in result.notes:
                 progress.note(note)
     _judge(findings)

@@ -22,7 +22,7 @@ from actmat.engine.executors import THREADS, computes_here, find_executor
 from actmat.errors import CheckpointError, MergeError, OutputError, Problems, RecipeError
 from actmat.planning.placement import HOST, DeviceRoom
 from actmat.recipe import Recipe
-from actmat.report import read_manifest
+from actmat.report.manifest import read_manifest
 from actmat.settings import RunSettings
 
 Writes = Literal["nothing", "outputs"]

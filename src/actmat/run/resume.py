@@ -22,8 +22,9 @@ from actmat.foreign import html_table, terminal
 from actmat.methods import get_method
 from actmat.planning import MergePlan
 from actmat.planning.model import InputSummary, Item, MethodCall
-from actmat.report import Totals, read_manifest, recorded_totals, verify
-from actmat.report.manifest import input_location, input_row
+from actmat.report.manifest import input_location, input_row, read_manifest
+from actmat.report.totals import Totals, recorded_totals
+from actmat.report.verify import verify
 from actmat.report.words import size_words, warnings_of
 from actmat.run.places import present_output
 from actmat.run.prepare import Prepared

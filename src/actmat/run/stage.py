@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,15 @@ from actmat.engine.inputs import Inputs
 from actmat.engine.observer import NoWriter, SinkSource
 from actmat.engine.task import Record
 from actmat.errors import MergeError, Note, OutputError, format_size
+from actmat.identity.inputs import most_frequent_template
 from actmat.identity.usable import has_files, missing_notes
 from actmat.planning import MergePlan
 from actmat.planning.adapter.extraction import settled_plan
 from actmat.planning.model import Item
-from actmat.report import Totals, build_manifest, model_card, sum_records, write_manifest
+from actmat.report.card import model_card
+from actmat.report.identity import identity_findings
+from actmat.report.manifest import build_manifest, write_manifest
+from actmat.report.totals import Totals, recorded_totals
 from actmat.report.words import warnings_of
 from actmat.run.resume import Resumed
 from actmat.settings import RunSettings
@@ -123,8 +127,7 @@ class StagedOutput:
         else:
             assert isinstance(self.writer, ShardWriter)
             self.writer.finish(self.plan.specs)
-        sidecars, totals = self._sidecar_folders(inputs), sum_records(self.plan, self.records)
-        warnings = warnings_of(totals, self.plan.recipe.mute)
+        sidecars = self._sidecar_folders(inputs)
         with disk_errors(folder.path):
             copied: Sequence[str] = ()
             if self.plan.adapter_config is not None:
@@ -135,7 +138,10 @@ class StagedOutput:
                 written = inputs.base.written_configs if inputs.base is not None and floats else {}
                 written = {**written, **self.plan.configs}
                 own = inputs.base.written_sidecars if inputs.base is not None else {}
-                if (template := self.plan.recipe.model.chat_template) is not None:
+                template = self.plan.recipe.model.chat_template
+                if template == "auto":
+                    template = most_frequent_template((*([inputs.base] if inputs.base else []), *inputs.experts))
+                if template is not None:
                     own = {**own, "chat_template.jinja": template}
                 copied = copy_sidecars(*sidecars, folder.path, self.plan.recipe.dtype, written)
                 if inputs.base is not None and not has_files("tokenizer", (*copied, *own)):
@@ -143,8 +149,6 @@ class StagedOutput:
                 for name, text in own.items():
                     (folder.path / name).write_text(text, encoding="utf-8", newline="\n")
                 self._note_missing(inputs, (*copied, *own))
-            card = model_card(self.plan, inputs, warnings)
-            (folder.path / "README.md").write_text(card, encoding="utf-8", newline="\n")
             manifest = build_manifest(
                 self.plan,
                 self.records,
@@ -152,8 +156,12 @@ class StagedOutput:
                 out=None if isinstance(self.out, str) else self.out,
                 seconds=seconds,
                 files=copied,
-                warnings=warnings,
             )
+            totals = replace(recorded_totals(manifest), findings=identity_findings(self.plan, self.records))
+            warnings = warnings_of(totals, self.plan.recipe.mute)
+            manifest["notes"] += [asdict(note) for note in warnings]
+            card = model_card(self.plan, inputs, warnings)
+            (folder.path / "README.md").write_text(card, encoding="utf-8", newline="\n")
             write_manifest(folder.path, manifest, sha256=sha256)
         return totals
 

@@ -13,7 +13,6 @@ from tests.helpers.spectra import random_deltas
 from tests.tolerances import relative_error
 
 from actmat.linalg import chunks
-from actmat.linalg.masks import election
 from actmat.linalg.masks.election import elect, masked_sum, sign_balance
 from actmat.linalg.masks.mask import Drop, Keep, top_trims
 
@@ -133,35 +132,3 @@ def test_election_is_the_definition_in_float32_to_the_last_bit(
                   zero_sign="zero" if zero else "positive")  # fmt: skip
     expected = naive_float32(deltas, counts, 0 if zero else 1)
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), "the sign of zeros too"
-
-
-@pytest.mark.parametrize("zero_sign", ["majority", "positive", "zero"])
-@pytest.mark.parametrize("majority", [None, -1, 0, 1])
-@pytest.mark.parametrize("reduce", ["mean", "sum"])
-@pytest.mark.parametrize("n_experts", [1, 2, 3, 9])
-def test_an_election_of_the_entries_with_several_votes_gives_the_same_bits(
-    zero_sign: Any, majority: int | None, reduce: Any, n_experts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_ENTRIES", 100)
-    monkeypatch.setattr(election, "CHUNK_ENTRIES", 100)
-    generator = torch.Generator().manual_seed(n_experts)
-    deltas = [torch.randint(-3, 4, (7, 39), generator=generator).float() for _ in range(n_experts)]
-    looked_at = []
-    merge = election._Election._merge
-
-    def spy(self: Any, votes_TP: Any, *rest: Any) -> None:
-        looked_at.append(votes_TP[0].numel())
-        merge(self, votes_TP, *rest)
-
-    monkeypatch.setattr(election._Election, "_merge", spy)
-    found = []
-    for everywhere in (False, True):
-        if everywhere:
-            monkeypatch.setattr(election, "_share_of_several", lambda densities: 1.0)
-        masks = [Drop(0.5 / n_experts, seed) for seed in range(n_experts)]
-        ones = [1.0] * n_experts
-        value = elect(deltas, masks, scales=ones, counts=ones, reduce=reduce, zero_sign=zero_sign, majority=majority)
-        found.append(value.view(torch.int32))
-        assert max(looked_at) == 100 if everywhere else max(looked_at) <= 25
-        looked_at.clear()
-    assert torch.equal(*found)

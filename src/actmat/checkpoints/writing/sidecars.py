@@ -81,7 +81,7 @@ def copy_sidecars(
         path, target = place.folder / name, out / name
         target.parent.mkdir(parents=True, exist_ok=True)
         written = None
-        if PurePosixPath(name).name == "config.json" and (dtype is not None or name in configs):
+        if name in configs or (PurePosixPath(name).name == "config.json" and dtype is not None):
             written = _config(path, name, dtype, configs.get(name))
         if written is not None:
             target.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8", newline="\n")

@@ -122,7 +122,7 @@ def _merge_blocks(task: Task, deltas: Sequence[LowRank], context: CallContext) -
             values.append(_merge_block(task, region, k, own, context))
         else:
             value = _as_factors(region.layout.to_matrices(whole)[k])
-            values.append(finish_factors(task, value, own, region.layout, label))
+            values.append(finish_factors(task, value, own, label))
         _observe(task, label, own, values[-1])
     return values
 
@@ -141,7 +141,7 @@ def _merge_block(task: Task, region: Region, k: int, deltas: Sequence[LowRank], 
     dense = [d.dense().to(context.dtype) for d in deltas]
     merged = task.method.merge(dense, **needs_of(task, region, k, label, context), **task.call.options)
     task.note(label, merged.stats)
-    return finish_factors(task, _as_factors(merged.value), deltas, region.layout, label)
+    return finish_factors(task, _as_factors(merged.value), deltas, label)
 
 
 def _merge_stored(task: Task, deltas: Sequence[LowRank], context: CallContext) -> Tensor:

@@ -20,7 +20,7 @@ from actmat.checkpoints.codecs.checkpoint import QuantizedCheckpoint
 from actmat.checkpoints.folder import foreign_format
 from actmat.checkpoints.formats.safetensors import SAFETENSORS
 from actmat.checkpoints.formats.torch_files import TORCH_FILES
-from actmat.checkpoints.side_files import PIPELINE, SideFiles
+from actmat.checkpoints.side_files import PIPELINE, SCHEDULER_CONFIG, SideFiles
 from actmat.checkpoints.source import Format, Source, StoredCheckpoint
 from actmat.checkpoints.view import DelegatingCheckpoint
 from actmat.errors import CheckpointError
@@ -36,10 +36,10 @@ class PipelineCheckpoint(DelegatingCheckpoint, StoredCheckpoint):
     format = "pipeline"
     is_composed = True
 
-    def __init__(self, source: Source, components: Mapping[str, Checkpoint], index: Mapping[str, Any]) -> None:
+    def __init__(self, source: Source, components: Mapping[str, Checkpoint], own: Mapping[str, Any]) -> None:
         super().__init__(source, ())
         self.components = dict(components)
-        self.index = index
+        self._own = own
         self.specs = MappingProxyType(
             {f"{c}.{n}": _moved(spec, c) for c, opened in components.items() for n, spec in opened.specs.items()}
         )
@@ -52,9 +52,9 @@ class PipelineCheckpoint(DelegatingCheckpoint, StoredCheckpoint):
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The pipeline's class, and component name -> config."""
+        """The pipeline's class, component name -> config, and the configs of its schedulers."""
         configs = {name: dict(opened.config or {}) for name, opened in self.components.items()}
-        return {"_class_name": str(self.index.get("_class_name", "DiffusionPipeline")), COMPONENTS: configs}
+        return {**self._own, COMPONENTS: configs}
 
     @property
     def written_configs(self) -> Mapping[str, Mapping[str, Any]]:
@@ -113,11 +113,14 @@ def _open(source: Source) -> PipelineCheckpoint:
     index = read_object(source.fetch(PIPELINE))
     problems: list[str] = []
     with contextlib.ExitStack() as stack:
-        opened = {}
+        opened: dict[str, Checkpoint] = {}
+        own: dict[str, Any] = {"_class_name": str(index.get("_class_name", "DiffusionPipeline"))}
         for name in _declared(index):
             inner = source.child(name)
             if inner is None:
                 continue
+            if SCHEDULER_CONFIG in inner.names:
+                own[name] = read_object(inner.fetch(SCHEDULER_CONFIG))
             form = next((f for f in _INSIDE if f.claims(inner)), None)
             foreign = [n for n in inner.names if foreign_format(n)]
             try:
@@ -136,7 +139,7 @@ def _open(source: Source) -> PipelineCheckpoint:
                 problems,
             )
         stack.pop_all()
-        return PipelineCheckpoint(source, opened, index)
+        return PipelineCheckpoint(source, opened, own)
 
 
 def _declared(index: Mapping[str, Any]) -> list[str]:

@@ -72,7 +72,7 @@ def convert(data: Mapping[str, Any], where: Mapping[str, str] | None = None) -> 
         n = len(found.problems)
         raise RecipeError(
             f"The mergekit configuration cannot be converted: {n} problem{'s' * (n > 1)}.",
-            dict.fromkeys(found.problems),
+            dict.fromkeys([*found.problems, *found.warnings]),
         )
     return fields
 
@@ -251,11 +251,8 @@ class _RecipeConversion:
     def _template(self) -> str | None:
         """Jinja text of the chat template; None for that of the tokenizer's files."""
         given = self.config.rest.get("chat_template")
-        if given is None:
-            return None
-        if given == "auto":
-            self.found.note("'chat_template: auto' is that of the tokenizer's files, not the most frequent one")
-            return None
+        if given in (None, "auto"):
+            return given
         text = CHATML if given == "chatml" else str(given)
         if "{" not in text:
             self.found.problem("chat_template", f"expected Jinja text, chatml or auto, found {text[:80]!r}")

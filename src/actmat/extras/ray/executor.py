@@ -172,7 +172,7 @@ class RayExecutor:
 def _observed(item: Item, member: Member) -> Unit:
     """An item as a unit of a survey."""
     cost = item.cost
-    return Unit(((member,),), item.name, cost.read_bytes, cost.host_bytes)
+    return Unit((member,), item.name, cost.read_bytes, cost.host_bytes)
 
 
 def _released(answer: Answer, workers: Dispatcher) -> Iterator[UnitResult]:

@@ -120,7 +120,7 @@ class Worker:
             for unit in units:
                 if self._stopped.is_set():
                     return answer
-                for (p, n), *_ in unit.groups:
+                for p, n in unit.members[:1]:
                     session.observe(session.spec.plans[p].items[n], mine)
         except Exception as error:  # noqa: BLE001 - the driver raises it
             answer.error = _portable(error, self.where)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from actmat.layout.patterns import compile_pattern
-from actmat.planning.choose import depth_of
+from actmat.planning.calls import depth_of
 from actmat.planning.model import MergePlan
 
 Grouping = Literal["none", "kind", "depth", "kind-depth"]

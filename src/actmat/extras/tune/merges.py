@@ -213,7 +213,7 @@ def _plain_bytes(expert: Located) -> int:
 def _is_plain(recipe: Recipe) -> bool:
     """True if the recipe treats no tensor in a way of its own."""
     plain = Recipe(experts=recipe.experts)
-    own = ("rules", "roles", "keep", "pool", "ties", "scope", "space", "post", "postprocess")
+    own = ("rules", "roles", "keep", "ties", "scope", "space", "post", "postprocess")
     return all(getattr(recipe, n) == getattr(plain, n) for n in own) and recipe.model.vocabulary is None
 
 

@@ -359,7 +359,7 @@ def _of_average(recipe: Recipe, asking: _Asking) -> dict[str, tuple[AnswerCompar
     """Comparison of the plain average's answers; empty where it would be large, or cannot be made."""
     plain = Recipe(experts=(ExpertRef(path="x"),))
     experts = tuple(e.model_copy(update={"weight": 1.0, "statistics": "", "options": {}}) for e in recipe.experts)
-    names = ("rules", "post", "postprocess", "options", "scale", "space", "notes", "pool")
+    names = ("rules", "post", "postprocess", "options", "scale", "space", "notes")
     fields = {n: getattr(plain, n) for n in names} | {"method": "average", "experts": experts}
     out = Path(str(recipe.out))
     with contextlib.suppress(MergeError), tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:

@@ -3,13 +3,11 @@
 TIES, DARE, breadcrumbs, DELLA and SCE are `masked_sum` or `elect` with different masks, so they share one pass over
 memory: for each chunk, mask every expert into a buffer that stays in the cache, then add up.
 
-Shapes: `T` experts, `N` entries of a flattened tensor, `P` entries of one chunk of it, `S` entries of a chunk with
-several votes (or all of them), `C` contested entries.
+Shapes: `T` experts, `N` entries of a flattened tensor, `P` entries of one chunk of it, `C` contested entries.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,18 +16,12 @@ import torch
 from torch import Tensor
 
 from actmat.linalg.chunks import CHUNK_ENTRIES, chunk_size, empty_result, walk
-from actmat.linalg.masks.mask import Drop, Mask
+from actmat.linalg.masks.mask import Mask
 from actmat.linalg.masks.threshold import true_indices
 
 ZeroSign = Literal["majority", "positive", "zero"]
 """Sign elected where the votes cancel exactly: that of the sum of all elected signs (a draw elects nothing),
 always plus, or none (the merged entry is 0)."""
-
-FEW = 6
-"""Entries with several votes are elected separately where random masks leave fewer than one in this many."""
-
-MOST = 127
-"""Largest number of experts whose flags are counted in bytes."""
 
 
 def masked_sum(deltas: Sequence[Tensor], masks: Sequence[Mask], scales: Sequence[float]) -> Tensor:
@@ -77,20 +69,14 @@ def elect(
     """
     out = empty_result(deltas)
     out_N = out.view(-1)
-    mix = [1.0] * len(deltas) if mix is None else mix
-    divisor = counts if reduce == "mean" else None
-    plain = all(factor == 1 for factor in (*mix, *(divisor or ())))
-    drops = [mask for mask in masks if isinstance(mask, Drop)] if plain and out_N.device.type == "cpu" else []
-    apart = len(masks) == len(drops) <= MOST and _share_of_several([drop.density for drop in drops]) < 1 / FEW
     election = _Election(
         masks=masks,
-        drops=drops if apart else [],
         scales=scales,
-        mix=mix,
-        counts=divisor,
+        mix=[1.0] * len(deltas) if mix is None else mix,
+        counts=counts if reduce == "mean" else None,
         tie_break={"positive": 1, "zero": 0, "majority": 1 if majority is None else majority}[zero_sign],
         settled=majority is not None or zero_sign != "majority",
-        buffers=_Buffers(len(masks), out_N, apart=apart),
+        rows=list(out_N.new_empty(len(masks) + 4, min(chunk_size(out_N.device), out_N.numel()))),
     )
     for start, chunks_TP in walk(deltas):
         election.add(chunks_TP, start, out_N[start : start + chunks_TP[0].numel()])
@@ -103,42 +89,33 @@ class _Election:
     """The state of one call of `elect`, which explains `masks`, `scales`, `mix` and `counts` (None for a sum)."""
 
     masks: Sequence[Mask]
-    drops: Sequence[Drop]  # the same masks, where entries with several votes are elected separately; else empty
     scales: Sequence[float]
     mix: Sequence[float]
     counts: Sequence[float] | None
     tie_break: int  # sign taken where the votes cancel; provisional unless `settled`
     settled: bool  # the tie-break does not depend on the sum of all elected signs
-    buffers: _Buffers
+    rows: Sequence[Tensor]  # memory for signs, three more and the votes, used again for each chunk
     balance: int = 0  # sum of the elected signs so far
     # entries where the votes canceled, and the votes there
     contested: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
 
     def add(self, chunks_TP: Sequence[Tensor], start: int, out_P: Tensor) -> None:
         """Write the merged entries of one chunk to `out_P`."""
-        if self.drops:
-            several_S, votes_TS = self.buffers.vote_apart(chunks_TP, start, self.drops, self.scales, out_P)
-            sign_S, out_S, *work_3S = self.buffers.rows(several_S.numel())[:5]
-            torch.index_select(out_P, 0, several_S, out=sign_S).sign_()
-            if self.tie_break < 0:  # of one vote or none; zeros get the sign that `_agreeing` gives them
-                out_P.neg_().add_(0.0).neg_()
-            if not self.settled:
-                self.balance += _sum_of_signs(self.buffers.signs(out_P))
-            self._merge(votes_TS, sign_S, out_S, work_3S)
-            out_P.index_copy_(0, several_S, out_S)
-        else:
-            several_S = None
-            votes_TS = self.buffers.vote(chunks_TP, start, self.masks, self.scales, out_P)
-            sign_S, out_S, work_3S = self.buffers.signs(out_P), out_P, self.buffers.rows(out_P.numel())[:3]
-            if not self.settled:
-                self.balance += _sum_of_signs(sign_S)
-            self._merge(votes_TS, sign_S, out_S, work_3S)
+        sign_P, *rows = (row_P[: out_P.numel()] for row_P in self.rows)
+        work_3P, votes_TP = rows[:3], rows[3:]
+        for vote_P, chunk_P, mask, scale in zip(votes_TP, chunks_TP, self.masks, self.scales, strict=True):
+            mask.apply(chunk_P, start, vote_P)
+            if scale != 1:
+                vote_P.mul_(scale)
+        torch.sign(_add_up(votes_TP, out_P), out=sign_P)
+        if not self.settled:
+            self.balance += _sum_of_signs(sign_P)
+        self._merge(votes_TP, sign_P, out_P, work_3P)
         if not self.settled:
             # The provisional tie-break is plus. Only entries where the votes canceled and the result differs from 0
             # depend on it.
-            index_C = true_indices(sign_S.eq_(0).mul_(out_S).bool())
-            entry_C = index_C if several_S is None else several_S[index_C]
-            self.contested.append((entry_C + start, [vote_S[index_C] for vote_S in votes_TS]))
+            index_C = true_indices(sign_P.eq_(0).mul_(out_P).bool())
+            self.contested.append((index_C + start, [vote_P[index_C] for vote_P in votes_TP]))
 
     def settle(self, out_N: Tensor) -> None:
         """Merge the contested entries again where the sign of all is not the provisional one."""
@@ -179,65 +156,6 @@ class _Election:
             out_P.div_(divisor_P.add_(torch.eq(divisor_P, 0, out=agreeing_P)))  # a divisor of 0 becomes 1
 
 
-class _Buffers:
-    """Memory for the votes of one call of `elect`, used again for each chunk: varying sizes would fragment the heap.
-
-    An election is twenty passes over memory, but where at most one expert votes there is nothing to elect. Sparse
-    random masks leave few entries with several votes, and with `apart` only these are elected.
-    """
-
-    def __init__(self, n_experts: int, like_N: Tensor, *, apart: bool) -> None:
-        size = min(chunk_size(like_N.device), like_N.numel())
-        self._few = size // FEW
-        self._zero = like_N.new_zeros(())
-        self._sign_P = like_N.new_empty(size)
-        self._votes_TP = [like_N.new_empty(0 if apart else size) for _ in range(n_experts)]
-        self._work_P = [like_N.new_empty(size) for _ in range(_work_rows(n_experts) if apart else 3)]
-
-    def rows(self, numel: int) -> list[Tensor]:
-        """Work rows of `numel` entries, the same memory at each call: three of a chunk, or `5 + T` of few entries."""
-        if numel <= self._few:
-            return [row_P[k * self._few :][:numel] for row_P in self._work_P for k in range(FEW)]
-        if self._votes_TP[0].numel():
-            return [row_P[:numel] for row_P in self._work_P]
-        # a small tensor in which more entries than expected have several votes
-        return list(self._sign_P.new_empty(5 + len(self._votes_TP), numel))
-
-    def signs(self, sum_P: Tensor) -> Tensor:
-        """Sign of each entry."""
-        return torch.sign(sum_P, out=self._sign_P[: sum_P.numel()])
-
-    def vote(
-        self, chunks_TP: Sequence[Tensor], start: int, masks: Sequence[Mask], scales: Sequence[float], sum_P: Tensor
-    ) -> list[Tensor]:
-        """`y_t` of every expert, and their sum in `sum_P`."""
-        votes_TP = [row_P[: sum_P.numel()] for row_P in self._votes_TP]
-        for vote_P, chunk_P, mask, scale in zip(votes_TP, chunks_TP, masks, scales, strict=True):
-            mask.apply(chunk_P, start, vote_P)
-            if scale != 1:
-                vote_P.mul_(scale)
-        _add_up(votes_TP, sum_P)
-        return votes_TP
-
-    def vote_apart(
-        self, chunks_TP: Sequence[Tensor], start: int, masks: Sequence[Drop], scales: Sequence[float], sum_P: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Indices of the entries with possibly several votes, and `y_t` there; the sum of all votes in `sum_P`."""
-        flags_TP = [mask.flags(sum_P.numel(), start) for mask in masks]
-        kept_P, count_P = self._sign_P[: sum_P.numel()], flags_TP[0].clone()
-        # starting from +0, so that no sum is -0
-        torch.addcmul(self._zero, chunks_TP[0], kept_P.copy_(flags_TP[0]), value=scales[0], out=sum_P)
-        for chunk_P, flag_P, scale in zip(chunks_TP[1:], flags_TP[1:], scales[1:], strict=True):
-            sum_P.addcmul_(chunk_P, kept_P.copy_(flag_P), value=scale)
-            count_P.add_(flag_P)
-        several_S = true_indices(count_P.gt_(1).view(torch.bool))
-        votes_TS = self.rows(several_S.numel())[5 : 5 + len(masks)]
-        for vote_S, chunk_P, flag_P, scale in zip(votes_TS, chunks_TP, flags_TP, scales, strict=True):
-            torch.index_select(chunk_P, 0, several_S, out=vote_S)
-            vote_S.mul_(flag_P.index_select(0, several_S)).mul_(scale)
-        return several_S, votes_TS
-
-
 def sign_balance(deltas: Sequence[Tensor], masks: Sequence[Mask]) -> int:
     """Sum over all entries of the elected signs: its sign is the majority that decides canceled votes."""
     balance = 0
@@ -252,20 +170,8 @@ def sign_balance(deltas: Sequence[Tensor], masks: Sequence[Mask]) -> int:
 
 
 def election_workspace(entries: int, n_experts: int) -> int:
-    """Elements of the buffers of one call of `elect` or `masked_sum`: votes or flags, signs, work, a mask's own."""
-    return min(entries, CHUNK_ENTRIES) * (n_experts + 2 + _work_rows(n_experts))
-
-
-def _share_of_several(densities: Sequence[float]) -> float:
-    """Expected share of entries that more than one of these independent masks keeps."""
-    none = math.prod(1 - d for d in densities)
-    one = sum(d * math.prod(1 - e for s, e in enumerate(densities) if s != t) for t, d in enumerate(densities))
-    return 1 - none - one
-
-
-def _work_rows(n_experts: int) -> int:
-    """Rows of a chunk that hold three of a chunk, or sign, result, three more and the votes of few entries."""
-    return max(3, -(-(n_experts + 5) // FEW))
+    """Elements of the buffers of one call of `elect` or `masked_sum`: votes, signs, work, a mask's own."""
+    return min(entries, CHUNK_ENTRIES) * (n_experts + 5)
 
 
 def _add_up(votes_TP: Sequence[Tensor], out_P: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ from actmat.experts.lora.adapter import Adapter
 from actmat.experts.lora.apart import names_of_packed
 from actmat.experts.lora.modules import AdapterLayout, AdapterModule
 from actmat.experts.lora.names import PREFIX
-from actmat.identity.names import in_one_form
 from actmat.layout.types import Block, LayoutMap, Role, TensorLayout
 from actmat.linalg.operations import total
 from actmat.methods import get_method
+from actmat.planning.adapter.forms import in_one_form
 from actmat.planning.adapter.layouts import (
     STEMS,
     is_transposed,
@@ -31,11 +31,12 @@ from actmat.planning.adapter.layouts import (
 )
 from actmat.planning.adapter.serving import plan_notes
 from actmat.planning.align import resolve_roles
-from actmat.planning.choose import Chooser, Decision, depth_factors, weight_problems
+from actmat.planning.calls import depth_factors
+from actmat.planning.choose import Chooser, Decision, weight_problems
 from actmat.planning.cost import factored_bytes, item_operations, statistics_bytes
 from actmat.planning.item import FactorPlan, Item, ItemCost, MethodCall
 from actmat.planning.model import Draft
-from actmat.planning.post import factor_problems, in_space, pool_problems
+from actmat.planning.post import factor_problems, in_space
 from actmat.planning.statistics import ExpertStatistics, module_statistics
 from actmat.recipe import Recipe
 
@@ -88,8 +89,6 @@ def recipe_problems(recipe: Recipe, decided: Mapping[str, Decision]) -> list[str
     for name in dict.fromkeys(d.call.method for d in decided.values() if d.call is not None):
         if get_method(name).needs_base and get_method(name).lowrank is None:
             problems.append(f"method '{name}' reads the base's weights; write a full model (--base ..., --to model)")
-    if recipe.pool:
-        problems.append("'pool' merges layers as one matrix, but modules have separate factors; write a full model")
     if recipe.allow_nonfinite:
         problems.append("'allow_nonfinite' acts on single entries of a delta, and NaN in a factor reaches whole rows")
     return problems
@@ -241,7 +240,6 @@ def plan_modules(
     extras, extra_problems, notes = plan_full_tensors(recipe, adapters, chooser, kept, dtype)
     problems += chooser.problems + role_problems
     problems += weight_problems({n: d.call for n, d in decided.items()} | {i.name: i.call for i in extras})
-    problems += pool_problems(recipe)
     problems += factor_problems(recipe, list(zip(recipe.labels, adapters, strict=True)))
     problems += recipe_problems(recipe, decided)
     problems += extra_problems

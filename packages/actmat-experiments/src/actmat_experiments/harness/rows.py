@@ -41,9 +41,8 @@ SPACES = (
     *(Candidate(f"{method}@core", method, fields={"space": "core"}) for method in ("tsv", "ties", "iso_c")),
     *(Candidate(f"{method}@factors", method, fields={"space": "factors"}) for method in ("ties", "dare")),
     *(
-        Candidate(f"{method}@{space}", method, fields={"space": space})
+        Candidate(f"{method}@pico", method, fields={"space": "pico"})
         for method in ("average", "task_arithmetic", "actmat", "tsv", "dc_merge", "cart")
-        for space in ("pico", "pico_unscaled")
     ),
 )
 """Rows of adapters seen in another space."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from actmat.identity.tables import DEPTH_KEYS, class_of, is_ignored
+from actmat.identity.tables import DEPTH_KEYS, class_of, expand, is_ignored
 
 _PER_LAYER: Final = re.compile(
     r"layer|^(attention_window|moe_topk|num_experts|intermediate_size|num_attention_heads|num_key_value_heads"
@@ -62,35 +62,6 @@ class Slice:
 
 class _CannotStackError(Exception):
     """An entry has no form for the new order of layers."""
-
-
-def expand(rule: Mapping[str, Any], config: Mapping[str, Any], depth: int) -> list[Any] | None:
-    """The list that follows by a rule of the table from other keys; None if it cannot be told.
-
-    >>> expand({"kind": "every", "period": 2, "on": "full", "off": "sliding"}, {}, 4)
-    ['sliding', 'full', 'sliding', 'full']
-    >>> expand({"kind": "from", "start": "k", "on": "moe", "off": "mlp"}, {"k": 1}, 3)
-    ['mlp', 'moe', 'moe']
-    """
-    if (gate := rule.get("if")) is not None and not (config.get(gate) and config.get("sliding_window", 1) is not None):
-        return [rule["else"]] * depth
-    kind = rule.get("kind")
-    if kind == "of":
-        source = config.get(rule["list"])
-        found = [rule["values"].get(str(int(x) if isinstance(x, bool) else x)) for x in source or [None]]
-        return None if None in found else found
-    number, below = (
-        config.get(k) if isinstance(k, str) else k
-        for k in (rule.get("start" if kind == "from" else "period"), rule.get("below", depth))
-    )
-    if not isinstance(number, int) or (number < 1 and kind != "from") or not isinstance(below, int):
-        return None
-    if kind == "indices":
-        return list(range(number - 1, depth, number))
-    if kind == "from":
-        return [rule["on"] if i >= number else rule["off"] for i in range(depth)]
-    shift = 0 if rule.get("first") else 1
-    return [rule["off"] if (i + shift) % number and i < below else rule["on"] for i in range(depth)]
 
 
 def restacked(slices: Sequence[Slice]) -> tuple[dict[str, Any], list[str]]:
