@@ -171,7 +171,7 @@ def test_sections_without_numbers_are_left_out() -> None:
 
 def test_without_answers_it_is_not_measured_and_says_how_to(page: Page) -> None:
     text = text_of(page, "good")
-    assert "Not measured: nobody has asked the merged model anything yet." in text
+    assert "Not measured: the merged model has not been run." in text
     assert "actmat diagnose models/merged --data math=INPUTS ..." in text
     unwritten = text_of(page_of(out=None, source="diagnose"), "good")
     assert "actmat merge ... --out merged actmat diagnose merged --data" in unwritten
