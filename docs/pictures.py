@@ -16,8 +16,8 @@ from docs.markdown import ROOT
 import actmat
 
 SIZE, DENSITY, COLORS = "560,1000", 2, 64
-TASKS = ("reverse", "sort", "shift")
-"""The adapters of the folder `examples`."""
+DIGITS = ROOT / "tests" / "data" / "digits"
+"""Models of `actmat demo`."""
 
 
 def take() -> None:
@@ -27,17 +27,16 @@ def take() -> None:
     from actmat_app.view import plan_html
 
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        shutil.copytree(ROOT / "examples", "examples")
-        experts = [f"examples/{task}" for task in TASKS]
-        data = {task: f"examples/{task}.jsonl" for task in TASKS}
-        actmat.merge("examples/base", experts, out="merged", data=data, to="adapter", new_tokens=8, diagnose=True)
+        shutil.copytree(DIGITS, "demo-output")
+        base, *experts = "demo-output/base", "demo-output/experts/parity", "demo-output/experts/large"
+        actmat.merge(base, experts, out="merged", diagnose=True)
         _shoot(Path("merged/report.html").absolute().as_uri(), "report.png")
         page = build(Jobs(), [])
-        values = {"Base": "examples/base", "Experts": "\n".join(experts), "Output": "merged"}
+        values = {"Base": base, "Experts": "\n".join(experts), "Output": "merged"}
         for block in page.blocks.values():
             block.value = values.get(getattr(block, "label", None), getattr(block, "value", None))
             if getattr(block, "elem_id", None) == "am-shown":
-                block.value = str(plan_html(actmat.plan("examples/base", experts)))
+                block.value = str(plan_html(actmat.plan(base, experts)))
         page.launch(prevent_thread_lock=True, quiet=True, **SHOWN)
         _shoot(page.local_url, "ui.png")
         page.close()

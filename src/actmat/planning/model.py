@@ -51,6 +51,8 @@ class Draft:
 
 FROM_FIRST = "no base is given, and"
 """Begin of the note on a merge whose deltas are measured from the first expert."""
+FROM_LAST = "files and buffers come from the last checkpoint"
+"""Begin of the note on an average, whose deltas are measured from the last one."""
 
 
 @dataclass(frozen=True, slots=True)

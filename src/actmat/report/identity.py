@@ -9,7 +9,7 @@ from itertools import combinations, combinations_with_replacement
 from actmat.diagnostics.checks.deltas import overlap_words
 from actmat.engine.task import Record
 from actmat.planning.item import Item
-from actmat.planning.model import FROM_FIRST, MergePlan
+from actmat.planning.model import FROM_FIRST, FROM_LAST, MergePlan
 
 SAME = 1e-9
 """Squared relative distance of two deltas below which they are equal; inner products have ten digits."""
@@ -20,7 +20,7 @@ def identity_findings(plan: MergePlan, records: Mapping[str, Record]) -> tuple[t
     labels = plan.recipe.labels
     rows = [(i, records[i.name]) for i in plan.items if i.action in ("merge", "average") and i.name in records]
     gram = _gram([r.products for _, r in rows if r.products], len(labels))
-    measured_from_first = any(n.startswith(FROM_FIRST) for n in plan.recipe.notes)
+    measured_from_first = any(n.startswith((FROM_FIRST, FROM_LAST)) for n in plan.recipe.notes)
     zero = [
         label
         for t, label in enumerate(labels)
