@@ -332,7 +332,7 @@ def test_errors_say_what_is_wrong() -> None:
     with pytest.raises(RecipeError) as caught:
         actmat.merge_matrices("actmat", DELTAS, rtol=2.0)
     assert "must lie in" in caught.value.problems[0]
-    with pytest.raises(RecipeError, match="no deltas"):
+    with pytest.raises(RecipeError, match="expected deltas, found none"):
         actmat.merge_matrices("average", [])
     with pytest.raises(AlignmentError, match="one shape"):
         actmat.merge_matrices("average", [DELTAS[0], DELTAS[1].T])

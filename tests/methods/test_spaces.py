@@ -192,7 +192,7 @@ def test_wrong_arguments_are_told() -> None:
         merge_matrices("ties", [(pairs[0][0], pairs[1][1])], space="core")
     with pytest.raises(AlignmentError, match="have one shape"):
         merge_matrices("ties", [pairs[0], (pairs[0][0][:4], pairs[0][1])], space="core")
-    with pytest.raises(RecipeError, match="no deltas"):
+    with pytest.raises(RecipeError, match="expected deltas, found none"):
         merge_matrices("ties", [], space="core")
     with pytest.raises(RecipeError, match="is no step"):
         merge_matrices("average", dense(pairs), post="isotropize:mean")
