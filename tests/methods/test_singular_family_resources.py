@@ -29,8 +29,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(64, 400), (400, 64), (128, 128)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((64, 400), torch.float32), ((400, 64), torch.float64), ((128, 128), torch.float32)]
+)
 @pytest.mark.parametrize(("method", "options"), CASES)
 def test_the_declared_workspace_bounds_the_measured_peak(method: MergeMethod, options, shape, dtype):
     deltas = random_deltas(4, *shape, dtype=dtype)

@@ -164,7 +164,8 @@ def test_a_console_without_unicode_gets_all_that_is_printed(family: Family, tmp_
         "PYTHONUTF8": "0",
         "OMP_NUM_THREADS": "1",
     }
-    for argv in (["inspect", str(base)], ["merge", "--help"], ["methods", "actmat"]):
+    others = (["merge", "--help"], ["methods", "actmat"]) if encoding == "ascii" else ()  # it lacks the most signs
+    for argv in (["inspect", str(base)], *others):
         command = [sys.executable, "-m", "actmat", *argv]
         done = subprocess.run(command, env=environment, capture_output=True, check=False)
         assert done.returncode == 0, done.stderr

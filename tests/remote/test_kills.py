@@ -35,7 +35,7 @@ def children(moto_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> It
         running.close()
 
 
-@pytest.mark.parametrize("number", [0, 8, 16])
+@pytest.mark.parametrize("number", [0, pytest.param(8, marks=pytest.mark.slow), 16])
 def test_a_merge_of_remote_inputs_is_killed_amid_a_request(
     children: Server, server: RangeServer, tmp_path: Path, number: int
 ) -> None:
